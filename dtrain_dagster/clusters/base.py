@@ -1,0 +1,146 @@
+"""What a cluster is, whichever kind it is: the `GPUClusterManager` interface and the data that crosses it.
+
+A cluster runs one command on N nodes and says when each node was there. What the command does, and how it is followed,
+is the run directory's business (`trainer.rundir`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class ClusterError(RuntimeError):
+    """The cluster cannot do what was asked. The message names the setting and the remedy."""
+
+
+class JobState(StrEnum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterConfig:
+    """A provisioned cluster."""
+
+    cluster_name: str
+    node_count: int
+    gpu_type: str
+    """SKU, such as ``Standard_NC6s_v3``. On the local cluster: the SKU whose price stands in."""
+    auto_scale_enabled: bool
+    min_nodes: int
+    max_nodes: int
+    idle_timeout_minutes: int
+    processes_per_node: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeHealth:
+    node_id: int
+    healthy: bool
+    message: str = ""
+    """What is wrong, or what the node is doing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterHealth:
+    cluster_name: str
+    healthy: bool
+    nodes: tuple[NodeHealth, ...]
+    running_jobs: tuple[str, ...] = ()
+    message: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSpec:
+    """One command on N nodes."""
+
+    job_id: str
+    run_dir: str
+    command: tuple[str, ...]
+    """Runs once per process, with torchrun's variables set (RANK, LOCAL_RANK, NODE_RANK, WORLD_SIZE…)."""
+    node_count: int
+    processes_per_node: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the environment of every process. It is written to ``launch.json``: no secrets here."""
+    master_port: int | None = None
+    """Port of rank 0; None picks a free one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobStatus:
+    job_id: str
+    state: JobState
+    message: str = ""
+    """Why it failed, with the last lines of the log of the process that failed first."""
+    nodes_alive: int = 0
+    started_at: float | None = None
+    ended_at: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeUsage:
+    """One stretch of paid presence of one node. Times are Unix seconds."""
+
+    node_id: int
+    sku: str
+    started_at: float
+    ended_at: float
+
+    @property
+    def hours(self) -> float:
+        return (self.ended_at - self.started_at) / 3600
+
+
+class GPUClusterManager(ABC):
+    """Provisions a cluster and runs jobs on it. Every method can be called again without harm."""
+
+    @abstractmethod
+    def provision_cluster(self, node_count: int, gpu_type: str) -> ClusterConfig:
+        """Have ``node_count`` nodes of ``gpu_type`` ready to run jobs. `ClusterError` if that cannot be."""
+
+    @abstractmethod
+    def scale_cluster(self, target_nodes: int) -> bool:
+        """Change the number of nodes that the next jobs get. True if it changed."""
+
+    @abstractmethod
+    def monitor_health(self) -> ClusterHealth:
+        """How each node is now."""
+
+    @abstractmethod
+    def cleanup_cluster(self) -> None:
+        """Cancel what runs and give the cluster back. Run directories stay."""
+
+    @abstractmethod
+    def submit_job(self, spec: JobSpec) -> None:
+        """Start the job, unless one of this id runs already or has succeeded: submitting twice never buys twice.
+        A failed or cancelled job of this id is started again in its run directory, as the next generation."""
+
+    @abstractmethod
+    def job_status(self, job_id: str) -> JobStatus:
+        """Where the job stands. `ClusterError` for an unknown id."""
+
+    @abstractmethod
+    def list_jobs(self) -> list[JobStatus]:
+        """All jobs that this cluster knows, newest first."""
+
+    @abstractmethod
+    def cancel_job(self, job_id: str) -> None:
+        """Stop every process of the job: in order (SIGTERM), then by force. Returns when none is left."""
+
+    @abstractmethod
+    def job_logs(self, job_id: str, node_id: int | None = None, tail: int | None = None) -> str:
+        """What the processes printed: of one node or of all, the last ``tail`` lines of each or everything."""
+
+    @abstractmethod
+    def node_usage(self, job_id: str) -> list[NodeUsage]:
+        """When each node was there for this job, over all generations; a node still there counts until now."""

@@ -1,0 +1,185 @@
+"""What to train, as plain dataclasses: read from ``job.json``, overridden on the command line, checked on the way in.
+
+Every class refuses unknown keys and wrong types, and says which field, which value and what to do instead. Where this
+process stands in the world (rank, world size, address) comes from the environment instead, see `trainer.world`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+SCHEMA_VERSION = 1
+
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used. The message names the field, the value, and the remedy."""
+
+
+@dataclass(kw_only=True, slots=True, config=_STRICT)
+class DatasetRef:
+    """Which dataset to train on."""
+
+    uri: str
+    """Folder that holds ``manifest.json`` and ``data/``; a path or any fsspec address."""
+    dataset_id: str | None = None
+    """Expected content id. Training refuses a folder whose manifest says another."""
+
+
+@dataclass(kw_only=True, slots=True, config=_STRICT)
+class FactoryConfig:
+    """A stock part by name (``tcn``) or a user's own by ``package.module:factory``, with its keyword arguments."""
+
+    factory: str
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True, config=_STRICT)
+class DistributedTrainingConfig:
+    """How to train. The global batch, ``batch_size_per_gpu * gradient_accumulation_steps * world_size`` samples, is
+    constant: at another actual world size the same micro-batches are dealt anew, and the loss curve stays the same."""
+
+    world_size: int = Field(default=3, ge=1)
+    """Ranks the batch was planned for (nodes x processes per node)."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """``auto``: nccl where every rank has a GPU, else gloo."""
+    master_addr: str = "127.0.0.1"
+    """Where rank 0 listens; only used when the environment does not say (MASTER_ADDR)."""
+    master_port: int | None = Field(default=None, ge=1, le=65535)
+    """Port of rank 0; the cluster picks a free one when absent."""
+    batch_size_per_gpu: int = Field(default=128, ge=1)
+    """Samples in one micro-batch, the unit that is dealt to ranks."""
+    gradient_accumulation_steps: int = Field(default=2, ge=1)
+    """Micro-batches per rank and optimizer step at the planned world size."""
+    checkpoint_frequency: int = Field(default=100, ge=1)
+    """Optimizer steps between checkpoints."""
+
+    epochs: int = Field(default=4, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
+    """Stop after this many optimizer steps, whatever ``epochs`` says."""
+    seed: int = Field(default=0, ge=0)
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Autocast type of the forward pass; fp16 (GPU only) comes with loss scaling. Weights stay float32."""
+
+    learning_rate: float = Field(default=2e-3, gt=0)
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Multiply the learning rate by (global batch / ``lr_base_batch_size``), or by its square root."""
+    lr_base_batch_size: int = Field(default=768, ge=1)
+    warmup_steps: int = Field(default=50, ge=0)
+    """Linear warm-up from zero."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    min_lr_fraction: float = Field(default=0.05, ge=0, le=1)
+    """Where the cosine ends, as a fraction of its peak."""
+    weight_decay: float = Field(default=1e-2, ge=0)
+    clip_norm: float | None = Field(default=1.0, gt=0)
+    """Largest 2-norm of the gradient; None does not clip."""
+
+    eval_frequency: int | None = Field(default=None, ge=1)
+    """Optimizer steps between evaluations on the validation split; None: at the end of each epoch."""
+    early_stopping_patience: int | None = Field(default=None, ge=1)
+    """Stop after this many evaluations without improvement; None never does."""
+    log_frequency: int = Field(default=10, ge=1)
+    """Optimizer steps between step events."""
+    keep_checkpoints: int = Field(default=3, ge=1)
+    """Newest checkpoints to keep; the best by validation is kept besides."""
+    resume: bool = True
+    """Go on from the latest checkpoint of the run directory, where there is one."""
+
+    threads_per_rank: int | None = Field(default=None, ge=1)
+    """Intra-op threads of torch; None divides the machine's cores by the ranks on it."""
+    collective_timeout_seconds: float = Field(default=60.0, gt=0)
+    """How long a collective may wait for a peer (D3)."""
+    monitor_interval_seconds: float = Field(default=2.0, gt=0)
+    """Between two samples of a node's utilisation."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches in one optimizer step, over all ranks."""
+        return self.gradient_accumulation_steps * self.world_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in one optimizer step, over all ranks."""
+        return self.batch_size_per_gpu * self.micro_batches
+
+
+@dataclass(kw_only=True, slots=True, config=_STRICT)
+class TrackingConfig:
+    """Where rank 0 reports to, besides the run directory."""
+
+    tensorboard: bool = True
+    """Write TensorBoard files to ``<run_dir>/tensorboard`` (local run directories only)."""
+    mlflow_tracking_uri: str | None = None
+    """MLflow server or ``sqlite:///…``; None does not track. Credentials: MLflow's own variables."""
+    mlflow_experiment: str = "dtrain"
+    mlflow_run_name: str | None = None
+    tags: dict[str, str] = Field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True, config=_STRICT)
+class JobConfig:
+    """The whole of ``job.json``."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    job_id: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    run_dir: str
+    """Folder of this job; a path or any fsspec address. What happens is written here, see `trainer.rundir`."""
+    dataset: DatasetRef
+    model: FactoryConfig = Field(default_factory=lambda: FactoryConfig(factory="tcn"))
+    loss: FactoryConfig = Field(default_factory=lambda: FactoryConfig(factory="student_t"))
+    training: DistributedTrainingConfig = Field(default_factory=DistributedTrainingConfig)
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, sort_keys=True)
+
+
+_JOB = TypeAdapter(JobConfig)
+
+
+def parse_job(text: str, overrides: list[str] | None = None, source: str = "job.json") -> JobConfig:
+    """Read a `JobConfig` from JSON text.
+
+    ``overrides`` are ``dotted.key=value`` strings as given with ``--set``; a value is read as JSON where it is JSON,
+    and as a plain string otherwise. Raises `ConfigError`.
+    """
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source} must hold a JSON object, not {type(data).__name__}")
+    for override in overrides or []:
+        key, separator, raw = override.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"--set {override!r}: write it as dotted.key=value, such as training.epochs=3")
+        *path, last = key.split(".")
+        node = data
+        for part in path:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"--set {override!r}: {part!r} is not a section of {source}")
+        try:
+            node[last] = json.loads(raw)
+        except json.JSONDecodeError:
+            node[last] = raw
+    try:
+        return _JOB.validate_python(data)
+    except ValidationError as error:
+        raise ConfigError(describe_errors(error, source)) from None
+
+
+def describe_errors(error: ValidationError, source: str) -> str:
+    """One line per wrong field: where it stands, what it holds, and what would be accepted."""
+    lines = []
+    for item in error.errors(include_url=False):
+        where = ".".join(str(part) for part in item["loc"]) or "(top level)"
+        value = "" if item["type"] == "missing" else f" = {item['input']!r}"
+        lines.append(f"{source}: {where}{value}: {item['msg']}")
+    return "\n".join(lines)

@@ -1,0 +1,128 @@
+"""The run directory: the one contract between what orchestrates and what trains. Both sides use this module.
+
+    jobs/<job_id>/
+      job.json                            what to train (`trainer.config.JobConfig`)
+      launch.json                         how the cluster started it (written by the cluster)
+      events/g0001-r00000-000001.jsonl    what happened: generation, rank, running number; each file written once
+      checkpoints/g0001-s00000100/        one fresh folder per (generation, step); its manifest.json is written last
+      checkpoints/LATEST.json, BEST.json  which folder counts
+      nodes/g0001-n000.json               when each node was there: the base of every dollar
+      result.json                         how it ended, in the trainer's words (metrics, digests, timings)
+      evaluation.json, predictions.npz    the test split, judged against the baselines
+      status.json                         how it stands, in the cluster's words (`JobState`, exit codes)
+      logs/node-0.log                     what the processes of a node printed
+
+A *generation* counts the worlds that worked in this run directory: 1 for the first, one more for each restart.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainer.config import JobConfig, parse_job
+from trainer.storage import Storage
+
+JOB = "job.json"
+LAUNCH = "launch.json"
+STATUS = "status.json"
+RESULT = "result.json"
+EVALUATION = "evaluation.json"
+PREDICTIONS = "predictions.npz"
+EVENTS = "events"
+CHECKPOINTS = "checkpoints"
+NODES = "nodes"
+LOGS = "logs"
+
+_EVENT_FILE = re.compile(r"g(\d+)-r(\d+)-(\d+)\.jsonl$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodePresence:
+    """When a node was there. Times are Unix seconds; ``ended_at`` is None while it still is."""
+
+    node_id: int
+    generation: int
+    started_at: float
+    ended_at: float | None = None
+    last_seen_at: float | None = None
+    exit_codes: tuple[int, ...] = ()
+
+    def seconds(self, now: float) -> float:
+        """Paid seconds so far: until the end, or until ``now``."""
+        return max(0.0, (self.ended_at if self.ended_at is not None else now) - self.started_at)
+
+
+class RunDir:
+    """Reads and writes a run directory, wherever it is."""
+
+    def __init__(self, uri: str) -> None:
+        self.storage = Storage(uri)
+        self.uri = self.storage.uri
+
+    def write_job(self, job: JobConfig) -> None:
+        self.storage.write(JOB, job.to_json().encode())
+
+    def read_job(self) -> JobConfig:
+        return parse_job(self.storage.read(JOB).decode(), source=f"{self.uri}/{JOB}")
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Strict JSON: a NaN in it is a ValueError here rather than an unreadable file there."""
+        self.storage.write(name, json.dumps(value, indent=2, sort_keys=True, allow_nan=False).encode())
+
+    def read_json(self, name: str) -> Any | None:
+        """The document, or None where there is none yet."""
+        try:
+            return json.loads(self.storage.read(name))
+        except FileNotFoundError:
+            return None
+
+    def append_events(self, generation: int, rank: int, number: int, events: Iterable[dict[str, Any]]) -> None:
+        """Write one numbered file of events. It must not exist: numbers are used once."""
+        lines = "".join(json.dumps(event, allow_nan=False, sort_keys=True) + "\n" for event in events)
+        self.storage.create(f"{EVENTS}/g{generation:04d}-r{rank:05d}-{number:06d}.jsonl", lines.encode())
+
+    def last_generation(self) -> int:
+        """The highest generation that left an event, 0 if none did."""
+        matches = (_EVENT_FILE.match(name) for name in self.storage.list(EVENTS))
+        return max((int(match[1]) for match in matches if match), default=0)
+
+    def follow(self, seen: set[str]) -> list[dict[str, Any]]:
+        """Events of the files not in ``seen`` yet, in order of time; adds those files to ``seen``."""
+        events: list[dict[str, Any]] = []
+        for name in self.storage.list(EVENTS):
+            if name in seen or not _EVENT_FILE.match(name):
+                continue
+            seen.add(name)
+            events += (json.loads(line) for line in self.storage.read(f"{EVENTS}/{name}").splitlines())
+        return sorted(events, key=lambda event: event["time"])
+
+    def events(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
+        """All events in order of time, or those of one kind."""
+        return (event for event in self.follow(set()) if kind is None or event["kind"] == kind)
+
+    def write_node(self, presence: NodePresence) -> None:
+        name = f"{NODES}/g{presence.generation:04d}-n{presence.node_id:03d}.json"
+        self.write_json(name, asdict(presence))
+
+    def nodes(self) -> list[NodePresence]:
+        presences = []
+        for name in self.storage.list(NODES):
+            data = self.read_json(f"{NODES}/{name}")
+            if data is not None:
+                presences.append(NodePresence(**{**data, "exit_codes": tuple(data["exit_codes"])}))
+        return presences
+
+
+def event(kind: str, rank: int, generation: int, **fields: Any) -> dict[str, Any]:
+    """One event. ``time`` is Unix seconds; every other field carries its unit in its name.
+
+    Kinds: ``phase`` (name), ``step`` (step, epoch, loss, learning_rate, grad_norm, samples_per_second, step_seconds,
+    eta_seconds), ``node`` (a sample of utilisation, see `trainer.metrics.NodeMonitor`), ``evaluation`` (step, split,
+    loss…), ``checkpoint`` (step, path, seconds), ``error`` (message), ``end`` (status).
+    """
+    return {"kind": kind, "time": time.time(), "rank": rank, "generation": generation, **fields}

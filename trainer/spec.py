@@ -1,0 +1,30 @@
+"""What a model is told about the data it will see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSpec:
+    """The shape and scale of one dataset, from its manifest. Passed to every model and loss factory.
+
+    A model gets batches of shape (batch, window, len(features)), float32, already standardised with ``feature_mean``
+    and ``feature_std``; the target has shape (batch,), float32, in its own unit.
+    """
+
+    dataset_id: str
+    features: tuple[str, ...]
+    """Names of the input columns, in order."""
+    window: int
+    """Rows (trading days) in one sample."""
+    horizon: int
+    """Rows ahead that the target looks."""
+    feature_mean: tuple[float, ...]
+    """Mean of each feature over the training split."""
+    feature_std: tuple[float, ...]
+    target: str
+    """Name of the target column, such as ``target_return``."""
+    target_mean: float
+    target_std: float
+    """Standard deviation of the target over the training split: the natural unit of a prediction."""

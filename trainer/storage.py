@@ -1,0 +1,96 @@
+"""The few verbs that everything on disk or in Blob goes through. A folder or any fsspec address.
+
+Writing is all or nothing: a reader sees the old content or the new, never half of it. On a local file system that is a
+temporary file, fsync and rename; object stores have it by nature.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+
+class Storage:
+    """A folder, addressed by relative POSIX paths (``checkpoints/LATEST.json``)."""
+
+    def __init__(self, uri: str | os.PathLike[str]) -> None:
+        self.uri = str(uri).rstrip("/")
+        self.fs: Any
+        self.fs, root = fsspec.url_to_fs(self.uri)
+        self.root: str = str(root).rstrip("/")
+        self.is_local = isinstance(self.fs, LocalFileSystem)
+
+    def path(self, name: str = "") -> str:
+        """The address of ``name`` as the file system knows it (without the protocol)."""
+        return f"{self.root}/{name}" if name else self.root
+
+    def local_path(self, name: str = "") -> Path:
+        """The path of ``name`` on this machine. ValueError for a remote folder."""
+        if not self.is_local:
+            raise ValueError(f"{self.uri} is not a folder of this machine")
+        return Path(self.path(name))
+
+    def read(self, name: str) -> bytes:
+        """The content of a file. FileNotFoundError where there is none."""
+        return self.fs.cat_file(self.path(name))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write or replace a file, all or nothing."""
+        path = self.path(name)
+        if not self.is_local:
+            self.fs.pipe_file(path, data)
+            return
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    def create(self, name: str, data: bytes) -> None:
+        """Write a file that must not exist yet. FileExistsError where it does; one of two racing writers wins."""
+        path = self.path(name)
+        if not self.is_local:
+            self.fs.pipe_file(path, data, mode="create")
+            return
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(temporary, path)  # unlike rename, a hard link refuses to replace
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+
+    def exists(self, name: str) -> bool:
+        return bool(self.fs.exists(self.path(name)))
+
+    def list(self, folder: str = "") -> list[str]:
+        """Sorted names (files and folders) directly in ``folder``, half-written ones left out; empty where there is none."""
+        path = self.path(folder)
+        self.fs.invalidate_cache(path)
+        try:
+            entries = self.fs.ls(path, detail=False)
+        except FileNotFoundError:
+            return []
+        names = (str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries)
+        return sorted(name for name in names if not name.endswith(".tmp"))
+
+    def delete(self, name: str) -> None:
+        """Remove a file or a folder with all that is in it; nothing happens where there is none."""
+        try:
+            self.fs.rm(self.path(name), recursive=True)
+        except FileNotFoundError:
+            return
