@@ -78,7 +78,7 @@ class Storage:
         return bool(self.fs.exists(self.path(name)))
 
     def list(self, folder: str = "") -> list[str]:
-        """Sorted names (files and folders) directly in ``folder``, half-written ones left out; empty where there is none."""
+        """Sorted names of what is directly in ``folder``, half-written files left out; empty if it is missing."""
         path = self.path(folder)
         self.fs.invalidate_cache(path)
         try:
