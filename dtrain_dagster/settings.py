@@ -1,0 +1,92 @@
+"""Which cluster, storage, registry and prices: from ``DTRAIN_*`` environment variables, checked before anything starts.
+
+What a person changes from run to run (epochs, learning rate, window…) is not here but in the launchpad of its asset.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+PREFIX = "DTRAIN_"
+
+
+class SettingsError(ValueError):
+    """An environment variable cannot be used. The message names it, its value and the remedy."""
+
+
+class Settings(BaseSettings):
+    """Every field is the environment variable of that name in capitals after ``DTRAIN_``."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", env_ignore_empty=True)
+
+    home: Path = Field(default=Path(".dtrain"), description="Folder for everything that is written on this machine")
+
+    cluster: Literal["local"] = Field(default="local", description="Kind of cluster")
+    cluster_name: str = Field(
+        default="local", pattern=r"^[A-Za-z][A-Za-z0-9-]{0,31}$", description="Name of the cluster"
+    )
+    nodes: int = Field(default=3, ge=1, le=256, description="Nodes that training runs on (R1.1)")
+    processes_per_node: int = Field(
+        default=1, ge=1, le=16, description="Ranks per node, one per GPU where there are any"
+    )
+    threads_per_rank: int | None = Field(default=None, ge=1, description="CPU threads per rank; unset: cores / ranks")
+    gpu_type: str = Field(default="Standard_NC6s_v3", description="SKU; on the local cluster its price stands in")
+    tier: Literal["dedicated", "low_priority"] = Field(default="dedicated", description="Tier whose price is used")
+
+    prices: str = Field(default="sp500_panel", description="sp500_panel, us_ohlcv, yfinance, or the address of a file")
+    calendar: str = Field(default="XNYS", description="Exchange calendar of the prices, or none")
+
+    mlflow_tracking_uri: str | None = Field(default=None, description="MLflow server; unset: SQLite under the home")
+    experiment: str = Field(default="dtrain", min_length=1, description="MLflow experiment")
+    model_name: str = Field(default="stock-return-distribution", min_length=1, description="Registered model's name")
+
+    retrain_cron: str = Field(
+        default="0 6 * * 6", description="When the weekly retraining runs, once it is switched on"
+    )
+    retrain_timezone: str = Field(default="America/New_York", description="Time zone of that schedule")
+    idle_minutes: float = Field(default=10, gt=0, description="A cluster without work for longer is scaled down (R1.2)")
+    overrun_fraction: float = Field(
+        default=0.25, gt=0, description="Cost above the estimate that raises an alert (R5.4)"
+    )
+
+    @field_validator("home")
+    @classmethod
+    def _absolute(cls, home: Path) -> Path:
+        return home.expanduser().absolute()
+
+    @property
+    def storage_uri(self) -> str:
+        """Where prices, datasets and run directories live."""
+        return str(self.home / "storage")
+
+    @property
+    def jobs_uri(self) -> str:
+        return f"{self.storage_uri}/jobs"
+
+    @property
+    def cache_dir(self) -> Path:
+        """Node-local cache of shards."""
+        return self.home / "cache"
+
+    @property
+    def tracking_uri(self) -> str:
+        return self.mlflow_tracking_uri or f"sqlite:///{self.home / 'mlflow.db'}"
+
+
+def load_settings() -> Settings:
+    """Read and check the environment. Raises `SettingsError` with one line per variable that cannot be used."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        lines = []
+        for item in error.errors(include_url=False):
+            name = str(item["loc"][0]) if item["loc"] else "?"
+            field = Settings.model_fields.get(name)
+            about = f" ({field.description})" if field and field.description else ""
+            default = f"; unset it for the default, {field.get_default()}" if field else ""
+            lines.append(f"{PREFIX}{name.upper()}={item['input']!r}{about}: {item['msg']}{default}")
+        raise SettingsError("\n".join(lines)) from None
