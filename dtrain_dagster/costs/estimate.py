@@ -74,7 +74,7 @@ def work_of(
     eval_frequency: int | None,
     checkpoint_frequency: int,
 ) -> Work:
-    """Steps, evaluations and checkpoints of a training. Early stopping is not counted on: it can only make it cheaper."""
+    """What a training has to do. Early stopping is not counted on: it can only make it cheaper."""
     steps = steps_per_epoch * epochs
     if max_steps is not None:
         steps = min(steps, max_steps)

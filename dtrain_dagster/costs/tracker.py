@@ -70,7 +70,7 @@ class CostTracker:
         return sum(node.usd for node in self.nodes)
 
     def metrics(self, epochs: float, estimated_usd: float) -> CostMetrics:
-        """The job's `CostMetrics`. ``epochs`` may be a fraction; without any the cost per epoch is that of the whole."""
+        """The job as `CostMetrics`. ``epochs`` may be a fraction; with none, an epoch costs as much as the whole."""
         started = min((node.started_at for node in self.nodes), default=0.0)
         ended = max((node.ended_at for node in self.nodes), default=0.0)
         return CostMetrics(
