@@ -1,0 +1,29 @@
+"""The plan: what will be trained, on which nodes, for how long and how many dollars. Decided once, then it flows as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dtrain_dagster.costs.estimate import Estimate, Work
+from dtrain_dagster.costs.prices import Tier
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingPlan:
+    """What `trained_checkpoint` carries out."""
+
+    fingerprint: str
+    """Of everything that decides what comes out, see `dtrain_dagster.jobs.fingerprint`."""
+    job: dict[str, Any]
+    """The sections ``dataset``, ``model``, ``loss`` and ``training`` of the job's ``job.json``."""
+    sku: str
+    tier: Tier
+    node_count: int
+    processes_per_node: int
+    work: Work
+    estimate: Estimate
+    basis: str
+    """What the estimate rests on, in words."""
+    price_note: str
+    """Where the price comes from, and that nothing is billed where it stands in."""

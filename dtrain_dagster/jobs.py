@@ -1,0 +1,194 @@
+"""From a training that is wanted to the one job that does it: found, attached to, or started; then followed to its end.
+
+A job outlives whoever started it. Its id carries a fingerprint of *what* is trained and the Dagster run that asked for
+it, so that asking again finds the job instead of buying a second one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import trainer
+from dtrain_dagster.clusters.base import GPUClusterManager, JobSpec, JobState, JobStatus
+from trainer.config import JobConfig
+from trainer.rundir import RunDir
+
+CLAIM = "claim.json"
+"""In a run directory: the Dagster run whose asset this job became. Its result is not taken a second time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownJob:
+    job_id: str
+    state: JobState
+    claimed: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What to do to get a training done, and why, in words for the log."""
+
+    action: Literal["start", "attach", "adopt", "restart"]
+    job_id: str
+    reason: str
+
+
+def choose_job(fingerprint: str, root_run_id: str, known: Sequence[KnownJob]) -> Choice:
+    """Which job does this training. ``known``: jobs of the cluster, newest first.
+
+    The job of the same root run comes first (a retry of the run continues it); then any job of the same fingerprint
+    that runs, or that succeeded without becoming an asset (its orchestrator died); only then is a new one started.
+    """
+    own = f"train-{fingerprint}-{root_run_id[:8]}"
+    for job in known:
+        if job.job_id == own:
+            if not job.state.is_final:
+                return Choice(action="attach", job_id=own, reason="this run's job is already running")
+            if job.state is JobState.SUCCEEDED:
+                return Choice(action="adopt", job_id=own, reason="this run's job has already succeeded")
+            return Choice(
+                action="restart", job_id=own, reason=f"this run's job was {job.state}; it goes on in its folder"
+            )
+    same = [job for job in known if job.job_id.startswith(f"train-{fingerprint}-") and not job.claimed]
+    for job in same:
+        if not job.state.is_final:
+            return Choice(action="attach", job_id=job.job_id, reason="a job of the same training is already running")
+    for job in same:
+        if job.state is JobState.SUCCEEDED:
+            reason = "a job of the same training succeeded after its orchestrator was gone"
+            return Choice(action="adopt", job_id=job.job_id, reason=reason)
+    return Choice(action="start", job_id=own, reason="no job of this training runs")
+
+
+def known_jobs(manager: GPUClusterManager, jobs_uri: str) -> list[KnownJob]:
+    """The cluster's jobs, newest first, and whether their result was taken."""
+    return [
+        KnownJob(
+            job_id=status.job_id,
+            state=status.state,
+            claimed=RunDir(f"{jobs_uri}/{status.job_id}").read_json(CLAIM) is not None,
+        )
+        for status in manager.list_jobs()
+    ]
+
+
+def fingerprint(job: JobConfig, node_count: int, processes_per_node: int) -> str:
+    """Eight hex digits over everything that decides what comes out: data, model, loss, training, code, ranks."""
+    what = {
+        "dataset": job.dataset.dataset_id or job.dataset.uri,
+        "model": asdict(job.model),
+        "loss": asdict(job.loss),
+        "training": asdict(job.training),
+        "code": [code_version(), *(_module_digest(part.factory) for part in (job.model, job.loss))],
+        "ranks": [node_count, processes_per_node],
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+@cache
+def code_version() -> str:
+    """Twelve hex digits over the source of the `trainer` package: what runs on the nodes."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(trainer.__file__).parent.rglob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _module_digest(factory: str) -> str:
+    """Digest of a user's own module, so that editing it makes another training; "" where there is none."""
+    module, separator, _ = factory.partition(":")
+    if not separator:
+        return ""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return ""
+    if spec is None or not spec.origin or not Path(spec.origin).is_file():
+        return ""
+    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:12]
+
+
+def start_job(
+    manager: GPUClusterManager, job: JobConfig, node_count: int, processes_per_node: int, env: dict[str, str]
+) -> None:
+    """Write ``job.json`` and run the trainer on the cluster. Harmless if the job runs already."""
+    rundir = RunDir(job.run_dir)
+    if rundir.read_json("job.json") is None:
+        rundir.write_job(job)
+    manager.submit_job(
+        JobSpec(
+            job_id=job.job_id,
+            run_dir=job.run_dir,
+            command=(sys.executable, "-m", "trainer", "--config", f"{job.run_dir}/job.json"),
+            node_count=node_count,
+            processes_per_node=processes_per_node,
+            env=env,
+            master_port=job.training.master_port,
+        )
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a job is. Fields are None until they are known."""
+
+    phase: str = "waiting for nodes"
+    step: int = 0
+    epoch: int = 0
+    loss: float | None = None
+    valid_loss: float | None = None
+    samples_per_second: float | None = None
+    eta_seconds: float | None = None
+    nodes_alive: int = 0
+    node_seconds: float = 0.0
+    """Paid seconds so far, over all nodes."""
+
+
+def advance(progress: Progress, events: Sequence[dict[str, Any]]) -> Progress:
+    """Progress after these events. Pure."""
+    for item in events:
+        if item["kind"] == "phase":
+            progress = replace(progress, phase=item["name"]) if item["rank"] == 0 else progress
+        elif item["kind"] == "step":
+            progress = replace(
+                progress,
+                phase="training",
+                step=item["step"],
+                epoch=item["epoch"],
+                loss=item["loss"],
+                samples_per_second=item["samples_per_second"],
+                eta_seconds=item["eta_seconds"],
+            )
+        elif item["kind"] == "evaluation" and item["split"] == "valid":
+            progress = replace(progress, valid_loss=item["loss"])
+    return progress
+
+
+def follow_job(
+    manager: GPUClusterManager,
+    rundir: RunDir,
+    job_id: str,
+    poll_seconds: float = 0.5,
+    now: Callable[[], float] = time.time,
+) -> Iterator[tuple[JobStatus, Progress]]:
+    """Yield the job's status and progress, again and again, until it has ended; the last one yielded is final."""
+    seen: set[str] = set()
+    progress = Progress()
+    while True:
+        status = manager.job_status(job_id)  # asked first, so that the final round reads all events
+        progress = advance(progress, rundir.follow(seen))
+        paid = sum(node.seconds(now()) for node in rundir.nodes())
+        progress = replace(progress, nodes_alive=status.nodes_alive, node_seconds=paid)
+        yield status, progress
+        if status.state.is_final:
+            return
+        time.sleep(poll_seconds)
