@@ -22,6 +22,8 @@ from dtrain_dagster.clusters.base import GPUClusterManager, JobSpec, JobState, J
 from trainer.config import JobConfig
 from trainer.rundir import RunDir
 
+PLAN = "plan.json"
+"""In a run directory: the plan that the job carries out, for whoever watches its cost."""
 CLAIM = "claim.json"
 """In a run directory: the Dagster run whose asset this job became. Its result is not taken a second time."""
 

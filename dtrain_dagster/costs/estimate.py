@@ -66,8 +66,6 @@ class Estimate:
 
 
 def work_of(
-    samples: int,
-    global_batch_size: int,
     steps_per_epoch: int,
     epochs: int,
     max_steps: int | None,

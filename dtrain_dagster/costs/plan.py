@@ -1,4 +1,4 @@
-"""The plan: what will be trained, on which nodes, for how long and how many dollars. Decided once, then it flows as data."""
+"""The plan: what will be trained, on which nodes, for how long and how many dollars. Decided once, it flows as data."""
 
 from __future__ import annotations
 

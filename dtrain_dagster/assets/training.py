@@ -1,0 +1,236 @@
+"""Training: the plan is carried out on the cluster, through failures of whoever watches it."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import dagster as dg
+
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, duration
+from dtrain_dagster.clusters.base import GPUClusterManager, JobState
+from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.jobs import (
+    CLAIM,
+    PLAN,
+    Choice,
+    Progress,
+    choose_job,
+    code_version,
+    follow_job,
+    known_jobs,
+    start_job,
+)
+from dtrain_dagster.monitoring import charts
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from trainer.config import JobConfig, TrackingConfig, parse_job
+from trainer.rundir import EVALUATION, RESULT, RunDir
+
+OBSERVE_EVERY_SECONDS = 5.0
+
+gpu_cluster = dg.AssetSpec(
+    "gpu_cluster",
+    group_name="training",
+    kinds={"python"},
+    owners=OWNERS,
+    description="The cluster that trains, as sensors see it: what runs, what idles. Not made here, observed.",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedJob:
+    """A training that succeeded: what every asset after it reads."""
+
+    job_id: str
+    run_dir: str
+    cluster_name: str
+    node_count: int
+    processes_per_node: int
+
+
+@dg.asset(
+    group_name="training",
+    kinds={"pytorch"},
+    owners=OWNERS,
+    code_version=CODE_VERSION,
+    deps=[gpu_cluster],
+    description=(
+        "The checkpoint that the cluster's nodes train with DDP, as planned. While it trains, progress is recorded as "
+        "observations. Terminating the run cancels the job; if the run dies, the job goes on and is found again."
+    ),
+    check_specs=[
+        dg.AssetCheckSpec(
+            "weights_equal_on_all_ranks",
+            asset="trained_checkpoint",
+            blocking=True,
+            description="The final weights of all ranks have one sha256 (R2.5).",
+        ),
+        dg.AssetCheckSpec(
+            "beats_the_baselines",
+            asset="trained_checkpoint",
+            description="On the test split the model's likelihood is above that of every baseline on the same windows.",
+        ),
+    ],
+)
+def trained_checkpoint(
+    context: dg.AssetExecutionContext,
+    cluster: GPUClusterResource,
+    project: ProjectResource,
+    cost_estimate: TrainingPlan,
+) -> dg.MaterializeResult[FinishedJob]:
+    plan = cost_estimate
+    manager = cluster.manager()
+    manager.provision_cluster(plan.node_count, plan.sku)
+    root_run_id = context.run.root_run_id or context.run.run_id
+    choice = choose_job(plan.fingerprint, root_run_id, known_jobs(manager, project.jobs_uri))
+    context.log.info(f"{choice.action} job {choice.job_id}: {choice.reason}")
+    rundir = RunDir(f"{project.jobs_uri}/{choice.job_id}")
+    try:
+        if choice.action in ("start", "restart"):
+            job = planned_job(plan, choice, project, context.run.run_id)
+            rundir.write_json(PLAN, asdict(plan))
+            start_job(manager, job, plan.node_count, plan.processes_per_node, project.trainer_env())
+        _watch(context, manager, rundir, choice.job_id, plan)
+    except dg.DagsterExecutionInterruptedError:
+        context.log.warning(f"terminated: cancelling job {choice.job_id}")
+        manager.cancel_job(choice.job_id)
+        raise
+    result, evaluation = rundir.read_json(RESULT), rundir.read_json(EVALUATION)
+    if result is None or result["status"] != "succeeded":
+        raise dg.Failure(f"job {choice.job_id} ended without a result; see {rundir.uri}/logs", allow_retries=False)
+    finished = FinishedJob(
+        job_id=choice.job_id,
+        run_dir=rundir.uri,
+        cluster_name=cluster.cluster_name,
+        node_count=plan.node_count,
+        processes_per_node=plan.processes_per_node,
+    )
+    rundir.write_json(CLAIM, {"dagster_run_id": context.run.run_id, "claimed_at": time.time()})
+    return dg.MaterializeResult(
+        value=finished,
+        data_version=dg.DataVersion(result["weights_sha256"]),
+        metadata=_metadata(rundir, result, evaluation, plan),
+        check_results=[_weights_check(result), _baseline_check(evaluation)],
+    )
+
+
+def planned_job(plan: TrainingPlan, choice: Choice, project: ProjectResource, run_id: str) -> JobConfig:
+    """The `JobConfig` that carries out the plan."""
+    run_dir = f"{project.jobs_uri}/{choice.job_id}"
+    tracking = TrackingConfig(
+        mlflow_tracking_uri=project.tracking_uri,
+        mlflow_experiment=project.experiment,
+        mlflow_run_name=choice.job_id,
+        tags={"dagster_run_id": run_id, "code_version": code_version()},
+    )
+    fields = {"job_id": choice.job_id, "run_dir": run_dir, "tracking": asdict(tracking)}
+    return parse_job(json.dumps({**plan.job, **fields}), source="the plan")
+
+
+def _watch(
+    context: dg.AssetExecutionContext, manager: GPUClusterManager, rundir: RunDir, job_id: str, plan: TrainingPlan
+) -> None:
+    """Follow the job to its end, with an observation every few seconds. `dagster.Failure` if it does not succeed."""
+    observed_at, phase = 0.0, ""
+    for status, progress in follow_job(manager, rundir, job_id):
+        if progress.phase != phase:
+            phase = progress.phase
+            context.log.info(f"{job_id}: {phase}")
+        if time.monotonic() - observed_at >= OBSERVE_EVERY_SECONDS and progress.step:
+            observed_at = time.monotonic()
+            metadata = progress_metadata(progress, plan)
+            context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
+            context.log.info(progress_line(progress, plan))
+        if not status.state.is_final or status.state is JobState.SUCCEEDED:
+            continue
+        raise dg.Failure(
+            description=f"job {job_id} {status.state}: {status.message}",
+            metadata={"log": dg.MarkdownMetadataValue(f"```\n{manager.job_logs(job_id, tail=40)}\n```")},
+            allow_retries=status.state is JobState.FAILED,
+        )
+
+
+def progress_metadata(progress: Progress, plan: TrainingPlan) -> dict[str, Any]:
+    """What an observation of the running asset carries; numbers, so that the UI plots them."""
+    usd = progress.node_seconds / 3600 * plan.estimate.usd_per_node_hour
+    fields = {
+        "step": progress.step,
+        "steps_planned": plan.work.steps,
+        "epoch": progress.epoch,
+        "loss": progress.loss,
+        "valid_loss": progress.valid_loss,
+        "samples_per_second": progress.samples_per_second,
+        "eta_seconds": progress.eta_seconds,
+        "nodes_alive": progress.nodes_alive,
+        "cost_so_far_usd": usd,
+    }
+    return {name: _rounded(value) for name, value in fields.items() if value is not None}
+
+
+def progress_line(progress: Progress, plan: TrainingPlan) -> str:
+    """The same in one line of the log."""
+    share = progress.step / plan.work.steps if plan.work.steps else 0
+    parts = [f"step {progress.step}/{plan.work.steps} ({share:.0%})", f"epoch {progress.epoch}"]
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.4f}")
+    if progress.samples_per_second is not None:
+        parts.append(f"{progress.samples_per_second:,.0f} samples/s")
+    if progress.eta_seconds is not None:
+        parts.append(f"ETA {duration(progress.eta_seconds)}")
+    usd = progress.node_seconds / 3600 * plan.estimate.usd_per_node_hour
+    return " · ".join([*parts, f"{progress.nodes_alive} nodes", f"{dollars(usd)} so far (stand-in)"])
+
+
+def _metadata(rundir: RunDir, result: dict[str, Any], evaluation: dict[str, Any], plan: TrainingPlan) -> dict[str, Any]:
+    steps, evaluations = list(rundir.events("step")), list(rundir.events("evaluation"))
+    model = evaluation["model"]
+    metadata: dict[str, Any] = {
+        "job_id": rundir.uri.rsplit("/", 1)[-1],
+        "run_dir": dg.MetadataValue.path(rundir.uri),
+        "steps": result["steps"],
+        "train_seconds": _rounded(result["train_seconds"]),
+        "world_size": result["world_size"],
+        "weights_sha256": result["weights_sha256"],
+        "dataset_id": plan.job["dataset"]["dataset_id"],
+        "curves": _picture(charts.training_curves(steps, evaluations), "Training curves"),
+    }
+    metadata |= {f"test_{name}": _rounded(value) for name, value in model.items() if isinstance(value, float)}
+    if model.get("nll") is not None:
+        metadata["skill"] = _picture(charts.skill_chart(model, evaluation["baselines"]), "Skill against the baselines")
+        metadata["calibration"] = _picture(charts.calibration_chart(evaluation["calibration"]), "Calibration")
+    metadata["notes"] = dg.MarkdownMetadataValue("\n".join(f"- {note}" for note in evaluation["notes"]))
+    return metadata
+
+
+def _weights_check(result: dict[str, Any]) -> dg.AssetCheckResult:
+    return dg.AssetCheckResult(
+        check_name="weights_equal_on_all_ranks",
+        passed=bool(result["weights_equal_on_ranks"]),
+        metadata={"sha256": result["weights_sha256"], "ranks": result["world_size"]},
+    )
+
+
+def _baseline_check(evaluation: dict[str, Any]) -> dg.AssetCheckResult:
+    own = evaluation["model"].get("nll")
+    others = {name: metrics.get("nll") for name, metrics in evaluation["baselines"].items()}
+    judged = {name: nll for name, nll in others.items() if nll is not None}
+    better = [name for name, nll in judged.items() if own is not None and nll <= own]
+    return dg.AssetCheckResult(
+        check_name="beats_the_baselines",
+        passed=own is None or not better,
+        severity=dg.AssetCheckSeverity.WARN,
+        metadata={
+            "nll": own if own is not None else "not judged: this loss predicts no distribution",
+            "better": better,
+        },
+    )
+
+
+def _picture(svg: bytes, title: str) -> dg.MarkdownMetadataValue:
+    return dg.MarkdownMetadataValue(charts.markdown_image(svg, title))
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, 6) if isinstance(value, float) else value

@@ -1,0 +1,78 @@
+"""What there is: assets, checks, jobs, schedules, sensors, resources. No I/O and no heavy import happens here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import dagster as dg
+
+from dtrain_dagster.assets import dataset, planning, registry, reporting, training
+from dtrain_dagster.resources import build_resources
+from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
+from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
+from dtrain_dagster.sensors.new_data import build_new_data_sensor
+from dtrain_dagster.settings import Settings, load_settings
+
+ASSETS = [
+    dataset.stock_prices,
+    dataset.sharded_dataset,
+    planning.cost_estimate,
+    training.gpu_cluster,
+    training.trained_checkpoint,
+    registry.registered_model,
+    reporting.cost_breakdown,
+    reporting.performance_report,
+]
+
+
+def build_defs(
+    settings: Settings | None = None, resource_overrides: Mapping[str, dg.ConfigurableResource] | None = None
+) -> dg.Definitions:
+    """The code location. Raises `dtrain_dagster.settings.SettingsError` for an environment that cannot be used."""
+    settings = settings or load_settings()
+    retraining = dg.define_asset_job(
+        "retraining",
+        selection=dg.AssetSelection.all(),
+        description="The whole graph: prices, shards, plan, training, registration, reports.",
+    )
+    return dg.Definitions(
+        assets=ASSETS,
+        asset_checks=[dataset.canaries],
+        resources={**build_resources(settings), **(resource_overrides or {})},
+        jobs=[retraining],
+        schedules=[weekly_retraining(settings, retraining)],
+        sensors=[
+            build_idle_cluster_sensor(settings),
+            build_cost_overrun_sensor(settings),
+            build_new_data_sensor(settings, retraining),
+        ],
+        # One process per run: a process per step would pay the imports of torch, mlflow and pandas seven times over.
+        # The training itself runs in processes of its own, under a supervisor that outlives this one.
+        executor=dg.in_process_executor,
+        loggers={"console": console_logger},
+    )
+
+
+def weekly_retraining(settings: Settings, job: dg.UnresolvedAssetJobDefinition) -> dg.ScheduleDefinition:
+    """Stopped until a person starts it: it spends money."""
+    return dg.ScheduleDefinition(
+        name="weekly_retraining",
+        job=job,
+        cron_schedule=settings.retrain_cron,
+        execution_timezone=settings.retrain_timezone,
+        default_status=dg.DefaultScheduleStatus.STOPPED,
+        description="Retrains on the latest prices once a week. DTRAIN_RETRAIN_CRON says when.",
+    )
+
+
+@dg.logger(
+    {"log_level": dg.Field(str, is_required=False, default_value="INFO")},
+    description="Console output without Dagster's own debug events.",
+)
+def console_logger(context: dg.InitLoggerContext) -> object:
+    return dg.colored_console_logger.logger_fn(
+        dg.build_init_logger_context(logger_config={"log_level": context.logger_config["log_level"], "name": "dtrain"})
+    )
+
+
+defs = build_defs()

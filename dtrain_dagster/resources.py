@@ -1,0 +1,87 @@
+"""The resources of the graph: the cluster that trains, and the project's folders and registry. Thin: they configure."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import dagster as dg
+
+from dtrain_dagster.costs.prices import Tier
+from dtrain_dagster.settings import Settings
+
+if TYPE_CHECKING:
+    from dtrain_dagster.clusters.base import GPUClusterManager
+
+
+class ProjectResource(dg.ConfigurableResource):
+    """Where things are: folders, tracking server, names."""
+
+    home: str
+    tracking_uri: str
+    experiment: str
+    model_name: str
+
+    @property
+    def storage_uri(self) -> str:
+        """Prices, datasets and run directories."""
+        return f"{self.home}/storage"
+
+    @property
+    def jobs_uri(self) -> str:
+        return f"{self.storage_uri}/jobs"
+
+    def trainer_env(self) -> dict[str, str]:
+        """What the trainer's processes get: the shard cache, and the folder that holds a user's own modules."""
+        paths = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        return {"DTRAIN_CACHE": f"{self.home}/cache", "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+class GPUClusterResource(dg.ConfigurableResource):
+    """The cluster that trains (C2). Assets are the same whatever its kind."""
+
+    kind: str
+    cluster_name: str
+    home: str
+    node_count: int
+    processes_per_node: int
+    threads_per_rank: int | None
+    gpu_type: str
+    tier: str
+
+    @property
+    def price_tier(self) -> Tier:
+        return "low_priority" if self.tier == "low_priority" else "dedicated"
+
+    def manager(self) -> GPUClusterManager:
+        """The cluster behind the settings."""
+        from dtrain_dagster.clusters.local import LocalClusterManager
+
+        return LocalClusterManager(
+            home=Path(self.home),
+            cluster_name=self.cluster_name,
+            gpu_type=self.gpu_type,
+        )
+
+
+def build_resources(settings: Settings) -> dict[str, dg.ConfigurableResource]:
+    """Resource key → resource, from the environment's settings; each field can be changed in the launchpad."""
+    return {
+        "project": ProjectResource(
+            home=str(settings.home),
+            tracking_uri=settings.tracking_uri,
+            experiment=settings.experiment,
+            model_name=settings.model_name,
+        ),
+        "cluster": GPUClusterResource(
+            kind=settings.cluster,
+            cluster_name=settings.cluster_name,
+            home=str(settings.home),
+            node_count=settings.nodes,
+            processes_per_node=settings.processes_per_node,
+            threads_per_rank=settings.threads_per_rank,
+            gpu_type=settings.gpu_type,
+            tier=settings.tier,
+        ),
+    }
