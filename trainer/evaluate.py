@@ -1,0 +1,271 @@
+"""How good the model is: a distributed pass over one split, and the report on the test split with its baselines.
+
+Every sample counts exactly once: rank r takes a contiguous part of the positions, nothing is padded or repeated, and
+sums are reduced in float64, so the result does not depend on the world size.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from trainer import scores
+from trainer.gate import Gate, gate, suspect_leak
+from trainer.losses import Predictive, gives_predictive
+from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
+
+if TYPE_CHECKING:
+    from trainer.shards import DataShardManager
+    from trainer.world import World
+
+__all__ = ["Evaluation", "Gate", "Predictions", "evaluate", "final_report", "gate", "suspect_leak"]
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+_FIELDS = 6  # row, target, loss, mu, sigma, nu
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """Forecasts of a whole split in order of position, shape (n,); NaN where the loss predicts no such thing."""
+
+    row: NDArray[np.int64]
+    target: scores.Array
+    loss: scores.Array
+    mu: scores.Array
+    sigma: scores.Array
+    nu: scores.Array
+
+    @property
+    def predictive(self) -> Predictive | None:
+        if np.isnan(self.sigma).any() or not len(self.sigma):
+            return None
+        return Predictive(*(torch.from_numpy(array) for array in (self.mu, self.sigma, self.nu)))
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """``loss`` is the mean per sample and ``metrics`` what could be judged beside it, equal on all ranks;
+    ``predictions`` are on rank 0 only, and only where asked for."""
+
+    samples: int
+    loss: float
+    metrics: dict[str, float]
+    predictions: Predictions | None = None
+
+
+def evaluate(
+    model: nn.Module,
+    criterion: nn.Module,
+    shards: DataShardManager,
+    split: str,
+    world: World,
+    batch_size: int,
+    device: torch.device,
+    collect: bool = False,
+) -> Evaluation:
+    """Judge ``model`` on a split; a collective of all ranks. With ``collect``, rank 0 gets every single forecast.
+
+    The model is called without its DDP wrapper: ranks may have unequal numbers of batches, and DDP would wait for
+    the buffers of a peer that has none left. Raises ValueError for an empty split.
+    """
+    count = shards.count(split)
+    if count == 0:
+        raise ValueError(f"the split {split!r} of the dataset has no samples, so there is nothing to evaluate")
+    first, last = (count * part // world.world_size for part in (world.rank, world.rank + 1))
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    was_training = inner.training
+    inner.eval()
+    table = np.empty((last - first, _FIELDS))
+    with torch.no_grad():
+        for start in range(first, last, batch_size):
+            stop = min(start + batch_size, last)
+            rows = shards.end_rows(split, np.arange(start, stop))
+            windows, target = shards.gather(rows)
+            windows, target = windows.to(device), target.to(device)
+            table[start - first : stop - first] = _judge_batch(criterion, rows, inner(windows), target)
+    inner.train(was_training)
+    sums = _reduce(torch.from_numpy(_sums(table)), world, device).numpy()
+    means = dict(zip(_SUMS, (sums / sums[0]).tolist(), strict=True))
+    zero = means.pop("zero_squared_error")
+    squared = means.pop("squared_error")
+    metrics = {
+        name: value for name, value in means.items() if name not in ("samples", "loss") and not math.isnan(value)
+    }
+    if not math.isnan(squared) and zero > 0:
+        metrics["mse_to_zero"] = squared / zero
+    predictions = _gather(table, count, world, device) if collect else None
+    return Evaluation(samples=count, loss=means["loss"], metrics=metrics, predictions=predictions)
+
+
+def _judge_batch(criterion: Any, rows: NDArray, outputs: Tensor, target: Tensor) -> NDArray:
+    """(B, 6) float64: row, target, loss, mu, sigma, nu."""
+    nothing = torch.full_like(target, math.nan)
+    mu, sigma, nu = nothing, nothing, nothing
+    if gives_predictive(criterion):
+        predictive: Predictive = criterion.predictive(outputs)
+        mu, sigma, nu = predictive.mu, predictive.sigma, predictive.nu
+    elif callable(getattr(criterion, "point", None)):
+        mu = criterion.point(outputs)
+    columns = (target, criterion(outputs, target), mu, sigma, nu)
+    return np.column_stack([rows, *(column.double().cpu().numpy() for column in columns)])
+
+
+_SUMS = ("samples", "loss", "nll", "pinball", "coverage_90", "squared_error", "zero_squared_error")
+
+
+def _sums(table: NDArray) -> NDArray:
+    """What adds up over ranks; NaN where the loss predicts no such thing."""
+    predictions = _predictions(table)
+    judged = {name: values.sum() for name, values in judge(predictions).items()}
+    named = {
+        "samples": len(table),
+        "loss": predictions.loss.sum(),
+        **judged,
+        "squared_error": ((predictions.target - predictions.mu) ** 2).sum(),
+        "zero_squared_error": (predictions.target**2).sum(),
+    }
+    return np.array([named.get(name, 0.0 if not len(table) else math.nan) for name in _SUMS])
+
+
+def judge(predictions: Predictions) -> dict[str, scores.Array]:
+    """Proper scores per sample: ``nll``, ``pinball`` (mean over five quantiles), ``coverage_90`` (1 inside, 0 outside).
+    Empty where the loss predicts no distribution."""
+    predictive = predictions.predictive
+    if predictive is None:
+        return {}
+    target = torch.from_numpy(predictions.target)
+    levels = {q: predictive.quantile(q) for q in QUANTILES}
+    pinball = [torch.maximum(q * (target - at), (q - 1) * (target - at)) for q, at in levels.items()]
+    covered = (target >= levels[0.05]) & (target <= levels[0.95])
+    return {
+        "nll": predictive.nll(target).numpy(),
+        "pinball": torch.stack(pinball).mean(0).numpy(),
+        "coverage_90": covered.double().numpy(),
+    }
+
+
+def _predictions(table: NDArray) -> Predictions:
+    row, target, loss, mu, sigma, nu = (np.ascontiguousarray(column) for column in table.T)
+    return Predictions(row.astype(np.int64), target, loss, mu, sigma, nu)
+
+
+def _reduce(values: Tensor, world: World, device: torch.device) -> Tensor:
+    if world.world_size == 1:
+        return values
+    values = values.to(_collective_device(device))
+    dist.all_reduce(values)
+    return values.cpu()
+
+
+def _gather(table: NDArray, count: int, world: World, device: torch.device) -> Predictions | None:
+    """All ranks' parts on rank 0. Parts differ by at most one row: one row of padding, cut off again."""
+    if world.world_size == 1:
+        return _predictions(table)
+    sizes = [
+        count * (rank + 1) // world.world_size - count * rank // world.world_size for rank in range(world.world_size)
+    ]
+    mine = torch.zeros(max(sizes), _FIELDS, dtype=torch.float64)
+    mine[: len(table)] = torch.from_numpy(table)
+    mine = mine.to(_collective_device(device))
+    parts = [torch.empty_like(mine) for _ in sizes] if world.rank == 0 else None
+    dist.gather(mine, parts, dst=0)
+    if parts is None:
+        return None
+    return _predictions(torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).cpu().numpy())
+
+
+def _collective_device(device: torch.device) -> torch.device:
+    return device if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def final_report(
+    model: nn.Module,
+    criterion: nn.Module,
+    shards: DataShardManager,
+    world: World,
+    device: torch.device,
+    run_dir: RunDir,
+    batch_size: int = 1024,
+) -> dict[str, Any]:
+    """Judge the model on the test split against the baselines; a collective that returns the same report on all ranks.
+
+    Rank 0 writes ``predictions.npz`` (row, date, ticker code, target, loss, mu, sigma, nu, and the tickers' names) and
+    ``evaluation.json``.
+    """
+    evaluation = evaluate(model, criterion, shards, "test", world, batch_size, device, collect=True)
+    report: dict[str, Any] = {}
+    if evaluation.predictions is not None:
+        predictions = evaluation.predictions
+        days, tickers = shards.dates(predictions.row), shards.tickers(predictions.row)
+        report = build_report(evaluation, days, shards)
+        names, codes = np.unique(tickers.astype(str), return_inverse=True)
+        _write_predictions(run_dir, predictions, days, codes, names)
+        run_dir.write_json(EVALUATION, report)
+    if world.world_size > 1:
+        box = [report]
+        dist.broadcast_object_list(box, src=0, device=_collective_device(device))
+        report = box[0]
+    return report
+
+
+def build_report(evaluation: Evaluation, days: NDArray, shards: DataShardManager) -> dict[str, Any]:
+    """The content of ``evaluation.json``."""
+    predictions = evaluation.predictions
+    assert predictions is not None
+    horizon = shards.spec.horizon
+    own = judge(predictions)
+    has_mean = not np.isnan(predictions.mu).any()
+    skill = scores.mean_skill(predictions.mu, predictions.target, days, horizon) if has_mean else {}
+    report: dict[str, Any] = {
+        "split": "test",
+        "windows": evaluation.samples,
+        "first_date": str(days.min()),
+        "last_date": str(days.max()),
+        "model": {"loss": evaluation.loss, **evaluation.metrics, **skill},
+        "baselines": {},
+        "calibration": _calibration(predictions, own) if own else [],
+        "halves": [
+            scores.mean_skill(predictions.mu[part], predictions.target[part], days[part], horizon)
+            for part in scores.halves(days)
+            if has_mean and part.any()
+        ],
+        "by_year": {},
+    }
+    report["notes"] = []
+    report["gate"] = asdict(gate(report))
+    return report
+
+
+def _calibration(predictions: Predictions, own: dict[str, scores.Array]) -> list[dict[str, Any]]:
+    """Coverage and likelihood within each fifth of the predicted scale, calm to stormy."""
+    fifth = scores.quintiles(predictions.sigma)
+    return [
+        {
+            "quintile": index + 1,
+            "samples": int((fifth == index).sum()),
+            "sigma_mean": float(predictions.sigma[fifth == index].mean()),
+            "coverage_90": float(own["coverage_90"][fifth == index].mean()),
+            "nll": float(own["nll"][fifth == index].mean()),
+        }
+        for index in range(5)
+        if (fifth == index).any()
+    ]
+
+
+def _write_predictions(
+    run_dir: RunDir, predictions: Predictions, days: NDArray, codes: NDArray, names: NDArray
+) -> None:
+    buffer = io.BytesIO()
+    columns = {name: getattr(predictions, name) for name in ("row", "target", "loss", "mu", "sigma", "nu")}
+    np.savez_compressed(
+        buffer, date=days.astype("datetime64[D]"), ticker=codes.astype(np.int32), tickers=names, **columns
+    )
+    run_dir.storage.write(PREDICTIONS, buffer.getvalue())

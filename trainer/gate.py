@@ -1,0 +1,65 @@
+"""Whether a model may be promoted: pure decisions over the figures of ``evaluation.json``. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+COVERAGE_LOW, COVERAGE_HIGH = 0.87, 0.93
+LEAK_RANK_IC = 0.08
+LEAK_ACCURACY = 0.53
+LEAK_T = 2.0
+MUST_BEAT = ("ewma", "har_x")
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """A verdict with its reasons; ``reasons`` says why not, and is empty where it passed."""
+
+    passed: bool
+    reasons: tuple[str, ...]
+
+
+def suspect_leak(halves: Sequence[Mapping[str, float | None]]) -> str | None:
+    """Why the mean forecast is too good to be true, or None.
+
+    ``halves`` holds the figures of consecutive parts of the judged period: ``rank_ic``, ``balanced_accuracy`` and their
+    Newey-West t-statistics ``rank_ic_t``, ``balanced_accuracy_t``. Daily prices do not give a rank IC above 0.08 or
+    more than 53 % right, sustained over years; where every half shows it, and not by chance, the future has leaked into
+    the features.
+    """
+    for name, limit in (("rank_ic", LEAK_RANK_IC), ("balanced_accuracy", LEAK_ACCURACY)):
+        values = [half.get(name) or 0.0 for half in halves]
+        certain = all((half.get(f"{name}_t") or 0.0) > LEAK_T for half in halves)
+        if values and min(values) > limit and certain:
+            shown = " and ".join(f"{value:.3f}" for value in values)
+            return (
+                f"{name} is {shown} in the halves of the period, above {limit}: suspect that features hold the future"
+            )
+    return None
+
+
+def gate(report: Mapping[str, Any]) -> Gate:
+    """Judge ``evaluation.json``: NLL below EWMA and HAR-X, coverage of the 90 % interval within [0.87, 0.93], and no
+    suspicion of leakage. Never directional accuracy: «always up» has a good one."""
+    model, baselines = report["model"], report["baselines"]
+    nll = model.get("nll")
+    if nll is None:
+        return Gate(
+            False, ("the loss predicts no distribution, so its likelihood cannot be compared with the baselines",)
+        )
+    reasons = []
+    for name in MUST_BEAT:
+        other = baselines.get(name, {}).get("nll")
+        if other is None:
+            reasons.append(f"the baseline {name} could not be judged on this dataset")
+        elif not nll < other:
+            reasons.append(f"NLL {nll:.4f} is not below {name}'s {other:.4f}")
+    coverage = model["coverage_90"]
+    if not COVERAGE_LOW <= coverage <= COVERAGE_HIGH:
+        reasons.append(f"the 90 % interval covers {coverage:.3f}, outside [{COVERAGE_LOW}, {COVERAGE_HIGH}]")
+    leak = suspect_leak(report["halves"])
+    if leak:
+        reasons.append(leak)
+    return Gate(not reasons, tuple(reasons))
