@@ -24,6 +24,8 @@ from trainer.rundir import RunDir
 
 PLAN = "plan.json"
 """In a run directory: the plan that the job carries out, for whoever watches its cost."""
+REGISTRATION = "registration.json"
+"""In a run directory: under which name, version and alias the model was registered."""
 CLAIM = "claim.json"
 """In a run directory: the Dagster run whose asset this job became. Its result is not taken a second time."""
 

@@ -1,0 +1,85 @@
+"""The code location: what is in it, that it loads cheaply, and that both ways of loading it agree."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import dagster as dg
+import pytest
+import yaml
+
+from dtrain_dagster.definitions import build_defs
+from dtrain_dagster.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ["torch", "mlflow", "pandas", "azure", "matplotlib", "pyarrow", "duckdb", "pandera", "exchange_calendars"]
+
+
+def test_lineage_reads_like_the_product():
+    graph = build_defs(Settings()).resolve_asset_graph()
+    parents = {
+        node.key.to_user_string(): {parent.to_user_string() for parent in node.parent_keys}
+        for node in graph.asset_nodes
+    }
+    assert parents == {
+        "stock_prices": set(),
+        "sharded_dataset": {"stock_prices"},
+        "cost_estimate": {"sharded_dataset"},
+        "gpu_cluster": set(),
+        "trained_checkpoint": {"cost_estimate", "gpu_cluster"},
+        "registered_model": {"sharded_dataset", "cost_estimate", "trained_checkpoint"},
+        "cost_breakdown": {"cost_estimate", "trained_checkpoint"},
+        "performance_report": {"cost_estimate", "trained_checkpoint"},
+    }
+    for node in graph.asset_nodes:
+        assert node.group_name != "default"
+        assert node.description
+        assert node.owners
+        assert node.kinds
+        assert node.is_external or node.code_version
+
+
+def test_what_would_be_wrong_to_train_on_blocks():
+    graph = build_defs(Settings()).resolve_asset_graph()
+    blocking = {key.name for key in graph.asset_check_keys if graph.get_check_spec(key).blocking}
+    assert {
+        "shuffled_labels_teach_nothing",
+        "planted_leak_is_caught",
+        "weights_equal_on_all_ranks",
+        "promotion_gate",
+        "serving_endpoint_answers",
+    } <= blocking
+
+
+def test_loading_imports_nothing_heavy():
+    """A Dagster process loads the code location at each start; these modules would more than double its cost."""
+    code = (
+        "import sys, json, dtrain_dagster.definitions; "
+        f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+def test_workspace_and_module_are_the_same_location():
+    workspace = yaml.safe_load((ROOT / "workspace.yaml").read_text())
+    [entry] = workspace["load_from"]
+    assert entry["python_module"]["module_name"] == "dtrain_dagster.definitions"
+    assert entry["python_module"]["location_name"] == "dtrain"
+    assert entry["python_module"]["working_directory"] == "."
+
+
+def test_the_schedule_runs_weekly_and_waits_to_be_switched_on():
+    defs = build_defs(Settings())
+    schedule = defs.resolve_schedule_def("weekly_retraining")
+    assert schedule.cron_schedule == "0 6 * * 6"
+    assert schedule.default_status is dg.DefaultScheduleStatus.STOPPED
+    assert schedule.job_name == "retraining"
+
+
+def test_a_bad_cron_string_is_refused():
+    with pytest.raises(dg.DagsterInvalidDefinitionError, match="weekly_retraining"):
+        build_defs(Settings(retrain_cron="every Saturday"))

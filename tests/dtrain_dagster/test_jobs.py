@@ -1,0 +1,68 @@
+"""Which job does a training: found before a second one is bought."""
+
+import pytest
+
+from dtrain_dagster.clusters.base import JobState
+from dtrain_dagster.jobs import KnownJob, Progress, advance, choose_job, fingerprint
+from trainer.config import DatasetRef, JobConfig
+from trainer.rundir import event
+
+FINGERPRINT, RUN = "0a1b2c3d", "11111111-aaaa"
+OWN, OTHER = f"train-{FINGERPRINT}-11111111", f"train-{FINGERPRINT}-22222222"
+
+
+def known(job_id: str, state: JobState, claimed: bool = False) -> KnownJob:
+    return KnownJob(job_id=job_id, state=state, claimed=claimed)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "action", "job_id"),
+    [
+        ([], "start", OWN),
+        ([known(OWN, JobState.RUNNING)], "attach", OWN),
+        ([known(OWN, JobState.QUEUED)], "attach", OWN),
+        ([known(OWN, JobState.SUCCEEDED, claimed=True)], "adopt", OWN),
+        ([known(OWN, JobState.FAILED)], "restart", OWN),
+        ([known(OWN, JobState.CANCELLED)], "restart", OWN),
+        ([known(OTHER, JobState.RUNNING)], "attach", OTHER),
+        ([known(OTHER, JobState.SUCCEEDED)], "adopt", OTHER),
+        ([known(OTHER, JobState.SUCCEEDED, claimed=True)], "start", OWN),
+        ([known(OTHER, JobState.FAILED)], "start", OWN),
+        ([known("train-ffffffff-22222222", JobState.RUNNING)], "start", OWN),
+        ([known(f"probe-{FINGERPRINT}", JobState.RUNNING)], "start", OWN),
+        ([known(OTHER, JobState.SUCCEEDED), known(OWN, JobState.RUNNING)], "attach", OWN),
+    ],
+)
+def test_choose_job(jobs, action, job_id):
+    choice = choose_job(FINGERPRINT, RUN, jobs)
+    assert (choice.action, choice.job_id) == (action, job_id)
+    assert choice.reason
+
+
+def test_the_fingerprint_changes_with_what_is_trained_and_with_nothing_else(tmp_path, monkeypatch):
+    def mark(nodes: int = 3, **fields) -> str:
+        job = JobConfig(**{"job_id": "a", "run_dir": "b", "dataset": DatasetRef(uri="c", dataset_id="d")} | fields)
+        return fingerprint(job, nodes, 1)
+
+    base = mark()
+    assert mark(job_id="x", run_dir="y") == base
+    assert mark(nodes=2) != base
+    assert mark(dataset=DatasetRef(uri="c", dataset_id="e")) != base
+    assert mark(dataset=DatasetRef(uri="elsewhere", dataset_id="d")) == base
+
+    module = tmp_path / "mine_for_fingerprint.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    module.write_text("def make(spec, outputs): ...")
+    own = mark(model={"factory": "mine_for_fingerprint:make"})
+    module.write_text("def make(spec, outputs): ...  # edited")
+    assert mark(model={"factory": "mine_for_fingerprint:make"}) != own
+
+
+def test_progress_follows_the_events():
+    step = {"epoch": 1, "loss": -1.5, "samples_per_second": 10.0, "eta_seconds": 5.0}
+    progress = advance(Progress(), [event("phase", 0, 1, name="data"), event("phase", 1, 1, name="other")])
+    assert (progress.phase, progress.step) == ("data", 0)
+    progress = advance(progress, [event("step", 0, 1, step=20, **step)])
+    assert (progress.phase, progress.step, progress.loss) == ("training", 20, -1.5)
+    progress = advance(progress, [event("evaluation", 0, 1, step=20, split="valid", loss=-1.6)])
+    assert progress.valid_loss == -1.6

@@ -1,0 +1,224 @@
+"""A real Dagster instance for end-to-end tests: webserver and daemon as processes on loopback, driven by GraphQL."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+GRAPH = "stock_prices", "sharded_dataset", "cost_estimate", "trained_checkpoint"
+
+
+def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    """Poll until the condition gives something true; fail with what was waited for."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.25)
+    pytest.fail(f"waited {seconds:.0f} s in vain for {what}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def small_prices(folder: Path) -> Path:
+    """A CSV of one's own: four tickers and six years of the bundled panel, wide."""
+    import pandas as pd
+    from dtrain_dagster.data.sources import SkfolioPanel
+
+    panel = pd.read_csv(SkfolioPanel().path, parse_dates=["Date"])
+    part = panel.loc[panel["Date"].between("2012-01-01", "2017-12-31"), ["Date", "JNJ", "KO", "PG", "XOM"]]
+    path = folder / "my_prices.csv"
+    part.to_csv(path, index=False)
+    return path
+
+
+@dataclass
+class Project:
+    """A home folder, an environment, and the command line."""
+
+    home: Path
+    env: dict[str, str]
+
+    def cli(self, *arguments: str, timeout: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(BIN / arguments[0]), *arguments[1:]],
+            cwd=ROOT,
+            env=self.env | env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=timeout,
+            check=False,
+        )
+
+    @property
+    def jobs(self) -> Path:
+        return self.home / "storage" / "jobs"
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process that works on a job of this project."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            if any(str(self.jobs) in part for part in process.info["cmdline"] or []):
+                found.append(process)
+        return found
+
+
+def make_project(home: Path, **env: str) -> Project:
+    dagster_home = home / "dagster"
+    dagster_home.mkdir(parents=True)
+    shutil.copy(ROOT / "dagster.yaml", dagster_home)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("DTRAIN_", "DAGSTER_"))}
+    own = {
+        "DTRAIN_HOME": str(home),
+        "DAGSTER_HOME": str(dagster_home),
+        "DTRAIN_NODES": "2",
+        "DTRAIN_THREADS_PER_RANK": "1",
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+    }
+    return Project(home=home, env=inherited | own | env)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Project]:
+    """A fresh project on four tickers and two nodes. Whatever it left running is stopped."""
+    made = make_project(tmp_path / "home", DTRAIN_PRICES=str(small_prices(tmp_path)))
+    yield made
+    for process in made.processes():
+        process.kill()
+
+
+@dataclass
+class Dagster:
+    """A running webserver and daemon."""
+
+    project: Project
+    port: int
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def query(self, text: str, **variables: Any) -> dict[str, Any]:
+        answer = requests.post(f"{self.url}/graphql", json={"query": text, "variables": variables}, timeout=30)
+        body = answer.json()
+        assert "errors" not in body, body["errors"]
+        return body["data"]
+
+    def launch(self, *assets: str, config: dict[str, Any] | None = None) -> str:
+        """Materialize these assets; the run's id."""
+        params = {
+            "selector": {
+                "repositoryLocationName": "dtrain",
+                "repositoryName": "__repository__",
+                "pipelineName": "__ASSET_JOB",
+                "assetSelection": [{"path": [asset]} for asset in assets],
+            },
+            "runConfigData": config or {},
+            "mode": "default",
+        }
+        data = self.query(
+            "mutation($p: ExecutionParams!) { launchRun(executionParams: $p) { __typename "
+            "... on LaunchRunSuccess { run { runId } } ... on PythonError { message } "
+            "... on RunConfigValidationInvalid { errors { message } } } }",
+            p=params,
+        )["launchRun"]
+        assert data["__typename"] == "LaunchRunSuccess", data
+        return data["run"]["runId"]
+
+    def status(self, run_id: str) -> str:
+        text = "query($id: ID!) { runOrError(runId: $id) { ... on Run { status } } }"
+        return self.query(text, id=run_id)["runOrError"]["status"]
+
+    def terminate(self, run_id: str) -> None:
+        self.query("mutation($id: String!) { terminateRun(runId: $id) { __typename } }", id=run_id)
+
+    def materializations(self, asset: str) -> list[dict[str, Any]]:
+        text = (
+            "query($key: AssetKeyInput!) { assetOrError(assetKey: $key) { ... on Asset { assetMaterializations "
+            "{ runId metadataEntries { label ... on TextMetadataEntry { text } } } } } }"
+        )
+        return self.query(text, key={"path": [asset]})["assetOrError"].get("assetMaterializations", [])
+
+    def observations(self, asset: str) -> list[dict[str, Any]]:
+        text = (
+            "query($key: AssetKeyInput!) { assetOrError(assetKey: $key) { ... on Asset { assetObservations { runId "
+            "metadataEntries { label ... on FloatMetadataEntry { floatValue } "
+            "... on IntMetadataEntry { intValue } } } } } }"
+        )
+        return self.query(text, key={"path": [asset]})["assetOrError"].get("assetObservations", [])
+
+
+def start_dagster(project: Project) -> Dagster:
+    server = Dagster(project=project, port=free_port())
+    commands = (
+        ["dagster-webserver", "-w", "workspace.yaml", "-h", "127.0.0.1", "-p", str(server.port)],
+        ["dagster-daemon", "run", "-w", "workspace.yaml"],
+    )
+    for command in commands:
+        log = open(project.home / f"{command[0]}.log", "wb")  # noqa: SIM115 - the process keeps it
+        server.processes.append(
+            subprocess.Popen(
+                [str(BIN / command[0]), *command[1:]],
+                cwd=ROOT,
+                env=project.env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        )
+
+    def ready() -> bool:
+        try:
+            return requests.get(f"{server.url}/server_info", timeout=2).ok
+        except requests.ConnectionError:
+            return False
+
+    wait_for(ready, 90, "the webserver")
+    return server
+
+
+def stop_dagster(server: Dagster) -> None:
+    for process in server.processes:
+        os.killpg(process.pid, signal.SIGTERM)
+    for process in server.processes:
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def dagster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dagster]:
+    """Webserver and daemon over a fresh project, for the tests of one file."""
+    folder = tmp_path_factory.mktemp("dagster")
+    project = make_project(folder / "home", DTRAIN_PRICES=str(small_prices(folder)))
+    server = start_dagster(project)
+    try:
+        yield server
+    finally:
+        stop_dagster(server)
+        for process in project.processes():
+            process.kill()

@@ -1,0 +1,89 @@
+"""What a person does: open the Dagster UI in a real browser, press Materialize, watch, and terminate another run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, sync_playwright
+
+from .conftest import Dagster, wait_for
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SHOTS = os.environ.get("DTRAIN_SCREENSHOTS")
+"""A folder to leave screenshots in; the README's pictures are made this way."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.browser,
+    pytest.mark.timeout(420),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: install the package chromium"),
+]
+ENDED = ("SUCCESS", "FAILURE", "CANCELED")
+
+
+@pytest.fixture(scope="module")
+def page(dagster: Dagster) -> Iterator[Page]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM,
+            args=["--no-sandbox", "--disable-background-networking", "--disable-component-update", "--disable-sync"],
+        )
+        page = browser.new_page(viewport={"width": 1600, "height": 1000})
+        page.set_default_timeout(30_000)
+        yield page
+        browser.close()
+
+
+def shot(page: Page, name: str) -> None:
+    if SHOTS:
+        page.wait_for_timeout(1500)
+        page.screenshot(path=Path(SHOTS) / f"{name}.png")
+
+
+def runs(dagster: Dagster) -> list[dict[str, str]]:
+    text = "{ runsOrError { ... on Runs { results { runId status } } } }"
+    return dagster.query(text)["runsOrError"]["results"]
+
+
+def test_press_materialize_and_watch(dagster: Dagster, page: Page):
+    page.goto(f"{dagster.url}/locations/dtrain/jobs/retraining")
+    page.locator('button:has-text("Materialize all")').first.click()
+    [run] = wait_for(lambda: runs(dagster), 30, "the run that the button starts")
+    page.goto(f"{dagster.url}/runs/{run['runId']}")
+    page.get_by_text("trained_checkpoint").first.wait_for()
+    wait_for(lambda: dagster.observations("trained_checkpoint"), 150, "live progress")
+    shot(page, "run")
+    wait_for(lambda: dagster.status(run["runId"]) in ENDED, 240, "the run to end")
+    assert dagster.materializations("trained_checkpoint")
+    assert dagster.materializations("performance_report")
+    assert dagster.materializations("registered_model")
+
+    page.goto(f"{dagster.url}/assets/trained_checkpoint")
+    page.get_by_text("weights_sha256").first.wait_for()
+    pictures = page.locator('img[src^="data:image/svg+xml"]')
+    pictures.first.wait_for()
+    assert pictures.first.evaluate("image => image.complete && image.naturalWidth > 100")
+    shot(page, "checkpoint")
+    page.goto(f"{dagster.url}/assets/registered_model?view=lineage&lineageScope=upstream")
+    for asset in ("stock_prices", "sharded_dataset", "cost_estimate", "trained_checkpoint", "registered_model"):
+        page.get_by_text(asset, exact=True).first.wait_for()
+    shot(page, "lineage")
+
+
+def test_terminate_from_the_page(dagster: Dagster, page: Page):
+    config = {"ops": {"cost_estimate": {"config": {"epochs": 400, "seed": 7}}}}
+    run_id = dagster.launch("cost_estimate", "trained_checkpoint", config=config)
+    wait_for(
+        lambda: any(seen["runId"] == run_id for seen in dagster.observations("trained_checkpoint")), 120, "progress"
+    )
+    page.goto(f"{dagster.url}/runs/{run_id}")
+    page.locator('button:has-text("Terminate")').first.click()
+    page.locator('[role="dialog"] button:has-text("Terminate")').last.click()
+    wait_for(lambda: dagster.status(run_id) in ENDED, 60, "the run to end")
+    assert dagster.status(run_id) in ("CANCELED", "FAILURE")
+    wait_for(lambda: not dagster.project.processes(), 20, "every process of the job to be gone")
+    assert all(made["runId"] != run_id for made in dagster.materializations("trained_checkpoint"))

@@ -1,0 +1,76 @@
+"""`dagster asset materialize` as CI uses it: the exit code tells the truth."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+import yaml
+
+from .conftest import GRAPH, Project
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+
+
+def materialize(project: Project, *assets: str, folder: Path, **options: object):
+    config = {"ops": {"cost_estimate": {"config": options}}} if options else {}
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    selection = ",".join(assets) if assets else "*"
+    module = "dtrain_dagster.definitions"
+    return project.cli("dagster", "asset", "materialize", "-m", module, "--select", selection, "--config", str(path))
+
+
+def test_a_model_that_is_no_better_than_the_baselines_fails_the_ci_job(project: Project, tmp_path: Path):
+    """Four steps teach nothing: the gate must fail, the model must still be registered, but never as champion."""
+    done = materialize(project, folder=tmp_path, more={"max_steps": 4})
+    assert done.returncode == 1, done.stdout[-4000:]
+    assert "promotion_gate" in done.stdout
+    with sqlite3.connect(project.home / "mlflow.db") as database:
+        aliases = {row[0] for row in database.execute("select alias from registered_model_aliases")}
+    assert aliases == {"challenger"}
+
+    # what does not depend on the model being good was made all the same
+    [job] = project.jobs.glob("train-*")
+    assert (job / "reports" / "cost_breakdown.json").exists()
+    report = json.loads((job / "reports" / "performance_report.json").read_text())
+    assert report["verdict"]
+
+    # the same again: data, shards, canaries and probe are not made twice
+    again = materialize(project, *GRAPH[:3], folder=tmp_path, more={"max_steps": 4})
+    assert again.returncode == 0, again.stdout[-4000:]
+    assert "measured before and reused" in again.stdout
+    assert "nothing to rebuild" in again.stdout
+
+
+def test_bad_prices_fail_before_anything_is_built(project: Project, tmp_path: Path):
+    prices = tmp_path / "bad.csv"
+    prices.write_text("date,ticker,adj_close\n2020-01-02,AAA,12.5\n2020-01-03,AAA,twelve\n")
+    done = project.cli(
+        "dagster",
+        *("asset", "materialize", "-m", "dtrain_dagster.definitions", "--select", "*"),
+        DTRAIN_PRICES=str(prices),
+    )
+    assert done.returncode == 1
+    assert "twelve" in done.stdout
+    assert not list((project.home / "storage").glob("datasets/*"))
+    assert not project.jobs.exists()
+
+
+def test_a_bad_setting_is_named(project: Project):
+    done = project.cli(
+        "dagster",
+        *("asset", "materialize", "-m", "dtrain_dagster.definitions", "--select", "*"),
+        DTRAIN_NODES="three",
+    )
+    assert done.returncode != 0
+    assert "DTRAIN_NODES='three'" in done.stdout
+
+
+def test_an_unknown_field_of_the_launchpad_is_named(project: Project, tmp_path: Path):
+    done = materialize(project, *GRAPH, folder=tmp_path, more={"epoch": 3})
+    assert done.returncode == 1
+    assert "training.epoch = 3" in done.stdout
+    assert not project.jobs.exists()

@@ -1,0 +1,101 @@
+"""Webserver, daemon, code server and cluster as they run in production, driven by GraphQL."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+from .conftest import GRAPH, Dagster, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+
+LONG = {"ops": {"cost_estimate": {"config": {"epochs": 400}}}}
+ENDED = ("SUCCESS", "FAILURE", "CANCELED")
+
+
+def jobs_started(dagster: Dagster, prefix: str = "train-") -> list[str]:
+    return sorted(path.name for path in dagster.project.jobs.glob(f"{prefix}*"))
+
+
+def workers(dagster: Dagster, prefix: str = "train-") -> list[psutil.Process]:
+    return [p for p in dagster.project.processes() if any(prefix in part for part in p.info["cmdline"])]
+
+
+def run_worker(run_id: str) -> psutil.Process | None:
+    """The process that executes the run: the one that names it on its command line."""
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if run_id in line and "execute_run" in line:
+            return process
+    return None
+
+
+def test_a_run_is_watched_live_terminated_and_found_again(dagster: Dagster):
+    """One story, because each part needs a training that is under way (about 10 s to get there)."""
+    # A training that would take an hour is watched live …
+    run_id = dagster.launch(*GRAPH, config=LONG)
+    observed = wait_for(
+        lambda: dagster.observations("trained_checkpoint") or dagster.status(run_id) in ENDED, 150, "an observation"
+    )
+    assert observed is not True, f"the run ended: {dagster.status(run_id)}"
+    entries = {entry["label"]: entry for entry in observed[0]["metadataEntries"]}
+    assert entries["step"]["intValue"] > 0
+    assert entries["nodes_alive"]["intValue"] == 2
+    assert {"loss", "eta_seconds", "samples_per_second", "cost_so_far_usd"} <= entries.keys()
+
+    # … loses its orchestrator to kill -9, and goes on …
+    first_jobs = jobs_started(dagster)
+    assert len(first_jobs) == 1
+    worker = wait_for(lambda: run_worker(run_id), 10, "the run's worker")
+    worker.kill()
+    wait_for(lambda: dagster.status(run_id) == "FAILURE", 90, "the run to be marked as failed")
+    assert workers(dagster), "the job died with its orchestrator"
+    assert not dagster.materializations("trained_checkpoint")
+
+    # … is found again by materializing again, instead of being bought twice …
+    second = dagster.launch("trained_checkpoint")
+    wait_for(
+        lambda: (
+            {o["runId"] for o in dagster.observations("trained_checkpoint")} == {run_id, second}
+            or dagster.status(second) in ENDED
+        ),
+        60,
+        "an observation by the second run",
+    )
+    assert dagster.status(second) == "STARTED"
+    assert jobs_started(dagster) == first_jobs
+
+    # … and is stopped within seconds when that run is terminated; the asset fails.
+    dagster.terminate(second)
+    wait_for(lambda: dagster.status(second) in ENDED, 40, "the run to end")
+    assert dagster.status(second) in ("CANCELED", "FAILURE")
+    wait_for(lambda: not workers(dagster), 20, "every process of the job to be gone")
+    assert not dagster.materializations("trained_checkpoint")
+
+
+def test_a_failing_model_fails_the_run_before_the_training_is_bought(dagster: Dagster):
+    config = {"ops": {"cost_estimate": {"config": {"model": "no_such_module:make"}}}}
+    trained = jobs_started(dagster)
+    run_id = dagster.launch(*GRAPH, config=config)
+    wait_for(lambda: dagster.status(run_id) in ENDED, 120, "the run to end")
+    assert dagster.status(run_id) == "FAILURE"
+    assert jobs_started(dagster) == trained
+    text = (
+        "query($id: ID!) { logsForRun(runId: $id) { ... on EventConnection { events { "
+        "... on ExecutionStepFailureEvent { error { message causes { message } } } } } } }"
+    )
+    failures = str(dagster.query(text, id=run_id))
+    assert "no_such_module" in failures
+
+
+def test_sensors_and_schedule_are_there_and_stand_as_meant(dagster: Dagster):
+    text = (
+        "query($s: RepositorySelector!) { repositoryOrError(repositorySelector: $s) { ... on Repository { "
+        "sensors { name sensorState { status } } schedules { name cronSchedule scheduleState { status } } } } }"
+    )
+    selector = {"repositoryLocationName": "dtrain", "repositoryName": "__repository__"}
+    repository = dagster.query(text, s=selector)["repositoryOrError"]
+    sensors = {sensor["name"]: sensor["sensorState"]["status"] for sensor in repository["sensors"]}
+    assert sensors == {"idle_cluster": "RUNNING", "cost_overrun": "RUNNING", "new_data": "STOPPED"}
+    [schedule] = repository["schedules"]
+    assert (schedule["name"], schedule["scheduleState"]["status"]) == ("weekly_retraining", "STOPPED")
