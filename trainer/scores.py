@@ -86,15 +86,20 @@ def mean_skill(mu: Array, target: Array, days: NDArray, horizon: int) -> dict[st
     ic = rank_ic_by_day(mu, target, days)
     hits = direction_scores(mu, target)
     saved = daily_means(target**2 - (target - mu) ** 2, days)
-    zero = float(np.mean(target**2))
     return {
         "rank_ic": float(ic.mean()) if len(ic) else None,
         "rank_ic_t": newey_west_t(ic, lag),
         "balanced_accuracy": None if hits is None else float(hits.mean()),
         "balanced_accuracy_t": None if hits is None else newey_west_t(daily_means(hits - 0.5, days), lag),
-        "mse_to_zero": float(np.mean((target - mu) ** 2)) / zero if zero > 0 else None,
+        "mse_to_zero": mse_to_zero(mu, target),
         "mse_to_zero_t": newey_west_t(saved, lag),
     }
+
+
+def mse_to_zero(mu: Array, target: Array) -> float | None:
+    """Mean squared error of ``mu`` as a fraction of that of forecasting zero."""
+    zero = float(np.mean(target**2))
+    return float(np.mean((target - mu) ** 2)) / zero if zero > 0 else None
 
 
 def halves(days: NDArray) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
