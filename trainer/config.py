@@ -60,7 +60,7 @@ class DistributedTrainingConfig:
     checkpoint_frequency: int = Field(default=100, ge=1)
     """Optimizer steps between checkpoints."""
 
-    epochs: int = Field(default=4, ge=1)
+    epochs: int = Field(default=6, ge=1)
     max_steps: int | None = Field(default=None, ge=1)
     """Stop after this many optimizer steps, whatever ``epochs`` says."""
     seed: int = Field(default=0, ge=0)

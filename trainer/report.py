@@ -69,7 +69,7 @@ def build_report(
     has_mean = not np.isnan(predictions.mu).any()
     skill = scores.mean_skill(predictions.mu, target, days, horizon) if has_mean else {}
     parts = [part for part in scores.halves(days) if has_mean and part.any()]
-    judged = {name: judge(_predictive(forecast), target) for name, forecast in baselines.items()}
+    judged = {name: judge(predictive_of(forecast), target) for name, forecast in baselines.items()}
     reference = judged.get(REFERENCE, {})
     report: dict[str, Any] = {
         "split": split,
@@ -95,7 +95,8 @@ def build_report(
     return report
 
 
-def _predictive(forecast: Forecast) -> Predictive | None:
+def predictive_of(forecast: Forecast) -> Predictive | None:
+    """The distribution of a baseline, None for one of the mean alone."""
     if forecast.sigma is None:
         return None
     mu, sigma = torch.from_numpy(forecast.mu), torch.from_numpy(forecast.sigma)

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from trainer.config import ConfigError, FactoryConfig
+from trainer.losses import (
+    GaussianLoss,
+    MeanSquaredError,
+    Predictive,
+    StudentTLoss,
+    build_loss,
+    student_t_cdf,
+    student_t_nll,
+    student_t_quantile,
+)
+from trainer.spec import DataSpec
+
+SPEC = DataSpec(
+    dataset_id="d",
+    features=("a", "b"),
+    window=4,
+    horizon=5,
+    feature_mean=(0.0, 0.0),
+    feature_std=(1.0, 1.0),
+    target="target_return",
+    target_mean=0.001,
+    target_std=0.04,
+)
+NU = (2.01, 2.5, 4.0, 6.0, 20.0, 60.0, 500.0)
+
+
+@pytest.mark.parametrize("nu", NU)
+def test_cdf_is_scipys(nu: float) -> None:
+    z = torch.linspace(-40, 40, 201).double()
+    np.testing.assert_allclose(student_t_cdf(z, torch.tensor(nu)).numpy(), stats.t.cdf(z.numpy(), nu), atol=1e-6 * 1e-4)
+
+
+@pytest.mark.parametrize("q", [0.0005, 0.05, 0.25, 0.5, 0.75, 0.95, 0.999])
+def test_quantile_is_scipys_exactly_and_interpolated(q: float) -> None:
+    nu = torch.tensor(NU, dtype=torch.float64)
+    np.testing.assert_allclose(student_t_quantile(q, nu).numpy(), stats.t.ppf(q, nu.numpy()), atol=1e-8)
+    many = torch.linspace(2.1, 60, 500, dtype=torch.float64)
+    np.testing.assert_allclose(student_t_quantile(q, many).numpy(), stats.t.ppf(q, many.numpy()), atol=1e-8)
+
+
+def test_infinite_nu_is_the_normal_distribution() -> None:
+    nu = torch.tensor([math.inf, math.inf])
+    predictive = Predictive(mu=torch.tensor([0.0, 1.0]), sigma=torch.tensor([1.0, 2.0]), nu=nu)
+    np.testing.assert_allclose(predictive.quantile(0.95).numpy(), stats.norm.ppf(0.95, [0, 1], [1, 2]), atol=1e-9)
+    np.testing.assert_allclose(predictive.cdf(torch.tensor([0.3, 0.3])), stats.norm.cdf(0.3, [0, 1], [1, 2]), atol=1e-7)
+    expected = -stats.norm.logpdf(0.3, [0, 1], [1, 2])
+    np.testing.assert_allclose(predictive.nll(torch.tensor([0.3, 0.3])), expected, rtol=1e-6)
+
+
+def test_nll_is_scipys_and_its_gradient_is_right() -> None:
+    mu, sigma, nu, y = (
+        torch.tensor(v, dtype=torch.float64) for v in ([0.1, -2.0], [0.5, 3.0], [2.5, 40.0], [1.0, 9.0])
+    )
+    expected = -stats.t.logpdf(y.numpy(), nu.numpy(), mu.numpy(), sigma.numpy())
+    np.testing.assert_allclose(student_t_nll(mu, sigma, nu, y).numpy(), expected, rtol=1e-12)
+    parameters = tuple(v.requires_grad_() for v in (mu, sigma, nu))
+    assert torch.autograd.gradcheck(lambda m, s, n: student_t_nll(m, s, n, y), parameters)
+
+
+def test_quantile_level_outside_zero_and_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"q = 1\.0"):
+        student_t_quantile(1.0, torch.tensor([5.0]))
+
+
+@pytest.mark.parametrize("loss", [StudentTLoss(SPEC), GaussianLoss(SPEC)])
+def test_zero_outputs_are_the_unconditional_distribution(loss: StudentTLoss | GaussianLoss) -> None:
+    predictive = loss.predictive(torch.zeros(3, loss.outputs))
+    spread = torch.where(torch.isinf(predictive.nu), 1.0, predictive.nu / (predictive.nu - 2)).sqrt() * predictive.sigma
+    torch.testing.assert_close(spread, torch.full((3,), SPEC.target_std))
+    torch.testing.assert_close(predictive.mu, torch.zeros(3))
+
+
+def test_wild_outputs_stay_finite_and_nu_within_its_bounds() -> None:
+    loss = StudentTLoss(SPEC)
+    outputs = torch.tensor([[s * 1e4] * 3 for s in (-1.0, 1.0)], requires_grad=True)
+    values = loss(outputs, torch.tensor([0.1, -0.1]))
+    values.sum().backward()
+    assert torch.isfinite(values).all()
+    assert outputs.grad is not None
+    assert torch.isfinite(outputs.grad).all()
+    nu = loss.predictive(outputs).nu
+    assert nu.min() >= 2.5
+    assert nu.max() <= 60
+
+
+def test_loss_is_float32_under_autocast() -> None:
+    outputs = torch.zeros(2, 3, dtype=torch.bfloat16)
+    assert StudentTLoss(SPEC)(outputs, torch.zeros(2)).dtype == torch.float32
+
+
+def test_squared_error_is_in_units_of_the_targets_variance() -> None:
+    loss = MeanSquaredError(SPEC)
+    torch.testing.assert_close(loss(torch.zeros(1, 1), torch.tensor([0.04])), torch.tensor([1.0]))
+    torch.testing.assert_close(loss.point(torch.tensor([[0.5]])), torch.tensor([0.02]))
+
+
+def test_impossible_bounds_of_nu_are_refused_with_the_factorys_name() -> None:
+    with pytest.raises(ConfigError, match=r"loss\.factory = 'student_t' raised ValueError: nu_min = 1\.0"):
+        build_loss(FactoryConfig(factory="student_t", args={"nu_min": 1.0}), SPEC)
+
+
+OWN = """
+import torch
+class Loss(torch.nn.Module):
+    outputs = 1
+    def forward(self, outputs, target):
+        return (outputs[:, 0] - target) ** 2
+class Reduced(Loss):
+    def forward(self, outputs, target):
+        return ((outputs[:, 0] - target) ** 2).mean()
+class Uncounted(Loss):
+    outputs = "three"
+class Wrong(Loss):
+    def predictive(self, outputs):
+        return outputs
+class Broken(Loss):
+    def forward(self, outputs, target):
+        return outputs @ target[:7]
+def make(spec, power=2): return Loss()
+def reduced(spec): return Reduced()
+def uncounted(spec): return Uncounted()
+def wrong(spec): return Wrong()
+def broken(spec): return Broken()
+def nothing(spec): return None
+def failing(spec): raise RuntimeError("no such table")
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("factory", "args", "message"),
+    [
+        ("huber", {}, r"neither a stock loss \(gaussian, mse, student_t\) nor written as package\.module:factory"),
+        ("no_such_package.loss:make", {}, r"no module 'no_such_package' on the nodes' Python path"),
+        ("own_loss:absent", {}, r"module 'own_loss' has no attribute 'absent'"),
+        ("own_loss:number", {}, r"is a int, not something to call"),
+        ("own_loss:make", {"strength": 1}, r"unexpected keyword argument 'strength'; it accepts: power=2"),
+        ("own_loss:failing", {}, r"raised RuntimeError: no such table"),
+        ("own_loss:nothing", {}, r"returned a NoneType"),
+        ("own_loss:uncounted", {}, r"attribute outputs is 'three'"),
+        ("own_loss:reduced", {}, r"gave \(\) for two samples.*shape \(2,\), unreduced"),
+        ("own_loss:wrong", {}, r"predictive\(\) returned a Tensor"),
+        ("own_loss:broken", {}, r"failed on outputs of shape \(2, 1\)"),
+        ("broken_module:make", {}, r"importing 'broken_module' failed: ZeroDivisionError"),
+        ("needs_absent:make", {}, r"importing 'needs_absent' failed: No module named 'absent_dependency'"),
+    ],
+)
+def test_an_unusable_loss_is_refused_by_name(
+    factory: str, args: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_loss.py").write_text(OWN)
+    (tmp_path / "broken_module.py").write_text("1 / 0")
+    (tmp_path / "needs_absent.py").write_text("import absent_dependency")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=message) as caught:
+        build_loss(FactoryConfig(factory=factory, args=args), SPEC)
+    assert factory in str(caught.value)
+
+
+def test_a_loss_of_ones_own_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_loss.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    loss = build_loss(FactoryConfig(factory="own_loss:make", args={"power": 3}), SPEC)
+    assert loss(torch.ones(4, 1), torch.zeros(4)).shape == (4,)

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.config import ConfigError, FactoryConfig
+from trainer.losses import StudentTLoss, build_loss
+from trainer.model import STOCK, DilatedTree, Standardize, build_model
+from trainer.spec import DataSpec
+
+SPEC = DataSpec(
+    dataset_id="d",
+    features=tuple("abcdefgh"),
+    window=60,
+    horizon=5,
+    feature_mean=tuple(0.1 * k for k in range(8)),
+    feature_std=tuple(0.5 + k for k in range(8)),
+    target="target_return",
+    target_mean=0.0,
+    target_std=0.04,
+)
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 60, 64])
+@pytest.mark.parametrize("name", sorted(STOCK))
+def test_stock_models_start_at_the_unconditional_forecast(name: str, window: int) -> None:
+    torch.manual_seed(0)
+    model = build_model(FactoryConfig(factory=name), replace(SPEC, window=window), 3)
+    torch.testing.assert_close(model(torch.randn(5, window, 8)), torch.zeros(5, 3))
+
+
+def test_the_default_model_is_small() -> None:
+    model = build_model(FactoryConfig(factory="tcn"), SPEC, 3)
+    assert 10_000 < sum(parameter.numel() for parameter in model.parameters()) < 13_000
+
+
+@pytest.mark.parametrize("window", [5, 60, 64])
+def test_the_tree_equals_dilated_causal_convolutions(window: int) -> None:
+    torch.manual_seed(1)
+    tree = DilatedTree(window, 8, 6, dropout=0.0)
+    x = torch.randn(4, window, 8)
+    y = nn.functional.pad(x, (0, 0, tree.padding, 0)).transpose(1, 2)
+    for index, layer in enumerate(tree.layers):
+        kernel = layer.weight.reshape(6, 2, -1).permute(0, 2, 1)  # (out, in, the earlier and the later day)
+        padded = nn.functional.pad(y, (2**index, 0))
+        out = nn.functional.relu(nn.functional.conv1d(padded, kernel, layer.bias, dilation=2**index))
+        y = out + y if index else out
+    torch.testing.assert_close(tree(x), y[:, :, -1])
+
+
+@pytest.mark.parametrize("name", sorted(STOCK))
+def test_every_day_of_the_window_matters(name: str) -> None:
+    torch.manual_seed(0)
+    model = build_model(FactoryConfig(factory=name, args={"dropout": 0.0}), SPEC, 3)
+    for parameter in model.parameters():
+        if not parameter.detach().any():
+            nn.init.normal_(parameter)
+    x = torch.randn(2, 60, 8, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None
+    assert (x.grad.abs().sum(dim=(0, 2)) > 0).all()
+
+
+def test_standardisation_travels_with_the_weights() -> None:
+    model = Standardize(nn.Flatten(), replace(SPEC, feature_std=(0.0, *SPEC.feature_std[1:])))
+    x = torch.full((1, 60, 8), 3.0)
+    expected = (3.0 - torch.tensor(SPEC.feature_mean)) / torch.tensor((1.0, *SPEC.feature_std[1:]))
+    torch.testing.assert_close(model(x).reshape(60, 8)[0], expected)
+    assert set(model.state_dict()) == {"mean", "std"}
+
+
+def test_a_crash_does_not_swing_the_forecast_without_bound() -> None:
+    torch.manual_seed(0)
+    model = build_model(FactoryConfig(factory="tcn"), SPEC, 3).eval()
+    nn.init.normal_(model.get_submodule("model.skip").weight)
+    crash = torch.full((1, 60, 8), 1e3)
+    torch.testing.assert_close(model(crash), model(10 * crash))
+
+
+def test_the_default_model_learns_a_volatility_that_is_there() -> None:
+    torch.manual_seed(0)
+    spec = replace(SPEC, window=8, feature_mean=(0.0,) * 8, feature_std=(1.0,) * 8)
+    loss = StudentTLoss(spec)
+    model = build_model(FactoryConfig(factory="tcn"), spec, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(256, 8, 8)
+        return x, 0.04 * torch.exp(0.8 * x[:, -1, 0]) * torch.randn(256)
+
+    test = batch()
+    before = loss(model(test[0]), test[1]).mean().item()
+    for _ in range(80):
+        x, y = batch()
+        optimizer.zero_grad()
+        loss(model(x), y).mean().backward()
+        optimizer.step()
+    assert loss(model.eval()(test[0]), test[1]).mean().item() < before - 0.1
+
+
+OWN = """
+from torch import nn
+def make(spec, outputs, hidden=4):
+    return nn.Sequential(nn.Flatten(), nn.Linear(spec.window * len(spec.features), outputs))
+def short(spec, outputs):
+    return nn.Sequential(nn.Flatten(), nn.Linear(spec.window * len(spec.features), 1))
+def swapped(spec, outputs):
+    return nn.Linear(spec.window, outputs)
+def nothing(spec, outputs): return 5
+def frozen(spec, outputs): return nn.Flatten()
+def failing(spec, outputs): raise RuntimeError("no weights file")
+"""
+
+
+@pytest.mark.parametrize(
+    ("factory", "args", "message"),
+    [
+        ("resnet", {}, r"neither a stock model \(lstm, tcn, transformer\)"),
+        ("tcn", {"chanels": 3}, r"'chanels'; it accepts: channels: 'int' = 32, dropout: 'float' = 0\.1"),
+        ("transformer", {"width": 30}, r"width = 30 must be a multiple of heads = 4"),
+        ("own_model_module:short", {}, r"gave \(2, 1\) for a batch of shape \(2, 60, 8\); expected \(2, 3\)"),
+        ("own_model_module:swapped", {}, r"failed on a batch of shape \(2, 60, 8\) \(batch, window, features\)"),
+        ("own_model_module:nothing", {}, r"returned a int; it must return a torch\.nn\.Module"),
+        ("own_model_module:frozen", {}, r"without parameters to train"),
+        ("own_model_module:failing", {}, r"raised RuntimeError: no weights file"),
+    ],
+)
+def test_an_unusable_model_is_refused_by_name(
+    factory: str, args: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_model_module.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=message) as caught:
+        build_model(FactoryConfig(factory=factory, args=args), SPEC, 3)
+    assert factory in str(caught.value)
+
+
+def test_the_example_of_ones_own_trains_together_with_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    loss = build_loss(FactoryConfig(factory="examples.own_model.loss:make_loss", args={"nu": 4.0}), SPEC)
+    model = build_model(FactoryConfig(factory="examples.own_model.model:make_model", args={"hidden": 8}), SPEC, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    torch.manual_seed(0)
+    x = torch.randn(64, 60, 8)
+    y = 0.1 * torch.randn(64)  # more volatile than the training split: there is something to learn
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        value = loss(model(x), y).mean()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    assert losses[-1] < losses[0] - 0.1
+    with pytest.raises(ConfigError, match=r"nu = 1 must be above 2"):
+        build_loss(FactoryConfig(factory="examples.own_model.loss:make_loss", args={"nu": 1}), SPEC)
