@@ -118,11 +118,12 @@ def _columns(shards: DataShardManager, names: tuple[str, ...], rows: NDArray) ->
 
 def _constant(shards: DataShardManager, train: NDArray, judged: NDArray, target: Array) -> tuple[Array, ...]:
     """Root mean square of each ticker's training targets; of all of them for a ticker that has none."""
-    names, codes = np.unique(shards.tickers(train).astype(str), return_inverse=True)
+    known, codes = np.unique(shards.tickers(train), return_inverse=True)
     scale = np.sqrt(np.bincount(codes, weights=target**2) / np.bincount(codes))
-    places = np.searchsorted(names, tickers := shards.tickers(judged).astype(str)).clip(max=len(names) - 1)
+    tickers = shards.tickers(judged)
+    places = np.searchsorted(known, tickers).clip(max=len(known) - 1)
     everyone = math.sqrt(float(np.mean(target**2)))
-    return scale[codes], np.where(names[places] == tickers, scale[places], everyone)
+    return scale[codes], np.where(known[places] == tickers, scale[places], everyone)
 
 
 def _regression(

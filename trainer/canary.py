@@ -33,6 +33,7 @@ from trainer.gate import suspect_leak
 from trainer.losses import StudentTLoss
 from trainer.model import build_model
 from trainer.report import judge, predictive_of
+from trainer.world import RankFacts, World
 
 if TYPE_CHECKING:
     from trainer.shards import DataShardManager
@@ -113,12 +114,6 @@ class PlantedLeak:
         return windows, target
 
 
-@dataclass(frozen=True, slots=True)
-class _Alone:
-    rank: int = 0
-    world_size: int = 1
-
-
 def run_trial(shards: Any, steps: int, seed: int) -> Trial:
     """Train the default model for ``steps`` batches and judge it on the validation split."""
     torch.manual_seed(seed)
@@ -135,8 +130,9 @@ def run_trial(shards: Any, steps: int, seed: int) -> Trial:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-    alone: Any = _Alone()
-    result = evaluate(model, criterion, shards, "valid", alone, 1024, torch.device("cpu"), collect=True)
+    cpu = torch.device("cpu")
+    alone = World(RankFacts(), cpu, "gloo")
+    result = evaluate(model, criterion, shards, "valid", alone, 1024, cpu, collect=True)
     forecast = result.predictions
     assert forecast is not None
     days = shards.dates(forecast.row).astype("datetime64[D]")

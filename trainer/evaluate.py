@@ -162,8 +162,8 @@ def final_report(
 ) -> dict[str, Any]:
     """Judge the model on the test split against the baselines; a collective that returns the same report on all ranks.
 
-    Rank 0 writes ``predictions.npz`` (row, date, ticker code, target, loss, mu, sigma, nu, and the tickers' names) and
-    ``evaluation.json``.
+    Rank 0 writes ``predictions.npz`` (row, date, ticker's code, target, loss, mu, sigma, nu; ``tickers`` holds the names
+    by code) and ``evaluation.json``. Raises ValueError where the loss is not finite, before anything is written.
     """
     evaluation = evaluate(model, criterion, shards, "test", world, batch_size, device, collect=True)
     if not math.isfinite(evaluation.loss):
@@ -176,8 +176,8 @@ def final_report(
         predictions = evaluation.predictions
         days = shards.dates(predictions.row).astype("datetime64[D]")
         report = build_report(predictions, days, baseline_forecasts(shards, "test"), shards.spec.horizon)
-        names, codes = np.unique(shards.tickers(predictions.row).astype(str), return_inverse=True)
-        _write_predictions(run_dir, predictions, days, codes, names)
+        codes = shards.tickers(predictions.row)
+        _write_predictions(run_dir, predictions, days, codes, np.array(shards.tickers_by_code))
         run_dir.write_json(EVALUATION, report)
     if world.world_size > 1:
         box = [report]

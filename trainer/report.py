@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -91,7 +91,8 @@ def build_report(
         "by_year": _by_year(predictions, own, reference, days),
     }
     report["notes"] = notes(report)
-    report["gate"] = asdict(gate(report))
+    decision = gate(report)
+    report["gate"] = {"passed": decision.passed, "reasons": list(decision.reasons)}
     return report
 
 

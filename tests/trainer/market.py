@@ -55,6 +55,7 @@ class Market:
         }
         columns: dict[str, list[np.ndarray]] = {name: [] for name in (*FEATURES, "ewma_variance", "target_log_rv")}
         columns |= {"target_return": [], "date": [], "ticker": []}
+        self.tickers_by_code = [f"T{number}" for number in range(tickers)]
         self._rows: dict[str, list[np.ndarray]] = {name: [] for name in splits}
         for number, r in enumerate(returns):
             ewma = np.empty(days)
@@ -72,7 +73,7 @@ class Market:
                 "target_log_rv": np.r_[log_rv(r, HORIZON)[HORIZON:], np.full(HORIZON, np.nan)],
                 "target_return": future,
                 "date": calendar,
-                "ticker": np.full(days, f"T{number}"),
+                "ticker": np.full(days, number, dtype=np.int32),
             }
             for name, column in columns.items():
                 column.append(values[name])

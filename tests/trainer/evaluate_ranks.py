@@ -1,0 +1,51 @@
+"""One rank of a world that evaluates the small market: ``evaluate_ranks.py RANK WORLD_SIZE FOLDER SAMPLES``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from market import Market
+
+from trainer.config import FactoryConfig
+from trainer.evaluate import evaluate, final_report
+from trainer.losses import build_loss
+from trainer.model import build_model
+from trainer.rundir import RunDir
+from trainer.world import RankFacts, World
+
+CPU = torch.device("cpu")
+
+
+def forecaster(market: Market, loss: str = "student_t") -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A model that has forecasts to make although nobody trained it: the same on every rank."""
+    torch.manual_seed(0)
+    criterion = build_loss(FactoryConfig(factory=loss), market.spec)
+    outputs = int(criterion.outputs)  # type: ignore[arg-type]
+    model = build_model(FactoryConfig(factory="tcn"), market.spec, outputs)
+    torch.nn.init.normal_(model.get_submodule("model.head").weight, std=0.2)
+    return model, criterion
+
+
+def main(rank: int, world_size: int, folder: Path, samples: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    world = World(RankFacts(rank=rank, world_size=world_size), CPU, "gloo")
+    market = Market()
+    market.rows["valid"] = market.rows["valid"][:samples]
+    model, criterion = forecaster(market)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    evaluation = evaluate(wrapped, criterion, market, "valid", world, 100, CPU, collect=True)
+    rows = None if evaluation.predictions is None else evaluation.predictions.row.tolist()
+    report = final_report(wrapped, criterion, market, world, CPU, RunDir(str(folder / "run")))
+    result = {"evaluation": {**asdict(evaluation), "predictions": None}, "rows": rows, "report": report}
+    (folder / f"rank{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))

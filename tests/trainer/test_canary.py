@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from market import Market
+
+from trainer.canary import PlantedLeak, ShuffledLabels, Trial, main, run_canaries, verdict
+
+KNOWS = {"rank_ic": 0.9, "rank_ic_t": 30.0, "balanced_accuracy": 0.9, "balanced_accuracy_t": 30.0}
+BLIND = {"rank_ic": 0.0, "rank_ic_t": 0.1, "balanced_accuracy": 0.5, "balanced_accuracy_t": 0.0}
+
+
+def trial(nll: float, half: dict[str, float | None]) -> Trial:
+    return Trial(nll=nll, halves=(half, half))
+
+
+@pytest.mark.parametrize(
+    ("shuffled", "planted", "control", "reason"),
+    [
+        (trial(-1.91, BLIND), trial(-4.0, KNOWS), trial(-2.0, BLIND), None),
+        (trial(-1.99, BLIND), trial(-4.0, KNOWS), trial(-2.0, BLIND), "shuffled labels beats"),
+        (trial(-1.90, BLIND), trial(-4.0, BLIND), trial(-2.0, BLIND), "went unnoticed"),
+        (trial(-1.90, BLIND), trial(-4.0, KNOWS), trial(-4.0, KNOWS), "on the data as they are, rank_ic"),
+    ],
+)
+def test_verdict(shuffled: Trial, planted: Trial, control: Trial, reason: str | None) -> None:
+    decision = verdict(-1.9, shuffled, planted, control)
+    assert decision.passed == (reason is None)
+    assert len(decision.reasons) == (reason is not None)
+    assert reason is None or reason in decision.reasons[0]
+
+
+def test_shuffling_moves_training_labels_only(market: Market) -> None:
+    shuffled = ShuffledLabels(market, seed=0)
+    train, valid = (market.end_rows(split, np.arange(market.count(split))) for split in ("train", "valid"))
+    windows, labels = shuffled.gather(train)
+    true_windows, true_labels = market.gather(train)
+    torch.testing.assert_close(windows, true_windows)
+    assert (labels != true_labels).float().mean() > 0.9
+    torch.testing.assert_close(labels.sort().values, true_labels.sort().values)
+    torch.testing.assert_close(shuffled.gather(train[:5])[1], labels[:5])
+    torch.testing.assert_close(shuffled.gather(valid)[1], market.gather(valid)[1])
+
+
+def test_planting_changes_one_number_and_not_the_data_beneath(market: Market) -> None:
+    rows = market.end_rows("valid", np.arange(50))
+    before = market.gather(rows)[0].clone()
+    windows, labels = PlantedLeak(market).gather(rows)
+    changed = windows != before
+    assert changed[:, -1, 0].all()
+    assert changed.sum() == 50
+    assert np.corrcoef(windows[:, -1, 0], labels)[0, 1] == pytest.approx(1.0)
+    torch.testing.assert_close(market.gather(rows)[0], before)
+
+
+@pytest.mark.slow
+def test_canaries_on_a_market_without_leaks(market: Market) -> None:
+    result = run_canaries(market, steps=60)
+    assert result["passed"], result["reasons"]
+    trials = result["trials"]
+    assert trials["control"]["nll"] < result["constant_nll"]  # so that shuffled labels had something to miss
+    json.dumps(result, allow_nan=False)
+
+
+def test_without_a_dataset_it_says_so(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("trainer.shards")
+    assert main(["--dataset", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from evaluate_ranks import CPU, forecaster
+from market import Market
+from scipy import stats
+from torch import Tensor, nn
+
+from trainer.evaluate import evaluate, final_report
+from trainer.report import build_report
+from trainer.rundir import RunDir
+from trainer.world import RankFacts, World
+
+ALONE = World(RankFacts(), CPU, "gloo")
+
+
+def run_world(size: int, folder: Path, samples: int) -> list[dict[str, Any]]:
+    script = Path(__file__).parent / "evaluate_ranks.py"
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, script, str(rank), str(size), folder, str(samples)], env=environment)
+        for rank in range(size)
+    ]
+    try:
+        assert [rank.wait(timeout=120) for rank in ranks] == [0] * size
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
+
+
+def test_metrics_are_what_scipy_says(market: Market) -> None:
+    model, criterion = forecaster(market)
+    result = evaluate(model, criterion, market, "valid", ALONE, 64, CPU, collect=True)
+    rows = market.end_rows("valid", np.arange(market.count("valid")))
+    windows, target = market.gather(rows)
+    with torch.no_grad():
+        predictive = criterion.predictive(model.eval()(windows))
+    mu, sigma, nu = (part.double().numpy() for part in (predictive.mu, predictive.sigma, predictive.nu))
+    y = target.double().numpy()
+    nll = -stats.t.logpdf(y, nu, mu, sigma)
+    levels = {q: stats.t.ppf(q, nu, mu, sigma) for q in (0.05, 0.25, 0.5, 0.75, 0.95)}
+    pinball = np.mean([np.maximum(q * (y - at), (q - 1) * (y - at)) for q, at in levels.items()])
+    assert result.samples == len(rows)
+    assert result.loss == pytest.approx(nll.mean(), rel=1e-5)
+    assert result.metrics == pytest.approx(
+        {
+            "nll": nll.mean(),
+            "pinball": pinball,
+            "coverage_90": ((y >= levels[0.05]) & (y <= levels[0.95])).mean(),
+            "mse_to_zero": ((y - mu) ** 2).mean() / (y**2).mean(),
+        },
+        rel=1e-5,
+    )
+    assert result.predictions is not None
+    np.testing.assert_array_equal(result.predictions.row, rows)
+    np.testing.assert_allclose(result.predictions.sigma, sigma, rtol=1e-5)
+
+
+def test_the_batch_size_changes_nothing_and_the_models_mode_stays(market: Market) -> None:
+    model, criterion = forecaster(market)
+    model.train()
+    one, other = (evaluate(model, criterion, market, "valid", ALONE, size, CPU) for size in (17, 10_000))
+    assert model.training
+    assert one.loss == pytest.approx(other.loss, rel=1e-6)
+    assert one.metrics == pytest.approx(other.metrics, rel=1e-6)
+    assert one.predictions is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "samples"), [(2, 401), (3, 2)])
+def test_every_sample_counts_once_whatever_the_world(size: int, samples: int, market: Market, tmp_path: Path) -> None:
+    for name in ("alone", "many"):
+        (tmp_path / name).mkdir()
+    [alone] = run_world(1, tmp_path / "alone", samples)
+    ranks = run_world(size, tmp_path / "many", samples)
+    assert ranks[0]["rows"] == alone["rows"] == market.rows["valid"][:samples].tolist()
+    assert all(rank["rows"] is None for rank in ranks[1:])
+    for rank in ranks:
+        assert rank["evaluation"]["samples"] == samples
+        assert rank["evaluation"]["loss"] == pytest.approx(alone["evaluation"]["loss"], rel=1e-6)
+        assert rank["evaluation"]["metrics"] == pytest.approx(alone["evaluation"]["metrics"], rel=1e-6)
+        assert rank["report"] == ranks[0]["report"]
+        assert rank["report"]["model"] == pytest.approx(alone["report"]["model"], rel=1e-4)
+    assert RunDir(str(tmp_path / "many" / "run")).read_json("evaluation.json") == ranks[0]["report"]
+
+
+class Median(nn.Module):
+    """A loss that says nothing about what its outputs mean."""
+
+    outputs = 1
+
+    def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return (outputs[:, 0] - target).abs()
+
+
+def test_a_point_loss_is_judged_by_its_squared_error(market: Market, tmp_path: Path) -> None:
+    model, criterion = forecaster(market, "mse")
+    assert set(evaluate(model, criterion, market, "valid", ALONE, 512, CPU).metrics) == {"mse_to_zero"}
+    report = final_report(model, criterion, market, ALONE, CPU, RunDir(str(tmp_path)))
+    assert "nll" not in report["model"]
+    assert report["calibration"] == []
+    assert not report["gate"]["passed"]
+    assert "nll" in report["baselines"]["har"]
+
+
+def test_a_loss_that_explains_nothing_is_judged_by_itself(market: Market, tmp_path: Path) -> None:
+    model, _ = forecaster(market, "mse")
+    assert evaluate(model, Median(), market, "valid", ALONE, 512, CPU).metrics == {}
+    report = final_report(model, Median(), market, ALONE, CPU, RunDir(str(tmp_path)))
+    assert set(report["model"]) == {"loss"}
+
+
+def test_the_report_holds_what_it_promises(market: Market, tmp_path: Path) -> None:
+    model, criterion = forecaster(market)
+    run_dir = RunDir(str(tmp_path))
+    report = final_report(model, criterion, market, ALONE, CPU, run_dir)
+    assert run_dir.read_json("evaluation.json") == report
+    assert report["windows"] == market.count("test")
+    assert sum(row["samples"] for row in report["by_year"].values()) == report["windows"]
+    assert sum(row["samples"] for row in report["calibration"]) == report["windows"]
+    covered = sum(row["samples"] * row["coverage_90"] for row in report["calibration"]) / report["windows"]
+    assert covered == pytest.approx(report["model"]["coverage_90"])
+    sigmas = [row["sigma_mean"] for row in report["calibration"]]
+    assert sigmas == sorted(sigmas)
+    constant = report["baselines"]["constant"]
+    assert constant["model_gain_nll"] == pytest.approx(constant["nll"] - report["model"]["nll"])
+    with np.load(tmp_path / "predictions.npz") as saved:
+        assert set(saved) == {"row", "date", "ticker", "tickers", "target", "loss", "mu", "sigma", "nu"}
+        np.testing.assert_array_equal(saved["row"], market.rows["test"])
+        assert saved["tickers"][saved["ticker"][-1]] == "T5"
+        assert saved["date"].dtype == np.dtype("datetime64[D]")
+
+
+def test_an_overflowed_model_is_refused_and_leaves_no_report(market: Market, tmp_path: Path) -> None:
+    model, criterion = forecaster(market)
+    nn.init.constant_(model.get_submodule("model.head").weight, float("nan"))
+    with pytest.raises(ValueError, match="loss on the test split is nan"):
+        final_report(model, criterion, market, ALONE, CPU, RunDir(str(tmp_path)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_split_is_refused_by_name(market: Market) -> None:
+    empty = Market(tickers=1, days=200)
+    empty.rows["valid"] = empty.rows["valid"][:0]
+    with pytest.raises(ValueError, match="the split 'valid' of the dataset has no samples"):
+        evaluate(*forecaster(empty), empty, "valid", ALONE, 8, CPU)
+
+
+@pytest.fixture(scope="module")
+def judged(market: Market) -> Any:
+    """Predictions of the test split to build reports from, with honest days and no baselines."""
+    model, criterion = forecaster(market)
+    predictions = evaluate(model, criterion, market, "test", ALONE, 512, CPU, collect=True).predictions
+    assert predictions is not None
+    return predictions, market.dates(predictions.row)
+
+
+def test_notes_follow_the_numbers(judged: Any) -> None:
+    predictions, days = judged
+    report = build_report(predictions, days, {}, horizon=5)
+    said = "\n".join(report["notes"])
+    assert "The mean forecast has no skill" in said
+    assert "no baseline could be judged" in said
+    assert "har_x could not be judged" in " ".join(report["gate"]["reasons"])
+
+
+def test_a_mean_that_knows_the_future_is_called_a_leak(judged: Any) -> None:
+    predictions, days = judged
+    knowing = type(predictions)(
+        **{name: getattr(predictions, name) for name in ("row", "target", "loss", "sigma", "nu")},
+        mu=0.5 * predictions.target,
+    )
+    report = build_report(knowing, days, {}, horizon=5)
+    assert any("Suspect leakage" in note for note in report["notes"])
+    assert any("hold the future" in reason for reason in report["gate"]["reasons"])
