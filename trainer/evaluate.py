@@ -162,8 +162,8 @@ def final_report(
 ) -> dict[str, Any]:
     """Judge the model on the test split against the baselines; a collective that returns the same report on all ranks.
 
-    Rank 0 writes ``predictions.npz`` (row, date, ticker's code, target, loss, mu, sigma, nu; ``tickers`` holds the names
-    by code) and ``evaluation.json``. Raises ValueError where the loss is not finite, before anything is written.
+    Rank 0 writes ``predictions.npz`` (row, date, ticker's code, target, loss, mu, sigma, nu; ``tickers`` holds the
+    names by code) and ``evaluation.json``. Raises ValueError where the loss is not finite, before anything is written.
     """
     evaluation = evaluate(model, criterion, shards, "test", world, batch_size, device, collect=True)
     if not math.isfinite(evaluation.loss):
