@@ -13,8 +13,6 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-SCHEMA_VERSION = 1
-
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
@@ -126,7 +124,7 @@ class TrackingConfig:
 class JobConfig:
     """The whole of ``job.json``."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     job_id: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     run_dir: str
     """Folder of this job; a path or any fsspec address. What happens is written here, see `trainer.rundir`."""

@@ -1,0 +1,63 @@
+"""``python -m trainer --config job.json``: one rank of a training. Start it with torchrun, a cluster, or by itself."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from trainer.config import ConfigError, parse_job
+from trainer.storage import Storage
+
+_EPILOG = """
+examples:
+  python -m trainer --config job.json                                  one process
+  torchrun --nproc-per-node 2 -m trainer --config job.json             two processes on this machine
+  torchrun --nnodes 3 --node-rank K --master-addr HOST --master-port 29500 -m trainer --config job.json
+
+exit codes: 0 done; 2 unusable configuration or data; 143 ended by SIGTERM after a checkpoint; 1 anything else
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer",
+        description="Train the job that a job.json describes; what happens is written to its run directory.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, metavar="JOB", help="job.json: a path or any fsspec address")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override a field, such as training.epochs=2 (repeatable)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check the configuration and print it")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+    folder, _, name = options.config.rpartition("/")
+    try:
+        job = parse_job(Storage(folder or ".").read(name).decode(), options.overrides, source=options.config)
+    except FileNotFoundError:
+        return _refuse(f"--config {options.config}: there is no such file")
+    except ConfigError as error:
+        return _refuse(str(error))
+    if options.dry_run:
+        print(job.to_json())  # noqa: T201 - what was asked for
+        return 0
+    from trainer.run import run_job  # torch, only once the configuration is known to be good
+
+    return run_job(job)
+
+
+def _refuse(message: str) -> int:
+    print(message, file=sys.stderr)  # noqa: T201 - this is a command line
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""What a rank reports and who writes it: one writer thread per process, fed by a queue: training never waits.
+
+Every rank writes events; rank 0 writes TensorBoard and MLflow besides (F5, T5). A tracking server that fails is reported
+once and left alone: training goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from trainer.config import JobConfig
+from trainer.rundir import RunDir, event
+
+TRACKING = "tracking.json"
+"""In the run directory: the MLflow run, so that a resumed job goes on in the same one."""
+FLUSH_SECONDS = 1.0
+_log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Somewhere events go besides the run directory."""
+
+    def write(self, events: list[dict[str, Any]]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Reporter:
+    """Takes events from any thread and writes them out in the background, in numbered files and to the sinks."""
+
+    def __init__(self, rundir: RunDir, rank: int, generation: int, sinks: list[Callable[[], Sink]]) -> None:
+        self.rundir, self.rank, self.generation = rundir, rank, generation
+        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._number = 0
+        self._factories = sinks
+        self._thread = threading.Thread(target=self._work, name="reporter", daemon=True)
+        self._thread.start()
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        self._queue.put(event(kind, self.rank, self.generation, **fields))
+
+    def close(self) -> None:
+        """Write what is left; blocks until it is written."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        sinks: list[Sink] | None = None
+        closing = False
+        while not closing:
+            batch, closing = self._next_batch()
+            if batch:
+                self._write(batch)
+            if sinks is None:  # opened here, after the first events are out: importing MLflow takes seconds
+                sinks = [sink for factory in self._factories if (sink := self._try("open", factory))]
+            for sink in list(sinks):
+                if batch and not self._try("write to", functools.partial(_write_to, sink, batch)):
+                    sinks.remove(sink)
+        for sink in sinks or []:
+            self._try("close", sink.close)
+
+    def _next_batch(self) -> tuple[list[dict[str, Any]], bool]:
+        """Events of the next `FLUSH_SECONDS`, and whether they are the last."""
+        batch: list[dict[str, Any]] = []
+        deadline = time.monotonic() + FLUSH_SECONDS
+        while (remaining := deadline - time.monotonic()) > 0:
+            try:
+                item = self._queue.get(timeout=remaining)
+            except queue.Empty:
+                break
+            if item is None:
+                return batch, True
+            batch.append(item)
+        return batch, False
+
+    def _write(self, batch: list[dict[str, Any]]) -> None:
+        self._number += 1
+        try:
+            self.rundir.append_events(self.generation, self.rank, self._number, batch)
+        except OSError as error:
+            _log.error("could not write %d events: %s", len(batch), error)
+
+    def _try(self, what: str, action: Callable[[], Any]) -> Any | None:
+        try:
+            return action()
+        except Exception as error:  # whatever a tracking server does must not stop a training
+            message = f"could not {what} a tracking sink: {type(error).__name__}: {error}; training goes on without it"
+            _log.warning(message)
+            self._write([event("error", self.rank, self.generation, message=message, fatal=False)])
+            return None
+
+
+def _write_to(sink: Sink, batch: list[dict[str, Any]]) -> bool:
+    sink.write(batch)
+    return True
+
+
+class TensorBoardSink:
+    """Loss, validation, learning rate, gradient norm and utilisation as TensorBoard scalars."""
+
+    def __init__(self, folder: str) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(folder)
+        self._step = 0
+
+    def write(self, events: list[dict[str, Any]]) -> None:
+        for step, name, value, at in _scalars(events, self._step):
+            self._writer.add_scalar(name, value, step, walltime=at)
+            self._step = step
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class MLflowSink:
+    """The same scalars as MLflow metrics, and the configuration as parameters (R6.2)."""
+
+    def __init__(self, job: JobConfig, rundir: RunDir) -> None:
+        from mlflow.tracking import MlflowClient
+
+        assert job.tracking.mlflow_tracking_uri is not None
+        self._client = MlflowClient(tracking_uri=job.tracking.mlflow_tracking_uri)
+        self._step = 0
+        known = rundir.read_json(TRACKING)
+        if known:
+            self.run_id = known["mlflow_run_id"]
+            self._client.update_run(self.run_id, status="RUNNING")
+            return
+        self.run_id = self._start(job)
+        rundir.write_json(TRACKING, {"mlflow_run_id": self.run_id})
+
+    def _start(self, job: JobConfig) -> str:
+        from mlflow.entities import Param
+
+        name = job.tracking.mlflow_experiment
+        experiment = self._client.get_experiment_by_name(name)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        tags = {"job_id": job.job_id, "dataset_id": job.dataset.dataset_id or "", **job.tracking.tags}
+        run = self._client.create_run(experiment_id, tags=tags, run_name=job.tracking.mlflow_run_name or job.job_id)
+        values = {"model": job.model.factory, "loss": job.loss.factory, **asdict(job.training)}
+        self._client.log_batch(run.info.run_id, params=[Param(key, str(value)) for key, value in values.items()])
+        return run.info.run_id
+
+    def write(self, events: list[dict[str, Any]]) -> None:
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(name.replace("/", "."), value, int(at * 1000), step)
+            for step, name, value, at in _scalars(events, self._step)
+        ]
+        if metrics:
+            self._step = metrics[-1].step
+            self._client.log_batch(self.run_id, metrics=metrics)
+        for item in events:
+            if item["kind"] == "end":
+                finished = {"succeeded": "FINISHED", "stopped": "KILLED"}.get(item["status"], "FAILED")
+                self._client.set_terminated(self.run_id, status=finished)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def _scalars(events: list[dict[str, Any]], step: int) -> list[tuple[int, str, float, float]]:
+    """(step, name, value, Unix seconds) of what is drawn; a sample of a node counts at the last step seen."""
+    named = {
+        "loss": "train/loss",
+        "learning_rate": "train/learning_rate",
+        "grad_norm": "train/grad_norm",
+        "samples_per_second": "train/samples_per_second",
+        "step_seconds": "train/step_seconds",
+    }
+    utilisation = ("cpu_percent", "memory_percent", "gpu_utilization", "gpu_memory_percent")
+    rows = []
+    for item in events:
+        at = item["time"]
+        if item["kind"] == "step":
+            step = item["step"]
+            rows += [(step, name, item[field], at) for field, name in named.items()]
+            rows.append((step, "train/epoch", float(item["epoch"]), at))
+        elif item["kind"] == "evaluation":
+            step = item["step"]
+            values = {"loss": item["loss"], **item["metrics"]}
+            rows += [(step, f"{item['split']}/{name}", value, at) for name, value in values.items()]
+        elif item["kind"] == "node":
+            prefix = f"node_{item['node_id']}"
+            rows += [(step, f"{prefix}/{name}", item[name], at) for name in utilisation if item.get(name) is not None]
+    return [row for row in rows if row[2] is not None]
+
+
+def sinks_of(job: JobConfig, rundir: RunDir, rank: int) -> list[Callable[[], Sink]]:
+    """What rank 0 writes to besides the run directory; nothing on other ranks."""
+    factories: list[Callable[[], Sink]] = []
+    if rank == 0 and job.tracking.tensorboard and rundir.storage.is_local:
+        factories.append(lambda: TensorBoardSink(str(rundir.storage.local_path("tensorboard"))))
+    if rank == 0 and job.tracking.mlflow_tracking_uri:
+        factories.append(lambda: MLflowSink(job, rundir))
+    return factories

@@ -1,0 +1,26 @@
+"""Learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+
+from trainer.config import DistributedTrainingConfig
+
+
+def peak_learning_rate(config: DistributedTrainingConfig) -> float:
+    """The configured rate, scaled to the global batch: linearly (Goyal et al. 2017), by its square root
+    (Krizhevsky 2014), or not at all."""
+    ratio = config.global_batch_size / config.lr_base_batch_size
+    return config.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
+
+
+def learning_rate(config: DistributedTrainingConfig, step: int, total_steps: int) -> float:
+    """Rate of optimizer step ``step`` (from 0): linear warm-up, then half a cosine to ``min_lr_fraction``, or flat."""
+    peak = peak_learning_rate(config)
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return peak
+    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return peak * (config.min_lr_fraction + (1 - config.min_lr_fraction) * cosine)
