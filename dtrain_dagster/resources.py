@@ -62,6 +62,7 @@ class GPUClusterResource(dg.ConfigurableResource):
             home=Path(self.home),
             cluster_name=self.cluster_name,
             gpu_type=self.gpu_type,
+            processes_per_node=self.processes_per_node,
         )
 
 
