@@ -40,10 +40,12 @@ if TYPE_CHECKING:
 
 STEPS = 150
 BATCH = 512
+MAX_PASSES = 4
+"""Over the training split: a small one would be learned by heart, and that is not what is asked."""
 LEARNING_RATE = 4e-3
-MARGIN_NLL = 0.04
-"""How far below the unconditional distribution shuffled labels may end, in nats per sample. Volatility is worth about
-0.15 on the 20-stock panel, and shuffled trainings there scatter by 0.01 around nothing."""
+MARGIN_NLL = 0.02
+"""By how much shuffled labels may beat the best constant distribution, in nats per sample. On the 20-stock panel they
+fall short of it by 0.02 to 0.05, and true labels beat it by 0.11."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,8 +124,10 @@ def run_trial(shards: Any, steps: int, seed: int) -> Trial:
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps)
     random = np.random.default_rng(seed)
+    count = shards.count("train")
+    batch = min(BATCH, max(32, MAX_PASSES * count // steps))
     for _ in range(steps):
-        rows = shards.end_rows("train", random.integers(shards.count("train"), size=BATCH))
+        rows = shards.end_rows("train", random.integers(count, size=batch))
         windows, target = shards.gather(rows)
         optimizer.zero_grad()
         criterion(model(windows), target).mean().backward()
@@ -145,14 +149,13 @@ def run_trial(shards: Any, steps: int, seed: int) -> Trial:
 
 
 def constant_nll(shards: DataShardManager) -> float:
-    """NLL on the validation split of the one distribution fitted to all training labels."""
-    train, valid = (
-        shards.column(shards.spec.target, shards.end_rows(split, np.arange(shards.count(split)))).astype(np.float64)
-        for split in ("train", "valid")
-    )
-    sigma, nu = fit_student_t(train)
-    forecast = Forecast(np.zeros(len(valid)), np.full(len(valid), sigma), nu)
-    return float(judge(predictive_of(forecast), valid)["nll"].mean())
+    """NLL on the validation split of the one distribution that fits its labels best: no constant forecast can do
+    better, so a model that only guessed a calmer or stormier market than it saw in training cannot beat it by luck."""
+    rows = shards.end_rows("valid", np.arange(shards.count("valid")))
+    target = shards.column(shards.spec.target, rows).astype(np.float64)
+    sigma, nu = fit_student_t(target)
+    forecast = Forecast(np.zeros(len(target)), np.full(len(target), sigma), nu)
+    return float(judge(predictive_of(forecast), target)["nll"].mean())
 
 
 def run_canaries(shards: DataShardManager, steps: int = STEPS, seed: int = 0) -> dict[str, Any]:

@@ -58,12 +58,12 @@ def test_a_loss_without_a_distribution_cannot_be_promoted() -> None:
 @pytest.mark.parametrize(
     ("halves", "suspect"),
     [
-        ([{**CALM, "rank_ic": 0.09, "rank_ic_t": 4.0}, {**CALM, "rank_ic": 0.12, "rank_ic_t": 3.0}], True),
-        ([{**CALM, "rank_ic": 0.09, "rank_ic_t": 4.0}, CALM], False),  # not sustained
-        ([{**CALM, "rank_ic": 0.2, "rank_ic_t": 9.0}, {**CALM, "rank_ic": 0.05, "rank_ic_t": 3.0}], False),
-        ([{**CALM, "rank_ic": 0.2, "rank_ic_t": 1.0}] * 2, False),  # few days: could be chance
-        ([{**CALM, "balanced_accuracy": 0.54, "balanced_accuracy_t": 3.0}] * 2, True),
-        ([{**CALM, "balanced_accuracy": 0.525, "balanced_accuracy_t": 3.0}] * 2, False),
+        ([{**CALM, "rank_ic": 0.09, "rank_ic_t": 5.0}, {**CALM, "rank_ic": 0.12, "rank_ic_t": 6.0}], True),
+        ([{**CALM, "rank_ic": 0.09, "rank_ic_t": 5.0}, CALM], False),  # not sustained
+        ([{**CALM, "rank_ic": 0.2, "rank_ic_t": 9.0}, {**CALM, "rank_ic": 0.05, "rank_ic_t": 5.0}], False),
+        ([{**CALM, "rank_ic": 0.2, "rank_ic_t": 3.0}] * 2, False),  # few days: could be chance
+        ([{**CALM, "balanced_accuracy": 0.54, "balanced_accuracy_t": 5.0}] * 2, True),
+        ([{**CALM, "balanced_accuracy": 0.525, "balanced_accuracy_t": 5.0}] * 2, False),
         ([{"rank_ic": None, "rank_ic_t": None, "balanced_accuracy": None, "balanced_accuracy_t": None}] * 2, False),
         ([], False),
     ],
