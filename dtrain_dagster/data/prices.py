@@ -1,0 +1,276 @@
+"""Any price file in one shape: Parquet, sorted by ticker and date, one row group per ticker, named after its content.
+
+The file is read, unpivoted and sorted by a database engine that spills to disk, so it may be larger than memory; only one
+ticker's history has to fit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtrain_dagster.data.errors import DataError
+from dtrain_dagster.data.sources import PriceSource
+
+if TYPE_CHECKING:
+    import duckdb
+    import pandas as pd
+
+SCHEMA_VERSION = 1
+MEMORY_LIMIT = "1GB"
+_DATE = ("date", "day", "timestamp", "datetime")
+_TICKER = ("ticker", "symbol")
+_PRICE = ("adj_close", "adjclose", "adjusted_close", "adj_price")
+_EXTRA = ("open", "high", "low", "close", "volume")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PricesRef:
+    """Prices in the one shape, by reference."""
+
+    uri: str
+    """Folder with ``prices.parquet`` and ``manifest.json``."""
+    prices_id: str
+    rows: int
+    tickers: int
+    first_date: str
+    last_date: str
+    built: bool
+    """False: the same content was already there."""
+
+    @property
+    def path(self) -> Path:
+        return Path(self.uri) / "prices.parquet"
+
+    def manifest(self) -> dict[str, Any]:
+        return json.loads((Path(self.uri) / "manifest.json").read_text())
+
+
+def write_prices(source: PriceSource, storage_uri: str, memory_limit: str = MEMORY_LIMIT) -> PricesRef:
+    """Bring prices into the one shape under ``<storage>/prices/<id>``, or find that they are there already.
+
+    `DataError` for a file that cannot be read as prices: empty, a missing column, text or nothing where a price should
+    be, a row twice, a date out of order. Nothing half-written is left behind.
+    """
+    folder = Path(storage_uri) / "prices"
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = folder / f"building-{uuid.uuid4().hex[:8]}.tmp"
+    scratch.mkdir()
+    try:
+        file = source.local_file(scratch)
+        if file.stat().st_size == 0:
+            raise DataError(f"{source.provenance.origin} is empty: no header and no rows")
+        with open(file, "rb") as handle:
+            content = hashlib.file_digest(handle, "sha256").hexdigest()
+        prices_id = hashlib.sha256(f"{SCHEMA_VERSION}/{content}".encode()).hexdigest()[:16]
+        target = folder / prices_id
+        if (target / "manifest.json").exists():
+            return _ref(target, built=False)
+        building = scratch / "prices"
+        building.mkdir()
+        figures = _convert(file, source.provenance.origin, building / "prices.parquet", scratch, memory_limit)
+        manifest = {
+            "schema_version": SCHEMA_VERSION,
+            "prices_id": prices_id,
+            "source": asdict(source.provenance) | {"sha256": content} | figures,
+        }
+        (building / "manifest.json").write_text(json.dumps(manifest, indent=2, sort_keys=True))
+        try:
+            building.rename(target)
+        except OSError:
+            if not (target / "manifest.json").exists():  # else somebody else was as quick
+                raise
+        return _ref(target, built=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def iter_tickers(ref: PricesRef) -> Iterator[tuple[str, pd.DataFrame]]:
+    """(ticker, its rows in order of date), one ticker in memory at a time. ``date`` is datetime64, prices float64."""
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(ref.path)
+    for group in range(file.num_row_groups):
+        frame = file.read_row_group(group).to_pandas(date_as_object=False)
+        frame["date"] = frame["date"].astype("datetime64[s]")
+        yield str(frame["ticker"].iloc[0]), frame
+
+
+def _ref(folder: Path, built: bool) -> PricesRef:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    figures = {name: manifest["source"][name] for name in ("rows", "tickers", "first_date", "last_date")}
+    return PricesRef(uri=str(folder), prices_id=manifest["prices_id"], built=built, **figures)
+
+
+def _convert(file: Path, origin: str, target: Path, scratch: Path, memory_limit: str) -> dict[str, Any]:
+    """Write the Parquet file; rows, tickers and dates."""
+    import duckdb
+
+    with duckdb.connect(str(scratch / "sort.duckdb")) as database:
+        database.execute(f"SET memory_limit='{memory_limit}'; SET threads=2")
+        database.execute(f"SET temp_directory='{scratch / 'spill'}'")
+        try:
+            columns = _load(database, file)
+        except duckdb.Error as error:
+            reason = str(error).splitlines()[0]
+            raise DataError(f"{origin} cannot be read as CSV or Parquet: {reason}") from error
+        extra = _to_long(database, columns, origin)
+        is_csv = not _is_parquet(file)
+        _refuse_bad_cells(database, ["adj_close", *extra], origin, is_csv)
+        _refuse_bad_rows(database, origin, is_csv)
+        _write_sorted(database, extra, target)
+        rows, tickers, first, last = database.execute(
+            "SELECT count(*), count(DISTINCT ticker), min(date), max(date) FROM clean"
+        ).fetchall()[0]
+    if not rows:
+        raise DataError(f"{origin} has a header but no prices: there is nothing to train on")
+    return {"rows": rows, "tickers": tickers, "first_date": str(first), "last_date": str(last)}
+
+
+def _is_parquet(file: Path) -> bool:
+    with open(file, "rb") as handle:
+        return handle.read(4) == b"PAR1"
+
+
+def _load(database: duckdb.DuckDBPyConnection, file: Path) -> dict[str, str]:
+    """Table ``raw`` of texts, with ``line`` counting rows from 1; normalised name → name in the file."""
+    path = str(file).replace("'", "''")
+    reader = (
+        f"read_parquet('{path}')"
+        if _is_parquet(file)
+        else f"read_csv('{path}', all_varchar=true, header=true, null_padding=true, strict_mode=false)"
+    )
+    database.execute(f'CREATE TABLE raw AS SELECT row_number() OVER () AS "__line", * FROM {reader}')
+    names = [row[0] for row in database.execute("DESCRIBE raw").fetchall() if row[0] != "__line"]
+    return {_normalise(name): name for name in names}
+
+
+def _normalise(name: str) -> str:
+    return name.strip().lower().replace(" ", "_").replace("-", "_").lstrip("\ufeff")
+
+
+def _to_long(database: duckdb.DuckDBPyConnection, columns: dict[str, str], origin: str) -> list[str]:
+    """Table ``long`` of texts: line, date, ticker, adj_close and what OHLCV columns there are; their names."""
+    date = next((columns[name] for name in _DATE if name in columns), None)
+    if date is None:
+        raise DataError(f"{origin}: there is no column 'date' among {_few(columns)}; name the column of dates so")
+    ticker = next((columns[name] for name in _TICKER if name in columns), None)
+    price = next((columns[name] for name in (*_PRICE, "close", "price") if name in columns), None)
+    if ticker is None and price is None:
+        others = [name for name in columns.values() if name != date]
+        if not others:
+            raise DataError(f"{origin}: there is no column besides {date!r}; add one column of prices per ticker")
+        cells = ", ".join(f'"{name}"::VARCHAR AS "{name}"' for name in others)
+        wanted = ", ".join(f'"{name}"' for name in others)
+        database.execute(
+            f'CREATE TABLE long AS UNPIVOT (SELECT "__line" AS line, "{date}"::VARCHAR AS date, {cells} FROM raw) '
+            f"ON {wanted} INTO NAME ticker VALUE adj_close"
+        )
+        database.execute("DELETE FROM long WHERE trim(adj_close) = ''")  # not listed on that day
+        return []
+    if ticker is None:
+        raise DataError(
+            f"{origin}: there is a column {price!r} but no column 'ticker' among {_few(columns)}; add it, or give one "
+            "column of prices per ticker"
+        )
+    if price is None:
+        raise DataError(f"{origin}: there is no column 'adj_close' among {_few(columns)}; add the adjusted close")
+    extra = [name for name in _EXTRA if name in columns and columns[name] != price]
+    more = "".join(f', "{columns[name]}"::VARCHAR AS {name}' for name in extra)
+    database.execute(
+        f'CREATE TABLE long AS SELECT "__line" AS line, "{date}"::VARCHAR AS date, trim("{ticker}"::VARCHAR) AS ticker, '
+        f'"{price}"::VARCHAR AS adj_close{more} FROM raw'
+    )
+    return extra
+
+
+def _few(columns: dict[str, str]) -> str:
+    names = list(columns.values())
+    return f"{names[:8]}{' …' if len(names) > 8 else ''}"
+
+
+_AS_DATE = "coalesce(TRY_CAST(date AS DATE), TRY_CAST(date AS TIMESTAMP)::DATE)"
+
+
+def _refuse_bad_cells(database: duckdb.DuckDBPyConnection, numbers: list[str], origin: str, is_csv: bool) -> None:
+    """`DataError` for the first cell that is not what its column should hold."""
+    checks = {
+        "date": f"{_AS_DATE} IS NULL",
+        "ticker": "coalesce(ticker, '') = ''",
+        "adj_close": "NOT coalesce(isfinite(TRY_CAST(adj_close AS DOUBLE)), false)",
+        **{
+            name: f"coalesce(trim({name}), '') <> '' AND NOT coalesce(isfinite(TRY_CAST({name} AS DOUBLE)), false)"
+            for name in numbers[1:]
+        },
+    }
+    for column, is_bad in checks.items():
+        found = database.execute(
+            f"SELECT line, ticker, {column} FROM long WHERE {is_bad} ORDER BY line LIMIT 1"
+        ).fetchone()
+        if found:
+            line, ticker, value = found
+            what = "a date such as 2020-01-31" if column == "date" else "a name" if column == "ticker" else "a number"
+            held = "is empty" if value is None or not str(value).strip() else f"holds {value!r}"
+            raise DataError(f"{origin}: {_place(line, is_csv)}, ticker {ticker!r}: {column} {held}, not {what}")
+    more = "".join(f", TRY_CAST({name} AS DOUBLE) AS {name}" for name in numbers)
+    database.execute(f"CREATE TABLE clean AS SELECT line, ticker, {_AS_DATE} AS date{more} FROM long")
+    database.execute("DROP TABLE raw; DROP TABLE long")
+
+
+def _refuse_bad_rows(database: duckdb.DuckDBPyConnection, origin: str, is_csv: bool) -> None:
+    """`DataError` for the first row that is there twice or out of order."""
+    order = (
+        "SELECT line, ticker, date, lag(date) OVER before AS earlier FROM clean "
+        "WINDOW before AS (PARTITION BY ticker ORDER BY line)"
+    )
+    twice = database.execute(
+        "SELECT line, ticker, date FROM (SELECT *, row_number() OVER (PARTITION BY ticker, date ORDER BY line) AS nth "
+        "FROM clean) WHERE nth > 1 ORDER BY line LIMIT 1"
+    ).fetchone()
+    if twice:
+        line, ticker, date = twice
+        raise DataError(f"{origin}: {_place(line, is_csv)}: {ticker} has {date} a second time; remove one of the rows")
+    back = database.execute(f"SELECT * FROM ({order}) WHERE earlier > date ORDER BY line LIMIT 1").fetchone()
+    if back:
+        line, ticker, date, earlier = back
+        raise DataError(
+            f"{origin}: {_place(line, is_csv)}: {ticker} goes back from {earlier} to {date}; sort the rows by date"
+        )
+
+
+def _place(line: int, is_csv: bool) -> str:
+    return f"line {line + 1}" if is_csv else f"row {line}"
+
+
+def _write_sorted(database: duckdb.DuckDBPyConnection, extra: list[str], target: Path) -> None:
+    """One row group per ticker. Batches come sorted; a ticker's rows are held until the next ticker begins."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    names = ", ".join(["ticker", "date", "adj_close", *extra])
+    reader = database.execute(f"SELECT {names} FROM clean ORDER BY ticker, date").fetch_record_batch(65536)
+    with pq.ParquetWriter(target, reader.schema, compression="zstd", use_dictionary=["ticker"]) as writer:
+        held: list[pa.Table] = []
+
+        def flush() -> None:
+            if held:
+                table = pa.concat_tables(held)
+                writer.write_table(table, row_group_size=len(table))
+                held.clear()
+
+        current = None
+        for batch in reader:
+            table = pa.Table.from_batches([batch])
+            for ticker in pc.unique(table["ticker"]).to_pylist():
+                if ticker != current:
+                    flush()
+                    current = ticker
+                held.append(table.filter(pc.equal(table["ticker"], ticker)))
+        flush()

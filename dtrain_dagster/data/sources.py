@@ -1,0 +1,181 @@
+"""Where prices come from: panels that come with packages, a file of the user's own, or a download.
+
+A source yields one CSV or Parquet file on this machine; `dtrain_dagster.data.prices` makes one shape of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import fsspec
+
+from dtrain_dagster.data.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provenance:
+    """Where prices are from and what may be done with them; travels with everything made of them."""
+
+    name: str
+    title: str
+    licence: str
+    notes: str
+    origin: str
+    is_synthetic: bool = False
+
+
+class PriceSource(Protocol):
+    """Anything that can put a price file on this machine."""
+
+    @property
+    def provenance(self) -> Provenance: ...
+
+    def local_file(self, scratch: Path) -> Path:
+        """A CSV (``.csv``, ``.csv.gz``) or Parquet file; one that has to be fetched goes into ``scratch``."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BundledFile:
+    """A price file inside an installed package, read without importing that package."""
+
+    provenance: Provenance
+    distribution: str
+    path: str
+    sha256: str
+
+    def local_file(self, scratch: Path) -> Path:
+        try:
+            path = Path(str(importlib.metadata.distribution(self.distribution).locate_file(self.path)))
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        except (importlib.metadata.PackageNotFoundError, FileNotFoundError) as error:
+            raise DataError(
+                f"DTRAIN_PRICES={self.provenance.name!r} comes with the package {self.distribution}, which is not "
+                "installed: run make setup"
+            ) from error
+        if digest != self.sha256:
+            raise DataError(
+                f"{path} has sha256 {digest[:12]}…, expected {self.sha256[:12]}…: another version of "
+                f"{self.distribution} is installed; run make setup"
+            )
+        return path
+
+
+@dataclass(frozen=True, slots=True)
+class PriceFile:
+    """A user's own file, on this machine or at any fsspec address (fetched once per reading)."""
+
+    address: str
+
+    @property
+    def provenance(self) -> Provenance:
+        name = self.address.rstrip("/").rsplit("/", 1)[-1]
+        return Provenance(
+            name=name, title=name, licence="the owner's", notes="Given by the user; not checked for licence.",
+            origin=self.address,
+        )  # fmt: skip
+
+    def local_file(self, scratch: Path) -> Path:
+        filesystem, path = fsspec.url_to_fs(self.address)
+        if not filesystem.isfile(path):
+            raise DataError(
+                f"DTRAIN_PRICES={self.address!r} is no file that can be read, nor one of {', '.join(sorted(KNOWN))}"
+            )
+        if "file" in (filesystem.protocol if isinstance(filesystem.protocol, tuple) else (filesystem.protocol,)):
+            return Path(path)
+        local = scratch / Path(path).name
+        filesystem.get_file(path, str(local))
+        return local
+
+
+@dataclass(frozen=True, slots=True)
+class YFinance:
+    """Live daily prices by the optional package yfinance. Never the default: for personal use, and it may refuse."""
+
+    tickers: tuple[str, ...]
+
+    @property
+    def provenance(self) -> Provenance:
+        return Provenance(
+            name="yfinance",
+            title=f"Daily prices of {', '.join(self.tickers)}",
+            licence="Yahoo's terms: personal use",
+            notes="Downloaded; may be revised or refused at any time.",
+            origin="Yahoo Finance",
+        )
+
+    def local_file(self, scratch: Path) -> Path:
+        try:
+            import yfinance
+        except ImportError as error:
+            raise DataError("DTRAIN_PRICES=yfinance:… needs the extra: pip install 'dtrain[yfinance]'") from error
+        # auto_adjust=False keeps the raw close beside the adjusted one; the default would overwrite it.
+        frame = yfinance.download(
+            list(self.tickers), period="max", auto_adjust=False, group_by="column", progress=False
+        )
+        if frame is None or frame.empty:
+            raise DataError(f"yfinance returned nothing for {', '.join(self.tickers)}: no network, or it refused")
+        path = scratch / "yfinance.csv"
+        frame["Adj Close"].reset_index().to_csv(path, index=False)
+        return path
+
+
+KNOWN = {
+    "sp500_panel": BundledFile(
+        provenance=Provenance(
+            name="sp500_panel",
+            title="20 US stocks, daily adjusted closes, 1990-2022",
+            licence="BSD-3-Clause (package skfolio)",
+            notes=(
+                "Its authors mean it for tests and examples, not for investment or commercial use. Adjusted closes "
+                "only, rounded to three decimals. All 20 companies survived to the end: survivorship bias."
+            ),
+            origin="skfolio/datasets/data/sp500_dataset.csv.gz",
+        ),
+        distribution="skfolio",
+        path="skfolio/datasets/data/sp500_dataset.csv.gz",
+        sha256="ee21cac28befb1d0a739a9ceb22184f995394726aa0cfde9a21941d1ac04ac0d",
+    ),
+    "us_ohlcv": BundledFile(
+        provenance=Provenance(
+            name="us_ohlcv",
+            title="AAPL, FB, GOOG, IBM, MSFT, daily OHLCV, 2000-2013",
+            licence="BSD-3-Clause (package bokeh_sampledata); the data are in the public domain",
+            notes="Raw open, high, low, close and volume, and adjusted close. Five survivors: survivorship bias.",
+            origin="bokeh_sampledata/_data/stocks.csv.gz",
+        ),
+        distribution="bokeh_sampledata",
+        path="bokeh_sampledata/_data/stocks.csv.gz",
+        sha256="5abadf99b2d394f920120a27de6f0df129859d71d4cfb0bf661bcc99446ab1fd",
+    ),
+}
+
+
+def price_source(name_or_address: str) -> PriceSource:
+    """A bundled panel by name, ``yfinance:AAPL,MSFT``, or the address of a file."""
+    if name_or_address in KNOWN:
+        return KNOWN[name_or_address]
+    name, _, tickers = name_or_address.partition(":")
+    if name == "yfinance":
+        wanted = tuple(filter(None, (ticker.strip() for ticker in tickers.split(","))))
+        if not wanted:
+            raise DataError("DTRAIN_PRICES='yfinance' names no tickers: write yfinance:AAPL,MSFT")
+        return YFinance(wanted)
+    return PriceFile(name_or_address)
+
+
+def version_token(name_or_address: str) -> str | None:
+    """A token that changes when the file does; None for what does not change or cannot be asked."""
+    source = price_source(name_or_address)
+    if not isinstance(source, PriceFile):
+        return None
+    filesystem, path = fsspec.url_to_fs(source.address)
+    filesystem.invalidate_cache()
+    try:
+        return str(filesystem.ukey(path))
+    except FileNotFoundError:
+        return None
