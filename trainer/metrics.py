@@ -1,7 +1,7 @@
 """What a rank reports and who writes it: one writer thread per process, fed by a queue: training never waits.
 
-Every rank writes events; rank 0 writes TensorBoard and MLflow besides (F5, T5). A tracking server that fails is reported
-once and left alone: training goes on.
+Every rank writes events; rank 0 writes TensorBoard and MLflow besides (F5, T5). A tracking server that fails is
+reported once and left alone: training goes on.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from trainer.config import JobConfig
 from trainer.rundir import RunDir, event
+from trainer.tracking import artifact_location
 
 TRACKING = "tracking.json"
 """In the run directory: the MLflow run, so that a resumed job goes on in the same one."""
@@ -143,7 +144,8 @@ class MLflowSink:
 
         name = job.tracking.mlflow_experiment
         experiment = self._client.get_experiment_by_name(name)
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        location = artifact_location(job.tracking.mlflow_tracking_uri or "")
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name, location)
         tags = {"job_id": job.job_id, "dataset_id": job.dataset.dataset_id or "", **job.tracking.tags}
         run = self._client.create_run(experiment_id, tags=tags, run_name=job.tracking.mlflow_run_name or job.job_id)
         values = {"model": job.model.factory, "loss": job.loss.factory, **asdict(job.training)}

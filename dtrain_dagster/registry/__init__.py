@@ -1,0 +1,41 @@
+"""From a finished job to a registered model that a real scoring server answers for.
+
+`register_model` → `check_serving` → `judge_champion` → `choose_alias` → `promote`. Nothing here knows Dagster; the
+tracking server and the registry are addresses.
+"""
+
+from dtrain_dagster.registry.card import Provenance, model_card
+from dtrain_dagster.registry.promotion import (
+    Comparison,
+    Decision,
+    champion_version,
+    choose_alias,
+    judge_champion,
+    promote,
+    promotion_gate,
+)
+from dtrain_dagster.registry.server import ScoringServer, ServingCheck, ServingError, check_serving, scoring_server
+from dtrain_dagster.registry.staging import StagingError
+from dtrain_dagster.registry.versions import RegisteredModel, RegistryError, find_version, register_model
+
+__all__ = [
+    "Comparison",
+    "Decision",
+    "Provenance",
+    "RegisteredModel",
+    "RegistryError",
+    "ScoringServer",
+    "ServingCheck",
+    "ServingError",
+    "StagingError",
+    "champion_version",
+    "check_serving",
+    "choose_alias",
+    "find_version",
+    "judge_champion",
+    "model_card",
+    "promote",
+    "promotion_gate",
+    "register_model",
+    "scoring_server",
+]

@@ -1,0 +1,191 @@
+"""The model card: what the model is, what it was made of and for how much, how good it is, and what it cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config import FactoryConfig, JobConfig
+from trainer.gate import Gate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provenance:
+    """What only the orchestrator knows of a training."""
+
+    nodes: int
+    node_hours: float
+    cost_usd: str
+    """For people, with what the price is: «$0.0042, a stand-in price, nothing was billed»."""
+    code_version: str
+    dagster_run_id: str
+    dagster_run_url: str | None = None
+
+    def tags(self) -> dict[str, str]:
+        """As tags of a model version; see `versions.register_model`."""
+        values = {
+            "nodes": self.nodes,
+            "node_hours": f"{self.node_hours:.6f}",
+            "cost_usd": self.cost_usd,
+            "code_version": self.code_version,
+            "dagster_run_id": self.dagster_run_id,
+            "dagster_run_url": self.dagster_run_url,
+        }
+        return {name: str(value) for name, value in values.items() if value}
+
+
+def model_card(
+    model_name: str,
+    job: JobConfig,
+    result: Mapping[str, Any],
+    evaluation: Mapping[str, Any],
+    manifest: Mapping[str, Any],
+    provenance: Provenance,
+    verdict: Gate,
+) -> str:
+    """Markdown, from the job's files (``result.json``, ``evaluation.json``, the dataset's ``manifest.json``)."""
+    sections = [
+        f"# {model_name}",
+        _what(job, evaluation, manifest),
+        "## How good it is\n\n" + _judgement(evaluation, verdict),
+        "## What it cannot do\n\n" + _limits(evaluation, manifest),
+        "## Data\n\n" + _data(manifest),
+        "## Training\n\n" + _training(job, result, provenance),
+        "## How to call it\n\n" + _usage(model_name, evaluation, manifest),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _what(job: JobConfig, evaluation: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
+    features = [column["name"] for column in manifest["columns"] if column["role"] == "feature"]
+    kind = "predictive distribution" if evaluation["model"].get("nll") is not None else "forecast"
+    return (
+        f"The {kind} of a stock's log return over the next {manifest['horizon']} trading days, from "
+        f"{manifest['window']} days of {len(features)} features. Model `{_shown(job.model)}`, loss "
+        f"`{_shown(job.loss)}`; standardisation is part of the model, which takes raw features: {', '.join(f'`{name}`' for name in features)}.\n\n"
+        "**Intended use**: volatility and intervals for research, and as a worked example of distributed training. "
+        "**Not** for trading, and not investment advice."
+    )
+
+
+def _shown(part: FactoryConfig) -> str:
+    arguments = ", ".join(f"{name}={value!r}" for name, value in part.args.items())
+    return f"{part.factory}({arguments})" if arguments else part.factory
+
+
+_COLUMNS = (("nll", "NLL", ".4f"), ("pinball", "pinball × 10⁴", ".2f"), ("coverage_90", "90 % coverage", ".3f"))
+
+
+def _judgement(evaluation: Mapping[str, Any], verdict: Gate) -> str:
+    """Verdict, the model beside every baseline, and calibration by fifths of the predicted volatility."""
+    model, baselines = evaluation["model"], evaluation["baselines"]
+    gate = "passed" if verdict.passed else f"**not passed**: {'; '.join(verdict.reasons)}"
+    parts = [
+        f"Gate {gate}. Test split: {evaluation['windows']:,} windows that end on {evaluation['days']:,} days from "
+        f"{evaluation['first_date']} to {evaluation['last_date']}.",
+        _scores(model, baselines),
+    ]
+    if evaluation.get("calibration"):
+        rows = [
+            [str(row["quintile"]), f"{row['sigma_mean']:.4f}", f"{row['nll']:.4f}", f"{row['coverage_90']:.3f}"]
+            for row in evaluation["calibration"]
+        ]
+        header = ["fifth, calm to stormy", "mean σ", "NLL", "90 % coverage"]
+        parts += ["By fifth of the predicted scale:", _table(header, rows)]
+    return "\n\n".join(parts)
+
+
+def _scores(model: Mapping[str, Any], baselines: Mapping[str, Mapping[str, Any]]) -> str:
+    """Lower is better but for coverage, which should be 0.900; the gain is the model's, with its t-statistic."""
+    order = sorted(baselines, key=lambda name: (baselines[name].get("nll") is None, baselines[name].get("nll") or 0.0))
+    rows = [["**this model**", *_figures(model), ""]]
+    for name in order:
+        row = baselines[name]
+        gain, t = row.get("model_gain_nll"), row.get("model_gain_t")
+        shown = "" if gain is None else f"{gain:+.4f}" + ("" if t is None else f" (t = {t:.1f})")
+        rows.append([name, *_figures(row), shown])
+    header = ["", *(title for _, title, _ in _COLUMNS), "squared error / zero", "model's gain in NLL"]
+    return _table(header, rows)
+
+
+def _figures(row: Mapping[str, Any]) -> list[str]:
+    shown = []
+    for name, _, form in _COLUMNS:
+        value = row.get(name)
+        shown.append("–" if value is None else format(value * 1e4 if name == "pinball" else value, form))
+    ratio = row.get("mse_to_zero")
+    return [*shown, "–" if ratio is None else f"{ratio:.4f}"]
+
+
+def _limits(evaluation: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
+    """The evaluation's own computed sentences, and what no evaluation shows."""
+    lines = list(evaluation["notes"])
+    source = manifest["source"]
+    lines += ["It knows daily prices and nothing else: no news, no order book, no costs of trading."]
+    if source.get("is_synthetic"):
+        lines.append("The prices are synthetic: nothing here says anything about a market.")
+    if source.get("notes"):
+        lines.append(f"Of the data: {source['notes']}")
+    lines.append("A forecast for a stock, a period or a market that is not like these is extrapolation.")
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _data(manifest: Mapping[str, Any]) -> str:
+    source, splits, samples = manifest["source"], manifest["splits"], manifest["samples"]
+    warnings = [check["name"] for check in manifest.get("checks", ()) if not check["passed"]]
+    lines = [
+        f"{source['title']}: {source['tickers']} tickers, {source['rows']:,} rows, {source['first_date']} to "
+        f"{source['last_date']}; dataset `{manifest['dataset_id']}`.",
+        f"Licence: {source['licence']}. It binds whoever uses this model.",
+        f"Checks that warned: {', '.join(warnings) or 'none'}.",
+    ]
+    rows = [[name, split["first"], split["last"], f"{samples[name]:,}"] for name, split in splits.items()]
+    return "\n".join(f"- {line}" for line in lines) + "\n\n" + _table(["split", "first", "last", "windows"], rows)
+
+
+def _training(job: JobConfig, result: Mapping[str, Any], provenance: Provenance) -> str:
+    training = job.training
+    link = f" ({provenance.dagster_run_url})" if provenance.dagster_run_url else ""
+    lines = [
+        f"Job `{job.job_id}` on {provenance.nodes} nodes, {result['world_size']} ranks, "
+        f"{result['steps']:,} steps, {result['epochs']:.2f} epochs, {result['train_seconds']:.0f} s of training.",
+        f"{provenance.node_hours:.4f} node-hours, {provenance.cost_usd}.",
+        f"Global batch {training.global_batch_size}, learning rate {training.learning_rate:g} "
+        f"({training.schedule}, {training.lr_scaling} scaling), {training.precision}, seed {training.seed}.",
+        f"Weights `{result['weights_sha256'][:16]}…`, the same on all ranks; checkpoint "
+        f"`{result.get('checkpoint') or 'none'}`.",
+        f"Code `{provenance.code_version}`; Dagster run `{provenance.dagster_run_id}`{link}.",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _usage(model_name: str, evaluation: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
+    """Loading and calling; the request's body is the model's own example."""
+    features = sum(column["role"] == "feature" for column in manifest["columns"])
+    if evaluation["model"].get("nll") is not None:
+        answer = (
+            "`mu`, `sigma` (scale), `nu` (degrees of freedom; absent for a normal distribution) and the quantiles "
+            f"`q05`, `q25`, `q50`, `q75`, `q95` of the {manifest['horizon']}-day log return r. A price P becomes P·exp(r)"
+        )
+    else:
+        answer = "`prediction`"
+    return f"""\
+Input: `(n, {manifest["window"]}, {features})` float32, oldest day first. Output per window: {answer}.
+
+```python
+model = mlflow.pyfunc.load_model("models:/{model_name}@champion")
+forecast = model.predict(windows)  # pandas.DataFrame
+```
+
+```sh
+export MLFLOW_TRACKING_URI=…
+mlflow models serve -m models:/{model_name}@champion --env-manager local --host 127.0.0.1 --port 5001
+mlflow artifacts download -u models:/{model_name}@champion/serving_input_example.json -d .
+curl http://127.0.0.1:5001/invocations -H 'Content-Type: application/json' -d @serving_input_example.json
+```"""
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

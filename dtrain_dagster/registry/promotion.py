@@ -1,0 +1,254 @@
+"""Which version is the champion: pure decisions, and the comparison on the same windows that they rest on."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from dtrain_dagster.registry.versions import RegisteredModel, open_client
+from trainer.gate import Gate, gate, suspect_leak
+from trainer.rundir import PREDICTIONS, RunDir
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Alias = Literal["champion", "challenger"]
+MAX_WINDOWS = 50_000
+"""Test windows that candidate and champion are compared on at most, spread evenly over the split."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Candidate and champion on the same windows; lower is better."""
+
+    champion_version: str
+    metric: str
+    """``NLL`` or ``squared error``; empty where they cannot be compared."""
+    candidate: float | None
+    champion: float | None
+    windows: int
+    note: str
+    """Why they cannot be compared, or what the reader should know of the comparison; may be empty."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    alias: Alias
+    reason: str
+
+
+def promotion_gate(evaluation: Mapping[str, Any]) -> Gate:
+    """Whether a model may be champion at all, from ``evaluation.json``.
+
+    A distribution is judged by `trainer.gate.gate`. A point forecast has to beat the squared error of forecasting zero,
+    without a suspicion of leakage; a loss that says neither cannot be judged and does not pass.
+    """
+    model = evaluation["model"]
+    if model.get("nll") is not None:
+        return gate(evaluation)
+    ratio = model.get("mse_to_zero")
+    if ratio is None:
+        return Gate(False, ("the loss gives neither a distribution nor a point forecast: there is nothing to compare",))
+    reasons = [] if ratio < 1 else [f"its squared error is {ratio:.4f} of a zero forecast's: no better than no model"]
+    leak = suspect_leak(evaluation.get("halves", ()))
+    return Gate(not reasons and not leak, tuple([*reasons, *([leak] if leak else [])]))
+
+
+def choose_alias(verdict: Gate, champion: Comparison | None) -> Decision:
+    """``champion`` only for a model that passed the gate and beats the current champion on the same windows.
+
+    ``champion`` is None where there is none yet. Where the two cannot be compared, the gate decides, and the reason
+    says so.
+    """
+    if not verdict.passed:
+        return Decision(alias="challenger", reason="the gate did not pass: " + "; ".join(verdict.reasons))
+    if champion is None:
+        return Decision(alias="champion", reason="the gate passed, and there is no other champion")
+    rival = f"champion (version {champion.champion_version})"
+    if champion.candidate is None or champion.champion is None:
+        return Decision(
+            alias="champion",
+            reason=f"the gate passed; it was not compared with the {rival}, because {champion.note}",
+        )
+    better = champion.candidate < champion.champion
+    verb = "beats" if better else "does not beat"
+    reason = (
+        f"the gate passed; {champion.metric} {champion.candidate:.5f} {verb} the {rival}'s {champion.champion:.5f} on "
+        f"the same {champion.windows:,} test windows"
+    )
+    if champion.note:
+        reason += f" ({champion.note})"
+    return Decision(alias="champion" if better else "challenger", reason=reason)
+
+
+def judge_champion(
+    run_dir: str,
+    candidate: RegisteredModel,
+    tracking_uri: str,
+    *,
+    registry_uri: str | None = None,
+    cache_dir: str | None = None,
+    timeout_seconds: float = 300.0,
+) -> Comparison | None:
+    """Score the current champion on the candidate's test windows; None if there is no champion, or it is the candidate.
+
+    The champion is loaded by ``mlflow.pyfunc`` with the code it was registered with, in a process of its own. Where its
+    input means something else, or it does not load, the comparison says why.
+    """
+    import numpy as np
+
+    from trainer.shards import DataShardManager
+
+    version = champion_version(candidate.name, tracking_uri, registry_uri)
+    if version is None or version == candidate.version:
+        return None
+    uri = f"models:/{candidate.name}/{version}"
+    own, its = (_metadata(each, tracking_uri, registry_uri) for each in (candidate.uri, uri))
+    difference = input_difference(own, its)
+    if difference:
+        return _incomparable(version, difference)
+    rundir = RunDir(run_dir)
+    shards = DataShardManager(rundir.read_job().dataset.uri, cache_dir, own["dataset_id"])
+    count = shards.count("test")
+    positions = np.unique(np.linspace(0, count - 1, min(count, MAX_WINDOWS)).astype(np.int64))
+    windows, target = shards.gather(shards.end_rows("test", positions))
+    with np.load(io.BytesIO(rundir.storage.read(PREDICTIONS)), allow_pickle=False) as stored:
+        trained = {name: stored[name][positions] for name in ("mu", "sigma", "nu")}
+    try:
+        answers = _predict(uri, windows.numpy(), tracking_uri, registry_uri, timeout_seconds)
+    except (subprocess.SubprocessError, OSError) as error:
+        output = (getattr(error, "output", None) or b"").decode(errors="replace").strip()
+        return _incomparable(version, f"it could not be loaded: {(output.splitlines() or [str(error)])[-1]}")
+    truth = target.double().numpy()
+    for metric, score in (("NLL", _nll), ("squared error", _squared_error)):
+        mine, other = score(trained, truth), score(answers, truth)
+        if mine is not None and other is not None:
+            test_first = str(shards.dates(shards.end_rows("test", positions[:1]))[0])
+            return Comparison(
+                champion_version=version,
+                metric=metric,
+                candidate=mine,
+                champion=other,
+                windows=len(positions),
+                note=_overlap(its, shards.manifest["splits"]["test"]["first"] or test_first),
+            )
+    return _incomparable(version, "one forecasts a distribution or a point, and the other nothing of the kind")
+
+
+def champion_version(model_name: str, tracking_uri: str, registry_uri: str | None = None) -> str | None:
+    """The version that carries the alias ``champion``, or None."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        found = open_client(tracking_uri, registry_uri).get_model_version_by_alias(model_name, "champion")
+    except MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            return None
+        raise
+    return str(found.version)
+
+
+def promote(
+    model: RegisteredModel, decision: Decision, tracking_uri: str, registry_uri: str | None = None
+) -> str | None:
+    """Give the version its alias, with the reason as a tag, and take the other alias from it; the former champion's
+    version, where this one takes its place."""
+    client = open_client(tracking_uri, registry_uri)
+    before = champion_version(model.name, tracking_uri, registry_uri)
+    other: Alias = "challenger" if decision.alias == "champion" else "champion"
+    aliases = client.get_model_version(model.name, model.version).aliases
+    if other in aliases:
+        client.delete_registered_model_alias(model.name, other)
+    client.set_registered_model_alias(model.name, decision.alias, model.version)
+    client.set_model_version_tag(model.name, model.version, "alias_reason", decision.reason)
+    return before if decision.alias == "champion" and before != model.version else None
+
+
+def input_difference(own: Mapping[str, Any], its: Mapping[str, Any]) -> str:
+    """Why two models cannot take the same windows or forecast another thing; "" if they can and do not."""
+    for name in ("window", "features", "target", "horizon"):
+        if own.get(name) != its.get(name):
+            return f"its {name} is {its.get(name)!r}, not {own.get(name)!r}"
+    return ""
+
+
+def _incomparable(version: str, why: str) -> Comparison:
+    return Comparison(champion_version=version, metric="", candidate=None, champion=None, windows=0, note=why)
+
+
+def _overlap(its: Mapping[str, Any], test_first: str) -> str:
+    """A warning where the champion was fitted or chosen on days that are now tested."""
+    seen = its.get("valid_last") or its.get("train_last")
+    if seen is None or str(seen) < test_first:
+        return ""
+    return f"the champion saw days up to {seen} in training or validation, so this comparison favours it"
+
+
+def _metadata(uri: str, tracking_uri: str, registry_uri: str | None) -> dict[str, Any]:
+    """What `versions.register_model` wrote beside the signature."""
+    from mlflow.artifacts import download_artifacts
+    from mlflow.models import Model
+
+    with tempfile.TemporaryDirectory(prefix="dtrain-model-") as scratch:
+        path = download_artifacts(
+            f"{uri}/MLmodel", dst_path=scratch, tracking_uri=tracking_uri, registry_uri=registry_uri or tracking_uri
+        )
+        return Model.load(path).metadata or {}
+
+
+def _predict(
+    uri: str, windows: NDArray[np.float32], tracking_uri: str, registry_uri: str | None, timeout: float
+) -> dict[str, NDArray[np.float64]]:
+    import numpy as np
+
+    script = Path(__file__).parent / "predict_in_isolation.py"
+    with tempfile.TemporaryDirectory(prefix="dtrain-champion-") as scratch:
+        given, answers = Path(scratch) / "windows.npy", Path(scratch) / "answers.npz"
+        np.save(given, windows)
+        subprocess.run(
+            [sys.executable, "-I", str(script), uri, str(given), str(answers)],
+            cwd=scratch,
+            env={
+                **os.environ,
+                "MLFLOW_TRACKING_URI": tracking_uri,
+                "MLFLOW_REGISTRY_URI": registry_uri or tracking_uri,
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=timeout,
+            check=True,
+        )
+        with np.load(answers, allow_pickle=False) as stored:
+            return {name: stored[name] for name in stored.files}
+
+
+def _nll(columns: Mapping[str, NDArray], target: NDArray) -> float | None:
+    """Mean NLL; None for columns without a distribution. A missing ``nu`` is that of a normal distribution."""
+    import numpy as np
+    import torch
+
+    from trainer.losses import student_t_nll
+
+    if "sigma" not in columns or not np.isfinite(columns["sigma"]).all():
+        return None
+    nu = columns.get("nu", np.full_like(columns["sigma"], np.inf))
+    mu, sigma, shape, y = (
+        torch.from_numpy(np.asarray(each, dtype=np.float64)) for each in (columns["mu"], columns["sigma"], nu, target)
+    )
+    return float(student_t_nll(mu, sigma, shape, y).mean())
+
+
+def _squared_error(columns: Mapping[str, NDArray], target: NDArray) -> float | None:
+    import numpy as np
+
+    point = columns.get("prediction", columns.get("mu"))
+    return None if point is None or not np.isfinite(point).all() else float(np.mean((point - target) ** 2))

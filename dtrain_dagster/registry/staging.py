@@ -1,0 +1,124 @@
+"""The code that travels with a model: `trainer`, a user's own modules and what they import, and pinned requirements."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import trainer
+
+SERVING_REQUIREMENTS = ("mlflow", "numpy", "pandas", "pydantic", "torch")
+"""What `trainer.serving` imports, and nothing that only training needs."""
+
+
+class StagingError(ValueError):
+    """A user's module cannot be packed with the model. The message names it and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedCode:
+    """``paths``: files and folders to put on the server's Python path; ``requirements``: ``name==version``."""
+
+    paths: tuple[str, ...]
+    requirements: tuple[str, ...]
+
+
+def ensure_importable() -> None:
+    """Put the working directory at the end of the Python path, where the nodes find a user's modules, too."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+def stage_code(factories: Iterable[str], folder: Path) -> StagedCode:
+    """Copy `trainer` and the modules behind ``package.module:factory`` names into ``folder``.
+
+    A module's local imports are followed; a module that belongs to a package is copied with the whole package; what
+    was installed from a distribution becomes a requirement. Raises `StagingError` for a module that is not there.
+    """
+    shutil.copytree(Path(trainer.__file__).parent, folder / "trainer", ignore=shutil.ignore_patterns("__pycache__"))
+    own = [name.partition(":")[0] for name in factories if ":" in name]
+    if not own:
+        return StagedCode((str(folder / "trainer"),), _pinned(SERVING_REQUIREMENTS))
+    ensure_importable()
+    distributions = importlib.metadata.packages_distributions()
+    needed, seen, queue = set(SERVING_REQUIREMENTS), set[str](), list(own)
+    while queue:
+        name = queue.pop()
+        top = name.partition(".")[0]
+        if name in seen or top in sys.stdlib_module_names or top == "trainer":
+            continue
+        seen.add(name)
+        source = _local_source(name)
+        if source is not None:
+            queue += [found for file in _copy(name, source, folder) for found in _imports(file, folder)]
+        elif top in distributions:
+            needed.add(distributions[top][0])
+        elif name in own:
+            raise StagingError(f"there is no module {name!r} on the Python path, so the model cannot be packed with it")
+    return StagedCode(tuple(str(path) for path in sorted(folder.iterdir())), _pinned(needed))
+
+
+def _local_source(name: str) -> Path | None:
+    """The file or package folder of a module that was not installed; None for any other."""
+    try:
+        top = importlib.util.find_spec(name.partition(".")[0])
+        if top is None or _is_installed([top.origin or "", *(top.submodule_search_locations or ())]):
+            return None
+        spec = importlib.util.find_spec(name)  # imports the packages above it, which are local
+    except (ImportError, ValueError, AttributeError):  # `from a import b` where b is no module
+        return None
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+        return None
+    return Path(spec.origin)
+
+
+def _is_installed(places: Iterable[str]) -> bool:
+    roots = {sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib")}
+    return any(Path(place).is_relative_to(root) for place in places if place for root in roots)
+
+
+def _copy(name: str, source: Path, folder: Path) -> list[Path]:
+    """Copy a module, or the outermost package it belongs to, under its dotted name; the Python files copied."""
+    parts = name.split(".") if source.name == "__init__.py" else name.split(".")[:-1]
+    parent = source.parent
+    package: tuple[Path, list[str]] | None = None
+    while parts and (parent / "__init__.py").exists():
+        package = parent, parts
+        parent, parts = parent.parent, parts[:-1]
+    if package is None:
+        target = folder.joinpath(*name.split(".")[:-1], source.name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, target)
+        return [target]
+    target = folder.joinpath(*package[1])
+    if target.exists():
+        return []
+    shutil.copytree(package[0], target, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    return sorted(target.rglob("*.py"))
+
+
+def _imports(file: Path, root: Path) -> Iterator[str]:
+    """Dotted names that a Python file imports, relative ones resolved; `from a import b` gives ``a`` and ``a.b``."""
+    package = file.relative_to(root).parent.parts
+    for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            if base:
+                yield base
+                yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
+
+
+def _pinned(distributions: Iterable[str]) -> tuple[str, ...]:
+    """``name==version`` as installed here, without a local label such as ``+cpu``, which no index serves."""
+    return tuple(f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in sorted(set(distributions)))

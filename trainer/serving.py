@@ -1,0 +1,34 @@
+"""What runs in the scoring server: MLflow loads this file itself («models from code»), so nothing is ever pickled.
+
+Beside it in the model's folder lie ``artifacts/model`` (see `trainer.saved_model`) and ``code`` (this package and a
+user's own modules). It is not meant to be imported: it ends by telling MLflow which model it defines.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlflow.models
+import pandas as pd
+from mlflow.exceptions import MlflowException
+from mlflow.pyfunc import PythonModel
+
+from trainer.saved_model import load_saved_model
+
+
+class ForecastModel(PythonModel):
+    """Raw feature windows (n, window, features) float32 → one row of named columns per window."""
+
+    def load_context(self, context: Any) -> None:
+        folder = Path(context.artifacts["model"])
+        self.saved = load_saved_model(lambda name: (folder / name).read_bytes())
+
+    def predict(self, context, model_input, params=None):  # no hints: MLflow would convert by them
+        try:
+            return pd.DataFrame(self.saved.predict(model_input))
+        except ValueError as error:  # what the caller sent is at fault: say so instead of «unexpected error»
+            raise MlflowException.invalid_parameter_value(str(error)) from error
+
+
+mlflow.models.set_model(ForecastModel())
