@@ -1,7 +1,7 @@
 """Any price file in one shape: Parquet, sorted by ticker and date, one row group per ticker, named after its content.
 
-The file is read, unpivoted and sorted by a database engine that spills to disk, so it may be larger than memory; only one
-ticker's history has to fit.
+The file is read, unpivoted and sorted by a database engine that spills to disk, so it may be larger than memory; only
+one ticker's history has to fit.
 """
 
 from __future__ import annotations

@@ -1,0 +1,430 @@
+"""From prices to a dataset that nodes read: Parquet shards of features, and a manifest that is written last.
+
+Two streaming passes over the tickers (the index, then the features) keep memory bounded by one ticker's history. The
+folder is named after what goes in, so the same input is never built twice, and it appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtrain_dagster.data.errors import DataError
+from dtrain_dagster.data.features import AUXILIARY, FEATURES, TARGET, WARM_UP, index_features, ticker_features
+from dtrain_dagster.data.prices import PricesRef, iter_tickers
+from dtrain_dagster.data.validation import Validation, exchange_sessions, gaps
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+    from numpy.typing import NDArray
+
+SCHEMA_VERSION = 1
+CODE_VERSION = 1
+"""Raise it when the same prices would give other rows: datasets made before are then not taken for these."""
+SPLITS = ("train", "valid", "test")
+PANEL_TRAIN_LAST, PANEL_VALID_LAST = "2009-12-31", "2013-12-31"
+TRAIN_SHARE, VALID_SHARE = 0.70, 0.15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetParams:
+    """What decides a dataset besides its prices."""
+
+    window: int = 60
+    """Days that a sample looks back on."""
+    horizon: int = 5
+    """Days ahead that its target looks."""
+    train_last: str | None = None
+    """Last day of training labels; None: 2009-12-31 where the history spans it well, else after 70 % of the days."""
+    valid_last: str | None = None
+    """Last day of validation labels; None: 2013-12-31, else after 85 % of the days."""
+    shards: int = 5
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 2), ("horizon", 1), ("shards", 1)):
+            if getattr(self, name) < least:
+                raise DataError(f"{name} = {getattr(self, name)}: must be at least {least}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltDataset:
+    """A dataset by reference."""
+
+    uri: str
+    dataset_id: str
+    rows: int
+    samples: dict[str, int]
+    excluded: dict[str, str]
+    """Tickers that are not in it, and why."""
+    built: bool
+    """False: it was already there."""
+
+    def manifest(self) -> dict[str, Any]:
+        return json.loads((Path(self.uri) / "manifest.json").read_text())
+
+
+def build_dataset(
+    prices: PricesRef,
+    validation: Validation,
+    storage_uri: str,
+    params: DatasetParams = DatasetParams(),
+    calendar: str | None = "XNYS",
+) -> BuiltDataset:
+    """Build ``<storage>/datasets/<id>``, or find it there.
+
+    `DataError` where a window is longer than the history, a split has no samples or a feature does not vary.
+    """
+    identity = {
+        "code": CODE_VERSION,
+        "prices": prices.prices_id,
+        "params": asdict(params),
+        "calendar": calendar,
+        "masks": [asdict(mask) for mask in validation.masks],
+    }
+    dataset_id = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    folder = Path(storage_uri) / "datasets"
+    target = folder / dataset_id
+    if not (target / "manifest.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        building = folder / f"building-{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            (building / "data").mkdir(parents=True)
+            builder = _Builder(prices, validation, params, calendar, building)
+            manifest = builder.build(dataset_id)
+            (building / "manifest.json").write_text(json.dumps(manifest, indent=1))
+            try:
+                building.rename(target)
+            except OSError:
+                if not (target / "manifest.json").exists():  # else somebody else was as quick
+                    raise
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+        return _ref(target, built=True)
+    return _ref(target, built=False)
+
+
+def verify_dataset(uri: str) -> None:
+    """Do all shards hold what the manifest says? `DataError` names the first that does not."""
+    import pyarrow.parquet as pq
+
+    manifest = json.loads((Path(uri) / "manifest.json").read_text())
+    for shard in manifest["shards"]:
+        path = Path(uri) / shard["path"]
+        if not path.exists():
+            raise DataError(f"{path} is missing; delete {uri} and build the dataset anew")
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        rows = pq.ParquetFile(path).metadata.num_rows if digest == shard["sha256"] else -1
+        if digest != shard["sha256"] or rows != shard["rows"]:
+            raise DataError(f"{path} is not what its manifest says; delete {uri} and build the dataset anew")
+
+
+def split_dates(dates: NDArray[np.datetime64], params: DatasetParams) -> dict[str, dict[str, str]]:
+    """First and last day of each split, from all days there are (sorted, distinct)."""
+    first, last = str(dates[0]), str(dates[-1])
+    spans = first < "2000-01-01" and last > "2018-01-01"
+    train_last = params.train_last or (PANEL_TRAIN_LAST if spans else str(dates[int(TRAIN_SHARE * (len(dates) - 1))]))
+    share = TRAIN_SHARE + VALID_SHARE
+    valid_last = params.valid_last or (PANEL_VALID_LAST if spans else str(dates[int(share * (len(dates) - 1))]))
+    if not first < train_last < valid_last < last:
+        raise DataError(
+            f"train_last = {train_last} and valid_last = {valid_last} must lie in this order inside the history "
+            f"{first} to {last}; leave them out for 70 % / 15 % / 15 % of the days"
+        )
+    after = {day: str(dates[dates > day_of(day)][0]) for day in (train_last, valid_last)}
+    return {
+        "train": {"first": first, "last": train_last},
+        "valid": {"first": after[train_last], "last": valid_last},
+        "test": {"first": after[valid_last], "last": last},
+    }
+
+
+def day_of(text: str) -> np.datetime64:
+    """A date; `DataError` for what is none."""
+    import numpy as np
+
+    try:
+        return np.datetime64(text, "D")
+    except ValueError as error:
+        raise DataError(f"{text!r} is no date: write it as 2009-12-31") from error
+
+
+@dataclass(slots=True)
+class _Moments:
+    """Running count, sum and sum of squares of columns."""
+
+    count: int = 0
+    total: Any = 0.0
+    squares: Any = 0.0
+
+    def add(self, values: NDArray[np.float64]) -> None:
+        self.count += len(values)
+        self.total = self.total + values.sum(axis=0)
+        self.squares = self.squares + (values**2).sum(axis=0)
+
+    def mean_std(self) -> tuple[Any, Any]:
+        import numpy as np
+
+        mean = self.total / self.count
+        return mean, np.sqrt(np.maximum(self.squares / self.count - mean**2, 0.0))
+
+
+@dataclass(slots=True)
+class _Builder:
+    """One building of one dataset."""
+
+    prices: PricesRef
+    validation: Validation
+    params: DatasetParams
+    calendar: str | None
+    folder: Path
+    splits: dict[str, dict[str, str]] = field(default_factory=dict)
+    features: _Moments = field(default_factory=_Moments)
+    target: _Moments = field(default_factory=_Moments)
+    samples: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    excluded: dict[str, str] = field(default_factory=dict)
+
+    def build(self, dataset_id: str) -> dict[str, Any]:
+        """Write the shards; the manifest."""
+        source = self.prices.manifest()["source"]
+        sessions = exchange_sessions(self.calendar, self.prices.first_date, self.prices.last_date)
+        index = self._index(sessions)
+        self.splits = split_dates(index.index.to_numpy().astype("datetime64[D]"), self.params)
+        shards = self._write_shards(index, sessions)
+        self._refuse_what_cannot_be_trained_on()
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "dataset_id": dataset_id,
+            "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "source": source,
+            "calendar": self.calendar,
+            "window": self.params.window,
+            "horizon": self.params.horizon,
+            "columns": _columns(),
+            "splits": self.splits,
+            "normalisation": self._normalisation(),
+            "samples": self.samples,
+            "excluded": self.excluded,
+            "masks": [asdict(mask) for mask in self.validation.masks],
+            "checks": [asdict(check) for check in self.validation.checks],
+            "shards": shards,
+        }
+
+    def _stretches(self, frame: pd.DataFrame, sessions: NDArray[np.datetime64] | None) -> Iterator[pd.DataFrame]:
+        """The parts of a ticker's history that no gap and no mask interrupts.
+
+        A stretch begins with the last price before it, where there is one: its first return needs that.
+        """
+        import numpy as np
+
+        dates = frame["date"].to_numpy().astype("datetime64[D]")
+        masked = np.zeros(len(frame), dtype=bool)
+        for mask in self.validation.masks:
+            if mask.ticker == frame["ticker"].iloc[0]:
+                masked |= (dates >= np.datetime64(mask.first)) & (dates <= np.datetime64(mask.last))
+        breaks = gaps(dates, sessions) | np.concatenate([[False], masked[1:] != masked[:-1]])
+        number = np.cumsum(breaks)
+        for part in np.unique(number[~masked]):
+            rows = np.flatnonzero((number == part) & ~masked)
+            begin = rows[0] - 1 if rows[0] > 0 and masked[rows[0] - 1] else rows[0]
+            yield frame.iloc[begin : rows[-1] + 1].reset_index(drop=True)
+
+    def _index(self, sessions: NDArray[np.datetime64] | None) -> pd.DataFrame:
+        """Features of the equal-weighted index, by date."""
+        import numpy as np
+        import pandas as pd
+
+        total = pd.Series(dtype=float)
+        count = pd.Series(dtype=float)
+        for _, frame in iter_tickers(self.prices):
+            for stretch in self._stretches(frame, sessions):
+                returns = pd.Series(np.log(stretch["adj_close"]).diff().to_numpy(), index=stretch["date"]).dropna()
+                total = total.add(returns, fill_value=0.0)
+                count = count.add(pd.Series(1.0, index=returns.index), fill_value=0.0)
+        if len(total) < 2:
+            raise DataError(f"{self.prices.uri} has fewer than three days of prices: there is nothing to learn from")
+        return index_features((total / count).sort_index())
+
+    def _write_shards(self, index: pd.DataFrame, sessions: NDArray[np.datetime64] | None) -> list[dict[str, Any]]:
+        """Tickers go into shards in order, each shard with about the same number of rows."""
+        per_shard = max(1, math.ceil(self.prices.rows / self.params.shards))
+        shards: list[dict[str, Any]] = []
+        open_shard: _Shard | None = None
+        longest = 0
+        for ticker, frame in iter_tickers(self.prices):
+            parts = []
+            for stretch in self._stretches(frame, sessions):
+                rows = ticker_features(stretch, index, self.params.horizon)
+                parts.append(rows.dropna(subset=list(FEATURES)).reset_index(drop=True))
+                longest = max(longest, len(parts[-1]))
+            needed = self.params.window + self.params.horizon
+            parts = [part for part in parts if len(part) >= needed]
+            if not parts:
+                self.excluded[ticker] = (
+                    f"its {len(frame)} days give no window: {WARM_UP + needed} in a row are needed (22 to warm up, "
+                    f"window {self.params.window}, horizon {self.params.horizon})"
+                )
+                continue
+            if open_shard is None:
+                open_shard = _Shard(self.folder, len(shards))
+            self._add_ticker(open_shard, ticker, parts)
+            if open_shard.rows >= per_shard:
+                shards.append(open_shard.close())
+                open_shard = None
+        if open_shard is not None:
+            shards.append(open_shard.close())
+        if not shards:
+            raise DataError(
+                f"window = {self.params.window}: no ticker has that many days in a row; after 22 days of warm-up the "
+                f"longest history is {longest} days, and {self.params.window + self.params.horizon} are needed. "
+                "Give more history or a shorter window"
+            )
+        return _renamed(self.folder, shards)
+
+    def _add_ticker(self, shard: _Shard, ticker: str, parts: list[pd.DataFrame]) -> None:
+        import numpy as np
+        import pandas as pd
+
+        window, horizon = self.params.window, self.params.horizon
+        for part in parts:
+            dates = part["date"].to_numpy().astype("datetime64[D]")
+            samples = {}
+            for split, bounds in self.splits.items():
+                ends = np.arange(window - 1, len(part) - horizon)
+                inside = (dates[ends] >= np.datetime64(bounds["first"])) & (
+                    dates[ends + horizon] <= np.datetime64(bounds["last"])
+                )
+                ends = ends[inside]
+                samples[split] = [int(ends[0]), int(ends[-1]) + 1] if len(ends) else [0, 0]
+                self.samples[split] += len(ends)
+            first, stop = samples["train"]
+            if stop > first:
+                used = part.iloc[first - window + 1 : stop]
+                self.features.add(used[list(FEATURES)].to_numpy())
+                self.target.add(part[TARGET].to_numpy()[first:stop])
+            shard.add_segment(ticker, len(part), samples)
+        shard.write(pd.concat(parts, ignore_index=True))
+
+    def _refuse_what_cannot_be_trained_on(self) -> None:
+        import numpy as np
+
+        for split, count in self.samples.items():
+            if not count:
+                raise DataError(
+                    f"the {split} split ({self.splits[split]['first']} to {self.splits[split]['last']}) has no window of "
+                    f"{self.params.window} days with a label inside: give more history, a shorter window, or other "
+                    "train_last and valid_last"
+                )
+        _, std = self.features.mean_std()
+        flat = [name for name, value in zip(FEATURES, std, strict=True) if not value > 1e-12]
+        target_std = float(np.atleast_1d(self.target.mean_std()[1])[0])
+        if flat or not target_std > 1e-12:
+            raise DataError(f"{', '.join(flat) or TARGET} does not vary over the training split: are these prices?")
+
+    def _normalisation(self) -> dict[str, Any]:
+        mean, std = self.features.mean_std()
+        target_mean, target_std = self.target.mean_std()
+        return {
+            "fitted_on": "train",
+            "features": {
+                name: {"mean": float(mean[place]), "std": float(std[place])} for place, name in enumerate(FEATURES)
+            },
+            "target": {"mean": float(target_mean), "std": float(target_std)},
+        }
+
+
+class _Shard:
+    """One Parquet file in the making: one row group per ticker."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.path = folder / "data" / f"part-{number:05d}.parquet"
+        self.rows = 0
+        self._writer: Any = None
+        self._segments: list[dict[str, Any]] = []
+        self._tickers: list[str] = []
+        self._dates: list[str] = []
+        self._pending = 0
+
+    def add_segment(self, ticker: str, rows: int, samples: dict[str, list[int]]) -> None:
+        """Register a segment of the rows that `write` gets next; its sample ranges count from its own first row."""
+        start = self.rows + self._pending
+        self._pending += rows
+        shifted = {
+            split: [start + first, start + stop] if stop > first else [0, 0] for split, (first, stop) in samples.items()
+        }
+        self._segments.append({"ticker": ticker, "rows": [start, start + rows], "samples": shifted})
+
+    def write(self, frame: pd.DataFrame) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        columns = _columns()
+        kinds = {"string": pa.string(), "date32": pa.date32(), "float64": pa.float64(), "float32": pa.float32()}
+        schema = pa.schema([(column["name"], kinds[column["type"]]) for column in columns])
+        table = pa.Table.from_pandas(frame[schema.names], schema=schema, preserve_index=False, safe=False)
+        if self._writer is None:
+            self._writer = pq.ParquetWriter(self.path, schema, compression="zstd", use_dictionary=["ticker"])
+        self._writer.write_table(table, row_group_size=len(table))
+        self.rows += len(table)
+        self._pending = 0
+        self._tickers.append(str(frame["ticker"].iloc[0]))
+        self._dates += [str(frame["date"].min().date()), str(frame["date"].max().date())]
+
+    def close(self) -> dict[str, Any]:
+        """Finish the file; its entry in the manifest."""
+        self._writer.close()
+        with open(self.path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {
+            "path": str(self.path.name),
+            "sha256": digest,
+            "bytes": self.path.stat().st_size,
+            "rows": self.rows,
+            "first_date": min(self._dates),
+            "last_date": max(self._dates),
+            "tickers": self._tickers,
+            "segments": self._segments,
+        }
+
+
+def _renamed(folder: Path, shards: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give the files their final names, now that their number is known."""
+    for number, shard in enumerate(shards):
+        path = f"data/shard-{number:05d}-of-{len(shards):05d}.parquet"
+        (folder / "data" / shard["path"]).rename(folder / path)
+        shard["path"] = path
+    return shards
+
+
+def _columns() -> list[dict[str, str]]:
+    """Every stored column: name, type, role, description."""
+    rows = [
+        ("ticker", "string", "key", "symbol"),
+        ("date", "date32", "key", "trading day"),
+        ("adj_close", "float64", "price", "close, adjusted for splits and dividends"),
+        *((name, "float32", "feature", text) for name, text in FEATURES.items()),
+        *((name, "float32", "auxiliary", text) for name, text in AUXILIARY.items()),
+        (TARGET, "float32", "target", "log return over the horizon ahead"),
+    ]
+    return [dict(zip(("name", "type", "role", "description"), row, strict=True)) for row in rows]
+
+
+def _ref(folder: Path, built: bool) -> BuiltDataset:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    return BuiltDataset(
+        uri=str(folder),
+        dataset_id=manifest["dataset_id"],
+        rows=sum(shard["rows"] for shard in manifest["shards"]),
+        samples=manifest["samples"],
+        excluded=manifest["excluded"],
+        built=built,
+    )

@@ -1,0 +1,253 @@
+"""Can these prices be trained on? One pass over the tickers; faults are refused, masked, or told.
+
+An *error* would make training on the data wrong. A *warning* is something a person should know. A *mask* is a stretch
+of one ticker that no window may touch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dtrain_dagster.data.errors import DataError
+from dtrain_dagster.data.prices import PricesRef, iter_tickers
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+    from numpy.typing import NDArray
+
+STALE_DAYS = 5
+MASKED_STALE_DAYS = 20
+"""A price that stands still for longer is no price; a halt of a week may be real."""
+LARGE_MOVE = 0.35
+SPLIT_TOLERANCE = 0.02
+ROUNDING = 1e-3
+GAP_DAYS_WITHOUT_CALENDAR = 7
+
+CHECKS = {
+    "schema": ("error", "Every row has a ticker, a date and a finite adjusted close, of the right type."),
+    "positive_prices": ("error", "No price is zero or negative: its logarithm would not exist."),
+    "unique_sorted_rows": ("error", "Each ticker has each date once, in order."),
+    "high_low_order": ("error", "low <= open, close <= high wherever they are given."),
+    "trading_sessions": ("error", "No row falls on a day on which the exchange was closed."),
+    "calendar_gaps": (
+        "warning",
+        "No ticker misses a session between its first day and its last; windows never cross one.",
+    ),
+    "stale_prices": ("warning", f"No price stands still for more than {STALE_DAYS} sessions."),
+    "zero_returns": ("warning", "No ticker has more than 10 % of days without any move."),
+    "large_moves": ("warning", f"No daily log return is beyond {LARGE_MOVE}."),
+    "split_like_jumps": ("warning", "No large move is close to a whole ratio, as an unadjusted split would be."),
+    "zero_volume": ("warning", "No day has a volume of zero."),
+    "rounding": ("warning", "Rounding of prices stays below 10 basis points on 90 % of each ticker's days."),
+    "survivorship": ("warning", "Some ticker ends before the others: the panel is not survivors only."),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckResult:
+    name: str
+    passed: bool
+    severity: str
+    description: str
+    metadata: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mask:
+    """A stretch of one ticker, first and last day included, that no window may touch."""
+
+    ticker: str
+    first: str
+    last: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Validation:
+    checks: tuple[CheckResult, ...]
+    masks: tuple[Mask, ...]
+
+
+@dataclass(slots=True)
+class _Findings:
+    """What was found, by check; only the first few of each are kept, all are counted."""
+
+    count: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    examples: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, check: str, examples: list[str], count: int | None = None) -> None:
+        self.count[check] += len(examples) if count is None else count
+        self.examples[check] += examples[: max(0, 5 - len(self.examples[check]))]
+
+
+def validate_prices(ref: PricesRef, calendar: str | None = "XNYS") -> Validation:
+    """Evaluate every check of `CHECKS`, always all of them. ``calendar``: an exchange's code, or None / "none"."""
+    sessions = exchange_sessions(calendar, ref.first_date, ref.last_date)
+    schema = _schema()
+    findings, masks, ends = _Findings(), [], []
+    for ticker, frame in iter_tickers(ref):
+        ends.append(str(frame["date"].iloc[-1].date()))
+        _check_schema(findings, schema, ticker, frame)
+        _check_calendar(findings, ticker, frame, sessions)
+        _check_order(findings, ticker, frame)
+        masks += _check_moves(findings, ticker, frame)
+        _check_quality(findings, ticker, frame)
+    if len(ends) > 1 and len(set(ends)) == 1:
+        findings.add("survivorship", [f"all {len(ends)} tickers survive to {ends[0]}"])
+    checks = tuple(
+        CheckResult(
+            name=name,
+            passed=not findings.count[name],
+            severity=severity,
+            description=description,
+            metadata={"found": findings.count[name], "examples": findings.examples[name]},
+        )
+        for name, (severity, description) in CHECKS.items()
+    )
+    return Validation(checks=checks, masks=tuple(masks))
+
+
+def exchange_sessions(calendar: str | None, first: str, last: str) -> NDArray[np.datetime64] | None:
+    """Trading days of an exchange between two dates; None where no calendar applies."""
+    if calendar is None or calendar.lower() == "none":
+        return None
+    import exchange_calendars as xc
+    import numpy as np
+
+    try:
+        sessions = xc.get_calendar(calendar, start=first, end=last).sessions
+    except xc.errors.InvalidCalendarName as error:
+        raise DataError(
+            f"DTRAIN_CALENDAR={calendar!r} is no exchange calendar: use a code such as XNYS or XLON, or none"
+        ) from error
+    return np.asarray(sessions.values, dtype="datetime64[D]")
+
+
+def gaps(dates: NDArray[np.datetime64], sessions: NDArray[np.datetime64] | None) -> NDArray[np.bool_]:
+    """For each of a ticker's days (n,): were sessions missed since the day before? False for the first."""
+    import numpy as np
+
+    if sessions is None:
+        steps = np.diff(dates).astype(int)
+        return np.concatenate([[False], steps > GAP_DAYS_WITHOUT_CALENDAR])
+    place = np.searchsorted(sessions, dates)
+    return np.concatenate([[False], np.diff(place) > 1])
+
+
+def _schema() -> Any:
+    import pandera.pandas as pa
+
+    finite = pa.Check(lambda column: column.abs() < float("inf"), error="is not finite")
+    return pa.DataFrameSchema(
+        {
+            "ticker": pa.Column(nullable=False),
+            "date": pa.Column("datetime64[s]", nullable=False),
+            "adj_close": pa.Column(float, checks=finite, nullable=False),
+            "(open|high|low|close|volume)": pa.Column(float, regex=True, required=False, nullable=True),
+        }
+    )
+
+
+def _check_schema(findings: _Findings, schema: Any, ticker: str, frame: pd.DataFrame) -> None:
+    import pandera.errors
+
+    try:
+        schema.validate(frame.reset_index(drop=True), lazy=True)
+    except pandera.errors.SchemaErrors as errors:
+        rows = errors.failure_cases[["column", "check", "failure_case"]].astype(str).agg(" ".join, axis=1)
+        findings.add("schema", [f"{ticker}: {row}" for row in rows])
+
+
+def _check_calendar(
+    findings: _Findings, ticker: str, frame: pd.DataFrame, sessions: NDArray[np.datetime64] | None
+) -> None:
+    import numpy as np
+
+    dates = frame["date"].to_numpy().astype("datetime64[D]")
+    if (np.diff(dates).astype(int) <= 0).any():
+        findings.add("unique_sorted_rows", [f"{ticker}: a date is there twice or out of order"])
+    if sessions is not None:
+        closed = dates[~np.isin(dates, sessions)]
+        findings.add("trading_sessions", [f"{ticker} {date}" for date in closed])
+    after_gap = dates[gaps(dates, sessions)]
+    findings.add("calendar_gaps", [f"{ticker}: sessions are missing before {date}" for date in after_gap])
+
+
+def _check_order(findings: _Findings, ticker: str, frame: pd.DataFrame) -> None:
+    prices = [name for name in ("adj_close", "open", "high", "low", "close") if name in frame]
+    for name in prices:
+        bad = frame.loc[frame[name] <= 0]
+        findings.add("positive_prices", [f"{ticker} {row.date.date()}: {name}" for row in bad.itertuples()])
+    if {"high", "low"} <= set(prices):
+        between = [name for name in ("open", "close") if name in prices]
+        wrong = frame["high"] < frame["low"]
+        for name in between:
+            wrong |= (frame[name] > frame["high"] * (1 + 1e-9)) | (frame[name] < frame["low"] * (1 - 1e-9))
+        findings.add("high_low_order", [f"{ticker} {row.date.date()}" for row in frame.loc[wrong].itertuples()])
+    if "volume" in frame:
+        none = frame.loc[frame["volume"] == 0]
+        findings.add("zero_volume", [f"{ticker} {row.date.date()}" for row in none.itertuples()])
+
+
+def _check_moves(findings: _Findings, ticker: str, frame: pd.DataFrame) -> list[Mask]:
+    """Stale stretches and jumps; masks for the stretches too long to be a halt, with the jump that ends them."""
+    import numpy as np
+
+    dates = [str(date.date()) for date in frame["date"]]
+    prices = frame["adj_close"].to_numpy()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        moves = np.diff(np.log(prices), prepend=np.nan)
+    large = np.abs(moves) > LARGE_MOVE
+    split_like = large & _near_whole_ratio(moves)
+    findings.add("large_moves", [f"{ticker} {dates[row]}: {moves[row]:+.2f}" for row in np.flatnonzero(large)])
+    findings.add(
+        "split_like_jumps",
+        [f"{ticker} {dates[row]}: ratio {np.exp(moves[row]):.3f}" for row in np.flatnonzero(split_like)],
+    )
+    still = moves == 0
+    if still.sum() > 0.10 * len(still):
+        findings.add("zero_returns", [f"{ticker}: {still.mean():.0%} of its days"])
+    masks = []
+    for first, last in _runs(still):
+        length = last - first + 1
+        if length <= STALE_DAYS:
+            continue
+        findings.add("stale_prices", [f"{ticker}: {length} sessions from {dates[first - 1]}"])
+        if length > MASKED_STALE_DAYS:
+            jump = last + 1 < len(moves) and split_like[last + 1]
+            reason = f"the price stands still for {length} sessions" + (
+                f", then jumps by a ratio of {np.exp(moves[last + 1]):.2f}" if jump else ""
+            )
+            masks.append(Mask(ticker=ticker, first=dates[first - 1], last=dates[last + jump], reason=reason))
+    return masks
+
+
+def _check_quality(findings: _Findings, ticker: str, frame: pd.DataFrame) -> None:
+    import numpy as np
+
+    prices = frame["adj_close"].to_numpy()
+    decimals = next((d for d in range(9) if np.allclose(prices, np.round(prices, d), rtol=0, atol=1e-9)), None)
+    if decimals is not None and (prices > 0).all():
+        coarse = (0.5 * 10.0**-decimals / prices > ROUNDING).mean()
+        if coarse > 0.10:
+            findings.add("rounding", [f"{ticker}: {decimals} decimals, too coarse on {coarse:.0%} of its days"])
+
+
+def _near_whole_ratio(moves: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Is exp(move), or its inverse, within 2 % of 2, 3, 4 …?"""
+    import numpy as np
+
+    ratio = np.exp(np.abs(np.nan_to_num(moves)))
+    whole = np.round(ratio)
+    return (whole >= 2) & (np.abs(ratio / np.maximum(whole, 1) - 1) < SPLIT_TOLERANCE)
+
+
+def _runs(flags: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """(first, last) of each run of True."""
+    import numpy as np
+
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(int), [0]])))
+    return [(int(first), int(stop) - 1) for first, stop in zip(edges[::2], edges[1::2], strict=True)]
