@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -120,7 +121,11 @@ def load_saved_model(read: Callable[[str], bytes]) -> SavedModel:
     criterion: Any = build_loss(loss, spec)
     model = build_model(config, spec, criterion.outputs)
     try:
-        model.load_state_dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+        weights = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise SavedModelError(f"{WEIGHTS} holds something else than tensors, and was not loaded: {error}") from error
+    try:
+        model.load_state_dict(weights)
     except RuntimeError as error:
         raise SavedModelError(
             f"{WEIGHTS} do not fit model.factory = {config.factory!r} with {config.args!r}: {error}; "

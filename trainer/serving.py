@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import mlflow.models
+import numpy as np
 import pandas as pd
 from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PythonModel
@@ -24,7 +25,7 @@ class ForecastModel(PythonModel):
         folder = Path(context.artifacts["model"])
         self.saved = load_saved_model(lambda name: (folder / name).read_bytes())
 
-    def predict(self, context, model_input, params=None):  # no hints: MLflow would convert by them
+    def predict(self, context: Any, model_input: np.ndarray, params: dict[str, Any] | None = None) -> pd.DataFrame:
         try:
             return pd.DataFrame(self.saved.predict(model_input))
         except ValueError as error:  # what the caller sent is at fault: say so instead of «unexpected error»

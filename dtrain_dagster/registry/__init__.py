@@ -14,13 +14,24 @@ from dtrain_dagster.registry.promotion import (
     promote,
     promotion_gate,
 )
-from dtrain_dagster.registry.server import ScoringServer, ServingCheck, ServingError, check_serving, scoring_server
+from dtrain_dagster.registry.server import (
+    ScoringServer,
+    ServingCheck,
+    ServingError,
+    check_answers,
+    check_serving,
+    scoring_server,
+)
 from dtrain_dagster.registry.staging import StagingError
 from dtrain_dagster.registry.versions import RegisteredModel, RegistryError, find_version, register_model
+from trainer.gate import Gate
+from trainer.gate import Gate
 
 __all__ = [
     "Comparison",
     "Decision",
+    "Gate",
+    "Gate",
     "Provenance",
     "RegisteredModel",
     "RegistryError",
@@ -29,6 +40,7 @@ __all__ = [
     "ServingError",
     "StagingError",
     "champion_version",
+    "check_answers",
     "check_serving",
     "choose_alias",
     "find_version",

@@ -58,12 +58,13 @@ def model_card(
 
 
 def _what(job: JobConfig, evaluation: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
-    features = [column["name"] for column in manifest["columns"] if column["role"] == "feature"]
+    features = [f"`{column['name']}`" for column in manifest["columns"] if column["role"] == "feature"]
     kind = "predictive distribution" if evaluation["model"].get("nll") is not None else "forecast"
     return (
         f"The {kind} of a stock's log return over the next {manifest['horizon']} trading days, from "
         f"{manifest['window']} days of {len(features)} features. Model `{_shown(job.model)}`, loss "
-        f"`{_shown(job.loss)}`; standardisation is part of the model, which takes raw features: {', '.join(f'`{name}`' for name in features)}.\n\n"
+        f"`{_shown(job.loss)}`; standardisation is part of the model, which takes raw features: "
+        f"{', '.join(features)}.\n\n"
         "**Intended use**: volatility and intervals for research, and as a worked example of distributed training. "
         "**Not** for trading, and not investment advice."
     )
@@ -166,7 +167,8 @@ def _usage(model_name: str, evaluation: Mapping[str, Any], manifest: Mapping[str
     if evaluation["model"].get("nll") is not None:
         answer = (
             "`mu`, `sigma` (scale), `nu` (degrees of freedom; absent for a normal distribution) and the quantiles "
-            f"`q05`, `q25`, `q50`, `q75`, `q95` of the {manifest['horizon']}-day log return r. A price P becomes P·exp(r)"
+            f"`q05`, `q25`, `q50`, `q75`, `q95` of the {manifest['horizon']}-day log return r. A price P becomes "
+            "P·exp(r)"
         )
     else:
         answer = "`prediction`"

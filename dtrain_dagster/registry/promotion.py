@@ -110,8 +110,7 @@ def judge_champion(
     version = champion_version(candidate.name, tracking_uri, registry_uri)
     if version is None or version == candidate.version:
         return None
-    uri = f"models:/{candidate.name}/{version}"
-    own, its = (_metadata(each, tracking_uri, registry_uri) for each in (candidate.uri, uri))
+    own, its = (_metadata(candidate.name, each, tracking_uri, registry_uri) for each in (candidate.version, version))
     difference = input_difference(own, its)
     if difference:
         return _incomparable(version, difference)
@@ -123,7 +122,9 @@ def judge_champion(
     with np.load(io.BytesIO(rundir.storage.read(PREDICTIONS)), allow_pickle=False) as stored:
         trained = {name: stored[name][positions] for name in ("mu", "sigma", "nu")}
     try:
-        answers = _predict(uri, windows.numpy(), tracking_uri, registry_uri, timeout_seconds)
+        answers = _predict(
+            f"models:/{candidate.name}/{version}", windows.numpy(), tracking_uri, registry_uri, timeout_seconds
+        )
     except (subprocess.SubprocessError, OSError) as error:
         output = (getattr(error, "output", None) or b"").decode(errors="replace").strip()
         return _incomparable(version, f"it could not be loaded: {(output.splitlines() or [str(error)])[-1]}")
@@ -131,14 +132,13 @@ def judge_champion(
     for metric, score in (("NLL", _nll), ("squared error", _squared_error)):
         mine, other = score(trained, truth), score(answers, truth)
         if mine is not None and other is not None:
-            test_first = str(shards.dates(shards.end_rows("test", positions[:1]))[0])
             return Comparison(
                 champion_version=version,
                 metric=metric,
                 candidate=mine,
                 champion=other,
                 windows=len(positions),
-                note=_overlap(its, shards.manifest["splits"]["test"]["first"] or test_first),
+                note=_overlap(its, shards.manifest["splits"]["test"]["first"]),
             )
     return _incomparable(version, "one forecasts a distribution or a point, and the other nothing of the kind")
 
@@ -192,15 +192,15 @@ def _overlap(its: Mapping[str, Any], test_first: str) -> str:
     return f"the champion saw days up to {seen} in training or validation, so this comparison favours it"
 
 
-def _metadata(uri: str, tracking_uri: str, registry_uri: str | None) -> dict[str, Any]:
+def _metadata(model_name: str, version: str, tracking_uri: str, registry_uri: str | None) -> dict[str, Any]:
     """What `versions.register_model` wrote beside the signature."""
     from mlflow.artifacts import download_artifacts
     from mlflow.models import Model
 
+    # A ``models:/`` address would be looked up in the process's global registry, whatever is asked for here.
+    source = open_client(tracking_uri, registry_uri).get_model_version_download_uri(model_name, version)
     with tempfile.TemporaryDirectory(prefix="dtrain-model-") as scratch:
-        path = download_artifacts(
-            f"{uri}/MLmodel", dst_path=scratch, tracking_uri=tracking_uri, registry_uri=registry_uri or tracking_uri
-        )
+        path = download_artifacts(f"{source}/MLmodel", dst_path=scratch, tracking_uri=tracking_uri)
         return Model.load(path).metadata or {}
 
 

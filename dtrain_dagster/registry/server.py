@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,20 +71,25 @@ class ScoringServer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingCheck:
-    """What a served model was found to answer."""
+    """What a served model was found to answer; figures are None where it did not come to measuring them."""
 
     passed: bool
     message: str
-    rows: int
-    max_abs_difference: float
+    rows: int = 0
+    max_abs_difference: float | None = None
     """Largest difference from the run directory's weights, in the columns' own units."""
-    max_relative_difference: float
+    max_relative_difference: float | None = None
     """The same as a fraction of each column's root mean square; judged by `SAME_WEIGHTS_TOLERANCE`."""
-    max_relative_difference_to_training: float
+    max_relative_difference_to_training: float | None = None
     """From ``predictions.npz``; judged by `TRAINING_TOLERANCE`. 0 where training wrote no such column."""
-    latency_seconds: float
+    latency_seconds: float | None = None
     """Median time of a request with one window."""
-    start_seconds: float
+    start_seconds: float | None = None
+    """From starting the server to its first answer."""
+
+    def figures(self) -> dict[str, int | float | str]:
+        """The message and every figure that was measured, for metadata."""
+        return {name: value for name, value in asdict(self).items() if name != "passed" and value is not None}
 
 
 @contextlib.contextmanager
@@ -132,50 +138,45 @@ def check_serving(
     rows: int = 32,
     timeout_seconds: float = 120.0,
 ) -> ServingCheck:
-    """Serve the registered model, send it ``rows`` real test windows spread over the split, and compare its answers
-    with the run directory's weights computed here and with the predictions that training wrote.
+    """Serve the registered model and `check_answers`. A server that does not start or refuses gives a failed check,
+    not an exception."""
+    try:
+        with scoring_server(
+            model_uri, tracking_uri, registry_uri=registry_uri, timeout_seconds=timeout_seconds
+        ) as server:
+            return check_answers(server, run_dir, cache_dir=cache_dir, rows=rows)
+    except (ServingError, OSError, http.client.HTTPException) as error:
+        return ServingCheck(passed=False, message=str(error))
 
-    A server that does not start or refuses gives a failed check, not an exception.
-    """
-    import io
 
+def check_answers(server: ScoringServer, run_dir: str, *, cache_dir: str | None = None, rows: int = 32) -> ServingCheck:
+    """Send the server ``rows`` real test windows, spread over the split, and compare its answers with those of the run
+    directory's weights, computed here, and with the predictions that training wrote. `ServingError` if it refuses."""
     import numpy as np
 
     from trainer.shards import DataShardManager
 
     rundir = RunDir(run_dir)
-    try:
-        # Started first: what follows here is computed while it comes up.
-        with scoring_server(
-            model_uri, tracking_uri, registry_uri=registry_uri, timeout_seconds=timeout_seconds
-        ) as server:
-            saved = load_run_model(rundir)
-            shards = DataShardManager(rundir.read_job().dataset.uri, cache_dir, saved.spec.dataset_id)
-            positions = np.unique(np.linspace(0, shards.count("test") - 1, rows).astype(np.int64))
-            end_rows = shards.end_rows("test", positions)
-            windows = shards.gather(end_rows)[0].numpy()
-            served = _columns(server.predict(windows))
-            latencies = []
-            for window in windows[:5]:
-                sent = time.monotonic()
-                server.predict(window[None])
-                latencies.append(time.monotonic() - sent)
-    except (ServingError, OSError) as error:
-        return _failed(str(error))
-    with np.load(io.BytesIO(rundir.storage.read(PREDICTIONS)), allow_pickle=False) as stored:
-        trained = {name: stored[name][positions] for name in ("row", "mu", "sigma", "nu")}
-    if not np.array_equal(trained["row"], end_rows):
-        return _failed(
-            f"{rundir.uri}/{PREDICTIONS} belongs to another dataset: its rows are not those of the test split"
-        )
-    if "prediction" in served:
-        trained["prediction"] = trained["mu"]
+    saved = load_run_model(rundir)
+    shards = DataShardManager(rundir.read_job().dataset.uri, cache_dir, saved.spec.dataset_id)
+    count = shards.count("test")
+    positions = np.unique(np.linspace(0, count - 1, min(rows, count)).astype(np.int64))
+    end_rows = shards.end_rows("test", positions)
+    windows = shards.gather(end_rows)[0].numpy()
+    served = _columns(server.predict(windows))
     expected = saved.predict(windows)
+    with np.load(io.BytesIO(rundir.storage.read(PREDICTIONS)), allow_pickle=False) as stored:
+        trained = {name: stored[name] for name in ("row", "mu", "sigma", "nu")}
+    if len(trained["row"]) != count or not np.array_equal(trained["row"][positions], end_rows):
+        message = f"{rundir.uri}/{PREDICTIONS} is not of this dataset: its rows are not those of the test split"
+        return ServingCheck(passed=False, message=message)
     if set(served) != set(expected):
-        return _failed(
-            f"the server answers with the columns {sorted(served)}, the job's model gives {sorted(expected)}"
-        )
-    in_training = {name: values for name, values in trained.items() if name in served and np.isfinite(values).all()}
+        message = f"the server answers with {sorted(served)}, the job's model gives {sorted(expected)}"
+        return ServingCheck(passed=False, message=message)
+    trained = {"prediction" if name == "mu" and "mu" not in served else name: trained[name] for name in trained}
+    in_training = {
+        name: trained[name][positions] for name in served if name in trained and np.isfinite(trained[name]).all()
+    }
     relative = _relative_difference(served, expected)
     to_training = _relative_difference(served, in_training)
     passed = relative <= SAME_WEIGHTS_TOLERANCE and to_training <= TRAINING_TOLERANCE
@@ -185,29 +186,21 @@ def check_serving(
             f"the scoring server answered {len(windows)} test windows {'with' if passed else 'NOT with'} the model's "
             f"numbers: off by at most {relative:.1e} of a column's size from the job's weights (allowed "
             f"{SAME_WEIGHTS_TOLERANCE:.0e}) and {to_training:.1e} from training's own predictions (allowed "
-            f"{TRAINING_TOLERANCE:.0e}, {', '.join(in_training) or 'no column'} compared)"
+            f"{TRAINING_TOLERANCE:.0e}; compared: {', '.join(in_training) or 'no column'})"
         ),
         rows=len(windows),
         max_abs_difference=max(float(np.abs(served[name] - expected[name]).max()) for name in expected),
         max_relative_difference=relative,
         max_relative_difference_to_training=to_training,
-        latency_seconds=statistics.median(latencies),
+        latency_seconds=statistics.median(_timed(server, window[None]) for window in windows[:5]),
         start_seconds=server.start_seconds,
     )
 
 
-def _failed(message: str) -> ServingCheck:
-    nothing = float("nan")
-    return ServingCheck(
-        passed=False,
-        message=message,
-        rows=0,
-        max_abs_difference=nothing,
-        max_relative_difference=nothing,
-        max_relative_difference_to_training=nothing,
-        latency_seconds=nothing,
-        start_seconds=nothing,
-    )
+def _timed(server: ScoringServer, windows: NDArray[Any]) -> float:
+    began = time.monotonic()
+    server.predict(windows)
+    return time.monotonic() - began
 
 
 def _columns(records: list[dict[str, float]]) -> dict[str, NDArray[np.float64]]:

@@ -8,6 +8,7 @@ validate what the serving check proves on a real server.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -56,6 +57,7 @@ class RegisteredModel:
 
 def open_client(tracking_uri: str, registry_uri: str | None = None) -> MlflowClient:
     """A client of the tracking server and of the registry (the same server where none is named)."""
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # nobody watches a bar in a log
     from mlflow import MlflowClient
 
     return MlflowClient(tracking_uri=tracking_uri, registry_uri=registry_uri or tracking_uri)

@@ -1,0 +1,404 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import small_job
+
+from dtrain_dagster import registry
+from dtrain_dagster.registry.staging import stage_code
+from dtrain_dagster.registry.versions import open_client
+from trainer.gate import Gate
+from trainer.rundir import RunDir
+
+PASSED, REFUSED = Gate(True, ()), Gate(False, ("NLL 1.0 is not below ewma's 0.9",))
+PROVENANCE = registry.Provenance(
+    nodes=3,
+    node_hours=0.0123,
+    cost_usd="$0.0377 (stand-in price, nothing was billed)",
+    code_version="abc",
+    dagster_run_id="d1",
+)
+
+
+def comparison(candidate: float | None, champion: float | None, note: str = "") -> registry.Comparison:
+    return registry.Comparison(
+        champion_version="4", metric="NLL", candidate=candidate, champion=champion, windows=100, note=note
+    )
+
+
+@pytest.mark.parametrize(
+    ("verdict", "champion", "alias", "says"),
+    [
+        (PASSED, None, "champion", "no other champion"),
+        (
+            PASSED,
+            comparison(-2.0, -1.9),
+            "champion",
+            "-2.00000 beats the champion (version 4)'s -1.90000 on the same 100",
+        ),
+        (PASSED, comparison(-1.9, -2.0), "challenger", "does not beat"),
+        (PASSED, comparison(-2.0, -2.0), "challenger", "does not beat"),
+        (PASSED, comparison(None, None, "its window is 30, not 60"), "champion", "not compared"),
+        (REFUSED, None, "challenger", "NLL 1.0 is not below ewma's 0.9"),
+        (REFUSED, comparison(-2.0, -1.9), "challenger", "the gate did not pass"),
+    ],
+)
+def test_only_a_better_model_that_passed_becomes_champion(
+    verdict: Gate, champion: registry.Comparison | None, alias: str, says: str
+) -> None:
+    decision = registry.choose_alias(verdict, champion)
+    assert decision.alias == alias
+    assert says in decision.reason
+
+
+@pytest.mark.parametrize(("ratio", "passed"), [(0.99, True), (1.0, False), (1.2, False), (None, False)])
+def test_a_point_forecast_must_beat_zero(ratio: float | None, passed: bool) -> None:
+    model = {"loss": 1.0} if ratio is None else {"loss": 1.0, "mse_to_zero": ratio}
+    verdict = registry.promotion_gate({"model": model, "baselines": {}, "halves": []})
+    assert verdict.passed == passed
+    assert bool(verdict.reasons) != passed
+
+
+def test_a_point_forecast_that_leaks_does_not_pass() -> None:
+    half = {"rank_ic": 0.3, "rank_ic_t": 9.0}
+    verdict = registry.promotion_gate({"model": {"mse_to_zero": 0.5}, "baselines": {}, "halves": [half, half]})
+    assert not verdict.passed
+    assert "rank_ic" in verdict.reasons[0]
+
+
+def test_what_a_module_imports_travels_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    for name, text in {
+        "lonely_model.py": "import scipy.stats\nfrom lonely_helper import f\nfrom grouped.inner import shared\n",
+        "lonely_helper.py": "f = 1\n",
+        "unrelated.py": "",
+        "grouped/inner/__init__.py": "from . import shared\n",
+        "grouped/inner/shared.py": "from ..sibling import g\n",
+        "grouped/inner/table.csv": "1",
+        "grouped/sibling.py": "g = 1\n",
+        "grouped/other.py": "",
+    }.items():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(text)
+    monkeypatch.syspath_prepend(str(source))
+    target = tmp_path / "code"
+    target.mkdir()
+    staged = stage_code(["lonely_model:make", "tcn"], target)
+    copied = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
+    assert {path for path in copied if not path.startswith("trainer/")} == {
+        "lonely_model.py",
+        "lonely_helper.py",
+        "grouped/inner/__init__.py",
+        "grouped/inner/shared.py",
+        "grouped/inner/table.csv",
+        "grouped/sibling.py",
+    }
+    assert any(requirement.startswith("scipy==") for requirement in staged.requirements)
+    assert all("+" not in requirement for requirement in staged.requirements)
+
+
+def test_a_module_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(registry.StagingError, match="no module 'not_there'"):
+        stage_code(["not_there:make"], tmp_path / "code")
+
+
+@dataclass
+class Home:
+    path: Path
+    dataset: Path
+    tracking_uri: str
+
+    def train(self, job_id: str, **options: Any) -> str:
+        return small_job.train(self.path, options.pop("dataset", self.dataset), job_id, **options)
+
+    def register(self, run_dir: str, name: str, card: str = "# card") -> registry.RegisteredModel:
+        return registry.register_model(run_dir, self.tracking_uri, name, PROVENANCE.tags(), card)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    path = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DTRAIN_CACHE", str(path / "cache"))
+        yield Home(path, small_job.write_dataset(path / "dataset"), f"sqlite:///{path}/mlflow.db")
+
+
+@pytest.fixture(scope="module")
+def run_dir(home: Home) -> str:
+    """A job that reported to MLflow while it trained."""
+    return home.train("job-a", tracking_uri=home.tracking_uri)
+
+
+@pytest.fixture(scope="module")
+def card(run_dir: str) -> str:
+    rundir = RunDir(run_dir)
+    job = rundir.read_job()
+    result, evaluation = rundir.read_json("result.json"), rundir.read_json("evaluation.json")
+    manifest = json.loads((Path(job.dataset.uri) / "manifest.json").read_text())
+    verdict = registry.promotion_gate(evaluation)
+    return registry.model_card("forecaster", job, result, evaluation, manifest, PROVENANCE, verdict)
+
+
+@pytest.fixture(scope="module")
+def model(home: Home, run_dir: str, card: str) -> registry.RegisteredModel:
+    return home.register(run_dir, "forecaster", card)
+
+
+@pytest.fixture(scope="module")
+def server(home: Home, model: registry.RegisteredModel) -> Iterator[registry.ScoringServer]:
+    with registry.scoring_server(model.uri, home.tracking_uri) as running:
+        yield running
+
+
+@pytest.mark.slow
+def test_a_version_tells_where_it_comes_from(home: Home, run_dir: str, model: registry.RegisteredModel) -> None:
+    client = open_client(home.tracking_uri)
+    version = client.get_model_version("forecaster", model.version)
+    result = RunDir(run_dir).read_json("result.json")
+    manifest = json.loads((home.dataset / "manifest.json").read_text())
+    expected = {
+        "job_id": "job-a",
+        "dataset_id": manifest["dataset_id"],
+        "code_version": "abc",
+        "world_size": "1",
+        "nodes": "3",
+        "node_hours": "0.012300",
+        "cost_usd": PROVENANCE.cost_usd,
+        "checkpoint": result["checkpoint"],
+        "weights_sha256": result["weights_sha256"],
+        "dagster_run_id": "d1",
+        "test_nll": f"{result['test']['nll']:.6f}",
+    }
+    assert expected.items() <= version.tags.items()
+    assert version.run_id == result["mlflow_run_id"] == model.run_id
+    assert "mlartifacts" in version.source
+    assert client.get_run(model.run_id).info.artifact_uri.startswith(str(home.path / "mlartifacts"))
+    assert {item.path for item in client.list_artifacts(model.run_id)} >= {"model", "model_card.md", "evaluation.json"}
+
+
+@pytest.mark.slow
+def test_the_saved_model_has_signature_example_and_no_pickle(home: Home, model: registry.RegisteredModel) -> None:
+    from mlflow.models import Model
+
+    client = open_client(home.tracking_uri)
+    folder = Path(client.download_artifacts(model.run_id, "model", str(home.path)))
+    saved = Model.load(folder)
+    assert saved.signature.inputs.inputs[0].shape == (-1, small_job.WINDOW, len(small_job.FEATURES))
+    assert saved.signature.outputs.input_names() == ["mu", "sigma", "nu", "q05", "q25", "q50", "q75", "q95"]
+    example = np.array(json.loads((folder / "input_example.json").read_text()), dtype=np.float32)
+    assert example.shape == (3, small_job.WINDOW, len(small_job.FEATURES))
+    assert np.ptp(example) > 0
+    assert not list(folder.rglob("*.pkl"))
+    requirements = (folder / "requirements.txt").read_text().split()
+    assert all("==" in line for line in requirements)
+    assert {line.split("==")[0] for line in requirements} == {"mlflow", "numpy", "pandas", "pydantic", "torch"}
+
+
+@pytest.mark.slow
+def test_the_same_job_is_registered_once(home: Home, run_dir: str, model: registry.RegisteredModel) -> None:
+    again = home.register(run_dir, "forecaster")
+    assert (again.version, again.created, model.created) == (model.version, False, True)
+    assert len(open_client(home.tracking_uri).search_model_versions("name = 'forecaster'")) == 1
+
+
+@pytest.mark.slow
+def test_the_card_says_what_it_is_and_what_it_is_not(home: Home, run_dir: str, card: str) -> None:
+    evaluation = RunDir(run_dir).read_json("evaluation.json")
+    for baseline, row in evaluation["baselines"].items():
+        [line] = [line for line in card.splitlines() if line.startswith(f"| {baseline} |")]
+        assert f"{row['nll']:.4f}" in line if "nll" in row else "–" in line
+    assert f"{evaluation['model']['nll']:.4f}" in card
+    assert evaluation["notes"][0] in card
+    for text in (
+        "public domain",
+        "synthetic",
+        "stand-in price",
+        "curl",
+        "not investment advice",
+        "drawn, not observed",
+    ):
+        assert text in card
+    version = open_client(home.tracking_uri).get_model_version("forecaster", "1")
+    assert len(version.description) <= 5000
+    assert version.description.startswith("# forecaster")
+
+
+@pytest.mark.slow
+def test_a_training_that_did_not_succeed_is_refused(home: Home, run_dir: str, tmp_path: Path) -> None:
+    stopped = RunDir(str(tmp_path / "stopped"))
+    job = RunDir(run_dir).read_job()
+    job.job_id = "stopped"
+    stopped.write_job(job)
+    stopped.write_json("result.json", {"status": "stopped"})
+    with pytest.raises(registry.RegistryError, match="status 'stopped'"):
+        home.register(stopped.uri, "forecaster")
+
+
+@pytest.mark.slow
+def test_the_server_answers_with_the_models_numbers(server: registry.ScoringServer, run_dir: str) -> None:
+    check = registry.check_answers(server, run_dir)
+    assert check.passed, check.message
+    assert check.rows == 32
+    assert "compared: mu, sigma, nu" in check.message
+    assert server.url.startswith("http://127.0.0.1:")
+
+
+@pytest.mark.slow
+def test_a_server_of_another_model_does_not_pass(home: Home, server: registry.ScoringServer) -> None:
+    other = home.train("job-other", steps=5)
+    check = registry.check_answers(server, other)
+    assert not check.passed
+    assert (check.max_relative_difference or 0) > 1e-3
+
+
+@pytest.mark.slow
+def test_predictions_of_another_training_do_not_pass(
+    server: registry.ScoringServer, run_dir: str, tmp_path: Path
+) -> None:
+    import shutil
+
+    changed = tmp_path / "changed"
+    shutil.copytree(run_dir, changed)
+    with np.load(changed / "predictions.npz") as stored:
+        arrays = {name: stored[name] for name in stored.files}
+    np.savez(changed / "predictions.npz", **{**arrays, "sigma": arrays["sigma"] * 1.01})
+    check = registry.check_answers(server, str(changed))
+    assert not check.passed
+    figures = check.figures()
+    assert figures["max_relative_difference"] < 1e-5 < 1e-3 < figures["max_relative_difference_to_training"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("windows", "says"),
+    [
+        (np.zeros((2, 3, 8)), r"\(2, 3, 8\).*\(-1, 12, 8\)"),
+        (np.full((2, 12, 8), np.nan), "window 0 holds a value that is not finite"),
+    ],
+)
+def test_the_server_says_what_is_wrong_with_a_request(
+    server: registry.ScoringServer, windows: np.ndarray, says: str
+) -> None:
+    with pytest.raises(registry.ServingError, match=says):
+        server.predict(windows)
+
+
+@pytest.mark.slow
+def test_a_model_of_ones_own_is_served_without_its_folder(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server runs elsewhere and without PYTHONPATH: code that did not travel is missed. No process is left."""
+    source = tmp_path / "source"
+    (source / "mine").mkdir(parents=True)
+    (source / "mine" / "net.py").write_text(
+        "from torch import nn\nfrom mine.size import HIDDEN\n\n\ndef make(spec, outputs):\n"
+        "    size = spec.window * len(spec.features)\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(size, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, outputs))\n"
+    )
+    (source / "mine" / "size.py").write_text("HIDDEN = 4\n")
+    monkeypatch.syspath_prepend(str(source))
+    monkeypatch.setenv("PYTHONPATH", str(source))
+    run_dir = home.train("job-own", model="mine.net:make", loss="mse")
+    own = home.register(run_dir, "own")
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    check = registry.check_serving(run_dir, own.uri, home.tracking_uri, rows=8)
+    assert check.passed, check.message
+    assert "compared: prediction" in check.message
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+@pytest.mark.slow
+def test_a_server_that_cannot_start_says_why(home: Home, run_dir: str, model: registry.RegisteredModel) -> None:
+    check = registry.check_serving(run_dir, f"models:/{model.name}/99", home.tracking_uri)
+    assert not check.passed
+    assert "ended with exit code" in check.message
+    assert "version=99" in check.message
+    assert set(check.figures()) == {"message", "rows"}
+
+
+@pytest.mark.slow
+def test_the_server_dies_with_whoever_started_it(home: Home, model: registry.RegisteredModel) -> None:
+    script = (
+        "import sys, time\nfrom dtrain_dagster.registry import scoring_server\n"
+        "with scoring_server(sys.argv[1], sys.argv[2]) as server:\n"
+        "    print(server.port, flush=True)\n    time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", script, model.uri, home.tracking_uri]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline().strip().isdigit()
+        family = psutil.Process(parent.pid).children(recursive=True)
+        assert family
+        os.kill(parent.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while any(alive(process) for process in family) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(alive(process) for process in family)
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.slow
+def test_champion_and_challenger_are_judged_on_the_same_windows(home: Home) -> None:
+    worse = home.register(home.train("job-worse", steps=1, learning_rate=1e-6), "contest")
+    better_dir = home.train("job-better", steps=60)
+    better = home.register(better_dir, "contest")
+    assert registry.judge_champion(better_dir, better, home.tracking_uri) is None
+    registry.promote(worse, registry.choose_alias(PASSED, None), home.tracking_uri)
+
+    compared = registry.judge_champion(better_dir, better, home.tracking_uri)
+
+    assert compared is not None
+    assert (compared.champion_version, compared.metric) == (worse.version, "NLL")
+    trained = {
+        name: RunDir(f"{home.path}/jobs/{name}").read_json("result.json") for name in ("job-worse", "job-better")
+    }
+    assert compared.candidate == pytest.approx(trained["job-better"]["test"]["nll"], rel=1e-6)
+    assert compared.champion == pytest.approx(trained["job-worse"]["test"]["nll"], rel=1e-5)
+    decision = registry.choose_alias(PASSED, compared)
+    assert decision.alias == "champion"
+    assert registry.promote(better, decision, home.tracking_uri) == worse.version
+    assert registry.champion_version("contest", home.tracking_uri) == better.version
+    tags = open_client(home.tracking_uri).get_model_version("contest", better.version).tags
+    assert tags["alias_reason"] == decision.reason
+
+
+@pytest.mark.slow
+def test_a_champion_of_another_horizon_is_not_compared(home: Home, run_dir: str) -> None:
+    distant = small_job.write_dataset(home.path / "distant", horizon=10)
+    old = home.register(home.train("job-distant", dataset=distant, steps=2), "horizons")
+    registry.promote(old, registry.choose_alias(PASSED, None), home.tracking_uri)
+    new = home.register(run_dir, "horizons")
+    compared = registry.judge_champion(run_dir, new, home.tracking_uri)
+    assert compared is not None
+    assert compared.champion is None
+    assert compared.note == "its horizon is 10, not 5"
+
+
+@pytest.mark.slow
+def test_an_alias_moves_and_no_version_has_two(home: Home, model: registry.RegisteredModel) -> None:
+    client = open_client(home.tracking_uri)
+    for decision, expected in (
+        (registry.choose_alias(PASSED, None), ["champion"]),
+        (registry.choose_alias(REFUSED, None), ["challenger"]),
+        (registry.choose_alias(PASSED, None), ["champion"]),
+    ):
+        registry.promote(model, decision, home.tracking_uri)
+        assert client.get_model_version(model.name, model.version).aliases == expected
