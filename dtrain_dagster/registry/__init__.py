@@ -25,12 +25,10 @@ from dtrain_dagster.registry.server import (
 from dtrain_dagster.registry.staging import StagingError
 from dtrain_dagster.registry.versions import RegisteredModel, RegistryError, find_version, register_model
 from trainer.gate import Gate
-from trainer.gate import Gate
 
 __all__ = [
     "Comparison",
     "Decision",
-    "Gate",
     "Gate",
     "Provenance",
     "RegisteredModel",
