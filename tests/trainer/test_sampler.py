@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.config import ConfigError
+from trainer.sampler import Sampler, micro_batch_seed, permute, steps_per_epoch
+
+
+def sampler(samples: int, batch: int, micro: int, rank: int = 0, world: int = 1, seed: int = 0) -> Sampler:
+    return Sampler(
+        samples=samples, global_batch_size=batch * micro, micro_batches=micro, seed=seed, rank=rank, world_size=world
+    )
+
+
+def dealt(samples: int, batch: int, micro: int, world: int, epoch: int = 0) -> list[dict[int, list[int]]]:
+    """For every step of an epoch: micro-batch number -> positions, over all ranks."""
+    ranks = [sampler(samples, batch, micro, rank, world) for rank in range(world)]
+    steps = []
+    for step in range(ranks[0].steps_per_epoch):
+        found: dict[int, list[int]] = {}
+        for rank in ranks:
+            count, mine = rank.step(epoch, step)
+            assert mine, "a rank without work would leave its peers waiting"
+            for part in mine:
+                assert part.number not in found
+                found[part.number] = part.positions.tolist()
+        assert count == sum(map(len, found.values()))
+        assert all(found.values()), "an empty micro-batch has no mean"
+        steps.append(found)
+    return steps
+
+
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**40), epoch=st.integers(0, 50))
+@settings(max_examples=100, deadline=None)
+def test_the_order_of_an_epoch_is_a_permutation(size: int, seed: int, epoch: int) -> None:
+    order = permute(np.arange(size), size, seed, epoch)
+    assert np.array_equal(np.sort(order), np.arange(size))
+    one = size // 2
+    assert permute(np.array([one]), size, seed, epoch) == order[one], "a position does not depend on its neighbours"
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[int, int, int]:
+    micro = draw(st.integers(1, 8))
+    return draw(st.integers(micro, 600)), draw(st.integers(1, 40)), micro
+
+
+@given(plan=plans(), epoch=st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_every_sample_counts_once_per_epoch_and_the_world_size_does_not_matter(
+    plan: tuple[int, int, int], epoch: int
+) -> None:
+    samples, batch, micro = plan
+    alone = dealt(samples, batch, micro, 1, epoch)
+    assert sorted(p for step in alone for part in step.values() for p in part) == list(range(samples))
+    for world in range(2, micro + 1):
+        assert dealt(samples, batch, micro, world, epoch) == alone
+
+
+@given(plan=plans())
+@settings(max_examples=100, deadline=None)
+def test_only_the_last_step_differs_from_the_global_batch(plan: tuple[int, int, int]) -> None:
+    samples, batch, micro = plan
+    one = sampler(samples, batch, micro)
+    counts = [last - first for first, last in map(one.batch_range, range(one.steps_per_epoch))]
+    assert set(counts[:-1]) <= {batch * micro}
+    assert micro <= counts[-1] < batch * micro + micro
+
+
+def test_a_remainder_too_small_for_all_micro_batches_joins_the_last_batch() -> None:
+    assert steps_per_epoch(24, 12, 3) == 2
+    assert steps_per_epoch(26, 12, 3) == 2, "2 samples cannot feed 3 micro-batches"
+    assert steps_per_epoch(27, 12, 3) == 3
+    assert steps_per_epoch(5, 12, 3) == 1
+    assert sampler(26, 4, 3).batch_range(1) == (12, 26)
+
+
+def test_epochs_and_seeds_give_other_orders() -> None:
+    orders = {
+        tuple(permute(np.arange(500), 500, seed, epoch).tolist()) for seed, epoch in [(0, 0), (0, 1), (1, 0), (1, 1)]
+    }
+    assert len(orders) == 4
+    fixed = np.mean(permute(np.arange(5000), 5000, 0, 0) == np.arange(5000))
+    assert fixed < 0.01
+
+
+def test_neighbours_are_spread_over_the_whole_split() -> None:
+    order = permute(np.arange(100_000), 100_000, 3, 0)
+    assert abs(np.corrcoef(np.arange(100_000), order)[0, 1]) < 0.02
+    assert 45_000 < order[:1000].mean() < 55_000
+
+
+def test_dropout_seeds_are_the_micro_batchs_own() -> None:
+    seeds = {micro_batch_seed(seed, step, number) for seed in range(3) for step in range(50) for number in range(6)}
+    assert len(seeds) == 900
+
+
+def test_too_few_samples_are_refused_with_a_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"5 training samples cannot feed 6 micro-batches.*fewer ranks.*more data"):
+        sampler(5, 4, 6)
+
+
+def test_a_rank_too_many_is_refused_with_a_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"4 ranks share 3 micro-batches.*gradient_accumulation_steps or start fewer"):
+        sampler(100, 4, 3, rank=0, world=4)
