@@ -13,6 +13,8 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 TORCH_INDEX ?=
 SELECT ?= *
 PORT ?= 3000
+# Dagster's console without its debug events.
+QUIET := {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
 
 .PHONY: help setup run ui test test-fast lint format train tensorboard mlflow clean
 
@@ -34,7 +36,7 @@ $(DAGSTER_HOME)/dagster.yaml: dagster.yaml
 	@cp $< $@
 
 run: setup  ## materialize the whole graph: prices to registered model (SELECT=… for a part)
-	@dagster asset materialize -m dtrain_dagster.definitions --select '$(SELECT)'
+	@PYTHONWARNINGS=ignore dagster asset materialize -m dtrain_dagster.definitions --select '$(SELECT)' --config-json '$(QUIET)'
 	@dtrain summary
 	@echo "look at it: make ui"
 

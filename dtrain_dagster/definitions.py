@@ -1,7 +1,5 @@
 """What there is: assets, checks, jobs, schedules, sensors, resources. No I/O and no heavy import happens here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import dagster as dg
@@ -13,6 +11,7 @@ from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
 from dtrain_dagster.sensors.new_data import build_new_data_sensor
 from dtrain_dagster.settings import Settings, load_settings
 
+RETRAINING = "retraining"
 ASSETS = [
     dataset.stock_prices,
     dataset.sharded_dataset,
@@ -31,7 +30,7 @@ def build_defs(
     """The code location. Raises `dtrain_dagster.settings.SettingsError` for an environment that cannot be used."""
     settings = settings or load_settings()
     retraining = dg.define_asset_job(
-        "retraining",
+        RETRAINING,
         selection=dg.AssetSelection.all(),
         description="The whole graph: prices, shards, plan, training, registration, reports.",
     )
@@ -40,38 +39,27 @@ def build_defs(
         asset_checks=[dataset.canaries],
         resources={**build_resources(settings), **(resource_overrides or {})},
         jobs=[retraining],
-        schedules=[weekly_retraining(settings, retraining)],
+        schedules=[weekly_retraining(settings)],
         sensors=[
             build_idle_cluster_sensor(settings),
             build_cost_overrun_sensor(settings),
-            build_new_data_sensor(settings, retraining),
+            build_new_data_sensor(settings, RETRAINING),
         ],
         # One process per run: a process per step would pay the imports of torch, mlflow and pandas seven times over.
         # The training itself runs in processes of its own, under a supervisor that outlives this one.
         executor=dg.in_process_executor,
-        loggers={"console": console_logger},
     )
 
 
-def weekly_retraining(settings: Settings, job: dg.UnresolvedAssetJobDefinition) -> dg.ScheduleDefinition:
+def weekly_retraining(settings: Settings) -> dg.ScheduleDefinition:
     """Stopped until a person starts it: it spends money."""
     return dg.ScheduleDefinition(
         name="weekly_retraining",
-        job=job,
+        job_name=RETRAINING,
         cron_schedule=settings.retrain_cron,
         execution_timezone=settings.retrain_timezone,
         default_status=dg.DefaultScheduleStatus.STOPPED,
         description="Retrains on the latest prices once a week. DTRAIN_RETRAIN_CRON says when.",
-    )
-
-
-@dg.logger(
-    {"log_level": dg.Field(str, is_required=False, default_value="INFO")},
-    description="Console output without Dagster's own debug events.",
-)
-def console_logger(context: dg.InitLoggerContext) -> object:
-    return dg.colored_console_logger.logger_fn(
-        dg.build_init_logger_context(logger_config={"log_level": context.logger_config["log_level"], "name": "dtrain"})
     )
 
 

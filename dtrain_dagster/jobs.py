@@ -161,7 +161,7 @@ def advance(progress: Progress, events: Sequence[dict[str, Any]]) -> Progress:
     """Progress after these events. Pure."""
     for item in events:
         if item["kind"] == "phase":
-            progress = replace(progress, phase=item["name"]) if item["rank"] == 0 else progress
+            progress = _after_phase(progress, item)
         elif item["kind"] == "step":
             progress = replace(
                 progress,
@@ -175,6 +175,14 @@ def advance(progress: Progress, events: Sequence[dict[str, Any]]) -> Progress:
         elif item["kind"] == "evaluation" and item["split"] == "valid":
             progress = replace(progress, valid_loss=item["loss"])
     return progress
+
+
+def _after_phase(progress: Progress, item: dict[str, Any]) -> Progress:
+    """A phase event says what has just been *done*; what that means for a person who waits."""
+    doing = {"data": "loading the model", "startup": "starting", "finalise": "judged and written"}
+    if item["rank"] != 0 or item["name"] not in doing or (progress.step and item["name"] != "finalise"):
+        return progress
+    return replace(progress, phase=doing[item["name"]])
 
 
 def follow_job(

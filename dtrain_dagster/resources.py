@@ -22,6 +22,7 @@ class ProjectResource(dg.ConfigurableResource):
     tracking_uri: str
     experiment: str
     model_name: str
+    dagster_url: str
 
     @property
     def storage_uri(self) -> str:
@@ -32,10 +33,19 @@ class ProjectResource(dg.ConfigurableResource):
     def jobs_uri(self) -> str:
         return f"{self.storage_uri}/jobs"
 
+    @property
+    def cache_dir(self) -> str:
+        """Node-local cache of shards."""
+        return f"{self.home}/cache"
+
+    def run_url(self, run_id: str) -> str:
+        """A Dagster run in the UI."""
+        return f"{self.dagster_url}/runs/{run_id}"
+
     def trainer_env(self) -> dict[str, str]:
         """What the trainer's processes get: the shard cache, and the folder that holds a user's own modules."""
         paths = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        return {"DTRAIN_CACHE": f"{self.home}/cache", "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+        return {"DTRAIN_CACHE": self.cache_dir, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 class GPUClusterResource(dg.ConfigurableResource):
@@ -74,6 +84,7 @@ def build_resources(settings: Settings) -> dict[str, dg.ConfigurableResource]:
             tracking_uri=settings.tracking_uri,
             experiment=settings.experiment,
             model_name=settings.model_name,
+            dagster_url=settings.dagster_url.rstrip("/"),
         ),
         "cluster": GPUClusterResource(
             kind=settings.cluster,

@@ -43,6 +43,7 @@ class Settings(BaseSettings):
     mlflow_tracking_uri: str | None = Field(default=None, description="MLflow server; unset: SQLite under the home")
     experiment: str = Field(default="dtrain", min_length=1, description="MLflow experiment")
     model_name: str = Field(default="stock-return-distribution", min_length=1, description="Registered model's name")
+    dagster_url: str = Field(default="http://127.0.0.1:3000", description="Dagster's UI, for links back from a model")
 
     retrain_cron: str = Field(
         default="0 6 * * 6", description="When the weekly retraining runs, once it is switched on"

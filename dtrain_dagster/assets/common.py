@@ -1,4 +1,8 @@
-"""What all assets share: owners, code version, and how figures are written for people."""
+"""What all assets share: owners, code version, and how figures are written for people.
+
+Assets that pass a value on have no return annotation: Dagster takes a bare ``MaterializeResult`` for one without a
+value, and a parametrised one does not go together with check specs.
+"""
 
 from __future__ import annotations
 

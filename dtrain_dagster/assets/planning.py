@@ -1,7 +1,5 @@
 """Planning: what a training will cost, known before anything is bought (R5.1)."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, fields
 from typing import Any
@@ -13,7 +11,7 @@ from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, duration
 from dtrain_dagster.costs.estimate import Estimate, estimate_cost, estimate_seconds, work_of
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.data.sharding import DatasetRef as BuiltDataset
+from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs import fingerprint
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from trainer.config import DistributedTrainingConfig, JobConfig, parse_job
@@ -64,7 +62,7 @@ def cost_estimate(
     cluster: GPUClusterResource,
     project: ProjectResource,
     sharded_dataset: BuiltDataset,
-) -> dg.MaterializeResult[TrainingPlan]:
+):  # no annotation, see assets.common
     price = price_of(cluster.gpu_type)  # an SKU without a price is refused before anything runs
     usd_per_hour = price.usd_per_hour(cluster.price_tier)
     sections = {

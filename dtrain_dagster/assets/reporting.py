@@ -1,7 +1,5 @@
 """Reporting: what each dollar was spent on, and how fast the nodes were."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 
@@ -36,7 +34,7 @@ PERFORMANCE_REPORT = "reports/performance_report.json"
 )
 def cost_breakdown(
     cluster: GPUClusterResource, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob
-) -> dg.MaterializeResult[None]:
+) -> dg.MaterializeResult:
     plan, job = cost_estimate, trained_checkpoint
     rundir = RunDir(job.run_dir)
     tracker = CostTracker(job.cluster_name, cluster.manager().node_usage(job.job_id), plan.tier)
@@ -107,7 +105,7 @@ def cost_breakdown(
 )
 def performance_report(
     cluster: GPUClusterResource, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob
-) -> dg.MaterializeResult[None]:
+) -> dg.MaterializeResult:
     job = trained_checkpoint
     rundir = RunDir(job.run_dir)
     result, evaluation = rundir.read_json(RESULT), rundir.read_json(EVALUATION)

@@ -1,7 +1,5 @@
 """A running job that costs more than was estimated is noticed while it runs, not on the bill (R5.4, C3)."""
 
-from __future__ import annotations
-
 import json
 
 import dagster as dg
@@ -20,7 +18,7 @@ def build_cost_overrun_sensor(settings: Settings) -> dg.SensorDefinition:
         name="cost_overrun",
         minimum_interval_seconds=30,
         default_status=dg.DefaultSensorStatus.RUNNING,
-        description=f"Fails a check when a job costs {settings.overrun_fraction:.0%} more than estimated; once per job.",
+        description=f"Fails a check, once per job, at {settings.overrun_fraction:.0%} above the estimated cost.",
     )
     def cost_overrun(
         context: dg.SensorEvaluationContext, cluster: GPUClusterResource, project: ProjectResource
@@ -40,7 +38,9 @@ def build_cost_overrun_sensor(settings: Settings) -> dg.SensorDefinition:
                 continue
             alerted.append(job_id)
             spent = dollars(tracker.total_usd)
-            context.log.warning(f"{job_id}: {spent}, {decision.fraction:.0%} above the estimate of {dollars(estimated)}")
+            context.log.warning(
+                f"{job_id}: {spent}, {decision.fraction:.0%} above the estimate of {dollars(estimated)}"
+            )
             evaluations.append(
                 dg.AssetCheckEvaluation(
                     asset_key=dg.AssetKey("trained_checkpoint"),

@@ -1,7 +1,5 @@
 """A cluster that stands idle costs money: say so, and give it back (R1.2, C3)."""
 
-from __future__ import annotations
-
 import time
 
 import dagster as dg
@@ -18,7 +16,7 @@ def build_idle_cluster_sensor(settings: Settings) -> dg.SensorDefinition:
         name="idle_cluster",
         minimum_interval_seconds=60,
         default_status=dg.DefaultSensorStatus.RUNNING,
-        description=f"Records what the cluster does; gives it back after {settings.idle_minutes:g} minutes without work.",
+        description=f"Records what the cluster does; gives it back after {settings.idle_minutes:g} idle minutes.",
     )
     def idle_cluster(context: dg.SensorEvaluationContext, cluster: GPUClusterResource) -> dg.SensorResult:
         manager, now = cluster.manager(), time.time()

@@ -1,16 +1,14 @@
 """When the price file that the project trains on changes, train again (C5)."""
 
-from __future__ import annotations
-
 import dagster as dg
 
 from dtrain_dagster.settings import Settings
 
 
-def build_new_data_sensor(settings: Settings, job: dg.UnresolvedAssetJobDefinition) -> dg.SensorDefinition:
+def build_new_data_sensor(settings: Settings, job_name: str) -> dg.SensorDefinition:
     @dg.sensor(
         name="new_data",
-        job=job,
+        job_name=job_name,
         minimum_interval_seconds=300,
         default_status=dg.DefaultSensorStatus.STOPPED,  # retraining spends money: a person switches it on
         description="Retrains when the file of DTRAIN_PRICES has changed. Bundled prices never do.",

@@ -61,7 +61,7 @@ def test_the_fingerprint_changes_with_what_is_trained_and_with_nothing_else(tmp_
 def test_progress_follows_the_events():
     step = {"epoch": 1, "loss": -1.5, "samples_per_second": 10.0, "eta_seconds": 5.0}
     progress = advance(Progress(), [event("phase", 0, 1, name="data"), event("phase", 1, 1, name="other")])
-    assert (progress.phase, progress.step) == ("data", 0)
+    assert (progress.phase, progress.step) == ("loading the model", 0)
     progress = advance(progress, [event("step", 0, 1, step=20, **step)])
     assert (progress.phase, progress.step, progress.loss) == ("training", 20, -1.5)
     progress = advance(progress, [event("evaluation", 0, 1, step=20, split="valid", loss=-1.6)])

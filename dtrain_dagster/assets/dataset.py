@@ -1,0 +1,181 @@
+"""Data: prices that were checked, and the shards that every node reads."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+import dagster as dg
+
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS
+from dtrain_dagster.data.preview import dataset_picture, preview_rows
+from dtrain_dagster.data.prices import PricesRef, write_prices
+from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset
+from dtrain_dagster.data.sources import price_source
+from dtrain_dagster.data.validation import CHECKS, CheckResult, validate_prices
+from dtrain_dagster.jobs import code_version
+from dtrain_dagster.monitoring.charts import markdown_image
+from dtrain_dagster.resources import ProjectResource
+from dtrain_dagster.settings import load_settings
+from trainer.storage import Storage
+
+CANARY_SECONDS = 300
+
+
+class PricesConfig(dg.Config):
+    """Which prices."""
+
+    source: str | None = None
+    """sp500_panel, us_ohlcv, yfinance:AAPL,MSFT, or the address of a file; unset: DTRAIN_PRICES."""
+
+
+class DatasetConfig(dg.Config):
+    """What a sample is, and which days train."""
+
+    window: int = DatasetParams().window
+    """Days that a sample looks back on."""
+    horizon: int = DatasetParams().horizon
+    """Days ahead that its target looks."""
+    train_last: str | None = None
+    """Last day of training labels; unset: 2009-12-31 for the panel, else after 70 % of the days."""
+    valid_last: str | None = None
+    """Last day of validation labels; unset: 2013-12-31 for the panel, else after 85 % of the days."""
+    shards: int = DatasetParams().shards
+
+
+@dg.asset(
+    group_name="data",
+    kinds={"parquet", "duckdb"},
+    owners=OWNERS,
+    code_version=CODE_VERSION,
+    description="Daily prices in one shape, from the bundled panel, a file of yours or a download; checked.",
+    check_specs=[
+        dg.AssetCheckSpec(name, asset="stock_prices", description=description, blocking=severity == "error")
+        for name, (severity, description) in CHECKS.items()
+    ],
+)
+def stock_prices(
+    context: dg.AssetExecutionContext, config: PricesConfig, project: ProjectResource
+):  # no annotation, see assets.common
+    settings = load_settings()
+    ref = write_prices(price_source(config.source or settings.prices), project.storage_uri)
+    context.log.info(f"{ref.rows:,} rows of {ref.tickers} tickers, {ref.first_date} to {ref.last_date}")
+    validation = validate_prices(ref, settings.calendar)
+    source = ref.manifest()["source"]
+    masks = [dg.TableRecord(asdict(mask)) for mask in validation.masks]
+    metadata: dict[str, Any] = {
+        "dagster/row_count": ref.rows,
+        "tickers": ref.tickers,
+        "first_date": ref.first_date,
+        "last_date": ref.last_date,
+        "title": source["title"],
+        "licence": source["licence"],
+        "notes": source["notes"],
+        "sha256": source["sha256"],
+        "path": dg.MetadataValue.path(str(ref.path)),
+    }
+    if masks:
+        columns = [dg.TableColumn(name, "string") for name in ("ticker", "first", "last", "reason")]
+        metadata["masked"] = dg.TableMetadataValue(masks, dg.TableSchema(columns))
+    return dg.MaterializeResult(
+        value=ref,
+        data_version=dg.DataVersion(ref.prices_id),
+        metadata=metadata,
+        check_results=[_asset_check(check) for check in validation.checks],
+    )
+
+
+def _asset_check(check: CheckResult) -> dg.AssetCheckResult:
+    severity = dg.AssetCheckSeverity.ERROR if check.severity == "error" else dg.AssetCheckSeverity.WARN
+    metadata = {"found": check.metadata["found"], "examples": check.metadata["examples"]}
+    return dg.AssetCheckResult(check_name=check.name, passed=check.passed, severity=severity, metadata=metadata)
+
+
+@dg.asset(
+    group_name="data",
+    kinds={"parquet"},
+    owners=OWNERS,
+    code_version=CODE_VERSION,
+    description="Parquet shards of features and targets, and a manifest; named after their content, never built twice.",
+)
+def sharded_dataset(
+    context: dg.AssetExecutionContext, config: DatasetConfig, project: ProjectResource, stock_prices: PricesRef
+):  # no annotation, see assets.common
+    calendar = load_settings().calendar
+    params = DatasetParams(**config.model_dump())
+    validation = validate_prices(stock_prices, calendar)
+    built = build_dataset(stock_prices, validation, project.storage_uri, params, calendar)
+    context.log.info(
+        f"dataset {built.dataset_id}: {built.rows:,} rows, samples {built.samples}"
+        + ("" if built.built else "; it was there already, nothing to rebuild")
+    )
+    for ticker, reason in built.excluded.items():
+        context.log.warning(f"{ticker} is left out: {reason}")
+    manifest = built.manifest()
+    rows = [dg.TableRecord(row) for row in preview_rows(built.uri)]
+    return dg.MaterializeResult(
+        value=built,
+        data_version=dg.DataVersion(built.dataset_id),
+        metadata={
+            "dagster/row_count": built.rows,
+            "dagster/column_schema": dg.TableSchema(
+                [dg.TableColumn(c["name"], c["type"], f"{c['description']} ({c['role']})") for c in manifest["columns"]]
+            ),
+            "dataset_id": built.dataset_id,
+            **{f"{split}_samples": count for split, count in built.samples.items()},
+            "splits": dg.JsonMetadataValue(manifest["splits"]),
+            "shards": len(manifest["shards"]),
+            "bytes": sum(shard["bytes"] for shard in manifest["shards"]),
+            "excluded_tickers": dg.JsonMetadataValue(built.excluded),
+            "rebuilt": built.built,
+            "preview": dg.TableMetadataValue(rows, _text_schema(rows)),
+            "picture": dg.MarkdownMetadataValue(markdown_image(dataset_picture(built.uri), "Prices and splits")),
+            "path": dg.MetadataValue.path(built.uri),
+        },
+    )
+
+
+def _text_schema(rows: list[dg.TableRecord]) -> dg.TableSchema:
+    return dg.TableSchema([dg.TableColumn(name, "string") for name in (rows[0].data if rows else {})])
+
+
+@dg.multi_asset_check(
+    specs=[
+        dg.AssetCheckSpec(
+            "shuffled_labels_teach_nothing",
+            asset="sharded_dataset",
+            blocking=True,
+            description="A model trained on labels of other windows is no better than the unconditional distribution.",
+        ),
+        dg.AssetCheckSpec(
+            "planted_leak_is_caught",
+            asset="sharded_dataset",
+            blocking=True,
+            description="With the label among the features the leak alarm goes off; without it, it stays silent.",
+        ),
+    ],
+)
+def canaries(project: ProjectResource, sharded_dataset: BuiltDataset) -> Iterable[dg.AssetCheckResult]:
+    """Three short trainings (about 10 s); run once per dataset and version of the trainer."""
+    storage = Storage(sharded_dataset.uri)
+    name = f"canaries-{code_version()}.json"
+    if not storage.exists(name):
+        storage.write(name, _run_canaries(project, sharded_dataset.uri))
+    report = json.loads(storage.read(name))
+    figures = {f"{trial}_nll": result["nll"] for trial, result in report["trials"].items()}
+    for check, reasons in report["checks"].items():
+        metadata = {"reasons": reasons, "constant_nll": report["constant_nll"], **figures, "seconds": report["seconds"]}
+        yield dg.AssetCheckResult(check_name=check, asset_key="sharded_dataset", passed=not reasons, metadata=metadata)
+
+
+def _run_canaries(project: ProjectResource, uri: str) -> bytes:
+    """In a process of its own: torch stays out of this one."""
+    command = [sys.executable, "-m", "trainer.canary", "--dataset", uri]
+    environment = os.environ | project.trainer_env()
+    done = subprocess.run(command, capture_output=True, timeout=CANARY_SECONDS, env=environment, check=False)
+    if done.returncode != 0:
+        raise dg.Failure(f"the canaries could not be run: {done.stderr.decode(errors='replace')[-2000:]}")
+    return done.stdout.splitlines()[-1]

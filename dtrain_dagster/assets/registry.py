@@ -1,0 +1,112 @@
+"""Registration: the checkpoint becomes a version, proven by a real scoring server, promoted by a gate."""
+
+import dagster as dg
+
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars
+from dtrain_dagster.assets.training import FinishedJob
+from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.data.sharding import BuiltDataset
+from dtrain_dagster.jobs import REGISTRATION, code_version
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from trainer.rundir import EVALUATION, RESULT, RunDir
+
+
+@dg.asset(
+    group_name="registry",
+    kinds={"mlflow"},
+    owners=OWNERS,
+    code_version=CODE_VERSION,
+    description=(
+        "The model as a version in MLflow's registry, with its data, code, node-hours and dollars. Alias champion if "
+        "it passes the gate and beats the one before on the same windows, else challenger (R6.1 to R6.4)."
+    ),
+    check_specs=[
+        dg.AssetCheckSpec(
+            "promotion_gate",
+            asset="registered_model",
+            blocking=True,
+            description="Likelihood above EWMA's and HAR-X's, 90 % coverage within 87 to 93 %, no sign of leakage.",
+        ),
+        dg.AssetCheckSpec(
+            "serving_endpoint_answers",
+            asset="registered_model",
+            blocking=True,
+            description="A real MLflow scoring server answers real windows with the numbers of the trained weights.",
+        ),
+    ],
+)
+def registered_model(
+    context: dg.AssetExecutionContext,
+    cluster: GPUClusterResource,
+    project: ProjectResource,
+    sharded_dataset: BuiltDataset,
+    cost_estimate: TrainingPlan,
+    trained_checkpoint: FinishedJob,
+):  # no annotation, see assets.common
+    # Here, not above: these load MLflow.
+    from dtrain_dagster import registry
+
+    plan, job = cost_estimate, trained_checkpoint
+    rundir = RunDir(job.run_dir)
+    result, evaluation = rundir.read_json(RESULT), rundir.read_json(EVALUATION)
+    if result is None or evaluation is None:
+        raise dg.Failure(f"{rundir.uri} holds no finished job: materialize trained_checkpoint again")
+    tracker = CostTracker(job.cluster_name, cluster.manager().node_usage(job.job_id), plan.tier)
+    provenance = registry.Provenance(
+        nodes=job.node_count,
+        node_hours=tracker.node_hours,
+        cost_usd=f"{dollars(tracker.total_usd)} (stand-in price of {plan.sku}; nothing was billed)",
+        code_version=code_version(),
+        dagster_run_id=context.run.run_id,
+        dagster_run_url=project.run_url(context.run.run_id),
+    )
+    gate = registry.promotion_gate(evaluation)
+    card = registry.model_card(
+        project.model_name, rundir.read_job(), result, evaluation, sharded_dataset.manifest(), provenance, gate
+    )
+    model = registry.register_model(
+        job.run_dir,
+        project.tracking_uri,
+        project.model_name,
+        provenance.tags(),
+        card,
+        experiment=project.experiment,
+        cache_dir=project.cache_dir,
+    )
+    context.log.info(f"{model.name} version {model.version}; asking a scoring server for its numbers")
+    serving = registry.check_serving(job.run_dir, model.uri, project.tracking_uri, cache_dir=project.cache_dir)
+    # A model that cannot be served must not become champion, however good it is.
+    champion = registry.judge_champion(job.run_dir, model, project.tracking_uri, cache_dir=project.cache_dir)
+    verdict = gate if serving.passed else registry.Gate(False, (f"serving failed: {serving.message}",))
+    decision = registry.choose_alias(verdict, champion)
+    replaced = registry.promote(model, decision, project.tracking_uri)
+    context.log.info(f"{decision.alias}: {decision.reason}")
+    rundir.write_json(REGISTRATION, {"name": model.name, "version": model.version, "alias": decision.alias})
+    return dg.MaterializeResult(
+        value={"name": model.name, "version": model.version, "uri": model.uri},
+        data_version=dg.DataVersion(result["weights_sha256"]),
+        metadata={
+            "model": model.name,
+            "version": model.version,
+            "alias": decision.alias,
+            "reason": decision.reason,
+            "replaced_champion": replaced or "none",
+            "uri": model.uri,
+            "mlflow_run_id": model.run_id,
+            "model_card": dg.MarkdownMetadataValue(card),
+            "tags": dg.JsonMetadataValue(dict(model.tags)),
+        },
+        check_results=[
+            dg.AssetCheckResult(
+                check_name="promotion_gate",
+                passed=gate.passed,
+                metadata={"reasons": list(gate.reasons), "test_nll": evaluation["model"].get("nll") or "not judged"},
+            ),
+            dg.AssetCheckResult(
+                check_name="serving_endpoint_answers",
+                passed=serving.passed,
+                metadata=serving.figures(),
+            ),
+        ],
+    )

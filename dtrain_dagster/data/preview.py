@@ -1,0 +1,72 @@
+"""A look at a dataset: a few rows, and one picture."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+_MAX_LINES = 60
+"""With more tickers than this, an even selection is drawn."""
+_POINTS = 500
+
+
+def preview_rows(uri: str, count: int = 10) -> list[dict[str, Any]]:
+    """The first rows of the first shard, as text for a table."""
+    import pyarrow.parquet as pq
+
+    manifest = json.loads((Path(uri) / "manifest.json").read_text())
+    file = pq.ParquetFile(Path(uri) / manifest["shards"][0]["path"])
+    rows = next(file.iter_batches(batch_size=count)).to_pylist()
+    return [
+        {name: f"{value:.5g}" if isinstance(value, float) else str(value) for name, value in row.items()}
+        for row in rows
+    ]
+
+
+def dataset_picture(uri: str) -> bytes:
+    """SVG: prices of all tickers on one scale (log of price over its first), the splits shaded, masked days marked."""
+    import numpy as np
+    import pyarrow.parquet as pq
+    from matplotlib.figure import Figure
+
+    manifest = json.loads((Path(uri) / "manifest.json").read_text())
+    tickers = [ticker for shard in manifest["shards"] for ticker in shard["tickers"]]
+    shown = set(tickers[:: -(-len(tickers) // _MAX_LINES)])
+    figure = Figure(figsize=(9, 4), layout="constrained", facecolor="white")
+    axis = figure.subplots()
+    for colour, (split, bounds) in zip(("#ddf4ff", "#fff8c5", "#dafbe1"), manifest["splits"].items(), strict=True):
+        first, last = (np.datetime64(bounds[end]) for end in ("first", "last"))
+        count = manifest["samples"][split]
+        axis.axvspan(first, last, color=colour, linewidth=0, label=f"{split}: {count:,} windows")
+    for shard in manifest["shards"]:
+        file = pq.ParquetFile(Path(uri) / shard["path"])
+        for group, ticker in enumerate(shard["tickers"]):
+            if ticker not in shown:
+                continue
+            table = file.read_row_group(group, columns=["date", "adj_close"])
+            dates, prices = table["date"].to_numpy(), table["adj_close"].to_numpy()
+            thin = slice(None, None, max(1, len(dates) // _POINTS))
+            axis.plot(
+                dates[thin],
+                np.log(prices[thin] / prices[0]),
+                color="#57606a",
+                alpha=0.45,
+                linewidth=0.7,
+                rasterized=True,
+            )
+            axis.annotate(ticker, (dates[-1], np.log(prices[-1] / prices[0])), fontsize=5, color="#57606a", va="center")
+    for place, mask in enumerate(manifest["masks"]):
+        first, last = np.datetime64(mask["first"]), np.datetime64(mask["last"])
+        axis.axvspan(first, last, ymax=0.04, color="#cf222e", linewidth=0, label="masked days" if not place else None)
+    axis.set_title(f"{manifest['source']['title']}", fontsize=10, loc="left", fontweight="bold")
+    axis.set_ylabel("log(price / first price)", fontsize=9)
+    axis.set_xlabel("day", fontsize=9)
+    axis.tick_params(labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.margins(x=0.01)
+    figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=4)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", dpi=110, metadata={"Date": None})
+    return buffer.getvalue()
