@@ -180,6 +180,8 @@ model = mlflow.pyfunc.load_model("models:/{model_name}@champion")
 forecast = model.predict(windows)  # pandas.DataFrame
 ```
 
+Until a version is champion, name one by its number, `models:/{model_name}/1`.
+
 ```sh
 export MLFLOW_TRACKING_URI=…
 mlflow models serve -m models:/{model_name}@champion --env-manager local --host 127.0.0.1 --port 5001

@@ -229,6 +229,7 @@ def _environment(tracking_uri: str, registry_uri: str | None) -> dict[str, str]:
         **inherited,
         "MLFLOW_TRACKING_URI": tracking_uri,
         "MLFLOW_REGISTRY_URI": registry_uri or tracking_uri,
+        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",  # would push the error out of the log's tail
         # `mlflow models serve` starts uvicorn by its bare name.
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
     }
