@@ -43,9 +43,10 @@ def free_port() -> int:
 def small_prices(folder: Path) -> Path:
     """A CSV of one's own: four tickers and six years of the bundled panel, wide."""
     import pandas as pd
-    from dtrain_dagster.data.sources import SkfolioPanel
 
-    panel = pd.read_csv(SkfolioPanel().path, parse_dates=["Date"])
+    from dtrain_dagster.data.sources import price_source
+
+    panel = pd.read_csv(price_source("sp500_panel").local_file(folder), parse_dates=["Date"])
     part = panel.loc[panel["Date"].between("2012-01-01", "2017-12-31"), ["Date", "JNJ", "KO", "PG", "XOM"]]
     path = folder / "my_prices.csv"
     part.to_csv(path, index=False)

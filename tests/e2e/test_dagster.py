@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import psutil
 import pytest
 
@@ -21,13 +23,14 @@ def workers(dagster: Dagster, prefix: str = "train-") -> list[psutil.Process]:
     return [p for p in dagster.project.processes() if any(prefix in part for part in p.info["cmdline"])]
 
 
-def run_worker(run_id: str) -> psutil.Process | None:
-    """The process that executes the run: the one that names it on its command line."""
-    for process in psutil.process_iter(["cmdline"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if run_id in line and "execute_run" in line:
-            return process
-    return None
+def run_worker(dagster: Dagster, run_id: str) -> psutil.Process:
+    """The process that executes the run, as its log names it."""
+    text = (
+        "query($id: ID!) { logsForRun(runId: $id) { ... on EventConnection { events { "
+        "... on MessageEvent { message } } } } }"
+    )
+    messages = str(dagster.query(text, id=run_id))
+    return psutil.Process(int(re.findall(r"Executing steps in process \(pid: (\d+)\)", messages)[-1]))
 
 
 def test_a_run_is_watched_live_terminated_and_found_again(dagster: Dagster):
@@ -46,8 +49,7 @@ def test_a_run_is_watched_live_terminated_and_found_again(dagster: Dagster):
     # … loses its orchestrator to kill -9, and goes on …
     first_jobs = jobs_started(dagster)
     assert len(first_jobs) == 1
-    worker = wait_for(lambda: run_worker(run_id), 10, "the run's worker")
-    worker.kill()
+    run_worker(dagster, run_id).kill()
     wait_for(lambda: dagster.status(run_id) == "FAILURE", 90, "the run to be marked as failed")
     assert workers(dagster), "the job died with its orchestrator"
     assert not dagster.materializations("trained_checkpoint")
