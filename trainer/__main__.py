@@ -39,13 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="check the configuration and print it")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
-    folder, _, name = options.config.rpartition("/")
+    folder, slash, name = options.config.rpartition("/")
     try:
-        job = parse_job(Storage(folder or ".").read(name).decode(), options.overrides, source=options.config)
+        text = Storage(folder or slash or ".").read(name).decode()
+        job = parse_job(text, options.overrides, source=options.config)
     except FileNotFoundError:
         return _refuse(f"--config {options.config}: there is no such file")
     except ConfigError as error:
         return _refuse(str(error))
+    except (OSError, UnicodeDecodeError) as error:
+        return _refuse(f"--config {options.config} cannot be read: {error}")
     if options.dry_run:
         print(job.to_json())  # noqa: T201 - what was asked for
         return 0

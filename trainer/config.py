@@ -6,12 +6,14 @@ process stands in the world (rank, world size, address) comes from the environme
 
 from __future__ import annotations
 
+import difflib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+from pydantic_core import ErrorDetails
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -95,6 +97,9 @@ class DistributedTrainingConfig:
     """How long a collective may wait for a peer (D3)."""
     monitor_interval_seconds: float = Field(default=2.0, gt=0)
     """Between two samples of a node's utilisation."""
+    profile_steps: int | None = Field(default=None, ge=1)
+    """Trace this many of the first optimizer steps of every start, to ``<run_dir>/profile/trace-rank-<rank>.json``
+    (Chrome's trace format); None does not trace (T5)."""
 
     @property
     def micro_batches(self) -> int:
@@ -168,7 +173,7 @@ def parse_job(text: str, overrides: list[str] | None = None, source: str = "job.
         except json.JSONDecodeError:
             node[last] = raw
     try:
-        return _JOB.validate_python(data)
+        return _JOB.validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         raise ConfigError(describe_errors(error, source)) from None
 
@@ -179,5 +184,15 @@ def describe_errors(error: ValidationError, source: str) -> str:
     for item in error.errors(include_url=False):
         where = ".".join(str(part) for part in item["loc"]) or "(top level)"
         value = "" if item["type"] == "missing" else f" = {item['input']!r}"
-        lines.append(f"{source}: {where}{value}: {item['msg']}")
+        lines.append(f"{source}: {where}{value}: {item['msg']}{_meant(item)}")
     return "\n".join(lines)
+
+
+def _meant(item: ErrorDetails) -> str:
+    """For an unknown field, the known one that looks like it."""
+    if item["type"] != "unexpected_keyword_argument":
+        return ""
+    sections = (JobConfig, DatasetRef, FactoryConfig, DistributedTrainingConfig, TrackingConfig)
+    known = [field.name for section in sections for field in fields(section)]
+    close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+    return f" (there is no such field{f'; did you mean {close[0]}?' if close else ''})"

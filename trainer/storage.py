@@ -14,20 +14,26 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from trainer.config import ConfigError
+
 
 class Storage:
-    """A folder, addressed by relative POSIX paths (``checkpoints/LATEST.json``)."""
+    """A folder, addressed by relative POSIX paths (``checkpoints/LATEST.json``). `ConfigError` for an address that no
+    installed file system knows."""
 
     def __init__(self, uri: str | os.PathLike[str]) -> None:
-        self.uri = str(uri).rstrip("/")
+        self.uri = str(uri).rstrip("/") or "/"
         self.fs: Any
-        self.fs, root = fsspec.url_to_fs(self.uri)
+        try:
+            self.fs, root = fsspec.url_to_fs(self.uri)
+        except (ValueError, ImportError) as error:  # an unknown protocol, or one whose package is not installed
+            raise ConfigError(f"{self.uri!r} is neither a folder nor an address that can be opened: {error}") from error
         self.root: str = str(root).rstrip("/")
         self.is_local = isinstance(self.fs, LocalFileSystem)
 
     def path(self, name: str = "") -> str:
         """The address of ``name`` as the file system knows it (without the protocol)."""
-        return f"{self.root}/{name}" if name else self.root
+        return f"{self.root}/{name}" if name else self.root or "/"
 
     def local_path(self, name: str = "") -> Path:
         """The path of ``name`` on this machine. ValueError for a remote folder."""

@@ -22,8 +22,13 @@ _NAMES = {
     "world_size": ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"),
     "local_rank": ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
     "local_world_size": ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    "node_rank": ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID", "OMPI_COMM_WORLD_NODE_RANK"),
+    # (Open MPI says nothing about the node: its …_NODE_RANK is a rank within one.)
+    "node_rank": ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID"),
 }
+
+
+class PeersMissingError(RuntimeError):
+    """Not all ranks of the world came in time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,13 +63,18 @@ def rank_facts(environment: Mapping[str, str], config: DistributedTrainingConfig
     rank, world_size = found.get("rank", 0), found.get("world_size", 1)
     if not 0 <= rank < world_size:
         raise ConfigError(f"RANK={rank} is outside a world of WORLD_SIZE={world_size} (ranks count from 0)")
-    port = environment.get("MASTER_PORT", config.master_port)
+    port = _port(environment.get("MASTER_PORT"), config)
     address = environment.get("MASTER_ADDR", config.master_addr)
     if world_size > 1 and port is None:
         raise ConfigError(
             "WORLD_SIZE is above 1 and MASTER_PORT is not set: start with torchrun, or set it on all ranks"
         )
     local_world_size = found.get("local_world_size", 1)
+    if not 1 <= local_world_size <= world_size:
+        raise ConfigError(
+            f"LOCAL_WORLD_SIZE={local_world_size} does not fit a world of WORLD_SIZE={world_size}: "
+            "it is the number of ranks on this node"
+        )
     return RankFacts(
         rank=rank,
         world_size=world_size,
@@ -72,8 +82,16 @@ def rank_facts(environment: Mapping[str, str], config: DistributedTrainingConfig
         local_world_size=local_world_size,
         node_rank=found.get("node_rank", rank // local_world_size),
         master_addr=address,
-        master_port=int(port) if port is not None else None,
+        master_port=port,
     )
+
+
+def _port(given: str | None, config: DistributedTrainingConfig) -> int | None:
+    if given is None:
+        return config.master_port
+    if not given.isdecimal() or not 1 <= int(given) <= 65535:
+        raise ConfigError(f"MASTER_PORT={given!r} in the environment is not a port (1 to 65535)")
+    return int(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +172,8 @@ def choose_device(facts: RankFacts, backend: str) -> tuple[torch.device, str]:
 def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | None = None) -> World:
     """Choose the device and, with peers, bring up the process group; blocks until all are there or the timeout is over.
 
-    Raises `ConfigError` for an environment that cannot be used and for a port that is taken.
+    Raises `ConfigError` for an environment that cannot be used and for a port that is taken, `PeersMissingError` when
+    the timeout is over.
     """
     environment = os.environ if environment is None else environment
     facts = rank_facts(environment, config)
@@ -164,11 +183,21 @@ def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | Non
         if _is_loopback(facts.master_addr):
             # Peers on this machine only: nothing may listen on another interface.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            dist.init_process_group(backend, timeout=timeout)  # torchrun's agent already holds the store
-        else:
-            store = _store(facts, timeout)
-            dist.init_process_group(backend, store=store, rank=facts.rank, world_size=facts.world_size, timeout=timeout)
+        try:
+            if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                dist.init_process_group(backend, timeout=timeout)  # torchrun's agent already holds the store
+            else:
+                store = _store(facts, timeout)
+                dist.init_process_group(
+                    backend, store=store, rank=facts.rank, world_size=facts.world_size, timeout=timeout
+                )
+        except (dist.DistStoreError, dist.DistNetworkError) as error:
+            raise PeersMissingError(
+                f"rank {facts.rank} waited {config.collective_timeout_seconds:g} s at MASTER_ADDR={facts.master_addr}, "
+                f"MASTER_PORT={facts.master_port} and not all of its {facts.world_size - 1} peers came: look into "
+                "their logs, start all ranks with the same address and port, or raise "
+                f"training.collective_timeout_seconds ({error})"
+            ) from error
     return World(facts, device, backend)
 
 
@@ -205,7 +234,7 @@ def _listen(address: str, port: int) -> int:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise _port_taken(port) from error
-        raise
+        raise ConfigError(f"rank 0 cannot listen on MASTER_ADDR={address}, MASTER_PORT={port}: {error}") from error
     listener.listen(128)
     return listener.detach()
 

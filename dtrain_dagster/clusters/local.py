@@ -129,7 +129,7 @@ class LocalClusterManager(GPUClusterManager):
                 "processes_per_node": spec.processes_per_node,
                 "env": dict(spec.env),
                 "master_port": spec.master_port,
-                "generation": max((node.generation for node in rundir.nodes()), default=0) + 1,
+                "generation": max([rundir.last_generation(), *(node.generation for node in rundir.nodes())]) + 1,
                 "sku": self.gpu_type,
             }
             rundir.storage.delete(STATUS)  # from here on, only the new supervisor says how the job stands

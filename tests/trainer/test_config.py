@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trainer.config import ConfigError, JobConfig, parse_job
+
+LEAST = {"job_id": "job-1", "run_dir": "/runs/1", "dataset": {"uri": "/data/1"}}
+
+
+def parse(*overrides: str, **changes: object) -> JobConfig:
+    return parse_job(json.dumps({**LEAST, **changes}), list(overrides))
+
+
+def test_a_job_needs_an_id_a_folder_and_a_dataset_and_no_more() -> None:
+    job = parse()
+    assert (job.model.factory, job.loss.factory, job.training.epochs) == ("tcn", "student_t", 6)
+    assert job.training.global_batch_size == 128 * 2 * 3
+
+
+def test_what_is_written_reads_the_same() -> None:
+    job = parse("training.epochs=2", 'model={"factory": "lstm", "args": {"hidden": 8}}', "tracking.tags.team=quant")
+    assert parse_job(job.to_json()) == job
+
+
+def test_overrides_are_json_or_plain_text_and_reach_any_depth() -> None:
+    job = parse("training.clip_norm=null", "training.precision=bf16", "loss.factory=mse", "training.learning_rate=1e-4")
+    assert (job.training.clip_norm, job.training.precision) == (None, "bf16")
+    assert (job.loss.factory, job.training.learning_rate) == ("mse", 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.epochs=0", "training.epochs = 0: .*greater than or equal to 1"),
+        ("training.epochs=true", "training.epochs = True: .*valid integer"),
+        ('training.epochs="3"', "training.epochs = '3': .*valid integer"),
+        ("training.learning_rate=NaN", "training.learning_rate = nan: .*finite"),
+        ("training.precision=fp8", "training.precision = 'fp8': .*'fp32', 'bf16' or 'fp16'"),
+        ("training.epoch=3", "training.epoch = 3: .*did you mean epochs"),
+        ("training.master_port=70000", "training.master_port = 70000: .*65535"),
+        ("job_id=../elsewhere", "job_id = '../elsewhere': .*pattern"),
+        ("training=3", "training = 3: .*object"),
+        ("epochs", "dotted.key=value, such as training.epochs=3"),
+        ("job_id.part=1", "'job_id' is not a section of job.json"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(override)
+
+
+def test_all_faults_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse("training.epochs=0", "training.seed=-1")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "job.json is not JSON"), ("[]", "must hold a JSON object, not list"), ("{}", "job_id: Field required")],
+)
+def test_text_that_is_no_job_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_job(text)

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from trainer.config import DatasetRef, JobConfig
+from trainer.rundir import NodePresence, RunDir, event
+
+
+@pytest.fixture(params=["local", "memory"])
+def rundir(request: pytest.FixtureRequest, tmp_path: Path) -> RunDir:
+    return RunDir(str(tmp_path) if request.param == "local" else f"memory://{uuid.uuid4().hex}")
+
+
+def test_a_job_is_read_as_it_was_written(rundir: RunDir) -> None:
+    job = JobConfig(job_id="j", run_dir=rundir.uri, dataset=DatasetRef(uri="/data"))
+    rundir.write_job(job)
+    assert rundir.read_job() == job
+
+
+def test_events_come_in_order_of_time_and_each_once(rundir: RunDir) -> None:
+    later, sooner = event("step", 1, 1, step=2), event("step", 0, 1, step=1)
+    sooner["time"] = later["time"] - 1
+    rundir.append_events(1, 1, 1, [later])
+    rundir.append_events(1, 0, 1, [sooner])
+    seen: set[str] = set()
+    assert rundir.follow(seen) == [sooner, later]
+    assert rundir.follow(seen) == []
+    rundir.append_events(2, 0, 1, [event("end", 0, 2, status="succeeded")])
+    assert [item["kind"] for item in rundir.follow(seen)] == ["end"]
+    assert [item["step"] for item in rundir.events("step")] == [1, 2]
+
+
+def test_a_number_is_used_once(rundir: RunDir) -> None:
+    rundir.append_events(1, 0, 1, [event("step", 0, 1)])
+    with pytest.raises(FileExistsError):
+        rundir.append_events(1, 0, 1, [event("end", 0, 1)])
+    assert [item["kind"] for item in rundir.events()] == ["step"]
+
+
+def test_the_last_generation_is_that_of_the_events(rundir: RunDir) -> None:
+    assert rundir.last_generation() == 0
+    for generation in (1, 12, 3):
+        rundir.append_events(generation, 0, 1, [event("end", 0, generation)])
+    assert rundir.last_generation() == 12
+
+
+def test_what_is_not_there_is_none_and_a_nan_is_refused(rundir: RunDir) -> None:
+    assert rundir.read_json("result.json") is None
+    with pytest.raises(ValueError, match="JSON compliant"):
+        rundir.write_json("result.json", {"loss": float("nan")})
+    assert rundir.read_json("result.json") is None
+
+
+def test_presences_of_nodes_come_back_with_their_seconds(rundir: RunDir) -> None:
+    here = NodePresence(node_id=0, generation=1, started_at=100.0)
+    gone = NodePresence(node_id=1, generation=1, started_at=100.0, ended_at=130.0, exit_codes=(0, -9))
+    rundir.write_node(here)
+    rundir.write_node(gone)
+    assert rundir.nodes() == [here, gone]
+    assert (here.seconds(now=150.0), gone.seconds(now=150.0)) == (50.0, 30.0)

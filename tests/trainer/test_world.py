@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+
+from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.world import RankFacts, choose_device, join, rank_facts
+
+CONFIG = DistributedTrainingConfig()
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+MEMBER = """
+import sys, torch
+from trainer.config import DistributedTrainingConfig
+from trainer.world import join, leave
+world = join(DistributedTrainingConfig(collective_timeout_seconds=30))
+rank = world.rank
+assert world.sum(torch.tensor([1.0, rank])).tolist() == [2.0, 1.0]
+assert world.any(rank == 1, False) == (True, False)
+assert world.gather(("rank", rank)) == [("rank", 0), ("rank", 1)]
+assert world.from_rank_0(f"from {rank}") == "from 0"
+world.barrier()
+print(world.backend, world.device.type, flush=True)
+sys.stdin.readline()
+leave(world)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def test_without_a_launcher_this_is_a_world_of_one() -> None:
+    assert rank_facts({}, CONFIG) == RankFacts()
+    world = join(CONFIG, {})
+    assert (world.rank, world.world_size, world.any(True, False), world.gather(1)) == (0, 1, (True, False), [1])
+    world.barrier()
+    assert world.from_rank_0("x") == "x"
+
+
+def test_torchrun_says_all() -> None:
+    facts = rank_facts(TORCHRUN, CONFIG)
+    assert facts == RankFacts(
+        rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1, master_addr="10.0.0.1", master_port=29500
+    )
+
+
+def test_slurm_is_understood_with_the_address_from_the_configuration() -> None:
+    slurm = {
+        "SLURM_PROCID": "5",
+        "SLURM_NTASKS": "8",
+        "SLURM_LOCALID": "1",
+        "SLURM_NTASKS_PER_NODE": "4",
+        "SLURM_NODEID": "1",
+    }
+    facts = rank_facts(slurm, DistributedTrainingConfig(master_addr="node-a", master_port=4000))
+    assert (facts.rank, facts.world_size, facts.local_rank, facts.node_rank) == (5, 8, 1, 1)
+    assert (facts.master_addr, facts.master_port) == ("node-a", 4000)
+
+
+def test_open_mpi_is_understood_and_its_node_rank_is_not_the_nodes_number() -> None:
+    mpi = {
+        "OMPI_COMM_WORLD_RANK": "5",
+        "OMPI_COMM_WORLD_SIZE": "6",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "OMPI_COMM_WORLD_NODE_RANK": "1",
+        "MASTER_PORT": "1",
+    }
+    facts = rank_facts(mpi, CONFIG)
+    assert (facts.rank, facts.local_rank, facts.node_rank) == (5, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": "x"}, "RANK='x' .*not a whole number"),
+        ({"RANK": "4"}, "RANK=4 is outside a world of WORLD_SIZE=4"),
+        ({"RANK": "-1"}, "RANK=-1 is outside"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
+        ({"RANK": None}, "WORLD_SIZE is set and RANK is not.*torchrun"),
+        ({"WORLD_SIZE": None}, "RANK is set and WORLD_SIZE is not.*torchrun"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 does not fit"),
+        ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE=5 does not fit"),
+        ({"MASTER_PORT": None}, "MASTER_PORT is not set.*torchrun"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http' .*not a port"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT='70000' .*not a port"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_refused_by_name(changes: dict[str, str | None], message: str) -> None:
+    environment = {name: value for name, value in {**TORCHRUN, **changes}.items() if value is not None}
+    with pytest.raises(ConfigError, match=message):
+        rank_facts(environment, CONFIG)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_nccl_without_gpus_is_refused_and_auto_takes_the_processor() -> None:
+    with pytest.raises(ConfigError, match=r"'nccl' needs a GPU.*has 0: use backend 'auto'"):
+        choose_device(RankFacts(), "nccl")
+    assert choose_device(RankFacts(), "auto") == (torch.device("cpu"), "gloo")
+
+
+@pytest.mark.parametrize(("address", "reason"), [("127.0.0.1", "MASTER_PORT={} is in use"), ("localhost", "in use")])
+def test_a_port_in_use_is_said_at_once(address: str, reason: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        with pytest.raises(ConfigError, match=re.escape(reason.format(port))):
+            join(CONFIG, environment)
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_and_listen_on_this_machine_only() -> None:
+    """F1: collectives of a real world; its sockets, as the kernel sees them."""
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common.pop("GLOO_SOCKET_IFNAME", None)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEMBER], env={**common, "RANK": str(rank)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        for rank in ranks:
+            assert rank.stdout
+            assert rank.stdout.readline().split() == ["gloo", "cpu"], rank.communicate()[1]
+        sockets = [found for rank in ranks for found in psutil.Process(rank.pid).net_connections("inet")]
+        listening = {found.laddr.ip for found in sockets if found.status == psutil.CONN_LISTEN}
+        assert listening == {"127.0.0.1"}
+        assert {found.laddr.ip for found in sockets} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+        for rank in ranks:
+            rank.communicate("\n", timeout=60)
+        assert [rank.returncode for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_peer_that_never_comes_is_not_waited_for_beyond_the_timeout(rank: str) -> None:
+    environment = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    program = "from trainer.world import *; join(DistributedTrainingConfig(collective_timeout_seconds=1))"
+    run = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **environment}, capture_output=True, text=True, timeout=50
+    )
+    assert run.returncode == 1
+    assert f"PeersMissingError: rank {rank} waited 1 s at MASTER_ADDR=127.0.0.1" in run.stderr
