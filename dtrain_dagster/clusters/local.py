@@ -11,10 +11,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from dtrain_dagster.clusters.base import (
     ClusterConfig,
@@ -27,44 +29,53 @@ from dtrain_dagster.clusters.base import (
     NodeHealth,
     NodeUsage,
 )
-from dtrain_dagster.clusters.supervisor import HEARTBEAT_SECONDS, LOCK, tail, try_lock
+from dtrain_dagster.clusters.lock import acquire, is_held
+from dtrain_dagster.clusters.supervisor import HEARTBEAT_SECONDS, STOP_GRACE, last_lines
 from trainer.rundir import LAUNCH, LOGS, STATUS, NodePresence, RunDir
 from trainer.storage import Storage
 
 RANKS_PER_CORE = 8
-START_SECONDS = 20.0
+START_SECONDS = 30.0
 """How long a supervisor may take to say that it has the job."""
+FORCE_SECONDS = 15.0
+"""How much longer than its grace a supervisor may take to end a job before it is killed itself."""
 STALE_SECONDS = 5 * HEARTBEAT_SECONDS
+POLL_SECONDS = 0.02
+
+CLUSTER = "cluster.json"
+SUPERVISOR_LOG = "supervisor.log"
+NEVER_STARTED = "it never started: whoever submitted it ended before it could; submit it again"
 
 
 class LocalClusterManager(GPUClusterManager):
-    """A cluster on this machine. Any number of manager objects, in any process, see the same cluster."""
+    """A cluster on this machine. Any number of manager objects, in any process, see the same cluster and jobs.
+
+    Its state is ``<home>/clusters/<cluster_name>/cluster.json``, its jobs are ``<home>/storage/jobs/<job_id>``.
+    ``gpu_type`` is the SKU whose price stands in; ``threads_per_rank`` sets OMP_NUM_THREADS (None: cores / ranks).
+    """
 
     def __init__(
-        self, home: Path, cluster_name: str = "local", gpu_type: str = "Standard_NC6s_v3", processes_per_node: int = 1
+        self,
+        home: Path,
+        cluster_name: str = "local",
+        gpu_type: str = "Standard_NC6s_v3",
+        processes_per_node: int = 1,
+        threads_per_rank: int | None = None,
     ) -> None:
-        self.home, self.cluster_name, self.gpu_type = Path(home), cluster_name, gpu_type
-        self.processes_per_node = processes_per_node
+        self.home, self.cluster_name, self.gpu_type = Path(home).absolute(), cluster_name, gpu_type
+        self.processes_per_node, self.threads_per_rank = processes_per_node, threads_per_rank
         self.state = Storage(str(self.home / "clusters" / cluster_name))
         self.jobs_dir = self.home / "storage" / "jobs"
 
     def provision_cluster(self, node_count: int, gpu_type: str) -> ClusterConfig:
-        cores = os.cpu_count() or 1
-        ranks = node_count * self.processes_per_node
-        if node_count < 1:
-            raise ClusterError(f"DTRAIN_NODES={node_count}: a cluster needs at least one node")
-        if ranks > RANKS_PER_CORE * cores:
-            raise ClusterError(
-                f"DTRAIN_NODES={node_count} x DTRAIN_PROCESSES_PER_NODE={self.processes_per_node} is {ranks} processes "
-                f"on {cores} cores; the local cluster takes at most {RANKS_PER_CORE} per core: ask for fewer"
-            )
+        check_size(node_count, self.processes_per_node)
         config = ClusterConfig(
             cluster_name=self.cluster_name,
             node_count=node_count,
             gpu_type=gpu_type,
             auto_scale_enabled=True,
             min_nodes=0,
-            max_nodes=RANKS_PER_CORE * cores,
+            max_nodes=most_ranks() // self.processes_per_node,
             idle_timeout_minutes=10,
             processes_per_node=self.processes_per_node,
         )
@@ -77,7 +88,8 @@ class LocalClusterManager(GPUClusterManager):
             raise ClusterError(f"cluster {self.cluster_name!r} is not provisioned: there is nothing to scale")
         if not config.min_nodes <= target_nodes <= config.max_nodes:
             raise ClusterError(
-                f"{target_nodes} nodes are outside {config.min_nodes} to {config.max_nodes} of this cluster"
+                f"{target_nodes} nodes are outside {config.min_nodes} to {config.max_nodes}, the limits of cluster "
+                f"{self.cluster_name!r} (at most {RANKS_PER_CORE} processes per core)"
             )
         if target_nodes == config.node_count:
             return False
@@ -85,213 +97,299 @@ class LocalClusterManager(GPUClusterManager):
         return True
 
     def monitor_health(self) -> ClusterHealth:
-        """A node that a running job has lost is unhealthy; one without work is healthy."""
+        """A node that a running job has lost, or that is silent, is unhealthy; one without work is healthy."""
         config = self._config()
         if config is None:
             return ClusterHealth(cluster_name=self.cluster_name, healthy=True, nodes=(), message="not provisioned")
-        running = [status for status in self.list_jobs() if not status.state.is_final]
-        presences = {node.node_id: (status, node) for status in running for node in self._latest_nodes(status.job_id)}
-        nodes = []
-        for node_id in range(max([config.node_count, *(node_id + 1 for node_id in presences)])):
-            if node_id not in presences:
-                nodes.append(NodeHealth(node_id=node_id, healthy=True, message="ready"))
-                continue
-            status, presence = presences[node_id]
-            nodes.append(_node_health(status.job_id, presence, time.time()))
-        return ClusterHealth(
-            cluster_name=self.cluster_name,
-            healthy=all(node.healthy for node in nodes),
-            nodes=tuple(nodes),
-            running_jobs=tuple(status.job_id for status in running),
+        running = [status.job_id for status in self.list_jobs() if not status.state.is_final]
+        seen: dict[int, list[NodeHealth]] = {node_id: [] for node_id in range(config.node_count)}
+        for job_id in running:
+            for presence in _latest(self._rundir(job_id)):
+                seen.setdefault(presence.node_id, []).append(node_health(job_id, presence, time.time()))
+        nodes = tuple(
+            NodeHealth(
+                node_id=node_id,
+                healthy=all(view.healthy for view in views),
+                message="; ".join(view.message for view in views) or "ready",
+            )
+            for node_id, views in sorted(seen.items())
         )
+        healthy = all(node.healthy for node in nodes)
+        return ClusterHealth(cluster_name=self.cluster_name, healthy=healthy, nodes=nodes, running_jobs=tuple(running))
 
     def cleanup_cluster(self) -> None:
-        for status in self.list_jobs():
-            if not status.state.is_final:
-                self.cancel_job(status.job_id)
-        self.state.delete("cluster.json")
+        running = [status.job_id for status in self.list_jobs() if not status.state.is_final]
+        for job_id in running:
+            _signal_supervisor(self._rundir(job_id), signal.SIGTERM)  # all at once, then wait for each
+        for job_id in running:
+            self.cancel_job(job_id)
+        self.state.delete(CLUSTER)
 
     def submit_job(self, spec: JobSpec) -> None:
-        rundir = RunDir(spec.run_dir)
-        if not rundir.storage.is_local:
-            raise ClusterError(f"the local cluster needs a run directory on this machine, not {spec.run_dir}")
-        folder = rundir.storage.local_path()
-        with self._submitting(folder):
-            if _running(folder):
+        folder = self._folder(spec)
+        check_size(spec.node_count, spec.processes_per_node)
+        if not spec.command:
+            raise ClusterError(f"job {spec.job_id!r} has no command to run")
+        rundir = RunDir(str(folder))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = _claim(folder, rundir)
+            if lock is None:
                 return
-            status = rundir.read_json(STATUS)
-            if status and status["state"] == JobState.SUCCEEDED:
-                return
-            launch = {
-                "job_id": spec.job_id,
-                "command": list(spec.command),
-                "node_count": spec.node_count,
-                "processes_per_node": spec.processes_per_node,
-                "env": dict(spec.env),
-                "master_port": spec.master_port,
-                "generation": max([rundir.last_generation(), *(node.generation for node in rundir.nodes())]) + 1,
-                "sku": self.gpu_type,
-            }
-            rundir.storage.delete(STATUS)  # from here on, only the new supervisor says how the job stands
-            rundir.write_json(LAUNCH, launch)
-            self._start_supervisor(folder, rundir)
+            try:
+                status = _settle(rundir)
+                if status is None or status["state"] != JobState.SUCCEEDED:
+                    self._launch(spec, folder, rundir, lock)
+            finally:
+                os.close(lock)  # the supervisor has its own copy
+        except OSError as error:
+            raise ClusterError(
+                f"cannot write the run directory {folder}: {error.strerror or error}; make room there or set "
+                "DTRAIN_HOME to a folder that can be written"
+            ) from error
 
-    def _start_supervisor(self, folder: Path, rundir: RunDir) -> None:
-        """Start it in a session of its own, and wait until it has said that it has the job."""
-        logs = folder / LOGS
-        logs.mkdir(exist_ok=True)
-        with open(logs / "supervisor.log", "ab") as log:
+    def _launch(self, spec: JobSpec, folder: Path, rundir: RunDir, lock: int) -> None:
+        """Start a supervisor in a session of its own, hand it the lock, and wait until it says that it has the job."""
+        rundir.storage.delete(STATUS)  # from here on, only the new supervisor says how the job stands
+        launch = {
+            "job_id": spec.job_id,
+            "command": list(spec.command),
+            "node_count": spec.node_count,
+            "processes_per_node": spec.processes_per_node,
+            "threads_per_rank": self.threads_per_rank,
+            "env": with_package({**_python_path(os.environ), **spec.env}),
+            "master_port": spec.master_port,
+            "generation": 1 + max([rundir.last_generation(), *(node.generation for node in rundir.nodes())]),
+            "sku": self.gpu_type,
+            "cluster_name": self.cluster_name,
+            "submitted_at": time.time(),
+        }
+        rundir.write_json(LAUNCH, launch)
+        log_path = folder / LOGS / SUPERVISOR_LOG
+        log_path.parent.mkdir(exist_ok=True)
+        with open(log_path, "ab") as log:
+            # -P: no module of the working directory may shadow one of the standard library.
             process = subprocess.Popen(
-                [sys.executable, "-m", "dtrain_dagster.clusters.supervisor", str(folder)],
+                [sys.executable, "-P", "-m", "dtrain_dagster.clusters.supervisor", str(folder), str(lock)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                pass_fds=[lock],
+                env=with_package(os.environ),
             )
+        # Waited for in the background, so that its end leaves no zombie in a submitter that lives long.
+        threading.Thread(target=process.wait, daemon=True).start()
         deadline = time.monotonic() + START_SECONDS
         while rundir.read_json(STATUS) is None:
-            if process.poll() is not None and rundir.read_json(STATUS) is None:
-                said = tail(logs / "supervisor.log", 12)
+            if process.returncode is not None and rundir.read_json(STATUS) is None:
                 raise ClusterError(
-                    f"the supervisor of {folder.name} ended at once (exit code {process.returncode}):\n{said}"
+                    f"the supervisor of job {spec.job_id!r} ended at once (exit code {process.returncode}); the end "
+                    f"of {log_path}:\n{last_lines(log_path, 12)}"
                 )
             if time.monotonic() > deadline:
                 process.kill()
                 raise ClusterError(
-                    f"the supervisor of {folder.name} did not start in {START_SECONDS:.0f} s; see {logs}"
+                    f"the supervisor of job {spec.job_id!r} did not start in {START_SECONDS:.0f} s; see {log_path}"
                 )
-            time.sleep(0.05)
+            time.sleep(POLL_SECONDS)
 
     def job_status(self, job_id: str) -> JobStatus:
-        rundir, launch = self._rundir(job_id), None
-        running = _running(self.jobs_dir / job_id)
-        status = rundir.read_json(STATUS)
+        rundir = self._rundir(job_id)
+        status, running = self._observe(rundir)
         if status is None:
             launch = rundir.read_json(LAUNCH)
             if launch is None:
                 raise ClusterError(f"no job {job_id!r} on cluster {self.cluster_name!r}; `dtrain jobs` lists them")
-            state = JobState.QUEUED if running else JobState.FAILED
-            message = "starting" if running else "it never started; see its logs"
-            return JobStatus(job_id=job_id, state=state, message=message)
-        state, message, ended_at = JobState(status["state"]), status["message"], status["ended_at"]
-        if not state.is_final and not running:
-            # Read again: it may have ended between the two looks.
-            status = rundir.read_json(STATUS) or status
-            state, message, ended_at = JobState(status["state"]), status["message"], status["ended_at"]
-            if not state.is_final:
-                state, message = JobState.FAILED, "the supervisor died; its processes were ended with it"
-                ended_at = max((_end(node) for node in self._latest_nodes(job_id)), default=status["started_at"])
-        alive = 0 if state.is_final else sum(node.ended_at is None for node in self._latest_nodes(job_id))
+            state, message = (JobState.QUEUED, "starting") if running else (JobState.FAILED, NEVER_STARTED)
+            return JobStatus(job_id=job_id, state=state, message=message, started_at=launch["submitted_at"])
+        state = JobState(status["state"])
+        alive = 0 if state.is_final else sum(node.ended_at is None for node in _latest(rundir))
         return JobStatus(
             job_id=job_id,
             state=state,
-            message=message,
+            message=status["message"],
             nodes_alive=alive,
             started_at=status["started_at"],
-            ended_at=ended_at,
+            ended_at=status["ended_at"],
         )
+
+    def _observe(self, rundir: RunDir) -> tuple[dict[str, Any] | None, bool]:
+        """``status.json`` and whether a supervisor lives, seen at one moment; settled where the supervisor died."""
+        folder = rundir.storage.local_path()
+        while True:
+            status = rundir.read_json(STATUS)
+            if status is not None and JobState(status["state"]).is_final:
+                return status, False
+            running = is_held(folder)
+            if rundir.read_json(STATUS) != status:
+                continue  # it moved on between the looks
+            if running or status is None:
+                return status, running
+            lock = acquire(folder)  # nobody may start it while its end is being written
+            if lock is not None:
+                try:
+                    return _settle(rundir), False
+                finally:
+                    os.close(lock)
 
     def list_jobs(self) -> list[JobStatus]:
         jobs = []
         for name in Storage(str(self.jobs_dir)).list():
-            with contextlib.suppress(ClusterError):  # a folder that is no job
+            with contextlib.suppress(ClusterError, NotADirectoryError):  # something that is no job
                 jobs.append(self.job_status(name))
         return sorted(jobs, key=lambda job: job.started_at or 0.0, reverse=True)
 
     def cancel_job(self, job_id: str) -> None:
-        rundir, folder = self._rundir(job_id), self.jobs_dir / job_id
-        status = rundir.read_json(STATUS)
-        while _running(folder):
-            status = rundir.read_json(STATUS) or status
-            if status:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(status["pid"], signal.SIGTERM)
-            time.sleep(0.1)
+        self.job_status(job_id)  # is there such a job?
+        rundir = self._rundir(job_id)
+        folder = rundir.storage.local_path()
+        launch = rundir.read_json(LAUNCH) or {}
+        grace = float((launch.get("env") or {}).get(STOP_GRACE[0]) or os.environ.get(STOP_GRACE[0]) or STOP_GRACE[1])
+        deadline = time.monotonic() + grace + FORCE_SECONDS
+        while is_held(folder):
+            late = time.monotonic() > deadline  # its reaper then kills what it leaves
+            _signal_supervisor(rundir, signal.SIGKILL if late else signal.SIGTERM)
+            time.sleep(POLL_SECONDS)
+        self._observe(rundir)  # settles it, had the supervisor to be killed
 
     def job_logs(self, job_id: str, node_id: int | None = None, tail: int | None = None) -> str:
-        storage = self._rundir(job_id).storage
-        wanted = (
-            [f"node-{node_id}.log"] if node_id is not None else [n for n in storage.list(LOGS) if n.startswith("node-")]
-        )
+        self.job_status(job_id)  # is there such a job?
+        folder = self.jobs_dir / job_id / LOGS
+        if node_id is None:
+            paths = sorted(folder.glob("node-*.log"), key=lambda path: int(path.stem[5:]))
+        else:
+            paths = [folder / f"node-{node_id}.log"]
+            if not paths[0].exists():
+                raise ClusterError(f"job {job_id!r} has no log of a node {node_id}; nodes count from 0")
         parts = []
-        for name in wanted:
-            try:
-                lines = storage.read(f"{LOGS}/{name}").decode(errors="replace").splitlines()
-            except FileNotFoundError:
-                raise ClusterError(f"job {job_id!r} has no node {node_id}") from None
-            parts += [f"=== {name} ==="] if node_id is None else []
-            parts += lines[-tail:] if tail is not None else lines
+        for path in paths:
+            text = path.read_text(errors="replace").rstrip("\n") if tail is None else last_lines(path, tail)
+            parts.append(text if node_id is not None else f"=== {path.name} ===\n{text}")
         return "\n".join(parts)
 
     def node_usage(self, job_id: str) -> list[NodeUsage]:
+        running = not self.job_status(job_id).state.is_final
         rundir = self._rundir(job_id)
-        launch = rundir.read_json(LAUNCH) or {}
-        running = _running(self.jobs_dir / job_id)
+        sku = (rundir.read_json(LAUNCH) or {}).get("sku", self.gpu_type)
         now = time.time()
         return [
             NodeUsage(
                 node_id=node.node_id,
-                sku=launch.get("sku", self.gpu_type),
+                sku=sku,
                 started_at=node.started_at,
                 ended_at=now if running and node.ended_at is None else _end(node),
             )
             for node in rundir.nodes()
         ]
 
+    def _folder(self, spec: JobSpec) -> Path:
+        storage = Storage(spec.run_dir)
+        expected = self.jobs_dir / spec.job_id
+        if not storage.is_local or storage.local_path().resolve() != expected.resolve():
+            raise ClusterError(f"the local cluster keeps job {spec.job_id!r} in {expected}, not in {spec.run_dir}")
+        return expected
+
     def _rundir(self, job_id: str) -> RunDir:
         return RunDir(str(self.jobs_dir / job_id))
 
-    def _latest_nodes(self, job_id: str) -> list[NodePresence]:
-        nodes = self._rundir(job_id).nodes()
-        latest = max((node.generation for node in nodes), default=0)
-        return [node for node in nodes if node.generation == latest]
-
     def _config(self) -> ClusterConfig | None:
         try:
-            return ClusterConfig(**json.loads(self.state.read("cluster.json")))
+            return ClusterConfig(**json.loads(self.state.read(CLUSTER)))
         except FileNotFoundError:
             return None
 
     def _write(self, config: ClusterConfig) -> None:
-        self.state.write("cluster.json", json.dumps(asdict(config), indent=2).encode())
-
-    @contextlib.contextmanager
-    def _submitting(self, folder: Path) -> Iterator[None]:
-        """One submission of a job at a time, over all processes."""
-        import fcntl
-
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = open(folder / "submit.lock", "a")  # noqa: SIM115 - closed below
-        except OSError as error:
-            raise ClusterError(f"cannot write the run directory {folder}: {error.strerror}") from error
-        with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        self.state.write(CLUSTER, json.dumps(asdict(config), indent=2).encode())
 
 
-def _running(folder: Path) -> bool:
-    """Does a supervisor live? Its lock says so; process ids, which are used again, are not asked."""
-    if not (folder / LOCK).exists():
-        return False
-    lock = try_lock(folder)
-    if lock is None:
-        return True
-    lock.close()
-    return False
+def most_ranks() -> int:
+    """Processes that this machine is asked to carry at most."""
+    return RANKS_PER_CORE * (os.cpu_count() or 1)
+
+
+def check_size(node_count: int, processes_per_node: int) -> None:
+    """`ClusterError` for a cluster that this machine cannot be."""
+    if node_count < 1:
+        raise ClusterError(f"DTRAIN_NODES={node_count}: a cluster needs at least one node; set 1 or more")
+    if processes_per_node < 1:
+        raise ClusterError(f"DTRAIN_PROCESSES_PER_NODE={processes_per_node}: a node runs at least one; set 1 or more")
+    ranks = node_count * processes_per_node
+    if ranks > most_ranks():
+        raise ClusterError(
+            f"DTRAIN_NODES={node_count} x DTRAIN_PROCESSES_PER_NODE={processes_per_node} is {ranks} processes on "
+            f"{os.cpu_count()} cores; the local cluster takes at most {RANKS_PER_CORE} per core, {most_ranks()} here: "
+            "set fewer"
+        )
+
+
+def node_health(job_id: str, node: NodePresence, now: float) -> NodeHealth:
+    """How a node of a running job is, from its presence. Pure."""
+    if node.ended_at is not None:
+        left = f"left {job_id} with exit codes {', '.join(map(str, node.exit_codes))}"
+        return NodeHealth(node_id=node.node_id, healthy=not any(node.exit_codes), message=left)
+    silent = now - (node.last_seen_at or node.started_at)
+    if silent > STALE_SECONDS:
+        return NodeHealth(node_id=node.node_id, healthy=False, message=f"silent for {silent:.0f} s in {job_id}")
+    return NodeHealth(node_id=node.node_id, healthy=True, message=f"works on {job_id}")
+
+
+def with_package(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment, in which Python finds this project even where it was not installed."""
+    root = Path(__file__).parents[2]
+    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if not {"site-packages", "dist-packages"} & set(root.parts):
+        paths.append(str(root))
+    return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))} if paths else dict(environment)
+
+
+def _python_path(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: environment[name] for name in ("PYTHONPATH",) if name in environment}
+
+
+def _claim(folder: Path, rundir: RunDir) -> int | None:
+    """The job's lock; None if it runs already. A supervisor that has said how it ended is waited for."""
+    while (lock := acquire(folder)) is None:
+        status = rundir.read_json(STATUS)
+        if status is None or not JobState(status["state"]).is_final:
+            return None
+        time.sleep(POLL_SECONDS)
+    return lock
+
+
+def _settle(rundir: RunDir) -> dict[str, Any] | None:
+    """With the job's lock in hand: if the last supervisor died, write the end that it could not. ``status.json``."""
+    status = rundir.read_json(STATUS)
+    if status is None or JobState(status["state"]).is_final:
+        return status
+    left = _latest(rundir)
+    ended_at = max((_end(node) for node in left), default=status["started_at"])
+    said = last_lines(rundir.storage.local_path(f"{LOGS}/{SUPERVISOR_LOG}"), 12)
+    message = "the supervisor died, and its processes were ended with it" + (f"; it said:\n{said}" if said else "")
+    status |= {"state": JobState.FAILED, "message": message, "ended_at": ended_at, "exit_code": 1}
+    with contextlib.suppress(OSError):  # on a disk that is full it stays so in words only
+        for node in left:
+            if node.ended_at is None:
+                rundir.write_node(replace(node, ended_at=_end(node)))
+        rundir.write_json(STATUS, status)
+    return status
+
+
+def _signal_supervisor(rundir: RunDir, number: signal.Signals) -> None:
+    """Send a signal to the supervisor that has said that it has the job."""
+    status = rundir.read_json(STATUS)
+    if status and not JobState(status["state"]).is_final:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(status["pid"], number)
+
+
+def _latest(rundir: RunDir) -> list[NodePresence]:
+    """Nodes of the last generation."""
+    nodes = rundir.nodes()
+    latest = max((node.generation for node in nodes), default=0)
+    return [node for node in nodes if node.generation == latest]
 
 
 def _end(node: NodePresence) -> float:
     """When a node ended; for one whose supervisor died, when it was last seen."""
     return node.ended_at or node.last_seen_at or node.started_at
-
-
-def _node_health(job_id: str, node: NodePresence, now: float) -> NodeHealth:
-    if node.ended_at is not None:
-        left = f"left {job_id} with exit codes {list(node.exit_codes)}"
-        return NodeHealth(node_id=node.node_id, healthy=not any(node.exit_codes), message=left)
-    silent = now - (node.last_seen_at or node.started_at)
-    if silent > STALE_SECONDS:
-        return NodeHealth(node_id=node.node_id, healthy=False, message=f"not seen for {silent:.0f} s in {job_id}")
-    return NodeHealth(node_id=node.node_id, healthy=True, message=f"works on {job_id}")

@@ -1,0 +1,47 @@
+"""Who has a run directory: a lock that is held as long as a supervisor, or what it started, lives.
+
+Process ids are used again, and a file that says «running» outlives its writer; a lock does neither. It belongs to an
+open file, which the submitter hands over to the supervisor it starts, so that there is no moment in between.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+LOCK = "supervisor.lock"
+
+
+def acquire(folder: Path) -> int | None:
+    """A descriptor that holds the lock until every copy of it is closed; None if a supervisor holds it."""
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    while True:
+        if _lock(descriptor, fcntl.LOCK_EX):
+            return descriptor
+        if not _lock(descriptor, fcntl.LOCK_SH):
+            os.close(descriptor)
+            return None
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # only someone who asks `is_held`: over in a moment
+        time.sleep(0.001)
+
+
+def is_held(folder: Path) -> bool:
+    """Does a supervisor, or a submitter about to start one, hold the lock? Askers do not disturb each other."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        return not _lock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

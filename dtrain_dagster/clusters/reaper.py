@@ -1,0 +1,56 @@
+"""A second process that ends the nodes' process groups when the supervisor dies without having done so."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+LIMIT_SECONDS = 10.0
+POLL_SECONDS = 0.02
+
+
+class Reaper:
+    """Watches its parent through a pipe: the pipe's end means that the parent is gone, however it died.
+
+    Asking the kernel to kill a child with its parent (PR_SET_PDEATHSIG) reaches the processes that the supervisor
+    started, but not what those started in turn: the trainer behind a shell script, a data loader's workers. The reaper
+    kills the whole group. Being a copy of the supervisor it holds the same lock, so the run directory is free only when
+    nothing is left that could write into it.
+    """
+
+    def __init__(self) -> None:
+        read, self._write = os.pipe()
+        if os.fork() == 0:
+            with contextlib.suppress(BaseException):
+                os.close(self._write)
+                _wait_and_kill(read)
+            os._exit(0)
+        os.close(read)
+
+    def watch(self, group: int) -> None:
+        """Kill this process group if the supervisor dies."""
+        os.write(self._write, b"+%d\n" % group)
+
+    def forget(self, group: int) -> None:
+        """The group is gone; its number may soon be someone else's."""
+        os.write(self._write, b"-%d\n" % group)
+
+
+def _wait_and_kill(read: int) -> None:
+    os.setsid()  # whoever kills the supervisor's group must not take this process along
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    groups: set[int] = set()
+    with os.fdopen(read, "rb") as lines:
+        for line in lines:
+            (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while groups and time.monotonic() < deadline:
+        for group in list(groups):
+            try:
+                os.killpg(group, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                groups.discard(group)
+        time.sleep(POLL_SECONDS)
