@@ -12,6 +12,7 @@ from dtrain_dagster.costs.tracker import CostTracker, overrun
 from dtrain_dagster.monitoring import charts
 from dtrain_dagster.monitoring.performance import NodePerformance, summarise
 from dtrain_dagster.resources import GPUClusterResource
+from dtrain_dagster.settings import load_settings
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
 COST_REPORT = "reports/cost_breakdown.json"
@@ -28,7 +29,7 @@ PERFORMANCE_REPORT = "reports/performance_report.json"
         dg.AssetCheckSpec(
             "within_estimate",
             asset="cost_breakdown",
-            description="The cost is at most 25 % above the estimate (R5.4).",
+            description="The cost is no further above the estimate than DTRAIN_OVERRUN_FRACTION allows (R5.4).",
         )
     ],
 )
@@ -84,7 +85,7 @@ def cost_breakdown(
         check_results=[
             dg.AssetCheckResult(
                 check_name="within_estimate",
-                passed=above <= 0.25,
+                passed=above <= load_settings().overrun_fraction,
                 severity=dg.AssetCheckSeverity.WARN,
                 metadata={
                     "actual": dollars(metrics.total_cost_usd),

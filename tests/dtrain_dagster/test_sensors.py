@@ -1,0 +1,116 @@
+"""The sensors, evaluated as the daemon does, over a real local cluster."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from dtrain_dagster.clusters.base import GPUClusterManager, JobSpec
+from dtrain_dagster.definitions import RETRAINING
+from dtrain_dagster.jobs import PLAN
+from dtrain_dagster.resources import build_resources
+from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
+from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
+from dtrain_dagster.sensors.new_data import build_new_data_sensor
+from dtrain_dagster.settings import Settings
+from trainer.rundir import RunDir
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(home=tmp_path, nodes=2)
+
+
+@pytest.fixture
+def manager(settings: Settings) -> Iterator[GPUClusterManager]:
+    cluster = build_resources(settings)["cluster"].manager()
+    yield cluster
+    cluster.cleanup_cluster()
+
+
+def evaluate(sensor: dg.SensorDefinition, settings: Settings, cursor: str | None = None) -> Any:
+    resources = {key: value for key, value in build_resources(settings).items() if key in sensor.required_resource_keys}
+    with dg.build_sensor_context(cursor=cursor, resources=resources) as context:
+        return sensor.evaluate_tick(context)
+
+
+def run_sleeper(manager: GPUClusterManager, settings: Settings, seconds: float) -> str:
+    job_id = "train-00000000-11111111"
+    command = (sys.executable, "-c", f"import time; time.sleep({seconds})")
+    run_dir = f"{settings.jobs_uri}/{job_id}"
+    manager.submit_job(JobSpec(job_id=job_id, run_dir=run_dir, command=command, node_count=2))
+    return job_id
+
+
+def test_an_idle_cluster_is_given_back(manager: GPUClusterManager, settings: Settings):
+    sensor = build_idle_cluster_sensor(settings)
+    assert "no nodes" in evaluate(sensor, settings).skip_message
+
+    manager.provision_cluster(2, "Standard_NC6s_v3")
+    first = evaluate(sensor, settings)
+    [observed, check] = first.asset_events
+    assert check.passed
+    assert observed.metadata["nodes"].value == 2
+
+    patient = evaluate(sensor, settings, cursor=str(time.time() - 9 * 60))
+    assert patient.asset_events[1].passed
+    late = evaluate(sensor, settings, cursor=str(time.time() - 11 * 60))
+    assert not late.asset_events[1].passed
+    assert not manager.monitor_health().nodes
+    assert "no nodes" in evaluate(sensor, settings, cursor=late.cursor).skip_message
+
+
+def test_a_cluster_at_work_is_not_idle(manager: GPUClusterManager, settings: Settings):
+    manager.provision_cluster(2, "Standard_NC6s_v3")
+    job_id = run_sleeper(manager, settings, 30)
+    result = evaluate(build_idle_cluster_sensor(settings), settings, cursor=str(time.time() - 3600))
+    assert result.asset_events[1].passed
+    assert result.asset_events[0].metadata["running_jobs"].value == job_id
+    assert manager.monitor_health().nodes
+
+
+def test_a_job_above_its_estimate_is_told_once(manager: GPUClusterManager, settings: Settings):
+    manager.provision_cluster(2, "Standard_NC6s_v3")
+    job_id = run_sleeper(manager, settings, 30)
+    rundir = RunDir(f"{settings.jobs_uri}/{job_id}")
+    sensor = build_cost_overrun_sensor(settings)
+
+    def plan(usd: float) -> None:
+        rundir.write_json(PLAN, {"tier": "dedicated", "node_count": 2, "estimate": {"usd": {"expected": usd}}})
+
+    plan(1000.0)
+    assert "none newly above" in evaluate(sensor, settings).skip_message
+    plan(1e-9)
+    told = evaluate(sensor, settings)
+    [check] = told.asset_events
+    assert not check.passed
+    assert check.asset_key == dg.AssetKey("trained_checkpoint")
+    assert check.metadata["job_id"].value == job_id
+    assert "fewer nodes" in check.metadata["advice"].value
+    again = evaluate(sensor, settings, cursor=told.cursor)
+    assert not again.asset_events
+
+
+def test_a_changed_price_file_retrains(tmp_path: Path):
+    prices = tmp_path / "prices.csv"
+    prices.write_text("date,A\n2020-01-02,1\n")
+    settings = Settings(home=tmp_path, prices=str(prices))
+    sensor = build_new_data_sensor(settings, RETRAINING)
+    first = evaluate(sensor, settings)
+    assert not first.run_requests
+    unchanged = evaluate(sensor, settings, cursor=first.cursor)
+    assert "has not changed" in unchanged.skip_message
+    prices.write_text("date,A\n2020-01-02,1\n2020-01-03,2\n")
+    changed = evaluate(sensor, settings, cursor=first.cursor)
+    [request] = changed.run_requests
+    assert request.run_key
+    assert changed.cursor != first.cursor
+
+    bundled = Settings(home=tmp_path)
+    assert "does not change" in evaluate(build_new_data_sensor(bundled, RETRAINING), bundled).skip_message
