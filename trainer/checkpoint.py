@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from trainer.config import ConfigError
 from trainer.rundir import CHECKPOINTS, RunDir
 
 LATEST = f"{CHECKPOINTS}/LATEST.json"
@@ -33,7 +34,8 @@ class CheckpointError(RuntimeError):
 class CheckpointManager:
     """Saves, finds and loads the checkpoints of one job; rank 0 saves, every rank loads.
 
-    ``fingerprint`` says what is trained (model, loss, dataset); a checkpoint of something else is refused.
+    ``fingerprint`` says what is trained (model, loss, dataset); a checkpoint of something else is refused. The folders
+    themselves say what there is; LATEST tells others, BEST tells the one that counts by validation.
     """
 
     def __init__(self, rundir: RunDir, keep: int, fingerprint: str) -> None:
@@ -65,7 +67,7 @@ class CheckpointManager:
 
     def load_latest(self) -> tuple[str, dict[str, Any]] | None:
         """(folder, state) of the newest checkpoint that is whole; a damaged one is named in the log and passed over.
-        None if there is none. `CheckpointError` for one of another training."""
+        None if there is none. `ConfigError` for one of another training."""
         for folder in self.folders():
             try:
                 return folder, self.load(folder)
@@ -82,29 +84,35 @@ class CheckpointManager:
         return folder, self.load(folder)
 
     def load(self, folder: str) -> dict[str, Any]:
-        """The state in a folder, on the CPU, once its sha256 is what the manifest says; nothing live is touched."""
+        """The state in a folder, on the CPU, once its sha256 is what the manifest says; nothing live is touched.
+
+        `CheckpointError` for a damaged one, `ConfigError` for one of another training.
+        """
         try:
             manifest = json.loads(self.storage.read(f"{folder}/manifest.json"))
             data = self.storage.read(f"{folder}/state.pt")
-            expected = manifest["files"]["state.pt"]
+            expected, fingerprint = manifest["files"]["state.pt"], manifest["fingerprint"]
         except (FileNotFoundError, json.JSONDecodeError, KeyError) as error:
             raise _DamagedError(f"the checkpoint {folder} is incomplete ({error!r})") from error
         if len(data) != expected["bytes"] or hashlib.sha256(data).hexdigest() != expected["sha256"]:
             raise _DamagedError(f"the checkpoint {folder} is damaged: its sha256 is not the one in its manifest")
-        if manifest["fingerprint"] != self.fingerprint:
-            raise CheckpointError(
-                f"the checkpoint {folder} belongs to another training (its model, loss or dataset differ): "
-                "use another run directory, or training.resume=false to start over"
+        if fingerprint != self.fingerprint:
+            raise ConfigError(
+                f"the checkpoint {self.storage.uri}/{folder} belongs to another training (its model, loss or dataset "
+                "differ): use another run directory, or training.resume=false to start over"
             )
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
     def folders(self) -> list[str]:
-        """Folders of checkpoints, the furthest step first; of one step the latest generation first."""
+        """Folders of checkpoints, the newest first: of the latest generation, the furthest step.
+
+        Generation comes before step: after a start from scratch in a used folder, the old ones are further and older.
+        """
         found = []
         for name in self.storage.list(CHECKPOINTS):
             match = _FOLDER.match(name)
             if match:
-                found.append((int(match[2]), int(match[1]), f"{CHECKPOINTS}/{name}"))
+                found.append((int(match[1]), int(match[2]), f"{CHECKPOINTS}/{name}"))
         return [folder for _, _, folder in sorted(found, reverse=True)]
 
     def _prune(self) -> None:

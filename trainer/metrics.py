@@ -1,4 +1,4 @@
-"""What a rank reports and who writes it: one writer thread per process, fed by a queue: training never waits.
+"""What a rank reports and who writes it: threads of their own, fed by queues, so that training never waits.
 
 Every rank writes events; rank 0 writes TensorBoard and MLflow besides (F5, T5). A tracking server that fails is
 reported once and left alone: training goes on.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from trainer.config import JobConfig
@@ -22,6 +24,7 @@ from trainer.tracking import artifact_location
 TRACKING = "tracking.json"
 """In the run directory: the MLflow run, so that a resumed job goes on in the same one."""
 FLUSH_SECONDS = 1.0
+_MLFLOW_BATCH = 1000  # metrics that MLflow takes in one call
 _log = logging.getLogger(__name__)
 
 
@@ -34,38 +37,46 @@ class Sink(Protocol):
 
 
 class Reporter:
-    """Takes events from any thread and writes them out in the background, in numbered files and to the sinks."""
+    """Takes events from any thread and writes them in the background, in numbered files.
+
+    The sinks have a thread of their own: a slow tracking server delays neither training nor the events.
+    """
 
     def __init__(self, rundir: RunDir, rank: int, generation: int, sinks: list[Callable[[], Sink]]) -> None:
         self.rundir, self.rank, self.generation = rundir, rank, generation
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._number = 0
-        self._factories = sinks
-        self._thread = threading.Thread(target=self._work, name="reporter", daemon=True)
-        self._thread.start()
+        self._tracking: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, name="reporter", daemon=True)]
+        if sinks:
+            self._threads.append(threading.Thread(target=self._track, args=(sinks,), name="tracking", daemon=True))
+        for thread in self._threads:
+            thread.start()
 
     def emit(self, kind: str, **fields: Any) -> None:
-        self._queue.put(event(kind, self.rank, self.generation, **fields))
+        """Report an event; returns at once. A number that is not finite is written as null."""
+        self._queue.put(event(kind, self.rank, self.generation, **_finite(fields)))
 
-    def close(self) -> None:
-        """Write what is left; blocks until it is written."""
+    def close(self, tracking_seconds: float = 60.0) -> None:
+        """Write what is left, and wait for the sinks, though no longer than that."""
         self._queue.put(None)
-        self._thread.join()
+        for thread in self._threads:
+            thread.join(tracking_seconds if thread.name == "tracking" else None)
+            if thread.is_alive():
+                self._failed(f"tracking did not finish within {tracking_seconds:g} s; its last values are lost")
+        self._queue.put(None)  # what the sinks had to say at the end
+        left, _ = self._next_batch()
+        if left:
+            self._write(left)
 
     def _work(self) -> None:
-        sinks: list[Sink] | None = None
         closing = False
         while not closing:
             batch, closing = self._next_batch()
             if batch:
                 self._write(batch)
-            if sinks is None:  # opened here, after the first events are out: importing MLflow takes seconds
-                sinks = [sink for factory in self._factories if (sink := self._try("open", factory))]
-            for sink in list(sinks):
-                if batch and not self._try("write to", functools.partial(_write_to, sink, batch)):
-                    sinks.remove(sink)
-        for sink in sinks or []:
-            self._try("close", sink.close)
+                self._tracking.put(batch)
+        self._tracking.put(None)
 
     def _next_batch(self) -> tuple[list[dict[str, Any]], bool]:
         """Events of the next `FLUSH_SECONDS`, and whether they are the last."""
@@ -82,25 +93,62 @@ class Reporter:
         return batch, False
 
     def _write(self, batch: list[dict[str, Any]]) -> None:
-        self._number += 1
-        try:
-            self.rundir.append_events(self.generation, self.rank, self._number, batch)
-        except OSError as error:
-            _log.error("could not write %d events: %s", len(batch), error)
+        while True:
+            self._number += 1
+            try:
+                return self.rundir.append_events(self.generation, self.rank, self._number, batch)
+            except FileExistsError:  # of an earlier start that was given the same generation
+                continue
+            except (OSError, ValueError, TypeError) as error:
+                return _log.error("could not write %d events: %s", len(batch), error)
+
+    def _track(self, factories: list[Callable[[], Sink]]) -> None:
+        sinks = [sink for factory in factories if (sink := self._try("open", factory))]
+        while (batch := self._tracking.get()) is not None:
+            for sink in list(sinks):
+                if not self._try("write to", functools.partial(_write_to, sink, batch)):
+                    sinks.remove(sink)
+        for sink in sinks:
+            self._try("close", sink.close)
 
     def _try(self, what: str, action: Callable[[], Any]) -> Any | None:
         try:
             return action()
         except Exception as error:  # whatever a tracking server does must not stop a training
-            message = f"could not {what} a tracking sink: {type(error).__name__}: {error}; training goes on without it"
-            _log.warning(message)
-            self._write([event("error", self.rank, self.generation, message=message, fatal=False)])
+            self._failed(
+                f"could not {what} a tracking sink: {type(error).__name__}: {error}; training goes on without it"
+            )
             return None
+
+    def _failed(self, message: str) -> None:
+        _log.warning(message)
+        self.emit("error", message=message, fatal=False)
 
 
 def _write_to(sink: Sink, batch: list[dict[str, Any]]) -> bool:
     sink.write(batch)
     return True
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(slots=True)
+class StepWindow:
+    """This rank's sums over the steps since the last report, and the time they took; pauses do not count."""
+
+    began: float = field(default_factory=time.monotonic)
+    steps: int = 0
+    loss_sum: float = 0.0
+    samples: int = 0
+
+    def add(self, loss_sum: float, samples: int) -> None:
+        self.steps += 1
+        self.loss_sum += loss_sum
+        self.samples += samples
 
 
 class TensorBoardSink:
@@ -126,6 +174,7 @@ class MLflowSink:
     """The same scalars as MLflow metrics, and the configuration as parameters (R6.2)."""
 
     def __init__(self, job: JobConfig, rundir: RunDir) -> None:
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # by default a dead server costs four minutes
         from mlflow.tracking import MlflowClient
 
         assert job.tracking.mlflow_tracking_uri is not None
@@ -159,9 +208,9 @@ class MLflowSink:
             Metric(name.replace("/", "."), value, int(at * 1000), step)
             for step, name, value, at in _scalars(events, self._step)
         ]
-        if metrics:
-            self._step = metrics[-1].step
-            self._client.log_batch(self.run_id, metrics=metrics)
+        for start in range(0, len(metrics), _MLFLOW_BATCH):
+            self._client.log_batch(self.run_id, metrics=metrics[start : start + _MLFLOW_BATCH])
+        self._step = metrics[-1].step if metrics else self._step
         for item in events:
             if item["kind"] == "end":
                 finished = {"succeeded": "FINISHED", "stopped": "KILLED"}.get(item["status"], "FAILED")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -53,11 +55,11 @@ class NetworkMetrics:
 class NodeMonitor:
     """Samples one node every few seconds while training runs. On local rank 0 only: one monitor per node.
 
-    On a machine that plays several nodes, processor and memory are those of this node's own processes (its process
-    group), in percent of the machine.
+    Processor and memory are those of the node's ranks (``pids``), in percent of the machine: a machine may play several
+    nodes.
     """
 
-    def __init__(self, node_id: int, reporter: Reporter, interval_seconds: float) -> None:
+    def __init__(self, node_id: int, reporter: Reporter, interval_seconds: float, pids: Sequence[int]) -> None:
         self.node_id, self.reporter, self.interval_seconds = node_id, reporter, interval_seconds
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -66,8 +68,8 @@ class NodeMonitor:
         self._rate: float | None = None
         self._counted = (time.monotonic(), 0)
         self._network = (time.monotonic(), psutil.net_io_counters())
-        self._process = psutil.Process()
-        self._process.cpu_percent()  # the first call only sets the mark
+        self._processes = [psutil.Process(pid) for pid in pids]
+        self._usage()  # the first call only sets the mark of the processors' time
         self._gpus = _gpu_handles()
         self._thread = threading.Thread(target=self._work, name="node-monitor", daemon=True)
 
@@ -81,10 +83,10 @@ class NodeMonitor:
             self._thread.join()
 
     def update(self, epoch: int, step: int, loss: float | None, samples: int) -> None:
-        """Tell the monitor how far training is; ``samples`` is how many this node's ranks have trained on so far."""
+        """Tell the monitor of a step: its loss on this rank, and how many samples this node's ranks took in it."""
         with self._lock:
-            self._epoch, self._step, self._samples = epoch, step, samples
-            self._loss = loss if loss is not None else self._loss
+            self._epoch, self._step, self._loss = epoch, step, loss
+            self._samples += samples
 
     def collect_gpu_metrics(self) -> GPUMetrics:
         """Utilisation, memory, temperature and power by NVML."""
@@ -92,18 +94,27 @@ class NodeMonitor:
             return GPUMetrics()
         import pynvml
 
-        utilisation = [pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu for gpu in self._gpus]
-        memory = [pynvml.nvmlDeviceGetMemoryInfo(gpu) for gpu in self._gpus]
+        utilisation = self._of_gpus(lambda gpu: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
+        memory = self._of_gpus(pynvml.nvmlDeviceGetMemoryInfo)
+        warmth = self._of_gpus(lambda gpu: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU))
+        power = self._of_gpus(lambda gpu: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000)
         used, total = (sum(getattr(entry, name) for entry in memory) for name in ("used", "total"))
-        warmth = [pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU) for gpu in self._gpus]
-        power = [pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000 for gpu in self._gpus]
         return GPUMetrics(
-            gpu_utilization=sum(utilisation) / len(utilisation),
-            gpu_memory_used_bytes=float(used),
-            gpu_memory_percent=100 * used / total,
-            gpu_temperature_celsius=float(max(warmth)),
-            gpu_power_watts=sum(power),
+            gpu_utilization=sum(utilisation) / len(utilisation) if utilisation else None,
+            gpu_memory_used_bytes=float(used) if memory else None,
+            gpu_memory_percent=100 * used / total if memory else None,
+            gpu_temperature_celsius=float(max(warmth)) if warmth else None,
+            gpu_power_watts=sum(power) if power else None,
         )
+
+    def _of_gpus(self, read: Callable[[Any], Any]) -> list[Any]:
+        """One value of every GPU; empty where the driver does not tell (a slice of a GPU has no temperature)."""
+        import pynvml
+
+        try:
+            return [read(gpu) for gpu in self._gpus]
+        except pynvml.NVMLError:
+            return []
 
     def collect_network_metrics(self) -> NetworkMetrics:
         """Traffic since the last call."""
@@ -146,18 +157,27 @@ class NodeMonitor:
     def sample(self) -> dict[str, Any]:
         """One ``node`` event's fields."""
         training = self.collect_training_metrics()
-        memory = self._process.memory_info().rss
+        cpu_percent, memory = self._usage()
         return {
             "node_id": self.node_id,
             "epoch": training.epoch,
             "step": training.step,
             "samples_per_second": training.throughput_samples_per_sec,
-            "cpu_percent": self._process.cpu_percent() / (psutil.cpu_count() or 1),
+            "cpu_percent": cpu_percent,
             "memory_used_bytes": memory,
             "memory_percent": 100 * memory / psutil.virtual_memory().total,
             **asdict(self.collect_gpu_metrics()),
             **asdict(self.collect_network_metrics()),
         }
+
+    def _usage(self) -> tuple[float, int]:
+        """(percent of the machine's processors since the last call, resident bytes) over the node's ranks."""
+        percent, memory = 0.0, 0
+        for process in self._processes:
+            with contextlib.suppress(psutil.Error):  # a rank that has ended uses nothing
+                percent += process.cpu_percent()
+                memory += process.memory_info().rss
+        return percent / (psutil.cpu_count() or 1), memory
 
     def _work(self) -> None:
         while not self._stop.wait(self.interval_seconds):

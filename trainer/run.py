@@ -8,7 +8,10 @@ import json
 import math
 import os
 import signal
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,15 +24,16 @@ from trainer.checkpoint import CheckpointManager
 from trainer.config import ConfigError, JobConfig
 from trainer.evaluate import evaluate, final_report
 from trainer.losses import build_loss
-from trainer.metrics import TRACKING, Reporter, sinks_of
+from trainer.metrics import TRACKING, Reporter, StepWindow, sinks_of
 from trainer.model import build_model
 from trainer.monitor import NodeMonitor
+from trainer.profiling import StepProfiler
 from trainer.rundir import RESULT, RunDir
 from trainer.sampler import Sampler
 from trainer.schedule import learning_rate
 from trainer.shards import DatasetError, DataShardManager
 from trainer.step import Batch, BatchLoader, Step, digest
-from trainer.world import World, join, leave
+from trainer.world import World, join, leave, rank_facts
 
 EVAL_BATCH = 1024
 WEIGHTS, MODEL = "model/weights.pt", "model/model.json"
@@ -61,28 +65,35 @@ class DistributedTrainer:
         self.progress = Progress()
         self.seconds = dict.fromkeys(("startup", "data", "training", "evaluation", "checkpoint", "finalise"), 0.0)
         self._asked_to_stop = False
+        self._old_handler: Any = None
         self._mark = time.monotonic()
         self.reporter: Reporter | None = None
         self.monitor: NodeMonitor | None = None
 
     def initialize_distributed(self, world_size: int | None = None, rank: int | None = None) -> None:
         """Join the peers that the environment names; given arguments must agree with it. Sets ``self.world``."""
-        signal.signal(signal.SIGTERM, self._on_sigterm)
+        if rank_facts(os.environ, self.config).rank == 0:
+            self.rundir.storage.delete(RESULT)  # of an earlier start: from here on, only this one says how it ended
         world = join(self.config)
         for name, given, found in (("WORLD_SIZE", world_size, world.world_size), ("RANK", rank, world.rank)):
             if given is not None and given != found:
                 leave(world)
                 raise ConfigError(f"{name} is {found} in the environment, but {given} was asked for")
+        if threading.current_thread() is threading.main_thread():
+            # Only now: before, SIGTERM may end the process as it does any other, for nothing has been done yet.
+            self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         threads = self.config.threads_per_rank or max(1, (os.cpu_count() or 1) // world.facts.local_world_size)
         torch.set_num_threads(threads)
-        generation = int(os.environ.get("DTRAIN_GENERATION") or 0) or world.from_rank_0(
-            self.rundir.last_generation() + 1 if world.rank == 0 else None
-        )
-        self.world = World(world.facts, world.device, world.backend, int(str(generation)))
+        generation = 0
+        if world.rank == 0:
+            generation = int(os.environ.get("DTRAIN_GENERATION") or self.rundir.last_generation() + 1)
+        self.world = World(world.facts, world.device, world.backend, world.from_rank_0(generation))
         sinks = sinks_of(self.job, self.rundir, world.rank)
         self.reporter = Reporter(self.rundir, world.rank, self.world.generation, sinks)
+        ranks = world.gather((world.node_rank, os.getpid()))
         if world.facts.local_rank == 0:
-            self.monitor = NodeMonitor(world.node_rank, self.reporter, self.config.monitor_interval_seconds)
+            pids = [pid for node, pid in ranks if node == world.node_rank]
+            self.monitor = NodeMonitor(world.node_rank, self.reporter, self.config.monitor_interval_seconds, pids)
             self.monitor.start()
         self._phase("startup")
 
@@ -125,41 +136,43 @@ class DistributedTrainer:
         self._phase("startup")
 
     def train(self) -> dict[str, Any]:
-        """The whole training; what went into ``result.json``. Raises `Stopped` when asked to end."""
+        """The whole training; what goes into ``result.json``. Raises `Stopped` when asked to end."""
+        [stop] = self.world.any(self._asked_to_stop)
+        if stop:  # while setting up: there is nothing to save yet
+            raise Stopped
+        self.profiler = StepProfiler(self.config.profile_steps, self.rundir, self.world.rank, self.world.device)
+        self.window = StepWindow()
         while self.progress.step < self.total_steps and not self.progress.early_stopped:
             epoch, first_step = divmod(self.progress.step, self.sampler.steps_per_epoch)
             self.train_epoch(self.loader.batches(epoch, first_step), epoch)
+        self.profiler.close()
         return self._finish()
 
     def train_epoch(self, dataloader: Iterable[Batch], epoch: int = 0) -> dict[str, float]:
         """Train on the batches of (the rest of) an epoch; the mean loss over them and all ranks."""
         self.model.train()
         totals = {"loss_sum": 0.0, "samples": 0.0}
-        window = {"loss_sum": 0.0, "samples": 0.0}
-        window_began, local_samples = time.monotonic(), 0
         for batch in dataloader:
-            step = self.progress.step
-            rate = learning_rate(self.config, step, self.total_steps)
-            result = self.step(batch, step, rate, self._asked_to_stop)
+            rate = learning_rate(self.config, self.progress.step, self.total_steps)
+            result = self.step(batch, self.progress.step, rate, self._asked_to_stop)
+            self.profiler.step()
             self.progress.step += 1
             self.progress.samples_seen += batch.samples
-            local_samples += batch.local_samples
-            for sums in (totals, window):
-                sums["loss_sum"] += result.loss_sum
-                sums["samples"] += batch.local_samples
-            last = self.progress.step == self.total_steps
+            totals["loss_sum"] += result.loss_sum
+            totals["samples"] += batch.local_samples
+            self.window.add(result.loss_sum, batch.local_samples)
             if self.monitor:
-                local = self.world.facts.local_world_size * local_samples
-                self.monitor.update(epoch, self.progress.step, None, local)
+                local = self.world.facts.local_world_size * batch.local_samples
+                self.monitor.update(epoch, self.progress.step, result.loss_sum / batch.local_samples, local)
+            last = self.progress.step == self.total_steps
             if self.progress.step % self.config.log_frequency == 0 or last:
-                self._report_step(epoch, window, window_began, rate, result.grad_norm)
-                window, window_began = {"loss_sum": 0.0, "samples": 0.0}, time.monotonic()
-            saved_at = time.monotonic()
+                self._report_step(epoch, rate, result.grad_norm)
+            paused_at = time.monotonic()
             if self._evaluation_is_due():
                 self._validate()
             if self.progress.step % self.config.checkpoint_frequency == 0 or last:
                 self._save()
-            window_began += time.monotonic() - saved_at  # a step's time is not that of what comes between steps
+            self.window.began += time.monotonic() - paused_at  # that is no part of a step's time
             if result.stop:
                 self._save()
                 raise Stopped
@@ -177,23 +190,23 @@ class DistributedTrainer:
             result["loss"] = result["loss_sum"] / result["samples"]
         return result
 
-    def close(self) -> None:
+    def close(self, tracking_seconds: float = 60.0) -> None:
         """Stop the threads and leave the group; what was reported is on disk afterwards."""
         if hasattr(self, "loader"):
             self.loader.close()
         if self.monitor:
             self.monitor.stop()
         if self.reporter:
-            self.reporter.close()
+            self.reporter.close(tracking_seconds)
         if hasattr(self, "world"):
             leave(self.world)
+        if self._old_handler is not None:
+            signal.signal(signal.SIGTERM, self._old_handler)
 
     # The rest serves the methods above, in the order of their use.
 
     def _on_sigterm(self, *_: object) -> None:
-        self._asked_to_stop = True
-        if not hasattr(self, "step"):  # nothing to save yet
-            raise SystemExit(143)
+        self._asked_to_stop = True  # no more here: the ranks agree at the next step
 
     def _phase(self, name: str) -> None:
         """Book the time since the last mark on a phase, and say so."""
@@ -225,11 +238,11 @@ class DistributedTrainer:
         assert self.reporter
         self.reporter.emit("resume", path=folder, step=self.progress.step)
 
-    def _report_step(self, epoch: int, window: dict[str, float], began: float, rate: float, norm: float) -> None:
+    def _report_step(self, epoch: int, rate: float, norm: float) -> None:
         """A ``step`` event with means since the one before; the sum over ranks is a collective."""
-        done = self.synchronize_metrics(window)
-        steps = self.progress.step % self.config.log_frequency or self.config.log_frequency
-        seconds = (time.monotonic() - began) / steps
+        window, self.window = self.window, StepWindow()
+        done = self.synchronize_metrics({"loss_sum": window.loss_sum, "samples": window.samples})
+        seconds = (self.window.began - window.began) / window.steps
         if self.world.rank == 0 and self.reporter:
             self.reporter.emit(
                 "step",
@@ -237,8 +250,8 @@ class DistributedTrainer:
                 epoch=epoch,
                 loss=done["loss"],
                 learning_rate=rate,
-                grad_norm=norm if math.isfinite(norm) else None,
-                samples_per_second=done["samples"] / (seconds * steps),
+                grad_norm=norm,
+                samples_per_second=done["samples"] / (seconds * window.steps),
                 step_seconds=seconds,
                 eta_seconds=seconds * (self.total_steps - self.progress.step),
             )
@@ -288,7 +301,7 @@ class DistributedTrainer:
     def _finish(self) -> dict[str, Any]:
         """The best model, proven equal on all ranks, judged and written."""
         self.world.barrier()  # rank 0 may still be saving
-        best = self.checkpoints.load_best()
+        best = self.checkpoints.load_best() if self.progress.best_step else None
         if best is not None:
             self._bare.load_state_dict(best[1]["model"])
         digests = [str(value) for value in self.world.gather(digest(list(self._bare.state_dict().items())))]
@@ -337,37 +350,44 @@ class DistributedTrainer:
 
 
 def run_job(job: JobConfig) -> int:
-    """Train the job in this process; the exit code. How it ended is in ``result.json``, written by rank 0."""
+    """Train the job in this process; the exit code. How it ended is in ``result.json``."""
     trainer = DistributedTrainer(job)
     result: dict[str, Any]
-    code = 0
     try:
         trainer.initialize_distributed()
         trainer.setup()
-        result = trainer.train()
+        code, result = 0, trainer.train()
     except Stopped:
         code, result = 143, {"status": "stopped", "steps": trainer.progress.step}
     except (ConfigError, DatasetError) as error:
         code, result = 2, {"status": "failed", "error": str(error)}
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         code, result = 1, {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-        import traceback
-
         traceback.print_exc()
-    if "error" in result:
-        import sys
-
-        print(result["error"], file=sys.stderr, flush=True)  # noqa: T201 - the log of the node
-        if trainer.reporter:
-            trainer.reporter.emit("error", message=result["error"], fatal=True)
     if trainer.reporter:
+        if "error" in result:
+            trainer.reporter.emit("error", message=result["error"], fatal=True)
         trainer.reporter.emit("end", status=result["status"])
-    rank = trainer.world.rank if hasattr(trainer, "world") else int(os.environ.get("RANK", "0"))
-    if code == 0:
-        trainer.close()  # MLflow's run id is known once the writer is done
-    if rank == 0 or (code in (1, 2) and trainer.rundir.read_json(RESULT) is None):
-        tracking = trainer.rundir.read_json(TRACKING) or {}
-        trainer.rundir.write_json(RESULT, {**result, "mlflow_run_id": tracking.get("mlflow_run_id")})
-    if code != 0:
-        trainer.close()
+    if "error" in result:
+        print(result["error"], file=sys.stderr, flush=True)  # noqa: T201 - the log of the node
+        # Before the group is left: peers fail of that, later, and what failed first is the cause.
+        _write_result(trainer.rundir, result)
+    trainer.close(tracking_seconds=60.0 if code == 0 else 5.0)
+    if "error" not in result and trainer.world.rank == 0:
+        written = _write_result(trainer.rundir, result)  # MLflow's run is known once the writer is done
+        code = code if written else 1
     return code
+
+
+def _write_result(rundir: RunDir, result: dict[str, Any]) -> bool:
+    """Write ``result.json`` unless a rank has: the first to fail says why. False if it cannot be written."""
+    try:
+        tracking = rundir.read_json(TRACKING) or {}
+        text = json.dumps({**result, "mlflow_run_id": tracking.get("mlflow_run_id")}, indent=2, allow_nan=False)
+        rundir.storage.create(RESULT, text.encode())
+    except FileExistsError:
+        pass
+    except OSError as error:
+        print(f"could not write {rundir.uri}/{RESULT}: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        return False
+    return True

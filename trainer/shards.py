@@ -121,14 +121,16 @@ class DataShardManager:
     def _cached(self, cache_dir: Path) -> Path:
         """Folder of this dataset's arrays; made once per node, under a lock, by whoever comes first."""
         folder = cache_dir / f"{self.manifest['dataset_id']}-v{_CACHE_VERSION}"
-        if (folder / "complete.json").exists() and _cache_is_whole(folder):
+        if _cache_is_whole(folder):
             return folder
         cache_dir.mkdir(parents=True, exist_ok=True)
         with open(cache_dir / f"{folder.name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if (folder / "complete.json").exists() and _cache_is_whole(folder):
+            if _cache_is_whole(folder):
                 return folder
             shutil.rmtree(folder, ignore_errors=True)
+            for abandoned in cache_dir.glob(f"{folder.name}-*"):  # by a process that was killed: we hold the lock
+                shutil.rmtree(abandoned, ignore_errors=True)
             building = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=cache_dir))
             try:
                 self._convert(building)
@@ -200,10 +202,13 @@ def _read_manifest(storage: Storage, expected_id: str | None) -> dict[str, Any]:
         manifest = json.loads(storage.read("manifest.json"))
     except FileNotFoundError as error:
         raise DatasetError(
-            f"dataset.uri = {storage.uri!r} holds no manifest.json: not a dataset, or one whose building was interrupted"
+            f"dataset.uri = {storage.uri!r} holds no manifest.json: it is not a dataset, or its building was "
+            "interrupted; build it, or point dataset.uri to the right folder"
         ) from error
     except json.JSONDecodeError as error:
         raise DatasetError(f"{storage.uri}/manifest.json is not JSON: {error}") from error
+    if not isinstance(manifest, dict) or "dataset_id" not in manifest:
+        raise DatasetError(f"{storage.uri}/manifest.json does not describe a dataset: build it anew")
     if manifest.get("schema_version") != SCHEMA_VERSION:
         found = manifest.get("schema_version")
         raise DatasetError(f"{storage.uri}: schema version {found}, this trainer reads {SCHEMA_VERSION}; build it anew")
@@ -217,16 +222,29 @@ def _read_manifest(storage: Storage, expected_id: str | None) -> dict[str, Any]:
 
 def _cache_is_whole(folder: Path) -> bool:
     """Is every array as long as when it was written? A cut-short file would be read as garbage without a word."""
-    sizes = json.loads((folder / "complete.json").read_text())
-    return all((folder / name).exists() and (folder / name).stat().st_size == size for name, size in sizes.items())
+    try:
+        sizes = json.loads((folder / "complete.json").read_text())
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return False
 
 
 def _create(path: Path, shape: tuple[int, ...], kind: type) -> Any:
-    return np.lib.format.open_memmap(path, mode="w+", dtype=kind, shape=shape)
+    """A memory map to fill. Its room is taken at once: on a disk that fills up later, a write through the map would
+    kill the process without a word (SIGBUS)."""
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=kind, shape=shape)
+    with open(path, "r+b") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"no room to unpack the dataset ({error.strerror}); set DTRAIN_CACHE", str(path)
+            ) from error
+    return array
 
 
 def _tensor(array: NDArray[Any]) -> Tensor:
-    """A tensor over the read-only map, without a copy. torch would warn that writing to it is undefined; we only read."""
+    """A tensor over the read-only map, without a copy. torch warns that writing to it is undefined; we only read."""
     import warnings
 
     with warnings.catch_warnings():

@@ -57,7 +57,7 @@ class BatchLoader:
 
     def __init__(self, shards: DataShardManager, sampler: Sampler, world: World) -> None:
         self.shards, self.sampler, self.world = shards, sampler, world
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="gather")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="gather", initializer=self._choose_gpu)
 
     def batches(self, epoch: int, first_step: int) -> Iterator[Batch]:
         """The batches of an epoch from ``first_step`` (within the epoch) on."""
@@ -70,6 +70,11 @@ class BatchLoader:
 
     def close(self) -> None:
         self._pool.shutdown()
+
+    def _choose_gpu(self) -> None:
+        """The current GPU is each thread's own: without this, pinning would open a context on the first one."""
+        if self.world.device.type == "cuda":
+            torch.cuda.set_device(self.world.device)
 
     def _gather(self, epoch: int, step: int) -> Batch:
         samples, dealt = self.sampler.step(epoch, step)

@@ -9,12 +9,14 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from trainer.config import ConfigError, DistributedTrainingConfig
+
+_T = TypeVar("_T")
 
 # Each launcher's own names, first match wins: torchrun and Azure ML, SLURM, Open MPI.
 _NAMES = {
@@ -133,15 +135,15 @@ class World:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tuple(bool(flag) for flag in tensor.tolist())
 
-    def gather(self, value: object) -> list[object]:
+    def gather(self, value: _T) -> list[_T]:
         """One small picklable value from every rank, in order of rank."""
         if self.world_size == 1:
             return [value]
-        values: list[object] = [None] * self.world_size
+        values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
-    def from_rank_0(self, value: object) -> object:
+    def from_rank_0(self, value: _T) -> _T:
         """Rank 0's value, on every rank."""
         if self.world_size == 1:
             return value

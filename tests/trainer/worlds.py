@@ -1,0 +1,150 @@
+"""A small dataset, built by the product itself, and worlds of real processes that train on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dtrain_dagster.data.prices import write_prices
+from dtrain_dagster.data.sharding import DatasetParams, build_dataset
+from dtrain_dagster.data.sources import price_source
+from dtrain_dagster.data.validation import validate_prices
+from trainer.rundir import RunDir
+
+WINDOW, DAYS, TICKERS = 20, 700, 4
+
+
+def build(folder: Path, seed: int = 0, window: int = WINDOW, shards: int = 2) -> Path:
+    """Random walks with changing volatility, as a CSV file and then as a dataset; its folder."""
+    random = np.random.default_rng(seed)
+    days = np.busday_offset("2015-01-01", np.arange(DAYS), roll="forward")
+    spread = 0.01 * np.exp(0.4 * np.sin(np.arange(DAYS)[:, None] / 40 + np.arange(TICKERS)))
+    prices = 100 * np.exp(np.cumsum(random.standard_normal((DAYS, TICKERS)) * spread, axis=0))
+    table = folder / "walks.csv"
+    lines = [",".join([str(day), *(f"{price:.6f}" for price in row)]) for day, row in zip(days, prices, strict=True)]
+    table.write_text("\n".join(["date," + ",".join(f"T{number}" for number in range(TICKERS)), *lines]) + "\n")
+    ref = write_prices(price_source(str(table)), str(folder))
+    checked = validate_prices(ref, calendar=None)
+    params = DatasetParams(window=window, shards=shards)
+    return Path(build_dataset(ref, checked, str(folder), params, calendar=None).uri)
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+# Small steps, many of them; accumulation, clipping, and dropout (by default in the model) are on.
+TRAINING = {
+    "world_size": 3,
+    "batch_size_per_gpu": 32,
+    "gradient_accumulation_steps": 2,
+    "warmup_steps": 3,
+    "epochs": 3,
+    "log_frequency": 1,
+    "checkpoint_frequency": 5,
+    "clip_norm": 0.5,
+    "threads_per_rank": 1,
+    "collective_timeout_seconds": 30,
+    "monitor_interval_seconds": 0.5,
+}
+
+
+@dataclass
+class Job:
+    """A job and the worlds that worked on it."""
+
+    run_dir: Path
+    dataset: Path
+    sections: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def rundir(self) -> RunDir:
+        return RunDir(str(self.run_dir))
+
+    def write(self) -> Path:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        config = {
+            "job_id": "test",
+            "run_dir": str(self.run_dir),
+            "dataset": {"uri": str(self.dataset)},
+            "tracking": {"tensorboard": False},
+            **self.sections,
+            "training": {**TRAINING, **self.training},
+        }
+        path = self.run_dir / "job.json"
+        path.write_text(json.dumps(config))
+        return path
+
+    def start(self, world: int = 1, *arguments: str, program: tuple[str, ...] = ("-m", "trainer")) -> Job:
+        """Start the ranks of a world and return at once."""
+        path, port = self.write(), free_port()
+        for rank in range(world):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_WORLD_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                **self.environment,
+            }
+            log = open(self.run_dir / f"log-{rank}.txt", "a")  # noqa: SIM115 - the child writes to it
+            command = [sys.executable, *program, "--config", str(path), *arguments]
+            self.processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, text=True))
+            log.close()
+        return self
+
+    def wait(self, seconds: float = 120) -> list[int]:
+        """Exit codes of the world that was started last."""
+        try:
+            return [process.wait(seconds) for process in self.processes]
+        finally:
+            self.kill()
+
+    def run(self, world: int = 1, *arguments: str, program: tuple[str, ...] = ("-m", "trainer")) -> list[int]:
+        return self.start(world, *arguments, program=program).wait()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        self.processes.clear()
+
+    def signal_at(self, step: int, *ranks: int, number: int = signal.SIGTERM) -> None:
+        """Send a signal once that step has been reported."""
+        until = time.monotonic() + 100
+        while max((item["step"] for item in self.rundir.events("step")), default=0) < step:
+            assert time.monotonic() < until, self.log()
+            assert all(process.poll() is None for process in self.processes), self.log()
+            time.sleep(0.05)
+        for rank in ranks:
+            self.processes[rank].send_signal(number)
+
+    def log(self, rank: int = 0) -> str:
+        return (self.run_dir / f"log-{rank}.txt").read_text()
+
+    def losses(self) -> dict[int, float]:
+        """Step -> loss; a step done twice keeps the later one."""
+        return {item["step"]: item["loss"] for item in self.rundir.events("step")}
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return list(self.rundir.events(kind))
+
+    def result(self) -> dict[str, Any]:
+        return self.rundir.read_json("result.json") or {}
