@@ -202,7 +202,7 @@ class LocalClusterManager(GPUClusterManager):
             if launch is None:
                 raise ClusterError(f"no job {job_id!r} on cluster {self.cluster_name!r}; `dtrain jobs` lists them")
             state, message = (JobState.QUEUED, "starting") if running else (JobState.FAILED, NEVER_STARTED)
-            return JobStatus(job_id=job_id, state=state, message=message, started_at=launch["submitted_at"])
+            return JobStatus(job_id=job_id, state=state, message=message, started_at=launch.get("submitted_at"))
         state = JobState(status["state"])
         alive = 0 if state.is_final else sum(node.ended_at is None for node in _latest(rundir))
         return JobStatus(

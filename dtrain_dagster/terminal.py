@@ -1,0 +1,214 @@
+"""What a person sees in a terminal: the nodes' logs as they grow, a training's progress, tables of jobs.
+
+On a terminal in colours and in place; into a file or a pipe as plain lines.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dtrain_dagster.clusters.base import GPUClusterManager, JobState, JobStatus, NodeHealth
+from dtrain_dagster.jobs import Progress, follow_job
+from trainer.rundir import EVENTS, NodePresence, RunDir
+
+NODE_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
+STATE_COLOURS = {
+    JobState.QUEUED: "yellow",
+    JobState.RUNNING: "cyan",
+    JobState.SUCCEEDED: "green",
+    JobState.FAILED: "red",
+    JobState.CANCELLED: "yellow",
+}
+POLL_SECONDS = 0.1
+LINE_EVERY_SECONDS = 5.0
+"""Between two lines of progress where there is no terminal."""
+
+
+@dataclass(slots=True)
+class LogFollower:
+    """Reads what was appended to the logs of a job's nodes since the last look, in whole lines."""
+
+    folder: Path
+    offsets: dict[Path, int] = field(default_factory=dict)
+
+    def skip_to_end(self, keep_lines: int = 0) -> None:
+        """Leave out what is there already, but for the last lines of each log."""
+        for path in self._paths(None):
+            data = path.read_bytes()
+            kept = data.splitlines(keepends=True)[-keep_lines:] if keep_lines else []
+            self.offsets[path] = len(data) - sum(map(len, kept))
+
+    def read(self, node_id: int | None = None, to_the_end: bool = False) -> Iterator[tuple[int, str]]:
+        """(node, line) of every line finished since; with ``to_the_end`` the unfinished one as well."""
+        for path in self._paths(node_id):
+            with open(path, "rb") as file:
+                file.seek(self.offsets.get(path, 0))
+                data = file.read()
+            end = len(data) if to_the_end else data.rfind(b"\n") + 1
+            self.offsets[path] = self.offsets.get(path, 0) + end
+            for line in data[:end].decode(errors="replace").splitlines():
+                yield int(path.stem.removeprefix("node-")), line
+
+    def _paths(self, node_id: int | None) -> list[Path]:
+        name = "*" if node_id is None else str(node_id)
+        return sorted(self.folder.glob(f"node-{name}.log"), key=lambda path: (len(path.name), path.name))
+
+
+def print_lines(console: Console, lines: Iterable[tuple[int, str]]) -> None:
+    """``[node 0] …`` per line; what the processes printed is passed on as it is."""
+    for node_id, line in lines:
+        prefix = Text(f"[node {node_id}] ", style=NODE_COLOURS[node_id % len(NODE_COLOURS)])
+        console.print(prefix.append(Text.from_ansi(line, style="default")), soft_wrap=True, highlight=False)
+
+
+def stream_job(
+    console: Console, manager: GPUClusterManager, job_id: str, follower: LogFollower, node_id: int | None = None
+) -> JobStatus:
+    """Print the logs as they grow, until the job has ended."""
+    while True:
+        status = manager.job_status(job_id)  # asked first, so that the final round reads everything
+        print_lines(console, follower.read(node_id, to_the_end=status.state.is_final))
+        if status.state.is_final:
+            return status
+        time.sleep(POLL_SECONDS)
+
+
+def watch_training(
+    console: Console, manager: GPUClusterManager, rundir: RunDir, job_id: str, total_steps: int | None
+) -> JobStatus:
+    """Show a training's progress until it has ended."""
+    show = _show_in_place if console.is_terminal else _show_lines
+    return show(console, follow_job(manager, rundir, job_id), total_steps)
+
+
+def _show_lines(console: Console, looks: Iterator[tuple[JobStatus, Progress]], total_steps: int | None) -> JobStatus:
+    """A line for each phase, and one every few seconds."""
+    shown_at, phase = 0.0, ""
+    while True:
+        status, progress = next(looks)
+        now = time.monotonic()
+        if progress.phase != phase or now - shown_at >= LINE_EVERY_SECONDS or status.state.is_final:
+            phase, shown_at = progress.phase, now
+            console.print(progress_line(progress, total_steps), soft_wrap=True, highlight=False, markup=False)
+        if status.state.is_final:
+            return status
+
+
+def _show_in_place(console: Console, looks: Iterator[tuple[JobStatus, Progress]], total_steps: int | None) -> JobStatus:
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    text = TextColumn("{task.description}", markup=False)
+    with Bar(SpinnerColumn(), BarColumn(bar_width=20), text, TimeElapsedColumn(), console=console) as bar:
+        task = bar.add_task("waiting for nodes", total=total_steps)
+        while True:
+            status, progress = next(looks)
+            bar.update(task, completed=progress.step, description=progress_line(progress, total_steps))
+            if status.state.is_final:
+                return status
+
+
+def progress_line(progress: Progress, total_steps: int | None) -> str:
+    """Phase, step, epoch, loss, speed, time left and nodes, as far as they are known. Pure."""
+    from dtrain_dagster.assets.common import duration
+
+    parts = [progress.phase]
+    if progress.step:
+        parts.append(f"step {progress.step}" + (f"/{total_steps}" if total_steps else ""))
+        parts.append(f"epoch {progress.epoch + 1}")
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.4f}")
+    if progress.valid_loss is not None:
+        parts.append(f"valid {progress.valid_loss:.4f}")
+    if progress.samples_per_second is not None:
+        parts.append(f"{progress.samples_per_second:,.0f} samples/s")
+    if progress.eta_seconds:
+        parts.append(f"ETA {duration(progress.eta_seconds)}")
+    nodes = f"{progress.nodes_alive} node" + ("" if progress.nodes_alive == 1 else "s")
+    return " · ".join([*parts, nodes])
+
+
+def jobs_table(jobs: Iterable[tuple[JobStatus, int, int | None]], now: float) -> Table:
+    """A row for each (status, nodes, last step)."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title, options in (
+        ("JOB", {"no_wrap": True}),
+        ("STATE", {}),
+        ("NODES", {"justify": "right"}),
+        ("STARTED", {}),
+        ("DURATION", {"justify": "right"}),
+        ("STEP", {"justify": "right"}),
+    ):
+        table.add_column(title, **options)
+    for status, nodes, step in jobs:
+        table.add_row(
+            status.job_id,
+            state_text(status.state),
+            str(nodes),
+            time_of(status.started_at),
+            age(status, now),
+            "" if step is None else str(step),
+        )
+    return table
+
+
+def nodes_table(presences: Iterable[NodePresence], now: float) -> Table:
+    """When each node was there, and how it left."""
+    from dtrain_dagster.assets.common import duration
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("GENERATION", "NODE", "FROM", "FOR", "EXIT CODES"):
+        table.add_column(title)
+    for node in presences:
+        codes = ", ".join(map(str, node.exit_codes)) if node.ended_at is not None else "there"
+        span = duration(node.seconds(now))
+        table.add_row(str(node.generation), str(node.node_id), time_of(node.started_at), span, codes)
+    return table
+
+
+def health_table(nodes: Iterable[NodeHealth]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("NODE", "HEALTH", ""):
+        table.add_column(title)
+    for node in nodes:
+        mark = Text("healthy", style="green") if node.healthy else Text("unhealthy", style="red")
+        table.add_row(str(node.node_id), mark, Text(node.message))
+    return table
+
+
+def last_step(rundir: RunDir) -> int | None:
+    """The last step that a training reported; its newest events are looked at first."""
+    for file in reversed(rundir.storage.list(EVENTS)):
+        if "-r00000-" not in file:
+            continue
+        for line in reversed(rundir.storage.read(f"{EVENTS}/{file}").splitlines()):
+            event = json.loads(line)
+            if event["kind"] == "step":
+                return event["step"]
+    return None
+
+
+def state_text(state: JobState) -> Text:
+    return Text(state.value, style=STATE_COLOURS[state])
+
+
+def time_of(seconds: float | None) -> str:
+    """Local time of Unix ``seconds``."""
+    return "" if seconds is None else time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def age(status: JobStatus, now: float) -> str:
+    """How long a job took, or has been running."""
+    from dtrain_dagster.assets.common import duration
+
+    if status.started_at is None:
+        return ""
+    return duration(max(0.0, (status.ended_at or now) - status.started_at))
