@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.sampler import Sampler
+from trainer.shards import DataShardManager
+from trainer.step import Batch, BatchLoader, NonFiniteError, Step, digest
+from trainer.world import RankFacts, World
+
+CPU = torch.device("cpu")
+ALONE = World(RankFacts(), CPU, "gloo")
+
+
+class Squared(nn.Module):
+    def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return (outputs[:, 0] - target) ** 2
+
+
+def model(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Dropout(dropout), nn.Linear(6, 1))
+
+
+def batch(*sizes: int, samples: int | None = None) -> Batch:
+    made = torch.Generator().manual_seed(1)
+    parts = tuple(
+        (number, torch.randn(size, 3, 2, generator=made), torch.randn(size, generator=made))
+        for number, size in enumerate(sizes)
+    )
+    return Batch(samples or sum(sizes), parts)
+
+
+def config(**changes: Any) -> DistributedTrainingConfig:
+    return DistributedTrainingConfig(**{"clip_norm": None, "weight_decay": 0.0, **changes})
+
+
+def test_the_gradient_is_that_of_the_mean_over_all_samples_however_unequal_the_parts() -> None:
+    net = model()
+    step = Step(net, Squared(), config(), ALONE)
+    parts = batch(3, 1, 4)
+    reference = model()
+    windows, target = (torch.cat([part[place] for part in parts.micro_batches]) for place in (1, 2))
+    mean = Squared()(reference(windows), target).mean()
+    mean.backward()
+    expected = torch.cat(
+        [parameter.grad.flatten() for parameter in reference.parameters() if parameter.grad is not None]
+    )
+    result = step(parts, 0, 0.0, False)
+    got = torch.cat([parameter.grad.flatten() for parameter in net.parameters() if parameter.grad is not None])
+    assert torch.allclose(got, expected, atol=1e-6)
+    assert result.loss_sum == pytest.approx(mean.item() * 8)
+    assert result.grad_norm == pytest.approx(float(expected.norm()))
+
+
+def test_the_learning_rate_is_the_one_given_and_gradients_do_not_pile_up() -> None:
+    net = model()
+    step = Step(net, Squared(), config(), ALONE)
+    before = digest(list(net.named_parameters()))
+    first = step(batch(4), 0, 0.0, False)
+    assert digest(list(net.named_parameters())) == before, "a rate of zero changes nothing"
+    assert step(batch(4), 0, 0.0, False).grad_norm == pytest.approx(first.grad_norm)
+    step(batch(4), 0, 0.1, False)
+    assert digest(list(net.named_parameters())) != before
+
+
+def test_clipping_bounds_the_gradient_and_tells_its_norm_from_before() -> None:
+    net = model()
+    norm = Step(net, Squared(), config(clip_norm=0.01), ALONE)(batch(8), 0, 0.0, False).grad_norm
+    clipped = torch.cat([parameter.grad.flatten() for parameter in net.parameters() if parameter.grad is not None])
+    assert norm > 0.1
+    assert float(clipped.norm()) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_dropout_belongs_to_the_micro_batch_and_the_step() -> None:
+    def loss(at: int) -> float:
+        torch.manual_seed(torch.seed())  # whatever happened before must not matter
+        return Step(model(dropout=0.5), Squared(), config(), ALONE)(batch(50, 50), at, 0.0, False).loss_sum
+
+    assert loss(7) == loss(7)
+    assert loss(7) != loss(8)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, 1e38])
+def test_a_loss_that_is_not_finite_ends_before_the_weights_are_touched(poison: float) -> None:
+    net = model()
+    step = Step(net, Squared(), config(), ALONE)
+    before = digest(list(net.named_parameters()))
+    bad = batch(4)
+    bad.micro_batches[0][1][0, 0, 0] = poison
+    with pytest.raises(NonFiniteError, match=r"not finite at step 13 .*lower training.learning_rate"):
+        step(bad, 12, 0.1, False)
+    assert digest(list(net.named_parameters())) == before
+
+
+def test_fp16_on_a_processor_is_refused_and_bf16_is_close() -> None:
+    with pytest.raises(ConfigError, match=r"'fp16' needs a GPU; use 'bf16'"):
+        Step(model(), Squared(), config(precision="fp16"), ALONE)
+    losses = [
+        Step(model(), Squared(), config(precision=precision), ALONE)(batch(64), 0, 0.1, False).loss_sum
+        for precision in ("fp32", "bf16")
+    ]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+def test_a_saved_optimizer_goes_on_as_if_nothing_had_been() -> None:
+    one = Step(model(), Squared(), config(), ALONE)
+    for number in range(3):
+        one(batch(8), number, 0.05, False)
+    other = Step(model(), Squared(), config(), ALONE)
+    other.model.load_state_dict(one.model.state_dict())
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    for step in (one, other):
+        step(batch(8), 3, 0.05, False)
+    weights = [digest(list(step.model.named_parameters())) for step in (one, other)]
+    assert weights[0] == weights[1]
+
+
+def test_the_wish_to_stop_is_told() -> None:
+    step = Step(model(), Squared(), config(), ALONE)
+    assert [step(batch(2), 0, 0.0, wish).stop for wish in (False, True)] == [False, True]
+
+
+def test_the_loader_gives_what_the_sampler_deals_from_any_step_on(dataset: Path, cache: Path) -> None:
+    shards = DataShardManager(str(dataset), cache)
+    sampler = Sampler(
+        samples=shards.count("train"), global_batch_size=240, micro_batches=6, seed=1, rank=1, world_size=2
+    )
+    loader = BatchLoader(shards, sampler, ALONE)
+    whole = list(loader.batches(2, 0))
+    assert len(whole) == sampler.steps_per_epoch
+    for step, found in enumerate(whole):
+        samples, dealt = sampler.step(2, step)
+        assert (found.samples, [part[0] for part in found.micro_batches]) == (samples, [part.number for part in dealt])
+        for (_, windows, target), part in zip(found.micro_batches, dealt, strict=True):
+            expected = shards.gather(shards.end_rows("train", part.positions))
+            assert torch.equal(windows, expected[0])
+            assert torch.equal(target, expected[1])
+    later = list(loader.batches(2, 5))
+    assert all(torch.equal(a.micro_batches[0][2], b.micro_batches[0][2]) for a, b in zip(whole[5:], later, strict=True))
+    loader.close()
+
+
+def test_a_digest_sees_names_shapes_and_every_bit() -> None:
+    one = torch.arange(4.0)
+    other = one.clone()
+    other[2] = torch.nextafter(torch.tensor(2.0), torch.tensor(3.0))
+    digests = {
+        digest([("a", one)]), digest([("b", one)]), digest([("a", one.view(2, 2))]), digest([("a", other)]),
+        digest([("a", one.double())]), digest([("a", one), ("b", torch.empty(0))]), digest([("a", torch.tensor(1.0))]),
+    }  # fmt: skip
+    assert len(digests) == 7
+    assert digest([("a", one.clone())]) in digests
