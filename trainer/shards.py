@@ -237,9 +237,8 @@ def _create(path: Path, shape: tuple[int, ...], kind: type) -> Any:
         try:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
         except OSError as error:
-            raise OSError(
-                error.errno, f"no room to unpack the dataset ({error.strerror}); set DTRAIN_CACHE", str(path)
-            ) from error
+            reason = f"no room to unpack the dataset ({error.strerror}); point DTRAIN_CACHE to a folder with more"
+            raise OSError(error.errno, reason, str(path)) from error
     return array
 
 
