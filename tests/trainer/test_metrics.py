@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import math
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.config import DatasetRef, JobConfig, TrackingConfig
+from trainer.metrics import TRACKING, MLflowSink, Reporter, Sink, StepWindow, TensorBoardSink, sinks_of
+from trainer.rundir import RunDir
+
+STEP = {"learning_rate": 0.1, "grad_norm": 2.0, "samples_per_second": 100.0, "step_seconds": 0.5, "eta_seconds": 5.0}
+
+
+def job(folder: Path, uri: str | None = None) -> JobConfig:
+    tracking = TrackingConfig(tensorboard=False, mlflow_tracking_uri=uri, tags={"team": "quant"})
+    return JobConfig(job_id="j", run_dir=str(folder), dataset=DatasetRef(uri="/d", dataset_id="abc"), tracking=tracking)
+
+
+def until(true: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def steps(reporter: Reporter, *numbers: int) -> None:
+    for step in numbers:
+        reporter.emit("step", step=step, epoch=0, loss=1.0 / step, **STEP)
+
+
+class Stuck:
+    """A tracking server that takes connections and never answers."""
+
+    def __init__(self, released: threading.Event) -> None:
+        self.released = released
+
+    def write(self, events: list[dict[str, Any]]) -> None:
+        self.released.wait()
+
+    def close(self) -> None: ...
+
+
+def test_events_can_be_read_while_training_runs_in_numbered_files(tmp_path: Path) -> None:
+    rundir = RunDir(str(tmp_path))
+    reporter = Reporter(rundir, 3, 2, [])
+    steps(reporter, 1)
+    until(lambda: len(list(rundir.events())) == 1)
+    steps(reporter, 2, 3)
+    until(lambda: len(list(rundir.events())) == 3)
+    reporter.emit("end", status="succeeded")
+    reporter.close()
+    found = list(rundir.events())
+    assert [item["kind"] for item in found] == ["step", "step", "step", "end"]
+    assert {(item["rank"], item["generation"]) for item in found} == {(3, 2)}
+    assert rundir.storage.list("events") == [f"g0002-r00003-{number:06d}.jsonl" for number in (1, 2, 3)]
+    assert not [thread for thread in threading.enumerate() if thread.name in ("reporter", "tracking")]
+
+
+def test_nothing_is_lost_at_the_end_and_a_number_taken_is_left_alone(tmp_path: Path) -> None:
+    rundir = RunDir(str(tmp_path))
+    for _ in range(2):  # the same generation twice
+        reporter = Reporter(rundir, 0, 1, [])
+        steps(reporter, *range(1, 501))
+        reporter.close()
+    assert len(list(rundir.events())) == 1000
+
+
+def test_a_number_that_is_not_finite_costs_no_event(tmp_path: Path) -> None:
+    rundir = RunDir(str(tmp_path))
+    reporter = Reporter(rundir, 0, 1, [])
+    reporter.emit("evaluation", step=1, split="valid", loss=math.nan, metrics={"nll": math.inf, "pinball": 0.5})
+    steps(reporter, 2)
+    reporter.close()
+    evaluation, step = rundir.events()
+    assert (evaluation["loss"], evaluation["metrics"]) == (None, {"nll": None, "pinball": 0.5})
+    assert step["step"] == 2
+
+
+def test_a_sink_that_hangs_delays_neither_events_nor_the_end(tmp_path: Path) -> None:
+    rundir, released = RunDir(str(tmp_path)), threading.Event()
+    reporter = Reporter(rundir, 0, 1, [lambda: Stuck(released)])
+    steps(reporter, 1)
+    until(lambda: len(list(rundir.events("step"))) == 1)
+    steps(reporter, 2)
+    until(lambda: len(list(rundir.events("step"))) == 2)
+    reporter.close(tracking_seconds=0.1)
+    [error] = rundir.events("error")
+    assert "tracking did not finish within 0.1 s" in error["message"]
+    assert error["fatal"] is False
+    released.set()
+
+
+def test_a_dead_tracking_server_is_reported_once_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        uri = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        rundir = RunDir(str(tmp_path))
+        reporter = Reporter(rundir, 0, 1, sinks_of(job(tmp_path, uri), rundir, 0))
+        for number in (1, 2, 3):
+            steps(reporter, number)
+        reporter.close()
+    [error] = rundir.events("error")
+    assert "could not open a tracking sink" in error["message"]
+    assert len(list(rundir.events("step"))) == 3
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    rundir = RunDir(str(tmp_path))
+    sinks: list[Callable[[], Sink]] = [lambda: TensorBoardSink(str(tmp_path / "tensorboard"))]
+    reporter = Reporter(rundir, 0, 1, sinks)
+    steps(reporter, 1, 2)
+    reporter.emit("evaluation", step=2, split="valid", loss=0.25, metrics={"pinball": 0.5, "nll": math.nan})
+    reporter.emit("node", node_id=1, cpu_percent=50.0, memory_percent=10.0, gpu_utilization=None)
+    reporter.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    scalars = {tag: [(point.step, point.value) for point in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
+    assert scalars["train/loss"] == [(1, 1.0), (2, 0.5)]
+    assert scalars["valid/loss"] == [(2, 0.25)]
+    assert scalars["node_1/cpu_percent"] == [(2, 50.0)]
+    assert "valid/nll" not in scalars
+    assert {"train/grad_norm", "train/step_seconds", "train/learning_rate", "valid/pinball"} <= set(scalars)
+
+
+@pytest.mark.slow
+def test_a_real_mlflow_has_parameters_metrics_and_the_end_and_goes_on_in_the_same_run(tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    uri, rundir = f"sqlite:///{tmp_path}/mlflow.db", RunDir(str(tmp_path))
+    described = job(tmp_path, uri)
+    reporter = Reporter(rundir, 0, 1, sinks_of(described, rundir, 0))
+    steps(reporter, *range(1, 401))  # six values each: more than MLflow takes at once
+    reporter.emit("end", status="stopped")
+    reporter.close()
+    assert not list(rundir.events("error"))
+    client = MlflowClient(uri)
+    run_id = (rundir.read_json(TRACKING) or {})["mlflow_run_id"]
+    run = client.get_run(run_id)
+    assert (run.info.status, run.data.metrics["train.loss"]) == ("KILLED", 1 / 400)
+    assert len(client.get_metric_history(run_id, "train.loss")) == 400
+    assert (run.data.params["model"], run.data.params["epochs"]) == ("tcn", "6")
+    assert {"job_id": "j", "dataset_id": "abc", "team": "quant"}.items() <= run.data.tags.items()
+    sink = MLflowSink(described, rundir)
+    sink.write([{"kind": "end", "time": time.time(), "status": "succeeded"}])
+    assert sink.run_id == run_id
+    assert client.get_run(run_id).info.status == "FINISHED"
+    assert client.get_experiment(run.info.experiment_id).artifact_location == str(tmp_path / "mlartifacts")
+
+
+def test_only_rank_0_reports_elsewhere_and_nothing_heavy_is_imported_for_it(tmp_path: Path) -> None:
+    rundir = RunDir(str(tmp_path))
+    assert sinks_of(job(tmp_path, "http://127.0.0.1:1"), rundir, 1) == []
+    program = "import sys, trainer.metrics; print({'mlflow', 'torch', 'tensorboard'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "set()"
+
+
+def test_a_window_sums_its_steps() -> None:
+    window = StepWindow()
+    window.add(3.0, 2)
+    window.add(5.0, 6)
+    assert (window.steps, window.loss_sum, window.samples) == (2, 8.0, 8)
