@@ -12,7 +12,7 @@ from dtrain_dagster.sensors.new_data import build_new_data_sensor
 from dtrain_dagster.settings import Settings, load_settings
 
 RETRAINING = "retraining"
-ASSETS = [
+ASSETS: list[dg.AssetsDefinition | dg.AssetSpec] = [
     dataset.stock_prices,
     dataset.sharded_dataset,
     planning.cost_estimate,

@@ -24,8 +24,8 @@ def latest_job(settings: Settings) -> RunDir | None:
 
 def summary_lines(rundir: RunDir) -> list[tuple[str, str]]:
     """(what, figure) from the run directory of a finished job."""
-    result = rundir.read_json(RESULT)
-    evaluation = rundir.read_json(EVALUATION)
+    result = rundir.read_json(RESULT) or {}
+    evaluation = rundir.read_json(EVALUATION) or {}
     plan = rundir.read_json(PLAN)
     cost = rundir.read_json("reports/cost_breakdown.json")
     registration = rundir.read_json(REGISTRATION)
@@ -34,7 +34,7 @@ def summary_lines(rundir: RunDir) -> list[tuple[str, str]]:
         ("trained", f"{result['steps']} steps on {result['world_size']} ranks in {duration(result['train_seconds'])}"),
     ]
     lines += _skill(evaluation)
-    if cost:
+    if cost and plan:
         expected = plan["estimate"]["usd"]["expected"]
         total = cost["metrics"]["total_cost_usd"]
         lines.append(("cost", f"{dollars(total)}, estimated {dollars(expected)} (stand-in price, nothing was billed)"))

@@ -6,6 +6,12 @@ value, and a parametrised one does not go together with check specs.
 
 from __future__ import annotations
 
+from typing import Any
+
+import dagster as dg
+
+from trainer.rundir import RunDir
+
 OWNERS = ["team:ml-platform"]
 CODE_VERSION = "1"
 """Raise it when an asset's meaning changes: Dagster then marks what was made before as out of date."""
@@ -26,3 +32,11 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def read_finished(rundir: RunDir, name: str) -> dict[str, Any]:
+    """A document of a job that has succeeded. `dagster.Failure` where it is missing: the folder was changed since."""
+    document = rundir.read_json(name)
+    if document is None:
+        raise dg.Failure(f"{rundir.uri} has no {name}: its job did not finish; materialize trained_checkpoint again")
+    return document

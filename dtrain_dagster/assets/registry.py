@@ -2,7 +2,7 @@
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, read_finished
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.tracker import CostTracker
@@ -49,9 +49,7 @@ def registered_model(
 
     plan, job = cost_estimate, trained_checkpoint
     rundir = RunDir(job.run_dir)
-    result, evaluation = rundir.read_json(RESULT), rundir.read_json(EVALUATION)
-    if result is None or evaluation is None:
-        raise dg.Failure(f"{rundir.uri} holds no finished job: materialize trained_checkpoint again")
+    result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
     tracker = CostTracker(job.cluster_name, cluster.manager().node_usage(job.job_id), plan.tier)
     provenance = registry.Provenance(
         nodes=job.node_count,

@@ -5,7 +5,7 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, duration
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, duration, read_finished
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.tracker import CostTracker, overrun
@@ -39,7 +39,7 @@ def cost_breakdown(
     plan, job = cost_estimate, trained_checkpoint
     rundir = RunDir(job.run_dir)
     tracker = CostTracker(job.cluster_name, cluster.manager().node_usage(job.job_id), plan.tier)
-    result = rundir.read_json(RESULT)
+    result = read_finished(rundir, RESULT)
     metrics = tracker.metrics(result["epochs"], plan.estimate.usd.expected)
     above = overrun(metrics.total_cost_usd, metrics.estimated_total_cost)
     periods = tracker.by_period()
@@ -109,7 +109,7 @@ def performance_report(
 ) -> dg.MaterializeResult:
     job = trained_checkpoint
     rundir = RunDir(job.run_dir)
-    result, evaluation = rundir.read_json(RESULT), rundir.read_json(EVALUATION)
+    result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
     usage = cluster.manager().node_usage(job.job_id)
     paid = max(node.ended_at for node in usage) - min(node.started_at for node in usage)
     events = list(rundir.events())
@@ -126,16 +126,18 @@ def performance_report(
         "wall_seconds": round(paid, 1),
         "time_against_estimate": f"{duration(paid)}; estimated {duration(expected.expected)} "
         f"({duration(expected.low)} to {duration(expected.high)})",
-        "phases": dg.MarkdownMetadataValue(
-            charts.markdown_image(charts.phase_chart(performance.phase_seconds), "Where the time went")
-        ),
         "test": dg.JsonMetadataValue(evaluation["model"]),
         "report": dg.MetadataValue.path(f"{rundir.uri}/{PERFORMANCE_REPORT}"),
     }
+    pictures = [charts.markdown_image(charts.phase_chart(performance.phase_seconds), "Where the time went")]
     if rows:
         metadata["by_node"] = dg.TableMetadataValue(rows, _schema(rows))
-        picture = charts.markdown_image(charts.node_charts(node_events), "Nodes over time")
-        metadata["nodes_over_time"] = dg.MarkdownMetadataValue(picture)
+        pictures.append(charts.markdown_image(charts.node_charts(node_events), "Nodes over time"))
+    steps = [item for item in events if item["kind"] == "step"]
+    evaluations = [item for item in events if item["kind"] == "evaluation"]
+    pictures.append(charts.markdown_image(charts.training_curves(steps, evaluations), "Training curves"))
+    report = "\n\n".join([f"**{performance.verdict}**", *pictures])
+    metadata["pictures"] = dg.MarkdownMetadataValue(report)
     return dg.MaterializeResult(metadata=metadata)
 
 

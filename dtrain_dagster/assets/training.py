@@ -7,7 +7,7 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, duration
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, duration, read_finished
 from dtrain_dagster.clusters.base import GPUClusterManager, JobState
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.jobs import (
@@ -95,9 +95,7 @@ def trained_checkpoint(
         context.log.warning(f"terminated: cancelling job {choice.job_id}")
         manager.cancel_job(choice.job_id)
         raise
-    result, evaluation = rundir.read_json(RESULT), rundir.read_json(EVALUATION)
-    if result is None or result["status"] != "succeeded":
-        raise dg.Failure(f"job {choice.job_id} ended without a result; see {rundir.uri}/logs", allow_retries=False)
+    result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
     finished = FinishedJob(
         job_id=choice.job_id,
         run_dir=rundir.uri,

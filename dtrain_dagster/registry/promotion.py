@@ -78,7 +78,8 @@ def choose_alias(verdict: Gate, champion: Comparison | None) -> Decision:
             alias="champion",
             reason=f"the gate passed; it was not compared with the {rival}, because {champion.note}",
         )
-    better = champion.candidate < champion.champion
+    # Compared as shown: a difference in the sixth digit is rounding, not skill.
+    better = round(champion.candidate, 5) < round(champion.champion, 5)
     verb = "beats" if better else "does not beat"
     reason = (
         f"the gate passed; {champion.metric} {champion.candidate:.5f} {verb} the {rival}'s {champion.champion:.5f} on "

@@ -28,7 +28,7 @@ def build_idle_cluster_sensor(settings: Settings) -> dg.SensorDefinition:
         if decision.scale_down:
             context.log.warning(f"idle for {decision.idle_seconds / 60:.0f} minutes: giving the cluster back")
             manager.cleanup_cluster()
-        metadata = {
+        metadata: dict[str, int | float | str | bool] = {
             "nodes": len(health.nodes),
             "running_jobs": ", ".join(health.running_jobs) or "none",
             "idle_seconds": round(decision.idle_seconds, 1),

@@ -64,11 +64,13 @@ def test_press_materialize_and_watch(dagster: Dagster, page: Page):
 
     page.goto(f"{dagster.url}/assets/trained_checkpoint")
     page.get_by_text("weights_sha256").first.wait_for()
-    pictures = page.locator('img[src^="data:image/svg+xml"]')
-    pictures.first.wait_for()
-    assert pictures.first.evaluate("image => image.complete && image.naturalWidth > 100")
+    row = page.locator("tr", has=page.get_by_text("curves", exact=True)).first
+    row.get_by_text("[Show Markdown]").click()
+    picture = page.locator('[role="dialog"] img[src^="data:image/svg+xml"]').first
+    picture.wait_for()
+    assert picture.evaluate("image => image.complete && image.naturalWidth > 100")
     shot(page, "checkpoint")
-    page.goto(f"{dagster.url}/assets/registered_model?view=lineage&lineageScope=upstream")
+    page.goto(f"{dagster.url}/assets/registered_model?view=lineage&lineageScope=upstream&lineageDepth=5")
     for asset in ("stock_prices", "sharded_dataset", "cost_estimate", "trained_checkpoint", "registered_model"):
         page.get_by_text(asset, exact=True).first.wait_for()
     shot(page, "lineage")

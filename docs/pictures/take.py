@@ -1,0 +1,38 @@
+"""Take the README's pictures of a running Dagster UI: ``make ui`` in one terminal, this script in another."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from playwright.sync_api import Page, sync_playwright
+
+HERE = Path(__file__).parent
+
+
+def main(url: str) -> None:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1500, "height": 900})
+        page.goto(f"{url}/locations/dtrain/jobs/retraining")
+        page.get_by_text("trained_checkpoint").first.wait_for()
+        page.wait_for_timeout(5000)
+        page.screenshot(path=HERE / "lineage.png")
+        dialog(page, url, "trained_checkpoint", "skill", "checkpoint.png")
+        dialog(page, url, "performance_report", "pictures", "report.png")
+        browser.close()
+
+
+def dialog(page: Page, url: str, asset: str, entry: str, file: str) -> None:
+    """The picture behind a Markdown entry of an asset's metadata."""
+    page.goto(f"{url}/assets/{asset}?view=overview")
+    row = page.locator("tr", has=page.get_by_text(entry, exact=True)).first
+    row.get_by_text("[Show Markdown]").click()
+    page.locator('[role="dialog"] img').first.wait_for()
+    page.wait_for_timeout(1000)
+    page.screenshot(path=HERE / file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:3000")
