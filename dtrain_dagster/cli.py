@@ -106,6 +106,7 @@ def launch(
     settings = _settings()
     manager = _manager(settings, procs_per_node)
     job_id = _new_job(manager, name, "launch")
+    manager.provision_cluster(nodes or settings.nodes, settings.gpu_type)
     folder = manager.jobs_dir / job_id
     follower = LogFollower(folder / "logs")
     follower.skip_to_end()
@@ -181,6 +182,7 @@ def train(
     )
     _new_job(manager, job.job_id, "train")
     steps = total_steps(job)
+    manager.provision_cluster(node_count, settings.gpu_type)
     with _cancelled_by_signals(manager, job.job_id, unless=detach):
         start_job(manager, job, node_count, manager.processes_per_node, _environment(settings))
         if detach:

@@ -99,10 +99,8 @@ class LocalClusterManager(GPUClusterManager):
     def monitor_health(self) -> ClusterHealth:
         """A node that a running job has lost, or that is silent, is unhealthy; one without work is healthy."""
         config = self._config()
-        if config is None:
-            return ClusterHealth(cluster_name=self.cluster_name, healthy=True, nodes=(), message="not provisioned")
         running = [status.job_id for status in self.list_jobs() if not status.state.is_final]
-        seen: dict[int, list[NodeHealth]] = {node_id: [] for node_id in range(config.node_count)}
+        seen: dict[int, list[NodeHealth]] = {node_id: [] for node_id in range(config.node_count if config else 0)}
         for job_id in running:
             for presence in _latest(self._rundir(job_id)):
                 seen.setdefault(presence.node_id, []).append(node_health(job_id, presence, time.time()))
@@ -114,8 +112,13 @@ class LocalClusterManager(GPUClusterManager):
             )
             for node_id, views in sorted(seen.items())
         )
-        healthy = all(node.healthy for node in nodes)
-        return ClusterHealth(cluster_name=self.cluster_name, healthy=healthy, nodes=nodes, running_jobs=tuple(running))
+        return ClusterHealth(
+            cluster_name=self.cluster_name,
+            healthy=all(node.healthy for node in nodes),
+            nodes=nodes,
+            running_jobs=tuple(running),
+            message="" if config else "not provisioned",
+        )
 
     def cleanup_cluster(self) -> None:
         running = [status.job_id for status in self.list_jobs() if not status.state.is_final]

@@ -47,10 +47,36 @@ def _wait_and_kill(read: int) -> None:
         for line in lines:
             (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
     deadline = time.monotonic() + LIMIT_SECONDS
-    while groups and time.monotonic() < deadline:
-        for group in list(groups):
-            try:
-                os.killpg(group, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                groups.discard(group)
+    while (groups := {group for group in groups if group_alive(group)}) and time.monotonic() < deadline:
+        for group in groups:
+            signal_group(group, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
+
+
+def signal_group(group: int, number: int) -> bool:
+    """Send a signal to every process of a group; False if there is none."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # there is one, of another user
+    return True
+
+
+def group_alive(group: int) -> bool:
+    """Is a process of the group left? One that has ended and waits for its parent to notice is not: an orphan's parent
+    is the machine's first process, which in a container may take its time or never look."""
+    if not signal_group(group, 0):
+        return False
+    if not os.path.isdir("/proc/self"):
+        return True
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                state, _, its_group, *_ = file.read().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has just ended
+        if int(its_group) == group and state not in "ZX":
+            return True
+    return False

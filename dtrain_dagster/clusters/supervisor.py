@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.lock import acquire
-from dtrain_dagster.clusters.reaper import Reaper
+from dtrain_dagster.clusters.reaper import Reaper, group_alive, signal_group
 from trainer.rundir import LAUNCH, LOGS, STATUS, NodePresence, RunDir
 
 HEARTBEAT_SECONDS = 2.0
@@ -52,6 +52,7 @@ class Node:
     log: IO[bytes]
     processes: list[tuple[int, subprocess.Popen[bytes]]] = field(default_factory=list)
     """(rank, process), in order; the first one leads the group."""
+    group: int | None = None
     ended: set[int] = field(default_factory=set)
     """Ranks whose end has been noticed."""
     gone: bool = False
@@ -134,7 +135,6 @@ class Supervisor:
         node = Node(presence, log)
         self.nodes.append(node)
         self.rundir.write_node(presence)
-        group = 0  # the first process starts one of its own, the others join it
         for local_rank in range(self.launch["processes_per_node"]):
             variables = rank_environment(self.launch, node_id, local_rank, port)
             try:
@@ -146,7 +146,7 @@ class Supervisor:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    process_group=group,
+                    process_group=node.group or 0,  # the first process starts a group, the others join it
                     preexec_fn=partial(_die_with, os.getpid()) if _libc else None,
                 )
             except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
@@ -155,9 +155,9 @@ class Supervisor:
                     "PATH, or its path"
                 ) from error
             node.processes.append((variables["RANK"], process))
-            if not group:
-                group = process.pid
-                self.reaper.watch(group)
+            if node.group is None:
+                node.group = process.pid
+                self.reaper.watch(node.group)
 
     def _watch(self, peer_grace: float) -> Failure | None:
         """Until all processes have ended, or one failed and its peers have had their grace, or the job is cancelled."""
@@ -213,15 +213,15 @@ class Supervisor:
         for node in self.nodes:
             if not node.alive and not node.gone:
                 self._note_ends(node)
-                node.gone = not _signal_group(node, 0)
-                if node.gone and node.processes:
-                    self.reaper.forget(node.processes[0][1].pid)
+                node.gone = node.group is None or not group_alive(node.group)
+                if node.gone and node.group is not None:
+                    self.reaper.forget(node.group)
         return all(node.gone for node in self.nodes)
 
     def _signal(self, number: int) -> None:
         for node in self.nodes:
-            if not node.gone:
-                _signal_group(node, number)
+            if not node.gone and node.group is not None:
+                signal_group(node.group, number)
 
     def _write_presence(self, node: Node, **changes: Any) -> None:
         node.presence = replace(node.presence, **changes)
@@ -337,19 +337,6 @@ def last_lines(path: Path, lines: int) -> str:
     except FileNotFoundError:
         return ""
     return "\n".join(data.decode(errors="replace").splitlines()[-lines:]) if lines > 0 else ""
-
-
-def _signal_group(node: Node, number: int) -> bool:
-    """Send a signal to all of the node's processes; False if none is left. 0 only asks."""
-    if not node.processes:
-        return False
-    try:
-        os.killpg(node.processes[0][1].pid, number)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True  # there is one, of another user
-    return True
 
 
 def _die_with(parent: int) -> None:
