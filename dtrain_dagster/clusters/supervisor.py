@@ -20,9 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from dtrain_dagster.clusters.base import JobState
+from dtrain_dagster.clusters.linelog import LineLog
 from dtrain_dagster.clusters.lock import acquire
 from dtrain_dagster.clusters.reaper import Reaper, group_alive, signal_group
 from trainer.rundir import LAUNCH, LOGS, STATUS, NodePresence, RunDir
@@ -49,7 +50,7 @@ class Node:
     """One process group."""
 
     presence: NodePresence
-    log: IO[bytes]
+    log: LineLog
     processes: list[tuple[int, subprocess.Popen[bytes]]] = field(default_factory=list)
     """(rank, process), in order; the first one leads the group."""
     group: int | None = None
@@ -127,9 +128,7 @@ class Supervisor:
 
     def _start_node(self, node_id: int, port: int) -> None:
         path = self.rundir.storage.local_path(f"{LOGS}/node-{node_id}.log")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        log = open(path, "ab", buffering=0)  # noqa: SIM115 - closed when the node has ended
-        log.write(f"--- generation {self.generation}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
+        log = LineLog(path, f"--- generation {self.generation}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---")
         now = time.time()
         presence = NodePresence(node_id=node_id, generation=self.generation, started_at=now, last_seen_at=now)
         node = Node(presence, log)
@@ -137,6 +136,7 @@ class Supervisor:
         self.rundir.write_node(presence)
         for local_rank in range(self.launch["processes_per_node"]):
             variables = rank_environment(self.launch, node_id, local_rank, port)
+            pipe = log.open_pipe()
             try:
                 # This process has one thread, so Python code between fork and exec is safe; and the thread that starts
                 # the children is the one whose end the kernel watches.
@@ -144,8 +144,8 @@ class Supervisor:
                     self.launch["command"],
                     env=merge_environment(os.environ, self.launch, variables),
                     stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
+                    stdout=pipe,
+                    stderr=pipe,
                     process_group=node.group or 0,  # the first process starts a group, the others join it
                     preexec_fn=partial(_die_with, os.getpid()) if _libc else None,
                 )
@@ -154,6 +154,8 @@ class Supervisor:
                     f"cannot start {self.launch['command'][0]!r}: {error.strerror}; give a program that is on the "
                     "PATH, or its path"
                 ) from error
+            finally:
+                os.close(pipe)
             node.processes.append((variables["RANK"], process))
             if node.group is None:
                 node.group = process.pid
@@ -176,7 +178,13 @@ class Supervisor:
                 for node in self.nodes:
                     if node.alive:
                         self._write_presence(node, last_seen_at=time.time())
-            time.sleep(POLL_SECONDS)
+            self._pause()
+
+    def _pause(self) -> None:
+        """Pass on what the processes have printed, and wait a moment."""
+        for node in self.nodes:
+            node.log.pump()
+        time.sleep(POLL_SECONDS)
 
     def _note_ends(self, node: Node) -> list[Failure]:
         """Processes of the node that failed since the last look; writes the node's end when all have ended."""
@@ -198,16 +206,17 @@ class Supervisor:
         self._signal(signal.SIGTERM)
         deadline = time.monotonic() + grace
         while not self._all_gone() and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+            self._pause()
         self._signal(signal.SIGKILL)
         for node in self.nodes:
             for _, process in node.processes:
                 process.wait()
             self._note_ends(node)
-            node.log.close()
         deadline = time.monotonic() + KILL_SECONDS
         while not self._all_gone() and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+            self._pause()
+        for node in self.nodes:
+            node.log.close()
 
     def _all_gone(self) -> bool:
         for node in self.nodes:

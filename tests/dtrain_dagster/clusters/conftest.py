@@ -61,6 +61,9 @@ class Cluster:
 
         return wait_for(final, f"job {job_id} to end")
 
+    def wait_for(self, condition: Callable[[], Any], what: str) -> None:
+        wait_for(condition, what)
+
     def wait_for_file(self, name: str) -> Path:
         path = self.folder / name
         wait_for(path.exists, name)

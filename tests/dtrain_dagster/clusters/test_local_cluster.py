@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -195,6 +196,28 @@ def test_a_supervisor_killed_by_force_leaves_no_orphan_and_a_failed_job(cluster)
     assert cluster.wait("orphans").state is JobState.SUCCEEDED
 
 
+def test_processes_die_even_if_supervisor_and_reaper_are_killed_together(cluster):
+    cluster.submit("both", SLEEP)
+    for rank in range(2):
+        cluster.wait_for_file(f"up-{rank}")
+    for process in cluster.processes():
+        if "dtrain_dagster.clusters.supervisor" in process.cmdline():
+            process.kill()
+    assert cluster.wait("both").state is JobState.FAILED
+    cluster.wait_for(lambda: cluster.processes() == [], "the processes to die")
+
+
+def test_a_stuck_supervisor_is_ended_by_force(cluster, monkeypatch):
+    cluster.submit("stuck", SLEEP, env={"DTRAIN_STOP_GRACE_SECONDS": "0.2"})
+    for rank in range(2):
+        cluster.wait_for_file(f"up-{rank}")
+    os.kill(cluster.status_file("stuck")["pid"], signal.SIGSTOP)
+    monkeypatch.setattr("dtrain_dagster.clusters.local.FORCE_SECONDS", 0.5)
+    cluster.manager.cancel_job("stuck")
+    assert cluster.processes() == []
+    assert cluster.manager.job_status("stuck").state is JobState.FAILED
+
+
 def test_a_job_outlives_whoever_submitted_it(cluster):
     spec = cluster.spec("long", "(OUT / 'up').touch()\nwhile not (OUT / 'go').exists(): time.sleep(0.02)")
     submitter = submit_in_another_process(cluster, spec, then="import os; os.kill(os.getpid(), 9)")
@@ -326,6 +349,24 @@ def test_logs_of_a_finished_job(cluster):
     assert len(manager.job_logs("talks", node_id=0).splitlines()) == 3001
     with pytest.raises(ClusterError, match="no log of a node 5"):
         manager.job_logs("talks", node_id=5)
+
+
+def test_lines_of_processes_that_share_a_node_stay_whole(cluster):
+    script = """
+    for n in range(400):
+        print("rank", RANK, "says", n, "and", n, "again")
+    """
+    cluster.submit("choir", script, nodes=1, processes=3)
+    assert cluster.wait("choir").state is JobState.SUCCEEDED
+    said = cluster.manager.job_logs("choir", node_id=0).splitlines()[1:]
+    assert sorted(said) == sorted(f"rank {r} says {n} and {n} again" for r in range(3) for n in range(400))
+
+
+def test_what_a_process_said_last_is_kept(cluster):
+    cluster.submit("last", "print('x' * 300_000); print('no newline', end=''); os.kill(os.getpid(), 9)", nodes=1)
+    message = cluster.wait("last").message
+    assert message.endswith("no newline")
+    assert len(cluster.manager.job_logs("last", node_id=0)) > 300_000
 
 
 def test_health_says_which_node_works_on_what_and_which_left(cluster):

@@ -1,0 +1,76 @@
+"""One log file for the several processes of a node, in which every line is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PIPE_BYTES = 1 << 20
+"""What a process can print between two looks without having to wait."""
+PATIENCE_SECONDS = 0.5
+"""How long an unfinished line may wait for its end; after that it is a prompt or a progress bar."""
+
+
+@dataclass(slots=True)
+class _Source:
+    waiting: bytes = b""
+    since: float = field(default_factory=time.monotonic)
+
+
+class LineLog:
+    """Passes what processes print on to a file, line by line.
+
+    Processes that share a file mix their lines with each other's: unbuffered Python writes a ``print`` of five words in
+    ten pieces. Here each has a pipe of its own. A full disk costs lines, but no process notices.
+    """
+
+    def __init__(self, path: Path, header: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
+        self._file.write(header.encode() + b"\n")
+        self._sources: dict[int, _Source] = {}
+
+    def open_pipe(self) -> int:
+        """A descriptor for a process to write to; the caller closes its own copy once the process has it."""
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        if hasattr(fcntl, "F_SETPIPE_SZ"):
+            with contextlib.suppress(OSError):  # a limit of the machine; it only buffers less then
+                fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self._sources[read] = _Source()
+        return write
+
+    def pump(self, last: bool = False) -> None:
+        """Write what has come in since, up to the last whole line of each process; at the ``last`` time everything."""
+        now = time.monotonic()
+        for descriptor, source in list(self._sources.items()):
+            data, ended = _read_all(descriptor)
+            text = source.waiting + data
+            if data:
+                source.since = now
+            end = len(text) if ended or last or now - source.since > PATIENCE_SECONDS else text.rfind(b"\n") + 1
+            source.waiting = text[end:]
+            if end:
+                with contextlib.suppress(OSError):
+                    self._file.write(text[:end])
+            if ended or last:
+                os.close(descriptor)
+                del self._sources[descriptor]
+
+    def close(self) -> None:
+        self.pump(last=True)
+        self._file.close()
+
+
+def _read_all(descriptor: int) -> tuple[bytes, bool]:
+    """(what is there now, whether every writer has gone)."""
+    parts = []
+    with contextlib.suppress(BlockingIOError):
+        while part := os.read(descriptor, PIPE_BYTES):
+            parts.append(part)
+        return b"".join(parts), True
+    return b"".join(parts), False

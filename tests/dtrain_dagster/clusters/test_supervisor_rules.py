@@ -1,0 +1,126 @@
+"""The supervisor's decisions, without a process."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from pathlib import Path
+
+import pytest
+
+from dtrain_dagster.clusters.linelog import LineLog
+from dtrain_dagster.clusters.local import STALE_SECONDS, node_health, with_package
+from dtrain_dagster.clusters.supervisor import (
+    Failure,
+    LaunchError,
+    blame,
+    choose_port,
+    describe_exit,
+    last_lines,
+    merge_environment,
+    rank_environment,
+)
+from trainer.rundir import NodePresence
+
+LAUNCH = {"node_count": 3, "processes_per_node": 2, "threads_per_rank": None, "env": {}, "generation": 4}
+
+
+def test_of_failures_at_one_moment_the_likeliest_cause_is_blamed():
+    stopped, lost_peer, refused, killed = (
+        Failure(rank=0, node_id=0, code=143),
+        Failure(rank=1, node_id=1, code=1),
+        Failure(rank=2, node_id=2, code=2),
+        Failure(rank=3, node_id=3, code=-9),
+    )
+    terminated = Failure(rank=4, node_id=4, code=-15)
+    everyone = [stopped, lost_peer, refused, killed, terminated]
+    random.Random(0).shuffle(everyone)
+    assert sorted(everyone, key=blame) == [killed, refused, lost_peer, stopped, terminated]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (1, "exit code 1"),
+        (2, "exit code 2, unusable configuration or data"),
+        (143, "exit code 143, stopped by SIGTERM"),
+        (-9, "killed by SIGKILL"),
+        (-63, "killed by signal 63"),
+    ],
+)
+def test_exits_in_words(code: int, words: str):
+    assert describe_exit(code) == words
+
+
+def test_last_lines_are_read_from_the_end_of_any_log(tmp_path: Path):
+    log = tmp_path / "log"
+    assert last_lines(log, 3) == ""
+    log.write_text("".join(f"line {number} {'x' * (number % 500)}\n" for number in range(2000)))
+    whole = log.read_text().splitlines()
+    for count in (0, 1, 7, 500, 1999, 2000, 5000):
+        assert last_lines(log, count).splitlines() == (whole[-count:] if count else [])
+    log.write_text("no newline at the end")
+    assert last_lines(log, 2) == "no newline at the end"
+
+
+def test_what_wins_in_the_environment():
+    place = rank_environment(LAUNCH, node_id=2, local_rank=1, port=5555)
+    assert (place["RANK"], place["WORLD_SIZE"], place["NODE_RANK"]) == (5, 6, 2)
+    inherited = {"RANK": "9", "OMP_NUM_THREADS": "7", "A": "shell", "B": "shell"}
+    merged = merge_environment(inherited, LAUNCH | {"env": {"B": "job", "WORLD_SIZE": "1"}}, place)
+    assert (merged["A"], merged["B"], merged["RANK"], merged["WORLD_SIZE"]) == ("shell", "job", "5", "6")
+    assert merged["OMP_NUM_THREADS"] == "7"
+    assert merge_environment(inherited, LAUNCH | {"threads_per_rank": 2}, place)["OMP_NUM_THREADS"] == "2"
+    own = LAUNCH | {"threads_per_rank": 2, "env": {"OMP_NUM_THREADS": "5"}}
+    assert merge_environment(inherited, own, place)["OMP_NUM_THREADS"] == "5"
+    assert merge_environment({}, LAUNCH, place)["GLOO_SOCKET_IFNAME"].startswith("lo")
+    assert set(map(type, merged.values())) == {str}
+
+
+def test_a_taken_port_is_refused_and_a_free_one_found():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"master port {port} .*choose another"):
+            choose_port(port)
+    assert choose_port(port) == port
+    assert 1024 < choose_port(None) < 65536
+
+
+def test_health_of_a_node_follows_from_its_presence():
+    node = NodePresence(node_id=1, generation=1, started_at=100.0, last_seen_at=110.0)
+    assert node_health("j", node, 110.0 + STALE_SECONDS).healthy
+    silent = node_health("j", node, 111.0 + STALE_SECONDS)
+    assert (silent.healthy, silent.message) == (False, "silent for 11 s in j")
+    left = NodePresence(node_id=1, generation=1, started_at=100.0, ended_at=120.0, exit_codes=(0, 0))
+    assert node_health("j", left, 500.0).healthy
+
+
+def test_the_project_is_found_and_the_users_own_path_comes_first():
+    root = str(Path(__file__).parents[3])
+    assert with_package({"PYTHONPATH": "/own"})["PYTHONPATH"].split(":") == ["/own", root]
+    assert with_package({"A": "b"}) == {"A": "b", "PYTHONPATH": root}
+
+
+def test_a_line_waits_for_its_end_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    log = LineLog(tmp_path / "logs" / "node-0.log", "--- start ---")
+    one, two = log.open_pipe(), log.open_pipe()
+    os.write(one, b"first ")
+    os.write(two, b"second\nthi")
+    log.pump()
+    os.write(one, b"line\n")
+    os.write(two, b"rd")
+    log.pump()
+    path = tmp_path / "logs" / "node-0.log"
+    assert path.read_text() == "--- start ---\nsecond\nfirst line\n"
+    monkeypatch.setattr("dtrain_dagster.clusters.linelog.PATIENCE_SECONDS", -1.0)
+    log.pump()
+    assert path.read_text().endswith("first line\nthird")
+    monkeypatch.undo()
+    os.write(one, b"the end")
+    for pipe in (one, two):
+        os.close(pipe)
+    log.close()
+    assert path.read_text().endswith("thirdthe end")

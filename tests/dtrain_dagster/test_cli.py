@@ -1,0 +1,267 @@
+"""`dtrain` as a person uses it: as a process, with its output and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+import psutil
+import pytest
+from small_job import write_dataset
+
+from dtrain_dagster.cli import main
+from dtrain_dagster.cli_job import dataset_config, plan_job, runnable, total_steps
+from dtrain_dagster.settings import Settings
+from dtrain_dagster.terminal import LogFollower, progress_line
+from trainer.config import ConfigError, parse_job
+from trainer.rundir import RunDir
+
+DTRAIN = str(Path(sys.executable).parent / "dtrain")
+SCRIPT = """
+import os, sys, time
+rank = int(os.environ["RANK"])
+print("rank", rank, "of", os.environ["WORLD_SIZE"], *sys.argv[1:])
+if "fail" in sys.argv and rank == 1:
+    sys.exit(7)
+if "wait" in sys.argv:
+    time.sleep(300)
+"""
+
+
+@dataclass
+class Shell:
+    """A working folder with a home of its own."""
+
+    folder: Path
+    env: dict[str, str]
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [DTRAIN, *arguments]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=self.folder, env=self.env, stdout=pipe, stderr=pipe, text=True)
+
+    def __call__(self, *arguments: str, code: int = 0) -> str:
+        """Standard output and error of a command that must end with this exit code."""
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == code, out + err
+        return out + err
+
+    def processes(self) -> list[psutil.Process]:
+        home = self.env["DTRAIN_HOME"]
+        return [p for p in psutil.process_iter(["cmdline"]) if any(home in word for word in p.info["cmdline"] or [])]
+
+    def ranks(self) -> list[psutil.Process]:
+        """Processes of the script."""
+        return [p for p in psutil.process_iter(["cmdline"]) if str(self.folder / "s.py") in (p.info["cmdline"] or [])]
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")}
+    made = Shell(tmp_path, inherited | {"DTRAIN_HOME": str(tmp_path / "home"), "DTRAIN_NODES": "2"})
+    (tmp_path / "s.py").write_text(SCRIPT)
+    yield made
+    for process in [*made.processes(), *made.ranks()]:
+        process.kill()
+
+
+def test_commands_and_options_are_those_that_people_have_learnt():
+    options = {
+        name: sorted(option for parameter in command.params for option in parameter.opts)
+        for name, command in main.commands.items()  # type: ignore[attr-defined]
+    }
+    assert options == {
+        "launch": ["--detach", "--master-port", "--name", "--nodes", "--procs-per-node", "command"],
+        "train": [
+            *("--config", "--dataset", "--detach", "--epochs", "--loss", "--model", "--name", "--nodes"),
+            *("--procs-per-node", "--set"),
+        ],
+        "jobs": [],
+        "status": ["job_id"],
+        "logs": ["--follow", "--node", "--tail", "-f", "job_id"],
+        "cancel": ["job_id"],
+        "summary": ["job_id"],
+    }
+    for command in main.commands.values():  # type: ignore[attr-defined]
+        assert isinstance(command, click.Command)
+        assert command.help
+
+
+def test_help_imports_nothing_that_takes_time():
+    heavy = ("torch", "dagster", "pydantic", "rich", "fsspec", "numpy")
+    code = f"import sys, dtrain_dagster.cli; print([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_launch_runs_a_script_on_nodes_and_passes_its_words_and_exit_code_on(shell: Shell):
+    said = shell("launch", "--nodes", "2", "--procs-per-node", "2", "--", sys.executable, "s.py", "--epochs", "3")
+    for rank in range(4):
+        assert f"[node {rank // 2}] rank {rank} of 4 --epochs 3\n" in said
+    said = shell("launch", "--name", "bad", "s.py", "fail", code=7)
+    assert "job bad failed: rank 1 on node 1 failed first (exit code 7)" in said
+    assert "bad" in shell("jobs")
+    assert "no program 'nothing'" in shell("launch", "nothing", code=2)
+    assert "no script 'nothing.py'" in shell("launch", "nothing.py", code=2)
+    assert "DTRAIN_NODES=999" in shell("launch", "--nodes", "999", "s.py", code=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_cancels_the_job(shell: Shell, number: signal.Signals, code: int):
+    process = shell.start("launch", "--name", "long", str(shell.folder / "s.py"), "wait")
+    assert process.stdout
+    while "rank" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, out + err
+    assert "cancelling job long" in err
+    assert shell.processes() == shell.ranks() == []
+    assert "cancelled" in shell("status", "long")
+
+
+@pytest.mark.slow
+def test_a_detached_job_is_listed_followed_and_cancelled(shell: Shell):
+    assert shell("jobs").startswith("no jobs in ")
+    assert shell("launch", "--detach", "--name", "bg", str(shell.folder / "s.py"), "wait") == "bg\n"
+    assert "bg   running" in shell("jobs")
+    assert "job bg is running already" in shell("launch", "--name", "bg", "s.py", code=2)
+    follower = shell.start("logs", "--follow", "--node", "1", "bg")
+    assert follower.stdout
+    assert follower.stdout.readline().startswith("[node 1] --- generation 1")
+    assert follower.stdout.readline() == "[node 1] rank 1 of 2 wait\n"
+    said = shell("status")
+    assert "works on bg" in said
+    assert shell("cancel", "bg") == "job bg: cancelled\n"
+    assert follower.communicate(timeout=60)[0] == ""
+    assert follower.returncode == 0
+    assert shell("cancel", "bg") == "job bg: cancelled already\n"
+    assert shell("logs", "bg", "--tail", "1").splitlines()[1] == "rank 0 of 2 wait"
+    assert shell("logs", "bg", "--follow", "--tail", "1") == "[node 0] rank 0 of 2 wait\n[node 1] rank 1 of 2 wait\n"
+    assert "no job 'nobody'" in shell("status", "nobody", code=2)
+
+
+@pytest.mark.slow
+def test_train_from_a_dataset_with_a_model_of_ones_own(shell: Shell):
+    dataset = write_dataset(shell.folder / "home" / "storage" / "datasets" / "walks")
+    (shell.folder / "my_model.py").write_text(
+        "from torch import nn\n"
+        "def make(spec, outputs):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(spec.window * len(spec.features), outputs))\n"
+    )
+    options = ("--model", "my_model:make", "--set", "training.max_steps=6", "--set", "training.log_frequency=2")
+    said = shell("train", "--dataset", "walks", "--name", "mine", *options)
+    assert "step 6/6" in said
+    assert "6 steps on 2 ranks" in said
+    job = RunDir(str(shell.folder / "home" / "storage" / "jobs" / "mine"))
+    assert job.read_job().training.world_size == 2
+    assert job.read_job().training.threads_per_rank is not None
+    assert job.read_json("result.json")["world_size"] == 2
+    [row] = [line.split() for line in shell("jobs").splitlines() if line.startswith("mine")]
+    assert row[-1] == "6"
+    assert "6 steps on 2 ranks" in shell("summary", "mine")
+    assert "has succeeded already" in shell("train", "--dataset", str(dataset), "--name", "mine", code=2)
+
+
+@pytest.mark.slow
+def test_train_refuses_what_cannot_be_trained(shell: Shell):
+    write_dataset(shell.folder / "walks")
+    assert "training.epoch = 3" in shell("train", "--dataset", "walks", "--set", "training.epoch=3", code=2)
+    assert "no folder with a manifest.json" in shell("train", "--dataset", "nowhere", code=2)
+    assert "give either --config or --dataset" in shell("train", code=2)
+    assert "there is no such file" in shell("train", "--config", "nowhere.json", code=2)
+    said = shell("train", "--dataset", "walks", "--set", "training.gradient_accumulation_steps=9999", code=2)
+    assert "use fewer ranks" in said
+    assert not (shell.folder / "home" / "storage" / "jobs").exists()
+    said = shell("train", "--dataset", "walks", "--nodes", "1", "--model", "no_such_module:make", code=2)
+    assert "exit code 2, unusable configuration or data" in said
+    assert "no_such_module" in said
+
+
+class TestPlanJob:
+    TEXT = json.dumps({"job_id": "j", "dataset": {"uri": "data"}, "training": {"world_size": 6}})
+
+    @pytest.fixture
+    def settings(self, tmp_path: Path) -> Settings:
+        return Settings(home=tmp_path, nodes=3)
+
+    def test_world_size_follows_the_nodes(self, settings: Settings):
+        job, nodes = plan_job(self.TEXT, "x", [], nodes=2, processes_per_node=2, settings=settings)
+        assert (nodes, job.training.world_size) == (2, 4)
+        assert job.run_dir == str(settings.home / "storage" / "jobs" / "j")
+
+    def test_a_stated_world_size_decides_where_no_nodes_are_asked_for(self, settings: Settings):
+        job, nodes = plan_job(self.TEXT, "x", [], nodes=None, processes_per_node=2, settings=settings)
+        assert (nodes, job.training.world_size) == (3, 6)
+        with pytest.raises(ConfigError, match="world_size = 6 is no multiple of 4"):
+            plan_job(self.TEXT, "x", [], nodes=None, processes_per_node=4, settings=settings)
+        text = json.dumps({"job_id": "j", "dataset": {"uri": "data"}})
+        job, nodes = plan_job(text, "x", [], nodes=None, processes_per_node=1, settings=settings)
+        assert (nodes, job.training.world_size) == (3, 3)
+
+    def test_an_override_has_the_last_word(self, settings: Settings):
+        job, nodes = plan_job(self.TEXT, "x", ["training.world_size=5"], 2, 1, settings)
+        assert (nodes, job.training.world_size) == (2, 5)
+
+    def test_a_job_goes_on_with_fewer_nodes_as_it_was_planned(self, settings: Settings):
+        job, _ = plan_job(self.TEXT, "x", [], 3, 2, settings)
+        RunDir(job.run_dir).write_job(job)
+        again, nodes = plan_job(self.TEXT, "x", [], 1, 2, settings)
+        assert (again, nodes) == (job, 1)
+        with pytest.raises(ConfigError, match="another configuration"):
+            plan_job(self.TEXT, "x", ["training.epochs=99"], 3, 2, settings)
+
+    def test_a_dataset_is_found_by_folder_and_by_id(self, settings: Settings):
+        folder = settings.home / "storage" / "datasets" / "abc"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text(json.dumps({"samples": {"train": 1000}}))
+        for given in ("abc", str(folder)):
+            text = dataset_config(settings, given)
+            assert json.loads(text) == {"dataset": {"uri": str(folder)}}
+        job = parse_job(text, ['job_id="j"', 'run_dir="r"', "training.epochs=2"])  # 1000 samples in batches of 768
+        assert total_steps(job) == 4
+        limited = replace(job, training=replace(job.training, max_steps=1))
+        assert total_steps(limited) == 1
+        with pytest.raises(ConfigError, match=r"--dataset nope: .*abc"):
+            dataset_config(settings, "nope")
+
+
+def test_a_python_script_runs_with_the_python_of_dtrain(tmp_path: Path):
+    script = tmp_path / "a.py"
+    script.touch()
+    assert runnable([str(script), "-x"]) == (sys.executable, str(script), "-x")
+    assert runnable(["true", "x"]) == ("true", "x")
+
+
+def test_logs_are_followed_in_whole_lines(tmp_path: Path):
+    log = tmp_path / "node-0.log"
+    log.write_bytes(b"old\nolder\n")
+    follower = LogFollower(tmp_path)
+    follower.skip_to_end(keep_lines=1)
+    with open(log, "ab", buffering=0) as file:
+        file.write(b"one\ntw")
+        assert list(follower.read()) == [(0, "older"), (0, "one")]
+        file.write(b"o\n")
+        (tmp_path / "node-10.log").write_bytes(b"ten")
+        assert list(follower.read()) == [(0, "two")]
+        assert list(follower.read(to_the_end=True)) == [(10, "ten")]
+        assert list(follower.read(to_the_end=True)) == []
+
+
+def test_a_line_of_progress_says_what_is_known():
+    from dtrain_dagster.jobs import Progress
+
+    assert progress_line(Progress(phase="waiting"), 40) == "waiting · 0 nodes"
+    progress = Progress(phase="training", step=20, epoch=1, loss=0.5, samples_per_second=1234.0, eta_seconds=65.0)
+    expected = "training · step 20/40 · epoch 2 · loss 0.5000 · 1,234 samples/s · ETA 1 min 05 s · 1 node"
+    assert progress_line(replace(progress, nodes_alive=1), 40) == expected
