@@ -6,10 +6,12 @@ one ticker's history has to fit.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import shutil
 import uuid
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ _DATE = ("date", "day", "timestamp", "datetime")
 _TICKER = ("ticker", "symbol")
 _PRICE = ("adj_close", "adjclose", "adjusted_close", "adj_price")
 _EXTRA = ("open", "high", "low", "close", "volume")
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +59,7 @@ def write_prices(source: PriceSource, storage_uri: str, memory_limit: str = MEMO
     """Bring prices into the one shape under ``<storage>/prices/<id>``, or find that they are there already.
 
     `DataError` for a file that cannot be read as prices: empty, a missing column, text or nothing where a price should
-    be, a row twice, a date out of order. Nothing half-written is left behind.
+    be, a row twice, a date out of order. `OSError` where the disk is full. Nothing half-written is left behind.
     """
     folder = Path(storage_uri) / "prices"
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,6 +69,8 @@ def write_prices(source: PriceSource, storage_uri: str, memory_limit: str = MEMO
         file = source.local_file(scratch)
         if file.stat().st_size == 0:
             raise DataError(f"{source.provenance.origin} is empty: no header and no rows")
+        if file.name.endswith(".gz"):
+            _refuse_cut_short(file, source.provenance.origin)
         with open(file, "rb") as handle:
             content = hashlib.file_digest(handle, "sha256").hexdigest()
         prices_id = hashlib.sha256(f"{SCHEMA_VERSION}/{content}".encode()).hexdigest()[:16]
@@ -74,7 +79,7 @@ def write_prices(source: PriceSource, storage_uri: str, memory_limit: str = MEMO
             return _ref(target, built=False)
         building = scratch / "prices"
         building.mkdir()
-        figures = _convert(file, source.provenance.origin, building / "prices.parquet", scratch, memory_limit)
+        figures = _convert_on_disk(file, source.provenance.origin, building / "prices.parquet", scratch, memory_limit)
         manifest = {
             "schema_version": SCHEMA_VERSION,
             "prices_id": prices_id,
@@ -108,6 +113,29 @@ def _ref(folder: Path, built: bool) -> PricesRef:
     return PricesRef(uri=str(folder), prices_id=manifest["prices_id"], built=built, **figures)
 
 
+def _refuse_cut_short(file: Path, origin: str) -> None:
+    """`DataError` unless the whole file unpacks: the engine would take what is there of half a file for all of it."""
+    try:
+        with gzip.open(file) as handle:
+            while handle.read(_BLOCK):
+                pass
+    except (EOFError, OSError, zlib.error) as error:
+        raise DataError(f"{origin} is no whole gzip file ({error}); fetch or compress it again") from error
+
+
+def _convert_on_disk(file: Path, origin: str, target: Path, scratch: Path, memory_limit: str) -> dict[str, Any]:
+    """`_convert`; `OSError` where the disk cannot hold what the engine writes."""
+    import duckdb
+
+    try:
+        return _convert(file, origin, target, scratch, memory_limit)
+    except duckdb.Error as error:
+        if "Could not write" in str(error) or isinstance(error, duckdb.OutOfMemoryException):
+            reason = str(error).splitlines()[0]
+            raise OSError(f"no room to sort {origin} under {scratch.parent}: {reason}") from error
+        raise
+
+
 def _convert(file: Path, origin: str, target: Path, scratch: Path, memory_limit: str) -> dict[str, Any]:
     """Write the Parquet file; rows, tickers and dates."""
     import duckdb
@@ -116,8 +144,10 @@ def _convert(file: Path, origin: str, target: Path, scratch: Path, memory_limit:
         database.execute(f"SET memory_limit='{memory_limit}'; SET threads=2")
         database.execute(f"SET temp_directory='{scratch / 'spill'}'")
         try:
-            columns = _load(database, file)
-        except duckdb.Error as error:
+            columns = _load(database, file, origin)
+        except (duckdb.InvalidInputException, duckdb.IOException, duckdb.ConversionException) as error:
+            if "Could not write" in str(error):
+                raise
             reason = str(error).splitlines()[0]
             raise DataError(f"{origin} cannot be read as CSV or Parquet: {reason}") from error
         extra = _to_long(database, columns, origin)
@@ -138,7 +168,7 @@ def _is_parquet(file: Path) -> bool:
         return handle.read(4) == b"PAR1"
 
 
-def _load(database: duckdb.DuckDBPyConnection, file: Path) -> dict[str, str]:
+def _load(database: duckdb.DuckDBPyConnection, file: Path, origin: str) -> dict[str, str]:
     """Table ``raw`` of texts, with ``line`` counting rows from 1; normalised name → name in the file."""
     path = str(file).replace("'", "''")
     reader = (
@@ -148,7 +178,21 @@ def _load(database: duckdb.DuckDBPyConnection, file: Path) -> dict[str, str]:
     )
     database.execute(f'CREATE TABLE raw AS SELECT row_number() OVER () AS "__line", * FROM {reader}')
     names = [row[0] for row in database.execute("DESCRIBE raw").fetchall() if row[0] != "__line"]
-    return {_normalise(name): name for name in names}
+    for place, name in enumerate(names[1:], 1):
+        if name == f"column{place}" and not _is_parquet(file):  # what the engine calls a column without a name
+            found = database.execute(f'SELECT min("__line") FROM raw WHERE {name} IS NOT NULL').fetchall()[0][0]
+            if found:
+                raise DataError(f"{origin}: {_place(found, True)} has a cell in column {place + 1}, which has no name")
+    columns = {_normalise(name): name for name in names}
+    lost = set(names) - set(columns.values())
+    if lost:
+        raise DataError(f"{origin}: two columns are called {sorted(lost)[0]!r}, but for case, '-' and '_'; rename one")
+    return columns
+
+
+def _quoted(name: str) -> str:
+    """A column's name in SQL."""
+    return '"' + name.replace('"', '""') + '"'
 
 
 def _normalise(name: str) -> str:
@@ -166,11 +210,11 @@ def _to_long(database: duckdb.DuckDBPyConnection, columns: dict[str, str], origi
         others = [name for name in columns.values() if name != date]
         if not others:
             raise DataError(f"{origin}: there is no column besides {date!r}; add one column of prices per ticker")
-        cells = ", ".join(f'"{name}"::VARCHAR AS "{name}"' for name in others)
-        wanted = ", ".join(f'"{name}"' for name in others)
+        cells = ", ".join(f"{_quoted(name)}::VARCHAR AS {_quoted(name)}" for name in others)
+        wanted = ", ".join(map(_quoted, others))
         database.execute(
-            f'CREATE TABLE long AS UNPIVOT (SELECT "__line" AS line, "{date}"::VARCHAR AS date, {cells} FROM raw) '
-            f"ON {wanted} INTO NAME ticker VALUE adj_close"
+            f'CREATE TABLE long AS UNPIVOT (SELECT "__line" AS line, {_quoted(date)}::VARCHAR AS date, {cells} '
+            f"FROM raw) ON {wanted} INTO NAME ticker VALUE adj_close"
         )
         database.execute("DELETE FROM long WHERE trim(adj_close) = ''")  # not listed on that day
         return []
@@ -182,10 +226,10 @@ def _to_long(database: duckdb.DuckDBPyConnection, columns: dict[str, str], origi
     if price is None:
         raise DataError(f"{origin}: there is no column 'adj_close' among {_few(columns)}; add the adjusted close")
     extra = [name for name in _EXTRA if name in columns and columns[name] != price]
-    more = "".join(f', "{columns[name]}"::VARCHAR AS {name}' for name in extra)
+    more = "".join(f", {_quoted(columns[name])}::VARCHAR AS {name}" for name in extra)
     database.execute(
-        f'CREATE TABLE long AS SELECT "__line" AS line, "{date}"::VARCHAR AS date, trim("{ticker}"::VARCHAR) AS ticker, '
-        f'"{price}"::VARCHAR AS adj_close{more} FROM raw'
+        f'CREATE TABLE long AS SELECT "__line" AS line, {_quoted(date)}::VARCHAR AS date, '
+        f"trim({_quoted(ticker)}::VARCHAR) AS ticker, {_quoted(price)}::VARCHAR AS adj_close{more} FROM raw"
     )
     return extra
 
@@ -201,7 +245,7 @@ _AS_DATE = "coalesce(TRY_CAST(date AS DATE), TRY_CAST(date AS TIMESTAMP)::DATE)"
 def _refuse_bad_cells(database: duckdb.DuckDBPyConnection, numbers: list[str], origin: str, is_csv: bool) -> None:
     """`DataError` for the first cell that is not what its column should hold."""
     checks = {
-        "date": f"{_AS_DATE} IS NULL",
+        "date": f"NOT coalesce({_AS_DATE} BETWEEN DATE '1800-01-01' AND DATE '2200-01-01', false)",
         "ticker": "coalesce(ticker, '') = ''",
         "adj_close": "NOT coalesce(isfinite(TRY_CAST(adj_close AS DOUBLE)), false)",
         **{

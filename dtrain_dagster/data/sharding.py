@@ -13,13 +13,14 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.features import AUXILIARY, FEATURES, TARGET, WARM_UP, index_features, ticker_features
+from dtrain_dagster.data.features import FEATURES, TARGET, WARM_UP, index_features, ticker_features
 from dtrain_dagster.data.prices import PricesRef, iter_tickers
+from dtrain_dagster.data.shard_file import Shard, rename_shards, stored_columns
 from dtrain_dagster.data.validation import Validation, exchange_sessions, gaps
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SCHEMA_VERSION = 1
-CODE_VERSION = 1
+CODE_VERSION = 2
 """Raise it when the same prices would give other rows: datasets made before are then not taken for these."""
 SPLITS = ("train", "valid", "test")
 PANEL_TRAIN_LAST, PANEL_VALID_LAST = "2009-12-31", "2013-12-31"
@@ -81,8 +82,13 @@ def build_dataset(
 ) -> BuiltDataset:
     """Build ``<storage>/datasets/<id>``, or find it there.
 
-    `DataError` where a window is longer than the history, a split has no samples or a feature does not vary.
+    `DataError` where a check of severity "error" failed, a window is longer than the history, a split has no samples
+    or a feature does not vary.
     """
+    failed = [check.name for check in validation.checks if check.severity == "error" and not check.passed]
+    if failed:
+        raise DataError(f"{prices.uri} failed {', '.join(failed)}: no dataset is built from it; correct the prices")
+    calendar = None if calendar is None or calendar.lower() == "none" else calendar
     identity = {
         "code": CODE_VERSION,
         "prices": prices.prices_id,
@@ -130,17 +136,25 @@ def verify_dataset(uri: str) -> None:
 
 def split_dates(dates: NDArray[np.datetime64], params: DatasetParams) -> dict[str, dict[str, str]]:
     """First and last day of each split, from all days there are (sorted, distinct)."""
+    import numpy as np
+
     first, last = str(dates[0]), str(dates[-1])
     spans = first < "2000-01-01" and last > "2018-01-01"
-    train_last = params.train_last or (PANEL_TRAIN_LAST if spans else str(dates[int(TRAIN_SHARE * (len(dates) - 1))]))
-    share = TRAIN_SHARE + VALID_SHARE
-    valid_last = params.valid_last or (PANEL_VALID_LAST if spans else str(dates[int(share * (len(dates) - 1))]))
+
+    def chosen(name: str, panel: str, share: float) -> str:
+        given = getattr(params, name)
+        if given is not None:
+            return str(_day_of(name, given))
+        return panel if spans else str(dates[int(share * (len(dates) - 1))])
+
+    train_last = chosen("train_last", PANEL_TRAIN_LAST, TRAIN_SHARE)
+    valid_last = chosen("valid_last", PANEL_VALID_LAST, TRAIN_SHARE + VALID_SHARE)
     if not first < train_last < valid_last < last:
         raise DataError(
             f"train_last = {train_last} and valid_last = {valid_last} must lie in this order inside the history "
             f"{first} to {last}; leave them out for 70 % / 15 % / 15 % of the days"
         )
-    after = {day: str(dates[dates > day_of(day)][0]) for day in (train_last, valid_last)}
+    after = {day: str(dates[dates > np.datetime64(day)][0]) for day in (train_last, valid_last)}
     return {
         "train": {"first": first, "last": train_last},
         "valid": {"first": after[train_last], "last": valid_last},
@@ -148,34 +162,30 @@ def split_dates(dates: NDArray[np.datetime64], params: DatasetParams) -> dict[st
     }
 
 
-def day_of(text: str) -> np.datetime64:
-    """A date; `DataError` for what is none."""
-    import numpy as np
-
+def _day_of(name: str, text: str) -> date:
     try:
-        return np.datetime64(text, "D")
+        return date.fromisoformat(text)
     except ValueError as error:
-        raise DataError(f"{text!r} is no date: write it as 2009-12-31") from error
+        raise DataError(f"{name} = {text!r} is no date: write it as 2009-12-31") from error
 
 
 @dataclass(slots=True)
 class _Moments:
-    """Running count, sum and sum of squares of columns."""
+    """Running count, mean and squared deviations of columns, joined without loss of digits (Chan et al. 1979)."""
 
     count: int = 0
-    total: Any = 0.0
-    squares: Any = 0.0
+    mean: Any = 0.0
+    deviations: Any = 0.0
 
     def add(self, values: NDArray[np.float64]) -> None:
-        self.count += len(values)
-        self.total = self.total + values.sum(axis=0)
-        self.squares = self.squares + (values**2).sum(axis=0)
+        mean, step = values.mean(axis=0), values.mean(axis=0) - self.mean
+        total = self.count + len(values)
+        self.deviations += ((values - mean) ** 2).sum(axis=0) + step**2 * self.count * len(values) / total
+        self.mean = self.mean + step * len(values) / total
+        self.count = total
 
     def mean_std(self) -> tuple[Any, Any]:
-        import numpy as np
-
-        mean = self.total / self.count
-        return mean, np.sqrt(np.maximum(self.squares / self.count - mean**2, 0.0))
+        return self.mean, (self.deviations / self.count) ** 0.5
 
 
 @dataclass(slots=True)
@@ -209,7 +219,7 @@ class _Builder:
             "calendar": self.calendar,
             "window": self.params.window,
             "horizon": self.params.horizon,
-            "columns": _columns(),
+            "columns": stored_columns(),
             "splits": self.splits,
             "normalisation": self._normalisation(),
             "samples": self.samples,
@@ -222,7 +232,7 @@ class _Builder:
     def _stretches(self, frame: pd.DataFrame, sessions: NDArray[np.datetime64] | None) -> Iterator[pd.DataFrame]:
         """The parts of a ticker's history that no gap and no mask interrupts.
 
-        A stretch begins with the last price before it, where there is one: its first return needs that.
+        The first return after either is no daily return and belongs to none: a stretch begins with its first price.
         """
         import numpy as np
 
@@ -235,8 +245,7 @@ class _Builder:
         number = np.cumsum(breaks)
         for part in np.unique(number[~masked]):
             rows = np.flatnonzero((number == part) & ~masked)
-            begin = rows[0] - 1 if rows[0] > 0 and masked[rows[0] - 1] else rows[0]
-            yield frame.iloc[begin : rows[-1] + 1].reset_index(drop=True)
+            yield frame.iloc[rows[0] : rows[-1] + 1].reset_index(drop=True)
 
     def _index(self, sessions: NDArray[np.datetime64] | None) -> pd.DataFrame:
         """Features of the equal-weighted index, by date."""
@@ -258,7 +267,7 @@ class _Builder:
         """Tickers go into shards in order, each shard with about the same number of rows."""
         per_shard = max(1, math.ceil(self.prices.rows / self.params.shards))
         shards: list[dict[str, Any]] = []
-        open_shard: _Shard | None = None
+        open_shard: Shard | None = None
         longest = 0
         for ticker, frame in iter_tickers(self.prices):
             parts = []
@@ -275,7 +284,7 @@ class _Builder:
                 )
                 continue
             if open_shard is None:
-                open_shard = _Shard(self.folder, len(shards))
+                open_shard = Shard(self.folder, len(shards))
             self._add_ticker(open_shard, ticker, parts)
             if open_shard.rows >= per_shard:
                 shards.append(open_shard.close())
@@ -288,9 +297,9 @@ class _Builder:
                 f"longest history is {longest} days, and {self.params.window + self.params.horizon} are needed. "
                 "Give more history or a shorter window"
             )
-        return _renamed(self.folder, shards)
+        return rename_shards(self.folder, shards)
 
-    def _add_ticker(self, shard: _Shard, ticker: str, parts: list[pd.DataFrame]) -> None:
+    def _add_ticker(self, shard: Shard, ticker: str, parts: list[pd.DataFrame]) -> None:
         import numpy as np
         import pandas as pd
 
@@ -320,8 +329,8 @@ class _Builder:
         for split, count in self.samples.items():
             if not count:
                 raise DataError(
-                    f"the {split} split ({self.splits[split]['first']} to {self.splits[split]['last']}) has no window of "
-                    f"{self.params.window} days with a label inside: give more history, a shorter window, or other "
+                    f"the {split} split ({self.splits[split]['first']} to {self.splits[split]['last']}) has no window "
+                    f"of {self.params.window} days with a label inside: give more history, a shorter window, or other "
                     "train_last and valid_last"
                 )
         _, std = self.features.mean_std()
@@ -340,82 +349,6 @@ class _Builder:
             },
             "target": {"mean": float(target_mean), "std": float(target_std)},
         }
-
-
-class _Shard:
-    """One Parquet file in the making: one row group per ticker."""
-
-    def __init__(self, folder: Path, number: int) -> None:
-        self.path = folder / "data" / f"part-{number:05d}.parquet"
-        self.rows = 0
-        self._writer: Any = None
-        self._segments: list[dict[str, Any]] = []
-        self._tickers: list[str] = []
-        self._dates: list[str] = []
-        self._pending = 0
-
-    def add_segment(self, ticker: str, rows: int, samples: dict[str, list[int]]) -> None:
-        """Register a segment of the rows that `write` gets next; its sample ranges count from its own first row."""
-        start = self.rows + self._pending
-        self._pending += rows
-        shifted = {
-            split: [start + first, start + stop] if stop > first else [0, 0] for split, (first, stop) in samples.items()
-        }
-        self._segments.append({"ticker": ticker, "rows": [start, start + rows], "samples": shifted})
-
-    def write(self, frame: pd.DataFrame) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        columns = _columns()
-        kinds = {"string": pa.string(), "date32": pa.date32(), "float64": pa.float64(), "float32": pa.float32()}
-        schema = pa.schema([(column["name"], kinds[column["type"]]) for column in columns])
-        table = pa.Table.from_pandas(frame[schema.names], schema=schema, preserve_index=False, safe=False)
-        if self._writer is None:
-            self._writer = pq.ParquetWriter(self.path, schema, compression="zstd", use_dictionary=["ticker"])
-        self._writer.write_table(table, row_group_size=len(table))
-        self.rows += len(table)
-        self._pending = 0
-        self._tickers.append(str(frame["ticker"].iloc[0]))
-        self._dates += [str(frame["date"].min().date()), str(frame["date"].max().date())]
-
-    def close(self) -> dict[str, Any]:
-        """Finish the file; its entry in the manifest."""
-        self._writer.close()
-        with open(self.path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {
-            "path": str(self.path.name),
-            "sha256": digest,
-            "bytes": self.path.stat().st_size,
-            "rows": self.rows,
-            "first_date": min(self._dates),
-            "last_date": max(self._dates),
-            "tickers": self._tickers,
-            "segments": self._segments,
-        }
-
-
-def _renamed(folder: Path, shards: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give the files their final names, now that their number is known."""
-    for number, shard in enumerate(shards):
-        path = f"data/shard-{number:05d}-of-{len(shards):05d}.parquet"
-        (folder / "data" / shard["path"]).rename(folder / path)
-        shard["path"] = path
-    return shards
-
-
-def _columns() -> list[dict[str, str]]:
-    """Every stored column: name, type, role, description."""
-    rows = [
-        ("ticker", "string", "key", "symbol"),
-        ("date", "date32", "key", "trading day"),
-        ("adj_close", "float64", "price", "close, adjusted for splits and dividends"),
-        *((name, "float32", "feature", text) for name, text in FEATURES.items()),
-        *((name, "float32", "auxiliary", text) for name, text in AUXILIARY.items()),
-        (TARGET, "float32", "target", "log return over the horizon ahead"),
-    ]
-    return [dict(zip(("name", "type", "role", "description"), row, strict=True)) for row in rows]
 
 
 def _ref(folder: Path, built: bool) -> BuiltDataset:

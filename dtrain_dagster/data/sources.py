@@ -80,7 +80,7 @@ class PriceFile:
         )  # fmt: skip
 
     def local_file(self, scratch: Path) -> Path:
-        filesystem, path = fsspec.url_to_fs(self.address)
+        filesystem, path = _opened(self.address)
         if not filesystem.isfile(path):
             raise DataError(
                 f"DTRAIN_PRICES={self.address!r} is no file that can be read, nor one of {', '.join(sorted(KNOWN))}"
@@ -90,6 +90,14 @@ class PriceFile:
         local = scratch / Path(path).name
         filesystem.get_file(path, str(local))
         return local
+
+
+def _opened(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """File system and path of an address; `DataError` for a kind of address that is not known here."""
+    try:
+        return fsspec.url_to_fs(address)
+    except (ValueError, ImportError) as error:
+        raise DataError(f"DTRAIN_PRICES={address!r} cannot be opened: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +181,7 @@ def version_token(name_or_address: str) -> str | None:
     source = price_source(name_or_address)
     if not isinstance(source, PriceFile):
         return None
-    filesystem, path = fsspec.url_to_fs(source.address)
+    filesystem, path = _opened(source.address)
     filesystem.invalidate_cache()
     try:
         return str(filesystem.ukey(path))

@@ -117,13 +117,17 @@ def exchange_sessions(calendar: str | None, first: str, last: str) -> NDArray[np
     import exchange_calendars as xc
     import numpy as np
 
-    try:
-        sessions = xc.get_calendar(calendar, start=first, end=last).sessions
+    end = np.datetime64(last, "D")
+    try:  # a day longer, as a calendar of one day is refused
+        sessions = xc.get_calendar(calendar, start=first, end=str(end + 1)).sessions
     except xc.errors.InvalidCalendarName as error:
         raise DataError(
             f"DTRAIN_CALENDAR={calendar!r} is no exchange calendar: use a code such as XNYS or XLON, or none"
         ) from error
-    return np.asarray(sessions.values, dtype="datetime64[D]")
+    except ValueError as error:
+        raise DataError(f"DTRAIN_CALENDAR={calendar!r} does not cover {first} to {last}: {error}") from error
+    days = np.asarray(sessions.values, dtype="datetime64[D]")
+    return days[days <= end]
 
 
 def gaps(dates: NDArray[np.datetime64], sessions: NDArray[np.datetime64] | None) -> NDArray[np.bool_]:

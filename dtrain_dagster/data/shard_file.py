@@ -1,0 +1,88 @@
+"""One Parquet file of a dataset, and what the manifest says of it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtrain_dagster.data.features import AUXILIARY, FEATURES, TARGET
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class Shard:
+    """One Parquet file in the making: one row group per ticker."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.path = folder / "data" / f"part-{number:05d}.parquet"
+        self.rows = 0
+        self._writer: Any = None
+        self._segments: list[dict[str, Any]] = []
+        self._tickers: list[str] = []
+        self._dates: list[str] = []
+        self._pending = 0
+
+    def add_segment(self, ticker: str, rows: int, samples: dict[str, list[int]]) -> None:
+        """Register a segment of the rows that `write` gets next; its sample ranges count from its own first row."""
+        start = self.rows + self._pending
+        self._pending += rows
+        shifted = {
+            split: [start + first, start + stop] if stop > first else [0, 0] for split, (first, stop) in samples.items()
+        }
+        self._segments.append({"ticker": ticker, "rows": [start, start + rows], "samples": shifted})
+
+    def write(self, frame: pd.DataFrame) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        columns = stored_columns()
+        kinds = {"string": pa.string(), "date32": pa.date32(), "float64": pa.float64(), "float32": pa.float32()}
+        schema = pa.schema([(column["name"], kinds[column["type"]]) for column in columns])
+        table = pa.Table.from_pandas(frame[schema.names], schema=schema, preserve_index=False, safe=False)
+        if self._writer is None:
+            self._writer = pq.ParquetWriter(self.path, schema, compression="zstd", use_dictionary=["ticker"])
+        self._writer.write_table(table, row_group_size=len(table))
+        self.rows += len(table)
+        self._pending = 0
+        self._tickers.append(str(frame["ticker"].iloc[0]))
+        self._dates += [str(frame["date"].min().date()), str(frame["date"].max().date())]
+
+    def close(self) -> dict[str, Any]:
+        """Finish the file; its entry in the manifest."""
+        self._writer.close()
+        with open(self.path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {
+            "path": str(self.path.name),
+            "sha256": digest,
+            "bytes": self.path.stat().st_size,
+            "rows": self.rows,
+            "first_date": min(self._dates),
+            "last_date": max(self._dates),
+            "tickers": self._tickers,
+            "segments": self._segments,
+        }
+
+
+def rename_shards(folder: Path, shards: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give the files their final names, now that their number is known."""
+    for number, shard in enumerate(shards):
+        path = f"data/shard-{number:05d}-of-{len(shards):05d}.parquet"
+        (folder / "data" / shard["path"]).rename(folder / path)
+        shard["path"] = path
+    return shards
+
+
+def stored_columns() -> list[dict[str, str]]:
+    """Every stored column: name, type, role, description."""
+    rows = [
+        ("ticker", "string", "key", "symbol"),
+        ("date", "date32", "key", "trading day"),
+        ("adj_close", "float64", "price", "close, adjusted for splits and dividends"),
+        *((name, "float32", "feature", text) for name, text in FEATURES.items()),
+        *((name, "float32", "auxiliary", text) for name, text in AUXILIARY.items()),
+        (TARGET, "float32", "target", "log return over the horizon ahead"),
+    ]
+    return [dict(zip(("name", "type", "role", "description"), row, strict=True)) for row in rows]
