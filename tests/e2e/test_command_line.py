@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from .conftest import GRAPH, Project
+from .conftest import GRAPH, Project, make_project
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -74,3 +74,21 @@ def test_an_unknown_field_of_the_launchpad_is_named(project: Project, tmp_path: 
     assert done.returncode == 1
     assert "training.epoch = 3" in done.stdout
     assert not project.jobs.exists()
+
+
+def test_the_default_run_makes_a_champion(tmp_path: Path):
+    """The product's main job as `make run` does it: bundled prices, three nodes, all checks, exit code 0."""
+    project = make_project(tmp_path / "home", DTRAIN_NODES="3")
+    done = materialize(project, folder=tmp_path)
+    assert done.returncode == 0, done.stdout[-4000:]
+    summary = project.cli("dtrain", "summary")
+    assert summary.returncode == 0
+    assert "alias champion" in summary.stdout
+    [job] = project.jobs.glob("train-*")
+    result = json.loads((job / "result.json").read_text())
+    assert result["world_size"] == 3
+    assert result["weights_equal_on_ranks"]
+    assert len(list((job / "checkpoints").glob("g*"))) >= 3
+    evaluation = json.loads((job / "evaluation.json").read_text())
+    assert evaluation["model"]["nll"] < evaluation["baselines"]["har_x"]["nll"]
+    assert 0.87 < evaluation["model"]["coverage_90"] < 0.93
