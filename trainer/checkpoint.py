@@ -75,12 +75,12 @@ class CheckpointManager:
                 _log.warning("%s; using the one before it", error)
         return None
 
-    def load_best(self) -> tuple[str, dict[str, Any]] | None:
-        """(folder, state) of the best checkpoint by validation, or None."""
+    def load_best(self) -> tuple[str, dict[str, Any]]:
+        """(folder, state) of the best checkpoint by validation. `CheckpointError` where it is gone or damaged."""
         try:
             folder = json.loads(self.storage.read(BEST))["path"]
-        except FileNotFoundError:
-            return None
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.storage.uri}/{BEST} is gone, and with it the best weights") from error
         return folder, self.load(folder)
 
     def load(self, folder: str) -> dict[str, Any]:

@@ -301,9 +301,10 @@ class DistributedTrainer:
     def _finish(self) -> dict[str, Any]:
         """The best model, proven equal on all ranks, judged and written."""
         self.world.barrier()  # rank 0 may still be saving
-        best = self.checkpoints.load_best() if self.progress.best_step else None
-        if best is not None:
-            self._bare.load_state_dict(best[1]["model"])
+        best = None
+        if self.progress.best_step:  # else no validation loss was ever finite
+            best, state = self.checkpoints.load_best()
+            self._bare.load_state_dict(state["model"])
         digests = [str(value) for value in self.world.gather(digest(list(self._bare.state_dict().items())))]
         odd = [rank for rank, value in enumerate(digests) if value != digests[0]]
         if odd:
@@ -330,7 +331,7 @@ class DistributedTrainer:
             "phase_seconds": self.seconds,
             "weights_sha256": digests[0],
             "weights_equal_on_ranks": True,
-            "checkpoint": best[0] if best else None,
+            "checkpoint": best,
         }
 
     def _write_model(self, weights_sha256: str) -> None:

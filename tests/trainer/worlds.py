@@ -9,9 +9,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.validation import validate_prices
+from trainer.__main__ import main
 from trainer.rundir import RunDir
 
 WINDOW, DAYS, TICKERS = 20, 700, 4
@@ -120,16 +123,21 @@ class Job:
     def run(self, world: int = 1, *arguments: str, program: tuple[str, ...] = ("-m", "trainer")) -> list[int]:
         return self.start(world, *arguments, program=program).wait()
 
+    def run_here(self, *arguments: str) -> int:
+        """Train in this process, as a world of one; the exit code."""
+        with mock.patch.dict(os.environ, self.environment):
+            return main(["--config", str(self.write()), *arguments])
+
     def kill(self) -> None:
         for process in self.processes:
             process.kill()
             process.wait()
         self.processes.clear()
 
-    def signal_at(self, step: int, *ranks: int, number: int = signal.SIGTERM) -> None:
-        """Send a signal once that step has been reported."""
+    def signal_when(self, true: Callable[[], bool], *ranks: int, number: int = signal.SIGTERM) -> None:
+        """Send a signal to these ranks as soon as something is so."""
         until = time.monotonic() + 100
-        while max((item["step"] for item in self.rundir.events("step")), default=0) < step:
+        while not true():
             assert time.monotonic() < until, self.log()
             assert all(process.poll() is None for process in self.processes), self.log()
             time.sleep(0.05)

@@ -1,0 +1,245 @@
+"""The trainer as it is started: worlds of real processes on a small dataset."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from worlds import Job
+
+from trainer.checkpoint import BEST, LATEST
+
+pytestmark = pytest.mark.slow
+NewJob = Callable[..., Job]
+HERE = {"PYTHONPATH": str(Path(__file__).parent)}
+
+# Runs the trainer on a disk that fills up: no file may grow beyond this many bytes from the second checkpoint on.
+FULL_DISK = """
+import resource, runpy, sys
+import trainer.checkpoint
+save = trainer.checkpoint.CheckpointManager.save
+def full(self, state, step, *rest):
+    if step >= 10:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    return save(self, state, step, *rest)
+trainer.checkpoint.CheckpointManager.save = full
+sys.argv[0] = "trainer"
+runpy.run_module("trainer", run_name="__main__", alter_sys=True)
+"""
+
+
+def largest_difference(one: dict[int, float], other: dict[int, float]) -> float:
+    assert one.keys() == other.keys()
+    a, b = (np.array([losses[step] for step in sorted(losses)]) for losses in (one, other))
+    return float(np.max(np.abs(a - b) / np.abs(a)))
+
+
+@pytest.fixture(scope="module")
+def whole(dataset: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A training of 30 steps that nothing interrupted, in a world of one."""
+    folder = tmp_path_factory.mktemp("whole")
+    job = Job(folder, dataset, training={"keep_checkpoints": 50}, environment={"DTRAIN_CACHE": str(cache)})
+    before = signal.getsignal(signal.SIGTERM)
+    assert job.run_here() == 0, job.result()
+    assert signal.getsignal(signal.SIGTERM) is before, "a process that trains in passing can still be ended"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("reporter", "node", "gather"))]
+    return job
+
+
+def at(job: Job, new: Job, step: int) -> Job:
+    """A copy of a job's run directory as it was at a checkpoint."""
+    for folder in (job.run_dir / "checkpoints").glob("g*"):
+        if int(folder.name[-9:]) <= step:
+            shutil.copytree(folder, new.run_dir / "checkpoints" / folder.name)
+    if job.result()["best_step"] <= step:
+        shutil.copy(job.run_dir / BEST, new.run_dir / BEST)
+    shutil.copytree(job.run_dir / "events", new.run_dir / "events")
+    return new
+
+
+def test_one_training_from_start_to_end(whole: Job) -> None:
+    """What a run directory holds after a good end (F2, F5)."""
+    result, steps = whole.result(), whole.events("step")
+    assert (result["status"], result["steps"], result["epochs"], result["world_size"]) == ("succeeded", 30, 3.0, 1)
+    assert result["samples_seen"] == 3 * 1776
+    assert [item["step"] for item in steps] == list(range(1, 31))
+    assert [item["epoch"] for item in steps] == [0] * 10 + [1] * 10 + [2] * 10
+    assert all(item["step_seconds"] > 0 and item["samples_per_second"] > 0 for item in steps)
+    assert steps[-1]["eta_seconds"] == 0
+    for item in steps:
+        expected = 192 if item["step"] % 10 else 1776 - 9 * 192
+        assert item["samples_per_second"] * item["step_seconds"] == pytest.approx(expected)
+        assert item["eta_seconds"] == pytest.approx(item["step_seconds"] * (30 - item["step"]))
+    evaluations = {item["step"]: item["loss"] for item in whole.events("evaluation")}
+    assert sorted(evaluations) == [10, 20, 30]
+    best = min(evaluations, key=lambda step: evaluations[step])
+    assert (result["best_step"], result["best_valid_loss"]) == (best, evaluations[best])
+    assert result["checkpoint"] == f"checkpoints/g0001-s{best:09d}"
+    assert whole.rundir.read_json(BEST) == {"path": result["checkpoint"], "step": best}
+    assert [item["step"] for item in whole.events("checkpoint") if not item["is_best"]] == [5, 10, 15, 20, 25, 30]
+    assert sum(result["phase_seconds"].values()) > 0
+    assert result["train_seconds"] >= 0.9 * sum(item["step_seconds"] for item in steps)
+    assert whole.events("node")
+    assert [item["status"] for item in whole.events("end")] == ["succeeded"]
+    assert not whole.events("error")
+    for name in ("evaluation.json", "predictions.npz", "model/weights.pt", "model/model.json"):
+        assert (whole.run_dir / name).exists()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_world_size_does_not_change_the_losses(
+    whole: Job, new_job: NewJob, world: int, record_property: Callable[[str, Any], None]
+) -> None:
+    """F2: a constant global batch, with dropout, accumulation and clipping; the final weights equal on all ranks."""
+    job = new_job(log_frequency=4 if world == 2 else 1, profile_steps=2 if world == 2 else None)
+    assert job.run(world) == [0] * world, job.log()
+    result = job.result()
+    assert (result["world_size"], result["weights_equal_on_ranks"]) == (world, True)
+    if world == 3:
+        difference = largest_difference(whole.losses(), job.losses())
+        record_property("largest relative difference of the losses", difference)
+        print(f"world {world}: largest relative difference of the losses {difference:.1e}")
+        assert difference <= 1e-5
+    else:
+        per_sample = whole.losses()
+        sizes = {step: 192 if step % 10 else 1776 - 9 * 192 for step in per_sample}
+        for item in job.events("step"):  # windows of four steps run on across the end of an epoch
+            first = item["step"] - (4 if item["step"] < 30 else 2) + 1
+            steps = range(first, item["step"] + 1)
+            mean = np.average([per_sample[s] for s in steps], weights=[sizes[s] for s in steps])
+            assert item["loss"] == pytest.approx(mean, rel=1e-5)
+            count = sum(sizes[s] for s in steps)
+            assert item["samples_per_second"] * item["step_seconds"] * len(steps) == pytest.approx(count)
+        for rank in range(2):  # T5
+            trace = json.loads((job.run_dir / f"profile/trace-rank-{rank}.json").read_text())
+            assert any("gloo" in event.get("name", "") for event in trace["traceEvents"])
+            assert sum(event.get("name", "").startswith("Optimizer.step#") for event in trace["traceEvents"]) == 2
+    for mine, theirs in zip(whole.events("evaluation"), job.events("evaluation"), strict=True):
+        assert theirs["loss"] == pytest.approx(mine["loss"], rel=1e-5)
+    assert result["test"]["loss"] == pytest.approx(whole.result()["test"]["loss"], rel=1e-5)
+
+
+def test_a_resumed_training_has_the_losses_of_one_that_was_not(whole: Job, new_job: NewJob) -> None:
+    """Exact in the same world, from the middle of an epoch; close in another."""
+    same, other = (at(whole, new_job(name), 15) for name in ("same", "other"))
+    same.start(1)
+    other.start(2)
+    assert same.wait() == [0], same.log()
+    assert [item["step"] for item in same.events("resume")] == [15]
+    assert {item["generation"] for item in same.events("step")} == {1, 2}
+    resumed = {item["step"]: item["loss"] for item in same.events("step") if item["generation"] == 2}
+    assert resumed == {step: loss for step, loss in whole.losses().items() if step > 15}
+    assert same.result()["weights_sha256"] == whole.result()["weights_sha256"]
+    assert same.result()["samples_seen"] == whole.result()["samples_seen"]
+    assert other.wait() == [0, 0], other.log()
+    resumed = {item["step"]: item["loss"] for item in other.events("step") if item["generation"] == 2}
+    assert sorted(resumed) == list(range(16, 31))
+    assert largest_difference({step: loss for step, loss in whole.losses().items() if step > 15}, resumed) <= 1e-5
+
+
+def test_sigterm_to_one_rank_ends_all_in_order_and_the_job_goes_on_from_there(new_job: NewJob) -> None:
+    job = new_job(environment=HERE, checkpoint_frequency=1000, max_steps=12, schedule="constant")
+    job.sections["model"] = {"factory": "user_parts:Slow"}
+    job.start(2).signal_when(lambda: len(job.losses()) >= 3, 1)
+    assert job.wait(30) == [143, 143], job.log()
+    stopped = job.result()
+    assert stopped["status"] == "stopped"
+    assert stopped["steps"] < 12
+    assert (job.rundir.read_json(LATEST) or {})["step"] == stopped["steps"]
+    assert {item["status"] for item in job.events("end")} == {"stopped"}
+    assert job.run(2) == [0, 0], job.log()
+    assert [item["step"] for item in job.events("resume")] == [stopped["steps"]] * 2
+    assert [item["step"] for item in job.events("step")] == list(range(1, 13)), "no step was lost or done twice"
+    assert job.result()["status"] == "succeeded"
+
+
+def test_a_loss_that_becomes_nan_fails_clearly_and_leaves_the_checkpoint_before(new_job: NewJob) -> None:
+    job = new_job(environment=HERE)
+    job.sections["loss"] = {"factory": "user_parts:NanAfterAWhile"}
+    assert job.run(2) == [1, 1], job.log()
+    result = job.result()
+    assert result["status"] == "failed"
+    assert "not finite at step 7 " in result["error"], "three micro-batches a step and rank: the seventh step"
+    assert "lower training.learning_rate" in result["error"]
+    assert (job.rundir.read_json(LATEST) or {})["step"] == 5
+    assert max(job.losses()) == 6
+    assert {item["fatal"] for item in job.events("error")} == {True}
+    assert not (job.run_dir / "model").exists()
+
+
+def test_a_learning_rate_that_explodes_fails_clearly(new_job: NewJob) -> None:
+    job = new_job(learning_rate=1e30, warmup_steps=0, clip_norm=None)
+    assert job.run_here() == 1
+    assert "not finite" in job.result()["error"] or "overflowed" in job.result()["error"]
+    assert not (job.run_dir / "model").exists()
+
+
+def test_a_disk_that_fills_up_fails_all_ranks_and_leaves_the_checkpoint_before(new_job: NewJob) -> None:
+    """Rank 0 fails alone, while saving; its peer neither hangs nor hides the reason."""
+    job = new_job()
+    codes = job.run(2, program=("-c", FULL_DISK))
+    assert codes == [1, 1], job.log()
+    assert "File too large" in job.result()["error"]
+    assert (job.rundir.read_json(LATEST) or {})["step"] == 5
+    assert job.run_here() == 0, job.result()
+    assert [item["step"] for item in job.events("resume")] == [5]
+
+
+def test_what_cannot_be_used_is_refused_before_the_first_step(new_job: NewJob, whole: Job) -> None:
+    raising = new_job("raising", HERE)
+    raising.sections["model"] = {"factory": "user_parts:raises_on_rank_1"}
+    raising.run_dir.mkdir()
+    (raising.run_dir / "result.json").write_text('{"status": "succeeded"}')  # of an earlier start
+    codes = raising.start(2).wait()
+    assert codes[1] == 2, raising.log(1)
+    assert codes[0] == 1, "its peer fails of it"
+    assert (
+        "model.factory = 'user_parts:raises_on_rank_1' raised RuntimeError: rank 1 has no weights"
+        in (raising.result()["error"])
+    ), "the cause, not what followed from it"
+
+    crowded = new_job("crowded", world_size=1, gradient_accumulation_steps=1).start(2)
+    foreign = at(whole, new_job("foreign"), 5)
+    foreign.sections["loss"] = {"factory": "mse"}
+    assert foreign.run_here() == 2
+    assert crowded.wait() == [2, 2]
+    assert "2 ranks share 1 micro-batches" in crowded.result()["error"]
+    assert "belongs to another training" in foreign.result()["error"]
+    assert foreign.result()["status"] == "failed"
+
+
+def test_it_stops_early_and_runs_in_bf16_and_starts_over_when_asked(new_job: NewJob, whole: Job) -> None:
+    early = new_job("early", early_stopping_patience=1, eval_frequency=2, precision="bf16", learning_rate=0.3)
+    over = at(whole, new_job("over", resume=False, max_steps=4, keep_checkpoints=1), 30)
+    assert early.run_here() == 0, early.result()
+    result, evaluations = early.result(), early.events("evaluation")
+    assert result["early_stopped"] is True
+    assert result["steps"] < 30
+    assert [item["step"] for item in evaluations][-2:] == [result["steps"] - 2, result["steps"]]
+    assert result["best_step"] == evaluations[-2]["step"]
+    assert over.run_here() == 0, over.result()
+    assert not over.events("resume")
+    assert over.result()["steps"] == 4
+    assert (over.rundir.read_json(LATEST) or {})["path"] == "checkpoints/g0002-s000000004"
+
+
+def test_it_can_be_ended_while_it_sets_up_and_from_the_keyboard(new_job: NewJob) -> None:
+    early = new_job("early", HERE)
+    early.sections["model"] = {"factory": "user_parts:slow_to_make"}
+    keyboard = new_job("keyboard", HERE, epochs=100)
+    keyboard.sections["model"] = {"factory": "user_parts:Slow"}
+    early.start(1)
+    keyboard.start(1)
+    early.signal_when(lambda: bool(early.events("phase")), 0)
+    assert early.wait(30) == [143], early.log()
+    assert (early.result()["status"], early.result()["steps"]) == ("stopped", 0)
+    keyboard.signal_when(lambda: bool(keyboard.losses()), 0, number=signal.SIGINT)
+    assert keyboard.wait(30) == [1], keyboard.log()
+    assert "KeyboardInterrupt" in keyboard.result()["error"]

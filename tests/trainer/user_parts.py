@@ -1,0 +1,55 @@
+"""Models and losses of a user, some of them bad; ``user_parts:name``."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+
+import torch
+from torch import Tensor, nn
+
+from trainer.spec import DataSpec
+
+
+def raises(spec: DataSpec, outputs: int) -> nn.Module:
+    raise RuntimeError("no such weights")
+
+
+def raises_on_rank_1(spec: DataSpec, outputs: int) -> nn.Module:
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("rank 1 has no weights")
+    return linear(spec, outputs)
+
+
+def linear(spec: DataSpec, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(spec.window * len(spec.features), outputs))
+
+
+def slow_to_make(spec: DataSpec, outputs: int) -> nn.Module:
+    time.sleep(4)
+    return linear(spec, outputs)
+
+
+class Slow(nn.Module):
+    """Takes its time, so that a signal comes in the middle."""
+
+    def __init__(self, spec: DataSpec, outputs: int, seconds: float = 0.05) -> None:
+        super().__init__()
+        self.inner, self.seconds = linear(spec, outputs), seconds
+
+    def forward(self, windows: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return self.inner(windows)
+
+
+class NanAfterAWhile(nn.Module):
+    outputs = 1
+
+    def __init__(self, spec: DataSpec, calls: int = 20) -> None:
+        super().__init__()
+        self.left = calls
+
+    def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
+        self.left -= torch.is_grad_enabled()
+        return (outputs[:, 0] - target) ** 2 * (math.nan if self.left < 0 else 1.0)
