@@ -330,6 +330,18 @@ def test_a_program_that_is_not_there_is_named(cluster):
     assert "cannot start 'no-such-program'" in status.message
 
 
+def test_a_node_that_cannot_start_takes_those_before_it_along(cluster):
+    (cluster.run_dir("half") / "logs" / "node-1.log").mkdir(parents=True)
+    cluster.submit("half", SLEEP)
+    status = cluster.wait("half")
+    assert status.state is JobState.FAILED
+    assert "node-1.log" in status.message
+    cluster.wait_for(lambda: cluster.processes() == [], "the supervisor to end")
+    [node] = _nodes(cluster, "half")
+    assert node.ended_at is not None
+    assert node.exit_codes == (-15,) or node.exit_codes == (-9,)
+
+
 def test_a_bad_grace_is_named(cluster):
     cluster.submit("grace", "pass", env={"DTRAIN_STOP_GRACE_SECONDS": "soon"})
     assert "DTRAIN_STOP_GRACE_SECONDS='soon' must be a number of seconds" in cluster.wait("grace").message
@@ -353,13 +365,16 @@ def test_logs_of_a_finished_job(cluster):
 
 def test_lines_of_processes_that_share_a_node_stay_whole(cluster):
     script = """
-    for n in range(400):
-        print("rank", RANK, "says", n, "and", n, "again")
+    for n in range(40):
+        for word in ("rank", RANK, "says", n):
+            print(word, end=" ")
+            time.sleep(0.0005)
+        print("again")
     """
     cluster.submit("choir", script, nodes=1, processes=3)
     assert cluster.wait("choir").state is JobState.SUCCEEDED
     said = cluster.manager.job_logs("choir", node_id=0).splitlines()[1:]
-    assert sorted(said) == sorted(f"rank {r} says {n} and {n} again" for r in range(3) for n in range(400))
+    assert sorted(said) == sorted(f"rank {r} says {n} again" for r in range(3) for n in range(40))
 
 
 def test_what_a_process_said_last_is_kept(cluster):

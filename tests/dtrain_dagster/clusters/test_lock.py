@@ -1,0 +1,56 @@
+"""The lock of a run directory, and which processes count as left."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dtrain_dagster.clusters.lock import LOCK, acquire, is_held
+from dtrain_dagster.clusters.reaper import group_alive, signal_group
+
+
+def test_one_holds_it_until_every_copy_is_closed(tmp_path: Path):
+    assert not is_held(tmp_path)
+    assert not is_held(tmp_path / "nowhere")
+    lock = acquire(tmp_path)
+    assert lock is not None
+    assert is_held(tmp_path)
+    assert acquire(tmp_path) is None
+    copy = os.dup(lock)
+    os.close(lock)
+    assert is_held(tmp_path)
+    os.close(copy)
+    assert not is_held(tmp_path)
+
+
+def test_an_asker_is_not_taken_for_a_holder(tmp_path: Path):
+    asker = os.open(tmp_path / LOCK, os.O_RDONLY | os.O_CREAT)
+    fcntl.flock(asker, fcntl.LOCK_SH)
+    assert not is_held(tmp_path)
+    timer = threading.Timer(0.1, os.close, [asker])
+    timer.start()
+    lock = acquire(tmp_path)  # waits for the asker, who is done in a moment
+    timer.join()
+    assert lock is not None
+    os.close(lock)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_process_that_has_ended_and_was_not_waited_for_does_not_count_as_left():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, process_group=0)
+    assert process.stdin
+    assert group_alive(process.pid)
+    process.stdin.close()
+    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+        pass
+    assert signal_group(process.pid, 0)
+    assert not group_alive(process.pid)
+    process.wait()
+    assert not signal_group(process.pid, 0)
