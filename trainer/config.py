@@ -72,7 +72,7 @@ class DistributedTrainingConfig:
     """Multiply the learning rate by (global batch / ``lr_base_batch_size``), or by its square root."""
     lr_base_batch_size: int = Field(default=768, ge=1)
     warmup_steps: int = Field(default=50, ge=0)
-    """Linear warm-up from zero."""
+    """Linear warm-up from zero, over at most a tenth of all steps."""
     schedule: Literal["cosine", "constant"] = "cosine"
     min_lr_fraction: float = Field(default=0.05, ge=0, le=1)
     """Where the cosine ends, as a fraction of its peak."""

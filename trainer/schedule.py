@@ -17,10 +17,11 @@ def peak_learning_rate(config: DistributedTrainingConfig) -> float:
 def learning_rate(config: DistributedTrainingConfig, step: int, total_steps: int) -> float:
     """Rate of optimizer step ``step`` (from 0): linear warm-up, then half a cosine to ``min_lr_fraction``, or flat."""
     peak = peak_learning_rate(config)
-    if step < config.warmup_steps:
-        return peak * (step + 1) / config.warmup_steps
+    warmup = min(config.warmup_steps, total_steps // 10)
+    if step < warmup:
+        return peak * (step + 1) / warmup
     if config.schedule == "constant":
         return peak
-    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    progress = (step - warmup) / max(1, total_steps - warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     return peak * (config.min_lr_fraction + (1 - config.min_lr_fraction) * cosine)

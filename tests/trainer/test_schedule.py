@@ -27,9 +27,10 @@ def test_a_constant_rate_stays() -> None:
     assert {learning_rate(config(schedule="constant"), step, 50) for step in range(10, 60)} == {0.1}
 
 
-def test_no_warm_up_and_a_training_shorter_than_it() -> None:
+def test_no_warm_up_and_one_that_is_too_long() -> None:
     assert learning_rate(config(warmup_steps=0), 0, 1) == pytest.approx(0.1)
-    assert learning_rate(config(warmup_steps=10), 2, 3) == pytest.approx(0.03)
+    short = [learning_rate(config(warmup_steps=1000, schedule="constant"), step, 50) for step in range(6)]
+    assert short == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.1, 0.1]), "a tenth of the training, not all of it"
 
 
 def test_the_rate_scales_with_the_global_batch() -> None:
