@@ -174,7 +174,7 @@ def _load(database: duckdb.DuckDBPyConnection, file: Path, origin: str) -> dict[
     reader = (
         f"read_parquet('{path}')"
         if _is_parquet(file)
-        else f"read_csv('{path}', all_varchar=true, header=true, null_padding=true, strict_mode=false)"
+        else f"read_csv('{path}', all_varchar=true, header=true, null_padding=true, quote='\"', escape='\"')"
     )
     database.execute(f'CREATE TABLE raw AS SELECT row_number() OVER () AS "__line", * FROM {reader}')
     names = [row[0] for row in database.execute("DESCRIBE raw").fetchall() if row[0] != "__line"]

@@ -1,0 +1,207 @@
+"""Any price file becomes one shape, or is refused with the place and the remedy, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from price_files import assert_nothing_half_written, long_frame, save, sessions, walk, write
+
+from dtrain_dagster.data.errors import DataError
+from dtrain_dagster.data.prices import iter_tickers, write_prices
+from dtrain_dagster.data.sources import price_source
+
+BAD_FILES = {
+    "empty file": ("", ["is empty: no header and no rows"]),
+    "header only, long": ("date,ticker,adj_close\n", ["has a header but no prices"]),
+    "header only, wide": ("date,AAA,BBB\n", ["has a header but no prices"]),
+    "no date column": ("when,ticker,adj_close\n2020-01-02,AAA,1\n", ["no column 'date'", "when"]),
+    "no ticker column": ("date,adj_close\n2020-01-02,1\n", ["no column 'ticker'", "adj_close"]),
+    "no price column": ("date,ticker,colour\n2020-01-02,AAA,1\n", ["no column 'adj_close'", "colour"]),
+    "dates only": ("date\n2020-01-02\n2020-01-03\n", ["no column besides 'date'"]),
+    "text in a price, long": (
+        "date,ticker,adj_close\n2020-01-02,AAA,1\n2020-01-03,AAA,abc\n",
+        ["line 3", "'AAA'", "adj_close holds 'abc', not a number"],
+    ),
+    "text in a price, wide": ("date,AAA,BBB\n2020-01-02,1,2\n2020-01-03,1,n/a\n", ["line 3", "'BBB'", "'n/a'"]),
+    "empty price, long": (
+        "date,ticker,adj_close\n2020-01-02,AAA,1\n2020-01-03,AAA,\n",
+        ["line 3", "adj_close is empty, not a number"],
+    ),
+    "a row cut short": ("date,ticker,adj_close\n2020-01-02,AAA,1\n2020-01-03,AAA\n", ["line 3", "adj_close is empty"]),
+    "thousands": (
+        "date,ticker,adj_close\n2020-01-02,AAA,999\n2020-01-03,AAA,1,234.5\n",
+        ["line 3 has a cell in column 4, which has no name"],
+    ),
+    "infinite price": ("date,ticker,adj_close\n2020-01-02,AAA,inf\n", ["line 2", "holds 'inf'"]),
+    "text in volume": ("date,ticker,adj_close,volume\n2020-01-02,AAA,1,many\n", ["line 2", "volume holds 'many'"]),
+    "a row twice": (
+        "date,ticker,adj_close\n2020-01-02,AAA,1\n2020-01-02,BBB,1\n2020-01-02,AAA,2\n",
+        ["line 4", "AAA has 2020-01-02 a second time"],
+    ),
+    "out of order": (
+        "date,ticker,adj_close\n2020-01-03,AAA,1\n2020-01-02,BBB,1\n2020-01-02,AAA,2\n",
+        ["line 4", "AAA goes back from 2020-01-03 to 2020-01-02", "sort"],
+    ),
+    "no date": ("date,ticker,adj_close\n2020-01-02,AAA,1\nsoon,AAA,1\n", ["line 3", "date holds 'soon'", "2020-01-31"]),
+    "day first": ("date,ticker,adj_close\n31/12/2020,AAA,1\n", ["line 2", "date holds '31/12/2020'"]),
+    "a day that never was": ("date,ticker,adj_close\n2021-02-29,AAA,1\n", ["line 2", "date holds '2021-02-29'"]),
+    "a day without end": ("date,ticker,adj_close\ninfinity,AAA,1\n", ["line 2", "date holds 'infinity'"]),
+    "no name": ("date,ticker,adj_close\n2020-01-02,AAA,1\n2020-01-03,,1\n", ["line 3", "ticker is empty"]),
+    "two columns of one name": ("date,BRK-B,BRK_B\n2020-01-02,1,2\n", ["two columns are called 'BRK-B'"]),
+    "no text": ("\x00\x01\x02" * 100, ["bad.csv"]),
+}
+
+
+def write_address(address: str, storage: Path) -> dict[str, pd.DataFrame]:
+    return dict(iter_tickers(write_prices(price_source(address), str(storage))))
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_bad_file_is_refused_by_name_and_place(case: str, tmp_path: Path) -> None:
+    content, expected = BAD_FILES[case]
+    (tmp_path / "bad.csv").write_text(content)
+    with pytest.raises(DataError) as error:
+        write_address(str(tmp_path / "bad.csv"), tmp_path)
+    for text in ["bad.csv", *expected]:
+        assert text in str(error.value)
+    assert not list((tmp_path / "prices").iterdir())
+
+
+@pytest.mark.parametrize("name", ["half.csv.gz", "half.parquet", "other.csv.gz"])
+def test_half_a_file_is_not_taken_for_all_of_it(name: str, tmp_path: Path) -> None:
+    whole = tmp_path / "whole.parquet"
+    frame = long_frame()
+    frame.to_parquet(whole)
+    packed = gzip.compress(frame.to_csv(index=False).encode())
+    content = {"half.csv.gz": packed[: len(packed) // 2], "half.parquet": whole.read_bytes()[:9000]}.get(name, b"no gz")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=name):
+        write_address(str(tmp_path / name), tmp_path)
+    assert not list((tmp_path / "prices").iterdir())
+
+
+def expected_frames(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    return {name: part.reset_index(drop=True) for name, part in frame.groupby("ticker")}
+
+
+FORMS = [
+    "long.csv",
+    "wide.csv",
+    "long.csv.gz",
+    "wide.csv.gz",
+    "long.parquet",
+    "dates.parquet",
+    "wide.parquet",
+    "remote",
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_file_gives_the_same_prices(form: str, tmp_path: Path) -> None:
+    frame = long_frame(tickers=("BBB", "AAA", "CC.D"))
+    frame = frame.drop(index=range(30))  # BBB is listed later than the others
+    wide = frame.pivot(index="date", columns="ticker", values="adj_close").reset_index()
+    text = frame.assign(date=frame["date"].dt.strftime("%Y-%m-%d"))
+    address = str(tmp_path / form)
+    if form == "remote":
+        address = f"memory://{uuid.uuid4().hex}/long.csv"
+        with fsspec.open(address, "w") as file:
+            frame.sample(frac=1, random_state=0).sort_values("date").to_csv(file, index=False)
+    elif form.startswith("long.csv") or form.startswith("wide.csv"):
+        (wide if form.startswith("wide") else frame).to_csv(address, index=False)
+    else:
+        {"long.parquet": text, "dates.parquet": frame, "wide.parquet": wide}[form].to_parquet(address)
+    found, expected = write_address(address, tmp_path), expected_frames(frame)
+    assert list(found) == ["AAA", "BBB", "CC.D"]
+    for name, part in expected.items():
+        np.testing.assert_array_equal(found[name]["date"].to_numpy(), part["date"].to_numpy().astype("datetime64[s]"))
+        np.testing.assert_array_equal(found[name]["adj_close"].to_numpy(), part["adj_close"].to_numpy())
+    assert_nothing_half_written(tmp_path)
+
+
+def test_one_row_group_per_ticker_however_the_file_is_sorted(tmp_path: Path) -> None:
+    frame = long_frame(days=50, tickers=[f"T{number:03d}" for number in range(40)]).sort_values("date", kind="stable")
+    ref = write(frame, tmp_path)
+    file = pq.ParquetFile(ref.path)
+    assert [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)] == [50] * 40
+    assert file.read()["ticker"].to_pylist() == sorted(frame["ticker"])
+    assert (ref.rows, ref.tickers, ref.first_date) == (2000, 40, "2015-01-02")
+
+
+def test_open_high_low_close_and_volume_are_kept(tmp_path: Path) -> None:
+    frame = long_frame(days=30, tickers=["AAA"])
+    frame = frame.assign(
+        Open=walk(30, 1), High=walk(30, 2), Low=walk(30, 3), Close=walk(30, 4), Volume=np.arange(30), colour="x"
+    ).rename(columns={"adj_close": "Adj Close", "date": "Date", "ticker": "Symbol"})
+    frame.loc[3, "Open"] = np.nan
+    [found] = write_address(save(frame, tmp_path / "ohlcv.csv"), tmp_path).values()
+    assert list(found) == ["ticker", "date", "adj_close", "open", "high", "low", "close", "volume"]
+    for name in ("Adj Close", "Open", "High", "Low", "Close", "Volume"):
+        np.testing.assert_array_equal(found[name.lower().replace(" ", "_")], frame[name].astype(float))
+
+
+def test_a_name_with_a_quote_in_it(tmp_path: Path) -> None:
+    wide = pd.DataFrame({"date": sessions(3).strftime("%Y-%m-%d"), 'A"B': [1.0, 2, 3], "O'C": [4.0, 5, 6]})
+    found = write_address(save(wide, tmp_path / "it's wide.csv"), tmp_path)
+    assert {name: list(part["adj_close"]) for name, part in found.items()} == {'A"B': [1, 2, 3], "O'C": [4, 5, 6]}
+
+
+def test_the_same_content_is_written_once(tmp_path: Path) -> None:
+    frame = long_frame()
+    first, again = write(frame, tmp_path), write(frame, tmp_path, "copy.csv")
+    other = write(frame.assign(adj_close=frame["adj_close"] + 0.01), tmp_path)
+    assert (first.built, again.built, other.built) == (True, False, True)
+    assert first.uri == again.uri
+    assert other.prices_id != first.prices_id
+    assert len(list((tmp_path / "storage" / "prices").iterdir())) == 2
+
+
+def test_the_manifest_says_where_prices_are_from(panel) -> None:
+    source = panel.prices.manifest()["source"]
+    assert source["sha256"].startswith("ee21cac28b")
+    assert "BSD-3-Clause" in source["licence"]
+    assert "survivorship" in source["notes"]
+    assert source["is_synthetic"] is False
+    assert (source["rows"], source["tickers"]) == (166_260, 20)
+    assert (source["first_date"], source["last_date"]) == ("1990-01-02", "2022-12-28")
+
+
+def test_the_other_bundled_panel(tmp_path: Path) -> None:
+    found = write_address("us_ohlcv", tmp_path)
+    assert list(found) == ["AAPL", "FB", "GOOG", "IBM", "MSFT"]
+    assert sum(map(len, found.values())) == 12_154
+    assert {"open", "high", "low", "close", "volume"} <= set(found["FB"])
+
+
+FILL_DISK = """
+import resource, sys, json
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
+from dtrain_dagster.data.prices import write_prices
+from dtrain_dagster.data.sources import price_source
+try:
+    write_prices(price_source(sys.argv[1]), sys.argv[2])
+except OSError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [10_000, 300_000, 2_000_000])
+def test_a_full_disk_is_no_fault_of_the_file_and_leaves_nothing(limit: int, tmp_path: Path) -> None:
+    """The limit on a file's size stands in for the disk: small for the first bytes, larger for a later moment."""
+    address = save(long_frame(days=2000, tickers=[f"T{number}" for number in range(20)]), tmp_path / "prices.csv")
+    command = [sys.executable, "-c", FILL_DISK, address, str(tmp_path), str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert "no room to sort" in json.loads(done.stdout)
+    assert not list((tmp_path / "prices").iterdir())
+    assert write_prices(price_source(address), str(tmp_path)).built
