@@ -161,8 +161,8 @@ def _check_schema(findings: _Findings, schema: Any, ticker: str, frame: pd.DataF
     try:
         schema.validate(frame.reset_index(drop=True), lazy=True)
     except pandera.errors.SchemaErrors as errors:
-        rows = errors.failure_cases[["column", "check", "failure_case"]].astype(str).agg(" ".join, axis=1)
-        findings.add("schema", [f"{ticker}: {row}" for row in rows])
+        cases = errors.failure_cases.itertuples()
+        findings.add("schema", [f"{ticker}: {case.column} {case.check} {case.failure_case}" for case in cases])
 
 
 def _check_calendar(
@@ -244,7 +244,7 @@ def _near_whole_ratio(moves: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Is exp(move), or its inverse, within 2 % of 2, 3, 4 …?"""
     import numpy as np
 
-    ratio = np.exp(np.abs(np.nan_to_num(moves)))
+    ratio = np.exp(np.minimum(np.abs(np.nan_to_num(moves)), 50))
     whole = np.round(ratio)
     return (whole >= 2) & (np.abs(ratio / np.maximum(whole, 1) - 1) < SPLIT_TOLERANCE)
 

@@ -1,0 +1,113 @@
+"""Sources: named panels are checked byte by byte, addresses that cannot be opened are refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+from price_files import assert_nothing_half_written, long_frame, save
+
+from dtrain_dagster.data.errors import DataError
+from dtrain_dagster.data.prices import write_prices
+from dtrain_dagster.data.sources import KNOWN, BundledFile, PriceFile, price_source, version_token
+
+
+@pytest.fixture
+def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BundledFile:
+    """A panel inside an installed package of its own."""
+    (tmp_path / "site" / "panelpack-1.0.dist-info").mkdir(parents=True)
+    (tmp_path / "site" / "panelpack-1.0.dist-info" / "METADATA").write_text("Name: panelpack\nVersion: 1.0\n")
+    path = tmp_path / "site" / "panel.csv"
+    save(long_frame(), path)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return BundledFile(
+        provenance=KNOWN["sp500_panel"].provenance, distribution="panelpack", path="panel.csv", sha256=digest
+    )
+
+
+def test_a_damaged_bundled_file_is_refused(bundled: BundledFile, tmp_path: Path) -> None:
+    assert write_prices(bundled, str(tmp_path / "whole")).rows == 800
+    path = tmp_path / "site" / "panel.csv"
+    content = bytearray(path.read_bytes())
+    content[1000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"panel\.csv has sha256 .* expected .*panelpack.*make setup"):
+        write_prices(bundled, str(tmp_path / "damaged"))
+    assert_nothing_half_written(tmp_path / "damaged")
+
+
+@pytest.mark.parametrize("fault", [{"distribution": "no-such-package"}, {"path": "no_such_file.csv"}])
+def test_a_bundled_file_that_is_not_installed(fault: dict[str, str], bundled: BundledFile, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"'sp500_panel' comes with the package .*make setup"):
+        dataclasses.replace(bundled, **fault).local_file(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("sp501_panel", "'sp501_panel' is no file that can be read, nor one of sp500_panel, us_ohlcv"),
+        ("/nowhere/prices.csv", "'/nowhere/prices.csv' is no file"),
+        ("memory://nowhere/prices.csv", "'memory://nowhere/prices.csv' is no file"),
+        ("gopher://host/prices.csv", "'gopher://host/prices.csv' cannot be opened: Protocol not known"),
+        ("/", "'/' is no file"),
+        ("yfinance:", "names no tickers: write yfinance:AAPL,MSFT"),
+    ],
+)
+def test_an_unknown_name_or_address_is_refused(address: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        write_prices(price_source(address), str(tmp_path))
+    assert not list((tmp_path / "prices").glob("*"))
+
+
+def test_tickers_of_the_optional_download() -> None:
+    assert price_source("yfinance: AAPL ,MSFT,").tickers == ("AAPL", "MSFT")
+
+
+def test_the_users_file_is_known_by_its_name() -> None:
+    provenance = price_source("memory://folder/mine.csv").provenance
+    assert (provenance.name, provenance.origin) == ("mine.csv", "memory://folder/mine.csv")
+
+
+@pytest.mark.parametrize("address", ["local", "memory://tokens/prices.csv"])
+def test_the_version_token_follows_the_file(address: str, tmp_path: Path) -> None:
+    address = str(tmp_path / "prices.csv") if address == "local" else address
+    assert version_token(address) is None
+    with fsspec.open(address, "w") as file:
+        file.write("first")
+    first = version_token(address)
+    assert first is not None
+    assert version_token(address) == first
+    with fsspec.open(address, "w") as file:
+        file.write("second one")
+    if address.startswith(str(tmp_path)):
+        os.utime(address, (1, 1))
+    assert version_token(address) != first
+
+
+def test_a_bundled_panel_has_no_version_token() -> None:
+    assert version_token("sp500_panel") is None
+
+
+def test_reading_the_panel_does_not_import_its_package(tmp_path: Path) -> None:
+    """The package takes 1.4 s and 90 MB to import; its file does not need it."""
+    code = """
+import sys
+from pathlib import Path
+from dtrain_dagster.data.sources import KNOWN
+for source in KNOWN.values():
+    assert source.local_file(Path(".")).stat().st_size > 100_000
+assert not {"skfolio", "bokeh", "bokeh_sampledata", "sklearn", "pandas"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, timeout=60)
+
+
+def test_a_local_file_is_not_copied(tmp_path: Path) -> None:
+    address = save(long_frame(), tmp_path / "prices.csv")
+    assert PriceFile(address).local_file(tmp_path / "scratch") == Path(address)

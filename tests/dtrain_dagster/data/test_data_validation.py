@@ -1,0 +1,222 @@
+"""Checks: what makes prices unusable fails, what a person should know is told, what no window may touch is masked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from price_files import Panel, assert_nothing_half_written, long_frame, save, sessions, write
+
+from dtrain_dagster.data.errors import DataError
+from dtrain_dagster.data.prices import write_prices
+from dtrain_dagster.data.sharding import build_dataset
+from dtrain_dagster.data.sources import price_source
+from dtrain_dagster.data.validation import CHECKS, Validation, exchange_sessions, gaps, validate_prices
+
+BLOCKING = {"schema", "positive_prices", "unique_sorted_rows", "high_low_order", "trading_sessions"}
+
+
+def failed(validation: Validation) -> set[str]:
+    return {check.name for check in validation.checks if not check.passed}
+
+
+def examples(validation: Validation, name: str) -> list[str]:
+    return next(check.metadata["examples"] for check in validation.checks if check.name == name)
+
+
+def ohlcv() -> pd.DataFrame:
+    frame = long_frame(days=300)
+    price = frame["adj_close"]
+    return frame.assign(open=price, high=price * 1.01, low=price * 0.99, close=price, volume=1000.0)
+
+
+def with_cell(row: int, **cells: float) -> Callable[[pd.DataFrame], pd.DataFrame]:
+    def change(frame: pd.DataFrame) -> pd.DataFrame:
+        frame = frame.copy()
+        for name, value in cells.items():
+            frame.loc[row, name] = value
+        return frame
+
+    return change
+
+
+def on_saturday(frame: pd.DataFrame) -> pd.DataFrame:
+    """A row of AAA on the day after a Friday."""
+    friday = frame.index[(frame["date"].dt.day_of_week == 4) & (frame["ticker"] == "AAA")][20]
+    extra = frame.loc[[friday]].assign(date=frame.loc[friday, "date"] + pd.Timedelta(days=1))
+    return pd.concat([frame.loc[:friday], extra, frame.loc[friday + 1 :]], ignore_index=True)
+
+
+FAULTS = {
+    "zero price": (with_cell(50, adj_close=0.0), "positive_prices", "AAA 2015-03-17: adj_close"),
+    "negative price": (with_cell(350, adj_close=-1.0), "positive_prices", "BBB 2015-03-17: adj_close"),
+    "negative low": (with_cell(50, low=-1.0), "positive_prices", "AAA 2015-03-17: low"),
+    "low above high": (with_cell(50, low=1000.0), "high_low_order", "AAA 2015-03-17"),
+    "close above high": (with_cell(50, close=1000.0), "high_low_order", "AAA 2015-03-17"),
+    "open below low": (with_cell(50, open=0.01), "high_low_order", "AAA 2015-03-17"),
+    "Saturday": (on_saturday, "trading_sessions", "AAA 2015-05-30"),
+    "holiday": (with_cell(1, date=pd.Timestamp("2015-01-01")), "trading_sessions", "AAA 2015-01-01"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_makes_prices_unusable_fails_and_builds_no_dataset(fault: str, tmp_path: Path) -> None:
+    change, check, example = FAULTS[fault]
+    frame = ohlcv()
+    assert not failed(validate_prices(write(frame, tmp_path / "good"))) & BLOCKING
+    changed = change(frame).sort_values(["ticker", "date"], kind="stable")
+    ref = write(changed, tmp_path)
+    validation = validate_prices(ref)
+    assert failed(validation) & BLOCKING == {check}
+    assert examples(validation, check) == [example]
+    with pytest.raises(DataError, match=f"failed .*{check}.* no dataset is built"):
+        build_dataset(ref, validation, str(tmp_path / "storage"))
+    assert_nothing_half_written(tmp_path / "storage")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("schema", {"adj_close": [1.0, np.inf, 1.0, 1.0]}),
+        ("schema", {"adj_close": [1.0, np.nan, 1.0, 1.0]}),
+        ("unique_sorted_rows", {"date": ["2015-01-02", "2015-01-05", "2015-01-05", "2015-01-06"]}),
+        ("unique_sorted_rows", {"date": ["2015-01-02", "2015-01-06", "2015-01-05", "2015-01-07"]}),
+    ],
+)
+def test_a_stored_file_that_somebody_changed_fails(name: str, values: dict[str, list], tmp_path: Path) -> None:
+    """`write_prices` refuses these; a file that was changed afterwards is found by the checks."""
+    ref = write(long_frame(days=4, tickers=["AAA"]), tmp_path)
+    frame = pd.read_parquet(ref.path).assign(**values)
+    frame["date"] = pd.to_datetime(frame["date"]).dt.date
+    frame.to_parquet(ref.path)
+    assert failed(validate_prices(ref)) & BLOCKING == {name}
+
+
+def test_every_check_is_always_evaluated(panel: Panel) -> None:
+    assert [check.name for check in panel.validation.checks] == list(CHECKS)
+    assert {name for name, (severity, _) in CHECKS.items() if severity == "error"} == BLOCKING
+
+
+def test_the_panel_passes_what_blocks_and_its_faults_are_told(panel: Panel) -> None:
+    assert failed(panel.validation) == {
+        "stale_prices", "zero_returns", "large_moves", "split_like_jumps", "rounding", "survivorship",
+    }  # fmt: skip
+    assert "AAPL 2000-09-29: -0.73" in examples(panel.validation, "large_moves")
+    [moves] = [check for check in panel.validation.checks if check.name == "large_moves"]
+    assert moves.metadata["found"] == 11
+    assert examples(panel.validation, "split_like_jumps") == ["RRC 1990-04-10: ratio 0.333"]
+    assert examples(panel.validation, "survivorship") == ["all 20 tickers survive to 2022-12-28"]
+
+
+def test_the_panel_s_stale_and_split_stretch_is_masked(panel: Panel) -> None:
+    """RRC stands still for 68 days and is then divided by three. AAPL's fall of 2000-09-29 was real."""
+    masks = panel.validation.masks
+    assert (masks[0].ticker, masks[0].first, masks[0].last) == ("RRC", "1990-01-02", "1990-04-10")
+    assert "68 sessions" in masks[0].reason
+    assert "ratio of 0.33" in masks[0].reason
+    assert {mask.ticker for mask in masks} == {"RRC"}
+    assert max(mask.last for mask in masks) == "1992-05-27"
+
+
+def test_the_panel_s_calendar_is_new_york_s(panel: Panel) -> None:
+    days = exchange_sessions("XNYS", "1990-01-02", "2022-12-28")
+    dates = pd.read_parquet(panel.prices.path, columns=["ticker", "date"])
+    for _, part in dates.groupby("ticker"):
+        np.testing.assert_array_equal(part["date"].to_numpy().astype("datetime64[D]"), days)
+
+
+def standing_still(days: int, ratio: float = 1.0) -> pd.DataFrame:
+    """AAA stands still from row 100 for some days, and is worth ``ratio`` times as much from then on."""
+    frame = long_frame(days=300, tickers=["AAA"])
+    price = frame["adj_close"].to_numpy().copy()
+    price[100 + days :] *= ratio * price[100] / price[100 + days : 101 + days]
+    price[100 : 100 + days] = price[100]
+    return frame.assign(adj_close=price)
+
+
+@pytest.mark.parametrize(
+    ("days", "ratio", "warned", "masked"),
+    [
+        (5, 1.01, False, None),
+        (7, 1.01, True, None),
+        (21, 1.01, True, None),
+        (22, 1.01, True, (100, 121)),
+        (30, 1.01, True, (100, 129)),
+        (30, 1 / 3, True, (100, 130)),
+        (30, 1.5, True, (100, 129)),
+        (200, 1.0, True, (100, 299)),
+    ],
+)
+def test_how_long_a_price_may_stand_still(
+    days: int, ratio: float, warned: bool, masked: tuple[int, int] | None, tmp_path: Path
+) -> None:
+    """The first of the equal prices may have moved: more than 5 days after it are told, more than 20 masked."""
+    frame = standing_still(days, ratio)
+    validation = validate_prices(write(frame, tmp_path))
+    assert ("stale_prices" in failed(validation)) == warned
+    dates = frame["date"].dt.strftime("%Y-%m-%d")
+    expected = [] if masked is None else [(dates[masked[0]], dates[masked[1]])]
+    assert [(mask.first, mask.last) for mask in validation.masks] == expected
+
+
+def test_a_gap_is_told_and_zero_volume_too(tmp_path: Path) -> None:
+    frame = with_cell(100, volume=0.0)(ohlcv()).drop(index=[200, 201])
+    validation = validate_prices(write(frame, tmp_path))
+    assert examples(validation, "calendar_gaps") == ["AAA: sessions are missing before 2015-10-21"]
+    assert examples(validation, "zero_volume") == ["AAA 2015-05-28"]
+
+
+def test_survivors_only_is_told(tmp_path: Path) -> None:
+    frame = long_frame()
+    assert "survivorship" in failed(validate_prices(write(frame, tmp_path)))
+    assert "survivorship" not in failed(validate_prices(write(frame.iloc[:-10], tmp_path)))
+
+
+def test_coarse_rounding_is_told(tmp_path: Path) -> None:
+    frame = long_frame(tickers=["AAA"])
+    assert "rounding" not in failed(validate_prices(write(frame.round({"adj_close": 2}), tmp_path)))
+    penny = frame.assign(adj_close=(frame["adj_close"] / 100).round(3))
+    assert examples(validate_prices(write(penny, tmp_path)), "rounding")[0].startswith("AAA: 3 decimals")
+
+
+@pytest.mark.parametrize("calendar", ["NEWYORK", "", "xnyz"])
+def test_an_unknown_calendar_is_refused(calendar: str, tmp_path: Path) -> None:
+    ref = write(long_frame(), tmp_path)
+    with pytest.raises(DataError, match=f"DTRAIN_CALENDAR='{calendar}' is no exchange calendar.*XNYS"):
+        validate_prices(ref, calendar)
+
+
+@pytest.mark.parametrize("first", ["1801-01-01", "1950-01-04"])
+def test_days_that_a_calendar_does_not_know_are_refused(first: str, tmp_path: Path) -> None:
+    days = pd.bdate_range("2020-01-02", periods=100).strftime("%Y-%m-%d")
+    frame = pd.DataFrame({"date": [first, *days], "AAA": np.linspace(1, 2, 101)})
+    ref = write_prices(price_source(save(frame, tmp_path / "old.csv")), str(tmp_path))
+    with pytest.raises(DataError, match=f"DTRAIN_CALENDAR='XKRX' does not cover {first}"):
+        validate_prices(ref, "XKRX")
+
+
+@pytest.mark.parametrize("calendar", [None, "none", "None"])
+def test_without_a_calendar_every_day_is_a_session(calendar: str | None, tmp_path: Path) -> None:
+    days = pd.date_range("2020-01-01", periods=300)
+    frame = pd.DataFrame({"date": days, "BTC": long_frame(days=300, tickers=["A"])["adj_close"]}).drop(
+        index=range(100, 110)
+    )
+    validation = validate_prices(write(frame, tmp_path), calendar)
+    assert not failed(validation) & BLOCKING
+    assert examples(validation, "calendar_gaps") == ["BTC: sessions are missing before 2020-04-20"]
+
+
+def test_one_day_of_prices_is_validated(tmp_path: Path) -> None:
+    validation = validate_prices(write(long_frame(days=1), tmp_path))
+    assert not failed(validation) & BLOCKING
+
+
+def test_gaps_by_calendar_and_by_days() -> None:
+    days = sessions(30).to_numpy().astype("datetime64[D]")
+    kept = np.delete(days, [10, 20, 21])
+    np.testing.assert_array_equal(np.flatnonzero(gaps(kept, days)), [10, 19])
+    assert not gaps(days, days).any()
+    np.testing.assert_array_equal(gaps(np.array(["2020-01-01", "2020-01-08", "2020-01-16"], "M8[D]"), None), [0, 0, 1])
