@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import sys
@@ -97,9 +96,9 @@ def launch(
     Examples:
       dtrain launch --nodes 2 --procs-per-node 2 -- python my_script.py --epochs 3
       dtrain launch --nodes 3 --name trial-1 my_script.py
-      dtrain launch --detach my_script.py && dtrain logs --follow trial-1
+      dtrain launch --detach --name night my_script.py && dtrain logs --follow night
     """
-    from dtrain_dagster.cli_job import runnable
+    from dtrain_dagster.cli_job import job_environment, runnable
     from dtrain_dagster.clusters.base import JobSpec
     from dtrain_dagster.terminal import LogFollower, stream_job
 
@@ -116,7 +115,7 @@ def launch(
         command=runnable(command),
         node_count=nodes or settings.nodes,
         processes_per_node=manager.processes_per_node,
-        env=_environment(settings),
+        env=job_environment(settings),
         master_port=master_port,
     )
     with _cancelled_by_signals(manager, job_id, unless=detach):
@@ -124,7 +123,7 @@ def launch(
         if detach:
             click.echo(job_id)
             return
-        click.echo(f"job {job_id}: {spec.node_count} nodes x {spec.processes_per_node} processes", err=True)
+        _announce(job_id, spec.node_count, spec.processes_per_node)
         status = stream_job(_console(), manager, job_id, follower)
     _end(manager, status)
 
@@ -163,7 +162,7 @@ def train(
       dtrain train --dataset <id> --model my_models:make_model --epochs 2 --set training.learning_rate=1e-3
       dtrain train --config job.json --nodes 2 --procs-per-node 2
     """
-    from dtrain_dagster.cli_job import dataset_config, plan_job, read_config, total_steps
+    from dtrain_dagster.cli_job import dataset_config, job_environment, plan_job, read_config, total_steps
     from dtrain_dagster.jobs import start_job
     from dtrain_dagster.terminal import watch_training
     from trainer.rundir import RunDir
@@ -184,11 +183,11 @@ def train(
     steps = total_steps(job)
     manager.provision_cluster(node_count, settings.gpu_type)
     with _cancelled_by_signals(manager, job.job_id, unless=detach):
-        start_job(manager, job, node_count, manager.processes_per_node, _environment(settings))
+        start_job(manager, job, node_count, manager.processes_per_node, job_environment(settings))
         if detach:
             click.echo(job.job_id)
             return
-        click.echo(f"job {job.job_id}: {node_count} nodes x {manager.processes_per_node} processes", err=True)
+        _announce(job.job_id, node_count, manager.processes_per_node)
         status = watch_training(_console(), manager, RunDir(job.run_dir), job.job_id, steps)
     if status.state == "succeeded":
         _print_summary(RunDir(job.run_dir))
@@ -276,7 +275,10 @@ def logs(job_id: str, node: int | None, follow: bool, tail: int | None) -> None:
 @click.argument("job_id", metavar="JOB")
 @refuses
 def cancel(job_id: str) -> None:
-    """Stop a job: in order, so that it can write a checkpoint, then by force. Returns when no process is left."""
+    """Stop a job: in order, so that it can write a checkpoint, then by force. Returns when no process is left.
+
+    By force means after 8 seconds, or DTRAIN_STOP_GRACE_SECONDS as it was set when the job was started.
+    """
     manager = _manager(_settings())
     before = manager.job_status(job_id).state
     manager.cancel_job(job_id)
@@ -327,12 +329,6 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=160)  # a pipe has no width of its own
 
 
-def _environment(settings: Settings) -> dict[str, str]:
-    """What the processes get besides the shell's variables: the working directory's modules and the shard cache."""
-    paths = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "DTRAIN_CACHE": str(settings.cache_dir)}
-
-
 def _new_job(manager: LocalClusterManager, name: str | None, kind: str) -> str:
     """The id to use. `Refusal` for one that runs or is done."""
     from dtrain_dagster.clusters.base import ClusterError, JobState
@@ -380,6 +376,11 @@ def _cancelled_by_signals(manager: LocalClusterManager, job_id: str, unless: boo
         signal.signal(signal.SIGTERM, before)
 
 
+def _announce(job_id: str, nodes: int, processes_per_node: int) -> None:
+    each = "" if processes_per_node == 1 else f", {processes_per_node} processes on each"
+    click.echo(f"job {job_id}: {nodes} node{'s' if nodes > 1 else ''}{each}", err=True)
+
+
 def _end(manager: LocalClusterManager, status: JobStatus) -> None:
     """Say how the job ended, and exit as it did."""
     from trainer.rundir import STATUS, RunDir
@@ -391,11 +392,7 @@ def _end(manager: LocalClusterManager, status: JobStatus) -> None:
 
 
 def _print_summary(rundir: RunDir) -> None:
-    from rich.table import Table
-
     from dtrain_dagster.summary import summary_lines
+    from dtrain_dagster.terminal import pairs_table
 
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for what, figure in summary_lines(rundir):
-        table.add_row(what, figure)
-    _console().print(table, highlight=False)
+    _console().print(pairs_table(summary_lines(rundir)), highlight=False)

@@ -1,4 +1,4 @@
-"""From the options of `dtrain train` to the job that it runs."""
+"""From the options of `dtrain` to the job that it runs: pure, but for looking at what is there."""
 
 from __future__ import annotations
 
@@ -104,3 +104,9 @@ def runnable(command: Sequence[str]) -> tuple[str, ...]:
     if program in ("python", "python3"):
         return (sys.executable, *command[1:])
     raise ConfigError(f"there is no program {program!r} on the PATH; to run a Python script: python {program}…")
+
+
+def job_environment(settings: Settings) -> dict[str, str]:
+    """What the processes get besides the shell's variables: the working directory's modules and the shard cache."""
+    paths = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "DTRAIN_CACHE": str(settings.cache_dir)}

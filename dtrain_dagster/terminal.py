@@ -184,6 +184,14 @@ def health_table(nodes: Iterable[NodeHealth]) -> Table:
     return table
 
 
+def pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
+    """(what, figure) in two columns."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for what, figure in pairs:
+        table.add_row(what, figure)
+    return table
+
+
 def last_step(rundir: RunDir) -> int | None:
     """The last step that a training reported; its newest events are looked at first."""
     for file in reversed(rundir.storage.list(EVENTS)):

@@ -247,8 +247,7 @@ class LocalClusterManager(GPUClusterManager):
         self.job_status(job_id)  # is there such a job?
         rundir = self._rundir(job_id)
         folder = rundir.storage.local_path()
-        launch = rundir.read_json(LAUNCH) or {}
-        grace = float((launch.get("env") or {}).get(STOP_GRACE[0]) or os.environ.get(STOP_GRACE[0]) or STOP_GRACE[1])
+        grace = (rundir.read_json(STATUS) or {}).get("stop_grace_seconds", STOP_GRACE[1])
         deadline = time.monotonic() + grace + FORCE_SECONDS
         while is_held(folder):
             late = time.monotonic() > deadline  # its reaper then kills what it leaves

@@ -85,6 +85,7 @@ class Supervisor:
         self.launch: dict[str, Any] = self.rundir.read_json(LAUNCH) or {}
         self.generation = int(self.launch["generation"])
         self.started_at = time.time()
+        self.stop_grace = STOP_GRACE[1]
         self.nodes: list[Node] = []
         self.reaper = Reaper()
 
@@ -92,7 +93,7 @@ class Supervisor:
         """The whole life of the job. How it ended is in ``status.json`` as well."""
         try:
             port = choose_port(self.launch["master_port"])
-            peer_grace, stop_grace = self._setting(*PEER_GRACE), self._setting(*STOP_GRACE)
+            peer_grace, self.stop_grace = self._setting(*PEER_GRACE), self._setting(*STOP_GRACE)
             for node_id in range(self.launch["node_count"]):
                 self._start_node(node_id, port)
         except (LaunchError, OSError) as error:
@@ -102,7 +103,7 @@ class Supervisor:
         failure = self._watch(peer_grace)
         # A cancellation that comes when all is done already is one that came too late.
         cancelled = self.cancelled and any(node.alive for node in self.nodes)
-        self._end_nodes(stop_grace)
+        self._end_nodes(self.stop_grace)
         if cancelled:
             return self._finish(JobState.CANCELLED, "cancelled", EXIT_STOPPED)
         if failure is None:
@@ -258,6 +259,7 @@ class Supervisor:
             "pid": os.getpid(),
             "started_at": self.started_at,
             "ended_at": time.time() if state.is_final else None,
+            "stop_grace_seconds": self.stop_grace,
             "exit_code": exit_code,
             "exit_codes": {str(rank): code for rank, code in ranks if code is not None},
         }

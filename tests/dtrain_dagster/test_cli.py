@@ -116,6 +116,14 @@ def test_launch_runs_a_script_on_nodes_and_passes_its_words_and_exit_code_on(she
 
 
 @pytest.mark.slow
+def test_a_script_in_a_subfolder_finds_the_modules_of_the_working_directory(shell: Shell):
+    (shell.folder / "helper.py").write_text("WORD = 'found'")
+    (shell.folder / "scripts").mkdir()
+    (shell.folder / "scripts" / "uses.py").write_text("import helper; print(helper.WORD)")
+    assert "[node 0] found\n" in shell("launch", "--nodes", "1", "scripts/uses.py")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ctrl_c_cancels_the_job(shell: Shell, number: signal.Signals, code: int):
     process = shell.start("launch", "--name", "long", str(shell.folder / "s.py"), "wait")
