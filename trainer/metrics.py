@@ -24,7 +24,6 @@ from trainer.tracking import artifact_location
 TRACKING = "tracking.json"
 """In the run directory: the MLflow run, so that a resumed job goes on in the same one."""
 FLUSH_SECONDS = 1.0
-_MLFLOW_BATCH = 1000  # metrics that MLflow takes in one call
 _log = logging.getLogger(__name__)
 
 
@@ -208,9 +207,9 @@ class MLflowSink:
             Metric(name.replace("/", "."), value, int(at * 1000), step)
             for step, name, value, at in _scalars(events, self._step)
         ]
-        for start in range(0, len(metrics), _MLFLOW_BATCH):
-            self._client.log_batch(self.run_id, metrics=metrics[start : start + _MLFLOW_BATCH])
-        self._step = metrics[-1].step if metrics else self._step
+        if metrics:
+            self._step = metrics[-1].step
+            self._client.log_batch(self.run_id, metrics=metrics)
         for item in events:
             if item["kind"] == "end":
                 finished = {"succeeded": "FINISHED", "stopped": "KILLED"}.get(item["status"], "FAILED")

@@ -7,7 +7,8 @@
       checkpoints/g0001-s00000100/        one fresh folder per (generation, step); its manifest.json is written last
       checkpoints/LATEST.json, BEST.json  which folder counts
       nodes/g0001-n000.json               when each node was there: the base of every dollar
-      result.json                         how it ended, in the trainer's words (metrics, digests, timings)
+      result.json                         how it ended, in the trainer's words (metrics, digests, timings); absent while
+                                          it runs; of several ranks that fail, the first says why
       evaluation.json, predictions.npz    the test split, judged against the baselines
       status.json                         how it stands, in the cluster's words (`JobState`, exit codes)
       logs/node-0.log                     what the processes of a node printed
@@ -122,7 +123,8 @@ def event(kind: str, rank: int, generation: int, **fields: Any) -> dict[str, Any
     """One event. ``time`` is Unix seconds; every other field carries its unit in its name.
 
     Kinds: ``phase`` (name), ``step`` (step, epoch, loss, learning_rate, grad_norm, samples_per_second, step_seconds,
-    eta_seconds), ``node`` (a sample of utilisation, see `trainer.metrics.NodeMonitor`), ``evaluation`` (step, split,
-    loss…), ``checkpoint`` (step, path, seconds), ``error`` (message), ``end`` (status).
+    eta_seconds), ``node`` (a sample of utilisation, see `trainer.monitor.NodeMonitor`), ``evaluation`` (step, split,
+    loss…), ``checkpoint`` (step, path, seconds, is_best), ``resume`` (step, path), ``error`` (message,
+    fatal), ``end`` (status).
     """
     return {"kind": kind, "time": time.time(), "rank": rank, "generation": generation, **fields}

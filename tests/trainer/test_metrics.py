@@ -142,7 +142,7 @@ def test_a_real_mlflow_has_parameters_metrics_and_the_end_and_goes_on_in_the_sam
     uri, rundir = f"sqlite:///{tmp_path}/mlflow.db", RunDir(str(tmp_path))
     described = job(tmp_path, uri)
     reporter = Reporter(rundir, 0, 1, sinks_of(described, rundir, 0))
-    steps(reporter, *range(1, 401))  # six values each: more than MLflow takes at once
+    steps(reporter, *range(1, 401))  # seven values each: more than a server takes in one request
     reporter.emit("end", status="stopped")
     reporter.close()
     assert not list(rundir.events("error"))

@@ -26,7 +26,7 @@ TORCHRUN = {
 }
 
 MEMBER = """
-import sys, torch
+import os, sys, torch
 from trainer.config import DistributedTrainingConfig
 from trainer.world import join, leave
 world = join(DistributedTrainingConfig(collective_timeout_seconds=30))
@@ -36,7 +36,7 @@ assert world.any(rank == 1, False) == (True, False)
 assert world.gather(("rank", rank)) == [("rank", 0), ("rank", 1)]
 assert world.from_rank_0(f"from {rank}") == "from 0"
 world.barrier()
-print(world.backend, world.device.type, flush=True)
+print(world.backend, world.device.type, os.environ["GLOO_SOCKET_IFNAME"], flush=True)
 sys.stdin.readline()
 leave(world)
 """
@@ -138,7 +138,7 @@ def test_two_ranks_agree_and_listen_on_this_machine_only() -> None:
     try:
         for rank in ranks:
             assert rank.stdout
-            assert rank.stdout.readline().split() == ["gloo", "cpu"], rank.communicate()[1]
+            assert rank.stdout.readline().split() == ["gloo", "cpu", "lo"], rank.communicate()[1]
         sockets = [found for rank in ranks for found in psutil.Process(rank.pid).net_connections("inet")]
         listening = {found.laddr.ip for found in sockets if found.status == psutil.CONN_LISTEN}
         assert listening == {"127.0.0.1"}
