@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SCHEMA_VERSION = 1
-CODE_VERSION = 2
+CODE_VERSION = 3
 """Raise it when the same prices would give other rows: datasets made before are then not taken for these."""
 SPLITS = ("train", "valid", "test")
 PANEL_TRAIN_LAST, PANEL_VALID_LAST = "2009-12-31", "2013-12-31"
@@ -83,7 +82,7 @@ def build_dataset(
     """Build ``<storage>/datasets/<id>``, or find it there.
 
     `DataError` where a check of severity "error" failed, a window is longer than the history, a split has no samples
-    or a feature does not vary.
+    or a feature does not vary, and where the one that is there is damaged.
     """
     failed = [check.name for check in validation.checks if check.severity == "error" and not check.passed]
     if failed:
@@ -115,14 +114,18 @@ def build_dataset(
         finally:
             shutil.rmtree(building, ignore_errors=True)
         return _ref(target, built=True)
+    verify_dataset(str(target))
     return _ref(target, built=False)
 
 
 def verify_dataset(uri: str) -> None:
-    """Do all shards hold what the manifest says? `DataError` names the first that does not."""
+    """Do all shards hold what the manifest says, and is there one? `DataError` names the first fault."""
     import pyarrow.parquet as pq
 
-    manifest = json.loads((Path(uri) / "manifest.json").read_text())
+    try:
+        manifest = json.loads((Path(uri) / "manifest.json").read_text())
+    except (FileNotFoundError, json.JSONDecodeError) as error:
+        raise DataError(f"{uri} has no manifest that can be read ({error}); build the dataset anew") from error
     for shard in manifest["shards"]:
         path = Path(uri) / shard["path"]
         if not path.exists():
@@ -265,11 +268,11 @@ class _Builder:
 
     def _write_shards(self, index: pd.DataFrame, sessions: NDArray[np.datetime64] | None) -> list[dict[str, Any]]:
         """Tickers go into shards in order, each shard with about the same number of rows."""
-        per_shard = max(1, math.ceil(self.prices.rows / self.params.shards))
         shards: list[dict[str, Any]] = []
         open_shard: Shard | None = None
-        longest = 0
+        longest = seen = 0
         for ticker, frame in iter_tickers(self.prices):
+            seen += len(frame)
             parts = []
             for stretch in self._stretches(frame, sessions):
                 rows = ticker_features(stretch, index, self.params.horizon)
@@ -286,7 +289,8 @@ class _Builder:
             if open_shard is None:
                 open_shard = Shard(self.folder, len(shards))
             self._add_ticker(open_shard, ticker, parts)
-            if open_shard.rows >= per_shard:
+            # Counted in days of prices: the warm-up that is not stored would make every shard a ticker too long.
+            if seen * self.params.shards >= self.prices.rows * (len(shards) + 1):
                 shards.append(open_shard.close())
                 open_shard = None
         if open_shard is not None:
