@@ -73,6 +73,7 @@ class GPUClusterResource(dg.ConfigurableResource):
             cluster_name=self.cluster_name,
             gpu_type=self.gpu_type,
             processes_per_node=self.processes_per_node,
+            threads_per_rank=self.threads_per_rank,
         )
 
 

@@ -92,7 +92,7 @@ class DistributedTrainingConfig:
     """Go on from the latest checkpoint of the run directory, where there is one."""
 
     threads_per_rank: int | None = Field(default=None, ge=1)
-    """Intra-op threads of torch; None divides the machine's cores by the ranks on it."""
+    """Intra-op threads of torch; None: OMP_NUM_THREADS, else the machine's cores divided by the ranks on it."""
     collective_timeout_seconds: float = Field(default=60.0, gt=0)
     """How long a collective may wait for a peer (D3)."""
     monitor_interval_seconds: float = Field(default=2.0, gt=0)

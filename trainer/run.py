@@ -82,8 +82,11 @@ class DistributedTrainer:
         if threading.current_thread() is threading.main_thread():
             # Only now: before, SIGTERM may end the process as it does any other, for nothing has been done yet.
             self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
-        threads = self.config.threads_per_rank or max(1, (os.cpu_count() or 1) // world.facts.local_world_size)
-        torch.set_num_threads(threads)
+        threads = self.config.threads_per_rank
+        if threads is None and "OMP_NUM_THREADS" not in os.environ:  # which the launcher knows better than we do
+            threads = max(1, (os.cpu_count() or 1) // world.facts.local_world_size)
+        if threads is not None:
+            torch.set_num_threads(threads)
         generation = 0
         if world.rank == 0:
             generation = int(os.environ.get("DTRAIN_GENERATION") or self.rundir.last_generation() + 1)
