@@ -29,6 +29,8 @@ def dataset_picture(uri: str) -> bytes:
     """SVG: prices of all tickers on one scale (log of price over its first), the splits shaded, masked days marked."""
     import numpy as np
     import pyarrow.parquet as pq
+    from matplotlib import rc_context
+    from matplotlib.dates import date2num
     from matplotlib.figure import Figure
 
     manifest = json.loads((Path(uri) / "manifest.json").read_text())
@@ -37,7 +39,7 @@ def dataset_picture(uri: str) -> bytes:
     figure = Figure(figsize=(9, 4), layout="constrained", facecolor="white")
     axis = figure.subplots()
     for colour, (split, bounds) in zip(("#ddf4ff", "#fff8c5", "#dafbe1"), manifest["splits"].items(), strict=True):
-        first, last = (np.datetime64(bounds[end]) for end in ("first", "last"))
+        first, last = (float(date2num(np.datetime64(bounds[end]))) for end in ("first", "last"))
         count = manifest["samples"][split]
         axis.axvspan(first, last, color=colour, linewidth=0, label=f"{split}: {count:,} windows")
     for shard in manifest["shards"]:
@@ -58,7 +60,7 @@ def dataset_picture(uri: str) -> bytes:
             )
             axis.annotate(ticker, (dates[-1], np.log(prices[-1] / prices[0])), fontsize=5, color="#57606a", va="center")
     for place, mask in enumerate(manifest["masks"]):
-        first, last = np.datetime64(mask["first"]), np.datetime64(mask["last"])
+        first, last = (float(date2num(np.datetime64(mask[end]))) for end in ("first", "last"))
         axis.axvspan(first, last, ymax=0.04, color="#cf222e", linewidth=0, label="masked days" if not place else None)
     axis.set_title(f"{manifest['source']['title']}", fontsize=10, loc="left", fontweight="bold")
     axis.set_ylabel("log(price / first price)", fontsize=9)
@@ -68,5 +70,6 @@ def dataset_picture(uri: str) -> bytes:
     axis.margins(x=0.01)
     figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=4)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", dpi=110, metadata={"Date": None})
+    with rc_context({"svg.fonttype": "none"}):  # letters as letters: their outlines take as much as all else
+        figure.savefig(buffer, format="svg", dpi=90, metadata={"Date": None})
     return buffer.getvalue()
