@@ -1,0 +1,19 @@
+"""For all tests: no time limits inside them (machines are shared and noisy), and no settings from outside."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("dtrain", deadline=None)
+settings.load_profile("dtrain")
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make test` sets DTRAIN_HOME and DAGSTER_HOME; tests have homes of their own."""
+    for name in list(os.environ):
+        if name.startswith(("DTRAIN_", "DAGSTER_")) and name != "DTRAIN_SCREENSHOTS":
+            monkeypatch.delenv(name)
