@@ -200,7 +200,7 @@ def _normalise(name: str) -> str:
 
 
 def _to_long(database: duckdb.DuckDBPyConnection, columns: dict[str, str], origin: str) -> list[str]:
-    """Table ``long`` of texts: line, date, ticker, adj_close and what OHLCV columns there are; their names."""
+    """View ``long`` of texts: line, date, ticker, adj_close and what OHLCV columns there are; their names."""
     date = next((columns[name] for name in _DATE if name in columns), None)
     if date is None:
         raise DataError(f"{origin}: there is no column 'date' among {_few(columns)}; name the column of dates so")
@@ -212,11 +212,11 @@ def _to_long(database: duckdb.DuckDBPyConnection, columns: dict[str, str], origi
             raise DataError(f"{origin}: there is no column besides {date!r}; add one column of prices per ticker")
         cells = ", ".join(f"{_quoted(name)}::VARCHAR AS {_quoted(name)}" for name in others)
         wanted = ", ".join(map(_quoted, others))
-        database.execute(
-            f'CREATE TABLE long AS UNPIVOT (SELECT "__line" AS line, {_quoted(date)}::VARCHAR AS date, {cells} '
-            f"FROM raw) ON {wanted} INTO NAME ticker VALUE adj_close"
-        )
-        database.execute("DELETE FROM long WHERE trim(adj_close) = ''")  # not listed on that day
+        unpivot = (
+            f'UNPIVOT (SELECT "__line" AS line, {_quoted(date)}::VARCHAR AS date, {cells} FROM raw) ON {wanted} '
+            "INTO NAME ticker VALUE adj_close"
+        )  # an empty cell: not listed on that day
+        database.execute(f"CREATE VIEW long AS SELECT * FROM ({unpivot}) WHERE trim(adj_close) <> ''")
         return []
     if ticker is None:
         raise DataError(
@@ -228,7 +228,7 @@ def _to_long(database: duckdb.DuckDBPyConnection, columns: dict[str, str], origi
     extra = [name for name in _EXTRA if name in columns and columns[name] != price]
     more = "".join(f", {_quoted(columns[name])}::VARCHAR AS {name}" for name in extra)
     database.execute(
-        f'CREATE TABLE long AS SELECT "__line" AS line, {_quoted(date)}::VARCHAR AS date, '
+        f'CREATE VIEW long AS SELECT "__line" AS line, {_quoted(date)}::VARCHAR AS date, '
         f"trim({_quoted(ticker)}::VARCHAR) AS ticker, {_quoted(price)}::VARCHAR AS adj_close{more} FROM raw"
     )
     return extra
@@ -253,18 +253,19 @@ def _refuse_bad_cells(database: duckdb.DuckDBPyConnection, numbers: list[str], o
             for name in numbers[1:]
         },
     }
-    for column, is_bad in checks.items():
-        found = database.execute(
-            f"SELECT line, ticker, {column} FROM long WHERE {is_bad} ORDER BY line LIMIT 1"
-        ).fetchone()
-        if found:
-            line, ticker, value = found
+    firsts = ", ".join(f"min(line) FILTER (WHERE {is_bad})" for is_bad in checks.values())
+    lines = database.execute(f"SELECT {firsts} FROM long").fetchall()[0]
+    for (column, is_bad), line in zip(checks.items(), lines, strict=True):
+        if line is not None:
+            ticker, value = database.execute(
+                f"SELECT ticker, {column} FROM long WHERE line = {line} AND {is_bad}"
+            ).fetchall()[0]
             what = "a date such as 2020-01-31" if column == "date" else "a name" if column == "ticker" else "a number"
             held = "is empty" if value is None or not str(value).strip() else f"holds {value!r}"
             raise DataError(f"{origin}: {_place(line, is_csv)}, ticker {ticker!r}: {column} {held}, not {what}")
     more = "".join(f", TRY_CAST({name} AS DOUBLE) AS {name}" for name in numbers)
     database.execute(f"CREATE TABLE clean AS SELECT line, ticker, {_AS_DATE} AS date{more} FROM long")
-    database.execute("DROP TABLE raw; DROP TABLE long")
+    database.execute("DROP VIEW long; DROP TABLE raw")
 
 
 def _refuse_bad_rows(database: duckdb.DuckDBPyConnection, origin: str, is_csv: bool) -> None:
