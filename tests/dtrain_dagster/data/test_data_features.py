@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def test_every_column_is_what_its_definition_says(prices: pd.DataFrame, rows: pd
     returns: dict[str, dict[pd.Timestamp, float]] = {}
     for name, series in closes.items():
         days = list(series)
-        returns[name] = {b: math.log(series[b]) - math.log(series[a]) for a, b in zip(days, days[1:], strict=False)}
+        returns[name] = {b: math.log(series[b]) - math.log(series[a]) for a, b in itertools.pairwise(days)}
     market = {}
     for day in sorted(set().union(*returns.values())):
         today = [series[day] for series in returns.values() if day in series]
