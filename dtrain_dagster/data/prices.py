@@ -141,7 +141,7 @@ def _convert(file: Path, origin: str, target: Path, scratch: Path, memory_limit:
     import duckdb
 
     with duckdb.connect(str(scratch / "sort.duckdb")) as database:
-        database.execute(f"SET memory_limit='{memory_limit}'; SET threads=2")
+        database.execute(f"SET memory_limit='{memory_limit}'; SET threads=2; SET enable_progress_bar=false")
         database.execute(f"SET temp_directory='{scratch / 'spill'}'")
         try:
             columns = _load(database, file, origin)
