@@ -55,6 +55,11 @@ FAULTS = {
     "negative price": (with_cell(350, adj_close=-1.0), "positive_prices", "BBB 2015-03-17: adj_close"),
     "negative low": (with_cell(50, low=-1.0), "positive_prices", "AAA 2015-03-17: low"),
     "low above high": (with_cell(50, low=1000.0), "high_low_order", "AAA 2015-03-17"),
+    "low above high, no more": (
+        with_cell(50, low=1000.0, open=np.nan, close=np.nan),
+        "high_low_order",
+        "AAA 2015-03-17",
+    ),
     "close above high": (with_cell(50, close=1000.0), "high_low_order", "AAA 2015-03-17"),
     "open below low": (with_cell(50, open=0.01), "high_low_order", "AAA 2015-03-17"),
     "Saturday": (on_saturday, "trading_sessions", "AAA 2015-05-30"),

@@ -1,0 +1,204 @@
+"""The dataset: named after what goes in, whole or not there, verified, and read by the trainer bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from price_files import Panel, assert_nothing_half_written, long_frame, prepare, save, write
+
+from dtrain_dagster.data.errors import DataError
+from dtrain_dagster.data.features import FEATURES, TARGET
+from dtrain_dagster.data.preview import dataset_picture, preview_rows
+from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset, verify_dataset
+from dtrain_dagster.data.validation import Mask, Validation, validate_prices
+from trainer.shards import DatasetError, DataShardManager
+
+NOTHING = Validation(checks=(), masks=())
+PARAMS = DatasetParams(window=20, horizon=5, shards=3)
+
+
+def interrupted() -> pd.DataFrame:
+    """Five tickers; BBB misses sessions at two places, CCC stands still for 30 days."""
+    frame = long_frame(days=500, tickers=("AAA", "BBB", "CCC", "DDD", "EEE"))
+    frame.loc[1200:1229, "adj_close"] = frame.loc[1200, "adj_close"]
+    return frame.drop(index=[650, 651, 700]).reset_index(drop=True)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Panel:
+    """Not to be changed."""
+    folder = tmp_path_factory.mktemp("small")
+    return prepare(save(interrupted(), folder / "prices.csv"), folder, PARAMS)
+
+
+def tables(dataset: BuiltDataset) -> list[pd.DataFrame]:
+    """One per shard."""
+    return [pd.read_parquet(Path(dataset.uri) / shard["path"]) for shard in dataset.manifest()["shards"]]
+
+
+def test_the_trainer_reads_every_window_bit_for_bit(small: Panel, tmp_path: Path) -> None:
+    manager = DataShardManager(small.dataset.uri, tmp_path)
+    frames = tables(small.dataset)
+    for split, count in small.dataset.samples.items():
+        assert manager.count(split) == count > 0
+        windows, targets, dates = [], [], []
+        for shard, table in zip(small.dataset.manifest()["shards"], frames, strict=True):
+            features = table[list(FEATURES)].to_numpy(np.float32)
+            for segment in shard["segments"]:
+                for end in range(*segment["samples"][split]):
+                    windows.append(features[end - PARAMS.window + 1 : end + 1])
+                    targets.append(table[TARGET].iloc[end])
+                    dates.append(table["date"].iloc[end])
+        rows = manager.end_rows(split, np.arange(count))
+        got, got_targets = manager.gather(rows)
+        np.testing.assert_array_equal(got.numpy(), np.stack(windows))
+        np.testing.assert_array_equal(got_targets.numpy(), np.array(targets, dtype=np.float32))
+        np.testing.assert_array_equal(manager.dates(rows), np.array(dates, dtype="datetime64[D]"))
+
+
+def test_the_same_input_is_not_built_twice(small: Panel) -> None:
+    storage = str(Path(small.dataset.uri).parent.parent)
+    before = {path: path.stat().st_mtime_ns for path in Path(small.dataset.uri).rglob("*")}
+    again = build_dataset(small.prices, small.validation, storage, PARAMS)
+    assert again == dataclasses.replace(small.dataset, built=False)
+    assert {path: path.stat().st_mtime_ns for path in Path(small.dataset.uri).rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    "change", ["window", "horizon", "train_last", "valid_last", "shards", "mask", "calendar", "price"]
+)
+def test_whatever_changes_the_dataset_changes_its_name(change: str, small: Panel, tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "window": 21, "horizon": 4, "train_last": "2016-01-04", "valid_last": "2016-08-01", "shards": 2,
+    }  # fmt: skip
+    params, prices, validation, calendar = PARAMS, small.prices, small.validation, "XNYS"
+    if change in values:
+        params = dataclasses.replace(params, **{change: values[change]})
+    elif change == "mask":
+        mask = Mask(ticker="AAA", first="2015-06-01", last="2015-06-30", reason="a test")
+        validation = dataclasses.replace(validation, masks=(*validation.masks, mask))
+    elif change == "calendar":
+        calendar = "none"
+    else:
+        frame = interrupted()
+        frame.loc[300, "adj_close"] += 0.01
+        prices = write(frame, tmp_path)
+    other = build_dataset(prices, validation, str(tmp_path), params, calendar)
+    assert other.built
+    assert other.dataset_id != small.dataset.dataset_id
+    verify_dataset(other.uri)
+
+
+def test_a_manifest_that_counts_other_rows_is_refused(small: Panel, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(small.dataset.uri, tmp_path / "copy"))
+    manifest = small.dataset.manifest()
+    manifest["shards"][1]["rows"] += 1
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=r"shard-00001-of-00003\.parquet is not what its manifest says"):
+        verify_dataset(str(copy))
+    with pytest.raises(DatasetError, match=r"rows, the shards hold .* build it anew"):
+        DataShardManager(str(copy), tmp_path / "cache")
+
+
+@pytest.mark.parametrize(("days", "kept"), [(46, False), (47, True)])
+def test_the_number_of_days_that_are_needed_is_told_rightly(days: int, kept: bool, tmp_path: Path) -> None:
+    frame = pd.concat([long_frame(days=300), long_frame(days=days, tickers=["NEW"])])
+    panel = prepare(save(frame, tmp_path / "prices.csv"), tmp_path, PARAMS)
+    assert list(panel.dataset.excluded) == ([] if kept else ["NEW"])
+
+
+BAD_DATASETS: dict[str, tuple[dict[str, Any], str]] = {
+    "window longer than a split": ({"window": 60}, "the train split .* has no window of 60 days"),
+    "no day": ({"valid_last": "2016-02-30"}, "valid_last = '2016-02-30' is no date"),
+    "before the history": ({"train_last": "2009-12-31"}, "must lie in this order inside the history 2015-01-05 to"),
+    "nothing between": ({"train_last": "2016-02-01", "valid_last": "2016-02-02"}, "the valid split .* has no window"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_DATASETS)
+def test_what_cannot_be_built_is_refused_and_leaves_nothing(case: str, tmp_path: Path) -> None:
+    change, message = BAD_DATASETS[case]
+    frame = long_frame() if case != "window longer than a split" else long_frame(days=100)
+    prices = write(frame, tmp_path)
+    with pytest.raises(DataError, match=message):
+        build_dataset(prices, NOTHING, str(tmp_path), dataclasses.replace(PARAMS, **change))
+    assert not list((tmp_path / "datasets").iterdir())
+
+
+@pytest.mark.parametrize("days", [1, 2, 10])
+def test_a_few_days_are_refused(days: int, tmp_path: Path) -> None:
+    prices = write(long_frame(days=days), tmp_path)
+    with pytest.raises(DataError, match=r"fewer than three days|no ticker has that many days|must lie in this order"):
+        build_dataset(prices, validate_prices(prices), str(tmp_path), PARAMS)
+    assert not list((tmp_path / "datasets").iterdir())
+
+
+@pytest.mark.parametrize("growth", [0.0, 0.001])
+def test_prices_that_do_not_vary_are_refused(growth: float, tmp_path: Path) -> None:
+    frame = long_frame(tickers=["AAA"])
+    prices = write(frame.assign(adj_close=100 * np.exp(growth * np.arange(len(frame)))), tmp_path)
+    with pytest.raises(DataError, match=r"log_return.* does not vary over the training split"):
+        build_dataset(prices, NOTHING, str(tmp_path), PARAMS)
+    assert not list((tmp_path / "datasets").iterdir())
+
+
+def test_the_preview_shows_rows_and_the_picture_names_splits(small: Panel) -> None:
+    rows = preview_rows(small.dataset.uri, 3)
+    assert [row["ticker"] for row in rows] == ["AAA"] * 3
+    assert list(rows[0]) == [column["name"] for column in small.dataset.manifest()["columns"]]
+    picture = dataset_picture(small.dataset.uri).decode()
+    assert picture.rstrip().endswith("</svg>")
+    for text in (*(f"{split}: {count:,} windows" for split, count in small.dataset.samples.items()), "masked days"):
+        assert text in picture
+
+
+BUILD = """
+import sys
+import dtrain_dagster.data.sharding as sharding
+from dtrain_dagster.data.prices import write_prices
+from dtrain_dagster.data.sources import price_source
+from dtrain_dagster.data.validation import validate_prices
+build = sharding._Builder.build
+def together(self, dataset_id):
+    print("building", flush=True)
+    sys.stdin.readline()
+    return build(self, dataset_id)
+sharding._Builder.build = together
+prices = write_prices(price_source(sys.argv[1]), sys.argv[2])
+validation = validate_prices(prices)
+params = sharding.DatasetParams(window=20, shards=3)
+print(sharding.build_dataset(prices, validation, sys.argv[2], params).dataset_id)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_may_build_the_same_dataset_at_once(small: Panel, tmp_path: Path) -> None:
+    address = save(interrupted(), tmp_path / "prices.csv")
+    command = [sys.executable, "-c", BUILD, address, str(tmp_path)]
+    builders = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        for builder in builders:
+            assert builder.stdout is not None
+            assert builder.stdout.readline() == "building\n"
+        for builder in builders:  # both have seen that there is none
+            assert builder.stdin is not None
+            builder.stdin.write("go\n")
+            builder.stdin.flush()
+        answers = [builder.communicate(timeout=120)[0].strip() for builder in builders]
+    finally:
+        for builder in builders:
+            builder.kill()
+            builder.wait()
+    assert answers == [small.dataset.dataset_id] * 2
+    assert [path.name for path in (tmp_path / "datasets").iterdir()] == [small.dataset.dataset_id]
+    verify_dataset(str(tmp_path / "datasets" / small.dataset.dataset_id))
+    assert_nothing_half_written(tmp_path)

@@ -1,0 +1,61 @@
+"""A file may be larger than memory: what reading it takes does not grow with it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pytest
+
+TICKERS = 300
+
+MEASURE = """
+import json, resource, sys
+import duckdb, numpy, pandas, pyarrow.parquet
+from dtrain_dagster.data.prices import write_prices
+from dtrain_dagster.data.sharding import build_dataset
+from dtrain_dagster.data.sources import price_source
+from dtrain_dagster.data.validation import Validation
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+before = peak()
+prices = write_prices(price_source(sys.argv[1]), sys.argv[2], memory_limit="96MB")
+dataset = build_dataset(prices, Validation(checks=(), masks=()), sys.argv[2], calendar=None)
+print(json.dumps({"grown": peak() - before, "rows": prices.rows, "tickers": prices.tickers, "built": dataset.built}))
+"""
+
+
+def write_interleaved(path: Path, days: int) -> float:
+    """A synthetic long file, its tickers in another order each day; size in MB."""
+    random = np.random.default_rng(0)
+    order = random.permuted(np.tile(np.arange(TICKERS), (days, 1)), axis=1)
+    walk = 50 * np.exp(np.cumsum(random.normal(0, 0.01, (days, TICKERS)), axis=0))
+    price = np.take_along_axis(walk, order, axis=1).ravel()
+    dates = np.repeat(np.datetime64("2000-01-01") + np.arange(days), TICKERS)
+    names = np.array([f"SYN{number:03d}" for number in range(TICKERS)])[order.ravel()]
+    columns = {"date": dates, "ticker": names, **dict.fromkeys(("open", "high", "low", "close", "adj_close"), price)}
+    pa.csv.write_csv(pa.table(columns), path)
+    return path.stat().st_size / 1e6
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    """Four times the file takes little more: far less than what came on top, even as text."""
+    size, grown = {}, {}
+    for name, days in (("small", 1200), ("large", 4800)):
+        size[name] = write_interleaved(tmp_path / f"{name}.csv", days)
+        command = [sys.executable, "-c", MEASURE, str(tmp_path / f"{name}.csv"), str(tmp_path / name)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250)
+        result = json.loads(done.stdout)
+        assert (result["rows"], result["tickers"], result["built"]) == (days * TICKERS, TICKERS, True)
+        grown[name] = result["grown"]
+    assert size["large"] > 150
+    assert grown["large"] - grown["small"] < 0.5 * (size["large"] - size["small"]), (grown, size)
+    assert grown["large"] < 1.25 * size["large"], (grown, size)
