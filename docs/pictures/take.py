@@ -15,9 +15,9 @@ def main(url: str) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1500, "height": 900})
-        page.goto(f"{url}/locations/dtrain/jobs/retraining")
-        page.get_by_text("trained_checkpoint").first.wait_for()
-        page.wait_for_timeout(5000)
+        page.goto(f"{url}/assets/trained_checkpoint?view=lineage&lineageScope=neighbors&lineageDepth=5")
+        page.get_by_text("registered_model").first.wait_for()
+        page.wait_for_timeout(4000)
         page.screenshot(path=HERE / "lineage.png")
         dialog(page, url, "trained_checkpoint", "skill", "checkpoint.png")
         dialog(page, url, "performance_report", "pictures", "report.png")
