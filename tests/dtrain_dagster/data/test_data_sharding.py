@@ -1,4 +1,4 @@
-"""Datasets: what is stored, which windows belong to which split, what they are called, and what is refused."""
+"""Datasets: what a person would count by hand, what lies between splits, and that nothing damaged is taken for good."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.features import AUXILIARY, FEATURES, TARGET, WARM_UP
 from dtrain_dagster.data.prices import iter_tickers
 from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset, verify_dataset
-from dtrain_dagster.data.validation import Mask, Validation, validate_prices
+from dtrain_dagster.data.validation import Validation, validate_prices
 
 SMALL = DatasetParams(window=20, horizon=5, shards=2)
 
 
-def build(frame: pd.DataFrame, folder: Path, params: DatasetParams = SMALL, masks: tuple[Mask, ...] = ()) -> Any:
+def build(frame: pd.DataFrame, folder: Path, params: DatasetParams = SMALL) -> BuiltDataset:
     ref = write(frame, folder)
-    validation = validate_prices(ref)
-    validation = Validation(checks=validation.checks, masks=validation.masks + masks)
-    return build_dataset(ref, validation, str(folder / "storage"), params)
+    return build_dataset(ref, validate_prices(ref), str(folder / "storage"), params)
 
 
 def stored(dataset: BuiltDataset) -> list[tuple[dict[str, Any], pd.DataFrame]]:
