@@ -300,7 +300,7 @@ def _write_sorted(database: duckdb.DuckDBPyConnection, extra: list[str], target:
     import pyarrow.parquet as pq
 
     names = ", ".join(["ticker", "date", "adj_close", *extra])
-    reader = database.execute(f"SELECT {names} FROM clean ORDER BY ticker, date").fetch_record_batch(65536)
+    reader = database.execute(f"SELECT {names} FROM clean ORDER BY ticker, date").to_arrow_reader(65536)
     with pq.ParquetWriter(target, reader.schema, compression="zstd", use_dictionary=["ticker"]) as writer:
         held: list[pa.Table] = []
 
