@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 PIPE_BYTES = 1 << 20
@@ -18,7 +18,8 @@ PATIENCE_SECONDS = 0.5
 @dataclass(slots=True)
 class _Source:
     waiting: bytes = b""
-    since: float = field(default_factory=time.monotonic)
+    since: float = 0.0
+    """When ``waiting`` began; of no meaning while it is empty."""
 
 
 class LineLog:
@@ -48,11 +49,13 @@ class LineLog:
         """Write what has come in since, up to the last whole line of each process; at the ``last`` time everything."""
         now = time.monotonic()
         for descriptor, source in list(self._sources.items()):
-            data, ended = _read_all(descriptor)
+            data, ended = _read(descriptor)
             text = source.waiting + data
-            if data:
+            end = text.rfind(b"\n") + 1
+            if end or not source.waiting:
                 source.since = now
-            end = len(text) if ended or last or now - source.since > PATIENCE_SECONDS else text.rfind(b"\n") + 1
+            if ended or last or now - source.since > PATIENCE_SECONDS:
+                end = len(text)
             source.waiting = text[end:]
             if end:
                 with contextlib.suppress(OSError):
@@ -66,11 +69,14 @@ class LineLog:
         self._file.close()
 
 
-def _read_all(descriptor: int) -> tuple[bytes, bool]:
-    """(what is there now, whether every writer has gone)."""
-    parts = []
+def _read(descriptor: int) -> tuple[bytes, bool]:
+    """(what is there now, whether every writer has gone). No more than a pipe holds is taken at a time: who prints
+    without end waits for the log, instead of keeping its reader here."""
+    data = b""
     with contextlib.suppress(BlockingIOError):
-        while part := os.read(descriptor, PIPE_BYTES):
-            parts.append(part)
-        return b"".join(parts), True
-    return b"".join(parts), False
+        while len(data) < PIPE_BYTES:
+            part = os.read(descriptor, PIPE_BYTES)
+            if not part:
+                return data, True
+            data += part
+    return data, False

@@ -31,11 +31,15 @@ class Reaper:
 
     def watch(self, group: int) -> None:
         """Kill this process group if the supervisor dies."""
-        os.write(self._write, b"+%d\n" % group)
+        self._tell(b"+%d\n" % group)
 
     def forget(self, group: int) -> None:
         """The group is gone; its number may soon be someone else's."""
-        os.write(self._write, b"-%d\n" % group)
+        self._tell(b"-%d\n" % group)
+
+    def _tell(self, line: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):  # somebody killed the reaper; the job can do without
+            os.write(self._write, line)
 
 
 def _wait_and_kill(read: int) -> None:

@@ -81,11 +81,13 @@ class Supervisor:
         self.cancelled = False
         signal.signal(signal.SIGTERM, self._on_cancel)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # one that is ignored is inherited, and loses all exit codes
         self.rundir = RunDir(run_dir)
         self.launch: dict[str, Any] = self.rundir.read_json(LAUNCH) or {}
         self.generation = int(self.launch["generation"])
         self.started_at = time.time()
         self.stop_grace = STOP_GRACE[1]
+        self.beat = 0.0
         self.nodes: list[Node] = []
         self.reaper = Reaper()
 
@@ -103,6 +105,7 @@ class Supervisor:
         failure = self._watch(peer_grace)
         # A cancellation that comes when all is done already is one that came too late.
         cancelled = self.cancelled and any(node.alive for node in self.nodes)
+        failure = failure or self._first_failure()  # of processes that ended since the last look
         self._end_nodes(self.stop_grace)
         if cancelled:
             return self._finish(JobState.CANCELLED, "cancelled", EXIT_STOPPED)
@@ -165,26 +168,32 @@ class Supervisor:
     def _watch(self, peer_grace: float) -> Failure | None:
         """Until all processes have ended, or one failed and its peers have had their grace, or the job is cancelled."""
         failure: Failure | None = None
-        deadline = beat = 0.0
+        deadline = 0.0
         while True:
-            failed = [failure for node in self.nodes for failure in self._note_ends(node)]
-            if failed and failure is None:
-                failure, deadline = min(failed, key=blame), time.monotonic() + peer_grace
+            found = self._first_failure()
+            if found and failure is None:
+                failure, deadline = found, time.monotonic() + peer_grace
             if self.cancelled or not any(node.alive for node in self.nodes):
                 return failure
             if failure and time.monotonic() > deadline:
                 return failure
-            if time.monotonic() - beat > HEARTBEAT_SECONDS:
-                beat = time.monotonic()
-                for node in self.nodes:
-                    if node.alive:
-                        self._write_presence(node, last_seen_at=time.time())
             self._pause()
 
+    def _first_failure(self) -> Failure | None:
+        """Of the processes that failed since the last look, the one to blame."""
+        failed = [failure for node in self.nodes for failure in self._note_ends(node)]
+        return min(failed, key=blame, default=None)
+
     def _pause(self) -> None:
-        """Pass on what the processes have printed, and wait a moment."""
+        """Pass on what the processes have printed, say now and then that they are there, and wait a moment."""
+        beat = time.monotonic() - self.beat > HEARTBEAT_SECONDS
+        if beat:
+            self.beat = time.monotonic()
+            self._all_gone()  # forgets groups that have gone: their numbers are free for others now
         for node in self.nodes:
             node.log.pump()
+            if beat and node.alive:
+                self._write_presence(node, last_seen_at=time.time())
         time.sleep(POLL_SECONDS)
 
     def _note_ends(self, node: Node) -> list[Failure]:
