@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from trainer.config import ConfigError, parse_job
+from trainer.rundir import RunDir
 from trainer.storage import Storage
 
 _EPILOG = """
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         text = Storage(folder or slash or ".").read(name).decode()
         job = parse_job(text, options.overrides, source=options.config)
+        if not options.dry_run:
+            RunDir(job.run_dir).make()
     except FileNotFoundError:
         return _refuse(f"--config {options.config}: there is no such file")
     except ConfigError as error:

@@ -95,6 +95,9 @@ class DistributedTrainingConfig:
     """Intra-op threads of torch; None: OMP_NUM_THREADS, else the machine's cores divided by the ranks on it."""
     collective_timeout_seconds: float = Field(default=60.0, gt=0)
     """How long a collective may wait for a peer (D3)."""
+    solo_timeout_seconds: float = Field(default=1800.0, gt=0)
+    """How long ranks wait while one works alone: unpacks the dataset, builds the model, saves a checkpoint, judges the
+    baselines."""
     monitor_interval_seconds: float = Field(default=2.0, gt=0)
     """Between two samples of a node's utilisation."""
     profile_steps: int | None = Field(default=None, ge=1)

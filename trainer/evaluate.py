@@ -179,6 +179,7 @@ def final_report(
         codes = shards.tickers(predictions.row)
         _write_predictions(run_dir, predictions, days, codes, np.array(shards.tickers_by_code))
         run_dir.write_json(EVALUATION, report)
+    world.meet()  # the baselines take rank 0 longer, the more data there is
     if world.world_size > 1:
         box = [report]
         dist.broadcast_object_list(box, src=0, device=_collective_device(device))

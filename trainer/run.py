@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from trainer.sampler import Sampler
 from trainer.schedule import learning_rate
 from trainer.shards import DatasetError, DataShardManager
 from trainer.step import Batch, BatchLoader, Step, digest
-from trainer.world import World, join, leave, rank_facts
+from trainer.world import join, leave, rank_facts
 
 EVAL_BATCH = 1024
 WEIGHTS, MODEL = "model/weights.pt", "model/model.json"
@@ -90,7 +90,7 @@ class DistributedTrainer:
         generation = 0
         if world.rank == 0:
             generation = int(os.environ.get("DTRAIN_GENERATION") or self.rundir.last_generation() + 1)
-        self.world = World(world.facts, world.device, world.backend, world.from_rank_0(generation))
+        self.world = replace(world, generation=world.from_rank_0(generation))
         sinks = sinks_of(self.job, self.rundir, world.rank)
         self.reporter = Reporter(self.rundir, world.rank, self.world.generation, sinks)
         ranks = world.gather((world.node_rank, os.getpid()))
@@ -106,7 +106,9 @@ class DistributedTrainer:
         if self.world.world_size == 1:
             return model
         ids = [self.world.device.index] if self.world.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        # Looking for unused parameters lets a user's model have some, and keeps the first buckets. Rebuilt ones sum in
+        # another order, and then the steps after a resume are not those of a run without one, bit for bit.
+        return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, find_unused_parameters=True)
 
     def setup(self) -> None:
         """Data, model, optimizer, and the checkpoint to go on from, if there is one."""
@@ -131,6 +133,7 @@ class DistributedTrainer:
         torch.manual_seed(self.config.seed)
         self.criterion = build_loss(job.loss, self.shards.spec).to(world.device)
         bare = build_model(job.model, self.shards.spec, int(self.criterion.outputs))  # type: ignore[arg-type]
+        self.world.meet()  # one may have unpacked the data or made its model for minutes
         self.model = self.setup_data_parallel(bare)
         self.step = Step(self.model, self.criterion, self.config, world)
         self.checkpoints = CheckpointManager(self.rundir, self.config.keep_checkpoints, self._fingerprint())
@@ -285,7 +288,7 @@ class DistributedTrainer:
             progress.early_stopped = patience is not None and progress.evaluations_without_improvement >= patience
 
     def _save(self, is_best: bool = False) -> None:
-        """A checkpoint by rank 0; the others go on."""
+        """A checkpoint by rank 0, on disk for all ranks when this returns."""
         self._phase("training")
         if self.world.rank == 0:
             began = time.monotonic()
@@ -299,11 +302,11 @@ class DistributedTrainer:
             self.reporter.emit(
                 "checkpoint", step=self.progress.step, path=folder, seconds=time.monotonic() - began, is_best=is_best
             )
+        self.world.meet()
         self._phase("checkpoint")
 
     def _finish(self) -> dict[str, Any]:
         """The best model, proven equal on all ranks, judged and written."""
-        self.world.barrier()  # rank 0 may still be saving
         best = None
         if self.progress.best_step:  # else no validation loss was ever finite
             best, state = self.checkpoints.load_best()

@@ -19,13 +19,14 @@ A *generation* counts the worlds that worked in this run directory: 1 for the fi
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trainer.config import JobConfig, parse_job
+from trainer.config import ConfigError, JobConfig, parse_job
 from trainer.storage import Storage
 
 JOB = "job.json"
@@ -64,6 +65,18 @@ class RunDir:
     def __init__(self, uri: str) -> None:
         self.storage = Storage(uri)
         self.uri = self.storage.uri
+
+    def make(self) -> None:
+        """Make the folder where it is missing. `ConfigError` where it cannot be written (on this machine; a remote
+        folder shows it at the first write)."""
+        if not self.storage.is_local:
+            return
+        try:
+            os.makedirs(self.storage.path(), exist_ok=True)
+            if not os.access(self.storage.path(), os.W_OK | os.X_OK):
+                raise PermissionError("no permission to write")
+        except OSError as error:
+            raise ConfigError(f"run_dir = {self.uri!r} cannot be written: {error}; choose another folder") from error
 
     def write_job(self, job: JobConfig) -> None:
         self.storage.write(JOB, job.to_json().encode())

@@ -110,7 +110,9 @@ class Step:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        self.optimizer.zero_grad(set_to_none=False)
+        # Not to zero: DDP scales a gradient that is new by 1/n and one that it knows by division, which is not the same
+        # to the last bit, and a resumed process would differ from one that went on.
+        self.optimizer.zero_grad(set_to_none=True)
         loss_sum = self._forward_backward(batch, step)
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)

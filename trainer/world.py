@@ -104,6 +104,8 @@ class World:
     device: torch.device
     backend: str
     generation: int = 1
+    patient: dist.ProcessGroup | None = None
+    """The same ranks with the longer timeout, for `meet`."""
 
     @property
     def rank(self) -> int:
@@ -117,9 +119,11 @@ class World:
     def node_rank(self) -> int:
         return self.facts.node_rank
 
-    def barrier(self) -> None:
+    def meet(self) -> None:
+        """Wait for all ranks after work that some do alone: as long as ``training.solo_timeout_seconds``, where other
+        collectives give up after ``training.collective_timeout_seconds``. A peer that died is noticed at once."""
         if self.world_size > 1:
-            dist.barrier()
+            dist.barrier(group=self.patient)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place."""
@@ -180,6 +184,7 @@ def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | Non
     environment = os.environ if environment is None else environment
     facts = rank_facts(environment, config)
     device, backend = choose_device(facts, config.backend)
+    patient = None
     if facts.world_size > 1:
         timeout = timedelta(seconds=config.collective_timeout_seconds)
         if _is_loopback(facts.master_addr):
@@ -200,7 +205,9 @@ def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | Non
                 "their logs, start all ranks with the same address and port, or raise "
                 f"training.collective_timeout_seconds ({error})"
             ) from error
-    return World(facts, device, backend)
+        # gloo beside nccl too: it sees a lost peer by its connection, however long the timeout.
+        patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.solo_timeout_seconds))
+    return World(facts, device, backend, patient=patient)
 
 
 def leave(world: World) -> None:

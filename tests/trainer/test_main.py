@@ -93,6 +93,16 @@ def test_torchrun_trains_with_overrides(new_job: NewJob) -> None:
     assert {item["node_id"] for item in job.events("node")} == {0}, "both ranks are on one node"
 
 
+@pytest.mark.parametrize("address", ["nosuchprotocol://x/y", "/proc/nothing", "/dev/null/run"])
+def test_a_run_directory_that_cannot_be_written_is_refused(
+    new_job: NewJob, capsys: pytest.CaptureFixture[str], address: str
+) -> None:
+    arguments = ["--config", str(new_job().write()), "--set", f"run_dir={address}"]
+    assert main(arguments) == 2
+    assert address in capsys.readouterr().err
+    assert main([*arguments, "--dry-run"]) == 0, "nothing is opened to check a configuration"
+
+
 @pytest.mark.slow
 def test_a_wrong_dataset_and_a_port_in_use_exit_with_2(new_job: NewJob) -> None:
     wrong, crowded = new_job("wrong"), new_job("crowded")

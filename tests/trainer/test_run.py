@@ -20,6 +20,27 @@ pytestmark = pytest.mark.slow
 NewJob = Callable[..., Job]
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 
+# Runs the trainer with one rank that works alone for longer than a collective may wait: one unpacks the data, the other
+# saves a checkpoint and judges the baselines.
+SOLO = """
+import os, runpy, sys, time
+import trainer.checkpoint, trainer.evaluate, trainer.shards
+def slow(place, name):
+    real, done = getattr(place, name), []
+    def wrapped(*args, **more):
+        time.sleep(6.5 if not done else 0)
+        done.append(True)
+        return real(*args, **more)
+    setattr(place, name, wrapped)
+if os.environ["RANK"] == "1":
+    slow(trainer.shards.DataShardManager, "_cached")
+else:
+    slow(trainer.checkpoint.CheckpointManager, "save")
+    slow(trainer.evaluate, "baseline_forecasts")
+sys.argv[0] = "trainer"
+runpy.run_module("trainer", run_name="__main__", alter_sys=True)
+"""
+
 # Runs the trainer on a disk that fills up: no file may grow beyond this many bytes from the second checkpoint on.
 FULL_DISK = """
 import resource, runpy, sys
@@ -98,7 +119,7 @@ def test_the_world_size_does_not_change_the_losses(
     whole: Job, new_job: NewJob, world: int, record_property: Callable[[str, Any], None]
 ) -> None:
     """F2: a constant global batch, with dropout, accumulation and clipping; the final weights equal on all ranks."""
-    job = new_job(log_frequency=4 if world == 2 else 1, profile_steps=2 if world == 2 else None)
+    job = new_job(log_frequency=4 if world == 2 else 1, profile_steps=2 if world == 2 else None, keep_checkpoints=50)
     assert job.run(world) == [0] * world, job.log()
     result = job.result()
     assert (result["world_size"], result["weights_equal_on_ranks"]) == (world, True)
@@ -107,6 +128,11 @@ def test_the_world_size_does_not_change_the_losses(
         record_property("largest relative difference of the losses", difference)
         print(f"world {world}: largest relative difference of the losses {difference:.1e}")
         assert difference <= 1e-5
+        # Exact in the same world. In one of three, dividing by it and the order of a sum would show in the last bit.
+        resumed = at(job, new_job("resumed"), 15)
+        assert resumed.run(3) == [0] * 3, resumed.log()
+        after = {item["step"]: item["loss"] for item in resumed.events("step") if item["generation"] == 2}
+        assert after == {step: loss for step, loss in job.losses().items() if step > 15}
     else:
         per_sample = whole.losses()
         sizes = {step: 192 if step % 10 else 1776 - 9 * 192 for step in per_sample}
@@ -142,6 +168,14 @@ def test_a_resumed_training_has_the_losses_of_one_that_was_not(whole: Job, new_j
     resumed = {item["step"]: item["loss"] for item in other.events("step") if item["generation"] == 2}
     assert sorted(resumed) == list(range(16, 31))
     assert largest_difference({step: loss for step, loss in whole.losses().items() if step > 15}, resumed) <= 1e-5
+
+
+def test_a_rank_that_works_alone_for_long_is_waited_for(new_job: NewJob) -> None:
+    """Longer than a collective may wait; and a model with a parameter that it does not use trains in any world."""
+    job = new_job(environment=HERE, max_steps=2, collective_timeout_seconds=5, checkpoint_frequency=1000)
+    job.sections["model"] = {"factory": "user_parts:PartlyUsed"}
+    assert job.run(2, program=("-c", SOLO)) == [0, 0], job.log()
+    assert job.result()["steps"] == 2
 
 
 def test_sigterm_to_one_rank_ends_all_in_order_and_the_job_goes_on_from_there(new_job: NewJob) -> None:

@@ -35,7 +35,7 @@ assert world.sum(torch.tensor([1.0, rank])).tolist() == [2.0, 1.0]
 assert world.any(rank == 1, False) == (True, False)
 assert world.gather(("rank", rank)) == [("rank", 0), ("rank", 1)]
 assert world.from_rank_0(f"from {rank}") == "from 0"
-world.barrier()
+world.meet()
 print(world.backend, world.device.type, os.environ["GLOO_SOCKET_IFNAME"], flush=True)
 sys.stdin.readline()
 leave(world)
@@ -46,7 +46,7 @@ def test_without_a_launcher_this_is_a_world_of_one() -> None:
     assert rank_facts({}, CONFIG) == RankFacts()
     world = join(CONFIG, {})
     assert (world.rank, world.world_size, world.any(True, False), world.gather(1)) == (0, 1, (True, False), [1])
-    world.barrier()
+    world.meet()
     assert world.from_rank_0("x") == "x"
 
 

@@ -43,6 +43,17 @@ class Slow(nn.Module):
         return self.inner(windows)
 
 
+class PartlyUsed(nn.Module):
+    """Has a layer that no output depends on."""
+
+    def __init__(self, spec: DataSpec, outputs: int) -> None:
+        super().__init__()
+        self.inner, self.unused = linear(spec, outputs), nn.Linear(3, 3)
+
+    def forward(self, windows: Tensor) -> Tensor:
+        return self.inner(windows)
+
+
 class NanAfterAWhile(nn.Module):
     outputs = 1
 
