@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
+
+# A shell that starts pytest in the background has it ignore Ctrl-C, and so would every process that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("dtrain", deadline=None)
 settings.load_profile("dtrain")
