@@ -130,7 +130,7 @@ def launch(
 
 @main.command()
 @click.option("--config", metavar="JOB.JSON", help="A job.json, see trainer.config.")
-@click.option("--dataset", metavar="FOLDER|ID", help="A dataset's folder or id, instead of --config.")
+@click.option("--dataset", metavar="FOLDER|ID|latest", help="A dataset, instead of --config.")
 @click.option("--model", help="tcn, lstm, transformer, or your own as package.module:factory.")
 @click.option("--loss", help="student_t, gaussian, mse, or your own as package.module:factory.")
 @click.option("--epochs", type=click.IntRange(min=1))
@@ -158,7 +158,7 @@ def train(
 
     \b
     Examples:
-      dtrain train --dataset .dtrain/storage/datasets/<id> --nodes 3
+      dtrain train --dataset latest --nodes 3
       dtrain train --dataset <id> --model my_models:make_model --epochs 2 --set training.learning_rate=1e-3
       dtrain train --config job.json --nodes 2 --procs-per-node 2
     """
@@ -385,10 +385,11 @@ def _end(manager: LocalClusterManager, status: JobStatus) -> None:
     """Say how the job ended, and exit as it did."""
     from trainer.rundir import STATUS, RunDir
 
+    if status.state == "succeeded":
+        return
+    click.echo(f"job {status.job_id} {status.state}: {status.message}", err=True)
     final = RunDir(str(manager.jobs_dir / status.job_id)).read_json(STATUS) or {}
-    if status.state != "succeeded":
-        click.echo(f"job {status.job_id} {status.state}: {status.message}", err=True)
-    sys.exit(final.get("exit_code", 1))
+    sys.exit(final.get("exit_code") or 1)  # none was written where the disk is full
 
 
 def _print_summary(rundir: RunDir) -> None:

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from dtrain_dagster.settings import Settings
@@ -26,8 +27,10 @@ def read_config(path: str) -> str:
 
 
 def dataset_config(settings: Settings, dataset: str) -> str:
-    """A job.json that trains on a dataset, given by its folder or its id."""
+    """A job.json that trains on a dataset, given by its folder, its id, or as ``latest``: the one built last."""
     datasets = f"{settings.storage_uri}/datasets"
+    if dataset == "latest":
+        dataset = _latest_dataset(datasets)
     for uri in (os.path.abspath(dataset) if "://" not in dataset else dataset, f"{datasets}/{dataset}"):
         if Storage(uri).exists("manifest.json"):
             return json.dumps({"dataset": {"uri": uri}})
@@ -35,6 +38,18 @@ def dataset_config(settings: Settings, dataset: str) -> str:
     raise ConfigError(
         f"--dataset {dataset}: no folder with a manifest.json, and no id of a dataset in {datasets} ({known})"
     )
+
+
+def _latest_dataset(datasets: str) -> str:
+    storage = Storage(datasets)
+    built = [
+        (datetime.fromisoformat(json.loads(storage.read(f"{name}/manifest.json"))["created_at"]), name)
+        for name in storage.list()
+        if storage.exists(f"{name}/manifest.json")
+    ]
+    if not built:
+        raise ConfigError(f"--dataset latest: there is no dataset in {datasets} yet; `make run` builds one")
+    return f"{datasets}/{max(built)[1]}"
 
 
 def plan_job(

@@ -136,8 +136,8 @@ def progress_line(progress: Progress, total_steps: int | None) -> str:
     return " · ".join([*parts, nodes])
 
 
-def jobs_table(jobs: Iterable[tuple[JobStatus, int, int | None]], now: float) -> Table:
-    """A row for each (status, nodes, last step)."""
+def jobs_table(jobs: Iterable[tuple[JobStatus, int, tuple[int, float] | None]], now: float) -> Table:
+    """A row for each (status, nodes, last step and its loss)."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title, options in (
         ("JOB", {"no_wrap": True}),
@@ -146,6 +146,7 @@ def jobs_table(jobs: Iterable[tuple[JobStatus, int, int | None]], now: float) ->
         ("STARTED", {}),
         ("DURATION", {"justify": "right"}),
         ("STEP", {"justify": "right"}),
+        ("LOSS", {"justify": "right"}),
     ):
         table.add_column(title, **options)
     for status, nodes, step in jobs:
@@ -155,7 +156,7 @@ def jobs_table(jobs: Iterable[tuple[JobStatus, int, int | None]], now: float) ->
             str(nodes),
             time_of(status.started_at),
             age(status, now),
-            "" if step is None else str(step),
+            *(("", "") if step is None else (str(step[0]), f"{step[1]:.4f}")),
         )
     return table
 
@@ -192,15 +193,15 @@ def pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def last_step(rundir: RunDir) -> int | None:
-    """The last step that a training reported; its newest events are looked at first."""
+def last_step(rundir: RunDir) -> tuple[int, float] | None:
+    """The last step that a training reported, and its loss; the newest events are looked at first."""
     for file in reversed(rundir.storage.list(EVENTS)):
         if "-r00000-" not in file:
             continue
         for line in reversed(rundir.storage.read(f"{EVENTS}/{file}").splitlines()):
             event = json.loads(line)
             if event["kind"] == "step":
-                return event["step"]
+                return event["step"], event["loss"]
     return None
 
 

@@ -369,11 +369,13 @@ def _settle(rundir: RunDir) -> dict[str, Any] | None:
     said = last_lines(rundir.storage.local_path(f"{LOGS}/{SUPERVISOR_LOG}"), 12)
     message = "the supervisor died, and its processes were ended with it" + (f"; it said:\n{said}" if said else "")
     status |= {"state": JobState.FAILED, "message": message, "ended_at": ended_at, "exit_code": 1}
-    with contextlib.suppress(OSError):  # on a disk that is full it stays so in words only
+    try:
         for node in left:
             if node.ended_at is None:
                 rundir.write_node(replace(node, ended_at=_end(node)))
         rundir.write_json(STATUS, status)
+    except OSError as error:  # likely what the supervisor died of
+        status["message"] += f"\n{rundir.uri} cannot be written ({error.strerror or error}): make room there"
     return status
 
 

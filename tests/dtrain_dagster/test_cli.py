@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from pathlib import Path
 import click
 import psutil
 import pytest
+from click.testing import CliRunner
 from small_job import write_dataset
 
 from dtrain_dagster.cli import main
@@ -45,7 +48,9 @@ class Shell:
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         command = [DTRAIN, *arguments]
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, cwd=self.folder, env=self.env, stdout=pipe, stderr=pipe, text=True)
+        return subprocess.Popen(
+            command, cwd=self.folder, env=self.env, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
 
     def __call__(self, *arguments: str, code: int = 0) -> str:
         """Standard output and error of a command that must end with this exit code."""
@@ -53,6 +58,14 @@ class Shell:
         out, err = process.communicate(timeout=120)
         assert process.returncode == code, out + err
         return out + err
+
+    def refused(self, *arguments: str, **env: str) -> str:
+        """What a command says that must refuse, with exit code 2; without a process of its own, for speed."""
+        with contextlib.chdir(self.folder):
+            done = CliRunner().invoke(main, arguments, env=self.env | env)
+        assert done.exit_code == 2, done.output
+        assert isinstance(done.exception, SystemExit)
+        return done.output
 
     def processes(self) -> list[psutil.Process]:
         home = self.env["DTRAIN_HOME"]
@@ -110,9 +123,41 @@ def test_launch_runs_a_script_on_nodes_and_passes_its_words_and_exit_code_on(she
     said = shell("launch", "--name", "bad", "s.py", "fail", code=7)
     assert "job bad failed: rank 1 on node 1 failed first (exit code 7)" in said
     assert "bad" in shell("jobs")
-    assert "no program 'nothing'" in shell("launch", "nothing", code=2)
-    assert "no script 'nothing.py'" in shell("launch", "nothing.py", code=2)
-    assert "DTRAIN_NODES=999" in shell("launch", "--nodes", "999", "s.py", code=2)
+
+
+def test_launch_refuses_what_cannot_be_run(shell: Shell):
+    assert "no program 'nothing'" in shell.refused("launch", "nothing")
+    assert "no script 'nothing.py'" in shell.refused("launch", "nothing.py")
+    assert "DTRAIN_NODES=999" in shell.refused("launch", "--nodes", "999", "s.py")
+    assert "--name '../x'" in shell.refused("launch", "--name", "../x", "s.py")
+    assert not (shell.folder / "home" / "storage").exists()
+
+
+@pytest.mark.parametrize("command", [["jobs"], ["summary"], ["launch", "s.py"], ["train", "--dataset", "x"]])
+def test_a_setting_that_cannot_be_used_is_named_by_every_command(shell: Shell, command: list[str]):
+    assert "DTRAIN_NODES='many'" in shell.refused(*command, DTRAIN_NODES="many")
+
+
+def test_an_unknown_job_is_named(shell: Shell):
+    for command in ("status", "logs", "cancel"):
+        assert "no job 'nobody' on cluster 'local'; `dtrain jobs` lists them" in shell.refused(command, "nobody")
+    assert "holds no training that succeeded" in shell.refused("summary", "nobody")
+    assert "nothing was materialized yet" in shell.refused("summary")
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_is_named_and_ends_in_an_error(shell: Shell):
+    (shell.folder / "fill.py").write_text(
+        "import os, psutil, resource\n"
+        "if os.environ['RANK'] == '0':\n"  # from now on no file of these may grow, as on a full disk
+        "    supervisor = psutil.Process(os.getppid())\n"
+        "    for pid in (supervisor.pid, supervisor.ppid()):\n"
+        "        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))\n"
+    )
+    said = shell("launch", "--name", "full", "fill.py", code=1)
+    assert "job full failed: the supervisor died" in said
+    assert f"{shell.env['DTRAIN_HOME']}/storage/jobs/full cannot be written" in said
+    assert "make room there" in said
 
 
 @pytest.mark.slow
@@ -130,7 +175,7 @@ def test_ctrl_c_cancels_the_job(shell: Shell, number: signal.Signals, code: int)
     assert process.stdout
     while "rank" not in process.stdout.readline():
         assert process.poll() is None
-    process.send_signal(number)
+    os.killpg(process.pid, number)  # a terminal's Ctrl-C goes to the whole group
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, out + err
     assert "cancelling job long" in err
@@ -156,7 +201,6 @@ def test_a_detached_job_is_listed_followed_and_cancelled(shell: Shell):
     assert shell("cancel", "bg") == "job bg: cancelled already\n"
     assert shell("logs", "bg", "--tail", "1").splitlines()[1] == "rank 0 of 2 wait"
     assert shell("logs", "bg", "--follow", "--tail", "1") == "[node 0] rank 0 of 2 wait\n[node 1] rank 1 of 2 wait\n"
-    assert "no job 'nobody'" in shell("status", "nobody", code=2)
 
 
 @pytest.mark.slow
@@ -176,19 +220,53 @@ def test_train_from_a_dataset_with_a_model_of_ones_own(shell: Shell):
     assert job.read_job().training.threads_per_rank is not None
     assert job.read_json("result.json")["world_size"] == 2
     [row] = [line.split() for line in shell("jobs").splitlines() if line.startswith("mine")]
-    assert row[-1] == "6"
+    losses = [event["loss"] for event in job.events("step")]
+    assert row[-2:] == ["6", f"{losses[-1]:.4f}"]
     assert "6 steps on 2 ranks" in shell("summary", "mine")
     assert "has succeeded already" in shell("train", "--dataset", str(dataset), "--name", "mine", code=2)
 
 
 @pytest.mark.slow
+def test_ctrl_c_cancels_a_training_that_then_goes_on_where_it_was(shell: Shell):
+    write_dataset(shell.folder / "walks")
+    (shell.folder / "slow_model.py").write_text(
+        "import os, time\n"
+        "from torch import nn\n"
+        "class Slow(nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        time.sleep(0.0 if os.environ['DTRAIN_GENERATION'] == '2' else 0.2)\n"
+        "        return super().forward(x.flatten(1))\n"
+        "def make(spec, outputs):\n"
+        "    return Slow(spec.window * len(spec.features), outputs)\n"
+    )
+    options = ("--model", "slow_model:make", "--nodes", "1", "--set", "training.log_frequency=1", "--epochs", "20")
+    command = ("train", "--dataset", "walks", "--name", "halted", "--set", "training.max_steps=100", *options)
+    process = shell.start(*command)
+    job = RunDir(str(shell.folder / "home" / "storage" / "jobs" / "halted"))
+    while not list(job.events("step")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, out + err
+    assert "cancelling job halted" in err
+    assert shell.processes() == []
+    assert job.read_json("status.json")["state"] == "cancelled"
+    assert job.read_json("result.json")["status"] == "stopped"
+    assert "100 steps on 1 rank" in shell(*command)
+    assert job.read_json("status.json")["generation"] == 2
+    [resumed] = job.events("resume")
+    assert resumed["step"] > 0
+
+
+@pytest.mark.slow
 def test_train_refuses_what_cannot_be_trained(shell: Shell):
     write_dataset(shell.folder / "walks")
-    assert "training.epoch = 3" in shell("train", "--dataset", "walks", "--set", "training.epoch=3", code=2)
-    assert "no folder with a manifest.json" in shell("train", "--dataset", "nowhere", code=2)
-    assert "give either --config or --dataset" in shell("train", code=2)
-    assert "there is no such file" in shell("train", "--config", "nowhere.json", code=2)
-    said = shell("train", "--dataset", "walks", "--set", "training.gradient_accumulation_steps=9999", code=2)
+    assert "training.epoch = 3" in shell.refused("train", "--dataset", "walks", "--set", "training.epoch=3")
+    assert "no folder with a manifest.json" in shell.refused("train", "--dataset", "nowhere")
+    assert "give either --config or --dataset" in shell.refused("train")
+    assert "there is no such file" in shell.refused("train", "--config", "nowhere.json")
+    said = shell.refused("train", "--dataset", "walks", "--set", "training.gradient_accumulation_steps=9999")
     assert "use fewer ranks" in said
     assert not (shell.folder / "home" / "storage" / "jobs").exists()
     said = shell("train", "--dataset", "walks", "--nodes", "1", "--model", "no_such_module:make", code=2)
@@ -242,6 +320,18 @@ class TestPlanJob:
         assert total_steps(limited) == 1
         with pytest.raises(ConfigError, match=r"--dataset nope: .*abc"):
             dataset_config(settings, "nope")
+
+
+def test_the_latest_dataset_is_the_one_built_last(tmp_path: Path):
+    settings = Settings(home=tmp_path)
+    with pytest.raises(ConfigError, match="--dataset latest: there is no dataset"):
+        dataset_config(settings, "latest")
+    datasets = tmp_path / "storage" / "datasets"
+    for name, created in (("zzz", "2026-01-01T00:00:00+00:00"), ("aaa", "2026-03-01T00:00:00Z"), ("half", None)):
+        (datasets / name).mkdir(parents=True)
+        if created:
+            (datasets / name / "manifest.json").write_text(json.dumps({"created_at": created}))
+    assert json.loads(dataset_config(settings, "latest")) == {"dataset": {"uri": str(datasets / "aaa")}}
 
 
 def test_a_python_script_runs_with_the_python_of_dtrain(tmp_path: Path):
