@@ -65,6 +65,28 @@ def test_the_trainer_reads_every_window_bit_for_bit(small: Panel, tmp_path: Path
         np.testing.assert_array_equal(manager.dates(rows), np.array(dates, dtype="datetime64[D]"))
 
 
+def test_scaling_equals_numpy_s_over_the_rows_of_training_windows(tmp_path: Path) -> None:
+    """To six digits, with one ticker five times as volatile as the other and in another shard."""
+    frame = long_frame()
+    frame.loc[400:, "adj_close"] = (frame.loc[400:, "adj_close"] / 50) ** 5
+    dataset = prepare(save(frame, tmp_path / "prices.csv"), tmp_path, PARAMS).dataset
+    rows, targets = [], []
+    for shard, table in zip(dataset.manifest()["shards"], tables(dataset), strict=True):
+        ends = {end for segment in shard["segments"] for end in range(*segment["samples"]["train"])}
+        rows.append(table.iloc[sorted({row for end in ends for row in range(end - PARAMS.window + 1, end + 1)})])
+        targets.append(table[TARGET].iloc[sorted(ends)])
+    assert len(rows) == 2
+    norm = dataset.manifest()["normalisation"]
+    assert norm["fitted_on"] == "train"
+    for name in FEATURES:
+        values = pd.concat(rows)[name].to_numpy(np.float64)
+        assert norm["features"][name]["std"] == pytest.approx(values.std(), rel=1e-6)
+        assert norm["features"][name]["mean"] == pytest.approx(values.mean(), abs=1e-6 * values.std())
+    answers = pd.concat(targets).to_numpy(np.float64)
+    assert norm["target"]["std"] == pytest.approx(answers.std(), rel=1e-6)
+    assert norm["target"]["mean"] == pytest.approx(answers.mean(), abs=1e-6 * answers.std())
+
+
 def test_the_same_input_is_not_built_twice(small: Panel) -> None:
     storage = str(Path(small.dataset.uri).parent.parent)
     before = {path: path.stat().st_mtime_ns for path in Path(small.dataset.uri).rglob("*")}
@@ -109,6 +131,16 @@ def test_a_manifest_that_counts_other_rows_is_refused(small: Panel, tmp_path: Pa
         DataShardManager(str(copy), tmp_path / "cache")
 
 
+def test_a_short_ticker_is_left_out_and_named(tmp_path: Path) -> None:
+    frame = long_frame(days=300)
+    late = frame.iloc[-10:].assign(ticker="NEW")
+    panel = prepare(save(pd.concat([frame, late]), tmp_path / "prices.csv"), tmp_path, PARAMS)
+    assert list(panel.dataset.excluded) == ["NEW"]
+    assert "its 10 days give no window: 47 in a row are needed" in panel.dataset.excluded["NEW"]
+    assert panel.dataset.manifest()["excluded"] == panel.dataset.excluded
+    assert {ticker for shard in panel.dataset.manifest()["shards"] for ticker in shard["tickers"]} == {"AAA", "BBB"}
+
+
 @pytest.mark.parametrize(("days", "kept"), [(46, False), (47, True)])
 def test_the_number_of_days_that_are_needed_is_told_rightly(days: int, kept: bool, tmp_path: Path) -> None:
     frame = pd.concat([long_frame(days=300), long_frame(days=days, tickers=["NEW"])])
@@ -118,6 +150,10 @@ def test_the_number_of_days_that_are_needed_is_told_rightly(days: int, kept: boo
 
 BAD_DATASETS: dict[str, tuple[dict[str, Any], str]] = {
     "window longer than a split": ({"window": 60}, "the train split .* has no window of 60 days"),
+    "window longer than the history": ({"window": 380}, r"window = 380: no ticker has .* longest history is 378 days"),
+    "no date": ({"train_last": "31.12.2015"}, "train_last = '31.12.2015' is no date: write it as 2009-12-31"),
+    "in the wrong order": ({"train_last": "2016-03-01", "valid_last": "2015-12-31"}, "must lie in this order"),
+    "after the history": ({"valid_last": "2030-12-31"}, "must lie in this order"),
     "no day": ({"valid_last": "2016-02-30"}, "valid_last = '2016-02-30' is no date"),
     "before the history": ({"train_last": "2009-12-31"}, "must lie in this order inside the history 2015-01-05 to"),
     "nothing between": ({"train_last": "2016-02-01", "valid_last": "2016-02-02"}, "the valid split .* has no window"),
@@ -149,6 +185,19 @@ def test_prices_that_do_not_vary_are_refused(growth: float, tmp_path: Path) -> N
     with pytest.raises(DataError, match=r"log_return.* does not vary over the training split"):
         build_dataset(prices, NOTHING, str(tmp_path), PARAMS)
     assert not list((tmp_path / "datasets").iterdir())
+
+
+@pytest.mark.parametrize("change", [{"window": 1}, {"horizon": 0}, {"shards": 0}, {"window": -60}])
+def test_impossible_parameters_are_refused_by_name(change: dict[str, int]) -> None:
+    [(name, value)] = change.items()
+    with pytest.raises(DataError, match=f"{name} = {value}: must be at least"):
+        DatasetParams(**change)
+
+
+def test_no_calendar_has_one_name(small: Panel, tmp_path: Path) -> None:
+    one, two = (build_dataset(small.prices, NOTHING, str(tmp_path), PARAMS, calendar) for calendar in (None, "none"))
+    assert (one.dataset_id, two.built) == (two.dataset_id, False)
+    assert one.manifest()["calendar"] is None
 
 
 def test_the_preview_shows_rows_and_the_picture_names_splits(small: Panel) -> None:
@@ -202,3 +251,31 @@ def test_two_processes_may_build_the_same_dataset_at_once(small: Panel, tmp_path
     assert [path.name for path in (tmp_path / "datasets").iterdir()] == [small.dataset.dataset_id]
     verify_dataset(str(tmp_path / "datasets" / small.dataset.dataset_id))
     assert_nothing_half_written(tmp_path)
+
+
+FILL_DISK = """
+import resource, sys
+from dtrain_dagster.data.prices import write_prices
+from dtrain_dagster.data.sharding import DatasetParams, build_dataset
+from dtrain_dagster.data.sources import price_source
+from dtrain_dagster.data.validation import Validation
+prices = write_prices(price_source(sys.argv[1]), sys.argv[2])
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
+try:
+    build_dataset(prices, Validation(checks=(), masks=()), sys.argv[2], DatasetParams(window=20, shards=3))
+except OSError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [2_000, 60_000])
+def test_a_full_disk_leaves_no_dataset(limit: int, tmp_path: Path) -> None:
+    """The limit on a file's size stands in for the disk: full at a shard's first or later rows."""
+    address = save(interrupted(), tmp_path / "prices.csv")
+    command = [sys.executable, "-c", FILL_DISK, address, str(tmp_path), str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert "File too large" in done.stdout
+    assert not list((tmp_path / "datasets").iterdir())
+    assert_nothing_half_written(tmp_path)
+    assert prepare(address, tmp_path, PARAMS).dataset.built
