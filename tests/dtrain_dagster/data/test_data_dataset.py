@@ -269,7 +269,7 @@ except OSError as error:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [2_000, 60_000])
+@pytest.mark.parametrize("limit", [2_000, 30_000])
 def test_a_full_disk_leaves_no_dataset(limit: int, tmp_path: Path) -> None:
     """The limit on a file's size stands in for the disk: full at a shard's first or later rows."""
     address = save(interrupted(), tmp_path / "prices.csv")
