@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -93,6 +94,31 @@ os.killpg = killpg"""
     said = signals.read_text().splitlines()
     assert f"{late} {int(signal.SIGTERM)}" in said
     assert [line for line in said if line.split()[0] == early] == [f"{early} 0"]
+
+
+def test_racing_processes_start_a_job_once(cluster):
+    script = "open(OUT / 'starts', 'a').write('x')\nwhile not (OUT / 'go').exists(): time.sleep(0.02)"
+    spec = cluster.spec("once", script, nodes=1)
+    code = f"""
+from pathlib import Path
+from dtrain_dagster.clusters.base import JobSpec
+from dtrain_dagster.clusters.local import LocalClusterManager
+print("ready", flush=True)
+input()
+LocalClusterManager(Path({str(cluster.manager.home)!r})).submit_job({spec!r})
+"""
+    pipe = subprocess.PIPE
+    racers = [subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True) for _ in range(3)]
+    assert [racer.stdout.readline() for racer in racers] == ["ready\n"] * 3
+    for racer in racers:
+        racer.stdin.write("\n")
+        racer.stdin.flush()
+    for racer in racers:
+        racer.communicate(timeout=60)
+    assert [racer.returncode for racer in racers] == [0, 0, 0]
+    (cluster.folder / "go").touch()
+    assert cluster.wait("once").state is JobState.SUCCEEDED
+    assert (cluster.folder / "starts").read_text() == "x"
 
 
 def test_a_flood_of_output_neither_stops_the_watching_nor_fills_the_memory(tmp_path: Path):

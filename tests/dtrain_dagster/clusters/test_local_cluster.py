@@ -223,7 +223,8 @@ def test_a_stuck_supervisor_is_ended_by_force(cluster, monkeypatch):
 
 def test_a_job_outlives_whoever_submitted_it(cluster):
     spec = cluster.spec("long", "(OUT / 'up').touch()\nwhile not (OUT / 'go').exists(): time.sleep(0.02)")
-    submitter = submit_in_another_process(cluster, spec, then="import os; os.kill(os.getpid(), 9)")
+    # Its whole group, as when a terminal is closed.
+    submitter = submit_in_another_process(cluster, spec, first="import os; os.setsid()", then="os.killpg(0, 9)")
     assert submitter.returncode == -9, submitter.stderr
     cluster.wait_for_file("up")
     manager = LocalClusterManager(cluster.manager.home)
