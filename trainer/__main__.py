@@ -17,7 +17,8 @@ examples:
   torchrun --nproc-per-node 2 -m trainer --config job.json             two processes on this machine
   torchrun --nnodes 3 --node-rank K --master-addr HOST --master-port 29500 -m trainer --config job.json
 
-exit codes: 0 done; 2 unusable configuration or data; 143 ended by SIGTERM after a checkpoint; 1 anything else
+exit codes: 0 done; 2 unusable configuration or data; 143 evicted: ended by SIGTERM after a checkpoint;
+75 lost its peers or its device: starting again helps; 1 anything else
 """
 
 
@@ -55,9 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.dry_run:
         print(job.to_json())  # noqa: T201 - what was asked for
         return 0
-    from trainer.run import run_job  # torch, only once the configuration is known to be good
+    from trainer.outcome import leave_process, run_job  # torch, only once the configuration is known to be good
 
-    return run_job(job)
+    return leave_process(run_job(job))
 
 
 def _refuse(message: str) -> int:

@@ -41,6 +41,16 @@ class FactoryConfig:
 
 
 @dataclass(kw_only=True, slots=True, config=_STRICT)
+class TLSConfig:
+    """Certificates (PEM files on every node) for traffic between nodes: each side shows its own, signed by ``ca``."""
+
+    certificate: str
+    key: str
+    ca: str
+    """The job's own authority: whoever holds a certificate of it is let in."""
+
+
+@dataclass(kw_only=True, slots=True, config=_STRICT)
 class DistributedTrainingConfig:
     """How to train. The global batch, ``batch_size_per_gpu * gradient_accumulation_steps * world_size`` samples, is
     constant: at another actual world size the same micro-batches are dealt anew, and the loss curve stays the same."""
@@ -95,6 +105,22 @@ class DistributedTrainingConfig:
     """Intra-op threads of torch; None: OMP_NUM_THREADS, else the machine's cores divided by the ranks on it."""
     collective_timeout_seconds: float = Field(default=60.0, gt=0)
     """How long a collective may wait for a peer (D3)."""
+    regroup: bool = True
+    """On a cluster: go on without nodes that are lost, and take in new ones. False: one lost node ends the training."""
+    health_check_seconds: float = Field(default=30.0, gt=0)
+    """Between two heartbeats (D2)."""
+    peer_timeout_seconds: float = Field(default=60.0, gt=0)
+    """Who has not been heard for so long is frozen or cut off, and counts as lost."""
+    communication_retries: int = Field(default=3, ge=0)
+    """How often a step is tried anew, with exponential backoff, when communication fails and nobody is lost; then
+    gradients go through one rank (parameter-server mode, D3)."""
+    allreduce_retry_seconds: float = Field(default=60.0, gt=0)
+    """In parameter-server mode: when to try all-reduce again; doubled each time that it fails."""
+    tls: TLSConfig | None = None
+    """Encrypt what goes between nodes; None does not."""
+    micro_batch_floor: int = Field(default=8, ge=1)
+    """When memory runs out, fewer samples of a micro-batch go through the model at once, down to this many; then
+    activations are computed twice instead of kept (D4)."""
     solo_timeout_seconds: float = Field(default=1800.0, gt=0)
     """How long ranks wait while one works alone: unpacks the dataset, builds the model, saves a checkpoint, judges the
     baselines."""
@@ -195,7 +221,7 @@ def _meant(item: ErrorDetails) -> str:
     """For an unknown field, the known one that looks like it."""
     if item["type"] != "unexpected_keyword_argument":
         return ""
-    sections = (JobConfig, DatasetRef, FactoryConfig, DistributedTrainingConfig, TrackingConfig)
+    sections = (JobConfig, DatasetRef, FactoryConfig, DistributedTrainingConfig, TLSConfig, TrackingConfig)
     known = [field.name for section in sections for field in fields(section)]
     close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
     return f" (there is no such field{f'; did you mean {close[0]}?' if close else ''})"

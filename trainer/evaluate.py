@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -74,7 +73,7 @@ def evaluate(
             windows, target = windows.to(device), target.to(device)
             table[start - first : stop - first] = _judge_batch(criterion, rows, inner(windows), target)
     inner.train(was_training)
-    sums = _reduce(torch.from_numpy(_sums(table)), world, device).numpy()
+    sums = world.sum(torch.from_numpy(_sums(table))).numpy()
     means = dict(zip(_SUMS, (sums / sums[0]).tolist(), strict=True))
     zero = means.pop("zero_squared_error")
     squared = means.pop("squared_error")
@@ -83,7 +82,7 @@ def evaluate(
     }
     if not math.isnan(squared) and zero > 0:
         metrics["mse_to_zero"] = squared / zero
-    predictions = _gather(table, count, world, device) if collect else None
+    predictions = _gather(table, first, count, world) if collect else None
     return Evaluation(samples=count, loss=means["loss"], metrics=metrics, predictions=predictions)
 
 
@@ -122,33 +121,12 @@ def _predictions(table: NDArray) -> Predictions:
     return Predictions(row.astype(np.int64), target, loss, mu, sigma, nu)
 
 
-def _reduce(values: Tensor, world: World, device: torch.device) -> Tensor:
-    if world.world_size == 1:
-        return values
-    values = values.to(_collective_device(device))
-    dist.all_reduce(values)
-    return values.cpu()
-
-
-def _gather(table: NDArray, count: int, world: World, device: torch.device) -> Predictions | None:
-    """All ranks' parts on rank 0. Parts differ by at most one row: one row of padding, cut off again."""
-    if world.world_size == 1:
-        return _predictions(table)
-    sizes = [
-        count * (rank + 1) // world.world_size - count * rank // world.world_size for rank in range(world.world_size)
-    ]
-    mine = torch.zeros(max(sizes), _FIELDS, dtype=torch.float64)
-    mine[: len(table)] = torch.from_numpy(table)
-    mine = mine.to(_collective_device(device))
-    parts = [torch.empty_like(mine) for _ in sizes] if world.rank == 0 else None
-    dist.gather(mine, parts, dst=0)
-    if parts is None:
-        return None
-    return _predictions(torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).cpu().numpy())
-
-
-def _collective_device(device: torch.device) -> torch.device:
-    return device if dist.get_backend() == "nccl" else torch.device("cpu")
+def _gather(table: NDArray, first: int, count: int, world: World) -> Predictions | None:
+    """All ranks' parts on rank 0, each in its place: a sum, in which the others' parts are nothing."""
+    whole = torch.zeros(count, _FIELDS, dtype=torch.float64)
+    whole[first : first + len(table)] = torch.from_numpy(table)
+    world.sum(whole)
+    return _predictions(whole.numpy()) if world.rank == 0 else None
 
 
 def final_report(
@@ -180,11 +158,7 @@ def final_report(
         _write_predictions(run_dir, predictions, days, codes, np.array(shards.tickers_by_code))
         run_dir.write_json(EVALUATION, report)
     world.meet()  # the baselines take rank 0 longer, the more data there is
-    if world.world_size > 1:
-        box = [report]
-        dist.broadcast_object_list(box, src=0, device=_collective_device(device))
-        report = box[0]
-    return report
+    return world.gather(report)[0]
 
 
 def _write_predictions(

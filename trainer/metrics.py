@@ -44,13 +44,21 @@ class Reporter:
     def __init__(self, rundir: RunDir, rank: int, generation: int, sinks: list[Callable[[], Sink]]) -> None:
         self.rundir, self.rank, self.generation = rundir, rank, generation
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._number = 0
+        self._numbers: dict[tuple[int, int], int] = {}
         self._tracking: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, name="reporter", daemon=True)]
-        if sinks:
+        self._threads[0].start()
+        self._open(sinks)
+
+    def move(self, rank: int, generation: int, sinks: list[Callable[[], Sink]]) -> None:
+        """Report as this rank of this generation from now on, to these sinks besides, unless it has some already."""
+        self.rank, self.generation = rank, generation
+        self._open(sinks)
+
+    def _open(self, sinks: list[Callable[[], Sink]]) -> None:
+        if sinks and len(self._threads) == 1:
             self._threads.append(threading.Thread(target=self._track, args=(sinks,), name="tracking", daemon=True))
-        for thread in self._threads:
-            thread.start()
+            self._threads[1].start()
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Report an event; returns at once. A number that is not finite is written as null."""
@@ -74,7 +82,8 @@ class Reporter:
             batch, closing = self._next_batch()
             if batch:
                 self._write(batch)
-                self._tracking.put(batch)
+                if len(self._threads) > 1:
+                    self._tracking.put(batch)
         self._tracking.put(None)
 
     def _next_batch(self) -> tuple[list[dict[str, Any]], bool]:
@@ -92,14 +101,19 @@ class Reporter:
         return batch, False
 
     def _write(self, batch: list[dict[str, Any]]) -> None:
+        places = dict.fromkeys((item["generation"], item["rank"]) for item in batch)
+        for place in places:
+            self._append(place, [item for item in batch if (item["generation"], item["rank"]) == place])
+
+    def _append(self, place: tuple[int, int], events: list[dict[str, Any]]) -> None:
         while True:
-            self._number += 1
+            number = self._numbers[place] = self._numbers.get(place, 0) + 1
             try:
-                return self.rundir.append_events(self.generation, self.rank, self._number, batch)
+                return self.rundir.append_events(*place, number, events)
             except FileExistsError:  # of an earlier start that was given the same generation
                 continue
             except (OSError, ValueError, TypeError) as error:
-                return _log.error("could not write %d events: %s", len(batch), error)
+                return _log.error("could not write %d events: %s", len(events), error)
 
     def _track(self, factories: list[Callable[[], Sink]]) -> None:
         sinks = [sink for factory in factories if (sink := self._try("open", factory))]

@@ -114,7 +114,8 @@ class Sampler:
         return count, mine
 
 
-def micro_batch_seed(seed: int, step: int, number: int) -> int:
-    """Seed of the random state (dropout) of one micro-batch, whichever rank computes it."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{number}".encode(), digest_size=7).digest()
+def micro_batch_seed(seed: int, step: int, number: int, part: int = 0) -> int:
+    """Seed of the random state (dropout) of one micro-batch, or of a part of one, whichever rank computes it."""
+    name = f"{seed}/{step}/{number}" + (f"/{part}" if part else "")
+    digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")

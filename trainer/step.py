@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.consumed import digest as digest_of
+from trainer.faults import Faults
+from trainer.memory import Fit, checkpoint_activations, chunks
 from trainer.sampler import MicroBatch, Sampler, micro_batch_seed
 from trainer.shards import DataShardManager
+from trainer.sync import GradientSynchronizer
 from trainer.world import World
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,10 +36,24 @@ class Batch:
     """In the global batch, over all ranks."""
     micro_batches: tuple[tuple[int, Tensor, Tensor], ...]
     """(number, raw windows (b, W, F), targets (b,)) of this rank."""
+    digest: int
+    """Of this rank's samples, see `trainer.consumed`."""
 
     @property
     def local_samples(self) -> int:
         return sum(len(target) for _, _, target in self.micro_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """What ranks tell each other when they commit a step: one small all-reduce. Counts over ranks."""
+
+    leaving: int = 0
+    """Ranks that were asked to end (SIGTERM)."""
+    regroup: int = 0
+    """Ranks that want another generation after this step."""
+    cut_off: int = 0
+    """Ranks that do not reach all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +62,9 @@ class StepResult:
 
     loss_sum: float
     grad_norm: float
-    stop: bool
-    """Some rank was asked to stop."""
+    votes: Votes
+    digest: int
+    """Of all samples of the global batch, see `trainer.consumed`."""
 
 
 class BatchLoader:
@@ -78,7 +96,8 @@ class BatchLoader:
 
     def _gather(self, epoch: int, step: int) -> Batch:
         samples, dealt = self.sampler.step(epoch, step)
-        return Batch(samples, tuple(self._fetch(micro_batch) for micro_batch in dealt))
+        used = digest_of(np.concatenate([micro_batch.positions for micro_batch in dealt]))
+        return Batch(samples, tuple(self._fetch(micro_batch) for micro_batch in dealt), used)
 
     def _fetch(self, micro_batch: MicroBatch) -> tuple[int, Tensor, Tensor]:
         rows = self.shards.end_rows("train", micro_batch.positions)
@@ -90,62 +109,107 @@ class BatchLoader:
 
 
 class Step:
-    """Carries out optimizer steps on one model."""
+    """Carries out optimizer steps on one model. `adopt` gives it a world, and a new one after each regroup."""
 
-    def __init__(self, model: nn.Module, criterion: nn.Module, config: DistributedTrainingConfig, world: World) -> None:
-        if config.precision == "fp16" and world.device.type != "cuda":
+    def __init__(
+        self, module: nn.Module, criterion: nn.Module, config: DistributedTrainingConfig, device: torch.device,
+        faults: Faults,
+    ) -> None:  # fmt: skip
+        if config.precision == "fp16" and device.type != "cuda":
             raise ConfigError("training.precision = 'fp16' needs a GPU; use 'bf16' or 'fp32' on the CPU")
-        self.model, self.criterion, self.config, self.world = model, criterion, config, world
+        self.module, self.criterion, self.config, self.device, self.faults = module, criterion, config, device, faults
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
+            module.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
         )
         self.scaler = torch.amp.GradScaler(enabled=config.precision == "fp16")
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.fit = Fit(config.batch_size_per_gpu, False)
 
-    def __call__(self, batch: Batch, step: int, learning_rate: float, stop: bool) -> StepResult:
-        """Train on one global batch. All ranks must call it for the same step.
+    def adopt(self, world: World) -> None:
+        """Work in this world from now on; waits for its group. All state must be equal on all its ranks already."""
+        self.optimizer.zero_grad(set_to_none=True)  # the old ones are views into the buckets of the old group
+        self.world = world
+        self.sync = GradientSynchronizer(world, self.faults)
+        self.model = self.sync.wrap(self.module)
 
-        ``stop`` is this rank's wish to end; the result's ``stop`` is that of any rank, so that all end at one step.
-        Raises `NonFiniteError` on all ranks, before the weights are touched, if any rank's loss or gradient is not.
+    def limit(self, fit: Fit) -> None:
+        """Let no more samples through the model at once than this (D4)."""
+        self.fit = fit
+        if fit.activation_checkpointing:
+            checkpoint_activations(self.module)
+
+    def __call__(self, batch: Batch, step: int, learning_rate: float, votes: Votes) -> StepResult:
+        """Train on one global batch. All ranks must call it for the same step; it is done on all or on none of those
+        that return.
+
+        Raises `NonFiniteError` on all ranks, before the weights are touched, if any rank's loss or gradient is not;
+        `trainer.group.GroupError` where communication fails, and what the model raises: the step is not done then,
+        and can be done again.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        # Not to zero: DDP scales a gradient that is new by 1/n and one that it knows by division, which is not the same
-        # to the last bit, and a resumed process would differ from one that went on.
         self.optimizer.zero_grad(set_to_none=True)
-        loss_sum = self._forward_backward(batch, step)
-        if self.scaler.is_enabled():
-            self.scaler.unscale_(self.optimizer)
-        limit = self.config.clip_norm if self.config.clip_norm is not None else math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit, foreach=True)
-        grad_norm = float(norm)
-        # With a scaler an overflow is usual: the scaler leaves that step out and lowers its scale.
-        finite = math.isfinite(loss_sum) and (math.isfinite(grad_norm) or self.scaler.is_enabled())
-        broken, stop = self.world.any(not finite, stop)
-        if broken:
+        self.sync.step = step
+        buffers = [buffer.clone() for buffer in self.module.buffers()]
+        try:
+            loss_sum = self._forward_backward(batch, step)
+            self.sync.finish(self.model)
+            if self.scaler.is_enabled():
+                self.scaler.unscale_(self.optimizer)
+            limit = self.config.clip_norm if self.config.clip_norm is not None else math.inf
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit, foreach=True)
+            grad_norm = float(norm)
+            # With a scaler an overflow is usual: the scaler leaves that step out and lowers its scale.
+            finite = math.isfinite(loss_sum) and (math.isfinite(grad_norm) or self.scaler.is_enabled())
+            result = self._agree(batch, votes, not finite, loss_sum, grad_norm)
+        except BaseException as error:
+            for buffer, before in zip(self.module.buffers(), buffers, strict=True):
+                buffer.copy_(before)  # running statistics must not count a step twice
+            if self.world.group is not None and self.world.group.error is not None:
+                raise self.world.group.error from error  # whatever DDP made of it
+            raise
+        if result is None:
             raise NonFiniteError(
                 f"the loss or its gradient is not finite at step {step + 1} (learning rate {learning_rate:.3g}, "
                 f"gradient norm {grad_norm:.3g}): lower training.learning_rate, raise training.warmup_steps, "
                 "set training.clip_norm, or look for extreme values in the data; the last checkpoint is untouched"
             )
+        self.faults.reach("optimizer", step)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return StepResult(loss_sum, grad_norm, stop)
+        return result
+
+    def _agree(
+        self, batch: Batch, votes: Votes, broken: bool, loss_sum: float, grad_norm: float
+    ) -> StepResult | None:
+        """The one small all-reduce with which a step is committed; None if any rank's numbers are broken."""
+        mine = [broken, votes.leaving, votes.regroup, votes.cut_off, batch.local_samples, batch.digest]
+        total = self.world.sum(torch.tensor([int(value) for value in mine], dtype=torch.int64)).tolist()
+        if total[0]:
+            return None
+        if total[4] != batch.samples:
+            raise RuntimeError(f"the ranks used {total[4]} samples of a batch of {batch.samples}: they disagree")
+        return StepResult(loss_sum, grad_norm, Votes(*total[1:4]), total[5])
 
     def _forward_backward(self, batch: Batch, step: int) -> float:
         """Sum of this rank's losses; leaves the gradient of the *global* mean in the parameters, on every rank."""
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        last = len(batch.micro_batches) - 1
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         kind = _AUTOCAST[self.config.precision]
-        for index, (number, windows, target) in enumerate(batch.micro_batches):
-            torch.manual_seed(micro_batch_seed(self.config.seed, step, number))
-            wait = index < last and isinstance(self.model, DistributedDataParallel)
-            with self.model.no_sync() if wait else contextlib.nullcontext():  # type: ignore[operator]
-                with torch.autocast(self.world.device.type, dtype=kind, enabled=kind is not None):
+        work = [
+            (number, part, windows[rows], target[rows])
+            for number, windows, target in batch.micro_batches
+            for part, rows in enumerate(chunks(len(target), self.fit.chunk))
+        ]
+        for place, (number, part, windows, target) in enumerate(work):
+            torch.manual_seed(micro_batch_seed(self.config.seed, step, number, part))
+            with self.sync.only_the_last(self.model, place == len(work) - 1):
+                self.faults.reach("forward", step)
+                with torch.autocast(self.device.type, dtype=kind, enabled=kind is not None):
                     outputs = self.model(windows)
                 losses = self.criterion(outputs.float(), target)
-                # DDP averages over ranks; times world size over the global count makes that the mean over samples.
-                scaled = losses.sum() * (self.world.world_size / batch.samples)
+                # Summed over ranks, not averaged: that makes it the gradient of the mean over the global batch.
+                scaled = losses.sum() * (1.0 / batch.samples)
+                self.faults.reach("backward", step)
                 self.scaler.scale(scaled).backward()
             total += losses.detach().double().sum()
         return float(total)

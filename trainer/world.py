@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import logging
 import os
 import socket
 from collections.abc import Mapping
@@ -15,7 +16,12 @@ import torch
 import torch.distributed as dist
 
 from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.group import Group, GroupError, StarTransport, TorchTransport, Transport, make_torch_transport
+from trainer.membership import Generation
+from trainer.star import Star
+from trainer.tls import client_context, server_context
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 # Each launcher's own names, first match wins: torchrun and Azure ML, SLURM, Open MPI.
@@ -98,22 +104,27 @@ def _port(given: str | None, config: DistributedTrainingConfig) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process, its device and its peers. With one process there is no group, and every collective is a no-op."""
+    """This process, its device and its peers. With one process there is no group, and every collective is a no-op.
+
+    A collective raises `trainer.group.GroupError` where it fails, or where the group has been called off meanwhile.
+    """
 
     facts: RankFacts
     device: torch.device
     backend: str
     generation: int = 1
-    patient: dist.ProcessGroup | None = None
-    """The same ranks with the longer timeout, for `meet`."""
+    group: Group | None = None
+    topology: str = "mesh"
+    """``star``: parameter-server mode, see `trainer.group.StarTransport`."""
+    solo_timeout: float = 1800.0
 
     @property
     def rank(self) -> int:
-        return self.facts.rank
+        return self.group.rank if self.group else 0
 
     @property
     def world_size(self) -> int:
-        return self.facts.world_size
+        return self.group.size if self.group else 1
 
     @property
     def node_rank(self) -> int:
@@ -122,38 +133,34 @@ class World:
     def meet(self) -> None:
         """Wait for all ranks after work that some do alone: as long as ``training.solo_timeout_seconds``, where other
         collectives give up after ``training.collective_timeout_seconds``. A peer that died is noticed at once."""
-        if self.world_size > 1:
-            dist.barrier(group=self.patient)
+        if self.group:
+            self.group.run("barrier", lambda transport: transport.barrier(self.solo_timeout))
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place."""
-        if self.world_size > 1:
-            dist.all_reduce(values)
+        """Sum over ranks, in place. Integers wrap."""
+        if self.group:
+            self.group.run("all-reduce", lambda transport: transport.sum(values))
         return values
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
         """For each flag: does any rank raise it? All ranks get the same answer."""
-        if self.world_size == 1:
-            return flags
-        tensor = torch.tensor(flags, dtype=torch.int32, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return tuple(bool(flag) for flag in tensor.tolist())
+        return tuple(bool(count) for count in self.sum(torch.tensor(flags, dtype=torch.int64)).tolist())
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """The tensor of rank ``source``, on every rank, in place."""
+        if self.group:
+            self.group.run("broadcast", lambda transport: transport.broadcast(tensor, source))
 
     def gather(self, value: _T) -> list[_T]:
-        """One small picklable value from every rank, in order of rank."""
-        if self.world_size == 1:
+        """One small value from every rank, in order of rank; it goes as JSON (a tuple comes back as a list)."""
+        if not self.group:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+        return self.group.run("gather", lambda transport: transport.gather(value))
 
-    def from_rank_0(self, value: _T) -> _T:
-        """Rank 0's value, on every rank."""
-        if self.world_size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
-        return box[0]
+    def leave(self) -> None:
+        """Close the group, if there is one."""
+        if self.group:
+            self.group.close()
 
 
 def choose_device(facts: RankFacts, backend: str) -> tuple[torch.device, str]:
@@ -172,11 +179,15 @@ def choose_device(facts: RankFacts, backend: str) -> tuple[torch.device, str]:
         device = torch.device("cuda", facts.local_rank)
         torch.cuda.set_device(device)
         return device, "nccl"
+    if gpus:
+        _log.warning("%d GPUs for %d ranks of this node: training on the CPU", gpus, facts.local_world_size)
+    elif os.path.exists("/proc/driver/nvidia/version"):
+        _log.warning("there is an NVIDIA driver but no GPU that torch can use: training on the CPU (D4)")
     return torch.device("cpu"), "gloo"
 
 
 def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | None = None) -> World:
-    """Choose the device and, with peers, bring up the process group; blocks until all are there or the timeout is over.
+    """A world of fixed ranks, as torchrun and the like start it: blocks until all are there or the timeout is over.
 
     Raises `ConfigError` for an environment that cannot be used and for a port that is taken, `PeersMissingError` when
     the timeout is over.
@@ -184,57 +195,120 @@ def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | Non
     environment = os.environ if environment is None else environment
     facts = rank_facts(environment, config)
     device, backend = choose_device(facts, config.backend)
-    patient = None
-    if facts.world_size > 1:
-        timeout = timedelta(seconds=config.collective_timeout_seconds)
-        if _is_loopback(facts.master_addr):
-            # Peers on this machine only: nothing may listen on another interface.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        try:
-            if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                dist.init_process_group(backend, timeout=timeout)  # torchrun's agent already holds the store
-            else:
-                store = _store(facts, timeout)
-                dist.init_process_group(
-                    backend, store=store, rank=facts.rank, world_size=facts.world_size, timeout=timeout
-                )
-        except (dist.DistStoreError, dist.DistNetworkError) as error:
-            raise PeersMissingError(
-                f"rank {facts.rank} waited {config.collective_timeout_seconds:g} s at MASTER_ADDR={facts.master_addr}, "
-                f"MASTER_PORT={facts.master_port} and not all of its {facts.world_size - 1} peers came: look into "
-                "their logs, start all ranks with the same address and port, or raise "
-                f"training.collective_timeout_seconds ({error})"
-            ) from error
-        # gloo beside nccl too: it sees a lost peer by its connection, however long the timeout.
-        patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.solo_timeout_seconds))
-    return World(facts, device, backend, patient=patient)
+    if facts.world_size == 1:
+        return World(facts, device, backend)
+    if config.tls is not None:
+        raise ConfigError("training.tls needs ranks that find each other through the run directory: start the job on a "
+                          "cluster (DTRAIN_LAUNCH in the environment), not with a fixed MASTER_ADDR")
+    _stay_on_loopback(facts.master_addr)
+    listener = None
+    under_torchrun = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # whose agent holds the store
+    if facts.rank == 0 and not under_torchrun:
+        listener = listen(facts.master_addr, facts.master_port or 0)
+    prefix = f"{environment.get('TORCHELASTIC_RUN_ID', 'static')}/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 
-
-def leave(world: World) -> None:
-    """Take the process group down, if there is one."""
-    if world.world_size > 1 and dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _store(facts: RankFacts, timeout: timedelta) -> dist.TCPStore:
-    """The store through which ranks find each other; rank 0 serves it, on loopback only where its address is that."""
-    assert facts.master_port is not None
-    options: dict[str, Any] = {}
-    if facts.rank == 0 and _is_loopback(facts.master_addr):
-        options["master_listen_fd"] = _listen(facts.master_addr, facts.master_port)
-    try:
-        return dist.TCPStore(
-            facts.master_addr, facts.master_port, facts.world_size, facts.rank == 0, timeout,
-            wait_for_workers=False, **options,
+    def open_transport() -> TorchTransport:
+        assert facts.master_port is not None
+        store = _store((facts.master_addr, facts.master_port), facts.world_size, listener, config)
+        gpu = device if backend == "nccl" else None
+        return make_torch_transport(
+            dist.PrefixStore(prefix, store), facts.rank, facts.world_size, gpu,
+            config.collective_timeout_seconds, config.solo_timeout_seconds,
         )  # fmt: skip
-    except (RuntimeError, dist.DistNetworkError) as error:
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-            raise _port_taken(facts.master_port) from error
-        raise
+
+    world = World(
+        facts, device, backend,
+        group=Group(facts.rank, facts.world_size, open_transport), solo_timeout=config.solo_timeout_seconds,
+    )  # fmt: skip
+    try:
+        world.gather(facts.rank)
+    except GroupError as error:
+        raise PeersMissingError(
+            f"rank {facts.rank} waited {config.collective_timeout_seconds:g} s at MASTER_ADDR={facts.master_addr}, "
+            f"MASTER_PORT={facts.master_port} and not all of its {facts.world_size - 1} peers came: look into "
+            "their logs, start all ranks with the same address and port, or raise "
+            f"training.collective_timeout_seconds ({error})"
+        ) from error
+    return world
 
 
-def _listen(address: str, port: int) -> int:
-    """A listening socket's descriptor, handed over to torch's store."""
+def form(
+    generation: Generation,
+    member: str,
+    facts: RankFacts,
+    device: torch.device,
+    listener: socket.socket,
+    config: DistributedTrainingConfig,
+    token: str,
+) -> World:
+    """The world of a generation, seen by one of its members; returns at once, the first collective waits for all.
+
+    ``listener``: the socket at this member's ``store_port``; closed where rank 0 is somebody else.
+    """
+    rank = generation.rank_of(member)
+    assert rank is not None
+    size, first = len(generation.members), generation.members[0]
+    backend = "nccl" if generation.gpu and config.backend != "gloo" else "gloo"
+    group = None
+    topology = "star" if config.tls is not None else generation.topology
+    if rank or size == 1:
+        listener.close()
+    if size > 1:
+        address = (first.host, first.store_port)
+        _stay_on_loopback(first.host)
+        name = f"{token}/g{generation.number}"
+
+        def open_transport() -> Transport:
+            if topology == "star":
+                seconds = config.collective_timeout_seconds
+                if rank == 0:
+                    contexts = server_context(config.tls) if config.tls else None
+                    return StarTransport(Star.hub(listener, size, name, seconds, contexts))
+                contexts = client_context(config.tls) if config.tls else None
+                return StarTransport(Star.spoke(address, rank, size, name, seconds, contexts))
+            store = _store(address, size, listener if rank == 0 else None, config)
+            gpu = device if backend == "nccl" else None
+            return make_torch_transport(
+                dist.PrefixStore(name, store), rank, size, gpu,
+                config.collective_timeout_seconds, config.solo_timeout_seconds,
+            )  # fmt: skip
+
+        group = Group(rank, size, open_transport)
+    return World(facts, device, backend, generation.number, group, topology, config.solo_timeout_seconds)
+
+
+def own_host(environment: Mapping[str, str], facts: RankFacts) -> str:
+    """The address at which peers reach this process: DTRAIN_HOST, else the one that leads to MASTER_ADDR."""
+    if "DTRAIN_HOST" in environment:
+        return environment["DTRAIN_HOST"]
+    if _is_loopback(facts.master_addr):
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing: only asks the routing table
+        try:
+            probe.connect((facts.master_addr, 9))
+        except OSError as error:
+            raise ConfigError(f"MASTER_ADDR={facts.master_addr!r} is no address that this host knows: {error}; set "
+                              "DTRAIN_HOST to this host's own address") from error
+        return probe.getsockname()[0]
+
+
+def _stay_on_loopback(address: str) -> None:
+    """With peers on this machine only, nothing may listen on another interface."""
+    if _is_loopback(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _store(
+    address: tuple[str, int], size: int, listener: socket.socket | None, config: DistributedTrainingConfig
+) -> dist.TCPStore:
+    """The store through which ranks find each other; who has the listener serves it, at that address only."""
+    options: dict[str, Any] = {"master_listen_fd": listener.detach()} if listener else {}
+    timeout = timedelta(seconds=config.collective_timeout_seconds)
+    return dist.TCPStore(*address, size, listener is not None, timeout, wait_for_workers=False, **options)
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """A listening socket for rank 0's store. `ConfigError` where the port is taken."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -245,7 +319,7 @@ def _listen(address: str, port: int) -> int:
             raise _port_taken(port) from error
         raise ConfigError(f"rank 0 cannot listen on MASTER_ADDR={address}, MASTER_PORT={port}: {error}") from error
     listener.listen(128)
-    return listener.detach()
+    return listener
 
 
 def _port_taken(port: int) -> ConfigError:

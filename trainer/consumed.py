@@ -1,0 +1,64 @@
+"""Which samples were used, compactly enough to carry along, and strong enough to prove that none was left out.
+
+Every sample has a hash; those of a step are summed modulo 2^64 over all ranks together with their number, in the very
+all-reduce that commits the step. Over an epoch the sums must be those of 0 … n - 1, each once: they are computed from
+n alone, without the sampler, so a sampler that deals a sample twice cannot hide it (a chance of 2^-64 left aside).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_BLOCK = 1 << 20
+
+
+def digest(samples: NDArray[np.int64]) -> int:
+    """Sum of the samples' hashes modulo 2^64, as a signed 64-bit number: sums of digests, wrapping, are digests."""
+    values = np.asarray(samples, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)  # the finaliser of SplitMix64
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    values ^= values >> np.uint64(31)
+    return int(values.sum(dtype=np.uint64).astype(np.int64))
+
+
+def add(one: int, other: int) -> int:
+    """The sum of two digests."""
+    return (one + other + 2**63) % 2**64 - 2**63
+
+
+def digest_of_all(count: int) -> int:
+    """The digest of 0 … count - 1, each once."""
+    total = 0
+    for first in range(0, count, _BLOCK):
+        total = add(total, digest(np.arange(first, min(first + _BLOCK, count), dtype=np.int64)))
+    return total
+
+
+@dataclass(slots=True)
+class Consumed:
+    """What was used of one epoch, by committed steps."""
+
+    epoch: int
+    samples: int = 0
+    digest: int = 0
+
+
+def unproven(epochs: list[dict[str, Any]], count: int, whole_epochs: int) -> list[str]:
+    """What is wrong with the records of a training over ``count`` samples that finished ``whole_epochs`` epochs: one
+    sentence each, none if every sample was used exactly once per epoch. An epoch that was cut short (by ``max_steps``
+    or early stopping) is judged by its number of samples only, which must not exceed ``count``. Pure."""
+    expected = digest_of_all(count)
+    found = {item["epoch"]: item for item in epochs}
+    wrong = [f"epoch {epoch}: nothing was recorded" for epoch in range(whole_epochs) if epoch not in found]
+    for epoch, item in sorted(found.items()):
+        if item["samples"] > count or (epoch < whole_epochs and item["samples"] != count):
+            wrong.append(f"epoch {epoch}: {item['samples']} samples were used, the split has {count}")
+        elif epoch < whole_epochs and item["digest"] != expected:
+            wrong.append(f"epoch {epoch}: {count} samples were used, but not each of them once")
+    if len(found) != len(epochs):
+        wrong.append("an epoch was recorded twice")
+    return wrong

@@ -1,0 +1,159 @@
+"""This process's place among members that come and go: its peers, the generation it works in, and its world."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from trainer.config import DistributedTrainingConfig
+from trainer.membership import Candidate, Generation, Membership
+from trainer.peers import Peers
+from trainer.rundir import RunDir
+from trainer.tls import client_context, server_context
+from trainer.world import RankFacts, World, form, listen, own_host
+
+NEWCOMER_SECONDS = 1.0
+"""Between two looks for newcomers in the run directory."""
+_log = logging.getLogger(__name__)
+
+
+class Elastic:
+    """Keeps a `World` current. One thread uses it; the peers' thread calls a generation off when a member is lost."""
+
+    def __init__(
+        self, rundir: RunDir, config: DistributedTrainingConfig, facts: RankFacts, device: torch.device,
+        environment: Mapping[str, str], token: str,
+    ) -> None:  # fmt: skip
+        self.config, self.facts, self.device, self.token = config, facts, device, token
+        self.launch = int(environment["DTRAIN_LAUNCH"])
+        self.member = f"n{facts.node_rank}p{facts.local_rank}-{uuid.uuid4().hex[:8]}"
+        self.host = own_host(environment, facts)
+        self.generation: Generation | None = None
+        self.world: World | None = None
+        self.newcomers: tuple[str, ...] = ()
+        self._formed_at = time.monotonic()
+        self._fallbacks = 0
+        tls = (server_context(config.tls), client_context(config.tls)) if config.tls else None
+        self.peers = Peers(
+            self.member, token, self.host, config.health_check_seconds, config.peer_timeout_seconds, tls, self._changed
+        )
+        self.membership = Membership(
+            rundir.storage, self.peers, self.launch, facts.world_size, config.micro_batches,
+            config.communication_retries, config.peer_timeout_seconds, config.solo_timeout_seconds,
+        )  # fmt: skip
+        self._closed = threading.Event()
+        threading.Thread(target=self._look_for_newcomers, name="newcomers", daemon=True).start()
+
+    def announce(self) -> None:
+        """Say that this process is coming, before it has its data and its model."""
+        self.membership.announce(self._candidate())
+
+    def regroup(self, ended: Callable[[], None], **what: Any) -> World:
+        """Be in the next generation, with the state that ``what`` tells of (`trainer.membership.Candidate`), and have
+        its world. Returns before the group is formed: the first collective waits for it."""
+        old = self.generation
+        if old is not None:
+            self.peers.tell({"regroup": old.number, "reason": what.get("reason", "")})
+        if self.world is not None:
+            self.world.leave()
+            self.world = None
+        listener = listen(self.host)
+        try:
+            mine = self._candidate(
+                store_port=listener.getsockname()[1],
+                ready=True,
+                was_in=old.number if old else 0,
+                rank=old.rank_of(self.member) if old else self.facts.rank,
+                **what,
+            )
+            generation = self.membership.agree(mine, ended)
+        except BaseException:
+            listener.close()
+            raise
+        self.peers.follow({seat.member: (seat.host, seat.port) for seat in generation.members})
+        self._fallbacks = self._fallbacks + 1 if generation.topology == "star" else 0
+        self._formed_at, self.newcomers = time.monotonic(), ()
+        self.generation = generation
+        self.world = form(generation, self.member, self.facts, self.device, listener, self.config, self.token)
+        self._changed()  # a member may have been lost meanwhile
+        return self.world
+
+    @property
+    def wants_regroup(self) -> str:
+        """Why another generation would be better after this step; "" if not."""
+        if self.newcomers:
+            return f"{', '.join(self.newcomers)} came"
+        return ""
+
+    def wants_allreduce(self, cut_off: int) -> bool:
+        """In parameter-server mode: is it time to try all-reduce again? ``cut_off``: ranks that miss somebody."""
+        if self.generation is None or self.generation.topology != "star" or cut_off:
+            return False
+        wait = self.config.allreduce_retry_seconds * 2 ** min(self._fallbacks - 1, 6)
+        return time.monotonic() - self._formed_at > wait
+
+    @property
+    def cut_off(self) -> bool:
+        """Does this process miss a member that is in?"""
+        if self.generation is None:
+            return False
+        view = self.peers.view()
+        return any(view.get(seat.member) != "here" for seat in self.generation.members if seat.member != self.member)
+
+    def describe_peers(self) -> dict[str, str]:
+        """What this process sees of the others, for the record of a failure."""
+        heard = self.peers.heard()
+        return {member: f"{view}, heard {heard.get(member, 0):.1f} s ago" for member, view in self.peers.view().items()}
+
+    def leave(self) -> None:
+        """Take no further part: peers see this process as gone."""
+        self._closed.set()
+        self.peers.close()
+        if self.world is not None:
+            self.world.leave()
+
+    def _candidate(self, **what: Any) -> Candidate:
+        host, port = self.peers.address
+        return Candidate(
+            member=self.member, node=self.facts.node_rank, local_rank=self.facts.local_rank, launch=self.launch,
+            host=host, port=port, gpu=self.device.type == "cuda", **what,
+        )  # fmt: skip
+
+    def _changed(self) -> None:
+        """A view of a peer has changed or a message has come: is the present group still of use?"""
+        generation, world = self.generation, self.world
+        messages = self.peers.messages()
+        if generation is None or world is None or world.group is None:
+            return
+        view = self.peers.view()
+        rank = generation.rank_of(self.member)
+        needed = generation.members
+        if generation.topology == "star" and rank != 0:
+            needed = generation.members[:1]
+        for seat in needed:
+            if view.get(seat.member) in ("gone", "silent"):
+                return world.group.fail(f"{seat.member} is {view[seat.member]}")
+        for message in messages:
+            if message.get("regroup") == generation.number:
+                return world.group.fail(f"{message['from']}: {message.get('reason') or 'asks for a new generation'}")
+
+    def _look_for_newcomers(self) -> None:
+        while not self._closed.wait(NEWCOMER_SECONDS):
+            generation = self.generation
+            if generation is None or self.world is None or self.world.rank != 0:
+                continue
+            if len(generation.members) >= self.config.micro_batches:
+                continue
+            try:
+                found = self.membership.newcomers(generation)
+            except OSError as error:
+                _log.warning("could not look for newcomers: %s", error)
+                continue
+            if self.generation is generation:
+                self.newcomers = tuple(f"node {item.node} ({item.member})" for item in found)

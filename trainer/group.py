@@ -1,0 +1,246 @@
+"""The collectives of one generation, on a communication thread of their own.
+
+A blocking collective of gloo cannot be interrupted: a rank that waits for a frozen peer waits for the whole timeout. So
+it is the communication thread that waits in it, and the training waits for the thread, from which it can be woken:
+`Group.fail` gives every waiter a `GroupError` at once and leaves the thread behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from trainer.star import Star
+
+# Groups that were left behind while a collective waited in them: taking one down would wait for that collective.
+_ABANDONED: list[Any] = []
+
+
+class GroupError(RuntimeError):
+    """A collective failed or was interrupted; the group is of no use any more. ``detail`` says what was going on."""
+
+    def __init__(self, message: str, detail: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.detail = detail or {}
+
+
+class Transport(Protocol):
+    """What moves the data. Every method blocks, and is called on the communication thread."""
+
+    def sum(self, tensor: torch.Tensor) -> None: ...
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None: ...
+    def gather(self, value: Any) -> list[Any]: ...
+    def barrier(self, seconds: float) -> None: ...
+    def abort(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Group:
+    """Ranks that talk to each other. ``open_transport`` is called on the communication thread."""
+
+    def __init__(self, rank: int, size: int, open_transport: Callable[[], Transport]) -> None:
+        self.rank, self.size = rank, size
+        self.error: GroupError | None = None
+        self.doing: tuple[str, float] = ("nothing", time.monotonic())
+        self._waiters: set[Future[Any]] = set()
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[str, Callable[[Transport], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._open = open_transport
+        self.transport: Transport | None = None
+        self._thread = threading.Thread(target=self._work, name="communication", daemon=True)
+        self._thread.start()
+
+    def submit(self, what: str, action: Callable[[Transport], Any]) -> Future[Any]:
+        """Have the communication thread do something, in order; the future fails with a `GroupError`."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self.error is not None:
+                future.set_exception(self.error)
+                return future
+            self._waiters.add(future)
+        self._queue.put((what, action, future))
+        return future
+
+    def run(self, what: str, action: Callable[[Transport], Any]) -> Any:
+        """The same, waited for."""
+        return self.submit(what, action).result()
+
+    def fail(self, message: str) -> None:
+        """From any thread: whoever waits, or will wait, gets a `GroupError`."""
+        what, since = self.doing
+        self._fail(GroupError(message, {"operation": what, "waited_seconds": round(time.monotonic() - since, 3)}))
+
+    def close(self) -> None:
+        """Leave. After a failure the thread may be stuck; it is left behind, with what it holds."""
+        self._queue.put(None)
+        if self.error is not None:
+            _ABANDONED.append(self)
+            if self.transport is not None:
+                self.transport.abort()
+        else:
+            self._thread.join(5)
+
+    def _fail(self, error: GroupError) -> None:
+        with self._lock:
+            if self.error is None:
+                self.error = error
+            waiters, self._waiters = self._waiters, set()
+        for future in waiters:
+            if not future.done():
+                future.set_exception(self.error)
+
+    def _work(self) -> None:
+        self.doing = ("forming the group", time.monotonic())
+        try:
+            self.transport = self._open()
+        except Exception as error:  # whatever it is, there is no group
+            self._broken(error)
+        self.doing = ("nothing", time.monotonic())
+        while (item := self._queue.get()) is not None:
+            what, action, future = item
+            if self.error is not None or self.transport is None:
+                continue  # its future has failed already
+            self.doing = (what, time.monotonic())
+            try:
+                result = action(self.transport)
+            except Exception as error:  # gloo and NCCL raise RuntimeError and its kin for anything
+                self._broken(error)
+                continue
+            self.doing = ("nothing", time.monotonic())
+            with self._lock:
+                self._waiters.discard(future)
+                failed = self.error is not None
+            if not failed and not future.done():
+                future.set_result(result)
+        if self.error is None and self.transport is not None:
+            self.transport.close()
+
+    def _broken(self, error: Exception) -> None:
+        what, since = self.doing
+        waited = round(time.monotonic() - since, 3)
+        detail = {"operation": what, "waited_seconds": waited, "error": f"{type(error).__name__}: {error}"}
+        self._fail(GroupError(f"{what} failed after {waited:g} s: {error}", detail))
+
+
+class TorchTransport:
+    """Gloo, and NCCL for tensors on GPUs, without torch's global default group: a group that is stuck can be left
+    behind, and the next one made beside it."""
+
+    def __init__(self, group: Any, patient: Any, ddp: Any, gpu: torch.device | None) -> None:
+        self.group, self._patient, self._gpu = group, patient, gpu
+        self.ddp = ddp
+        """For what DDP's reducer says of its own accord, on the thread of autograd: the order of collectives within a
+        group has to be the same on all ranks, so it must not share one with the communication thread."""
+        if gpu is not None:
+            torch.cuda.set_device(gpu)  # the communication thread's own choice
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        self.group.allreduce([tensor]).wait()
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        self.group.broadcast([tensor], options).wait()
+
+    def gather(self, value: Any) -> list[Any]:
+        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = torch.zeros(self.group.size(), dtype=torch.int64)
+        sizes[self.group.rank()] = len(mine)
+        self.sum(sizes)
+        table = torch.zeros(self.group.size(), int(sizes.max()), dtype=torch.uint8)
+        table[self.group.rank(), : len(mine)] = mine
+        self.sum(table)
+        return [json.loads(bytes(row[:size].tolist())) for row, size in zip(table, sizes.tolist(), strict=True)]
+
+    def barrier(self, seconds: float) -> None:
+        self._patient.allreduce([torch.zeros(1)]).wait()
+
+    def abort(self) -> None:
+        if self._gpu is not None:  # a kernel that waits for a peer would keep the GPU busy for ever
+            for group in (self.group, self.ddp):
+                group._get_backend(self._gpu).abort()
+
+    def close(self) -> None:
+        """Nothing to say to the peers: they have had their last barrier."""
+
+
+class StarTransport:
+    """Parameter-server mode (D3): everything goes through rank 0."""
+
+    def __init__(self, star: Star) -> None:
+        self.star = star
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        self.star.sum(tensor)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        if source == 0:
+            self.star.broadcast(tensor)
+            return
+        if self.star.rank != source:
+            tensor.zero_()
+        self.star.sum(tensor)  # what the others add is nothing
+
+    def gather(self, value: Any) -> list[Any]:
+        return self.star.gather(value)
+
+    def barrier(self, seconds: float) -> None:
+        self.star.barrier(seconds)
+
+    def abort(self) -> None:
+        self.star.abort()
+
+    def close(self) -> None:
+        self.star.close()
+
+
+def make_torch_transport(
+    store: dist.Store, rank: int, size: int, gpu: torch.device | None, timeout: float, patience: float
+) -> TorchTransport:
+    """A group over a store that no other group uses. ``patience``: the timeout of barriers, in seconds."""
+    data, ddp = (_group(dist.PrefixStore(name, store), rank, size, gpu, timeout) for name in ("data", "ddp"))
+    patient = _group(dist.PrefixStore("patient", store), rank, size, None, patience)
+    return TorchTransport(data, patient, ddp, gpu)
+
+
+def _group(store: dist.Store, rank: int, size: int, gpu: torch.device | None, timeout: float) -> Any:
+    kind = dist.ProcessGroup.BackendType
+    group = dist.ProcessGroup(store, rank, size)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, _gloo_options(timeout))
+    group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
+    group._set_default_backend(kind.GLOO)
+    if gpu is not None:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout)
+        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+        group._register_backend(gpu, kind.NCCL, nccl)
+        group._set_default_backend(kind.NCCL)
+    return group
+
+
+def _gloo_options(timeout: float) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout)
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    device = (
+        dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+        if interface
+        else dist.ProcessGroupGloo.create_default_device()
+    )
+    options._devices, options._threads = [device], 1
+    return options
+
+
+def abandoned() -> bool:
+    """Was a group left behind in this process? Then its threads may hang, and the process must not wait for them."""
+    return bool(_ABANDONED)

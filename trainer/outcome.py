@@ -1,0 +1,136 @@
+"""How a training ends: `run_job`, its exit codes, and ``result.json``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import ConfigError, JobConfig
+from trainer.group import GroupError, abandoned
+from trainer.membership import NoGenerationError
+from trainer.metrics import TRACKING
+from trainer.rundir import RESULT, RunDir
+from trainer.shards import DatasetError
+
+if TYPE_CHECKING:
+    from trainer.run import DistributedTrainer
+
+DONE, FAILED, UNUSABLE, LOST, EVICTED = 0, 1, 2, 75, 143
+"""Exit codes. LOST: this process lost its peers or its device and could not regroup; starting it again from the
+checkpoint helps. FAILED: it does not."""
+
+
+class Stopped(Exception):
+    """This process was asked to end (SIGTERM), alone or with everybody; a checkpoint has been written."""
+
+    def __init__(self, everybody: bool = True) -> None:
+        super().__init__("asked to end")
+        self.everybody = everybody
+
+
+class Regroup(Exception):
+    """Another generation is wanted, between two steps. The message says why."""
+
+
+class JobOver(Exception):
+    """Another process has ended the job meanwhile, this way."""
+
+    def __init__(self, result: dict[str, Any]) -> None:
+        super().__init__(result.get("error", result["status"]))
+        self.result = result
+
+
+class OutOfMemoryError(RuntimeError):
+    """Memory does not suffice for the smallest part of a micro-batch."""
+
+
+def raise_if_ended(rundir: RunDir, launch: int, asked_to_stop: bool) -> None:
+    """Called while waiting for others. `Stopped` when asked to end, `JobOver` when the job of this launch has ended."""
+    if asked_to_stop:
+        raise Stopped(everybody=False)
+    result = rundir.read_json(RESULT)
+    if result is not None and result.get("launch") == launch:
+        raise JobOver(result)
+
+
+def run_job(job: JobConfig) -> int:
+    """Train the job in this process; the exit code. How it ended is in ``result.json``."""
+    from trainer.run import DistributedTrainer
+
+    trainer = DistributedTrainer(job)
+    code, result = _run(trainer)
+    launch = trainer.elastic.launch if trainer.elastic else None
+    if trainer.reporter and code != DONE:
+        if "error" in result:
+            trainer.reporter.emit("error", message=result["error"], fatal=code != LOST)
+        trainer.reporter.emit("end", status=result["status"])
+    if "error" in result:
+        print(result["error"], file=sys.stderr, flush=True)  # noqa: T201 - the log of the node
+        if code != LOST or launch is None:
+            # Before the group is left: peers fail of that, later, and what failed first is the cause.
+            write_result(trainer.rundir, result, launch)
+    elif code == EVICTED and trainer_is_first(trainer):
+        write_result(trainer.rundir, result, launch)
+    trainer.close(tracking_seconds=60.0 if code == DONE else 5.0)
+    return code
+
+
+def trainer_is_first(trainer: DistributedTrainer) -> bool:
+    """Is this the rank that speaks for all?"""
+    return hasattr(trainer, "world") and trainer.world.rank == 0
+
+
+def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
+    """(exit code, result). The result of one that is evicted while others go on is nobody's result."""
+    import torch
+
+    try:
+        trainer.initialize_distributed()
+        trainer.setup()
+        return DONE, trainer.train()
+    except Stopped:
+        return EVICTED, {"status": "stopped", "steps": trainer.progress.step}
+    except JobOver as over:
+        codes = {"succeeded": DONE, "stopped": EVICTED}
+        return codes.get(over.result["status"], FAILED), {"status": over.result["status"]}
+    except (ConfigError, DatasetError) as error:
+        return UNUSABLE, {"status": "failed", "error": str(error)}
+    except (GroupError, NoGenerationError) as error:
+        return LOST, {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+    except (Exception, KeyboardInterrupt) as error:
+        traceback.print_exc()
+        device_is_gone = isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
+        return LOST if device_is_gone else FAILED, {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+
+
+def write_result(rundir: RunDir, result: dict[str, Any], launch: int | None) -> bool:
+    """Write ``result.json`` unless a rank of this launch has: the first to fail says why. False if it cannot be
+    written."""
+    try:
+        tracking = rundir.read_json(TRACKING) or {}
+        fields = {**result, "launch": launch, "mlflow_run_id": tracking.get("mlflow_run_id")}
+        text = json.dumps(fields, indent=2, allow_nan=False)
+        old = rundir.read_json(RESULT)
+        if launch is not None and old is not None and old.get("launch") != launch:
+            rundir.storage.delete(RESULT)  # of an earlier launch
+        rundir.storage.create(RESULT, text.encode())
+    except FileExistsError:
+        pass
+    except OSError as error:
+        print(f"could not write {rundir.uri}/{RESULT}: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        return False
+    return True
+
+
+def leave_process(code: int) -> int:
+    """The exit code; where a group was left behind, whose threads may hang for long, the process ends here."""
+    if abandoned():
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    return code

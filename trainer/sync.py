@@ -1,0 +1,113 @@
+"""`GradientSynchronizer`: gradients are summed over ranks while the backward pass still computes (R2.3).
+
+DDP fills buckets and hands each over as soon as it is full; the communication thread sums them over ranks, in order.
+In parameter-server mode (D3) there is no DDP: when the backward pass is done, all gradients go to rank 0 and back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.faults import Faults
+from trainer.group import GroupError, TorchTransport
+from trainer.world import World
+
+
+class GradientSynchronizer:
+    """Sums, not averages: the loss is scaled by the global batch, so the sum is the gradient of the mean over it."""
+
+    def __init__(self, world: World, faults: Faults) -> None:
+        self.world, self.faults = world, faults
+        self.step = 0
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """The module to call in a step; the module itself where DDP has no part in it. Its parameters must be equal on
+        all ranks already. Waits for the group; raises `GroupError`."""
+        group = self.world.group
+        if group is None or self.world.topology == "star":
+            return module
+        process_group = group.run("forming the group", _ddp_group)
+        ids = [self.world.device.index] if self.world.device.type == "cuda" else None
+        # Looking for unused parameters lets a user's model have some, and keeps the first buckets. Rebuilt ones sum in
+        # another order, and then the steps after a resume are not those of a run without one, bit for bit.
+        wrapped = DistributedDataParallel(
+            module, device_ids=ids, process_group=process_group, gradient_as_bucket_view=True,
+            find_unused_parameters=True, forward_sync_buffers=False, init_sync=False,
+        )  # fmt: skip
+        wrapped.register_comm_hook(None, self._hook)
+        return wrapped
+
+    def only_the_last(self, wrapped: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
+        """Accumulate without communicating, in all but a step's last backward pass."""
+        if is_last or not isinstance(wrapped, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return wrapped.no_sync()
+
+    def finish(self, wrapped: nn.Module) -> None:
+        """After the last backward pass: in parameter-server mode, the gradients' way to rank 0 and back."""
+        group = self.world.group
+        if group is None or isinstance(wrapped, DistributedDataParallel):
+            return
+        self.faults.reach("all_reduce", self.step)
+        parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+        used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int64)
+        group.run("which gradients there are", lambda transport: transport.sum(used))
+        known = [parameter for parameter, count in zip(parameters, used.tolist(), strict=True) if count]
+        for bucket, part in enumerate(_parts(known)):
+            grads = [torch.zeros_like(item) if item.grad is None else item.grad for item in part]
+            flat = torch.cat([grad.reshape(-1) for grad in grads])
+            what = _bucket_name(bucket, flat)
+            group.run(what, lambda transport, flat=flat: transport.sum(flat))
+            at = 0
+            for item, grad in zip(part, grads, strict=True):
+                item.grad = grad.copy_(flat[at : at + grad.numel()].view_as(grad))
+                at += grad.numel()
+
+    def _hook(self, _, bucket):  # type: ignore[no-untyped-def]  # DDP wants real classes here, or nothing
+        """Called by DDP on the thread of autograd, once per bucket, in the same order on all ranks."""
+        if bucket.index() == 0:
+            self.faults.reach("all_reduce", self.step)
+        buffer = bucket.buffer()
+        devices = [buffer.device] if buffer.device.type == "cuda" else None
+        result: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+
+        def done(future: Future[None]) -> None:
+            error = future.exception()
+            # DDP reports the exception as something that is no tensor; the step asks the group for the real one.
+            result.set_result(buffer) if error is None else result.set_exception(RuntimeError(str(error)))
+
+        assert self.world.group is not None
+        what = _bucket_name(bucket.index(), buffer)
+        self.world.group.submit(what, lambda transport: transport.sum(buffer)).add_done_callback(done)
+        return result
+
+
+def _ddp_group(transport: Any) -> Any:
+    if not isinstance(transport, TorchTransport):
+        raise GroupError("DDP needs a group of torch's")
+    return transport.ddp
+
+
+def _bucket_name(index: int, buffer: Tensor) -> str:
+    return f"all-reduce of gradient bucket {index} ({buffer.numel() * buffer.element_size():,} bytes)"
+
+
+def _parts(parameters: list[nn.Parameter], limit: int = 25 << 20) -> list[list[nn.Parameter]]:
+    """Consecutive parameters of one type, up to about ``limit`` bytes together."""
+    parts: list[list[nn.Parameter]] = []
+    size, kind = 0, None
+    for parameter in parameters:
+        bytes_ = parameter.numel() * parameter.element_size()
+        if not parts or size + bytes_ > limit or parameter.dtype != kind:
+            parts.append([])
+            size, kind = 0, parameter.dtype
+        parts[-1].append(parameter)
+        size += bytes_
+    return parts
