@@ -137,6 +137,7 @@ def start_job(
             processes_per_node=processes_per_node,
             env=env,
             master_port=job.training.master_port,
+            elastic=True,
         )
     )
 

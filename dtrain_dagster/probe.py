@@ -57,14 +57,14 @@ def measure(
 
 
 def read_probe(events: Sequence[dict[str, Any]], nodes: Sequence[NodePresence]) -> Probe:
-    """What a finished short run took, from its records: those of the last generation. Pure."""
-    generation = max(node.generation for node in nodes)
-    events = [item for item in events if item["generation"] == generation]
-    nodes = [node for node in nodes if node.generation == generation]
+    """What a finished short run took, from its records: those of the last launch. Pure."""
+    launch = max(node.launch for node in nodes)
+    nodes = [node for node in nodes if node.launch == launch]
+    begin = min(node.started_at for node in nodes)
+    events = [item for item in events if item["time"] >= begin]  # their generations count regroups, not launches
     steps = [item for item in events if item["kind"] == "step"]
     evaluations = [item["seconds"] for item in events if item["kind"] == "evaluation" and item["split"] == "valid"]
     checkpoints = [item["seconds"] for item in events if item["kind"] == "checkpoint"]
-    begin = min(node.started_at for node in nodes)
     end = max(node.ended_at or node.started_at for node in nodes)
     step_seconds = tuple(item["step_seconds"] for item in steps)
     first_step = steps[0]["time"] - step_seconds[0] * LOG_EVERY

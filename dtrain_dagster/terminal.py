@@ -162,16 +162,17 @@ def jobs_table(jobs: Iterable[tuple[JobStatus, int, tuple[int, float] | None]], 
 
 
 def nodes_table(presences: Iterable[NodePresence], now: float) -> Table:
-    """When each node was there, and how it left."""
+    """When each node was there, and how it left; a row for each stay."""
     from dtrain_dagster.assets.common import duration
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("GENERATION", "NODE", "FROM", "FOR", "EXIT CODES"):
+    for title in ("LAUNCH", "NODE", "STAY", "FROM", "FOR", "EXIT CODES"):
         table.add_column(title)
     for node in presences:
         codes = ", ".join(map(str, node.exit_codes)) if node.ended_at is not None else "there"
         span = duration(node.seconds(now))
-        table.add_row(str(node.generation), str(node.node_id), time_of(node.started_at), span, codes)
+        numbers = (str(number) for number in (node.launch, node.node_id, node.stay))
+        table.add_row(*numbers, time_of(node.started_at), span, codes)
     return table
 
 

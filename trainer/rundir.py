@@ -6,7 +6,7 @@
       events/g0001-r00000-000001.jsonl    what happened: generation, rank, running number; each file written once
       checkpoints/g0001-s00000100/        one fresh folder per (generation, step); its manifest.json is written last
       checkpoints/LATEST.json, BEST.json  which folder counts
-      nodes/g0001-n000.json               when each node was there: the base of every dollar
+      nodes/l0001-n000-s001.json          when each node was there: launch, node, stay; the base of every dollar
       result.json                         how it ended, in the trainer's words (metrics, digests, timings); absent while
                                           it runs; of several ranks that fail, the first says why
       evaluation.json, predictions.npz    the test split, judged against the baselines
@@ -45,12 +45,17 @@ _EVENT_FILE = re.compile(r"g(\d+)-r(\d+)-(\d+)\.jsonl$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodePresence:
-    """When a node was there. Times are Unix seconds; ``ended_at`` is None while it still is."""
+    """One stay of a node. Times are Unix seconds; ``ended_at`` is None while it is there."""
 
     node_id: int
-    generation: int
+    launch: int
+    """Which start of the job by its cluster: 1, 2, …"""
+    stay: int = 1
+    """1 for the node that the launch began with; one more for each that took its place."""
     started_at: float
+    """When its first process was started."""
     ended_at: float | None = None
+    """When the last process of it was gone."""
     last_seen_at: float | None = None
     exit_codes: tuple[int, ...] = ()
 
@@ -120,14 +125,17 @@ class RunDir:
         return (event for event in self.follow(set()) if kind is None or event["kind"] == kind)
 
     def write_node(self, presence: NodePresence) -> None:
-        name = f"{NODES}/g{presence.generation:04d}-n{presence.node_id:03d}.json"
+        name = f"{NODES}/l{presence.launch:04d}-n{presence.node_id:03d}-s{presence.stay:03d}.json"
         self.write_json(name, asdict(presence))
 
     def nodes(self) -> list[NodePresence]:
+        """Every stay of every node, in order of launch, node and stay."""
         presences = []
         for name in self.storage.list(NODES):
             data = self.read_json(f"{NODES}/{name}")
             if data is not None:
+                if "generation" in data:  # written before nodes could be replaced
+                    data["launch"] = data.pop("generation")
                 presences.append(NodePresence(**{**data, "exit_codes": tuple(data["exit_codes"])}))
         return presences
 

@@ -74,6 +74,9 @@ class JobSpec:
     """Added to the environment of every process. It is written to ``launch.json``: no secrets here."""
     master_port: int | None = None
     """Port of rank 0; None picks a free one."""
+    elastic: bool = False
+    """The command can go on without a node and take in one that comes later, as ``python -m trainer`` does; its
+    processes find ``DTRAIN_LAUNCH`` and ``DTRAIN_STAY`` in their environment. If not, whichever fails ends the job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +126,7 @@ class GPUClusterManager(ABC):
     @abstractmethod
     def submit_job(self, spec: JobSpec) -> None:
         """Start the job, unless one of this id runs already or has succeeded: submitting twice never buys twice.
-        A failed or cancelled job of this id is started again in its run directory, as the next generation."""
+        A failed or cancelled job of this id is started again in its run directory, as its next launch."""
 
     @abstractmethod
     def job_status(self, job_id: str) -> JobStatus:
@@ -143,4 +146,4 @@ class GPUClusterManager(ABC):
 
     @abstractmethod
     def node_usage(self, job_id: str) -> list[NodeUsage]:
-        """When each node was there for this job, over all generations; a node still there counts until now."""
+        """When each node was there for this job, over all launches; a node still there counts until now."""

@@ -162,7 +162,8 @@ class LocalClusterManager(GPUClusterManager):
             "threads_per_rank": self.threads_per_rank,
             "env": with_package({**_python_path(os.environ), **spec.env}),
             "master_port": spec.master_port,
-            "generation": 1 + max([rundir.last_generation(), *(node.generation for node in rundir.nodes())]),
+            "elastic": spec.elastic,
+            "launch": 1 + max((node.launch for node in rundir.nodes()), default=0),
             "sku": self.gpu_type,
             "cluster_name": self.cluster_name,
             "submitted_at": time.time(),
@@ -388,10 +389,10 @@ def _signal_supervisor(rundir: RunDir, number: signal.Signals) -> None:
 
 
 def _latest(rundir: RunDir) -> list[NodePresence]:
-    """Nodes of the last generation."""
+    """Of each node of the last launch, the last stay."""
     nodes = rundir.nodes()
-    latest = max((node.generation for node in nodes), default=0)
-    return [node for node in nodes if node.generation == latest]
+    latest = max((node.launch for node in nodes), default=0)
+    return list({node.node_id: node for node in nodes if node.launch == latest}.values())
 
 
 def _end(node: NodePresence) -> float:

@@ -84,7 +84,7 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # one that is ignored is inherited, and loses all exit codes
         self.rundir = RunDir(run_dir)
         self.launch: dict[str, Any] = self.rundir.read_json(LAUNCH) or {}
-        self.generation = int(self.launch["generation"])
+        self.number = int(self.launch["launch"])
         self.started_at = time.time()
         self.stop_grace = STOP_GRACE[1]
         self.beat = 0.0
@@ -132,9 +132,9 @@ class Supervisor:
 
     def _start_node(self, node_id: int, port: int) -> None:
         path = self.rundir.storage.local_path(f"{LOGS}/node-{node_id}.log")
-        log = LineLog(path, f"--- generation {self.generation}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---")
+        log = LineLog(path, f"--- launch {self.number}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---")
         now = time.time()
-        presence = NodePresence(node_id=node_id, generation=self.generation, started_at=now, last_seen_at=now)
+        presence = NodePresence(node_id=node_id, launch=self.number, started_at=now, last_seen_at=now)
         node = Node(presence, log)
         self.nodes.append(node)
         self.rundir.write_node(presence)
@@ -264,7 +264,7 @@ class Supervisor:
             "job_id": self.launch["job_id"],
             "state": state,
             "message": message,
-            "generation": self.generation,
+            "launch": self.number,
             "pid": os.getpid(),
             "started_at": self.started_at,
             "ended_at": time.time() if state.is_final else None,
@@ -293,8 +293,9 @@ def choose_port(wanted: int | None) -> int:
 
 
 def rank_environment(launch: Mapping[str, Any], node_id: int, local_rank: int, port: int) -> dict[str, Any]:
-    """torchrun's variables for one process, and the generation."""
+    """torchrun's variables for one process; for one that regroups, the launch and the stay as well."""
     per_node, count = launch["processes_per_node"], launch["node_count"]
+    elastic = {"DTRAIN_LAUNCH": launch["launch"], "DTRAIN_STAY": 1} if launch["elastic"] else {}
     return {
         "RANK": node_id * per_node + local_rank,
         "LOCAL_RANK": local_rank,
@@ -304,8 +305,8 @@ def rank_environment(launch: Mapping[str, Any], node_id: int, local_rank: int, p
         "LOCAL_WORLD_SIZE": per_node,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
-        "DTRAIN_GENERATION": launch["generation"],
         "PYTHONUNBUFFERED": 1,
+        **elastic,
     }
 
 

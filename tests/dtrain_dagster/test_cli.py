@@ -191,7 +191,7 @@ def test_a_detached_job_is_listed_followed_and_cancelled(shell: Shell):
     assert "job bg is running already" in shell("launch", "--name", "bg", "s.py", code=2)
     follower = shell.start("logs", "--follow", "--node", "1", "bg")
     assert follower.stdout
-    assert follower.stdout.readline().startswith("[node 1] --- generation 1")
+    assert follower.stdout.readline().startswith("[node 1] --- launch 1")
     assert follower.stdout.readline() == "[node 1] rank 1 of 2 wait\n"
     said = shell("status")
     assert "works on bg" in said
@@ -234,7 +234,7 @@ def test_ctrl_c_cancels_a_training_that_then_goes_on_where_it_was(shell: Shell):
         "from torch import nn\n"
         "class Slow(nn.Linear):\n"
         "    def forward(self, x):\n"
-        "        time.sleep(0.0 if os.environ['DTRAIN_GENERATION'] == '2' else 0.2)\n"
+        "        time.sleep(0.0 if os.environ['DTRAIN_LAUNCH'] == '2' else 0.2)\n"
         "        return super().forward(x.flatten(1))\n"
         "def make(spec, outputs):\n"
         "    return Slow(spec.window * len(spec.features), outputs)\n"
@@ -254,7 +254,7 @@ def test_ctrl_c_cancels_a_training_that_then_goes_on_where_it_was(shell: Shell):
     assert job.read_json("status.json")["state"] == "cancelled"
     assert job.read_json("result.json")["status"] == "stopped"
     assert "100 steps on 1 rank" in shell(*command)
-    assert job.read_json("status.json")["generation"] == 2
+    assert job.read_json("status.json")["launch"] == 2
     [resumed] = job.events("resume")
     assert resumed["step"] > 0
 

@@ -55,8 +55,8 @@ def test_what_is_not_there_is_none_and_a_nan_is_refused(rundir: RunDir) -> None:
 
 
 def test_presences_of_nodes_come_back_with_their_seconds(rundir: RunDir) -> None:
-    here = NodePresence(node_id=0, generation=1, started_at=100.0)
-    gone = NodePresence(node_id=1, generation=1, started_at=100.0, ended_at=130.0, exit_codes=(0, -9))
+    here = NodePresence(node_id=0, launch=1, started_at=100.0)
+    gone = NodePresence(node_id=1, launch=1, started_at=100.0, ended_at=130.0, exit_codes=(0, -9))
     rundir.write_node(here)
     rundir.write_node(gone)
     assert rundir.nodes() == [here, gone]

@@ -34,7 +34,7 @@ def test_a_failure_while_another_nodes_end_is_being_written_is_not_lost(cluster,
     nodes = cluster.run_dir("late") / "nodes"
     script = f"""
     def being_written():
-        for path in Path({str(nodes)!r}).glob("g0001-n001.json.*.tmp"):
+        for path in Path({str(nodes)!r}).glob("l0001-n001-s001.json.*.tmp"):
             try:
                 if '"ended_at": null' not in path.read_text() and path.read_text():
                     return True

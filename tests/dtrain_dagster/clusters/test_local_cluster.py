@@ -69,15 +69,15 @@ def test_each_node_is_a_process_group_with_torchruns_variables_and_its_own_log(c
             "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
-            "DTRAIN_GENERATION": "1",
             "PYTHONUNBUFFERED": "1",
             "MY_SETTING": "7",
         }
         assert expected.items() <= seen["env"].items()
         assert int(seen["env"]["OMP_NUM_THREADS"]) >= 1
+        assert not {"DTRAIN_LAUNCH", "DTRAIN_STAY"} & set(seen["env"])  # this command cannot regroup
     for node in range(3):
         said = cluster.manager.job_logs("who", node_id=node).splitlines()
-        assert said[0].startswith("--- generation 1")
+        assert said[0].startswith("--- launch 1")
         assert sorted(said[1:]) == [f"rank {2 * node} was here", f"rank {2 * node + 1} was here"]
 
 
@@ -254,17 +254,17 @@ def test_racing_submissions_start_a_job_once(cluster):
     assert (cluster.folder / "starts").read_text() == "x"
 
 
-def test_a_failed_job_starts_again_as_the_next_generation(cluster):
+def test_a_failed_job_starts_again_as_the_next_launch(cluster):
     script = """
-    generation = os.environ["DTRAIN_GENERATION"]
-    print("life", generation)
-    sys.exit(0 if generation == "4" else 1)
+    launch = os.environ["DTRAIN_LAUNCH"]
+    print("life", launch)
+    sys.exit(0 if launch == "4" else 1)
     """
-    for generation in (1, 2, 3):
-        cluster.submit("again", script)
+    for launch in (1, 2, 3):
+        cluster.submit("again", script, elastic=True)
         assert cluster.wait("again").state is JobState.FAILED
-        assert cluster.status_file("again")["generation"] == generation
-    cluster.submit("again", script)  # at once, while the last supervisor may still be on its way out
+        assert cluster.status_file("again")["launch"] == launch
+    cluster.submit("again", script, elastic=True)  # at once, while the last supervisor may still be on its way out
     assert cluster.wait("again").state is JobState.SUCCEEDED
     said = cluster.manager.job_logs("again", node_id=1)
     assert [line for line in said.splitlines() if line.startswith("life")] == [f"life {n}" for n in (1, 2, 3, 4)]
@@ -395,7 +395,7 @@ def test_health_says_which_node_works_on_what_and_which_left(cluster):
     assert [node.message for node in manager.monitor_health().nodes] == ["ready"] * 3
     script = "(OUT / f'up-{RANK}').touch()\nsys.exit(5) if RANK == 1 else time.sleep(300)"
     cluster.submit("work", script, env={"DTRAIN_PEER_GRACE_SECONDS": "60"})
-    path = cluster.run_dir("work") / "nodes" / "g0001-n001.json"
+    path = cluster.run_dir("work") / "nodes" / "l0001-n001-s001.json"
     while not (path.exists() and json.loads(path.read_text())["ended_at"]):
         cluster.wait_for_file("up-1")
     health = manager.monitor_health()

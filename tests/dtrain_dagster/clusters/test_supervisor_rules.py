@@ -23,7 +23,7 @@ from dtrain_dagster.clusters.supervisor import (
 )
 from trainer.rundir import NodePresence
 
-LAUNCH = {"node_count": 3, "processes_per_node": 2, "threads_per_rank": None, "env": {}, "generation": 4}
+LAUNCH = {"node_count": 3, "processes_per_node": 2, "threads_per_rank": None, "env": {}, "launch": 4, "elastic": False}
 
 
 def test_of_failures_at_one_moment_the_likeliest_cause_is_blamed():
@@ -90,11 +90,11 @@ def test_a_taken_port_is_refused_and_a_free_one_found():
 
 
 def test_health_of_a_node_follows_from_its_presence():
-    node = NodePresence(node_id=1, generation=1, started_at=100.0, last_seen_at=110.0)
+    node = NodePresence(node_id=1, launch=1, started_at=100.0, last_seen_at=110.0)
     assert node_health("j", node, 110.0 + STALE_SECONDS).healthy
     silent = node_health("j", node, 111.0 + STALE_SECONDS)
     assert (silent.healthy, silent.message) == (False, "silent for 11 s in j")
-    left = NodePresence(node_id=1, generation=1, started_at=100.0, ended_at=120.0, exit_codes=(0, 0))
+    left = NodePresence(node_id=1, launch=1, started_at=100.0, ended_at=120.0, exit_codes=(0, 0))
     assert node_health("j", left, 500.0).healthy
 
 
