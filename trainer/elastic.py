@@ -59,7 +59,8 @@ class Elastic:
         its world. Returns before the group is formed: the first collective waits for it."""
         old = self.generation
         if old is not None:
-            self.peers.tell({"regroup": old.number, "reason": what.get("reason", "")})
+            told = {"reason": what.get("reason", ""), "communication": what.get("communication", False)}
+            self.peers.tell({"regroup": old.number, **told})
         if self.world is not None:
             self.world.leave()
             self.world = None
@@ -141,7 +142,8 @@ class Elastic:
                 return world.group.fail(f"{seat.member} is {view[seat.member]}")
         for message in messages:
             if message.get("regroup") == generation.number:
-                return world.group.fail(f"{message['from']}: {message.get('reason') or 'asks for a new generation'}")
+                reason = message.get("reason") or "asks for a new generation"
+                return world.group.fail(f"told by {message['from']}: {reason}", bool(message.get("communication")))
 
     def _look_for_newcomers(self) -> None:
         while not self._closed.wait(NEWCOMER_SECONDS):

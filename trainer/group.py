@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -27,11 +28,14 @@ _ABANDONED: list[Any] = []
 
 
 class GroupError(RuntimeError):
-    """A collective failed or was interrupted; the group is of no use any more. ``detail`` says what was going on."""
+    """A collective failed or was interrupted; the group is of no use any more. ``detail`` says what was going on.
 
-    def __init__(self, message: str, detail: dict[str, Any] | None = None) -> None:
+    ``communication``: is that what failed? Else somebody called the group off, for a reason of another kind.
+    """
+
+    def __init__(self, message: str, detail: dict[str, Any] | None = None, communication: bool = True) -> None:
         super().__init__(message)
-        self.detail = detail or {}
+        self.detail, self.communication = detail or {}, communication
 
 
 class Transport(Protocol):
@@ -75,10 +79,11 @@ class Group:
         """The same, waited for."""
         return self.submit(what, action).result()
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, communication: bool = True) -> None:
         """From any thread: whoever waits, or will wait, gets a `GroupError`."""
         what, since = self.doing
-        self._fail(GroupError(message, {"operation": what, "waited_seconds": round(time.monotonic() - since, 3)}))
+        detail = {"operation": what, "waited_seconds": round(time.monotonic() - since, 3)}
+        self._fail(GroupError(message, detail, communication))
 
     def close(self) -> None:
         """Leave. After a failure the thread may be stuck; it is left behind, with what it holds."""
@@ -128,8 +133,15 @@ class Group:
     def _broken(self, error: Exception) -> None:
         what, since = self.doing
         waited = round(time.monotonic() - since, 3)
-        detail = {"operation": what, "waited_seconds": waited, "error": f"{type(error).__name__}: {error}"}
-        self._fail(GroupError(f"{what} failed after {waited:g} s: {error}", detail))
+        text = _in_short(error)
+        detail = {"operation": what, "waited_seconds": waited, "error": text}
+        self._fail(GroupError(f"{what} failed after {waited:g} s: {text}", detail))
+
+
+def _in_short(error: Exception) -> str:
+    """What gloo says, without the place in its source and its advice."""
+    text = re.sub(r"^\[\S+\] ", "", str(error).strip())
+    return f"{type(error).__name__}: {text.split(' This is typically')[0]}"
 
 
 class TorchTransport:

@@ -150,11 +150,7 @@ def isolated(candidates: Sequence[Candidate]) -> set[str]:
     bad = conflicts(candidates)
     if len(candidates) < 3:
         return set()
-    return {
-        item.member
-        for item in candidates
-        if sum(item.member in pair for pair in bad) == len(candidates) - 1
-    }
+    return {item.member for item in candidates if sum(item.member in pair for pair in bad) == len(candidates) - 1}
 
 
 def attempts(previous: Generation | None, candidates: Sequence[Candidate]) -> int:
@@ -288,6 +284,7 @@ class Membership:
             newest = self.newest()
             if newest and newest.number > mine.was_in and newest.rank_of(mine.member) is not None:
                 return newest
+            ended()
             if newest and mine.was_in and newest.number > mine.was_in:
                 mine = replace(mine, was_in=0, step=0, progress=0, reason="")  # fenced out
             number = newest.number + 1 if newest else 1
@@ -306,7 +303,6 @@ class Membership:
                     continue
             else:
                 settled_at = None
-            ended()
             time.sleep(self.poll_seconds)
 
     def _settled(

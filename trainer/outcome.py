@@ -73,27 +73,22 @@ def run_job(job: JobConfig) -> int:
         if code != LOST or launch is None:
             # Before the group is left: peers fail of that, later, and what failed first is the cause.
             write_result(trainer.rundir, result, launch)
-    elif code == EVICTED and trainer_is_first(trainer):
+    elif result.pop("everybody", False) and trainer.world.rank == 0:
         write_result(trainer.rundir, result, launch)
     trainer.close(tracking_seconds=60.0 if code == DONE else 5.0)
     return code
 
 
-def trainer_is_first(trainer: DistributedTrainer) -> bool:
-    """Is this the rank that speaks for all?"""
-    return hasattr(trainer, "world") and trainer.world.rank == 0
-
-
 def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
-    """(exit code, result). The result of one that is evicted while others go on is nobody's result."""
+    """(exit code, result). ``everybody``: all ranks have ended together, so this is how the job ended."""
     import torch
 
     try:
         trainer.initialize_distributed()
         trainer.setup()
         return DONE, trainer.train()
-    except Stopped:
-        return EVICTED, {"status": "stopped", "steps": trainer.progress.step}
+    except Stopped as stopped:
+        return EVICTED, {"status": "stopped", "steps": trainer.progress.step, "everybody": stopped.everybody}
     except JobOver as over:
         codes = {"succeeded": DONE, "stopped": EVICTED}
         return codes.get(over.result["status"], FAILED), {"status": over.result["status"]}

@@ -157,7 +157,7 @@ class DistributedTrainer:
                 self._record(error)
                 if self.elastic is None:
                     raise
-                self._until_formed(lambda reason=str(error): self._regroup(reason, communication=True))
+                self._until_formed(lambda error=error: self._regroup(str(error), error.communication))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -268,8 +268,7 @@ class DistributedTrainer:
                 return attempt()
             except GroupError as error:
                 self._record(error)
-                reason = str(error)
-                attempt = lambda reason=reason: self._regroup(reason, communication=True)  # noqa: E731
+                attempt = lambda error=error: self._regroup(str(error), error.communication)  # noqa: E731
 
     def _regroup(self, reason: str, communication: bool = False) -> None:
         """Agree on who is in, take over the state of the furthest, and be ready for the next step."""
@@ -293,7 +292,9 @@ class DistributedTrainer:
             self.step.limit(Fit(generation.chunk, generation.activation_checkpointing))
         self._report_as_this_rank()
         seats = generation.members
-        equal = all(seat.was_in and (seat.step, seat.progress) == (generation.step, seats[0].progress) for seat in seats)
+        equal = all(
+            seat.was_in and (seat.step, seat.progress) == (generation.step, seats[0].progress) for seat in seats
+        )
         if not generation.has_state:
             self._enter(source=0, from_checkpoint=self.config.resume)
         else:
@@ -362,7 +363,7 @@ class DistributedTrainer:
 
     def _record(self, error: GroupError) -> None:
         """A detailed record of what failed, as this rank saw it (D3)."""
-        if self.reporter is None:
+        if self.reporter is None or not error.communication:
             return
         peers = self.elastic.describe_peers() if self.elastic else {}
         generation = self.elastic.generation if self.elastic else None
@@ -387,7 +388,7 @@ class DistributedTrainer:
                            activation_checkpointing=fit.activation_checkpointing)  # fmt: skip
         if self.elastic is not None and self.world.group is not None:
             reason = f"out of memory on rank {self.world.rank}"
-            self.world.group.fail(reason)
+            self.world.group.fail(reason, communication=False)
             self._until_formed(lambda: self._regroup(reason))
 
     def _votes(self) -> Votes:
@@ -447,9 +448,7 @@ class DistributedTrainer:
         began = time.monotonic()
         self.faults.reach("evaluate", self.progress.step)
         self._settle_buffers()
-        result = evaluate(
-            self.state.module, self.criterion, self.shards, "valid", self.world, EVAL_BATCH, self.device
-        )
+        result = evaluate(self.state.module, self.criterion, self.shards, "valid", self.world, EVAL_BATCH, self.device)
         if self.world.rank == 0 and self.reporter:
             self.reporter.emit(
                 "evaluation", step=self.progress.step, split="valid", loss=result.loss, metrics=result.metrics,
@@ -503,9 +502,7 @@ class DistributedTrainer:
             odd = [rank for rank, value in enumerate(digests) if value != digests[0]]
             if odd:
                 raise RuntimeError(f"the final weights of ranks {odd} differ from rank 0's: they must not be used")
-            report = final_report(
-                module, self.criterion, self.shards, self.world, self.device, self.rundir, EVAL_BATCH
-            )
+            report = final_report(module, self.criterion, self.shards, self.world, self.device, self.rundir, EVAL_BATCH)
             if self.world.rank == 0:
                 self._write_model(digests[0])
         except GroupError:

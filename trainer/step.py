@@ -179,9 +179,7 @@ class Step:
         self.scaler.update()
         return result
 
-    def _agree(
-        self, batch: Batch, votes: Votes, broken: bool, loss_sum: float, grad_norm: float
-    ) -> StepResult | None:
+    def _agree(self, batch: Batch, votes: Votes, broken: bool, loss_sum: float, grad_norm: float) -> StepResult | None:
         """The one small all-reduce with which a step is committed; None if any rank's numbers are broken."""
         mine = [broken, votes.leaving, votes.regroup, votes.cut_off, batch.local_samples, batch.digest]
         total = self.world.sum(torch.tensor([int(value) for value in mine], dtype=torch.int64)).tolist()

@@ -198,8 +198,10 @@ def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | Non
     if facts.world_size == 1:
         return World(facts, device, backend)
     if config.tls is not None:
-        raise ConfigError("training.tls needs ranks that find each other through the run directory: start the job on a "
-                          "cluster (DTRAIN_LAUNCH in the environment), not with a fixed MASTER_ADDR")
+        raise ConfigError(
+            "training.tls needs ranks that find each other through the run directory: start the job on a "
+            "cluster (DTRAIN_LAUNCH in the environment), not with a fixed MASTER_ADDR"
+        )
     _stay_on_loopback(facts.master_addr)
     listener = None
     under_torchrun = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # whose agent holds the store
@@ -287,8 +289,10 @@ def own_host(environment: Mapping[str, str], facts: RankFacts) -> str:
         try:
             probe.connect((facts.master_addr, 9))
         except OSError as error:
-            raise ConfigError(f"MASTER_ADDR={facts.master_addr!r} is no address that this host knows: {error}; set "
-                              "DTRAIN_HOST to this host's own address") from error
+            raise ConfigError(
+                f"MASTER_ADDR={facts.master_addr!r} is no address that this host knows: {error}; set "
+                "DTRAIN_HOST to this host's own address"
+            ) from error
         return probe.getsockname()[0]
 
 
