@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Evaluation", "Gate", "Predictions", "evaluate", "final_report", "gate", "suspect_leak"]
 
+EVAL_BATCH = 1024
 _FIELDS = 6  # row, target, loss, mu, sigma, nu
 
 

@@ -241,7 +241,7 @@ def _group(store: dist.Store, rank: int, size: int, gpu: torch.device | None, ti
 
 
 def _gloo_options(timeout: float) -> Any:
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs leave it out
     options._timeout = timedelta(seconds=timeout)
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     device = (

@@ -11,6 +11,7 @@ does the reading, writing and waiting.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -96,6 +97,12 @@ class Generation:
     def has_state(self) -> bool:
         """Does anybody bring a state? If not, all start from the latest checkpoint."""
         return any(seat.was_in for seat in self.members)
+
+    @property
+    def all_equal(self) -> bool:
+        """Do all have the same state already?"""
+        first = _position(self.members[0])
+        return all(seat.was_in and _position(seat) == first for seat in self.members)
 
     @property
     def chunk(self) -> int | None:
@@ -341,10 +348,8 @@ class Membership:
         if generation is None:
             return
         text = json.dumps(asdict(replace(generation, formed_at=time.time())), indent=1).encode()
-        try:
+        with contextlib.suppress(FileExistsError):  # somebody else was first; theirs counts
             self.storage.create(f"{MEMBERSHIP}/g{generation.number:06d}.json", text)
-        except FileExistsError:
-            pass  # somebody else was first; theirs counts
 
 
 def read_generation(storage: Storage, name: str) -> Generation:

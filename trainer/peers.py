@@ -68,7 +68,7 @@ class Peers:
 
     def follow(self, addresses: Mapping[str, Address]) -> None:
         """Watch exactly these members from now on (oneself left out)."""
-        wanted = {member: tuple(address) for member, address in addresses.items() if member != self.me}
+        wanted = {member: address for member, address in addresses.items() if member != self.me}
         with self._lock:
             for member in set(self._peers) - set(wanted):
                 self._cancel(self._peers.pop(member))
@@ -149,7 +149,7 @@ class Peers:
             writer.write(answer)
             while await reader.readline():
                 writer.write(answer)
-        except (OSError, ValueError, asyncio.TimeoutError, asyncio.CancelledError):
+        except (TimeoutError, OSError, ValueError, asyncio.CancelledError):
             pass
         finally:
             self._followers.discard(writer)
@@ -163,7 +163,7 @@ class Peers:
                 await self._converse(member, peer)
             except ConnectionRefusedError:
                 self._set(member, peer, "gone")
-            except (OSError, ValueError, asyncio.TimeoutError):
+            except (TimeoutError, OSError, ValueError):
                 if peer.view == "unknown":
                     self._set(member, peer, "silent")
             await asyncio.sleep(RETRY_SECONDS if peer.heard_at == heard_at else 0)

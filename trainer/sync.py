@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.faults import Faults
-from trainer.group import GroupError, TorchTransport
+from trainer.group import GroupError, TorchTransport, Transport
 from trainer.world import World
 
 
@@ -58,35 +59,38 @@ class GradientSynchronizer:
         self.faults.reach("all_reduce", self.step)
         parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
         used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int64)
-        group.run("which gradients there are", lambda transport: transport.sum(used))
+        group.run("which gradients there are", partial(_sum, used))
         known = [parameter for parameter, count in zip(parameters, used.tolist(), strict=True) if count]
         for bucket, part in enumerate(_parts(known)):
             grads = [torch.zeros_like(item) if item.grad is None else item.grad for item in part]
             flat = torch.cat([grad.reshape(-1) for grad in grads])
-            what = _bucket_name(bucket, flat)
-            group.run(what, lambda transport, flat=flat: transport.sum(flat))
+            group.run(_bucket_name(bucket, flat), partial(_sum, flat))
             at = 0
             for item, grad in zip(part, grads, strict=True):
                 item.grad = grad.copy_(flat[at : at + grad.numel()].view_as(grad))
                 at += grad.numel()
 
-    def _hook(self, _, bucket):  # type: ignore[no-untyped-def]  # DDP wants real classes here, or nothing
+    def _hook(self, _, bucket):  # no annotations: DDP wants real classes there, or nothing
         """Called by DDP on the thread of autograd, once per bucket, in the same order on all ranks."""
         if bucket.index() == 0:
             self.faults.reach("all_reduce", self.step)
         buffer = bucket.buffer()
         devices = [buffer.device] if buffer.device.type == "cuda" else None
-        result: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        result: Any = torch.futures.Future(devices=devices)
 
         def done(future: Future[None]) -> None:
             error = future.exception()
             # DDP reports the exception as something that is no tensor; the step asks the group for the real one.
-            result.set_result(buffer) if error is None else result.set_exception(RuntimeError(str(error)))
+            result.set_result(buffer) if error is None else result.set_exception(error)
 
         assert self.world.group is not None
         what = _bucket_name(bucket.index(), buffer)
-        self.world.group.submit(what, lambda transport: transport.sum(buffer)).add_done_callback(done)
+        self.world.group.submit(what, partial(_sum, buffer)).add_done_callback(done)
         return result
+
+
+def _sum(tensor: Tensor, transport: Transport) -> None:
+    transport.sum(tensor)
 
 
 def _ddp_group(transport: Any) -> Any:
