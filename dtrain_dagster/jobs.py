@@ -156,6 +156,8 @@ class Progress:
     nodes_alive: int = 0
     node_seconds: float = 0.0
     """Paid seconds so far, over all nodes."""
+    news: tuple[str, ...] = ()
+    """What has happened since the last look that a person should know: nodes lost and found, saves that failed."""
 
 
 def advance(progress: Progress, events: Sequence[dict[str, Any]]) -> Progress:
@@ -178,6 +180,36 @@ def advance(progress: Progress, events: Sequence[dict[str, Any]]) -> Progress:
     return progress
 
 
+def news(events: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """One sentence for each event that is out of the ordinary. Pure."""
+    found = []
+    for item in events:
+        kind = item["kind"]
+        if kind == "membership" and item["generation"] > 1:
+            change = [f"lost node(s) {_listed(item['lost'])}"] if item["lost"] else []
+            change += [f"took in node(s) {_listed(item['joined'])}"] if item["joined"] else []
+            mode = ", in parameter-server mode" if item["topology"] == "star" else ""
+            found.append(
+                f"generation {item['generation']} at step {item['step']}: {' and '.join(change) or 'the same nodes'}; "
+                f"goes on with {item['world_size']} rank(s){mode} after {item['seconds']:.2f} s ({item['reason']})"
+            )
+        elif kind == "out_of_memory":
+            more = " and activation checkpointing" if item["activation_checkpointing"] else ""
+            found.append(f"out of memory at step {item['step']}: goes on with {item['samples']} samples at once{more}")
+        elif kind == "checkpoint_failed":
+            end = "given up; training goes on" if item["gives_up"] else "will be tried again"
+            found.append(f"the checkpoint of step {item['step']} could not be saved ({item['message']}): {end}")
+        elif kind == "resume":
+            found.append(f"resumed from {item['path']} at step {item['step']}")
+        elif kind == "error" and not item["fatal"]:
+            found.append(item["message"])
+    return tuple(dict.fromkeys(found))
+
+
+def _listed(nodes: Sequence[int]) -> str:
+    return ", ".join(map(str, nodes))
+
+
 def _after_phase(progress: Progress, item: dict[str, Any]) -> Progress:
     """A phase event says what has just been *done*; what that means for a person who waits."""
     doing = {"data": "loading the model", "startup": "starting", "finalise": "judged and written"}
@@ -198,7 +230,8 @@ def follow_job(
     progress = Progress()
     while True:
         status = manager.job_status(job_id)  # asked first, so that the final round reads all events
-        progress = advance(progress, rundir.follow(seen))
+        events = rundir.follow(seen)
+        progress = replace(advance(progress, events), news=news(events))
         paid = sum(node.seconds(now()) for node in rundir.nodes())
         progress = replace(progress, nodes_alive=status.nodes_alive, node_seconds=paid)
         yield status, progress

@@ -64,7 +64,9 @@ def read_probe(events: Sequence[dict[str, Any]], nodes: Sequence[NodePresence]) 
     events = [item for item in events if item["time"] >= begin]  # their generations count regroups, not launches
     steps = [item for item in events if item["kind"] == "step"]
     evaluations = [item["seconds"] for item in events if item["kind"] == "evaluation" and item["split"] == "valid"]
-    checkpoints = [item["seconds"] for item in events if item["kind"] == "checkpoint"]
+    checkpoints = [
+        item["stall_seconds"] for item in events if item["kind"] == "checkpoint"
+    ]  # the rest is in the background
     end = max(node.ended_at or node.started_at for node in nodes)
     step_seconds = tuple(item["step_seconds"] for item in steps)
     first_step = steps[0]["time"] - step_seconds[0] * LOG_EVERY

@@ -301,6 +301,7 @@ class DistributedTrainer:
                 "evaluation", step=self.progress.step, split="valid", loss=result.loss, metrics=result.metrics,
                 seconds=time.monotonic() - began,
             )  # fmt: skip
+        self.phase("evaluation")
         progress = self.progress
         progress.evaluated_step = progress.step
         if result.loss < progress.best_loss:
@@ -312,7 +313,6 @@ class DistributedTrainer:
             progress.evaluations_without_improvement += 1
             patience = self.config.early_stopping_patience
             progress.early_stopped = patience is not None and progress.evaluations_without_improvement >= patience
-        self.phase("evaluation")
 
     def settle_buffers(self) -> None:
         """Running statistics are each rank's own while it trains; rank 0's count."""

@@ -2,7 +2,9 @@
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import dagster as dg
@@ -24,6 +26,7 @@ from dtrain_dagster.jobs import (
 from dtrain_dagster.monitoring import charts
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from trainer.config import JobConfig, TrackingConfig, parse_job
+from trainer.membership import Generation, generations
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
 OBSERVE_EVERY_SECONDS = 5.0
@@ -64,6 +67,13 @@ class FinishedJob:
             asset="trained_checkpoint",
             blocking=True,
             description="The final weights of all ranks have one sha256 (R2.5).",
+        ),
+        dg.AssetCheckSpec(
+            "every_sample_used_once",
+            asset="trained_checkpoint",
+            blocking=True,
+            description="Each sample of the training split was used exactly once per epoch, whatever nodes were lost "
+            "(R2.2, R2.4): the trainer's records of what it consumed equal those of the dataset's own count.",
         ),
         dg.AssetCheckSpec(
             "no_baseline_is_better",
@@ -108,7 +118,7 @@ def trained_checkpoint(
         value=finished,
         data_version=dg.DataVersion(result["weights_sha256"]),
         metadata=_metadata(rundir, result, evaluation, plan),
-        check_results=[_weights_check(result), _baselines_check(evaluation)],
+        check_results=[_weights_check(result), _samples_check(result, plan), _baselines_check(evaluation)],
     )
 
 
@@ -134,6 +144,8 @@ def _watch(
         if progress.phase != phase:
             phase = progress.phase
             context.log.info(f"{job_id}: {phase}")
+        for sentence in progress.news:
+            context.log.warning(f"{job_id}: {sentence}")
         if time.monotonic() - observed_at >= OBSERVE_EVERY_SECONDS and progress.step:
             observed_at = time.monotonic()
             metadata = progress_metadata(progress, plan)
@@ -192,6 +204,9 @@ def _metadata(rundir: RunDir, result: dict[str, Any], evaluation: dict[str, Any]
         "dataset_id": plan.job["dataset"]["dataset_id"],
         "curves": _picture(charts.training_curves(steps, evaluations), "Training curves"),
     }
+    history = generations(rundir.storage)
+    metadata["generations"] = len(history)
+    metadata["membership"] = dg.MarkdownMetadataValue(membership_table(history))
     metadata |= {f"test_{name}": _rounded(value) for name, value in model.items() if isinstance(value, float)}
     if model.get("nll") is not None:
         metadata["skill"] = _picture(charts.skill_chart(model, evaluation["baselines"]), "Skill against the baselines")
@@ -200,11 +215,37 @@ def _metadata(rundir: RunDir, result: dict[str, Any], evaluation: dict[str, Any]
     return metadata
 
 
+def membership_table(history: Sequence[Generation]) -> str:
+    """Who trained when, as a Markdown table: one row per generation."""
+    rows = ["| generation | at | from step | nodes | mode | why |", "|---|---|---|---|---|---|"]
+    for item in history:
+        at = datetime.fromtimestamp(item.formed_at, UTC).strftime("%H:%M:%S")
+        nodes = ", ".join(str(seat.node) for seat in item.members)
+        mode = "parameter server" if item.topology == "star" else "all-reduce"
+        rows.append(f"| {item.number} | {at} UTC | {item.step} | {nodes} | {mode} | {item.reason} |")
+    return "\n".join(rows)
+
+
 def _weights_check(result: dict[str, Any]) -> dg.AssetCheckResult:
     return dg.AssetCheckResult(
         check_name="weights_equal_on_all_ranks",
         passed=bool(result["weights_equal_on_ranks"]),
         metadata={"sha256": result["weights_sha256"], "ranks": result["world_size"]},
+    )
+
+
+def _samples_check(result: dict[str, Any], plan: TrainingPlan) -> dg.AssetCheckResult:
+    """The dataset's manifest says how many samples there are; the trainer's records must add up to just these."""
+    from trainer.consumed import unproven  # numpy, which the code location does not need to load
+    from trainer.storage import Storage
+
+    manifest = json.loads(Storage(plan.job["dataset"]["uri"]).read("manifest.json"))
+    count, epochs = manifest["samples"]["train"], result["consumed"]
+    wrong = unproven(epochs, count, whole_epochs=int(result["epochs"]))
+    return dg.AssetCheckResult(
+        check_name="every_sample_used_once",
+        passed=not wrong,
+        metadata={"samples": count, "epochs": len(epochs), "wrong": wrong},
     )
 
 

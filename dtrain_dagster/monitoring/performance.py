@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-PHASES = ("startup", "data", "training", "evaluation", "checkpoint", "finalise")
+PHASES = ("startup", "data", "training", "evaluation", "checkpoint", "regroup", "finalise")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
