@@ -94,6 +94,7 @@ def _show_lines(console: Console, looks: Iterator[tuple[JobStatus, Progress]], t
     shown_at, phase = 0.0, ""
     while True:
         status, progress = next(looks)
+        _print_news(console, progress)
         now = time.monotonic()
         if progress.phase != phase or now - shown_at >= LINE_EVERY_SECONDS or status.state.is_final:
             phase, shown_at = progress.phase, now
@@ -111,9 +112,15 @@ def _show_in_place(console: Console, looks: Iterator[tuple[JobStatus, Progress]]
         task = bar.add_task("waiting for nodes", total=total_steps)
         while True:
             status, progress = next(looks)
+            _print_news(bar.console, progress)
             bar.update(task, completed=progress.step, description=progress_line(progress, total_steps))
             if status.state.is_final:
                 return status
+
+
+def _print_news(console: Console, progress: Progress) -> None:
+    for sentence in progress.news:
+        console.print(f"! {sentence}", style="yellow", soft_wrap=True, highlight=False, markup=False)
 
 
 def progress_line(progress: Progress, total_steps: int | None) -> str:
