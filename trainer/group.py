@@ -217,18 +217,22 @@ class StarTransport:
 
 
 def make_torch_transport(
-    store: dist.Store, rank: int, size: int, gpu: torch.device | None, timeout: float, patience: float
-) -> TorchTransport:
-    """A group over a store that no other group uses. ``patience``: the timeout of barriers, in seconds."""
-    data, ddp = (_group(dist.PrefixStore(name, store), rank, size, gpu, timeout) for name in ("data", "ddp"))
-    patient = _group(dist.PrefixStore("patient", store), rank, size, None, patience)
+    store: dist.Store, rank: int, size: int, gpu: torch.device | None, timeout: float, patience: float,
+    host: str | None = None,
+) -> TorchTransport:  # fmt: skip
+    """A group over a store that no other group uses. ``patience``: the timeout of barriers, in seconds. ``host``: the
+    address of this host that gloo uses; GLOO_SOCKET_IFNAME in the environment comes first."""
+    data, ddp = (_group(dist.PrefixStore(name, store), rank, size, gpu, timeout, host) for name in ("data", "ddp"))
+    patient = _group(dist.PrefixStore("patient", store), rank, size, None, patience, host)
     return TorchTransport(data, patient, ddp, gpu)
 
 
-def _group(store: dist.Store, rank: int, size: int, gpu: torch.device | None, timeout: float) -> Any:
+def _group(
+    store: dist.Store, rank: int, size: int, gpu: torch.device | None, timeout: float, host: str | None
+) -> Any:  # fmt: skip
     kind = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(store, rank, size)
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, _gloo_options(timeout))
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, _gloo_options(timeout, host))
     group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
     group._set_default_backend(kind.GLOO)
     if gpu is not None:
@@ -240,15 +244,16 @@ def _group(store: dist.Store, rank: int, size: int, gpu: torch.device | None, ti
     return group
 
 
-def _gloo_options(timeout: float) -> Any:
+def _gloo_options(timeout: float, host: str | None) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs leave it out
     options._timeout = timedelta(seconds=timeout)
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    device = (
-        dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
-        if interface
-        else dist.ProcessGroupGloo.create_default_device()
-    )
+    if interface:
+        device = dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+    elif host:
+        device = dist.ProcessGroupGloo.create_device(hostname=host)
+    else:
+        device = dist.ProcessGroupGloo.create_default_device()
     options._devices, options._threads = [device], 1
     return options
 

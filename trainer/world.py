@@ -257,7 +257,6 @@ def form(
         listener.close()
     if size > 1:
         address = (first.host, first.store_port)
-        _stay_on_loopback(first.host)
         name = f"{token}/g{generation.number}"
 
         def open_transport() -> Transport:
@@ -272,7 +271,7 @@ def form(
             gpu = device if backend == "nccl" else None
             return make_torch_transport(
                 dist.PrefixStore(name, store), rank, size, gpu,
-                config.collective_timeout_seconds, config.solo_timeout_seconds,
+                config.collective_timeout_seconds, config.solo_timeout_seconds, generation.members[rank].host,
             )  # fmt: skip
 
         group = Group(rank, size, open_transport)
