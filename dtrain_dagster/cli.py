@@ -319,6 +319,8 @@ def _manager(settings: Settings, processes_per_node: int | None = None) -> Local
         gpu_type=settings.gpu_type,
         processes_per_node=processes_per_node or settings.processes_per_node,
         threads_per_rank=settings.threads_per_rank,
+        max_replacements=settings.max_replacements,
+        replacement_delay_seconds=settings.replacement_delay_seconds,
     )
 
 

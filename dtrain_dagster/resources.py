@@ -57,6 +57,8 @@ class GPUClusterResource(dg.ConfigurableResource):
     node_count: int
     processes_per_node: int
     threads_per_rank: int | None
+    max_replacements: int
+    replacement_delay_seconds: float
     gpu_type: str
     tier: str
 
@@ -74,6 +76,8 @@ class GPUClusterResource(dg.ConfigurableResource):
             gpu_type=self.gpu_type,
             processes_per_node=self.processes_per_node,
             threads_per_rank=self.threads_per_rank,
+            max_replacements=self.max_replacements,
+            replacement_delay_seconds=self.replacement_delay_seconds,
         )
 
 
@@ -94,6 +98,8 @@ def build_resources(settings: Settings) -> dict[str, dg.ConfigurableResource]:
             node_count=settings.nodes,
             processes_per_node=settings.processes_per_node,
             threads_per_rank=settings.threads_per_rank,
+            max_replacements=settings.max_replacements,
+            replacement_delay_seconds=settings.replacement_delay_seconds,
             gpu_type=settings.gpu_type,
             tier=settings.tier,
         ),

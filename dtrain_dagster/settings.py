@@ -34,6 +34,10 @@ class Settings(BaseSettings):
         default=1, ge=1, le=16, description="Ranks per node, one per GPU where there are any"
     )
     threads_per_rank: int | None = Field(default=None, ge=1, description="CPU threads per rank; unset: cores / ranks")
+    max_replacements: int = Field(default=6, ge=0, description="Lost nodes that are replaced while a job runs (R2.3)")
+    replacement_delay_seconds: float = Field(
+        default=1.0, ge=0, lt=float("inf"), description="How long a node is gone before another takes its place"
+    )
     gpu_type: str = Field(default="Standard_NC6s_v3", description="SKU; on the local cluster its price stands in")
     tier: Literal["dedicated", "low_priority"] = Field(default="dedicated", description="Tier whose price is used")
 

@@ -80,3 +80,20 @@ def _read(descriptor: int) -> tuple[bytes, bool]:
                 return data, True
             data += part
     return data, False
+
+
+def last_lines(path: Path, lines: int) -> str:
+    """The last lines of a log, read from its end; "" if there is none."""
+    block, data = 8192, b""
+    try:
+        with open(path, "rb") as file:
+            position = file.seek(0, os.SEEK_END)
+            while position > 0 and data.count(b"\n") <= lines:
+                step = min(block, position)
+                position -= step
+                file.seek(position)
+                data = file.read(step) + data
+                block *= 2
+    except FileNotFoundError:
+        return ""
+    return "\n".join(data.decode(errors="replace").splitlines()[-lines:]) if lines > 0 else ""

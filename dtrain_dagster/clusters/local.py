@@ -13,11 +13,13 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import (
     ClusterConfig,
     ClusterError,
@@ -29,9 +31,11 @@ from dtrain_dagster.clusters.base import (
     NodeHealth,
     NodeUsage,
 )
+from dtrain_dagster.clusters.linelog import last_lines
 from dtrain_dagster.clusters.lock import acquire, is_held
-from dtrain_dagster.clusters.supervisor import HEARTBEAT_SECONDS, STOP_GRACE, last_lines
-from trainer.rundir import LAUNCH, LOGS, STATUS, NodePresence, RunDir
+from dtrain_dagster.clusters.processes import MARK, kill_all, marked
+from dtrain_dagster.clusters.supervisor import STOP_GRACE
+from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
 from trainer.storage import Storage
 
 RANKS_PER_CORE = 8
@@ -39,7 +43,8 @@ START_SECONDS = 30.0
 """How long a supervisor may take to say that it has the job."""
 FORCE_SECONDS = 15.0
 """How much longer than its grace a supervisor may take to end a job before it is killed itself."""
-STALE_SECONDS = 5 * HEARTBEAT_SECONDS
+SWEEP_SECONDS = 10.0
+"""How long processes may take to die whose supervisor and reaper were both killed."""
 POLL_SECONDS = 0.02
 
 CLUSTER = "cluster.json"
@@ -52,6 +57,7 @@ class LocalClusterManager(GPUClusterManager):
 
     Its state is ``<home>/clusters/<cluster_name>/cluster.json``, its jobs are ``<home>/storage/jobs/<job_id>``.
     ``gpu_type`` is the SKU whose price stands in; ``threads_per_rank`` sets OMP_NUM_THREADS (None: cores / ranks).
+    Of a job that regroups, ``max_replacements`` lost nodes are replaced, each after ``replacement_delay_seconds``.
     """
 
     def __init__(
@@ -61,9 +67,12 @@ class LocalClusterManager(GPUClusterManager):
         gpu_type: str = "Standard_NC6s_v3",
         processes_per_node: int = 1,
         threads_per_rank: int | None = None,
+        max_replacements: int = 6,
+        replacement_delay_seconds: float = 1.0,
     ) -> None:
         self.home, self.cluster_name, self.gpu_type = Path(home).absolute(), cluster_name, gpu_type
         self.processes_per_node, self.threads_per_rank = processes_per_node, threads_per_rank
+        self.max_replacements, self.replacement_delay_seconds = max_replacements, replacement_delay_seconds
         self.state = Storage(str(self.home / "clusters" / cluster_name))
         self.jobs_dir = self.home / "storage" / "jobs"
 
@@ -102,8 +111,8 @@ class LocalClusterManager(GPUClusterManager):
         running = [status.job_id for status in self.list_jobs() if not status.state.is_final]
         seen: dict[int, list[NodeHealth]] = {node_id: [] for node_id in range(config.node_count if config else 0)}
         for job_id in running:
-            for presence in _latest(self._rundir(job_id)):
-                seen.setdefault(presence.node_id, []).append(node_health(job_id, presence, time.time()))
+            for node in presences.latest(self._rundir(job_id).nodes()):
+                seen.setdefault(node.node_id, []).append(presences.health(job_id, node, time.time()))
         nodes = tuple(
             NodeHealth(
                 node_id=node_id,
@@ -154,7 +163,7 @@ class LocalClusterManager(GPUClusterManager):
     def _launch(self, spec: JobSpec, folder: Path, rundir: RunDir, lock: int) -> None:
         """Start a supervisor in a session of its own, hand it the lock, and wait until it says that it has the job."""
         rundir.storage.delete(STATUS)  # from here on, only the new supervisor says how the job stands
-        launch = {
+        launch: dict[str, Any] = {
             "job_id": spec.job_id,
             "command": list(spec.command),
             "node_count": spec.node_count,
@@ -164,6 +173,9 @@ class LocalClusterManager(GPUClusterManager):
             "master_port": spec.master_port,
             "elastic": spec.elastic,
             "launch": 1 + max((node.launch for node in rundir.nodes()), default=0),
+            "max_replacements": self.max_replacements,
+            "replacement_delay_seconds": self.replacement_delay_seconds,
+            "token": uuid.uuid4().hex,
             "sku": self.gpu_type,
             "cluster_name": self.cluster_name,
             "submitted_at": time.time(),
@@ -180,7 +192,7 @@ class LocalClusterManager(GPUClusterManager):
                 stderr=log,
                 start_new_session=True,
                 pass_fds=[lock],
-                env=with_package(os.environ),
+                env=with_package({**os.environ, MARK: launch["token"]}),
             )
         # Waited for in the background, so that its end leaves no zombie in a submitter that lives long.
         threading.Thread(target=process.wait, daemon=True).start()
@@ -192,7 +204,7 @@ class LocalClusterManager(GPUClusterManager):
                     f"of {log_path}:\n{last_lines(log_path, 12)}"
                 )
             if time.monotonic() > deadline:
-                process.kill()
+                _sweep(launch)
                 raise ClusterError(
                     f"the supervisor of job {spec.job_id!r} did not start in {START_SECONDS:.0f} s; see {log_path}"
                 )
@@ -208,7 +220,7 @@ class LocalClusterManager(GPUClusterManager):
             state, message = (JobState.QUEUED, "starting") if running else (JobState.FAILED, NEVER_STARTED)
             return JobStatus(job_id=job_id, state=state, message=message, started_at=launch.get("submitted_at"))
         state = JobState(status["state"])
-        alive = 0 if state.is_final else sum(node.ended_at is None for node in _latest(rundir))
+        alive = 0 if state.is_final else sum(node.ended_at is None for node in presences.latest(rundir.nodes()))
         return JobStatus(
             job_id=job_id,
             state=state,
@@ -275,16 +287,7 @@ class LocalClusterManager(GPUClusterManager):
         running = not self.job_status(job_id).state.is_final
         rundir = self._rundir(job_id)
         sku = (rundir.read_json(LAUNCH) or {}).get("sku", self.gpu_type)
-        now = time.time()
-        return [
-            NodeUsage(
-                node_id=node.node_id,
-                sku=sku,
-                started_at=node.started_at,
-                ended_at=now if running and node.ended_at is None else _end(node),
-            )
-            for node in rundir.nodes()
-        ]
+        return presences.usage(rundir.nodes(), sku, running, time.time())
 
     def _folder(self, spec: JobSpec) -> Path:
         storage = Storage(spec.run_dir)
@@ -326,17 +329,6 @@ def check_size(node_count: int, processes_per_node: int) -> None:
         )
 
 
-def node_health(job_id: str, node: NodePresence, now: float) -> NodeHealth:
-    """How a node of a running job is, from its presence. Pure."""
-    if node.ended_at is not None:
-        left = f"left {job_id} with exit codes {', '.join(map(str, node.exit_codes))}"
-        return NodeHealth(node_id=node.node_id, healthy=not any(node.exit_codes), message=left)
-    silent = now - (node.last_seen_at or node.started_at)
-    if silent > STALE_SECONDS:
-        return NodeHealth(node_id=node.node_id, healthy=False, message=f"silent for {silent:.0f} s in {job_id}")
-    return NodeHealth(node_id=node.node_id, healthy=True, message=f"works on {job_id}")
-
-
 def with_package(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment, in which Python finds this project even where it was not installed."""
     root = Path(__file__).parents[2]
@@ -365,19 +357,24 @@ def _settle(rundir: RunDir) -> dict[str, Any] | None:
     status = rundir.read_json(STATUS)
     if status is None or JobState(status["state"]).is_final:
         return status
-    left = _latest(rundir)
-    ended_at = max((_end(node) for node in left), default=status["started_at"])
+    _sweep(rundir.read_json(LAUNCH) or {})  # its reaper may have died with it
+    left = presences.latest(rundir.nodes())
+    ended_at = max(map(presences.end_of, left), default=status["started_at"])
     said = last_lines(rundir.storage.local_path(f"{LOGS}/{SUPERVISOR_LOG}"), 12)
     message = "the supervisor died, and its processes were ended with it" + (f"; it said:\n{said}" if said else "")
     status |= {"state": JobState.FAILED, "message": message, "ended_at": ended_at, "exit_code": 1}
     try:
-        for node in left:
-            if node.ended_at is None:
-                rundir.write_node(replace(node, ended_at=_end(node)))
+        presences.close(rundir)
         rundir.write_json(STATUS, status)
     except OSError as error:  # likely what the supervisor died of
         status["message"] += f"\n{rundir.uri} cannot be written ({error.strerror or error}): make room there"
     return status
+
+
+def _sweep(launch: Mapping[str, Any]) -> None:
+    """Kill what a launch has left on this machine."""
+    if token := launch.get("token"):
+        kill_all(lambda: marked(token), SWEEP_SECONDS)
 
 
 def _signal_supervisor(rundir: RunDir, number: signal.Signals) -> None:
@@ -386,15 +383,3 @@ def _signal_supervisor(rundir: RunDir, number: signal.Signals) -> None:
     if status and not JobState(status["state"]).is_final:
         with contextlib.suppress(ProcessLookupError):
             os.kill(status["pid"], number)
-
-
-def _latest(rundir: RunDir) -> list[NodePresence]:
-    """Of each node of the last launch, the last stay."""
-    nodes = rundir.nodes()
-    latest = max((node.launch for node in nodes), default=0)
-    return list({node.node_id: node for node in nodes if node.launch == latest}.values())
-
-
-def _end(node: NodePresence) -> float:
-    """When a node ended; for one whose supervisor died, when it was last seen."""
-    return node.ended_at or node.last_seen_at or node.started_at

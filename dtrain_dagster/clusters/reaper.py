@@ -1,33 +1,36 @@
-"""A second process that ends the nodes' process groups when the supervisor dies without having done so."""
+"""A process above the supervisor that ends whatever the supervisor leaves, however it died.
+
+Asking the kernel to kill a child with its parent (PR_SET_PDEATHSIG) reaches the processes that the supervisor started,
+but not what those started in turn: the trainer behind a shell script, a data loader's workers, a daemon in a session of
+its own. The reaper is the supervisor's parent and asks the kernel for the orphans among its descendants
+(PR_SET_CHILD_SUBREAPER), so none of them can get out of its sight. It holds the same lock as the supervisor, so the run
+directory is free only when nothing is left that could write into it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
-import time
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from dtrain_dagster.clusters.processes import descendants, group_alive, kill_all, marked, signal_group
 
 LIMIT_SECONDS = 10.0
-POLL_SECONDS = 0.02
+_PR_SET_CHILD_SUBREAPER = 36
+
+_libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Reaper:
-    """Watches its parent through a pipe: the pipe's end means that the parent is gone, however it died.
+    """The supervisor's line to its reaper: a pipe, whose end tells that the supervisor is gone."""
 
-    Asking the kernel to kill a child with its parent (PR_SET_PDEATHSIG) reaches the processes that the supervisor
-    started, but not what those started in turn: the trainer behind a shell script, a data loader's workers. The reaper
-    kills the whole group. Being a copy of the supervisor it holds the same lock, so the run directory is free only when
-    nothing is left that could write into it.
-    """
-
-    def __init__(self) -> None:
-        read, self._write = os.pipe()
-        if os.fork() == 0:
-            with contextlib.suppress(BaseException):
-                os.close(self._write)
-                _wait_and_kill(read)
-            os._exit(0)
-        os.close(read)
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
 
     def watch(self, group: int) -> None:
         """Kill this process group if the supervisor dies."""
@@ -39,48 +42,65 @@ class Reaper:
 
     def _tell(self, line: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):  # somebody killed the reaper; the job can do without
-            os.write(self._write, line)
+            os.write(self._pipe, line)
 
 
-def _wait_and_kill(read: int) -> None:
-    os.setsid()  # whoever kills the supervisor's group must not take this process along
+def supervised(work: Callable[[Reaper], int], token: str, afterwards: Callable[[], None]) -> int:
+    """Do the work in a child; once that has ended, end all it left and call ``afterwards``. The child's exit code,
+    negative for a signal.
+
+    ``token``: what marks the processes of this job, see `dtrain_dagster.clusters.processes.MARK`.
+    """
+    if _libc:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    codes: dict[int, int] = {}
+
+    def reap(*_: object) -> None:
+        """Orphans end here; without this they would stay as zombies for as long as the job runs."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, reap)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        os._exit(_work(work, Reaper(write)))
+    os.close(write)
     groups: set[int] = set()
     with os.fdopen(read, "rb") as lines:
         for line in lines:
             (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while (groups := {group for group in groups if group_alive(group)}) and time.monotonic() < deadline:
+
+    def left() -> set[int]:
         for group in groups:
-            signal_group(group, signal.SIGKILL)
-        time.sleep(POLL_SECONDS)
+            if group_alive(group):
+                signal_group(group, signal.SIGKILL)
+        return (descendants(os.getpid(), token) | marked(token)) - {os.getpid(), child}
+
+    kill_all(left, LIMIT_SECONDS)
+    with contextlib.suppress(Exception):  # a full disk, which may be what the supervisor died of
+        afterwards()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if child not in codes:
+        codes[child] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return codes[child]
 
 
-def signal_group(group: int, number: int) -> bool:
-    """Send a signal to every process of a group; False if there is none."""
+def _work(work: Callable[[Reaper], int], reaper: Reaper) -> int:
+    """The child's whole life: its exit code."""
+    code = 1
     try:
-        os.killpg(group, number)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True  # there is one, of another user
-    return True
-
-
-def group_alive(group: int) -> bool:
-    """Is a process of the group left? One that has ended and waits for its parent to notice is not: an orphan's parent
-    is the machine's first process, which in a container may take its time or never look."""
-    if not signal_group(group, 0):
-        return False
-    if not os.path.isdir("/proc/self"):
-        return True
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/stat") as file:
-                state, _, its_group, *_ = file.read().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has just ended
-        if int(its_group) == group and state not in "ZX":
-            return True
-    return False
+        os.setsid()  # whoever kills the supervisor's group must not take the reaper along
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        code = work(reaper)
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return code

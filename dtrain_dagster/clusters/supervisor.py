@@ -1,118 +1,99 @@
 """Runs one job's processes on this machine and outlives whoever started it: ``python -m …clusters.supervisor DIR``.
 
 Each node is a process group of its own with a log of its own. The supervisor writes when each node was there, how the
-job stands and how it ended, and holds the run directory's lock for as long as it lives. It is one plain process with
-one thread and imports nothing heavy, so that it is up in a moment and costs nothing.
+job stands and how it ended, replaces nodes of a job that regroups, and holds the run directory's lock for as long as
+it lives. It is one plain process with one thread and imports nothing heavy: up in a moment, and it costs nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.linelog import LineLog
+from dtrain_dagster.clusters.environment import LaunchError, choose_port, merge_environment, node_mark, rank_environment
+from dtrain_dagster.clusters.linelog import LineLog, last_lines
 from dtrain_dagster.clusters.lock import acquire
-from dtrain_dagster.clusters.reaper import Reaper, group_alive, signal_group
-from trainer.rundir import LAUNCH, LOGS, STATUS, NodePresence, RunDir
+from dtrain_dagster.clusters.node import Node, Process
+from dtrain_dagster.clusters.policy import (
+    EXIT_EVICTED,
+    EXIT_UNUSABLE,
+    Decision,
+    Failure,
+    blame,
+    decide,
+    decide_plainly,
+    describe_exit,
+    exit_code,
+    is_failure,
+)
+from dtrain_dagster.clusters.presence import HEARTBEAT_SECONDS
+from dtrain_dagster.clusters.processes import descendants, kill_all, marked
+from dtrain_dagster.clusters.reaper import Reaper, supervised
+from trainer.rundir import CHECKPOINTS, LAUNCH, LOGS, RESULT, STATUS, NodePresence, RunDir
 
-HEARTBEAT_SECONDS = 2.0
 POLL_SECONDS = 0.05
 PEER_GRACE = "DTRAIN_PEER_GRACE_SECONDS", 10.0
 """After one process failed: how long its peers may take to notice by themselves and say so in their logs."""
 STOP_GRACE = "DTRAIN_STOP_GRACE_SECONDS", 8.0
 """Between SIGTERM and SIGKILL: time for a checkpoint."""
+MAX_RELAUNCHES = 3
+"""How often a job whose nodes could not regroup is started again before somebody has to look."""
 LOG_TAIL_LINES = 12
-EXIT_UNUSABLE, EXIT_STOPPED = 2, 143
 KILL_SECONDS = 5.0
 
 _libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-class LaunchError(ValueError):
-    """What was asked for cannot be started. The message names the setting and the remedy."""
-
-
-@dataclass(slots=True)
-class Node:
-    """One process group."""
-
-    presence: NodePresence
-    log: LineLog
-    processes: list[tuple[int, subprocess.Popen[bytes]]] = field(default_factory=list)
-    """(rank, process), in order; the first one leads the group."""
-    group: int | None = None
-    ended: set[int] = field(default_factory=set)
-    """Ranks whose end has been noticed."""
-    gone: bool = False
-    """Nothing of the group is left, children of its processes included."""
-
-    @property
-    def alive(self) -> bool:
-        return any(process.poll() is None for _, process in self.processes)
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """How the process that failed first ended."""
-
-    rank: int
-    node_id: int
-    code: int
-    """Exit code, or minus the number of the signal."""
-
-
 class Supervisor:
-    """Starts, watches and ends the processes of one job."""
+    """Starts, watches, replaces and ends the processes of one job."""
 
-    def __init__(self, run_dir: str) -> None:
+    def __init__(self, run_dir: str, reaper: Reaper | None = None) -> None:
         self.cancelled = False
         signal.signal(signal.SIGTERM, self._on_cancel)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # one that is ignored is inherited, and loses all exit codes
         self.rundir = RunDir(run_dir)
         self.launch: dict[str, Any] = self.rundir.read_json(LAUNCH) or {}
-        self.number = int(self.launch["launch"])
+        self.reaper, self.parent = reaper, os.getppid()
         self.started_at = time.time()
-        self.stop_grace = STOP_GRACE[1]
+        self.peer_grace, self.stop_grace = PEER_GRACE[1], STOP_GRACE[1]
         self.beat = 0.0
-        self.nodes: list[Node] = []
-        self.reaper = Reaper()
+        self.port = 0
+        self.nodes: dict[int, Node] = {}
+        """The newest stay of each node of this launch."""
+        self.replacements = self.relaunches = 0
+        self.failure: Failure | None = None
 
     def run(self) -> JobState:
         """The whole life of the job. How it ended is in ``status.json`` as well."""
         try:
-            port = choose_port(self.launch["master_port"])
-            peer_grace, self.stop_grace = self._setting(*PEER_GRACE), self._setting(*STOP_GRACE)
-            for node_id in range(self.launch["node_count"]):
-                self._start_node(node_id, port)
+            self.peer_grace, self.stop_grace = self._setting(*PEER_GRACE), self._setting(*STOP_GRACE)
+            self._start_nodes()
         except (LaunchError, OSError) as error:
             self._end_nodes(0.0)
             return self._finish(JobState.FAILED, str(error), EXIT_UNUSABLE)
         self._write_status(JobState.RUNNING)
-        failure = self._watch(peer_grace)
-        # A cancellation that comes when all is done already is one that came too late.
-        cancelled = self.cancelled and any(node.alive for node in self.nodes)
-        failure = failure or self._first_failure()  # of processes that ended since the last look
+        decision = self._watch()
+        ends = [(node_id, code) for node_id, node in self.nodes.items() for code in node.codes]  # but for our own doing
         self._end_nodes(self.stop_grace)
-        if cancelled:
-            return self._finish(JobState.CANCELLED, "cancelled", EXIT_STOPPED)
-        if failure is None:
-            return self._finish(JobState.SUCCEEDED, "", 0)
-        code = failure.code if failure.code > 0 else 128 - failure.code
-        return self._finish(JobState.FAILED, self._explain(failure), code)
+        if decision is None:
+            return self._finish(JobState.CANCELLED, "cancelled", EXIT_EVICTED)
+        if decision.action == "fail" and self.failure:
+            return self._finish(JobState.FAILED, self._explain(self.failure), exit_code(self.failure.code))
+        if decision.action == "give_up":
+            return self._give_up(decision.reason, ends)
+        return self._finish(JobState.SUCCEEDED, "", 0)
 
     def abandon(self, error: BaseException) -> None:
         """End everything after a fault of the supervisor itself."""
@@ -130,29 +111,26 @@ class Supervisor:
             raise LaunchError(f"{name}={text!r} must be a number of seconds, such as {default:g}")
         return seconds
 
-    def _start_node(self, node_id: int, port: int) -> None:
+    def _start_nodes(self) -> None:
+        self.port = choose_port(self.launch["master_port"])
+        for node_id in range(self.launch["node_count"]):
+            self._start_node(node_id, stay=1)
+
+    def _start_node(self, node_id: int, stay: int) -> None:
         path = self.rundir.storage.local_path(f"{LOGS}/node-{node_id}.log")
-        log = LineLog(path, f"--- launch {self.number}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---")
+        which = f"launch {self.launch['launch']}" + (f", stay {stay}" if stay > 1 else "")
+        log = LineLog(path, f"--- {which}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---")
         now = time.time()
-        presence = NodePresence(node_id=node_id, launch=self.number, started_at=now, last_seen_at=now)
-        node = Node(presence, log)
-        self.nodes.append(node)
-        self.rundir.write_node(presence)
-        for local_rank in range(self.launch["processes_per_node"]):
-            variables = rank_environment(self.launch, node_id, local_rank, port)
+        here = NodePresence(node_id=node_id, launch=self.launch["launch"], stay=stay, started_at=now, last_seen_at=now)
+        size = self.launch["processes_per_node"]
+        node = self.nodes[node_id] = Node(here, log, node_mark(self.launch, node_id, stay), size)
+        self.rundir.write_node(here)
+        for local_rank in range(size):
+            variables = rank_environment(self.launch, node_id, local_rank, self.port, stay)
+            environment = merge_environment(os.environ, self.launch, variables)
             pipe = log.open_pipe()
             try:
-                # This process has one thread, so Python code between fork and exec is safe; and the thread that starts
-                # the children is the one whose end the kernel watches.
-                process = subprocess.Popen(
-                    self.launch["command"],
-                    env=merge_environment(os.environ, self.launch, variables),
-                    stdin=subprocess.DEVNULL,
-                    stdout=pipe,
-                    stderr=pipe,
-                    process_group=node.group or 0,  # the first process starts a group, the others join it
-                    preexec_fn=partial(_die_with, os.getpid()) if _libc else None,
-                )
+                process = self._spawn(self.launch["command"], environment, pipe, node.group)
             except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
                 raise LaunchError(
                     f"cannot start {self.launch['command'][0]!r}: {error.strerror}; give a program that is on the "
@@ -163,84 +141,134 @@ class Supervisor:
             node.processes.append((variables["RANK"], process))
             if node.group is None:
                 node.group = process.pid
-                self.reaper.watch(node.group)
+                if self.reaper:
+                    self.reaper.watch(node.group)
 
-    def _watch(self, peer_grace: float) -> Failure | None:
-        """Until all processes have ended, or one failed and its peers have had their grace, or the job is cancelled."""
-        failure: Failure | None = None
-        deadline = 0.0
+    def _spawn(self, command: Sequence[str], environment: Mapping[str, str], pipe: int, group: int | None) -> Process:
+        """Start one process that writes to ``pipe``, in this process group or, without one, in a group of its own."""
+        # This process has one thread, so Python code between fork and exec is safe; and the thread that starts the
+        # children is the one whose end the kernel watches.
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            process_group=group or 0,
+            preexec_fn=partial(_die_with, os.getpid()) if _libc else None,
+        )
+
+    def _watch(self) -> Decision | None:
+        """Do what the policy says until the job is over: how it is, or None if it was cancelled."""
+        deadline: float | None = None
         while True:
-            found = self._first_failure()
-            if found and failure is None:
-                failure, deadline = found, time.monotonic() + peer_grace
-            if self.cancelled or not any(node.alive for node in self.nodes):
-                return failure
-            if failure and time.monotonic() > deadline:
-                return failure
+            self._look()
+            decision = self._decide()
+            alive = any(node.alive for node in self.nodes.values())
+            # A cancellation that comes when all is done already is one that came too late.
+            if self.cancelled and (alive or decision.action == "relaunch"):
+                return None
+            if decision.action == "replace":
+                self._replace(decision.nodes)
+            elif decision.action == "relaunch":
+                try:
+                    self._relaunch(len(decision.nodes))
+                except (LaunchError, OSError) as error:
+                    return Decision(action="give_up", reason=f"the nodes could not be started again: {error}")
+            elif decision.action in ("fail", "dismiss"):
+                deadline = deadline or time.monotonic() + self.peer_grace
+                if not alive or time.monotonic() > deadline:
+                    return decision
+            elif decision.action != "wait":
+                return decision
             self._pause()
 
-    def _first_failure(self) -> Failure | None:
-        """Of the processes that failed since the last look, the one to blame."""
-        failed = [failure for node in self.nodes for failure in self._note_ends(node)]
-        return min(failed, key=blame, default=None)
+    def _decide(self) -> Decision:
+        facts = [node.facts() for node in self.nodes.values()]
+        elastic = self.launch["elastic"]
+        if elastic:
+            done = 0 in (code for node in facts for code in node.codes) or not any(node.runs for node in facts)
+            decision = decide(
+                facts,
+                finished=done and (self.rundir.read_json(RESULT) or {}).get("status") == "succeeded",
+                replacements_left=self.launch["max_replacements"] - self.replacements,
+                launches_left=MAX_RELAUNCHES - self.relaunches,
+                delay_seconds=self.launch["replacement_delay_seconds"],
+            )
+        else:
+            decision = decide_plainly(facts)
+        if decision.action == "fail" and self.failure is None:
+            per_node = self.launch["processes_per_node"]
+            failures = [
+                Failure(node.node_id * per_node + local_rank, node.node_id, code)
+                for node in facts
+                for local_rank, code in enumerate(node.codes)
+                if code and (is_failure(code) or not elastic)
+            ]
+            self.failure = min(failures, key=blame)
+        return decision
+
+    def _replace(self, lost: Sequence[int]) -> None:
+        """Start another node in the place of each. One that cannot be started is as one that is lost."""
+        for node_id in lost:
+            self.replacements += 1
+            before = self.nodes[node_id]
+            _say(f"node {node_id} is lost {[*before.codes]}: starting stay {before.presence.stay + 1}")
+            try:
+                self._start_node(node_id, before.presence.stay + 1)
+            except (LaunchError, OSError) as error:
+                _say(f"could not start it: {error}")
+                self.nodes[node_id].end(0.0)
+
+    def _relaunch(self, node_count: int) -> None:
+        """Start again with this many nodes; the trainer goes on from the latest checkpoint."""
+        self.relaunches += 1
+        self.launch |= {"launch": self.launch["launch"] + 1, "node_count": node_count}
+        _say(f"the nodes could not regroup: launch {self.launch['launch']} with {node_count} of them")
+        self.rundir.write_json(LAUNCH, self.launch)
+        self.nodes = {}
+        self._start_nodes()
+        self._write_status(JobState.RUNNING)
+
+    def _look(self) -> None:
+        """See what has ended, write the end of nodes that are gone, and end what is left of those that are lost."""
+        for node in self.nodes.values():
+            if node.look():
+                codes = tuple(code for _, code in _ranks(node) if code is not None)
+                self._write_presence(node, ended_at=time.time(), exit_codes=codes)
+                if self.reaper and node.group is not None:
+                    self.reaper.forget(node.group)  # its number is free for others now
+            elif not node.gone and (not node.alive or (self.launch["elastic"] and node.facts().is_lost)):
+                node.end(self.stop_grace)
 
     def _pause(self) -> None:
         """Pass on what the processes have printed, say now and then that they are there, and wait a moment."""
         beat = time.monotonic() - self.beat > HEARTBEAT_SECONDS
         if beat:
             self.beat = time.monotonic()
-            self._all_gone()  # forgets groups that have gone: their numbers are free for others now
-        for node in self.nodes:
-            node.log.pump()
-            if beat and node.alive:
-                self._write_presence(node, last_seen_at=time.time())
+        for node in self.nodes.values():
+            if not node.gone:
+                node.log.pump()
+                if beat:
+                    self._write_presence(node, last_seen_at=time.time())
         time.sleep(POLL_SECONDS)
 
-    def _note_ends(self, node: Node) -> list[Failure]:
-        """Processes of the node that failed since the last look; writes the node's end when all have ended."""
-        failed = []
-        for rank, process in node.processes:
-            code = process.poll()
-            if code is None or rank in node.ended:
-                continue
-            node.ended.add(rank)
-            if code:
-                failed.append(Failure(rank, node.presence.node_id, code))
-        if not node.alive and node.presence.ended_at is None:
-            codes = tuple(process.returncode for _, process in node.processes)
-            self._write_presence(node, ended_at=time.time(), exit_codes=codes)
-        return failed
-
     def _end_nodes(self, grace: float) -> None:
-        """SIGTERM to every group, SIGKILL to what is left after ``grace`` seconds. Returns when nothing is left."""
-        self._signal(signal.SIGTERM)
-        deadline = time.monotonic() + grace
-        while not self._all_gone() and time.monotonic() < deadline:
+        """SIGTERM to every node, SIGKILL to what is left after ``grace`` seconds. Returns when nothing is left."""
+        for node in self.nodes.values():
+            node.end(grace)
+        deadline = time.monotonic() + grace + KILL_SECONDS
+        while not all(node.gone for node in self.nodes.values()) and time.monotonic() < deadline:
+            self._look()
             self._pause()
-        self._signal(signal.SIGKILL)
-        for node in self.nodes:
-            for _, process in node.processes:
-                process.wait()
-            self._note_ends(node)
-        deadline = time.monotonic() + KILL_SECONDS
-        while not self._all_gone() and time.monotonic() < deadline:
-            self._pause()
-        for node in self.nodes:
-            node.log.close()
+        kill_all(self._strays, KILL_SECONDS)
 
-    def _all_gone(self) -> bool:
-        for node in self.nodes:
-            if not node.alive and not node.gone:
-                self._note_ends(node)
-                node.gone = node.group is None or not group_alive(node.group)
-                if node.gone and node.group is not None:
-                    self.reaper.forget(node.group)
-        return all(node.gone for node in self.nodes)
-
-    def _signal(self, number: int) -> None:
-        for node in self.nodes:
-            if not node.gone and node.group is not None:
-                signal_group(node.group, number)
+    def _strays(self) -> set[int]:
+        """Processes that came from this job's, in no node's group and without its mark."""
+        above = {self.parent} if self.reaper and os.getppid() == self.parent else set()
+        token = self.launch["token"]
+        found = marked(token).union(*(descendants(pid, token) for pid in (os.getpid(), *above)))
+        return found - {os.getpid(), *above}
 
     def _write_presence(self, node: Node, **changes: Any) -> None:
         node.presence = replace(node.presence, **changes)
@@ -250,26 +278,40 @@ class Supervisor:
             _say(f"could not write the presence of node {node.presence.node_id}: {error}")
 
     def _explain(self, failure: Failure) -> str:
-        said = last_lines(self.rundir.storage.local_path(f"{LOGS}/node-{failure.node_id}.log"), LOG_TAIL_LINES)
         how = describe_exit(failure.code)
-        return f"rank {failure.rank} on node {failure.node_id} failed first ({how}); the end of its log:\n{said}"
+        return f"rank {failure.rank} on node {failure.node_id} failed first ({how}); {self._said(failure.node_id)}"
 
-    def _finish(self, state: JobState, message: str, exit_code: int) -> JobState:
-        self._write_status(state, message, exit_code)
+    def _give_up(self, reason: str, ends: Sequence[tuple[int, int | None]]) -> JobState:
+        """Fail with words on how to go on: what was trained so far is in the latest checkpoint."""
+        how = "; ".join(f"node {node_id}: {describe_exit(code)}" for node_id, code in ends if code is not None)
+        message = f"{reason} ({how}). {how_to_go_on(self.rundir, self.launch['job_id'])}"
+        causes = [Failure(index, node_id, code) for index, (node_id, code) in enumerate(ends) if code]
+        if not causes:
+            return self._finish(JobState.FAILED, message, 1)
+        cause = min(causes, key=blame)
+        return self._finish(JobState.FAILED, f"{message}; {self._said(cause.node_id)}", exit_code(cause.code))
+
+    def _said(self, node_id: int) -> str:
+        said = last_lines(self.rundir.storage.local_path(f"{LOGS}/node-{node_id}.log"), LOG_TAIL_LINES)
+        return f"the end of its log:\n{said}"
+
+    def _finish(self, state: JobState, message: str, code: int) -> JobState:
+        self._write_status(state, message, code)
         return state
 
-    def _write_status(self, state: JobState, message: str = "", exit_code: int | None = None) -> None:
-        ranks = [(rank, process.returncode) for node in self.nodes for rank, process in node.processes]
+    def _write_status(self, state: JobState, message: str = "", code: int | None = None) -> None:
+        ranks = [end for node in self.nodes.values() for end in _ranks(node)]
         status = {
             "job_id": self.launch["job_id"],
             "state": state,
             "message": message,
-            "launch": self.number,
+            "launch": self.launch["launch"],
+            "replacements": self.replacements,
             "pid": os.getpid(),
             "started_at": self.started_at,
             "ended_at": time.time() if state.is_final else None,
             "stop_grace_seconds": self.stop_grace,
-            "exit_code": exit_code,
+            "exit_code": code,
             "exit_codes": {str(rank): code for rank, code in ranks if code is not None},
         }
         self.rundir.write_json(STATUS, status)
@@ -278,86 +320,18 @@ class Supervisor:
         self.cancelled = True
 
 
-def choose_port(wanted: int | None) -> int:
-    """A port of this machine that is free now: the wanted one, or any. `LaunchError` if the wanted one is taken."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", wanted or 0))
-        except OSError as error:
-            raise LaunchError(
-                f"master port {wanted} cannot be used on this machine ({error.strerror}): choose another "
-                "(training.master_port), or leave it out and a free one is taken"
-            ) from error
-        return probe.getsockname()[1]
+def how_to_go_on(rundir: RunDir, job_id: str) -> str:
+    """What a person reads whose job has lost all its nodes."""
+    latest = rundir.read_json(f"{CHECKPOINTS}/LATEST.json")
+    kept = "There is no checkpoint yet"
+    if latest:
+        kept = f"The checkpoint of step {latest['step']} is kept in {rundir.uri}/{latest['path']}"
+    again = f"materialize trained_checkpoint again, or run `dtrain train` with the same arguments and --name {job_id}"
+    return f"{kept}: {again}, to {'resume from it' if latest else 'start over'}"
 
 
-def rank_environment(launch: Mapping[str, Any], node_id: int, local_rank: int, port: int) -> dict[str, Any]:
-    """torchrun's variables for one process; for one that regroups, the launch and the stay as well."""
-    per_node, count = launch["processes_per_node"], launch["node_count"]
-    elastic = {"DTRAIN_LAUNCH": launch["launch"], "DTRAIN_STAY": 1} if launch["elastic"] else {}
-    return {
-        "RANK": node_id * per_node + local_rank,
-        "LOCAL_RANK": local_rank,
-        "NODE_RANK": node_id,
-        "GROUP_RANK": node_id,
-        "WORLD_SIZE": count * per_node,
-        "LOCAL_WORLD_SIZE": per_node,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "PYTHONUNBUFFERED": 1,
-        **elastic,
-    }
-
-
-def merge_environment(
-    inherited: Mapping[str, str], launch: Mapping[str, Any], variables: Mapping[str, Any]
-) -> dict[str, str]:
-    """What a process gets, later ones winning: defaults, the submitter's environment, the setting for threads, what
-    the job asks for, its place in the world."""
-    ranks = launch["node_count"] * launch["processes_per_node"]
-    defaults = {
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),  # or every rank takes all cores
-        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",  # all nodes are on this machine
-    }
-    threads = {"OMP_NUM_THREADS": str(launch["threads_per_rank"])} if launch["threads_per_rank"] else {}
-    places = {name: str(value) for name, value in variables.items()}
-    return {**defaults, **inherited, **threads, **launch["env"], **places}
-
-
-def blame(failure: Failure) -> tuple[int, int]:
-    """Sorts failures that were noticed at the same moment: the likeliest cause first. A process that was killed, or
-    that refuses its configuration, takes its peers down; that a peer was lost is what the others die of."""
-    if failure.code in (EXIT_STOPPED, -signal.SIGTERM):
-        return 3, failure.rank
-    return (0 if failure.code < 0 else 1 if failure.code == EXIT_UNUSABLE else 2), failure.rank
-
-
-def describe_exit(code: int) -> str:
-    """``exit code 2, unusable configuration or data``, ``killed by SIGKILL``…"""
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"killed by {signal.Signals(-code).name}"
-        return f"killed by signal {-code}"
-    about = {EXIT_UNUSABLE: ", unusable configuration or data", EXIT_STOPPED: ", stopped by SIGTERM"}
-    return f"exit code {code}{about.get(code, '')}"
-
-
-def last_lines(path: Path, lines: int) -> str:
-    """The last lines of a log, read from its end; "" if there is none."""
-    block, data = 8192, b""
-    try:
-        with open(path, "rb") as file:
-            position = file.seek(0, os.SEEK_END)
-            while position > 0 and data.count(b"\n") <= lines:
-                step = min(block, position)
-                position -= step
-                file.seek(position)
-                data = file.read(step) + data
-                block *= 2
-    except FileNotFoundError:
-        return ""
-    return "\n".join(data.decode(errors="replace").splitlines()[-lines:]) if lines > 0 else ""
+def _ranks(node: Node) -> list[tuple[int, int | None]]:
+    return [(rank, process.returncode) for rank, process in node.processes]
 
 
 def _die_with(parent: int) -> None:
@@ -371,14 +345,9 @@ def _say(text: str) -> None:
     print(text, flush=True)  # noqa: T201 - the supervisor's log
 
 
-def main(arguments: Sequence[str]) -> int:
-    """``DIR``: the run directory. ``DIR FD``: with the descriptor of its lock, which the submitter already holds."""
-    run_dir = arguments[0]
-    lock = int(arguments[1]) if len(arguments) > 1 else acquire(RunDir(run_dir).storage.local_path())
-    if lock is None:
-        _say("another supervisor has this job")
-        return 1
-    supervisor = Supervisor(run_dir)
+def supervise(run_dir: str, reaper: Reaper) -> int:
+    """A supervisor's whole life, under its reaper: the exit code."""
+    supervisor = Supervisor(run_dir, reaper)
     try:
         state = supervisor.run()
     except Exception as error:
@@ -386,6 +355,20 @@ def main(arguments: Sequence[str]) -> int:
         raise
     _say(json.dumps({"state": state}))
     return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``DIR``: the run directory. ``DIR FD``: with the descriptor of its lock, which the submitter already holds."""
+    run_dir = arguments[0]
+    rundir = RunDir(run_dir)
+    lock = int(arguments[1]) if len(arguments) > 1 else acquire(rundir.storage.local_path())
+    if lock is None:
+        _say("another supervisor has this job")
+        return 1
+    token = (rundir.read_json(LAUNCH) or {})["token"]
+    return supervised(
+        lambda reaper: supervise(run_dir, reaper), token, afterwards=lambda: presences.close(rundir, time.time())
+    )
 
 
 if __name__ == "__main__":

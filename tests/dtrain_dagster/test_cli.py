@@ -151,8 +151,8 @@ def test_a_disk_that_fills_up_is_named_and_ends_in_an_error(shell: Shell):
         "import os, psutil, resource\n"
         "if os.environ['RANK'] == '0':\n"  # from now on no file of these may grow, as on a full disk
         "    supervisor = psutil.Process(os.getppid())\n"
-        "    for pid in (supervisor.pid, supervisor.ppid()):\n"
-        "        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))\n"
+        "    for process in (supervisor, *supervisor.parents()[:2]):\n"  # its reaper and the submitter
+        "        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, 0))\n"
     )
     said = shell("launch", "--name", "full", "fill.py", code=1)
     assert "job full failed: the supervisor died" in said

@@ -67,7 +67,8 @@ def test_a_job_succeeds_though_its_reaper_was_killed(cluster):
     for rank in range(2):
         cluster.wait_for_file(f"up-{rank}")
     supervisor = psutil.Process(cluster.status_file("alone")["pid"])
-    reaper = next(child for child in supervisor.children() if child.cmdline() == supervisor.cmdline())
+    reaper = supervisor.parent()
+    assert reaper.cmdline() == supervisor.cmdline()
     reaper.kill()
     (cluster.folder / "go").touch()
     status = cluster.wait("alone")

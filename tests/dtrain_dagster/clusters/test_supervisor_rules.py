@@ -9,21 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from dtrain_dagster.clusters.linelog import LineLog
-from dtrain_dagster.clusters.local import STALE_SECONDS, node_health, with_package
-from dtrain_dagster.clusters.supervisor import (
-    Failure,
-    LaunchError,
-    blame,
-    choose_port,
-    describe_exit,
-    last_lines,
-    merge_environment,
-    rank_environment,
-)
+from dtrain_dagster.clusters.environment import LaunchError, choose_port, merge_environment, rank_environment
+from dtrain_dagster.clusters.linelog import LineLog, last_lines
+from dtrain_dagster.clusters.local import with_package
+from dtrain_dagster.clusters.policy import Failure, blame, describe_exit
+from dtrain_dagster.clusters.presence import STALE_SECONDS, health
 from trainer.rundir import NodePresence
 
-LAUNCH = {"node_count": 3, "processes_per_node": 2, "threads_per_rank": None, "env": {}, "launch": 4, "elastic": False}
+LAUNCH = {
+    "node_count": 3,
+    "processes_per_node": 2,
+    "threads_per_rank": None,
+    "env": {},
+    "launch": 4,
+    "elastic": False,
+    "token": "t",
+}
 
 
 def test_of_failures_at_one_moment_the_likeliest_cause_is_blamed():
@@ -91,11 +92,11 @@ def test_a_taken_port_is_refused_and_a_free_one_found():
 
 def test_health_of_a_node_follows_from_its_presence():
     node = NodePresence(node_id=1, launch=1, started_at=100.0, last_seen_at=110.0)
-    assert node_health("j", node, 110.0 + STALE_SECONDS).healthy
-    silent = node_health("j", node, 111.0 + STALE_SECONDS)
+    assert health("j", node, 110.0 + STALE_SECONDS).healthy
+    silent = health("j", node, 111.0 + STALE_SECONDS)
     assert (silent.healthy, silent.message) == (False, "silent for 11 s in j")
     left = NodePresence(node_id=1, launch=1, started_at=100.0, ended_at=120.0, exit_codes=(0, 0))
-    assert node_health("j", left, 500.0).healthy
+    assert health("j", left, 500.0).healthy
 
 
 def test_the_project_is_found_and_the_users_own_path_comes_first():
