@@ -18,8 +18,8 @@ from trainer.rundir import RunDir
 from trainer.tls import client_context, server_context
 from trainer.world import RankFacts, World, form, listen, own_host
 
-NEWCOMER_SECONDS = 1.0
-"""Between two looks for newcomers in the run directory."""
+NEWCOMER_SECONDS = 1.0, 5.0
+"""Between two looks for newcomers, in a folder of this machine and elsewhere."""
 _log = logging.getLogger(__name__)
 
 
@@ -36,6 +36,8 @@ class Elastic:
         self.host = own_host(environment, facts)
         self.generation: Generation | None = None
         self.world: World | None = None
+        self.has_state_of = 0
+        """The newest generation whose state this process has; set once it has taken it over."""
         self.newcomers: tuple[str, ...] = ()
         self._formed_at = time.monotonic()
         self._fallbacks = 0
@@ -69,11 +71,11 @@ class Elastic:
             mine = self._candidate(
                 store_port=listener.getsockname()[1],
                 ready=True,
-                was_in=old.number if old else 0,
+                was_in=self.has_state_of,
                 rank=old.rank_of(self.member) if old else self.facts.rank,
                 **what,
             )
-            generation = self.membership.agree(mine, ended)
+            generation = self.membership.agree(mine, old.number if old else 0, ended)
         except BaseException:
             listener.close()
             raise
@@ -146,7 +148,8 @@ class Elastic:
                 return world.group.fail(f"told by {message['from']}: {reason}", bool(message.get("communication")))
 
     def _look_for_newcomers(self) -> None:
-        while not self._closed.wait(NEWCOMER_SECONDS):
+        pause = NEWCOMER_SECONDS[not self.membership.storage.is_local]
+        while not self._closed.wait(pause):
             generation = self.generation
             if generation is None or self.world is None or self.world.rank != 0:
                 continue

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from trainer.star import Star
 
 # Groups that were left behind while a collective waited in them: taking one down would wait for that collective.
-_ABANDONED: list[Any] = []
+_ABANDONED: list[Group] = []
 
 
 class GroupError(RuntimeError):
@@ -87,13 +87,13 @@ class Group:
 
     def close(self) -> None:
         """Leave. After a failure the thread may be stuck; it is left behind, with what it holds."""
+        _ABANDONED[:] = [group for group in _ABANDONED if group._thread.is_alive()]
         self._queue.put(None)
-        if self.error is not None:
+        if self.error is not None and self.transport is not None:
+            self.transport.abort()
+        self._thread.join(0.1 if self.error is not None else 5)
+        if self._thread.is_alive():
             _ABANDONED.append(self)
-            if self.transport is not None:
-                self.transport.abort()
-        else:
-            self._thread.join(5)
 
     def _fail(self, error: GroupError) -> None:
         with self._lock:
@@ -259,5 +259,5 @@ def _gloo_options(timeout: float, host: str | None) -> Any:
 
 
 def abandoned() -> bool:
-    """Was a group left behind in this process? Then its threads may hang, and the process must not wait for them."""
-    return bool(_ABANDONED)
+    """Does a group that was left behind still hang in this process? Then the process must not wait for it to end."""
+    return any(group._thread.is_alive() for group in _ABANDONED)

@@ -22,6 +22,8 @@ from trainer.peers import Peers
 from trainer.storage import Storage
 
 MEMBERSHIP = "membership"
+START = "start"
+"""The reason of a launch's first generation."""
 Topology = Literal["mesh", "star"]
 
 
@@ -50,7 +52,7 @@ class Candidate:
     ready: bool = False
     """Data and model are there; until then it only says that it is coming."""
     was_in: int = 0
-    """The generation that it comes from, 0 for a newcomer."""
+    """The generation that its state comes from, 0 for one that brings none."""
     rank: int = 0
     """In that generation; for a newcomer, the one that its launcher planned."""
     step: int = 0
@@ -182,13 +184,18 @@ def pause(previous: Generation | None, candidates: Sequence[Candidate], retries:
 
 
 def choose(
-    previous: Generation | None, launch: int, candidates: Sequence[Candidate], retries: int, limit: int
+    previous: Generation | None,
+    launch: int,
+    candidates: Sequence[Candidate],
+    retries: int,
+    limit: int,
+    proposer: str = "",
 ) -> Generation | None:
     """The next generation, from those who are ready; None if nobody is. Pure.
 
     Survivors keep their order, newcomers follow, at most ``limit`` in all. Where two cannot reach each other: who is
     cut off from all is left out; a star around somebody whom all reach, if there is one; else those with the most
-    cut links are left out, so that no two groups can both be complete.
+    cut links are left out, never the ``proposer``, who is alive for certain.
     """
     number = previous.number + 1 if previous else 1
     ready = [item for item in candidates if item.ready and item.launch == launch]
@@ -209,7 +216,8 @@ def choose(
             topology, order = "star", [hubs[0], *(item for item in order if item is not hubs[0])]
             bad = set()
     while bad:
-        worst = max(order, key=lambda item: (sum(item.member in pair for pair in bad), order.index(item)))
+        others = [item for item in order if item.member != proposer]
+        worst = max(others, key=lambda item: (sum(item.member in pair for pair in bad), order.index(item)))
         order.remove(worst)
         bad = conflicts(order)
     step = max((item.step for item in order if item.was_in), default=0)
@@ -221,8 +229,17 @@ def choose(
         topology=topology,
         attempt=attempt,
         step=step,
-        reason="; ".join(reasons) or ("start" if previous is None or previous.launch != launch else "no survivors"),
+        reason="; ".join(reasons) or (START if previous is None or previous.launch != launch else "no survivors"),
     )
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Where `Membership.agree` stands between two looks."""
+
+    began: float
+    filed: tuple[int, Candidate] | None = None
+    settled_at: float | None = None
 
 
 class Membership:
@@ -277,40 +294,57 @@ class Membership:
         newest = self.newest()
         self.file(newest.number + 1 if newest else 1, replace(mine, ready=False))
 
-    def agree(self, mine: Candidate, ended: Callable[[], None]) -> Generation:
-        """Be in the next generation: file, wait for the others, propose if it is this process's turn, read what was
-        decided. A process that is left out goes on asking, as a newcomer without a state.
+    def agree(self, mine: Candidate, after: int, ended: Callable[[], None]) -> Generation:
+        """Be in a generation later than number ``after``: file, wait for the others, propose if it is this process's
+        turn, read what was decided. A process that is left out goes on asking, as a newcomer without a state.
 
         ``ended`` is called now and then while waiting; it raises when there is nothing left to wait for.
-        Raises `NoGenerationError` when members that are there do not come.
+        Raises `NoGenerationError` when the storage cannot be used for as long as a member is waited for.
         """
         began = time.monotonic()
-        settled_at: float | None = None
-        filed: tuple[int, Candidate] | None = None
+        state = _Waiting(began)
+        works_at = began
         while True:
-            newest = self.newest()
-            if newest and newest.number > mine.was_in and newest.rank_of(mine.member) is not None:
-                return newest
-            ended()
-            if newest and mine.was_in and newest.number > mine.was_in:
-                mine = replace(mine, was_in=0, step=0, progress=0, reason="")  # fenced out
-            number = newest.number + 1 if newest else 1
-            candidates = self.candidates(number)
-            inside = newest.members if newest and newest.launch == self.launch else ()
-            self.peers.follow({item.member: (item.host, item.port) for item in [*inside, *candidates]})
-            mine = replace(mine, view=dict(sorted(self.peers.view().items())))
-            if filed != (number, mine):
-                self.file(number, mine)
-                filed, settled_at = (number, mine), None
-                continue
-            if self._settled(newest, mine, candidates, time.monotonic() - began):
-                settled_at = settled_at or time.monotonic()
-                if time.monotonic() - settled_at >= self._turn(newest, mine, candidates):
-                    self._propose(newest, candidates)
-                    continue
-            else:
-                settled_at = None
+            try:
+                generation, mine = self._look(mine, after, ended, state)
+                if generation is not None:
+                    return generation
+                works_at = time.monotonic()
+            except OSError as error:
+                if time.monotonic() - works_at > self.patience:
+                    raise NoGenerationError(f"{self.storage.uri}/{MEMBERSHIP} cannot be used: {error}") from error
             time.sleep(self.poll_seconds)
+
+    def _look(
+        self, mine: Candidate, after: int, ended: Callable[[], None], state: _Waiting
+    ) -> tuple[Generation | None, Candidate]:
+        """One look at what there is, and what follows from it: (the generation to be in, this process's candidacy)."""
+        newest = self.newest()
+        if newest and newest.number > after and newest.rank_of(mine.member) is not None:
+            return newest, mine
+        ended()
+        if newest and mine.was_in and newest.number > after:
+            mine = replace(mine, was_in=0, step=0, progress=0, reason="")  # fenced out
+        number = newest.number + 1 if newest else 1
+        candidates = self.candidates(number)
+        inside = newest.members if newest and newest.launch == self.launch else ()
+        self.peers.follow({item.member: (item.host, item.port) for item in [*inside, *candidates]})
+        mine = replace(mine, view=dict(sorted(self.peers.view().items())))
+        if state.filed != (number, mine):
+            self.file(number, mine)
+            state.filed, state.settled_at = (number, mine), None
+            return None, mine
+        # A process that refuses connections is dead, whatever it wrote before.
+        alive = [item for item in candidates if mine.view.get(item.member) != "gone"]
+        now = time.monotonic()
+        if not self._settled(newest, mine, alive, now - state.began):
+            state.settled_at = None
+            return None, mine
+        if state.settled_at is None:
+            state.settled_at = now
+        if now - state.settled_at >= self._turn(newest, mine, alive):
+            self._propose(newest, mine, alive)
+        return None, mine
 
     def _settled(
         self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate], waited: float
@@ -343,8 +377,8 @@ class Membership:
         place = next((index for index, item in enumerate(first) if item.member == mine.member), len(first))
         return pause(newest, ready, self.retries) + place * 5 * self.poll_seconds
 
-    def _propose(self, newest: Generation | None, candidates: Sequence[Candidate]) -> None:
-        generation = choose(newest, self.launch, candidates, self.retries, self.limit)
+    def _propose(self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate]) -> None:
+        generation = choose(newest, self.launch, candidates, self.retries, self.limit, mine.member)
         if generation is None:
             return
         text = json.dumps(asdict(replace(generation, formed_at=time.time())), indent=1).encode()

@@ -13,7 +13,7 @@ import torch
 
 from trainer.checkpoint import CheckpointError
 from trainer.group import GroupError
-from trainer.membership import Generation, NoGenerationError
+from trainer.membership import START, Generation, NoGenerationError
 from trainer.memory import Fit, smaller
 from trainer.metrics import Reporter, StepWindow, sinks_of
 from trainer.monitor import NodeMonitor
@@ -23,6 +23,9 @@ from trainer.step import BatchLoader
 
 if TYPE_CHECKING:
     from trainer.run import DistributedTrainer
+
+STOP_SECONDS = 3.0
+"""How long a regroup may keep a process that was asked to end from its checkpoint."""
 
 
 def until_formed(trainer: DistributedTrainer, attempt: Callable[[], None]) -> None:
@@ -49,8 +52,14 @@ def regroup(trainer: DistributedTrainer, reason: str, communication: bool = Fals
         trainer.phase("training")
         trainer.faults.reach("regroup", progress.step)
     fit = trainer.step.fit
+
+    def ended() -> None:
+        # With a state in hand there is a checkpoint to be written first, at the next step, unless it takes too long.
+        stop = trainer.asked_to_stop and (not elastic.has_state_of or time.monotonic() - began > STOP_SECONDS)
+        raise_if_ended(trainer.rundir, elastic.launch, stop)
+
     trainer.world = elastic.regroup(
-        lambda: raise_if_ended(trainer.rundir, elastic.launch, trainer.asked_to_stop),
+        ended,
         step=progress.step,
         progress=progress.evaluated_step,
         chunk=None if fit.chunk >= trainer.config.batch_size_per_gpu else fit.chunk,
@@ -68,12 +77,22 @@ def regroup(trainer: DistributedTrainer, reason: str, communication: bool = Fals
     if new.has_state:
         enter(trainer, source=None if new.all_equal else new.source, from_checkpoint=False)
     else:
-        enter(trainer, source=0, from_checkpoint=trainer.config.resume)
+        enter(trainer, source=0, from_checkpoint=trainer.config.resume or new.reason != START)
+    elastic.has_state_of = new.number
     if trainer.world.rank == 0:
-        trainer.checkpoints.fence(new.number)
+        _fence(trainer, new.number)
         _report_membership(trainer, old, new, time.monotonic() - began)
     if old is not None:
         trainer.phase("regroup")
+
+
+def _fence(trainer: DistributedTrainer, generation: int) -> None:
+    """From here on, who was left out can commit no checkpoint."""
+    try:
+        trainer.checkpoints.fence(generation)
+    except OSError as error:  # the next save tries it again
+        if trainer.reporter:
+            trainer.reporter.emit("error", message=f"LATEST could not be fenced: {error}", fatal=False)
 
 
 def enter(trainer: DistributedTrainer, source: int | None, from_checkpoint: bool) -> None:

@@ -29,6 +29,7 @@ from trainer.faults import Faults
 from trainer.finish import COMMIT_SECONDS, finish
 from trainer.group import GroupError
 from trainer.losses import build_loss
+from trainer.membership import START
 from trainer.memory import is_out_of_memory
 from trainer.metrics import Reporter, StepWindow
 from trainer.model import build_model
@@ -137,7 +138,7 @@ class DistributedTrainer:
             self.world.meet()  # one may have unpacked the data or made its model for minutes
             enter(self, source=0, from_checkpoint=self.config.resume)
         else:
-            until_formed(self, partial(regroup, self, "start"))
+            until_formed(self, partial(regroup, self, START))
         self.phase("startup")
 
     def train(self) -> dict[str, Any]:
