@@ -14,9 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import dagster as dg
 import psutil
 import pytest
 import requests
+
+from dtrain_dagster.definitions import build_defs
+from dtrain_dagster.settings import load_settings
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -223,3 +227,32 @@ def dagster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dagster]:
         stop_dagster(server)
         for process in project.processes():
             process.kill()
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dg.JobDefinition:
+    """The graph in this process, on four tickers and two nodes."""
+    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("DTRAIN_NODES", "2")
+    monkeypatch.setenv("DTRAIN_THREADS_PER_RANK", "1")
+    monkeypatch.setenv("DTRAIN_PRICES", str(small_prices(tmp_path)))
+    return build_defs(load_settings()).resolve_implicit_global_asset_job_def()
+
+
+def run(
+    job: dg.JobDefinition, instance: dg.DagsterInstance, selection: Any = None, **options: Any
+) -> dg.ExecuteInProcessResult:
+    config = {"ops": {"cost_estimate": {"config": options}}}
+    return job.execute_in_process(run_config=config, instance=instance, raise_on_error=False, asset_selection=selection)
+
+
+def metadata(result: dg.ExecuteInProcessResult, asset: str) -> dict[str, Any]:
+    [event] = [event for event in result.get_asset_materialization_events() if event.asset_key == dg.AssetKey(asset)]
+    return {
+        name: [record.data for record in value.records] if isinstance(value, dg.TableMetadataValue) else value.value
+        for name, value in event.materialization.metadata.items()
+    }
+
+
+def checks(result: dg.ExecuteInProcessResult) -> dict[str, bool]:
+    return {evaluation.check_name: evaluation.passed for evaluation in result.get_asset_check_evaluations()}

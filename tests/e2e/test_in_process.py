@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import dagster as dg
 import pytest
 
-from dtrain_dagster.definitions import build_defs
-from dtrain_dagster.settings import load_settings
-
-from .conftest import small_prices
+from .conftest import checks, metadata, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -22,32 +18,6 @@ OWN = {
     "epochs": 2,
     "warmup_steps": 3,
 }
-
-
-@pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dg.JobDefinition:
-    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("DTRAIN_NODES", "2")
-    monkeypatch.setenv("DTRAIN_THREADS_PER_RANK", "1")
-    monkeypatch.setenv("DTRAIN_PRICES", str(small_prices(tmp_path)))
-    return build_defs(load_settings()).resolve_implicit_global_asset_job_def()
-
-
-def run(job: dg.JobDefinition, instance: dg.DagsterInstance, **options: Any) -> dg.ExecuteInProcessResult:
-    config = {"ops": {"cost_estimate": {"config": options}}}
-    return job.execute_in_process(run_config=config, instance=instance, raise_on_error=False)
-
-
-def metadata(result: dg.ExecuteInProcessResult, asset: str) -> dict[str, Any]:
-    [event] = [event for event in result.get_asset_materialization_events() if event.asset_key == dg.AssetKey(asset)]
-    return {
-        name: [record.data for record in value.records] if isinstance(value, dg.TableMetadataValue) else value.value
-        for name, value in event.materialization.metadata.items()
-    }
-
-
-def checks(result: dg.ExecuteInProcessResult) -> dict[str, bool]:
-    return {evaluation.check_name: evaluation.passed for evaluation in result.get_asset_check_evaluations()}
 
 
 def test_prices_model_and_loss_of_ones_own(job: dg.JobDefinition, tmp_path: Path):
