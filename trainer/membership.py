@@ -323,6 +323,11 @@ class Membership:
         if newest and newest.number > after and newest.rank_of(mine.member) is not None:
             return newest, mine
         ended()
+        if after and (newest is None or newest.number < after):
+            raise RuntimeError(
+                f"{self.storage.uri}/{MEMBERSHIP} no longer holds generation {after}: the run directory was deleted or "
+                "changed while the job ran; without its records nobody can tell who may train"
+            )
         if newest and mine.was_in and newest.number > after:
             mine = replace(mine, was_in=0, step=0, progress=0, reason="")  # fenced out
         number = newest.number + 1 if newest else 1
