@@ -44,10 +44,11 @@ class Faults:
         if not self._pending:
             return
         with self._lock:  # «save» and «all_reduce» are reached on threads of their own
-            due = [item for item in self._pending if item["at"] == at and item.get("step", step) == step]
-            self._pending = [item for item in self._pending if item not in due]
-        for item in due:
-            self._happen(item)
+            due = next((item for item in self._pending if item["at"] == at and item.get("step", step) == step), None)
+            if due is not None:
+                self._pending.remove(due)
+        if due is not None:  # the next one of the same place happens when the step is done again
+            self._happen(due)
 
     def _happen(self, fault: dict[str, Any]) -> None:
         kind = fault["kind"]

@@ -121,7 +121,7 @@ class Star:
             hub = self._sockets[0]
             with self._naming(0, "sum"):
                 hub.sendall(_HEADER.pack(b"S", len(data)))
-                # One part out, one part in: neither side ever writes while the other does, so full buffers block nobody.
+                # One part out, one part in: never do both sides write, so full buffers block nobody.
                 step = max(1, CHUNK_BYTES // max(1, flat.element_size())) * flat.element_size()
                 for first in range(0, len(data), step):
                     hub.sendall(data[first : first + step])
