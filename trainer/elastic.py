@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trainer.config import DistributedTrainingConfig
-from trainer.membership import Candidate, Generation, Membership
+from trainer.membership import TOLD, Candidate, Generation, Membership
 from trainer.peers import Peers
 from trainer.rundir import RunDir
 from trainer.tls import client_context, server_context
@@ -144,8 +144,9 @@ class Elastic:
                 return world.group.fail(f"{seat.member} is {view[seat.member]}")
         for message in messages:
             if message.get("regroup") == generation.number:
-                reason = message.get("reason") or "asks for a new generation"
-                return world.group.fail(f"told by {message['from']}: {reason}", bool(message.get("communication")))
+                reason = str(message.get("reason") or "asks for a new generation")
+                reason = reason if reason.startswith(TOLD) else f"{TOLD} {message['from']}: {reason}"
+                return world.group.fail(reason, bool(message.get("communication")))
 
     def _look_for_newcomers(self) -> None:
         pause = NEWCOMER_SECONDS[not self.membership.storage.is_local]

@@ -24,6 +24,8 @@ from trainer.storage import Storage
 MEMBERSHIP = "membership"
 START = "start"
 """The reason of a launch's first generation."""
+TOLD = "told by"
+"""How the reason of a process begins that only heard of it."""
 Topology = Literal["mesh", "star"]
 
 
@@ -221,7 +223,7 @@ def choose(
         order.remove(worst)
         bad = conflicts(order)
     step = max((item.step for item in order if item.was_in), default=0)
-    reasons = dict.fromkeys(item.reason for item in survivors if item.reason)
+    reasons = dict.fromkeys(item.reason for item in survivors if item.reason and not item.reason.startswith(TOLD))
     return Generation(
         number=number,
         launch=launch,

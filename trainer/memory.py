@@ -44,7 +44,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     dropout and gradients are the same. Blocks are the members of lists of modules, else the model's own children."""
     for block in _blocks(model):
         if not getattr(block, "_computes_twice", False):
-            block._computes_twice = True  # type: ignore[assignment]
+            block._computes_twice = True
             block.forward = partial(_twice, block, block.forward)  # type: ignore[method-assign]
 
 

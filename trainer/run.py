@@ -256,7 +256,8 @@ class DistributedTrainer:
             raise Regroup("a node was asked to leave")
         if votes.regroup and not self._is_over():
             assert self.elastic is not None
-            raise Regroup(self.elastic.wants_regroup or "a newcomer, or all-reduce again")
+again = "all-reduce is tried again" if self.world.topology == "star" else "somebody came"
+            raise Regroup(self.elastic.wants_regroup or again)
 
     def _report_step(self, epoch: int, rate: float, norm: float) -> None:
         """A ``step`` event with means since the one before; the sum over ranks is a collective."""
