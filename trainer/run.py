@@ -256,7 +256,7 @@ class DistributedTrainer:
             raise Regroup("a node was asked to leave")
         if votes.regroup and not self._is_over():
             assert self.elastic is not None
-again = "all-reduce is tried again" if self.world.topology == "star" else "somebody came"
+            again = "all-reduce is tried again" if self.world.topology == "star" else "somebody came"
             raise Regroup(self.elastic.wants_regroup or again)
 
     def _report_step(self, epoch: int, rate: float, norm: float) -> None:
