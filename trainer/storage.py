@@ -7,14 +7,22 @@ temporary file, fsync and rename; object stores have it by nature.
 from __future__ import annotations
 
 import os
+import threading
+import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 from trainer.config import ConfigError
+from trainer.swap import swap_file, write_through
+
+_memory_lock = threading.Lock()
 
 
 class Storage:
@@ -45,17 +53,37 @@ class Storage:
         """The content of a file. FileNotFoundError where there is none."""
         return self.fs.cat_file(self.path(name))
 
+    def open(self, name: str) -> IO[bytes]:
+        """A file to read in pieces. FileNotFoundError where there is none."""
+        return self.fs.open(self.path(name), "rb")
+
+    def size(self, name: str) -> int:
+        """Bytes of a file. FileNotFoundError where there is none."""
+        path = self.path(name)
+        self.fs.invalidate_cache(path)
+        return int(self.fs.size(path))
+
     def write(self, name: str, data: bytes) -> None:
         """Write or replace a file, all or nothing."""
+        if not self.is_local:
+            self.fs.pipe_file(self.path(name), data)
+            return
+        with self.stream(name) as file:
+            file.write(data)
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[IO[bytes]]:
+        """A file to write in pieces. On this machine all or nothing; elsewhere a failure may leave a part of it."""
         path = self.path(name)
         if not self.is_local:
-            self.fs.pipe_file(path, data)
+            with self.fs.open(path, "wb") as file:
+                yield file
             return
         os.makedirs(os.path.dirname(path), exist_ok=True)
         temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
         try:
             with open(temporary, "wb") as file:
-                file.write(data)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -72,19 +100,40 @@ class Storage:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
         try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            write_through(temporary, data)
             os.link(temporary, path)  # unlike rename, a hard link refuses to replace
         finally:
             Path(temporary).unlink(missing_ok=True)
+
+    def swap(self, name: str, expected: bytes | None, data: bytes) -> bool:
+        """Replace a file only if its content is ``expected`` (None: only if it is missing); was it replaced?
+
+        Of several writers, in any process, that expect the same content one succeeds, and none waits for a frozen one.
+        `ConfigError` for a file system that cannot do this.
+        """
+        self.require_swap()
+        path = self.path(name)
+        if self.is_local:
+            return swap_file(path, expected, data)
+        with _memory_lock:
+            if (self.fs.cat_file(path) if self.fs.exists(path) else None) != expected:
+                return False
+            self.fs.pipe_file(path, data)
+            return True
+
+    def require_swap(self) -> None:
+        """`ConfigError`, with the name of the file system, where `swap` does not work."""
+        if not self.is_local and not isinstance(self.fs, MemoryFileSystem):
+            raise ConfigError(
+                f"{self.uri}: the file system {type(self.fs).__name__} has no compare-and-swap here, which checkpoints "
+                "need; use a folder that all nodes can reach"
+            )
 
     def exists(self, name: str) -> bool:
         return bool(self.fs.exists(self.path(name)))
 
     def list(self, folder: str = "") -> list[str]:
-        """Sorted names of what is directly in ``folder``, half-written files left out; empty if it is missing."""
+        """Sorted names of what is directly in ``folder``, without half-written files and locks; empty if missing."""
         path = self.path(folder)
         self.fs.invalidate_cache(path)
         try:
@@ -92,7 +141,7 @@ class Storage:
         except FileNotFoundError:
             return []
         names = (str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries)
-        return sorted(name for name in names if not name.endswith(".tmp"))
+        return sorted(name for name in names if not name.endswith((".tmp", ".lock")))
 
     def delete(self, name: str) -> None:
         """Remove a file or a folder with all that is in it; nothing happens where there is none."""
@@ -100,3 +149,11 @@ class Storage:
             self.fs.rm(self.path(name), recursive=True)
         except FileNotFoundError:
             return
+
+    def sweep(self, folder: str, older_than_seconds: float) -> None:
+        """Remove what killed writers left half-written in ``folder`` so long ago; nothing to do on a remote one."""
+        if not self.is_local:
+            return
+        for path in Path(self.path(folder)).glob("*.tmp"):
+            if time.time() - path.stat().st_mtime > older_than_seconds:
+                self.delete(f"{folder}/{path.name}")
