@@ -77,7 +77,11 @@ def decide(
     if any(node.runs for node in nodes):
         if 0 in codes:  # all end together: who has not yet is about to, and nobody need come any more
             return Decision(action="dismiss") if finished else WAIT
-        due = [node.node_id for node in nodes if node.is_lost and (node.gone_seconds or -1.0) >= delay_seconds]
+        due = [
+            node.node_id
+            for node in nodes
+            if node.is_lost and node.gone_seconds is not None and node.gone_seconds >= delay_seconds
+        ]
         if due and replacements_left > 0 and any(node.runs and not node.is_lost for node in nodes):
             return Decision(action="replace", nodes=tuple(due[:replacements_left]))
         return WAIT

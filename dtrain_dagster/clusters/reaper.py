@@ -2,9 +2,9 @@
 
 Asking the kernel to kill a child with its parent (PR_SET_PDEATHSIG) reaches the processes that the supervisor started,
 but not what those started in turn: the trainer behind a shell script, a data loader's workers, a daemon in a session of
-its own. The reaper is the supervisor's parent and asks the kernel for the orphans among its descendants
-(PR_SET_CHILD_SUBREAPER), so none of them can get out of its sight. It holds the same lock as the supervisor, so the run
-directory is free only when nothing is left that could write into it.
+its own. The reaper is the supervisor's parent, and both ask the kernel for the orphans among their descendants
+(PR_SET_CHILD_SUBREAPER): none gets out of sight, whichever of the two is killed. The reaper holds the same lock as the
+supervisor, so the run directory is free only when nothing is left that could write into it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from dtrain_dagster.clusters.processes import descendants, group_alive, kill_all, marked, signal_group
@@ -51,8 +51,7 @@ def supervised(work: Callable[[Reaper], int], token: str, afterwards: Callable[[
 
     ``token``: what marks the processes of this job, see `dtrain_dagster.clusters.processes.MARK`.
     """
-    if _libc:
-        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _take_in_orphans()
     codes: dict[int, int] = {}
 
     def reap(*_: object) -> None:
@@ -90,10 +89,25 @@ def supervised(work: Callable[[Reaper], int], token: str, afterwards: Callable[[
     return codes[child]
 
 
+def reap_orphans(own: Container[int]) -> None:
+    """Let orphans end that were taken in; the ends of its ``own`` processes are left to whoever started them."""
+    with contextlib.suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid in own:
+                return  # it hides the others until it is looked at, which is soon
+            os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+def _take_in_orphans() -> None:
+    if _libc:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
 def _work(work: Callable[[Reaper], int], reaper: Reaper) -> int:
     """The child's whole life: its exit code."""
     code = 1
     try:
+        _take_in_orphans()
         os.setsid()  # whoever kills the supervisor's group must not take the reaper along
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)

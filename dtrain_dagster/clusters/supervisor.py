@@ -39,7 +39,7 @@ from dtrain_dagster.clusters.policy import (
 )
 from dtrain_dagster.clusters.presence import HEARTBEAT_SECONDS
 from dtrain_dagster.clusters.processes import descendants, kill_all, marked
-from dtrain_dagster.clusters.reaper import Reaper, supervised
+from dtrain_dagster.clusters.reaper import Reaper, reap_orphans, supervised
 from trainer.rundir import CHECKPOINTS, LAUNCH, LOGS, RESULT, STATUS, NodePresence, RunDir
 
 POLL_SECONDS = 0.05
@@ -246,6 +246,8 @@ class Supervisor:
         beat = time.monotonic() - self.beat > HEARTBEAT_SECONDS
         if beat:
             self.beat = time.monotonic()
+            if self.reaper:
+                reap_orphans({process.pid for node in self.nodes.values() for _, process in node.processes})
         for node in self.nodes.values():
             if not node.gone:
                 node.log.pump()

@@ -1,0 +1,145 @@
+"""What is done when processes have ended, as a table."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtrain_dagster.clusters.policy import (
+    Decision,
+    NodeFacts,
+    decide,
+    decide_plainly,
+    exit_code,
+    is_failure,
+    is_loss,
+)
+
+RUNS, DONE, ERROR, REFUSED, LOST_PEERS, EVICTED, KILLED, TERMINATED = None, 0, 1, 2, 75, 143, -9, -15
+
+
+def facts(*nodes: tuple[int | None, ...], gone: float = 60.0, kept: tuple[int, ...] = ()) -> list[NodeFacts]:
+    """Nodes by the exit codes of their processes; of those of ``kept`` a child is left."""
+    return [
+        NodeFacts(node_id=number, codes=codes, gone_seconds=None if None in codes or number in kept else gone)
+        for number, codes in enumerate(nodes)
+    ]
+
+
+def of(decision: Decision) -> tuple[str, tuple[int, ...]]:
+    return decision.action, decision.nodes
+
+
+@pytest.mark.parametrize(
+    ("nodes", "action", "whom"),
+    [
+        ([(RUNS,), (RUNS,)], "wait", ()),
+        # A lost node is replaced, whatever it was lost by, as long as there is somebody to join.
+        ([(RUNS,), (KILLED,)], "replace", (1,)),
+        ([(RUNS,), (LOST_PEERS,)], "replace", (1,)),
+        ([(RUNS,), (EVICTED,)], "replace", (1,)),
+        ([(TERMINATED,), (RUNS,)], "replace", (0,)),
+        ([(137,), (RUNS,)], "replace", (0,)),  # a shell's words for SIGKILL
+        ([(KILLED,), (RUNS,), (LOST_PEERS,)], "replace", (0, 2)),
+        ([(KILLED, DONE), (RUNS, RUNS)], "wait", ()),  # a process is done: the work ends
+        # A node is lost as a whole: the rest of it is ended first, and is nobody to join.
+        ([(RUNS, RUNS), (KILLED, RUNS)], "wait", ()),
+        ([(KILLED, RUNS), (KILLED, KILLED)], "wait", ()),
+        # An error comes again, however often it is started.
+        ([(RUNS,), (ERROR,)], "fail", ()),
+        ([(RUNS,), (REFUSED,)], "fail", ()),
+        ([(KILLED,), (3,)], "fail", ()),
+        ([(DONE,), (ERROR,)], "fail", ()),
+        # At the end some are done before others.
+        ([(DONE,), (RUNS,)], "wait", ()),
+        ([(DONE,), (KILLED,), (RUNS,)], "wait", ()),
+        # Nobody is left.
+        ([(LOST_PEERS,), (LOST_PEERS,)], "relaunch", (0, 1)),
+        ([(LOST_PEERS,), (KILLED,), (LOST_PEERS,)], "relaunch", (0, 2)),
+        ([(LOST_PEERS,), (EVICTED,)], "relaunch", (0,)),
+        ([(LOST_PEERS, EVICTED), (KILLED, KILLED)], "relaunch", (0,)),
+        ([(KILLED,), (KILLED,)], "give_up", ()),
+        ([(EVICTED,), (EVICTED,)], "give_up", ()),
+        ([(DONE,), (DONE,)], "give_up", ()),  # without a result
+    ],
+)
+def test_of_a_job_that_regroups(nodes, action: str, whom: tuple[int, ...]):
+    decision = decide(facts(*nodes), finished=False, replacements_left=6, launches_left=3, delay_seconds=1.0)
+    assert of(decision) == (action, whom)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "action"),
+    [
+        ([(DONE,), (DONE,)], "succeed"),
+        ([(DONE,), (KILLED,)], "succeed"),  # a node that was lost before, and no replacement was left
+        ([(DONE,), (LOST_PEERS,)], "succeed"),
+        ([(DONE,), (RUNS,)], "dismiss"),  # a frozen one would never end by itself
+        ([(DONE,), (ERROR,)], "fail"),
+        ([(KILLED,), (KILLED,)], "succeed"),  # after the result, which is written last
+    ],
+)
+def test_of_one_whose_result_says_that_the_work_is_done(nodes, action: str):
+    assert decide(facts(*nodes), True, replacements_left=6, launches_left=3, delay_seconds=1.0).action == action
+
+
+def test_a_replacement_waits_for_its_moment_and_for_the_last_of_the_lost():
+    lost = [(RUNS,), (KILLED,)]
+
+    def action(left: int = 1, **what) -> str:
+        return decide(facts(*lost, **what), False, replacements_left=left, launches_left=3, delay_seconds=5.0).action
+
+    assert action(gone=5.0) == "replace"
+    assert action(gone=4.9) == "wait"
+    assert action(kept=(1,)) == "wait"
+    assert action(left=0) == "wait"
+    immediately = decide(facts(*lost, gone=0.0), False, replacements_left=1, launches_left=3, delay_seconds=0.0)
+    assert immediately.action == "replace"
+
+
+def test_no_more_are_replaced_than_may_be():
+    nodes = facts((KILLED,), (KILLED,), (RUNS,), (KILLED,))
+    assert of(decide(nodes, False, replacements_left=2, launches_left=3, delay_seconds=0.0)) == ("replace", (0, 1))
+
+
+def test_nothing_is_concluded_while_a_child_of_a_process_is_left():
+    for nodes in ([(LOST_PEERS,), (LOST_PEERS,)], [(KILLED,), (KILLED,)], [(DONE,), (DONE,)]):
+        for finished in (True, False):
+            assert decide(facts(*nodes, kept=(1,)), finished, 6, 3, 1.0).action == "wait"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        ([(EVICTED,), (TERMINATED,)], "evicted"),
+        ([(EVICTED,), (KILLED,)], "all nodes are gone"),
+        ([(LOST_PEERS,), (KILLED,)], "could not regroup"),
+        ([(DONE,), (DONE,)], "the result does not say"),
+        ([(DONE,), (KILLED,)], "all nodes are gone"),
+    ],
+)
+def test_why_it_ends_in_words(nodes, words: str):
+    decision = decide(facts(*nodes), False, replacements_left=6, launches_left=0, delay_seconds=1.0)
+    assert decision.action == "give_up"
+    assert words in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("nodes", "action"),
+    [
+        ([(RUNS, RUNS), (RUNS, RUNS)], "wait"),
+        ([(DONE,), (RUNS,)], "wait"),
+        ([(DONE,), (DONE,)], "succeed"),
+        ([(RUNS,), (KILLED,)], "fail"),
+        ([(RUNS,), (LOST_PEERS,)], "fail"),
+        ([(EVICTED,), (EVICTED,)], "fail"),
+        ([(DONE, DONE), (DONE, ERROR)], "fail"),
+    ],
+)
+def test_of_a_job_whose_processes_need_each_other(nodes, action: str):
+    assert decide_plainly(facts(*nodes)).action == action
+
+
+def test_every_code_is_an_end_a_loss_or_a_failure():
+    for code in range(-64, 256):
+        assert (code == 0) + is_loss(code) + is_failure(code) == 1
+        assert 0 <= exit_code(code) < 256
