@@ -11,6 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
+_MARK = "_computes_activations_twice"
+
+
 @dataclass(frozen=True, slots=True)
 class Fit:
     """What fits into memory."""
@@ -43,9 +46,9 @@ def checkpoint_activations(model: nn.Module) -> None:
     """Compute the activations inside the model's blocks twice instead of keeping them. The random state is kept, so
     dropout and gradients are the same. Blocks are the members of lists of modules, else the model's own children."""
     for block in _blocks(model):
-        if not getattr(block, "_computes_twice", False):
-            block._computes_twice = True
-            block.forward = partial(_twice, block, block.forward)  # type: ignore[method-assign]
+        if not getattr(block, _MARK, False):
+            setattr(block, _MARK, True)
+            block.forward = partial(_twice, block, block.forward)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -100,7 +100,7 @@ class Star:
         """Add up over ranks, in place: in order of rank, so that all have the same bits whoever comes first."""
         host = tensor.detach().to("cpu").contiguous()
         flat = host.view(-1)
-        data = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+        data = _bytes_of(flat)
         if self.rank == 0:
             self._agree(b"S", len(data))
             step = max(1, CHUNK_BYTES // max(1, flat.element_size()))
@@ -108,12 +108,12 @@ class Star:
             for first in range(0, flat.numel(), step):
                 part = flat[first : first + step]
                 theirs = other[: part.numel()]
-                buffer = memoryview(theirs.view(torch.uint8).numpy())
+                buffer = _bytes_of(theirs)
                 for rank, connection in self._sockets.items():
                     with self._naming(rank, "sum"):
                         _receive_into(connection, buffer)
                     part += theirs
-                result = memoryview(part.view(torch.uint8).numpy())
+                result = _bytes_of(part)
                 for rank, connection in self._sockets.items():
                     with self._naming(rank, "sum"):
                         connection.sendall(result)
@@ -131,7 +131,7 @@ class Star:
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's values for everybody, in place."""
         host = tensor.detach().to("cpu").contiguous()
-        data = memoryview(host.view(-1).view(torch.uint8).numpy()) if host.numel() else memoryview(b"")
+        data = _bytes_of(host.view(-1))
         if self.rank == 0:
             self._agree(b"B", len(data))
             for rank, connection in self._sockets.items():
@@ -201,6 +201,11 @@ class Star:
             if timeout is not None:
                 with contextlib.suppress(OSError):
                     connection.settimeout(self.timeout)
+
+
+def _bytes_of(flat: torch.Tensor) -> memoryview:
+    """The memory of a one-dimensional tensor on the CPU, without a copy."""
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _receive_into(connection: socket.socket, buffer: memoryview) -> None:
