@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-
 _MARK = "_computes_activations_twice"
 
 
