@@ -20,7 +20,7 @@ from trainer.rundir import RunDir
 from .conftest import checks, metadata, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-GRAPH = dg.AssetSelection.assets("stock_prices", "sharded_dataset", "cost_estimate", "trained_checkpoint")
+GRAPH = [dg.AssetKey(name) for name in ("stock_prices", "sharded_dataset", "cost_estimate", "trained_checkpoint")]
 LONG = {"epochs": 40, "checkpoint_frequency": 10, "warmup_steps": 3}
 
 
