@@ -35,6 +35,7 @@ class KnownJob:
     job_id: str
     state: JobState
     claimed: bool
+    has_checkpoint: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +51,8 @@ def choose_job(fingerprint: str, root_run_id: str, known: Sequence[KnownJob]) ->
     """Which job does this training. ``known``: jobs of the cluster, newest first.
 
     The job of the same root run comes first (a retry of the run continues it); then any job of the same fingerprint
-    that runs, or that succeeded without becoming an asset (its orchestrator died); only then is a new one started.
+    that runs, or that succeeded without becoming an asset (its orchestrator died); then the newest of the fingerprint,
+    if it did not succeed but left a checkpoint: it is gone on with. Only then is a new one started.
     """
     own = f"train-{fingerprint}-{root_run_id[:8]}"
     for job in known:
@@ -62,7 +64,8 @@ def choose_job(fingerprint: str, root_run_id: str, known: Sequence[KnownJob]) ->
             return Choice(
                 action="restart", job_id=own, reason=f"this run's job was {job.state}; it goes on in its folder"
             )
-    same = [job for job in known if job.job_id.startswith(f"train-{fingerprint}-") and not job.claimed]
+    alike = [job for job in known if job.job_id.startswith(f"train-{fingerprint}-")]
+    same = [job for job in alike if not job.claimed]
     for job in same:
         if not job.state.is_final:
             return Choice(action="attach", job_id=job.job_id, reason="a job of the same training is already running")
@@ -70,19 +73,22 @@ def choose_job(fingerprint: str, root_run_id: str, known: Sequence[KnownJob]) ->
         if job.state is JobState.SUCCEEDED:
             reason = "a job of the same training succeeded after its orchestrator was gone"
             return Choice(action="adopt", job_id=job.job_id, reason=reason)
+    if alike and alike[0].has_checkpoint and not alike[0].claimed:
+        reason = f"the last job of the same training was {alike[0].state}; it goes on from its latest checkpoint"
+        return Choice(action="restart", job_id=alike[0].job_id, reason=reason)
     return Choice(action="start", job_id=own, reason="no job of this training runs")
 
 
 def known_jobs(manager: GPUClusterManager, jobs_uri: str) -> list[KnownJob]:
-    """The cluster's jobs, newest first, and whether their result was taken."""
-    return [
-        KnownJob(
-            job_id=status.job_id,
-            state=status.state,
-            claimed=RunDir(f"{jobs_uri}/{status.job_id}").read_json(CLAIM) is not None,
+    """The cluster's jobs, newest first, whether their result was taken and whether they can be gone on with."""
+    known = []
+    for status in manager.list_jobs():
+        rundir = RunDir(f"{jobs_uri}/{status.job_id}")
+        claimed, latest = rundir.read_json(CLAIM) is not None, rundir.latest_checkpoint()
+        known.append(
+            KnownJob(job_id=status.job_id, state=status.state, claimed=claimed, has_checkpoint=latest is not None)
         )
-        for status in manager.list_jobs()
-    ]
+    return known
 
 
 def fingerprint(job: JobConfig, node_count: int, processes_per_node: int) -> str:

@@ -124,6 +124,14 @@ class RunDir:
         """All events in order of time, or those of one kind."""
         return (event for event in self.follow(set()) if kind is None or event["kind"] == kind)
 
+    def latest_checkpoint(self) -> tuple[str, int] | None:
+        """(folder, step) of the checkpoint that counts, as ``checkpoints/LATEST.json`` says; None if there is none."""
+        try:
+            latest = self.read_json(f"{CHECKPOINTS}/LATEST.json") or {}
+            return (latest["path"], latest["step"]) if latest.get("path") else None
+        except (ValueError, KeyError, AttributeError):  # damaged; the trainer looks at the folders themselves
+            return None
+
     def write_node(self, presence: NodePresence) -> None:
         name = f"{NODES}/l{presence.launch:04d}-n{presence.node_id:03d}-s{presence.stay:03d}.json"
         self.write_json(name, asdict(presence))

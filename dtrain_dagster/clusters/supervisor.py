@@ -40,7 +40,7 @@ from dtrain_dagster.clusters.policy import (
 from dtrain_dagster.clusters.presence import HEARTBEAT_SECONDS
 from dtrain_dagster.clusters.processes import descendants, kill_all, marked
 from dtrain_dagster.clusters.reaper import Reaper, reap_orphans, supervised
-from trainer.rundir import CHECKPOINTS, LAUNCH, LOGS, RESULT, STATUS, NodePresence, RunDir
+from trainer.rundir import LAUNCH, LOGS, RESULT, STATUS, NodePresence, RunDir
 
 POLL_SECONDS = 0.05
 PEER_GRACE = "DTRAIN_PEER_GRACE_SECONDS", 10.0
@@ -324,10 +324,10 @@ class Supervisor:
 
 def how_to_go_on(rundir: RunDir, job_id: str) -> str:
     """What a person reads whose job has lost all its nodes."""
-    latest = rundir.read_json(f"{CHECKPOINTS}/LATEST.json")
+    latest = rundir.latest_checkpoint()
     kept = "There is no checkpoint yet"
     if latest:
-        kept = f"The checkpoint of step {latest['step']} is kept in {rundir.uri}/{latest['path']}"
+        kept = f"The checkpoint of step {latest[1]} is kept in {rundir.uri}/{latest[0]}"
     again = f"materialize trained_checkpoint again, or run `dtrain train` with the same arguments and --name {job_id}"
     return f"{kept}: {again}, to {'resume from it' if latest else 'start over'}"
 

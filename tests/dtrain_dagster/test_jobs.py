@@ -9,10 +9,11 @@ from trainer.rundir import event
 
 FINGERPRINT, RUN = "0a1b2c3d", "11111111-aaaa"
 OWN, OTHER = f"train-{FINGERPRINT}-11111111", f"train-{FINGERPRINT}-22222222"
+THIRD = f"train-{FINGERPRINT}-33333333"
 
 
-def known(job_id: str, state: JobState, claimed: bool = False) -> KnownJob:
-    return KnownJob(job_id=job_id, state=state, claimed=claimed)
+def known(job_id: str, state: JobState, claimed: bool = False, has_checkpoint: bool = False) -> KnownJob:
+    return KnownJob(job_id=job_id, state=state, claimed=claimed, has_checkpoint=has_checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,13 @@ def known(job_id: str, state: JobState, claimed: bool = False) -> KnownJob:
         ([known(OTHER, JobState.SUCCEEDED)], "adopt", OTHER),
         ([known(OTHER, JobState.SUCCEEDED, claimed=True)], "start", OWN),
         ([known(OTHER, JobState.FAILED)], "start", OWN),
+        ([known(OTHER, JobState.FAILED, has_checkpoint=True)], "restart", OTHER),
+        ([known(OTHER, JobState.CANCELLED, has_checkpoint=True)], "restart", OTHER),
+        ([known(OTHER, JobState.FAILED, has_checkpoint=True), known(OWN, JobState.FAILED)], "restart", OWN),
+        ([known(OTHER, JobState.SUCCEEDED, claimed=True, has_checkpoint=True)], "start", OWN),
+        ([known(THIRD, JobState.SUCCEEDED, claimed=True), known(OTHER, JobState.FAILED, False, True)], "start", OWN),
+        ([known(THIRD, JobState.SUCCEEDED), known(OTHER, JobState.FAILED, has_checkpoint=True)], "adopt", THIRD),
+        ([known("train-ffffffff-22222222", JobState.FAILED, has_checkpoint=True)], "start", OWN),
         ([known("train-ffffffff-22222222", JobState.RUNNING)], "start", OWN),
         ([known(f"probe-{FINGERPRINT}", JobState.RUNNING)], "start", OWN),
         ([known(OTHER, JobState.SUCCEEDED), known(OWN, JobState.RUNNING)], "attach", OWN),

@@ -54,6 +54,18 @@ def test_what_is_not_there_is_none_and_a_nan_is_refused(rundir: RunDir) -> None:
     assert rundir.read_json("result.json") is None
 
 
+def test_the_latest_checkpoint_is_what_its_pointer_says(rundir: RunDir) -> None:
+    name = "checkpoints/LATEST.json"
+    assert rundir.latest_checkpoint() is None
+    rundir.write_json(name, {"path": None, "step": None, "generation": 2})  # nothing but a fence yet
+    assert rundir.latest_checkpoint() is None
+    rundir.write_json(name, {"path": "checkpoints/g2-s40", "step": 40, "generation": 2})
+    assert rundir.latest_checkpoint() == ("checkpoints/g2-s40", 40)
+    for damage in (b"{", b"[]", b"[1]", b'{"path": "x"}'):
+        rundir.storage.write(name, damage)
+        assert rundir.latest_checkpoint() is None
+
+
 def test_presences_of_nodes_come_back_with_their_seconds(rundir: RunDir) -> None:
     here = NodePresence(node_id=0, launch=1, started_at=100.0)
     gone = NodePresence(node_id=1, launch=1, started_at=100.0, ended_at=130.0, exit_codes=(0, -9))
