@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.checkpoint import CheckpointError
+from trainer.checkpoint import BEST, CheckpointError
 from trainer.group import GroupError
 from trainer.membership import START, Generation, NoGenerationError
 from trainer.memory import Fit, smaller
@@ -80,6 +80,8 @@ def regroup(trainer: DistributedTrainer, reason: str, communication: bool = Fals
         enter(trainer, source=0, from_checkpoint=trainer.config.resume or new.reason != START)
     elastic.has_state_of = new.number
     if trainer.world.rank == 0:
+        pointer = trainer.rundir.read_json(BEST)
+        trainer.best_saved_step = pointer["step"] if pointer else 0
         _fence(trainer, new.number)
         _report_membership(trainer, old, new, time.monotonic() - began)
     if old is not None:
@@ -199,7 +201,7 @@ def _load_checkpoint(trainer: DistributedTrainer) -> str | None:
     folder, state = found
     trainer.state.restore(state)
     progress = trainer.progress
-    if progress.best_step:
+    if progress.best_step and trainer.state.best is None:
         try:
             best_folder, best = trainer.checkpoints.load_best()
             if best["progress"]["step"] != progress.best_step:

@@ -59,6 +59,8 @@ class DistributedTrainer:
         self._old_handler: Any = None
         self._mark = time.monotonic()
         self.saved_step = 0
+        self.best_saved_step = 0
+        """Of the best checkpoint that is known to be in storage."""
         self.recent_steps: deque[dict[str, Any]] = deque(maxlen=64)
         self._cut_off = 0
         self.elastic: Elastic | None = None
@@ -236,6 +238,8 @@ class DistributedTrainer:
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
     def _report_checkpoint(self, kind: str, **fields: Any) -> None:
+        if fields.get("is_best"):
+            self.best_saved_step = fields["step"]
         if self.reporter:
             self.reporter.emit(kind, **fields)
 
@@ -330,7 +334,9 @@ class DistributedTrainer:
         taken = True
         if self.world.rank == 0:
             self.faults.reach("save", step)
-            taken = self.checkpoints.save(self.state.capture(), step, self.world.generation, is_best)
+            best_is_saved = self.progress.best_step in (step, self.best_saved_step)
+            state = self.state.capture(best_is_saved)
+            taken = self.checkpoints.save(state, step, self.world.generation, is_best)
             if wait:
                 self.checkpoints.wait(COMMIT_SECONDS)
         if taken:

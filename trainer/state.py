@@ -53,9 +53,13 @@ class TrainingState:
     best: dict[str, Tensor] | None = None
     """The best weights so far, on the CPU of every rank: the end of a training must not depend on storage."""
 
-    def capture(self) -> dict[str, Any]:
-        """What a checkpoint holds. The tensors are the live ones."""
-        return {"model": self.module.state_dict(), "step": self.step.state_dict(), "progress": asdict(self.progress)}
+    def capture(self, best_is_saved: bool = True) -> dict[str, Any]:
+        """What a checkpoint holds: with the best weights in it, unless those of another checkpoint are the best ones.
+        The tensors are the live ones."""
+        state = {"model": self.module.state_dict(), "step": self.step.state_dict(), "progress": asdict(self.progress)}
+        if self.best is not None and not best_is_saved:
+            state["best"] = self.best
+        return state
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over what `capture` gave. `trainer.checkpoint.CheckpointError`, before anything is touched, if it does
@@ -66,6 +70,9 @@ class TrainingState:
         self.module.load_state_dict(state["model"])
         self.step.load_state_dict(state["step"])
         self.progress = Progress(**progress)
+        self.best = state.get("best")
+        if self.best is None and self.progress.best_step == self.progress.step > 0:
+            self.keep_best()
 
     def keep_best(self) -> None:
         """The present weights are the best so far."""
@@ -76,7 +83,7 @@ class TrainingState:
         data = torch.zeros(0, dtype=torch.uint8)
         if world.rank == source:
             buffer = io.BytesIO()
-            torch.save({**self.capture(), "best": self.best}, buffer)
+            torch.save(self.capture(best_is_saved=False), buffer)
             data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
         size = world.gather(len(data))[source]
         if world.rank != source:
@@ -84,5 +91,4 @@ class TrainingState:
         world.broadcast(data, source)
         if world.rank != source:
             state = torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
-            self.best = state.pop("best")
             self.restore(state)
