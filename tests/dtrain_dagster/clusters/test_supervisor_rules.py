@@ -13,7 +13,8 @@ from dtrain_dagster.clusters.environment import LaunchError, choose_port, merge_
 from dtrain_dagster.clusters.linelog import LineLog, last_lines
 from dtrain_dagster.clusters.local import with_package
 from dtrain_dagster.clusters.policy import Failure, blame, describe_exit
-from dtrain_dagster.clusters.presence import STALE_SECONDS, health
+from dtrain_dagster.clusters.presence import STALE_SECONDS, health, latest, usage
+from dtrain_dagster.clusters.processes import MARK
 from trainer.rundir import NodePresence
 
 LAUNCH = {
@@ -79,6 +80,16 @@ def test_what_wins_in_the_environment():
     assert set(map(type, merged.values())) == {str}
 
 
+def test_launch_and_stay_are_told_to_who_can_regroup_and_to_nobody_else():
+    elastic = rank_environment(LAUNCH | {"elastic": True}, node_id=2, local_rank=1, port=5555, stay=3)
+    assert (elastic["DTRAIN_LAUNCH"], elastic["DTRAIN_STAY"]) == (4, 3)
+    outer = {"DTRAIN_LAUNCH": "9", "DTRAIN_STAY": "9"}  # of a job that submits this one
+    plain = merge_environment(outer, LAUNCH, rank_environment(LAUNCH, node_id=2, local_rank=1, port=5555))
+    assert not set(outer) & set(plain)
+    first = rank_environment(LAUNCH | {"elastic": True}, node_id=2, local_rank=1, port=5555)
+    assert {name for name in first if first[name] != elastic[name]} == {"DTRAIN_STAY", MARK}
+
+
 def test_a_taken_port_is_refused_and_a_free_one_found():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -97,6 +108,18 @@ def test_health_of_a_node_follows_from_its_presence():
     assert (silent.healthy, silent.message) == (False, "silent for 11 s in j")
     left = NodePresence(node_id=1, launch=1, started_at=100.0, ended_at=120.0, exit_codes=(0, 0))
     assert health("j", left, 500.0).healthy
+
+
+def test_each_second_of_each_stay_is_paid_once():
+    lost = NodePresence(node_id=0, launch=2, stay=1, started_at=100.0, ended_at=120.0, exit_codes=(-9,))
+    here = NodePresence(node_id=0, launch=2, stay=10, started_at=121.0, last_seen_at=190.0)
+    also = NodePresence(node_id=1, launch=2, stay=9, started_at=100.0, last_seen_at=190.0)
+    unwritten = NodePresence(node_id=1, launch=1, started_at=10.0, last_seen_at=50.0)  # its end: the disk was full
+    nodes = [unwritten, here, lost, also]
+    assert latest(nodes) == [here, also]
+    assert [use.ended_at for use in usage(nodes, "sku", running=True, now=200.0)] == [50.0, 200.0, 120.0, 200.0]
+    assert [use.ended_at for use in usage(nodes, "sku", running=False, now=999.0)] == [50.0, 190.0, 120.0, 190.0]
+    assert latest([]) == usage([], "sku", running=True, now=1.0) == []
 
 
 def test_the_project_is_found_and_the_users_own_path_comes_first():
