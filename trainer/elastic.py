@@ -48,6 +48,7 @@ class Elastic:
         self.membership = Membership(
             rundir.storage, self.peers, self.launch, facts.world_size, config.micro_batches,
             config.communication_retries, config.peer_timeout_seconds, config.solo_timeout_seconds,
+            first=rundir.last_generation() + 1,
         )  # fmt: skip
         self._closed = threading.Event()
         threading.Thread(target=self._look_for_newcomers, name="newcomers", daemon=True).start()

@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from trainer.peers import Peers
+from trainer.rundir import MEMBERSHIP
 from trainer.storage import Storage
 
-MEMBERSHIP = "membership"
 START = "start"
 """The reason of a launch's first generation."""
 TOLD = "told by"
@@ -192,14 +192,16 @@ def choose(
     retries: int,
     limit: int,
     proposer: str = "",
+    first: int = 1,
 ) -> Generation | None:
     """The next generation, from those who are ready; None if nobody is. Pure.
 
     Survivors keep their order, newcomers follow, at most ``limit`` in all. Where two cannot reach each other: who is
     cut off from all is left out; a star around somebody whom all reach, if there is one; else those with the most
-    cut links are left out, never the ``proposer``, who is alive for certain.
+    cut links are left out, never the ``proposer``, who is alive for certain. ``first``: the number of a generation
+    that has none before it.
     """
-    number = previous.number + 1 if previous else 1
+    number = previous.number + 1 if previous else first
     ready = [item for item in candidates if item.ready and item.launch == launch]
     survivors = survivors_of(previous, ready)
     known = {item.member for item in survivors}
@@ -249,13 +251,14 @@ class Membership:
 
     def __init__(
         self, storage: Storage, peers: Peers, launch: int, planned: int, limit: int, retries: int, patience: float,
-        start_patience: float,
+        start_patience: float, first: int = 1,
     ) -> None:  # fmt: skip
         """``patience``: seconds to wait for a member that is there and does not come; ``start_patience``: for one of
         the planned world that has come and still prepares."""
         self.storage, self.peers = storage, peers
         self.launch, self.planned, self.limit, self.retries = launch, planned, limit, retries
         self.patience, self.start_patience = patience, start_patience
+        self.first = first
         self.poll_seconds = 0.02 if storage.is_local else 0.3
 
     def newest(self) -> Generation | None:
@@ -294,7 +297,7 @@ class Membership:
     def announce(self, mine: Candidate) -> None:
         """Say that this process is coming, before it has its data and its model."""
         newest = self.newest()
-        self.file(newest.number + 1 if newest else 1, replace(mine, ready=False))
+        self.file(newest.number + 1 if newest else self.first, replace(mine, ready=False))
 
     def agree(self, mine: Candidate, after: int, ended: Callable[[], None]) -> Generation:
         """Be in a generation later than number ``after``: file, wait for the others, propose if it is this process's
@@ -332,7 +335,7 @@ class Membership:
             )
         if newest and mine.was_in and newest.number > after:
             mine = replace(mine, was_in=0, step=0, progress=0, reason="")  # fenced out
-        number = newest.number + 1 if newest else 1
+        number = newest.number + 1 if newest else self.first
         candidates = self.candidates(number)
         inside = newest.members if newest and newest.launch == self.launch else ()
         self.peers.follow({item.member: (item.host, item.port) for item in [*inside, *candidates]})
@@ -385,7 +388,7 @@ class Membership:
         return pause(newest, ready, self.retries) + place * 5 * self.poll_seconds
 
     def _propose(self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate]) -> None:
-        generation = choose(newest, self.launch, candidates, self.retries, self.limit, mine.member)
+        generation = choose(newest, self.launch, candidates, self.retries, self.limit, mine.member, self.first)
         if generation is None:
             return
         text = json.dumps(asdict(replace(generation, formed_at=time.time())), indent=1).encode()

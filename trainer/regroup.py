@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.checkpoint import BEST, CheckpointError
+from trainer.checkpoint import BEST, CheckpointError, FencedError
 from trainer.group import GroupError
 from trainer.membership import START, Generation, NoGenerationError
 from trainer.memory import Fit, smaller
@@ -92,9 +92,8 @@ def _fence(trainer: DistributedTrainer, generation: int) -> None:
     """From here on, who was left out can commit no checkpoint."""
     try:
         trainer.checkpoints.fence(generation)
-    except OSError as error:  # the next save tries it again
-        if trainer.reporter:
-            trainer.reporter.emit("error", message=f"LATEST could not be fenced: {error}", fatal=False)
+    except FencedError as error:  # this one slept through a regroup of the others
+        raise GroupError(str(error), communication=False) from error
 
 
 def enter(trainer: DistributedTrainer, source: int | None, from_checkpoint: bool) -> None:

@@ -138,6 +138,8 @@ class DistributedTrainer:
         self.window = StepWindow()
         if self.elastic is None:
             self.world.meet()  # one may have unpacked the data or made its model for minutes
+            if self.world.rank == 0:
+                self.checkpoints.fence(self.world.generation)
             enter(self, source=0, from_checkpoint=self.config.resume)
         else:
             until_formed(self, partial(regroup, self, START))

@@ -6,6 +6,7 @@
       events/g0001-r00000-000001.jsonl    what happened: generation, rank, running number; each file written once
       checkpoints/g0001-s00000100/        one fresh folder per (generation, step); its manifest.json is written last
       checkpoints/LATEST.json, BEST.json  which folder counts
+      membership/g000001.json             who trains in a generation (`trainer.membership`); written once, it arbitrates
       nodes/l0001-n000-s001.json          when each node was there: launch, node, stay; the base of every dollar
       result.json                         how it ended, in the trainer's words (metrics, digests, timings); absent while
                                           it runs; of several ranks that fail, the first says why
@@ -37,9 +38,11 @@ EVALUATION = "evaluation.json"
 PREDICTIONS = "predictions.npz"
 EVENTS = "events"
 CHECKPOINTS = "checkpoints"
+MEMBERSHIP = "membership"
 NODES = "nodes"
 LOGS = "logs"
 
+_GENERATION = re.compile(r"g(\d+)[-.]")
 _EVENT_FILE = re.compile(r"g(\d+)-r(\d+)-(\d+)\.jsonl$")
 
 
@@ -106,9 +109,9 @@ class RunDir:
         self.storage.create(f"{EVENTS}/g{generation:04d}-r{rank:05d}-{number:06d}.jsonl", lines.encode())
 
     def last_generation(self) -> int:
-        """The highest generation that left an event, 0 if none did."""
-        matches = (_EVENT_FILE.match(name) for name in self.storage.list(EVENTS))
-        return max((int(match[1]) for match in matches if match), default=0)
+        """The highest generation that left a trace (events, a checkpoint, a record of its members), 0 if none did."""
+        names = [name for folder in (EVENTS, CHECKPOINTS, MEMBERSHIP) for name in self.storage.list(folder)]
+        return max((int(match[1]) for name in names if (match := _GENERATION.match(name))), default=0)
 
     def follow(self, seen: set[str]) -> list[dict[str, Any]]:
         """Events of the files not in ``seen`` yet, in order of time; adds those files to ``seen``."""
