@@ -1,0 +1,211 @@
+"""What a checkpoint every 100 steps costs a training on this machine, and what a synchronous torch.save would cost.
+
+A transformer is trained with AdamW (weights and its two moments: 10 MB, 150 MB and 1 GB), in stretches of a few steps.
+In each round three stretches follow each other in random order: one without a save, one that begins with
+`CheckpointManager.save`, one that begins with `torch.save` (a file overwritten each time, not hashed, not synced to the
+disk). A stretch is long enough for the background writer to finish in it, so the stall of a save is the time by which
+its stretch is longer than the one of the same round without: the copy, the CPU time and the memory bandwidth taken by
+the writer, all of it. Given are the means over rounds with the outermost tenth cut off at both ends (other work on the
+machine disturbs single stretches) and their standard errors.
+
+    stall_percent_*        of training time that one asynchronous save every 100 steps costs; sync_…: torch.save
+    stall_seconds_*        by which one save lengthens training
+    stall_error_percent_*  standard error of stall_percent
+    call_seconds_*         of that the time inside `save` (copying the state)
+    writer_cpu_seconds_*   of the writer's thread for each save: an upper limit for the rest of the stall
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.checkpoint import CheckpointManager
+from trainer.rundir import RunDir
+
+RESULTS = Path(__file__).parent / "results"
+EVERY = 100
+DAYS, FEATURES = 64, 32
+SIZES = {10: (136, 4), 150: (512, 4), 1000: (1000, 7)}
+"""Megabytes of state: width and layers of the model."""
+
+
+class Training:
+    """A model that is trained on random windows of prices."""
+
+    def __init__(self, width: int, layers: int, batch: int) -> None:
+        torch.manual_seed(0)
+        block = nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True, norm_first=True)
+        self.model = nn.Sequential(
+            nn.Linear(FEATURES, width),
+            nn.TransformerEncoder(block, layers, enable_nested_tensor=False),
+            nn.Linear(width, 1),
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
+        self.batches = [torch.randn(batch, DAYS, FEATURES) for _ in range(4)]
+        self.steps = 0
+
+    def step(self) -> None:
+        batch = self.batches[self.steps % len(self.batches)]
+        self.optimizer.zero_grad()
+        (self.model(batch)[..., 0] - batch.mean(-1)).square().mean().backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.steps += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+class Trial:
+    """Stretches of a training with and without saves."""
+
+    def __init__(self, training: Training, folder: str) -> None:
+        self.training, self.file = training, f"{folder}/sync.pt"
+        self.failures: list[str] = []
+        self.written: list[float] = []
+        self.calls: list[float] = []
+        self.unfinished = 0
+        self.manager = CheckpointManager(RunDir(folder), keep=2, fingerprint="benchmark", report=self._report)
+
+    def _report(self, kind: str, **fields: Any) -> None:
+        if kind == "checkpoint":
+            self.written.append(fields["seconds"])
+        else:
+            self.failures.append(fields["message"])
+
+    def stretch(self, mode: str, steps: int) -> float:
+        """Seconds of this many steps, after a save of this kind."""
+        began = time.perf_counter()
+        if mode == "async":
+            assert self.manager.save(self.training.state(), self.training.steps, 1)
+            self.calls.append(time.perf_counter() - began)
+        elif mode == "sync":
+            torch.save(self.training.state(), self.file)
+        for _ in range(steps):
+            self.training.step()
+        seconds = time.perf_counter() - began
+        if not self.manager.wait(0):
+            self.unfinished += 1
+            self.manager.wait()
+        return seconds
+
+    def writer_cpu_seconds(self) -> float:
+        """What the writer's thread has used so far (0 where the system does not tell)."""
+        [thread] = [thread for thread in threading.enumerate() if thread.name == "checkpoints"]
+        file = Path(f"/proc/self/task/{thread.native_id}/schedstat")
+        return int(file.read_text().split()[0]) / 1e9 if file.exists() else 0.0
+
+
+def measure(megabytes: int, rounds: int, batch: int, folder: str) -> dict[str, Any]:
+    """All figures of one size of state, their names without the size."""
+    training = Training(*SIZES[megabytes], batch)
+    trial = Trial(training, folder)
+    for mode in ("off", "async", "sync", "async"):  # makes the moments, the buffers, the caches
+        trial.stretch(mode, 2)
+    warm_up = trial.stretch("off", 3) / 3
+    steps = max(3, math.ceil(2.5 * max(trial.written) / warm_up) + 1)
+    cpu, trial.calls, trial.unfinished = trial.writer_cpu_seconds(), [], 0
+    seconds: dict[str, list[float]] = {"off": [], "async": [], "sync": []}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for mode in order.sample(sorted(seconds), 3):
+            seconds[mode].append(trial.stretch(mode, steps))
+    cpu = trial.writer_cpu_seconds() - cpu
+    trial.manager.close()
+    if trial.failures:
+        raise RuntimeError(f"saves failed, so nothing was measured: {trial.failures[0]}")
+    step = trimmed([value / steps for value in seconds["off"]])[0]
+    result: dict[str, Any] = {
+        "state_bytes": sum(file.stat().st_size for file in Path(folder).glob("sync.pt")),
+        "step_seconds": step,
+        "steps_per_stretch": steps,
+        "rounds": rounds,
+        "unfinished": trial.unfinished,
+        "call_seconds": statistics.fmean(trial.calls),
+        "writer_cpu_seconds": cpu / rounds,
+        "write_seconds": statistics.fmean(trial.written),
+    }
+    for mode, prefix in (("async", ""), ("sync", "sync_")):
+        differences = [value - off for value, off in zip(seconds[mode], seconds["off"], strict=True)]
+        stall, error = trimmed(differences)
+        result[f"{prefix}stall_percent"] = 100 * stall / (EVERY * step)
+        result[f"{prefix}stall_error_percent"] = 100 * error / (EVERY * step)
+        result[f"{prefix}stall_seconds"] = stall
+    return result
+
+
+def trimmed(values: list[float]) -> tuple[float, float]:
+    """Mean without the outermost tenth at both ends, and its standard error (by winsorised variance)."""
+    values, cut = sorted(values), len(values) // 10
+    kept = values[cut : len(values) - cut]
+    winsorised = [kept[0]] * cut + kept + [kept[-1]] * cut
+    error = statistics.stdev(winsorised) / ((1 - 2 * cut / len(values)) * math.sqrt(len(values)))
+    return statistics.fmean(kept), error
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=list(SIZES), help="megabytes of state")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of three stretches, for each size (20)")
+    parser.add_argument("--batch", type=int, default=8, help=f"samples of {DAYS} days in a step (8)")
+    parser.add_argument("--folder", help="where to write the checkpoints (a temporary folder)")
+    parser.add_argument(
+        "--out",
+        nargs="?",
+        const="checkpoint.json",
+        help="also write the line to benchmarks/results/OUT (checkpoint.json)",
+    )
+    options = parser.parse_args(arguments)
+    if options.rounds < 2:
+        parser.error("--rounds must be 2 or more: there is no error of one")
+    result: dict[str, Any] = {
+        "benchmark": "checkpoint",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "batch": options.batch,
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+    for megabytes in options.sizes:
+        with tempfile.TemporaryDirectory(dir=options.folder, prefix="checkpoint-") as folder:
+            figures = measure(megabytes, options.rounds, options.batch, folder)
+        name = f"{megabytes}mb" if megabytes < 1000 else f"{megabytes // 1000}gb"
+        for key, value in figures.items():
+            result[f"{key}_{name}"] = round(value, 4) if isinstance(value, float) else value
+    result["load_after"] = round(os.getloadavg()[0], 2)
+    line = json.dumps(result)
+    print(line)
+    if options.out:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / options.out).write_text(line + "\n")
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    main()
