@@ -111,8 +111,10 @@ class LocalClusterManager(GPUClusterManager):
         running = [status.job_id for status in self.list_jobs() if not status.state.is_final]
         seen: dict[int, list[NodeHealth]] = {node_id: [] for node_id in range(config.node_count if config else 0)}
         for job_id in running:
-            for node in presences.latest(self._rundir(job_id).nodes()):
-                seen.setdefault(node.node_id, []).append(presences.health(job_id, node, time.time()))
+            rundir = self._rundir(job_id)
+            newest = presences.newest_generation(rundir)
+            for node in presences.latest(rundir.nodes()):
+                seen.setdefault(node.node_id, []).append(presences.health(job_id, node, time.time(), newest))
         nodes = tuple(
             NodeHealth(
                 node_id=node_id,

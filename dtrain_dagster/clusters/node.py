@@ -69,6 +69,11 @@ class Node:
             self._signal(signal.SIGTERM)
         self._kill_at = min(time.monotonic() + grace, self._kill_at or float("inf"))
 
+    def kill(self) -> None:
+        """SIGKILL to all of it, now: it does not answer to anything else."""
+        self._kill_at = time.monotonic()
+        self._signal(signal.SIGKILL)
+
     def look(self) -> bool:
         """Go on with ending it, if that was begun. True once, when nothing of it is left."""
         if self.gone or self.alive or self._left():

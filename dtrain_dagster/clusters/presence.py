@@ -5,11 +5,12 @@ A presence is written by the supervisor, and what it says is paid for.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dtrain_dagster.clusters.base import NodeHealth, NodeUsage
-from trainer.rundir import NodePresence, RunDir
+from trainer.rundir import JOB, MEMBERSHIP, NodePresence, RunDir
 
 HEARTBEAT_SECONDS = 2.0
 STALE_SECONDS = 5 * HEARTBEAT_SECONDS
@@ -31,6 +32,46 @@ def end_of(node: NodePresence) -> float:
     return node.ended_at or node.last_seen_at or node.started_at
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """Who trains now, as the members have agreed (`trainer.membership` writes it; here only nodes matter)."""
+
+    number: int
+    launch: int
+    formed_at: float
+    nodes: frozenset[int]
+    asking: frozenset[int]
+    """Nodes that ask to be in the next one."""
+    patience_seconds: float
+    """How long a member may be silent, of ``job.json``."""
+
+    def leaves_out(self, node: NodePresence) -> bool:
+        """Was this node there when the others went on without it, and has it not asked to come back?"""
+        return (
+            node.launch == self.launch
+            and node.node_id not in self.nodes | self.asking
+            and node.started_at < self.formed_at
+        )
+
+
+def newest_generation(rundir: RunDir) -> Generation | None:
+    """The one that counts, None if there is none yet."""
+    names = [name for name in rundir.storage.list(MEMBERSHIP) if name.endswith(".json")]
+    if not names:
+        return None
+    record = json.loads(rundir.storage.read(f"{MEMBERSHIP}/{names[-1]}"))
+    candidates = rundir.storage.list(f"{MEMBERSHIP}/g{record['number'] + 1:06d}")  # n<node>p<local rank>-….json
+    training = (rundir.read_json(JOB) or {}).get("training", {})
+    return Generation(
+        number=record["number"],
+        launch=record["launch"],
+        formed_at=record["formed_at"],
+        nodes=frozenset(seat["node"] for seat in record["members"]),
+        asking=frozenset(int(name[1:].split("p")[0]) for name in candidates),
+        patience_seconds=float(training.get("peer_timeout_seconds", 60.0)),
+    )
+
+
 def usage(nodes: Sequence[NodePresence], sku: str, running: bool, now: float) -> list[NodeUsage]:
     """Every stay as paid time; if the job is ``running``, a node that is still there counts until now."""
     here = set(latest(nodes)) if running else set()
@@ -45,14 +86,17 @@ def usage(nodes: Sequence[NodePresence], sku: str, running: bool, now: float) ->
     ]
 
 
-def health(job_id: str, node: NodePresence, now: float) -> NodeHealth:
-    """How a node of a running job is."""
+def health(job_id: str, node: NodePresence, now: float, generation: Generation | None = None) -> NodeHealth:
+    """How a node of a running job is; ``generation``: the newest of that job."""
     if node.ended_at is not None:
         left = f"left {job_id} with exit codes {', '.join(map(str, node.exit_codes))}"
         return NodeHealth(node_id=node.node_id, healthy=not any(node.exit_codes), message=left)
     silent = now - (node.last_seen_at or node.started_at)
     if silent > STALE_SECONDS:
         return NodeHealth(node_id=node.node_id, healthy=False, message=f"silent for {silent:.0f} s in {job_id}")
+    if generation and generation.leaves_out(node):
+        message = f"the others of {job_id} go on without it (generation {generation.number}): it does not answer"
+        return NodeHealth(node_id=node.node_id, healthy=False, message=message)
     stay = f", in the place of one that was lost (stay {node.stay})" if node.stay > 1 else ""
     return NodeHealth(node_id=node.node_id, healthy=True, message=f"works on {job_id}{stay}")
 

@@ -248,12 +248,24 @@ class Supervisor:
             self.beat = time.monotonic()
             if self.reaper:
                 reap_orphans({process.pid for node in self.nodes.values() for _, process in node.processes})
+            if self.launch["elastic"]:
+                self._end_frozen()
         for node in self.nodes.values():
             if not node.gone:
                 node.log.pump()
                 if beat:
                     self._write_presence(node, last_seen_at=time.time())
         time.sleep(POLL_SECONDS)
+
+    def _end_frozen(self) -> None:
+        """Kill nodes that the others train without and that do not ask to come back: they are lost, and replaced."""
+        newest = presences.newest_generation(self.rundir)
+        if newest is None or time.time() - newest.formed_at < newest.patience_seconds:
+            return
+        for node_id, node in self.nodes.items():
+            if node.alive and newest.leaves_out(node.presence):
+                _say(f"node {node_id} was left out of generation {newest.number} and does not answer: ending it")
+                node.kill()
 
     def _end_nodes(self, grace: float) -> None:
         """SIGTERM to every node, SIGKILL to what is left after ``grace`` seconds. Returns when nothing is left."""

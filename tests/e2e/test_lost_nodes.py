@@ -42,11 +42,11 @@ def job_folder(home: Path) -> Path:
 
 
 class Killer(threading.Thread):
-    """Waits until a training has come to a step, then kills a node, or all."""
+    """Waits until a training has come to a step, then sends a signal to a node, or to all."""
 
-    def __init__(self, home: Path, node: int | None, step: int) -> None:
+    def __init__(self, home: Path, node: int | None, step: int, number: signal.Signals = signal.SIGKILL) -> None:
         super().__init__(daemon=True)
-        self.home, self.node, self.step, self.killed = home, node, step, 0
+        self.home, self.node, self.step, self.number, self.killed = home, node, step, number, 0
         self.start()
 
     def run(self) -> None:
@@ -58,7 +58,7 @@ class Killer(threading.Thread):
                 continue
             groups = {os.getpgid(process.pid) for process in node_processes(self.home, self.node)}
             for group in groups:
-                os.killpg(group, signal.SIGKILL)
+                os.killpg(group, self.number)
             self.killed = len(groups)
             return
 
@@ -67,8 +67,8 @@ class Killer(threading.Thread):
 def small(job: dg.JobDefinition, tmp_path: Path) -> Callable[..., Any]:
     """Materialize up to the checkpoint, in this process, on an instance that stays."""
 
-    def materialize(instance: dg.DagsterInstance) -> dg.ExecuteInProcessResult:
-        return run(job, instance, selection=GRAPH, **LONG)
+    def materialize(instance: dg.DagsterInstance, **more: Any) -> dg.ExecuteInProcessResult:
+        return run(job, instance, selection=GRAPH, **{**LONG, "more": more})
 
     return materialize
 
@@ -95,6 +95,25 @@ def test_a_node_is_killed_and_the_checkpoint_is_trained_all_the_same(small: Call
     steps = [event["step"] for event in rundir.events("step")]
     assert len(steps) == len(set(steps)), "no step that counts was done twice"
     assert not list(rundir.events("resume")), "nobody had to go back to a checkpoint"
+    assert not node_processes(home, None)
+
+
+def test_a_frozen_node_is_gone_on_without_and_replaced(small: Callable[..., Any], tmp_path: Path):
+    """D2: it counts as lost after the timeout; it is not paid for until the end."""
+    home = tmp_path / "home"
+    killer = Killer(home, node=1, step=20, number=signal.SIGSTOP)
+    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+        result = small(instance, health_check_seconds=0.5, peer_timeout_seconds=2, max_steps=900, epochs=900)
+    assert killer.killed == 1
+    assert result.success
+    assert checks(result)["every_sample_used_once"]
+    rundir = RunDir(str(job_folder(home)))
+    stays = {(node.node_id, node.stay): node for node in rundir.nodes()}
+    frozen = stays[1, 1]
+    assert frozen.exit_codes == (-signal.SIGKILL,)
+    assert frozen.ended_at is not None
+    assert frozen.ended_at < max(node.ended_at or 0 for node in rundir.nodes()) - 1
+    assert (1, 2) in stays
     assert not node_processes(home, None)
 
 
