@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.checkpoint import BEST
 from trainer.evaluate import EVAL_BATCH, final_report
 from trainer.group import GroupError
 from trainer.outcome import write_result
+from trainer.regroup import best_pointer
 from trainer.step import digest
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ def finish(trainer: DistributedTrainer) -> dict[str, Any]:
     if world.rank == 0:
         if not trainer.checkpoints.wait(COMMIT_SECONDS):
             trainer.reporter.emit("error", message="the last checkpoint is still being written", fatal=False)
-        pointer = trainer.rundir.read_json(BEST)
-        best = pointer["path"] if pointer and pointer["step"] == trainer.progress.best_step else None
+        pointer = best_pointer(trainer)
+        best = pointer["path"] if pointer["step"] == trainer.progress.best_step else None
     result = _result(trainer, digests[0], report, best)
     trainer.reporter.emit("end", status="succeeded")
     if world.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 STOP_SECONDS = 3.0
 """How long a regroup may keep a process that was asked to end from its checkpoint."""
+_log = logging.getLogger(__name__)
 
 
 def until_formed(trainer: DistributedTrainer, attempt: Callable[[], None]) -> None:
@@ -80,12 +82,21 @@ def regroup(trainer: DistributedTrainer, reason: str, communication: bool = Fals
         enter(trainer, source=0, from_checkpoint=trainer.config.resume or new.reason != START)
     elastic.has_state_of = new.number
     if trainer.world.rank == 0:
-        pointer = trainer.rundir.read_json(BEST)
-        trainer.best_saved_step = pointer["step"] if pointer else 0
+        trainer.best_saved_step = best_pointer(trainer)["step"]
         _fence(trainer, new.number)
         _report_membership(trainer, old, new, time.monotonic() - began)
     if old is not None:
         trainer.phase("regroup")
+
+
+def best_pointer(trainer: DistributedTrainer) -> dict[str, Any]:
+    """``path`` and ``step`` of the best checkpoint; no path and step 0 where there is none, or storage fails."""
+    nowhere = {"path": None, "step": 0}
+    try:
+        return trainer.rundir.read_json(BEST) or nowhere
+    except (OSError, ValueError) as error:
+        _log.warning("%s cannot be read: %s", BEST, error)
+        return nowhere
 
 
 def _fence(trainer: DistributedTrainer, generation: int) -> None:
