@@ -30,6 +30,8 @@ STEPS_PER_EPOCH = 19
 EPOCHS = 5
 STEPS = EPOCHS * STEPS_PER_EPOCH
 CHECKPOINT_FREQUENCY = 10
+MOST_OOM = 3
+"""Memory may run out so often, with 16 samples at once and a floor of 4; then there is nothing smaller to try."""
 SPAN_SECONDS = 3.5
 """What an undisturbed training takes at least, from the first generation on."""
 
@@ -83,13 +85,15 @@ class Tape:
 
 
 def make(seed: int) -> Tape:
-    """The tape of a seed: one or two scenes."""
+    """The tape of a seed: one to three scenes."""
     random = Random(f"tape {seed}")  # text is hashed the same everywhere
     hosts: Literal["processes", "network"] = "network" if seed % 4 == 3 else "processes"
     first, second = (NETWORK_SCENES, PROCESS_SCENES) if hosts == "network" else (PROCESS_SCENES, PROCESS_SCENES)
     faults = list(random.choice(first)(random))
-    if random.random() < 0.5:
+    while random.random() < 0.4 and len(faults) < 6:
         faults += random.choice(second)(random)
+    memory = [fault for fault in faults if fault.kind == "oom"]
+    faults = [fault for fault in faults if fault not in memory[MOST_OOM:]]
     delay = None if random.random() < 0.2 else round(random.uniform(0.1, 1.5), 2)
     return Tape(seed=seed, faults=tuple(_in_order(faults)), hosts=hosts, replacement_delay=delay)
 
@@ -182,7 +186,7 @@ def _run_out_of_memory(random: Random) -> list[Fault]:
     at = random.choice(["forward", "backward"])
     return [
         Fault(kind="oom", node=random.randrange(NODES), at=at, step=random.randrange(1, STEPS))
-        for _ in range(random.randrange(1, 3))
+        for _ in range(random.randrange(1, 4))
     ]
 
 
@@ -217,7 +221,9 @@ def _cut_off_all(random: Random) -> list[Fault]:
 
 def _slow_down(random: Random) -> list[Fault]:
     one, other = random.sample(range(NODES), 2)
-    kind, amount = random.choice([("delay", 0.01), ("delay", 0.1), ("throttle", 2e6), ("throttle", 3e5)])
+    kind, amount = random.choice(
+        [("delay", 0.01), ("delay", 0.1), ("delay", 0.5), ("throttle", 2e6), ("throttle", 3e5)]
+    )
     return [
         Fault(
             kind=kind, node=one, other=other, amount=amount, after=_some_time(random, 0.8),
@@ -232,8 +238,9 @@ def _kill_in_a_slow_network(random: Random) -> list[Fault]:
 
 Scene = Callable[[Random], list[Fault]]
 PROCESS_SCENES: tuple[Scene, ...] = (
-    _kill_at_a_point, _kill_at_a_point, _kill_at_a_point, _kill_some_time, _kill_some_time,
-    _kill_rank_0_and_its_successor, _kill_two_at_once, _kill_while_they_regroup, _kill_again_and_again, _kill_all,
+    _kill_at_a_point, _kill_at_a_point, _kill_at_a_point, _kill_at_a_point, _kill_at_a_point,
+    _kill_some_time, _kill_some_time, _kill_rank_0_and_its_successor, _kill_two_at_once,
+    _kill_while_they_regroup, _kill_again_and_again, _kill_all,
     _freeze, _freeze, _evict, _evict_all, _run_out_of_memory, _kill_the_supervisor, _lose_the_storage,
 )  # fmt: skip
 NETWORK_SCENES: tuple[Scene, ...] = (

@@ -1,0 +1,172 @@
+"""Plays tapes of faults against real trainings, and counts what is violated afterwards (0 is the only good number).
+
+A tape is made from its seed (`tests/faults/tape.py`); `tests/faults/properties.py` says what has to be true after it. A
+seed that fails is named, and `--only SEED` plays it again.
+
+    tapes, violations, failed_seeds   played; that violated a property; which
+    faults                            by kind: how many did happen
+    generations, launches             agreed; starts of a job (a tape may end all nodes)
+    parameter_server                  generations in parameter-server mode
+    largest_weight_difference         from the undisturbed run, relative to each tensor's largest weight
+    skipped                           tapes that need a network of hosts, where the kernel does not allow one
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests" / "faults"), str(ROOT / "tests" / "trainer")]
+
+import tape as tapes  # noqa: E402
+from hosts import Preload  # noqa: E402
+from network import Network, NoNetworkError  # noqa: E402
+from play import Outcome, play, undisturbed  # noqa: E402
+from properties import Reference, describe, largest_difference, read_reference, violations  # noqa: E402
+from worlds import build  # noqa: E402
+
+from trainer.membership import generations  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass
+class Campaign:
+    """What all tapes have in common, and what has been counted so far."""
+
+    folder: Path
+    seeds: SimpleQueue[int] = field(default_factory=SimpleQueue)
+    counts: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    failed: list[int] = field(default_factory=list)
+    largest: float = 0.0
+    references: dict[int, Reference] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.dataset = build(self.folder)
+
+    def work(self) -> None:
+        """Play tapes until there are none left; one thread of several."""
+        network: Network | None = None
+        try:
+            network = Network(tapes.NODES)
+        except NoNetworkError as error:
+            print(error, file=sys.stderr)
+        with Preload() as preload:
+            while True:
+                try:
+                    seed = self.seeds.get_nowait()
+                except Empty:
+                    break
+                try:
+                    self.one(tapes.make(seed), preload, network)
+                except Exception:
+                    traceback.print_exc()
+                    with self.lock:
+                        self.counts["tapes"] += 1
+                        self.failed.append(seed)
+        if network is not None:
+            network.close()
+
+    def one(self, tape: tapes.Tape, preload: Preload, network: Network | None) -> None:
+        if tape.hosts == "network" and network is None:
+            with self.lock:
+                self.counts["skipped"] += 1
+            return
+        reference = self.reference(tape, preload)
+        hosts = network if tape.hosts == "network" else None
+        outcome = play(tape, preload, self.folder / f"seed-{tape.seed}", self.dataset, hosts)
+        wrong = violations(outcome, reference)
+        history = generations(outcome.rundir.storage)
+        difference = largest_difference(outcome.rundir, reference)
+        with self.lock:
+            self.counts["tapes"] += 1
+            self.counts["launches"] += outcome.launches
+            self.counts["generations"] += len(history)
+            self.counts["parameter_server"] += sum(item.topology == "star" for item in history)
+            self.faults += outcome.happened
+            self.largest = max(self.largest, difference)
+            _tell(outcome, wrong, len(history), difference)
+            if wrong:
+                self.failed.append(tape.seed)
+
+    def reference(self, tape: tapes.Tape, preload: Preload) -> Reference:
+        """The undisturbed run of the same configuration, made once."""
+        blank = undisturbed(tape)
+        with self.lock:
+            if blank.seed not in self.references:
+                outcome = play(blank, preload, self.folder / f"undisturbed{blank.seed}", self.dataset)
+                self.references[blank.seed] = read_reference(outcome.rundir)
+            return self.references[blank.seed]
+
+
+def _tell(outcome: Outcome, wrong: Sequence[str], generation_count: int, difference: float) -> None:
+    seed, happened = outcome.tape.seed, dict(outcome.happened)
+    line = f"seed {seed}: {outcome.seconds:.1f} s, {happened}, {generation_count} generations, {difference:.0e}"
+    print(f"{line}: {'VIOLATED' if wrong else 'ok'}", file=sys.stderr, flush=True)
+    if wrong:
+        print("\n".join([*wrong, describe(outcome)]), file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--tapes", type=int, default=200, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="of the first; each next one is one more")
+    parser.add_argument("--only", type=int, metavar="SEED", help="play this one tape")
+    parser.add_argument("--jobs", type=int, default=2, help="tapes played at a time")
+    parser.add_argument("--keep", metavar="FOLDER", help="keep the run directories, in this folder")
+    parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
+    options = parser.parse_args(arguments)
+    seeds = [options.only] if options.only is not None else range(options.seed, options.seed + options.tapes)
+    began = time.time()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
+        folder = Path(options.keep or temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        campaign = Campaign(folder)
+        for seed in seeds:
+            campaign.seeds.put(seed)
+        workers = [threading.Thread(target=campaign.work) for _ in range(min(options.jobs, len(seeds)))]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    result: dict[str, Any] = {
+        "benchmark": "chaos",
+        "tapes": campaign.counts["tapes"],
+        "violations": len(campaign.failed),
+        "failed_seeds": sorted(campaign.failed),
+        "first_seed": seeds[0],
+        "faults": dict(sorted(campaign.faults.items())),
+        **{name: campaign.counts[name] for name in ("generations", "launches", "parameter_server", "skipped")},
+        "largest_weight_difference": campaign.largest,
+        "seconds": round(time.time() - began, 1),
+        "jobs": options.jobs,
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    line = json.dumps(result)
+    print(line)
+    if options.save:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "chaos.json").write_text(line + "\n")
+    return 1 if campaign.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
