@@ -1,4 +1,4 @@
-"""One rank of a world that evaluates the small market: ``evaluate_ranks.py RANK WORLD_SIZE FOLDER SAMPLES``."""
+"""One rank of a world that evaluates the small market: ``evaluate_ranks.py FOLDER SAMPLES``, started as by torchrun."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from market import Market
 
-from trainer.config import FactoryConfig
+from trainer.config import DistributedTrainingConfig, FactoryConfig
 from trainer.evaluate import evaluate, final_report
 from trainer.losses import build_loss
 from trainer.model import build_model
 from trainer.rundir import RunDir
-from trainer.world import RankFacts, World
+from trainer.world import join
 
 CPU = torch.device("cpu")
 
@@ -31,21 +30,19 @@ def forecaster(market: Market, loss: str = "student_t") -> tuple[torch.nn.Module
     return model, criterion
 
 
-def main(rank: int, world_size: int, folder: Path, samples: int) -> None:
+def main(folder: Path, samples: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    world = World(RankFacts(rank=rank, world_size=world_size), CPU, "gloo")
+    world = join(DistributedTrainingConfig())
     market = Market()
     market.rows["valid"] = market.rows["valid"][:samples]
     model, criterion = forecaster(market)
-    wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    evaluation = evaluate(wrapped, criterion, market, "valid", world, 100, CPU, collect=True)
+    evaluation = evaluate(model, criterion, market, "valid", world, 100, CPU, collect=True)
     rows = None if evaluation.predictions is None else evaluation.predictions.row.tolist()
-    report = final_report(wrapped, criterion, market, world, CPU, RunDir(str(folder / "run")))
+    report = final_report(model, criterion, market, world, CPU, RunDir(str(folder / "run")))
     result = {"evaluation": {**asdict(evaluation), "predictions": None}, "rows": rows, "report": report}
-    (folder / f"rank{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    (folder / f"rank{world.rank}.json").write_text(json.dumps(result))
+    world.leave()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -14,6 +14,7 @@ from evaluate_ranks import CPU, forecaster
 from market import Market
 from scipy import stats
 from torch import Tensor, nn
+from worlds import free_port
 
 from trainer.evaluate import evaluate, final_report
 from trainer.report import build_report
@@ -25,9 +26,10 @@ ALONE = World(RankFacts(), CPU, "gloo")
 
 def run_world(size: int, folder: Path, samples: int) -> list[dict[str, Any]]:
     script = Path(__file__).parent / "evaluate_ranks.py"
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = os.environ | world | {"OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen([sys.executable, script, str(rank), str(size), folder, str(samples)], env=environment)
+        subprocess.Popen([sys.executable, script, folder, str(samples)], env=environment | {"RANK": str(rank)})
         for rank in range(size)
     ]
     try:

@@ -5,18 +5,23 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.consumed import digest as digest_of
+from trainer.faults import Faults, InjectedError
+from trainer.memory import Fit
 from trainer.sampler import Sampler
 from trainer.shards import DataShardManager
-from trainer.step import Batch, BatchLoader, NonFiniteError, Step, digest
+from trainer.step import Batch, BatchLoader, NonFiniteError, Step, Votes, digest
 from trainer.world import RankFacts, World
 
 CPU = torch.device("cpu")
 ALONE = World(RankFacts(), CPU, "gloo")
+NOTHING = Votes()
 
 
 class Squared(nn.Module):
@@ -35,7 +40,14 @@ def batch(*sizes: int, samples: int | None = None) -> Batch:
         (number, torch.randn(size, 3, 2, generator=made), torch.randn(size, generator=made))
         for number, size in enumerate(sizes)
     )
-    return Batch(samples or sum(sizes), parts)
+    return Batch(samples or sum(sizes), parts, digest=17)
+
+
+def step_of(net: nn.Module, settings: DistributedTrainingConfig | None = None, faults: str = "[]") -> Step:
+    """A step in a world of one."""
+    step = Step(net, Squared(), settings or config(), CPU, Faults({"DTRAIN_FAULTS": faults}, 0))
+    step.adopt(ALONE)
+    return step
 
 
 def config(**changes: Any) -> DistributedTrainingConfig:
@@ -44,7 +56,7 @@ def config(**changes: Any) -> DistributedTrainingConfig:
 
 def test_the_gradient_is_that_of_the_mean_over_all_samples_however_unequal_the_parts() -> None:
     net = model()
-    step = Step(net, Squared(), config(), ALONE)
+    step = step_of(net)
     parts = batch(3, 1, 4)
     reference = model()
     windows, target = (torch.cat([part[place] for part in parts.micro_batches]) for place in (1, 2))
@@ -53,7 +65,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_samples_however_unequal_the_p
     expected = torch.cat(
         [parameter.grad.flatten() for parameter in reference.parameters() if parameter.grad is not None]
     )
-    result = step(parts, 0, 0.0, False)
+    result = step(parts, 0, 0.0, NOTHING)
     got = torch.cat([parameter.grad.flatten() for parameter in net.parameters() if parameter.grad is not None])
     assert torch.allclose(got, expected, atol=1e-6)
     assert result.loss_sum == pytest.approx(mean.item() * 8)
@@ -62,18 +74,18 @@ def test_the_gradient_is_that_of_the_mean_over_all_samples_however_unequal_the_p
 
 def test_the_learning_rate_is_the_one_given_and_gradients_do_not_pile_up() -> None:
     net = model()
-    step = Step(net, Squared(), config(), ALONE)
+    step = step_of(net)
     before = digest(list(net.named_parameters()))
-    first = step(batch(4), 0, 0.0, False)
+    first = step(batch(4), 0, 0.0, NOTHING)
     assert digest(list(net.named_parameters())) == before, "a rate of zero changes nothing"
-    assert step(batch(4), 0, 0.0, False).grad_norm == pytest.approx(first.grad_norm)
-    step(batch(4), 0, 0.1, False)
+    assert step(batch(4), 0, 0.0, NOTHING).grad_norm == pytest.approx(first.grad_norm)
+    step(batch(4), 0, 0.1, NOTHING)
     assert digest(list(net.named_parameters())) != before
 
 
 def test_clipping_bounds_the_gradient_and_tells_its_norm_from_before() -> None:
     net = model()
-    norm = Step(net, Squared(), config(clip_norm=0.01), ALONE)(batch(8), 0, 0.0, False).grad_norm
+    norm = step_of(net, config(clip_norm=0.01))(batch(8), 0, 0.0, NOTHING).grad_norm
     clipped = torch.cat([parameter.grad.flatten() for parameter in net.parameters() if parameter.grad is not None])
     assert norm > 0.1
     assert float(clipped.norm()) == pytest.approx(0.01, rel=1e-3)
@@ -82,7 +94,7 @@ def test_clipping_bounds_the_gradient_and_tells_its_norm_from_before() -> None:
 def test_dropout_belongs_to_the_micro_batch_and_the_step() -> None:
     def loss(at: int) -> float:
         torch.manual_seed(torch.seed())  # whatever happened before must not matter
-        return Step(model(dropout=0.5), Squared(), config(), ALONE)(batch(50, 50), at, 0.0, False).loss_sum
+        return step_of(model(dropout=0.5))(batch(50, 50), at, 0.0, NOTHING).loss_sum
 
     assert loss(7) == loss(7)
     assert loss(7) != loss(8)
@@ -91,20 +103,20 @@ def test_dropout_belongs_to_the_micro_batch_and_the_step() -> None:
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e38])
 def test_a_loss_that_is_not_finite_ends_before_the_weights_are_touched(poison: float) -> None:
     net = model()
-    step = Step(net, Squared(), config(), ALONE)
+    step = step_of(net)
     before = digest(list(net.named_parameters()))
     bad = batch(4)
     bad.micro_batches[0][1][0, 0, 0] = poison
     with pytest.raises(NonFiniteError, match=r"not finite at step 13 .*lower training.learning_rate"):
-        step(bad, 12, 0.1, False)
+        step(bad, 12, 0.1, NOTHING)
     assert digest(list(net.named_parameters())) == before
 
 
 def test_fp16_on_a_processor_is_refused_and_bf16_is_close() -> None:
     with pytest.raises(ConfigError, match=r"'fp16' needs a GPU; use 'bf16'"):
-        Step(model(), Squared(), config(precision="fp16"), ALONE)
+        step_of(model(), config(precision="fp16"))
     losses = [
-        Step(model(), Squared(), config(precision=precision), ALONE)(batch(64), 0, 0.1, False).loss_sum
+        step_of(model(), config(precision=precision))(batch(64), 0, 0.1, NOTHING).loss_sum
         for precision in ("fp32", "bf16")
     ]
     assert losses[0] != losses[1]
@@ -112,21 +124,54 @@ def test_fp16_on_a_processor_is_refused_and_bf16_is_close() -> None:
 
 
 def test_a_saved_optimizer_goes_on_as_if_nothing_had_been() -> None:
-    one = Step(model(), Squared(), config(), ALONE)
+    one = step_of(model())
     for number in range(3):
-        one(batch(8), number, 0.05, False)
-    other = Step(model(), Squared(), config(), ALONE)
+        one(batch(8), number, 0.05, NOTHING)
+    other = step_of(model())
     other.model.load_state_dict(one.model.state_dict())
     other.load_state_dict(copy.deepcopy(one.state_dict()))
     for step in (one, other):
-        step(batch(8), 3, 0.05, False)
+        step(batch(8), 3, 0.05, NOTHING)
     weights = [digest(list(step.model.named_parameters())) for step in (one, other)]
     assert weights[0] == weights[1]
 
 
-def test_the_wish_to_stop_is_told() -> None:
-    step = Step(model(), Squared(), config(), ALONE)
-    assert [step(batch(2), 0, 0.0, wish).stop for wish in (False, True)] == [False, True]
+def test_a_step_tells_the_votes_and_which_samples_it_used() -> None:
+    votes = Votes(leaving=1, regroup=1, cut_off=1)
+    result = step_of(model())(batch(2), 0, 0.0, votes)
+    assert (result.votes, result.digest) == (votes, 17)
+
+
+@pytest.mark.parametrize("at", ["forward", "backward"])
+def test_a_step_that_failed_is_done_again_as_if_it_had_not_been_tried(at: str) -> None:
+    """Weights, running statistics and random state are those of a step that went well at once."""
+
+    def trained(faults: str) -> str:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 1))
+        step = step_of(net, faults=faults)
+        for number in range(4):
+            try:
+                step(batch(8, 8), number, 0.1, NOTHING)
+            except InjectedError:
+                before = digest(list(net.state_dict().items()))
+                step.adopt(ALONE)
+                assert digest(list(net.state_dict().items())) == before
+                step(batch(8, 8), number, 0.1, NOTHING)
+        return digest([*net.state_dict().items()])
+
+    fault = f'[{{"kind": "raise", "at": "{at}", "step": 2, "node": 0}}]'
+    assert trained(fault) == trained("[]")
+
+
+def test_parts_of_a_micro_batch_have_the_same_gradient_as_the_whole() -> None:
+    """D4: less goes through the model at once."""
+    whole, parts = model(), model()
+    one, other = step_of(whole), step_of(parts)
+    other.limit(Fit(3, True))
+    results = [step(batch(8, 4), 0, 0.1, NOTHING) for step in (one, other)]
+    assert results[0].loss_sum == pytest.approx(results[1].loss_sum, rel=1e-6)
+    assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-6)
 
 
 def test_the_loader_gives_what_the_sampler_deals_from_any_step_on(dataset: Path, cache: Path) -> None:
@@ -139,6 +184,7 @@ def test_the_loader_gives_what_the_sampler_deals_from_any_step_on(dataset: Path,
     assert len(whole) == sampler.steps_per_epoch
     for step, found in enumerate(whole):
         samples, dealt = sampler.step(2, step)
+        assert found.digest == digest_of(np.concatenate([part.positions for part in dealt]))
         assert (found.samples, [part[0] for part in found.micro_batches]) == (samples, [part.number for part in dealt])
         for (_, windows, target), part in zip(found.micro_batches, dealt, strict=True):
             expected = shards.gather(shards.end_rows("train", part.positions))

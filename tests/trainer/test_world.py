@@ -28,17 +28,23 @@ TORCHRUN = {
 MEMBER = """
 import os, sys, torch
 from trainer.config import DistributedTrainingConfig
-from trainer.world import join, leave
+from trainer.world import join
 world = join(DistributedTrainingConfig(collective_timeout_seconds=30))
 rank = world.rank
 assert world.sum(torch.tensor([1.0, rank])).tolist() == [2.0, 1.0]
 assert world.any(rank == 1, False) == (True, False)
-assert world.gather(("rank", rank)) == [("rank", 0), ("rank", 1)]
-assert world.from_rank_0(f"from {rank}") == "from 0"
+assert world.gather(["rank", rank]) == [["rank", 0], ["rank", 1]]
+assert world.gather("a text that is longer on rank 1"[: 3 + 20 * rank]) == ["a t", "a text that is longer o"]
+for source in (0, 1):
+    weights = torch.full((3,), float(rank))
+    world.broadcast(weights, source)
+    assert weights.tolist() == [source] * 3
+largest = torch.tensor([2**63 - 1 if rank else 1])
+assert world.sum(largest).tolist() == [-(2**63)], "whole numbers wrap"
 world.meet()
 print(world.backend, world.device.type, os.environ["GLOO_SOCKET_IFNAME"], flush=True)
 sys.stdin.readline()
-leave(world)
+world.leave()
 """
 
 
@@ -47,7 +53,10 @@ def test_without_a_launcher_this_is_a_world_of_one() -> None:
     world = join(CONFIG, {})
     assert (world.rank, world.world_size, world.any(True, False), world.gather(1)) == (0, 1, (True, False), [1])
     world.meet()
-    assert world.from_rank_0("x") == "x"
+    weights = torch.ones(2)
+    world.broadcast(weights)
+    assert world.sum(weights).tolist() == [1.0, 1.0]
+    world.leave()
 
 
 def test_torchrun_says_all() -> None:
