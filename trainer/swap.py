@@ -80,7 +80,8 @@ def _take(lock: str, deadline: float) -> str:
             except FileNotFoundError:
                 continue
             for left in os.listdir(mine):  # of the one that had it: it must not get it over the file any more
-                os.unlink(f"{mine}/{left}")
+                with suppress(FileNotFoundError):  # unless it just has
+                    os.unlink(f"{mine}/{left}")
             return mine
         if time.monotonic() > deadline:
             raise TimeoutError(f"{lock} could not be had within {TIMEOUT_SECONDS:.0f} s")

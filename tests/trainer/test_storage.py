@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +24,32 @@ for verb, name in ((storage.write, "kept"), (storage.create, "new")):
         verb(name, b"x" * 5000)
     except OSError as error:
         print(error.strerror)
+"""
+
+# Raises a number in a file by compare-and-swap; every lock is taken away from whoever has it for longer than a moment.
+COUNT = """
+import sys
+from trainer import swap
+from trainer.storage import Storage
+swap.PATIENCE_SECONDS = float(sys.argv[2])
+storage, done = Storage(sys.argv[1]), 0
+while done < 100:
+    now = storage.read("number")
+    done += storage.swap("number", now, b"%d" % (int(now) + 1))
+"""
+
+# Freezes itself at its N-th rename: of the file into the lock's folder, or from there over the old one.
+FREEZE = """
+import os, signal, sys
+from trainer.storage import Storage
+storage, renames = Storage(sys.argv[1]), 0
+def hook(event, arguments):
+    global renames
+    renames += event == "os.rename"
+    if event == "os.rename" and renames == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+sys.addaudithook(hook)
+print(storage.swap("pointer", b"old", b"late"), storage.read("pointer").decode())
 """
 
 
@@ -89,3 +118,75 @@ def test_an_address_that_nothing_can_open_is_refused() -> None:
 def test_the_root_folder_is_not_the_working_folder() -> None:
     assert Storage("/").path("a") == "/a"
     assert Storage("/").path() == "/"
+
+
+def test_swap_replaces_only_what_is_expected(storage: Storage) -> None:
+    assert not storage.swap("a/pointer", b"something", b"one")
+    assert not storage.exists("a/pointer")
+    assert storage.swap("a/pointer", None, b"one")
+    assert not storage.swap("a/pointer", None, b"two")
+    assert not storage.swap("a/pointer", b"", b"two")
+    assert storage.read("a/pointer") == b"one"
+    assert storage.swap("a/pointer", b"one", b"two")
+    assert not storage.swap("a/pointer", b"one", b"three")
+    assert storage.read("a/pointer") == b"two"
+    assert storage.list("a") == ["pointer"]
+
+
+@pytest.mark.parametrize("patience", [10.0, 0.0], ids=["patient", "each takes the lock from the other"])
+def test_no_swap_of_racing_processes_is_lost(tmp_path: Path, patience: float) -> None:
+    Storage(tmp_path).write("number", b"0")
+    command = [sys.executable, "-c", COUNT, str(tmp_path), str(patience)]
+    racers = [subprocess.Popen(command) for _ in range(3)]
+    assert [racer.wait(120) for racer in racers] == [0, 0, 0]
+    assert Storage(tmp_path).read("number") == b"300"
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("rename", [1, 2, 3, 4], ids=["takes", "fills", "replaces", "gives back"])
+def test_one_that_is_frozen_while_it_swaps_holds_up_nobody_and_never_wins_late(tmp_path: Path, rename: int) -> None:
+    storage = Storage(tmp_path)
+    storage.swap("pointer", None, b"old")  # so that the lock exists
+    command = [sys.executable, "-c", FREEZE, str(tmp_path), str(rename)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as frozen:
+        try:
+            while "T (stopped)" not in Path(f"/proc/{frozen.pid}/status").read_text():
+                time.sleep(0.01)
+            before = b"late" if rename == 4 else b"old"
+            assert storage.read("pointer") == before
+            assert storage.swap("pointer", before, b"new")
+            assert storage.swap("pointer", b"new", b"newer")
+            os.kill(frozen.pid, signal.SIGCONT)
+            output, _ = frozen.communicate(timeout=60)
+        finally:
+            frozen.kill()
+    assert output.split() == ["True" if rename == 4 else "False", "newer"]
+    assert storage.swap("pointer", b"newer", b"newest")
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_lock_that_somebody_damaged_is_made_anew(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    assert storage.swap("pointer", None, b"one")
+    (tmp_path / "pointer.lock" / "free").rmdir()
+    assert storage.swap("pointer", b"one", b"two")
+    (tmp_path / "pointer.lock" / "free").rmdir()
+    (tmp_path / "pointer.lock").rmdir()
+    assert storage.swap("pointer", b"two", b"three")
+
+
+def test_a_file_written_in_pieces_is_there_whole_or_not_at_all(storage: Storage) -> None:
+    with storage.stream("a/b") as file:
+        file.write(b"one")
+        file.write(b"two")
+    assert storage.read("a/b") == b"onetwo"
+    assert storage.size("a/b") == 6
+    with storage.open("a/b") as file:
+        assert (file.read(4), file.read()) == (b"onet", b"wo")
+    with pytest.raises(FileNotFoundError):
+        storage.size("a/c")
+    if storage.is_local:
+        with pytest.raises(ZeroDivisionError), storage.stream("a/b") as file:
+            file.writelines(b"x" * (1 // number) for number in (1, 0))
+        assert storage.read("a/b") == b"onetwo"
+        assert storage.list("a") == ["b"]

@@ -1,0 +1,256 @@
+"""Checkpoints under what can go wrong: processes that are killed or race, storage that fails, stalls or is full."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from broken_storage import BrokenFileSystem
+
+import trainer.writer
+from trainer.checkpoint import BEST, LATEST, CheckpointManager
+from trainer.rundir import RunDir
+
+HERE = Path(__file__).parent
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"model": {"weight": torch.full((100,), float(step))}, "progress": {"step": step}}
+
+
+def loaded_step(checkpoints: CheckpointManager) -> int | None:
+    found = checkpoints.load_latest()
+    return None if found is None else int(found[1]["model"]["weight"][0])
+
+
+def run(program: str, *arguments: str) -> list[str]:
+    """The lines that a program prints."""
+    done = subprocess.run([sys.executable, program, *arguments], stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_killed_before_any_file_operation_of_a_save(tmp_path: Path) -> None:
+    deaths = [json.loads(line) for line in run(str(HERE / "killed_saves.py"), str(tmp_path / "run"))]
+    assert [death["killed"] for death in deaths] == [True] * (len(deaths) - 1) + [False]
+    where = " ".join(death["at"] for death in deaths)
+    for place in ("state.pt", "manifest.json", "LATEST.json", "BEST.json", "LATEST.json.lock", "g0001-s000000001"):
+        assert place in where, f"no process was killed at {place}"
+    assert [death["loaded"] for death in deaths] == [death[LATEST] for death in deaths]
+    assert sorted({death[LATEST] for death in deaths}) == sorted({death[BEST] for death in deaths}) == [1, 2]
+    assert [death[LATEST] for death in deaths] == sorted(death[LATEST] for death in deaths)
+    assert [death["heir"] for death in deaths] == [0] * len(deaths)  # the next generation saves, and cleans up
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_of_writing_the_state(tmp_path: Path) -> None:
+    deaths = [json.loads(line) for line in run(str(HERE / "killed_saves.py"), str(tmp_path / "run"), "late")]
+    assert len(deaths) == 6
+    for death in deaths:
+        assert death["killed"]
+        assert death["loaded"] == death[LATEST] >= 1
+        assert death["heir"] == 0
+
+
+@pytest.mark.slow
+def test_of_two_racing_writers_the_fenced_out_never_wins(tmp_path: Path) -> None:
+    """Real processes on one folder, the lock taken from each other all the time."""
+    folder = str(tmp_path / "run")
+    command = [sys.executable, str(HERE / "racing_savers.py"), folder]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, "1"], **pipes) as old, subprocess.Popen([*command, "2"], **pipes) as new:
+        try:
+            lines = [old.stdout.readline() for _ in range(3)]
+            assert new.stdout.readline() == "ready\n"
+            new.stdin.write("fence\n")
+            new.stdin.flush()
+            rundir, seen = RunDir(folder), []
+            while new.poll() is None:
+                seen.append(rundir.read_json(LATEST))
+            lines += old.stdout.readlines()
+            fence, *renewed = [json.loads(line) for line in new.stdout.readlines()]
+        finally:
+            old.kill()
+            new.kill()
+    fenced = [json.loads(line) for line in lines]
+    counted = [line["step"] for line in fenced if line["kind"] == "checkpoint"]
+    assert counted == list(range(1, fence["step"] + 1))  # not one after the fence
+    refused = fenced[len(counted) :]
+    assert len(refused) == 10
+    assert all("generation 2 writes the checkpoints now" in line["message"] for line in refused)
+    assert [line["step"] for line in renewed if line["kind"] == "checkpoint"] == list(range(1, 41))
+    generations = [pointer["generation"] for pointer in seen if pointer]
+    assert generations == sorted(generations)
+    assert (rundir.read_json(LATEST) or {})["path"] == "checkpoints/g0002-s000000040"
+    assert (rundir.read_json(BEST) or {})["path"] == "checkpoints/g0002-s000000039"
+    checkpoints = CheckpointManager(rundir, 3, "this")
+    assert [folder[-16:-10] for folder in checkpoints.folders()] == ["g0002-"] * 3
+    found = checkpoints.load_latest()
+    assert found is not None
+    assert found[1]["model"].unique().tolist() == [40.0]
+
+
+class Watched:
+    """A manager on storage that breaks on demand, and what it reported."""
+
+    def __init__(self) -> None:
+        self.reports: list[dict[str, Any]] = []
+        rundir = RunDir(f"broken://{uuid.uuid4().hex}")
+        self.checkpoints = CheckpointManager(
+            rundir, 3, "this", lambda kind, **fields: self.reports.append({"kind": kind, **fields})
+        )
+        self.rundir = rundir
+
+    def save(self, step: int) -> None:
+        assert self.checkpoints.save(state(step), step, 1)
+        assert self.checkpoints.wait(60)
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    monkeypatch.setattr(trainer.writer, "BACKOFF_SECONDS", 0.001)
+    BrokenFileSystem.failures = 0
+    BrokenFileSystem.working.set()
+    watched = Watched()
+    yield watched
+    BrokenFileSystem.failures = 0
+    BrokenFileSystem.working.set()
+    watched.checkpoints.close(10)
+
+
+@pytest.mark.parametrize("failures", [1, 2, 4])
+def test_storage_that_fails_for_a_while_is_tried_again_and_reported(broken: Watched, failures: int) -> None:
+    broken.save(1)
+    BrokenFileSystem.failures = failures
+    broken.save(2)
+    assert [(item["kind"], item.get("attempt"), item.get("gives_up")) for item in broken.reports[1:]] == [
+        *(("checkpoint_failed", attempt, False) for attempt in range(1, failures + 1)),
+        ("checkpoint", None, None),
+    ]
+    assert "OSError: no answer about" in broken.reports[1]["message"]
+    assert loaded_step(broken.checkpoints) == 2
+
+
+def test_storage_that_fails_for_long_costs_that_checkpoint_only(broken: Watched) -> None:
+    broken.save(1)
+    BrokenFileSystem.failures = 1000
+    broken.save(2)
+    broken.checkpoints.fence(1)  # no error either
+    assert [item.get("gives_up") for item in broken.reports[1:]] == [False] * 4 + [True, False]
+    assert (loaded_step(broken.checkpoints), broken.checkpoints.committed_step()) == (1, 1)
+    BrokenFileSystem.failures = 0
+    broken.save(3)
+    assert (loaded_step(broken.checkpoints), broken.checkpoints.committed_step()) == (3, 3)
+
+
+def test_pauses_between_attempts_double(broken: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.writer, "BACKOFF_SECONDS", 0.02)
+    times: list[float] = []
+    broken.checkpoints._report = lambda kind, **fields: times.append(trainer.writer.time.monotonic())
+    BrokenFileSystem.failures = 1000
+    broken.save(1)
+    pauses = [later - earlier for earlier, later in pairwise(times)]
+    assert all(pause >= 0.02 * 2**n for n, pause in enumerate(pauses))  # at least: a machine may be busy
+    assert len(pauses) == 4
+
+
+def test_storage_that_stalls_stops_nobody_and_is_reported(broken: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    while BrokenFileSystem.reached.acquire(blocking=False):
+        pass
+    BrokenFileSystem.working.clear()
+    assert broken.checkpoints.save(state(1), 1, 1)
+    assert BrokenFileSystem.reached.acquire(timeout=60)  # the writer hangs in its storage from here on
+    assert broken.checkpoints.save(state(2), 2, 1)
+    assert broken.reports == []
+    monkeypatch.setattr(trainer.writer, "SILENT_SECONDS", 0.0)
+    assert not broken.checkpoints.save(state(3), 3, 1)
+    assert not broken.checkpoints.save(state(4), 4, 1)
+    [report] = broken.reports  # once, though asked twice
+    assert (report["kind"], report["step"], report["gives_up"]) == ("checkpoint_failed", 1, False)
+    assert "still being written after" in report["message"]
+    assert not broken.checkpoints.wait(0.01)
+    BrokenFileSystem.working.set()
+    assert broken.checkpoints.wait(60)
+    assert [item["step"] for item in broken.reports[1:]] == [1, 2]
+    assert loaded_step(broken.checkpoints) == 2
+
+
+def test_a_report_that_fails_does_not_end_the_writer(broken: Watched) -> None:
+    def fail(kind: str, **fields: Any) -> None:
+        raise ValueError("no room for reports")
+
+    broken.checkpoints._report = fail
+    broken.save(1)
+    broken.save(2)
+    assert loaded_step(broken.checkpoints) == 2
+
+
+def test_the_checkpoints_vanish_while_it_runs(tmp_path: Path) -> None:
+    checkpoints = CheckpointManager(RunDir(str(tmp_path / "run")), 3, "this")
+    for step in range(1, 21):
+        assert checkpoints.save(state(step), step, 1, is_best=step == 5)
+        if step % 2:
+            shutil.rmtree(tmp_path / "run", ignore_errors=True)  # perhaps in the middle of the save
+            checkpoints.wait()
+            shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        else:
+            assert checkpoints.wait(60)
+            assert (loaded_step(checkpoints), checkpoints.committed_step()) == (step, step)
+    checkpoints.close(10)
+
+
+LIMITED = """
+import json, os, resource, sys, torch
+import trainer.writer
+from trainer.checkpoint import CheckpointManager
+from trainer.rundir import RunDir
+trainer.writer.BACKOFF_SECONDS = 0.001
+folder, kind, limit = sys.argv[1:]
+kind = getattr(resource, kind)
+checkpoints = CheckpointManager(RunDir(folder), 3, "this", lambda kind, **fields: print(json.dumps([kind, fields])))
+def save(step):
+    assert checkpoints.save({"model": {"weight": torch.full((10_000,), float(step))}}, step, 1, is_best=True)
+    assert checkpoints.wait(60)
+save(1)
+old = resource.getrlimit(kind)
+resource.setrlimit(kind, (int(limit), old[1]))
+save(2)
+resource.setrlimit(kind, old)
+print(json.dumps(["folders", os.listdir(folder + "/checkpoints")]))
+save(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "message"),
+    [
+        ("RLIMIT_FSIZE", 20_000, "File too large"),  # what a full disk does: the write itself fails, half-way
+        ("RLIMIT_FSIZE", 50, "File too large"),
+        ("RLIMIT_NOFILE", 3, "Too many open files"),
+    ],
+)
+def test_a_full_disk_or_too_many_files_leave_the_last_checkpoint(
+    tmp_path: Path, kind: str, limit: int, message: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path), kind, str(limit)], capture_output=True, text=True, check=True
+    )
+    first, *failures, folders, last = [json.loads(line) for line in done.stdout.splitlines()]
+    assert (first[0], last[0], last[1]["step"]) == ("checkpoint", "checkpoint", 3)
+    assert [(kind, fields["attempt"], fields["gives_up"]) for kind, fields in failures] == [
+        ("checkpoint_failed", attempt, attempt == 5) for attempt in range(1, 6)
+    ]
+    assert all(message in fields["message"] for _, fields in failures)
+    assert not [name for name in folders[1] if name.endswith(".tmp")]
+    checkpoints = CheckpointManager(RunDir(str(tmp_path)), 3, "this")
+    assert loaded_step(checkpoints) == 3
+    assert [folder[-9:] for folder in checkpoints.folders()] == ["000000003", "000000001"]
