@@ -3,40 +3,63 @@
 It needs nothing but a connection from each rank to rank 0, so it works where links between other ranks are cut, where
 gloo or NCCL fail, and, with TLS, where what goes over the network must be encrypted. It is slower than all-reduce: all
 gradients go through one host.
+
+A spoke says what it does (`_HEAD`) and sends its data while sums come back; the hub receives from all spokes while it
+sends to all of them, and says why if there is no result.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
+import math
+import select
 import socket
 import ssl
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
 
-CHUNK_BYTES = 1 << 20
-_HEADER = struct.Struct("!cQ")
+from trainer.links import SIZE, Flow, Link, PeerError, connect, parse, prepare, run, small
+
+PART_BYTES = 1 << 20
+"""The hub adds up, and passes on, this much at a time."""
+RETRY_SECONDS = 0.05
+TELL_SECONDS = 0.5
+"""How long the hub tries to tell the spokes why it fails."""
+
+_HEAD = struct.Struct("!c16sQ")
+_OPERATIONS = {b"S": "sum", b"B": "broadcast", b"G": "gather"}
 
 
 class StarError(RuntimeError):
-    """A peer is lost, late or strange. The message names it, the operation, and how long it was waited for."""
+    """A peer is lost, late or strange. The message names it, the operation and how long that went on, in seconds.
+
+    ``rank`` is None where it is nobody's: the star was called off."""
+
+    def __init__(self, message: str, rank: int | None, operation: str, seconds: float) -> None:
+        super().__init__(message)
+        self.rank, self.operation, self.seconds = rank, operation, seconds
 
 
 class Star:
-    """One rank's end. Every rank must call the same operations in the same order."""
+    """One rank's end. Every rank must call the same operations in the same order, on one thread at a time.
+
+    ``timeout``: seconds within which all have to come to an operation, and after which silence in the middle of one is
+    a failure; a slow connection is none. After a `StarError` the star is of no use any more, on any rank, and the
+    tensor that was worked on holds anything.
+    """
 
     def __init__(self, rank: int, world_size: int, sockets: dict[int, socket.socket], timeout: float) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
-        self._sockets = dict(sorted(sockets.items()))
+        self._links = {peer: Link(peer, sockets[peer]) for peer in sorted(sockets)}
         """By rank: all others at the hub, the hub alone elsewhere."""
-        for connection in self._sockets.values():
-            connection.settimeout(timeout)
-            with contextlib.suppress(OSError):
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._error: StarError | None = None
+        self._aborted = False
 
     @classmethod
     def hub(
@@ -44,29 +67,20 @@ class Star:
     ) -> Star:
         """Rank 0: wait for the others at ``listener``, which is closed then. `StarError` if they do not come in time.
 
-        Who does not know the token, or has no certificate of the job's authority, is turned away."""
+        Who does not know the token, or has no certificate of the job's authority, is turned away and told why; who
+        says nothing keeps nobody out."""
+        began, refused = time.monotonic(), list[str]()
         sockets: dict[int, socket.socket] = {}
-        refused = ""
-        deadline = time.monotonic() + timeout
-        with listener:
-            while len(sockets) < world_size - 1:
-                listener.settimeout(max(0.001, deadline - time.monotonic()))
-                try:
-                    connection, address = listener.accept()
-                except TimeoutError as error:
-                    late = sorted(set(range(1, world_size)) - set(sockets))
-                    raise StarError(f"ranks {late} did not come to the hub within {timeout:g} s{refused}") from error
-                try:
-                    connection.settimeout(min(timeout, 5.0))
-                    connection = tls.wrap_socket(connection, server_side=True) if tls else connection
-                    hello = json.loads(_receive(connection, _read_length(connection, 4096)))
-                    if hello["token"] != token or not 0 < hello["rank"] < world_size or hello["rank"] in sockets:
-                        raise StarError(f"says {hello}")
-                    connection.sendall(b"+")
-                    sockets[hello["rank"]] = connection
-                except (OSError, ValueError, KeyError, TypeError, StarError) as error:
-                    refused = f"; {address[0]} was refused: {error}"
-                    connection.close()
+        try:
+            with listener:
+                _admit(listener, world_size, token, tls, began + timeout, sockets, refused)
+        except OSError as error:
+            late = [rank for rank in range(1, world_size) if rank not in sockets]
+            why = f"within {timeout:g} s" if isinstance(error, TimeoutError) else f"before it failed: {error}"
+            message = "; ".join([f"ranks {late} did not come to the hub {why}", *refused[-3:]])
+            lost = StarError(message, late[0], "forming", time.monotonic() - began)
+            cls(0, world_size, sockets, timeout)._end(lost)
+            raise lost from error
         return cls(0, world_size, sockets, timeout)
 
     @classmethod
@@ -75,156 +89,277 @@ class Star:
         tls: ssl.SSLContext | None = None,
     ) -> Star:  # fmt: skip
         """Another rank: connect to the hub, for as long as ``timeout`` if it is not there yet."""
-        deadline = time.monotonic() + timeout
+        began, place = time.monotonic(), f"{address[0]}:{address[1]}"
         while True:
             try:
-                connection = socket.create_connection(address, timeout=max(0.001, deadline - time.monotonic()))
+                connection = connect(address, began + timeout - time.monotonic())
                 break
             except OSError as error:
-                if time.monotonic() + 0.05 > deadline:
-                    raise StarError(f"no hub at {address[0]}:{address[1]} within {timeout:g} s: {error}") from error
-                time.sleep(0.05)
+                seconds = time.monotonic() - began
+                if seconds + RETRY_SECONDS > timeout:
+                    message = f"rank 0, the hub, cannot be reached at {place} within {timeout:g} s: {error}"
+                    raise StarError(message, 0, "forming", seconds) from error
+                time.sleep(RETRY_SECONDS)
         try:
-            connection.settimeout(timeout)
-            connection = tls.wrap_socket(connection) if tls else connection
-            hello = json.dumps({"token": token, "rank": rank}).encode()
-            connection.sendall(struct.pack("!Q", len(hello)) + hello)
-            if connection.recv(1) != b"+":
-                raise StarError("it closed the connection: another generation's hub, or a certificate it does not take")
-        except (OSError, StarError) as error:
+            connection = prepare(connection, tls, server_side=False)
+            link = Link(0, connection)
+            hello = json.dumps({"token": token, "rank": rank, "world_size": world_size}).encode()
+            run([(link, _introduce(link, hello))], timeout, began + timeout)
+        except (OSError, PeerError) as error:
             connection.close()
-            raise StarError(f"the hub at {address[0]}:{address[1]} refused rank {rank}: {error}") from error
+            message = f"rank 0, the hub at {place}, did not take rank {rank}: {error}"
+            raise StarError(message, 0, "forming", time.monotonic() - began) from error
         return cls(rank, world_size, {0: connection}, timeout)
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """Add up over ranks, in place: in order of rank, so that all have the same bits whoever comes first."""
-        host = tensor.detach().to("cpu").contiguous()
-        flat = host.view(-1)
-        data = _bytes_of(flat)
-        if self.rank == 0:
-            self._agree(b"S", len(data))
-            step = max(1, CHUNK_BYTES // max(1, flat.element_size()))
-            other = torch.empty(min(step, flat.numel()), dtype=flat.dtype)
-            for first in range(0, flat.numel(), step):
-                part = flat[first : first + step]
-                theirs = other[: part.numel()]
-                buffer = _bytes_of(theirs)
-                for rank, connection in self._sockets.items():
-                    with self._naming(rank, "sum"):
-                        _receive_into(connection, buffer)
-                    part += theirs
-                result = _bytes_of(part)
-                for rank, connection in self._sockets.items():
-                    with self._naming(rank, "sum"):
-                        connection.sendall(result)
-        else:
-            hub = self._sockets[0]
-            with self._naming(0, "sum"):
-                hub.sendall(_HEADER.pack(b"S", len(data)))
-                # One part out, one part in: never do both sides write, so full buffers block nobody.
-                step = max(1, CHUNK_BYTES // max(1, flat.element_size())) * flat.element_size()
-                for first in range(0, len(data), step):
-                    hub.sendall(data[first : first + step])
-                    _receive_into(hub, data[first : first + step])
-        tensor.copy_(host.view_as(tensor))
+        """Add up over ranks, in place: in order of rank, so that all have the same bits whoever comes first.
+
+        Integers wrap. Any type and device; a GPU's tensor goes by way of the host's memory."""
+        target = tensor.detach()
+        host = target.cpu().contiguous()
+        with self._doing("sum"):
+            parts = _parts(host)
+            if self.rank == 0:
+                self._agree(b"S", host)
+                self._sum(parts)
+            else:
+                views = [_bytes_of(part) for part in parts]
+                # The sum overwrites its part, which has left by then: the hub needs all of it to add it up.
+                self._exchange([_head(b"S", host), *views], views)
+        if host is not target:
+            target.copy_(host)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's values for everybody, in place."""
-        host = tensor.detach().to("cpu").contiguous()
-        data = _bytes_of(host.view(-1))
-        if self.rank == 0:
-            self._agree(b"B", len(data))
-            for rank, connection in self._sockets.items():
-                with self._naming(rank, "broadcast"):
-                    connection.sendall(data)
-            return
-        with self._naming(0, "broadcast"):
-            self._sockets[0].sendall(_HEADER.pack(b"B", len(data)))
-            _receive_into(self._sockets[0], data)
-        tensor.copy_(host.view_as(tensor))
+        target = tensor.detach()
+        host = target.cpu().contiguous()
+        with self._doing("broadcast"):
+            views = [_bytes_of(part) for part in _parts(host)]
+            if self.rank == 0:
+                self._agree(b"B", host)
+                self._with_all(lambda link: link.send(*(piece for view in views for piece in (b"=", view))))
+            else:
+                self._exchange([_head(b"B", host)], views)
+        if self.rank and host is not target:
+            target.copy_(host)
 
     def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
-        """One small value (JSON) from every rank, for every rank, in order of rank."""
-        text = json.dumps(value).encode()
-        if self.rank == 0:
-            values = [value]
-            for rank, connection in self._sockets.items():
-                with self._naming(rank, "gather", timeout):
-                    code, size = _HEADER.unpack(_receive(connection, _HEADER.size))
-                    if code != b"G":
-                        raise StarError(f"it does {code!r}")
-                    values.append(json.loads(_receive(connection, size)))
-            answer = json.dumps(values).encode()
-            for rank, connection in self._sockets.items():
-                with self._naming(rank, "gather"):
-                    connection.sendall(struct.pack("!Q", len(answer)) + answer)
-            return json.loads(answer)
-        with self._naming(0, "gather", timeout):
-            hub = self._sockets[0]
-            hub.sendall(_HEADER.pack(b"G", len(text)) + text)
-            return json.loads(_receive(hub, _read_length(hub)))
+        """One small value (JSON, at most 64 MiB for all) from every rank, for every rank, in order of rank."""
+        seconds = self.timeout if timeout is None else timeout
+        with self._doing("gather"):
+            text = json.dumps(value).encode()
+            if self.rank == 0:
+                heads = self._heads(b"G", seconds)
+                texts = {rank: bytearray(small(rank, head[2])) for rank, head in heads.items()}
+                self._with_all(lambda link: link.receive(texts[link.rank]))
+                values = [json.loads(text), *(parse(rank, raw) for rank, raw in texts.items())]
+                answer = json.dumps(values).encode()
+                self._with_all(lambda link: link.send(b"=", SIZE.pack(len(answer)), b"=", answer))
+                return values
+            size = bytearray(SIZE.size)
+            self._exchange([_HEAD.pack(b"G", b"json", len(text)), text], [memoryview(size)], seconds)
+            raw = bytearray(small(0, SIZE.unpack(size)[0]))
+            self._exchange([], [memoryview(raw)])
+            return parse(0, raw)
 
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every rank is here, for as long as ``timeout`` seconds (None: as for anything else)."""
         self.gather(None, timeout)
 
     def abort(self) -> None:
-        """From any thread: whoever waits in here fails at once."""
-        for connection in self._sockets.values():
+        """From any thread: whoever waits in here, or comes later, fails at once."""
+        self._aborted = True
+        for link in self._links.values():
             with contextlib.suppress(OSError):
-                socket.socket.shutdown(connection, socket.SHUT_RDWR)  # an SSLSocket's own would wait for the peer
+                socket.socket.shutdown(link.connection, socket.SHUT_RDWR)  # an SSLSocket's own may wait for the peer
 
     def close(self) -> None:
-        for connection in self._sockets.values():
-            with contextlib.suppress(OSError):
-                connection.close()
+        """Not while another thread is in here: that is what `abort` is for."""
+        for link in self._links.values():
+            link.connection.close()
 
-    def _agree(self, code: bytes, size: int) -> None:
-        """At the hub: is everybody at the same operation, with as many bytes?"""
-        for rank, connection in self._sockets.items():
-            with self._naming(rank, "agreement"):
-                theirs = _HEADER.unpack(_receive(connection, _HEADER.size))
-                if theirs != (code, size):
-                    raise StarError(f"it does {theirs}, the hub does {(code, size)}")
+    # The hub's side.
+
+    def _sum(self, parts: Sequence[torch.Tensor]) -> None:
+        """While the sum of one part goes out to all, the next part of all comes in."""
+        theirs = {rank: torch.empty_like(parts[0]) for rank in self._links} if parts else {}
+        going: list[tuple[Link, Flow]] = []
+        for part in parts:
+            buffers = {rank: _bytes_of(other[: part.numel()]) for rank, other in theirs.items()}
+            coming = [(link, link.receive(buffers[link.rank])) for link in self._links.values()]
+            run([*going, *coming], self.timeout)
+            for other in theirs.values():
+                part += other[: part.numel()]
+            result = _bytes_of(part)
+            going = [(link, link.send(b"=", result)) for link in self._links.values()]
+        run(going, self.timeout)
+
+    def _agree(self, code: bytes, tensor: torch.Tensor) -> None:
+        """Do all do the same, with the same type and as many bytes?"""
+        mine = _HEAD.unpack(_head(code, tensor))
+        for rank, theirs in self._heads(code, self.timeout).items():
+            if theirs != mine:
+                raise PeerError(rank, f"its {_in_words(theirs)} does not fit the hub's {_in_words(mine)}")
+
+    def _heads(self, code: bytes, seconds: float) -> dict[int, tuple[bytes, bytes, int]]:
+        """What each rank is about to do, once all have said so, for which they have so many seconds."""
+        raw = {rank: bytearray(_HEAD.size) for rank in self._links}
+        self._with_all(lambda link: link.receive(raw[link.rank]), time.monotonic() + seconds)
+        heads = {rank: _HEAD.unpack(head) for rank, head in raw.items()}
+        for rank, head in heads.items():
+            if head[0] != code:
+                raise PeerError(rank, f"its {_in_words(head)} does not fit the hub's {_OPERATIONS[code]}")
+        return heads
+
+    def _with_all(self, make: Callable[[Link], Flow], until: float | None = None) -> None:
+        """The same with each spoke, all at once."""
+        run([(link, make(link)) for link in self._links.values()], self.timeout, until)
+
+    # A spoke's side.
+
+    def _exchange(self, data: Sequence[Any], parts: Sequence[memoryview], seconds: float | None = None) -> None:
+        """Send data to the hub and receive parts of a result, both at once."""
+        link, seconds = self._links[0], self.timeout if seconds is None else seconds
+        # Longer than the hub waits for the others: it is the one who can tell which of them is late.
+        run([(link, link.receive_parts(parts)), (link, link.send(*data))], seconds + min(5.0, seconds / 4))
+
+    # Both.
 
     @contextlib.contextmanager
-    def _naming(self, rank: int, what: str, timeout: float | None = None) -> Iterator[None]:
-        began, connection = time.monotonic(), self._sockets[rank]
-        if timeout is not None:
-            connection.settimeout(timeout)
+    def _doing(self, operation: str) -> Iterator[None]:
+        """Name the operation in what goes wrong with a peer. Whatever goes wrong, the star ends with it."""
+        if self._error is not None:
+            raise StarError(f"{operation} after the star broke: {self._error}", self._error.rank, operation, 0.0)
+        began = time.monotonic()
         try:
             yield
-        except (OSError, ValueError, StarError, struct.error) as error:
-            waited = time.monotonic() - began
-            raise StarError(f"rank {rank} failed in {what} after {waited:.1f} s: {error or 'no answer'}") from error
-        finally:
-            if timeout is not None:
-                with contextlib.suppress(OSError):
-                    connection.settimeout(self.timeout)
+        except PeerError as error:
+            lost = self._lost(error, operation, time.monotonic() - began)
+            self._end(lost)
+            raise lost from error
+        except BaseException as error:
+            message = f"rank {self.rank} failed in {operation}: {type(error).__name__}: {error}"
+            self._end(StarError(message, self.rank, operation, time.monotonic() - began))
+            raise
+
+    def _lost(self, error: PeerError, operation: str, seconds: float) -> StarError:
+        if self._aborted:
+            return StarError(f"{operation} was called off after {seconds:.1f} s", None, operation, seconds)
+        if error.told:
+            message = f"{operation} failed after {seconds:.1f} s, for the hub says: {error}"
+        else:
+            message = f"rank {error.rank} failed in {operation} after {seconds:.1f} s: {error}"
+        return StarError(message, error.rank, operation, seconds)
+
+    def _end(self, error: StarError) -> None:
+        """Close everything. The hub says why: no spoke has to wait for it, or takes it for the one that failed."""
+        self._error, until = error, time.monotonic() + TELL_SECONDS
+        for link in self._links.values():
+            if self.rank == 0 and not self._aborted:
+                with contextlib.suppress(PeerError):
+                    run([(link, link.refuse(error.rank, str(error)))], TELL_SECONDS, until)
+            link.connection.close()
+
+
+def _admit(
+    listener: socket.socket, world_size: int, token: str, tls: ssl.SSLContext | None, until: float,
+    sockets: dict[int, socket.socket], refused: list[str],
+) -> None:  # fmt: skip
+    """Let in one spoke for each rank, several at the door at once, and note who was not let in.
+
+    OSError where the listener fails; TimeoutError, which is one, when it is time."""
+    guests: dict[int, tuple[Link, Generator[int, None, int], str]] = {}
+    poll = select.poll()
+    listener.setblocking(False)
+    poll.register(listener, select.POLLIN)
+    try:
+        while len(sockets) < world_size - 1:
+            seconds = until - time.monotonic()
+            ready = poll.poll(math.ceil(seconds * 1000)) if seconds > 0 else []
+            if not ready:
+                raise TimeoutError
+            for number, _ in ready:
+                if number == listener.fileno():
+                    with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+                        connection, address = listener.accept()
+                        number = connection.fileno()
+                        guest = Link(-1, connection)
+                        guests[number] = guest, _welcome(guest, tls, world_size, token, sockets), address[0]
+                        poll.register(number, select.POLLIN | select.POLLOUT)
+                    continue
+                guest, flow, host = guests[number]
+                try:
+                    poll.modify(number, next(flow))
+                    continue
+                except StopIteration as done:
+                    sockets[done.value] = guest.connection
+                except (OSError, PeerError) as error:
+                    refused.append(f"{host} was turned away: {error or type(error).__name__}")
+                    guest.connection.close()
+                poll.unregister(number)
+                del guests[number]
+    finally:
+        for guest, _, _ in guests.values():
+            guest.connection.close()
+
+
+def _welcome(
+    guest: Link, tls: ssl.SSLContext | None, world_size: int, token: str, sockets: dict[int, socket.socket]
+) -> Generator[int, None, int]:
+    """At the hub: who is it? Its rank, once it knows that it is in. Its token is not repeated to anybody."""
+    guest.connection = prepare(guest.connection, tls, server_side=True)
+    yield from guest.shake_hands()
+    size = bytearray(SIZE.size)
+    yield from guest.receive(size)
+    hello: Any = None
+    if SIZE.unpack(size)[0] <= 4096:
+        raw = bytearray(SIZE.unpack(size)[0])
+        yield from guest.receive(raw)
+        with contextlib.suppress(PeerError):
+            hello = parse(-1, raw)
+    rank, why = _judge(hello, world_size, token)
+    if rank in sockets:
+        why = f"rank {rank} is here already"
+    if why:
+        yield from guest.refuse(None, why)
+        raise PeerError(None, why)
+    yield from guest.send(b"=")
+    return rank
+
+
+def _judge(hello: Any, world_size: int, token: str) -> tuple[int, str]:
+    """(rank, "") of a spoke that may come in, or (-1, why not)."""
+    if not isinstance(hello, dict) or not {"token", "rank", "world_size"} <= set(hello):
+        return -1, "it does not speak as a spoke does; is training.tls the same on all nodes?"
+    if not hmac.compare_digest(repr(hello["token"]).encode(), repr(token).encode()):
+        return -1, "its token is that of another job or generation"
+    rank, size = hello["rank"], hello["world_size"]
+    if size != world_size or type(rank) is not int or not 0 < rank < world_size:
+        return -1, f"it takes itself for rank {rank!r} of {size!r} in a world of {world_size}"
+    return rank, ""
+
+
+def _introduce(link: Link, hello: bytes) -> Flow:
+    """At a spoke: be let in."""
+    yield from link.shake_hands()
+    yield from link.send(SIZE.pack(len(hello)), hello)
+    yield from link.receive_parts([memoryview(b"")])
+
+
+def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    flat = tensor.view(-1)
+    return flat.split(PART_BYTES // flat.element_size()) if flat.numel() else ()
 
 
 def _bytes_of(flat: torch.Tensor) -> memoryview:
     """The memory of a one-dimensional tensor on the CPU, without a copy."""
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data
 
 
-def _receive_into(connection: socket.socket, buffer: memoryview) -> None:
-    at = 0
-    while at < len(buffer):
-        count = connection.recv_into(buffer[at:])
-        if not count:
-            raise ConnectionResetError("it closed the connection")
-        at += count
+def _head(code: bytes, tensor: torch.Tensor) -> bytes:
+    return _HEAD.pack(code, str(tensor.dtype).removeprefix("torch.").encode(), tensor.numel() * tensor.element_size())
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
-    buffer = bytearray(size)
-    _receive_into(connection, memoryview(buffer))
-    return bytes(buffer)
-
-
-def _read_length(connection: socket.socket, limit: int = 1 << 32) -> int:
-    [size] = struct.unpack("!Q", _receive(connection, 8))
-    if size > limit:
-        raise StarError(f"it announces {size} bytes")
-    return int(size)
+def _in_words(head: tuple[bytes, bytes, int]) -> str:
+    code, kind, size = head
+    return f"{_OPERATIONS.get(code, repr(code))} of {size:,} bytes of {kind.rstrip(bytes(1)).decode(errors='replace')}"
