@@ -9,27 +9,39 @@ from trainer.config import ConfigError, TLSConfig
 
 def server_context(tls: TLSConfig) -> ssl.SSLContext:
     """For who accepts connections. `ConfigError` names a file that cannot be used."""
-    return _context(tls, ssl.PROTOCOL_TLS_SERVER)
+    context = _context(tls, ssl.PROTOCOL_TLS_SERVER)
+    context.num_tickets = 0  # nobody resumes a session
+    return context
 
 
 def client_context(tls: TLSConfig) -> ssl.SSLContext:
-    """For who connects. Host names are not compared, for nodes are addressed by number: the authority is the job's."""
+    """For who connects. Host names are not compared, for nodes are addressed by number: the authority is the job's.
+
+    Every node does both, so a certificate whose purpose is limited must name server and client."""
     return _context(tls, ssl.PROTOCOL_TLS_CLIENT)
 
 
 def _context(tls: TLSConfig, protocol: int) -> ssl.SSLContext:
+    for name, path in (("ca", tls.ca), ("certificate", tls.certificate), ("key", tls.key)):
+        try:
+            with open(path, "rb") as file:
+                file.read(1)
+        except OSError as error:  # ssl's own does not say which file
+            raise ConfigError(f"training.tls.{name} = {path!r} cannot be read: {error.strerror}") from error
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     try:
         context.load_verify_locations(tls.ca)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"training.tls.ca = {tls.ca!r} cannot be used: {error}") from error
+    except ssl.SSLError as error:
+        raise ConfigError(f"training.tls.ca = {tls.ca!r} holds no certificate in PEM: {error}") from error
     try:
-        context.load_cert_chain(tls.certificate, tls.key)
-    except (OSError, ssl.SSLError) as error:
+        context.load_cert_chain(tls.certificate, tls.key, password="")  # without one, OpenSSL would ask at the terminal
+    except ssl.SSLError as error:
         raise ConfigError(
-            f"training.tls.certificate = {tls.certificate!r} with key {tls.key!r} cannot be used: {error}"
+            f"training.tls.certificate = {tls.certificate!r} and training.tls.key = {tls.key!r} must be a certificate "
+            f"and its key, both PEM and without a passphrase: {error}"
         ) from error
     return context
