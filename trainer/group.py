@@ -133,12 +133,19 @@ class Group:
     def _broken(self, error: Exception) -> None:
         what, since = self.doing
         waited = round(time.monotonic() - since, 3)
-        text = _in_short(error)
+        text = in_short(error)
         detail = {"operation": what, "waited_seconds": waited, "error": text}
         self._fail(GroupError(f"{what} failed after {waited:g} s: {text}", detail))
 
 
-def _in_short(error: Exception) -> str:
+def is_communication(error: BaseException) -> bool:
+    """Is this what gloo or NCCL raise? They have exceptions of their own only in part."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo/", "ProcessGroup", "NCCL"))
+
+
+def in_short(error: BaseException) -> str:
     """What gloo says, without the place in its source and its advice."""
     text = re.sub(r"^\[\S+\] ", "", str(error).strip())
     return f"{type(error).__name__}: {text.split(' This is typically')[0]}"

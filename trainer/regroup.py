@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 STOP_SECONDS = 3.0
 """How long a regroup may keep a process that was asked to end from its checkpoint."""
+LOAD_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds between attempts to read the latest checkpoint from storage that fails."""
 _log = logging.getLogger(__name__)
 
 
@@ -205,7 +207,7 @@ def use_less_memory(trainer: DistributedTrainer, error: Exception) -> None:
 def _load_checkpoint(trainer: DistributedTrainer) -> str | None:
     """Restore the latest checkpoint in this process; its folder, None if there is none."""
     assert trainer.state is not None
-    found = trainer.checkpoints.load_latest()
+    found = _find_checkpoint(trainer)
     if found is None:
         return None
     folder, state = found
@@ -222,6 +224,21 @@ def _load_checkpoint(trainer: DistributedTrainer) -> str | None:
                 trainer.reporter.emit("error", message=f"the best weights are lost: {error}", fatal=False)
             progress.best_loss, progress.best_step = math.inf, 0
     return folder
+
+
+def _find_checkpoint(trainer: DistributedTrainer) -> tuple[str, dict[str, Any]] | None:
+    """The latest checkpoint. Storage that fails gets `LOAD_PAUSES` to come back: without it nobody can tell whether
+    there is one, and to start over would throw away what was paid for. `NoGenerationError` where it does not."""
+    for pause in LOAD_PAUSES:
+        try:
+            return trainer.checkpoints.load_latest()
+        except (OSError, CheckpointError) as error:
+            _log.warning("no checkpoint can be read (%s); trying again in %.1f s", error, pause)
+            time.sleep(pause)
+    try:
+        return trainer.checkpoints.load_latest()
+    except (OSError, CheckpointError) as error:
+        raise NoGenerationError(f"the checkpoints in {trainer.rundir.uri} cannot be read: {error}") from error
 
 
 def _report_membership(

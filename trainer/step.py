@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.consumed import digest as digest_of
 from trainer.faults import Faults
+from trainer.group import in_short, is_communication
 from trainer.memory import Fit, checkpoint_activations, chunks
 from trainer.sampler import MicroBatch, Sampler, micro_batch_seed
 from trainer.shards import DataShardManager
@@ -165,8 +166,11 @@ class Step:
         except BaseException as error:
             for buffer, before in zip(self.module.buffers(), buffers, strict=True):
                 buffer.copy_(before)  # running statistics must not count a step twice
-            if self.world.group is not None and self.world.group.error is not None:
-                raise self.world.group.error from error  # whatever DDP made of it
+            group = self.world.group
+            if group is not None and is_communication(error):  # DDP has a group of its own for what it says
+                group.fail(in_short(error))
+            if group is not None and group.error is not None:
+                raise group.error from error  # whatever DDP made of it
             raise
         if result is None:
             raise NonFiniteError(
