@@ -329,7 +329,8 @@ class DistributedTrainer:
             self.world.broadcast(buffer)
 
     def _save(self, is_best: bool = False, wait: bool = False) -> None:
-        """A checkpoint by rank 0, written in the background; the next step is due again where nothing was taken."""
+        """A checkpoint by rank 0, written in the background. Where nothing was taken, since two others are still to be
+        written, the next one comes as planned; with ``wait`` it is this one that counts."""
         assert self.state is not None
         self.phase("training")
         step = self.progress.step
@@ -339,7 +340,8 @@ class DistributedTrainer:
             best_is_saved = self.progress.best_step in (step, self.best_saved_step)
             state = self.state.capture(best_is_saved)
             taken = self.checkpoints.save(state, step, self.world.generation, is_best)
-            if wait:
+            if wait and self.checkpoints.wait(COMMIT_SECONDS) and not taken:
+                taken = self.checkpoints.save(state, step, self.world.generation, is_best)
                 self.checkpoints.wait(COMMIT_SECONDS)
         if taken:
             self.saved_step = step
