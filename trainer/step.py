@@ -166,11 +166,11 @@ class Step:
         except BaseException as error:
             for buffer, before in zip(self.module.buffers(), buffers, strict=True):
                 buffer.copy_(before)  # running statistics must not count a step twice
-            group = self.world.group
-            if group is not None and is_communication(error):  # DDP has a group of its own for what it says
-                group.fail(in_short(error))
-            if group is not None and group.error is not None:
-                raise group.error from error  # whatever DDP made of it
+            peers = self.world.group
+            if peers is not None and is_communication(error):  # DDP has a group of its own for what it says
+                peers.fail(in_short(error))
+            if peers is not None and peers.error is not None:
+                raise peers.error from error  # whatever DDP made of it
             raise
         if result is None:
             raise NonFiniteError(
