@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 _MARK = "_computes_activations_twice"
+_WORDS = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +27,11 @@ class Fit:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """A GPU's own exception, Python's, and the plain RuntimeError of torch's allocator on the CPU."""
+    """A GPU's own exception, Python's, and the plain RuntimeErrors of torch's allocator on the CPU and of a GPU's
+    libraries."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
 
 
 def smaller(fit: Fit, floor: int) -> Fit | None:
@@ -41,22 +46,85 @@ def chunks(count: int, size: int) -> list[slice]:
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
-def checkpoint_activations(model: nn.Module) -> None:
-    """Compute the activations inside the model's blocks twice instead of keeping them. The random state is kept, so
-    dropout and gradients are the same. Blocks are the members of lists of modules, else the model's own children."""
-    for block in _blocks(model):
+def checkpoint_activations(model: nn.Module) -> int:
+    """Compute the activations inside the model's blocks twice instead of keeping them; the number of blocks, 0 where
+    the model has none. Gradients, dropout and running statistics stay the same. In place, and once only.
+
+    Blocks are what is repeated: members of lists of modules, or else a module's own parts. One layer of torch's own is
+    no block, for it keeps little more than its input, which a block keeps too. A long `nn.Sequential` is cut into runs
+    of about the square root of its length: T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
+    """
+    blocks = _blocks(model)
+    for block in blocks:
         if not getattr(block, _MARK, False):
             setattr(block, _MARK, True)
-            block.forward = partial(_twice, block, block.forward)
+            block.forward = partial(_in_runs if _is_long(block) else _twice, block)
+    return len(blocks)
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    lists = [module for module in model.modules() if isinstance(module, nn.Sequential | nn.ModuleList) and len(module)]
-    found = [child for parent in lists[:1] for child in parent.children()] or list(model.children())
-    return [block for block in found if any(True for _ in block.parameters())]
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    found = [child for child in _members(module) if not _is_elementary(child)]
+    if len(found) > 1:
+        return found
+    if _is_long(module):
+        return [module]
+    return _blocks(found[0]) if found else []
 
 
-def _twice(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _members(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):  # these have no forward of their own
+            yield from _members(child)
+        else:
+            yield child
+
+
+def _is_elementary(module: nn.Module) -> bool:
+    own = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+    return own or not any(True for _ in module.parameters())
+
+
+def _is_long(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and len(module) > 4
+
+
+def _twice(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _checkpointed(block, [block], partial(type(block).forward, block), *args, **kwargs)
+
+
+def _in_runs(block: nn.Module, x: Any) -> Any:
+    layers = list(block.children())
+    size = math.ceil(math.sqrt(len(layers)))
+    for first in range(0, len(layers), size):
+        run = layers[first : first + size]
+        x = _checkpointed(block, run, partial(reduce, _apply, run), x)
+    return x
+
+
+def _apply(x: Any, layer: nn.Module) -> Any:
+    return layer(x)
+
+
+def _checkpointed(block: nn.Module, modules: list[nn.Module], forward: Any, *args: Any, **kwargs: Any) -> Any:
     if not (torch.is_grad_enabled() and block.training):
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    contexts = partial(_contexts, modules)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _contexts(modules: list[nn.Module]) -> tuple[Any, Any]:
+    return nullcontext(), _spare_buffers(modules)
+
+
+@contextmanager
+def _spare_buffers(modules: list[nn.Module]) -> Iterator[None]:
+    """The second time, running statistics go into copies that nobody looks at."""
+    holders = [holder for module in modules for holder in module.modules() if holder._buffers]
+    kept = [(holder, dict(holder._buffers)) for holder in holders]
+    for holder, buffers in kept:
+        holder._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+    try:
+        yield
+    finally:
+        for holder, buffers in kept:
+            holder._buffers.update(buffers)
