@@ -157,11 +157,13 @@ def conflicts(candidates: Sequence[Candidate]) -> set[frozenset[str]]:
 
 
 def isolated(candidates: Sequence[Candidate]) -> set[str]:
-    """Of three or more, those that nobody reaches: their host is cut off, no link between others is to blame."""
+    """Of three or more, those that nobody reaches: their host is cut off, no link between others is to blame. Nobody
+    where that goes for all: one of them has to go on."""
     bad = conflicts(candidates)
     if len(candidates) < 3:
         return set()
-    return {item.member for item in candidates if sum(item.member in pair for pair in bad) == len(candidates) - 1}
+    found = {item.member for item in candidates if sum(item.member in pair for pair in bad) == len(candidates) - 1}
+    return found if len(found) < len(candidates) else set()
 
 
 def attempts(previous: Generation | None, candidates: Sequence[Candidate]) -> int:
@@ -221,7 +223,14 @@ def choose(
             bad = set()
     while bad:
         others = [item for item in order if item.member != proposer]
-        worst = max(others, key=lambda item: (sum(item.member in pair for pair in bad), order.index(item)))
+        worst = max(
+            others,
+            key=lambda item: (
+                sum(item.member in pair for pair in bad),
+                frozenset((item.member, proposer)) in bad,
+                order.index(item),
+            ),
+        )
         order.remove(worst)
         bad = conflicts(order)
     step = max((item.step for item in order if item.was_in), default=0)
