@@ -207,7 +207,9 @@ def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | Non
     under_torchrun = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # whose agent holds the store
     if facts.rank == 0 and not under_torchrun:
         listener = listen(facts.master_addr, facts.master_port or 0)
-    prefix = f"{environment.get('TORCHELASTIC_RUN_ID', 'static')}/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    prefix = "static"
+    if under_torchrun:  # the agents' store outlives a world; each agent counts its own restarts, so only then
+        prefix = f"{environment.get('TORCHELASTIC_RUN_ID')}/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 
     def open_transport() -> TorchTransport:
         assert facts.master_port is not None
