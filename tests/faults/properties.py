@@ -104,7 +104,7 @@ def wrong_losses(steps: Iterable[Mapping[str, Any]], expected: Mapping[int, floa
     wrong = []
     for item in steps:
         loss, step = item["loss"], item["step"]
-        if loss is None or step not in expected or abs(loss / expected[step] - 1) > LOSS_LIMIT:
+        if loss is None or step not in expected or not abs(loss / expected[step] - 1) <= LOSS_LIMIT:
             wrong.append(f"step {step} of generation {item['generation']}: loss {loss}, not {expected.get(step)}")
     return wrong
 
