@@ -141,7 +141,7 @@ class Peers:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One follower: say who we are, then answer each line with one."""
         try:
-            hello = json.loads(await asyncio.wait_for(reader.readline(), CONNECT_SECONDS))
+            hello = await _first_line(reader)
             if hello.get("token") != self.token:
                 return
             self._followers.add(writer)
@@ -176,7 +176,7 @@ class Peers:
         reader, writer = await asyncio.wait_for(connecting, CONNECT_SECONDS)
         try:
             writer.write(json.dumps({"token": self.token, "member": self.me}).encode() + b"\n")
-            hello = json.loads(await asyncio.wait_for(reader.readline(), CONNECT_SECONDS) or b"{}")
+            hello = await _first_line(reader)
             if hello.get("member") != member:
                 raise ConnectionRefusedError  # the port has another owner now
             self._set(member, peer, "here")
@@ -185,7 +185,7 @@ class Peers:
                 while line := await reader.readline():
                     self._set(member, peer, "here")
                     message = json.loads(line)
-                    if "member" not in message:
+                    if isinstance(message, dict) and "member" not in message:
                         with self._lock:
                             self._messages.append(message)
                         self.on_change()
@@ -220,3 +220,12 @@ class Peers:
         if peer.view != view and self._peers.get(member) is peer:
             peer.view = view
             self.on_change()
+
+
+async def _first_line(reader: asyncio.StreamReader) -> dict[str, Any]:
+    """What the other end says first; nothing where it is a program that speaks another language."""
+    try:
+        said = json.loads(await asyncio.wait_for(reader.readline(), CONNECT_SECONDS))
+    except ValueError:  # no JSON, no text, or a line without an end
+        return {}
+    return said if isinstance(said, dict) else {}
