@@ -1,0 +1,195 @@
+"""Who is there, as seen over real connections between real processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.peers import Peers
+
+NEVER = 1000.0
+"""A timeout that no test reaches: what is known before was not found out by waiting."""
+
+
+class Member:
+    """Another process with peers of its own."""
+
+    def __init__(self, name: str, token: str = "token", timeout: float = NEVER, interval: float = 0.1) -> None:
+        command = [sys.executable, str(Path(__file__).parent / "peer.py"), name, token, str(interval), str(timeout)]
+        self.name = name
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.said: list[dict[str, Any]] = []
+        assert self.process.stdout is not None
+        self.address: tuple[str, int] = tuple(json.loads(self.process.stdout.readline()))
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.append(json.loads(line))  # seen as it comes
+
+    def order(self, **command: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Any]]:
+    """Starts members as processes (`Member`), or peers in this process (``here=True``)."""
+    made: list[Any] = []
+
+    def make(name: str, here: bool = False, timeout: float = NEVER, **more: Any) -> Any:
+        if here:
+            made.append(Peers(name, more.pop("token", "token"), "127.0.0.1", 0.1, timeout, **more))
+        else:
+            made.append(Member(name, timeout=timeout, **more))
+        return made[-1]
+
+    yield make
+    for item in made:
+        item.close()
+
+
+def until(true: Callable[[], Any], what: Callable[[], Any] = lambda: "") -> None:
+    end = time.monotonic() + 40
+    while not true():
+        assert time.monotonic() < end, what()
+        time.sleep(0.01)
+
+
+def sees(peers: Peers, **views: str) -> None:
+    """Wait until this is how the others look."""
+    until(lambda: peers.view() == views, peers.view)
+
+
+def test_a_killed_process_is_gone_and_one_that_never_was_too(start: Callable[..., Any]) -> None:
+    changes: list[dict[str, str]] = []
+    me = start("me", here=True, on_change=lambda: changes.append(dict(me.view())))
+    other = start("other")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # and does not listen
+        me.follow({"me": me.address, "other": other.address, "nobody": free.getsockname()})
+        sees(me, other="here", nobody="gone")
+        assert me.heard()["other"] < 60
+        other.signal(signal.SIGKILL)
+        sees(me, other="gone", nobody="gone")
+    assert [seen.get("other") for seen in changes if seen.get("other") != "unknown"][-1] == "gone"
+    assert {"silent"}.isdisjoint(view for seen in changes for view in seen.values())
+    me.follow({})
+    assert me.view() == {}
+
+
+def test_a_frozen_process_is_silent_after_the_timeout_and_here_again_when_it_goes_on(start: Callable[..., Any]) -> None:
+    me, other = start("me", here=True, timeout=1.0), start("other")
+    frozen = start("frozen")
+    frozen.signal(signal.SIGSTOP)
+    me.follow({"other": other.address, "frozen": frozen.address})  # the kernel takes connections for it
+    sees(me, other="here", frozen="silent")
+    other.signal(signal.SIGSTOP)
+    sees(me, other="silent", frozen="silent")
+    other.signal(signal.SIGCONT)
+    frozen.signal(signal.SIGCONT)
+    sees(me, other="here", frozen="here")
+    frozen.signal(signal.SIGSTOP)
+    sees(me, other="here", frozen="silent")
+    frozen.signal(signal.SIGKILL)
+    sees(me, other="here", frozen="gone")
+
+
+def test_a_process_that_was_frozen_itself_accuses_nobody(start: Callable[..., Any]) -> None:
+    """The others were silent for longer than the timeout, as it sees it: it was the one that did not listen."""
+    sleeper, other = start("sleeper", timeout=1.0), start("other")
+    sleeper.order(follow={"other": other.address})
+    until(lambda: sleeper.said and sleeper.said[-1]["view"] == {"other": "here"}, lambda: sleeper.said)
+    me = start("me", here=True, timeout=2.5)
+    me.follow({"sleeper": sleeper.address})
+    sees(me, sleeper="here")
+    sleeper.signal(signal.SIGSTOP)
+    sees(me, sleeper="silent")  # so it slept for more than two of its timeouts
+    sleeper.signal(signal.SIGCONT)
+    sees(me, sleeper="here")
+    other.order(tell={"after": "the sleep"})
+    until(lambda: sleeper.said[-1]["messages"], lambda: sleeper.said)
+    assert {"silent", "gone"}.isdisjoint(view for item in sleeper.said for view in item["view"].values())
+
+
+class Stranger:
+    """Somebody else's server: takes connections and says always the same."""
+
+    def __init__(self, port: int, answer: bytes) -> None:
+        self._server = socket.create_server(("127.0.0.1", port))
+        self.answer = answer
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return
+            with connection:
+                connection.recv(100)
+                connection.sendall(self.answer)
+
+    def close(self) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"5\n", b"[]\n", b"", b"x" * 100_000])
+def test_a_port_that_another_program_has_now_is_nobody(start: Callable[..., Any], answer: bytes) -> None:
+    me, other = start("me", here=True), start("other")
+    me.follow({"other": other.address})
+    sees(me, other="here")
+    other.close()
+    stranger = Stranger(other.address[1], answer)
+    try:
+        sees(me, other="gone")
+    finally:
+        stranger.close()
+
+
+def test_another_member_at_the_address_or_one_of_another_job_is_not_the_one(start: Callable[..., Any]) -> None:
+    me = start("me", here=True)
+    other, foreign = start("other"), start("foreign", token="another job")
+    me.follow({"gone-before": other.address, "foreign": foreign.address, "other": other.address})
+    sees(me, **{"gone-before": "gone", "foreign": "gone", "other": "here"})
+    foreign.order(follow={"me": me.address})
+    until(lambda: foreign.said and foreign.said[-1]["view"] == {"me": "gone"}, lambda: foreign.said)
+    with socket.create_connection(me.address) as knock:  # nor does this process mind who knocks
+        knock.sendall(b"5\n")
+        assert knock.recv(100) == b""
+    sees(me, **{"gone-before": "gone", "foreign": "gone", "other": "here"})
+
+
+def test_messages_reach_all_who_follow_and_are_taken_once(start: Callable[..., Any]) -> None:
+    other = start("other")
+    listeners = [start(name, here=True) for name in ("one", "two")]
+    for listener in listeners:
+        listener.follow({"other": other.address})
+        sees(listener, other="here")
+    other.order(tell={"regroup": 3})
+    other.order(tell={"regroup": 4, "reason": "ü" * 10_000})
+    for listener in listeners:
+        got: list[dict[str, Any]] = []
+        until(lambda got=got, listener=listener: got.extend(listener.messages()) or len(got) == 2)  # type: ignore[misc]
+        assert [(item["regroup"], item["from"]) for item in got] == [(3, "other"), (4, "other")]
+        assert listener.messages() == []
