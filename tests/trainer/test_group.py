@@ -1,0 +1,248 @@
+"""Collectives that a training can be woken from: real groups of gloo and real stars, peers that freeze and die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainer.group import Group, GroupError, StarTransport, Transport, abandoned, make_torch_transport
+from trainer.star import Star
+from trainer.world import RankFacts, World, listen
+
+NEVER = 1000.0
+"""A timeout that no test reaches."""
+
+# Another rank as a process: makes the group, sums once, and then freezes or dies.
+PEER = """
+import os, signal, sys, torch
+import torch.distributed as dist
+from datetime import timedelta
+from trainer.group import Group, make_torch_transport
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, timedelta(seconds=60), wait_for_workers=False)
+group = Group(1, 2, lambda: make_torch_transport(store, 1, 2, None, 1000.0, 1000.0, "127.0.0.1"))
+group.run("all-reduce", lambda transport: transport.sum(torch.ones(1)))
+os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+"""
+
+
+class Ranks:
+    """Groups of one world, all in this process."""
+
+    def __init__(self, kind: str, size: int, timeout: float = NEVER) -> None:
+        listener = listen("127.0.0.1")
+        address = ("127.0.0.1", listener.getsockname()[1])
+        store = dist.HashStore()
+
+        def opener(rank: int) -> Callable[[], Transport]:
+            if kind == "star" and rank == 0:
+                return lambda: StarTransport(Star.hub(listener, size, "token", timeout))
+            if kind == "star":
+                return lambda: StarTransport(Star.spoke(address, rank, size, "token", timeout))
+            return lambda: make_torch_transport(store, rank, size, None, timeout, timeout, "127.0.0.1")
+
+        self.groups = [Group(rank, size, opener(rank)) for rank in range(size)]
+        self.worlds = [
+            World(RankFacts(rank=rank, world_size=size), torch.device("cpu"), "gloo", group=group)
+            for rank, group in enumerate(self.groups)
+        ]
+
+    def all(self, work: Callable[[World], Any]) -> list[Any]:
+        """What every rank comes to, when all do this at the same time."""
+        with ThreadPoolExecutor(len(self.worlds)) as pool:
+            return list(pool.map(work, self.worlds))
+
+    def close(self) -> None:
+        with ThreadPoolExecutor(len(self.groups)) as pool:
+            list(pool.map(Group.close, self.groups))
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[..., Ranks]]:
+    made: list[Ranks] = []
+
+    def make(kind: str = "torch", size: int = 2, timeout: float = NEVER) -> Ranks:
+        made.append(Ranks(kind, size, timeout))
+        return made[-1]
+
+    yield make
+    for world in made:
+        for group in world.groups:
+            group.fail("the test is over")
+        world.close()
+
+
+def blocked(work: Callable[[], Any]) -> ThreadPoolExecutor | Any:
+    """Do it on a thread; what it raises or returns, as a future."""
+    return ThreadPoolExecutor(1).submit(work)
+
+
+def while_it_does(group: Group, what: str) -> None:
+    until = time.monotonic() + 60
+    while group.doing[0] != what:
+        assert time.monotonic() < until, group.doing
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind", ["torch", "star"])
+def test_all_ranks_get_the_same(ranks: Callable[..., Ranks], kind: str) -> None:
+    world = ranks(kind, size=3)
+    largest = 2**63 - 1
+
+    def work(rank: World) -> list[Any]:
+        rank.meet()
+        whole = rank.sum(torch.tensor([largest, -rank.rank], dtype=torch.int64)).tolist()
+        fractions = rank.sum(torch.full((2, 3), 0.5, dtype=torch.float64)).tolist()
+        told = rank.gather({"rank": rank.rank, "text": "ü" * 1000 * rank.rank})
+        sent = []
+        for source in range(3):
+            tensor = torch.full((4,), rank.rank + 0.5)
+            rank.broadcast(tensor, source)
+            sent.append(tensor.tolist())
+        raised = rank.any(rank.rank == 1, False)
+        return [whole, fractions, told, sent, raised]
+
+    [one, *others] = world.all(work)
+    wrapped = (3 * largest + 2**63) % 2**64 - 2**63
+    assert one[0] == [wrapped, -3], "whole numbers wrap around; the digests of samples count on it"
+    assert one[1] == [[1.5] * 3] * 2
+    assert one[2] == [{"rank": rank, "text": "ü" * 1000 * rank} for rank in range(3)]
+    assert one[3] == [[0.5] * 4, [1.5] * 4, [2.5] * 4]
+    assert one[4] == (True, False)
+    assert others == [one, one]
+    world.close()
+    assert not any(group._thread.is_alive() for group in world.groups)
+
+
+@pytest.mark.parametrize("kind", ["torch", "star"])
+def test_who_waits_for_a_peer_is_woken_and_the_next_group_works(ranks: Callable[..., Ranks], kind: str) -> None:
+    world = ranks(kind)
+    world.all(World.meet)
+    waiting = blocked(lambda: world.worlds[0].sum(torch.ones(5)))
+    while_it_does(world.groups[0], "all-reduce")
+    world.groups[0].fail("n1 is silent", communication=False)
+    error = waiting.exception(60)
+    assert isinstance(error, GroupError)
+    assert (str(error), error.communication) == ("n1 is silent", False)
+    assert error.detail["operation"] == "all-reduce"
+    assert 0 <= error.detail["waited_seconds"] < NEVER
+    for again in (lambda: world.worlds[0].gather(1), lambda: world.worlds[0].meet()):
+        with pytest.raises(GroupError, match="n1 is silent"):
+            again()  # at once
+    world.groups[0].fail("something else")
+    assert str(world.groups[0].error) == "n1 is silent", "the first reason counts"
+    world.groups[0].close()
+    if kind == "torch":
+        assert abandoned(), "gloo cannot be interrupted: its thread is left behind"
+    else:
+        assert not world.groups[0]._thread.is_alive()
+
+    new = ranks(kind, size=3)
+    assert new.all(lambda rank: rank.sum(torch.ones(1)).item()) == [3.0] * 3
+
+
+@pytest.mark.parametrize("kind", ["torch", "star"])
+def test_a_peer_that_does_not_come_is_named_with_the_operation_and_the_seconds(
+    ranks: Callable[..., Ranks], kind: str
+) -> None:
+    world = ranks(kind, timeout=1.0)
+    world.all(World.meet)
+    with pytest.raises(GroupError, match=r"all-reduce failed after [\d.]+ s: ") as failed:
+        world.worlds[0].sum(torch.ones(5))
+    assert failed.value.communication
+    assert failed.value.detail["operation"] == "all-reduce"
+    assert failed.value.detail["waited_seconds"] >= 0.9
+    assert failed.value.detail["error"]
+
+
+def test_a_group_that_does_not_come_about_says_so() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = free.getsockname()
+        group = Group(1, 2, lambda: StarTransport(Star.spoke(address, 1, 2, "token", 0.5)))
+        future = group.submit("all-reduce", lambda transport: transport.sum(torch.ones(1)))
+        error = future.exception(60)
+    assert isinstance(error, GroupError)
+    assert error.detail["operation"] == "forming the group"
+    group.close()
+
+
+def test_what_is_submitted_happens_in_order_and_an_error_ends_it_all() -> None:
+    class Nothing:
+        def abort(self) -> None: ...
+        def close(self) -> None: ...
+
+    def broken(_: Any) -> None:
+        raise RuntimeError("[../gloo/pair.cc:534] Connection reset by peer. This is typically due to …")
+
+    group, done, gate = Group(0, 1, Nothing), list[int](), threading.Event()  # type: ignore[arg-type]
+    group.submit("wait", lambda _: gate.wait(60))
+    futures = [group.submit("count", lambda _, number=number: done.append(number)) for number in range(50)]  # type: ignore[misc]
+    failing, after = group.submit("all-reduce", broken), group.submit("count", lambda _: done.append(99))
+    gate.set()
+    assert [future.result(60) for future in futures] == [None] * 50
+    for future in (failing, after):
+        assert isinstance(future.exception(60), GroupError)
+    assert str(failing.exception()).endswith(" s: RuntimeError: Connection reset by peer."), "in short words"
+    assert done == list(range(50))
+    group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["SIGSTOP", "SIGKILL"])
+def test_a_process_that_freezes_or_dies_in_the_middle(how: str) -> None:
+    """A frozen one is not noticed by gloo: somebody else has to call the group off. A dead one is, at once."""
+    listener = listen("127.0.0.1")
+    port = listener.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, None, True, master_listen_fd=listener.detach(), wait_for_workers=False)
+    group = Group(0, 2, lambda: make_torch_transport(store, 0, 2, None, NEVER, NEVER, "127.0.0.1"))
+    peer = subprocess.Popen([sys.executable, "-c", PEER, str(port), how])
+    try:
+        group.run("all-reduce", lambda transport: transport.sum(torch.ones(1)))
+        waiting = blocked(lambda: group.run("barrier", lambda transport: transport.barrier(NEVER)))
+        if how == "SIGSTOP":
+            os.waitpid(peer.pid, os.WUNTRACED)
+            while_it_does(group, "barrier")
+            assert not waiting.done()
+            group.fail("the peer is silent")
+        error = waiting.exception(60)
+        assert isinstance(error, GroupError)
+        assert error.detail["operation"] == "barrier"
+        assert ("the peer is silent" in str(error)) == (how == "SIGSTOP")
+    finally:
+        peer.send_signal(signal.SIGKILL)
+        peer.wait()
+        group.close()
+
+
+@pytest.mark.slow
+def test_a_process_ends_though_a_group_that_it_left_behind_still_hangs() -> None:
+    program = """
+import sys, threading, time, torch, torch.distributed as dist
+from trainer.group import Group, make_torch_transport
+from trainer.outcome import leave_process
+store = dist.HashStore()
+groups = [Group(rank, 2, lambda rank=rank: make_torch_transport(store, rank, 2, None, 1000.0, 1000.0, "127.0.0.1"))
+          for rank in range(2)]
+both = [group.submit("all-reduce", lambda transport: transport.sum(torch.ones(1))) for group in groups]
+[future.result() for future in both]
+stuck = groups[0].submit("all-reduce", lambda transport: transport.sum(torch.ones(1)))
+while groups[0].doing[0] != "all-reduce": time.sleep(0.01)
+groups[0].fail("n1 is gone")
+groups[0].close()
+print("said")
+sys.exit(leave_process(75))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (75, "said\n"), ended.stderr
