@@ -259,7 +259,13 @@ def test_what_is_saved_is_what_was_there_when_it_was_saved() -> None:
         "none": torch.empty(0, 4),
         "grad": torch.nn.Parameter(torch.ones(2)),
     }
-    live = {"model": tensors, "tied": tensors["matrix"], "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}], "step": 1}
+    live = {
+        "model": tensors,
+        "tied": tensors["matrix"],
+        "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}],
+        "step": 1,
+        "seen": {1},
+    }
     expected = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     BrokenFileSystem.working.clear()
     checkpoints = CheckpointManager(RunDir(f"broken://{uuid.uuid4().hex}"), 9, "this")
@@ -270,6 +276,7 @@ def test_what_is_saved_is_what_was_there_when_it_was_saved() -> None:
                 tensor.untyped_storage().fill_(7)
         live["groups"][0]["lr"] = 9.0  # type: ignore[index]
         live["step"] = 2
+        live["seen"].add(2)  # type: ignore[attr-defined]
         del tensors["half"]
     finally:
         BrokenFileSystem.working.set()
@@ -282,7 +289,7 @@ def test_what_is_saved_is_what_was_there_when_it_was_saved() -> None:
         assert torch.equal(saved["model"][name], tensor), name
         assert saved["model"][name].dtype == tensor.dtype
     assert saved["groups"] == [{"lr": 0.1, "betas": (0.9, 0.99)}]
-    assert saved["step"] == 1
+    assert (saved["step"], saved["seen"]) == (1, {1})
     assert saved["tied"].data_ptr() == saved["model"]["matrix"].data_ptr()
     checkpoints.close(10)
 
@@ -404,7 +411,7 @@ def test_what_is_not_whole_neither_counts_as_kept_nor_stays(rundir: RunDir, mana
 
 
 def test_what_the_fenced_out_wrote_late_goes_and_the_only_whole_one_stays(rundir: RunDir, manager: Make) -> None:
-    old, new = manager(keep=1), manager(keep=1)
+    old, new = manager(keep=3), manager(keep=3)
     save(old, 1)
     new.fence(2)
     late = Path(rundir.uri) / folder_of(2)
@@ -412,10 +419,11 @@ def test_what_the_fenced_out_wrote_late_goes_and_the_only_whole_one_stays(rundir
     assert loaded_step(new) == 1
     assert new.load_latest()[0] == folder_of(1)  # type: ignore[index]
     save(new, 3, 2)
-    assert new.folders() == [folder_of(3, 2)]
+    assert new.folders() == [folder_of(3, 2), folder_of(1)]
     damage(Path(rundir.uri) / folder_of(3, 2), "cut short")
+    new.keep = 1
     new._prune(2)
-    assert new.folders() == [folder_of(3, 2)]
+    assert new.folders() == [folder_of(3, 2), folder_of(1)]  # LATEST points to the one, and the other is whole
 
 
 def test_a_file_system_without_compare_and_swap_is_refused_by_name() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from itertools import pairwise
@@ -99,6 +102,69 @@ def test_of_two_racing_writers_the_fenced_out_never_wins(tmp_path: Path) -> None
     assert found[1]["model"].unique().tolist() == [40.0]
 
 
+FREEZE = """
+import os, signal, sys, torch
+from trainer.checkpoint import CheckpointManager
+from trainer.rundir import RunDir
+folder, name, suffix = sys.argv[1:]
+checkpoints = CheckpointManager(RunDir(folder), 3, "this", lambda kind, **fields: print(kind, fields.get("message")))
+checkpoints.save({"model": torch.ones(9)}, 1, 1, is_best=True)
+checkpoints.wait()
+armed = True
+def hook(event, arguments):
+    global armed
+    if event == "open" and armed and name in str(arguments[0]) and str(arguments[0]).endswith(suffix):
+        armed = False
+        os.kill(os.getpid(), signal.SIGSTOP)
+sys.addaudithook(hook)
+checkpoints.save({"model": torch.ones(9)}, 2, 1, is_best=True)
+checkpoints.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [
+        ("state.pt", "tmp"),
+        ("manifest", "tmp"),
+        ("/LATEST.json", "json"),
+        ("/LATEST.json.", "tmp"),
+        ("/BEST.json.", "tmp"),
+    ],
+)
+def test_a_writer_that_is_frozen_in_a_save_has_lost_when_it_wakes(tmp_path: Path, name: str, suffix: str) -> None:
+    """Just before it opens this file: with all that it has read before, which holds no more when it wakes."""
+    command = [sys.executable, "-c", FREEZE, str(tmp_path), name, suffix]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as frozen:
+        try:
+            while "T (stopped)" not in Path(f"/proc/{frozen.pid}/status").read_text():
+                time.sleep(0.01)
+            heir = CheckpointManager(RunDir(str(tmp_path)), 3, "this")
+            heir.fence(2)
+            counted = 2 if name == "/BEST.json." else 1
+            assert loaded_path(heir) == f"checkpoints/g0001-s{counted:09d}"
+            for step in (2, 3):
+                assert heir.save(state(step), step, 2, is_best=step == 2)
+                assert heir.wait(60)
+            os.kill(frozen.pid, signal.SIGCONT)
+            output, _ = frozen.communicate(timeout=60)
+        finally:
+            frozen.kill()
+    assert "checkpoint_failed FencedError: generation 2 writes the checkpoints now" in output.splitlines()[-1]
+    assert loaded_path(heir) == "checkpoints/g0002-s000000003"
+    assert heir.load_best()[0] == "checkpoints/g0002-s000000002"
+    assert heir.save(state(4), 4, 2)
+    assert heir.wait(60)
+    names = [folder.rsplit("/")[-1] for folder in heir.folders()]
+    assert names == ["g0002-s000000004", "g0002-s000000003", "g0002-s000000002"]
+    heir.close(10)
+
+
+def loaded_path(checkpoints: CheckpointManager) -> str | None:
+    found = checkpoints.load_latest()
+    return found and found[0]
+
+
 class Watched:
     """A manager on storage that breaks on demand, and what it reported."""
 
@@ -155,7 +221,7 @@ def test_storage_that_fails_for_long_costs_that_checkpoint_only(broken: Watched)
 def test_pauses_between_attempts_double(broken: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer.writer, "BACKOFF_SECONDS", 0.02)
     times: list[float] = []
-    broken.checkpoints._report = lambda kind, **fields: times.append(trainer.writer.time.monotonic())
+    broken.checkpoints._report = lambda kind, **fields: times.append(time.monotonic())
     BrokenFileSystem.failures = 1000
     broken.save(1)
     pauses = [later - earlier for earlier, later in pairwise(times)]
