@@ -1,0 +1,107 @@
+"""Faults that tests inject happen where they were asked for, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.config import ConfigError
+from trainer.faults import Faults, InjectedError
+from trainer.memory import is_out_of_memory
+
+
+def faults(*listed: dict[str, Any], node: int = 0, stay: str | None = None) -> Faults:
+    environment = {"DTRAIN_FAULTS": json.dumps(listed)}
+    return Faults(environment if stay is None else {**environment, "DTRAIN_STAY": stay}, node)
+
+
+RAISE = {"kind": "raise", "at": "forward", "step": 3, "node": 0}
+
+
+def happened(found: Faults, *reached: tuple[str, int]) -> list[tuple[str, int]]:
+    """Where it raised."""
+    places = []
+    for at, step in reached:
+        try:
+            found.reach(at, step)  # type: ignore[arg-type]
+        except (InjectedError, torch.OutOfMemoryError):
+            places.append((at, step))
+    return places
+
+
+def test_a_fault_happens_once_at_its_point_of_its_step() -> None:
+    everywhere = [(at, step) for step in range(6) for at in ("forward", "backward", "forward")]
+    assert happened(faults(RAISE), *everywhere) == [("forward", 3)]
+    assert happened(faults(RAISE, RAISE), *everywhere) == [("forward", 3)] * 2, "once each, one at a time"
+    always = {name: value for name, value in RAISE.items() if name != "step"}
+    assert happened(faults(always), *everywhere) == [("forward", 0)], "without a step: the first time"
+
+
+def test_it_happens_to_its_node_in_its_first_stay_only() -> None:
+    assert happened(faults(RAISE, node=1), ("forward", 3)) == []
+    assert happened(faults(RAISE, stay="1"), ("forward", 3)) == [("forward", 3)]
+    assert happened(faults(RAISE, stay="2"), ("forward", 3)) == []
+    assert happened(Faults({}, 0), ("forward", 3)) == []
+    assert happened(Faults({"DTRAIN_FAULTS": ""}, 0), ("forward", 3)) == []
+
+
+def test_an_injected_lack_of_memory_is_taken_for_one() -> None:
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        faults({**RAISE, "kind": "oom"}).reach("forward", 3)
+    assert is_out_of_memory(raised.value)
+    with pytest.raises(InjectedError) as injected:
+        faults(RAISE).reach("forward", 3)
+    assert not is_out_of_memory(injected.value)
+
+
+@pytest.mark.parametrize("wrong", [{**RAISE, "kind": "flood"}, {**RAISE, "at": "lunch"}, {"node": 0}])
+def test_what_cannot_be_injected_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"DTRAIN_FAULTS holds .*kinds: .*points: "):
+        faults(wrong)
+    with pytest.raises(ConfigError):
+        faults(wrong, node=7, stay="2")
+
+
+VICTIM = """
+import os, signal, sys
+from trainer.faults import Faults
+signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
+Faults(os.environ, 2).reach("optimizer", 5)
+print("went on", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "said"),
+    [("kill", -signal.SIGKILL, ""), ("sigterm", 0, "asked to end\nwent on\n"), ("sleep", 0, "went on\n")],
+)
+def test_signals_reach_a_real_process(kind: str, code: int, said: str) -> None:
+    fault = {"kind": kind, "at": "optimizer", "step": 5, "node": 2, "seconds": 0.1}
+    environment = {**os.environ, "DTRAIN_FAULTS": json.dumps([fault])}
+    ended = subprocess.run(
+        [sys.executable, "-c", VICTIM], env=environment, capture_output=True, text=True, process_group=0, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (code, said)
+
+
+def test_a_frozen_process_goes_on_when_its_time_is_over() -> None:
+    fault = {"kind": "stop", "at": "optimizer", "step": 5, "node": 2, "seconds": 1}
+    environment = {**os.environ, "DTRAIN_FAULTS": json.dumps([fault])}
+    victim = subprocess.Popen(
+        [sys.executable, "-c", VICTIM], env=environment, stdout=subprocess.PIPE, text=True, process_group=0
+    )
+    try:
+        _, status = os.waitpid(victim.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        said, _ = victim.communicate(timeout=60)
+        assert (victim.returncode, said) == (0, "went on\n")
+    finally:
+        victim.kill()
+        victim.wait()
