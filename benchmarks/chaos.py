@@ -18,6 +18,7 @@ import datetime
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 import threading
@@ -133,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", metavar="FOLDER", help="keep the run directories, in this folder")
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the nodes end with this process
     seeds = [options.only] if options.only is not None else range(options.seed, options.seed + options.tapes)
     began = time.time()
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
@@ -141,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         campaign = Campaign(folder)
         for seed in seeds:
             campaign.seeds.put(seed)
-        workers = [threading.Thread(target=campaign.work) for _ in range(min(options.jobs, len(seeds)))]
+        workers = [threading.Thread(target=campaign.work, daemon=True) for _ in range(min(options.jobs, len(seeds)))]
         for worker in workers:
             worker.start()
         for worker in workers:

@@ -23,7 +23,7 @@ from trainer.rundir import NodePresence, RunDir
 
 WEIGHTS_LIMIT = 1e-5
 LOSS_LIMIT = 1e-4
-CLOCK_SECONDS = 1.0
+CLOCK_SECONDS = 3.0
 """How far the accounts may be off: the supervisor looks twenty times a second, on a machine with more to do."""
 
 

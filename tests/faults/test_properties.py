@@ -141,7 +141,7 @@ def test_time_that_was_not_lived_or_not_accounted_is_found() -> None:
         good[:1],
         [*good, presence(1, 100.0, 101.0)],
         [good[0], presence(0, 111.0, None, stay=2)],
-        [good[0], presence(0, 111.0, 122.0, stay=2)],
+        [good[0], presence(0, 111.0, 124.0, stay=2)],
         [presence(0, 100.0, 110.4), presence(0, 110.3, 120.1, stay=2)],
     ):
         assert wrong_accounts(bad, stays)

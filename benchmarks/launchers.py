@@ -1,0 +1,195 @@
+"""Ways to keep three nodes at one training: ours, and torchrun. The trainer, the model and the machine are the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from dtrain_dagster.clusters.base import JobSpec
+from dtrain_dagster.clusters.environment import node_mark
+from dtrain_dagster.clusters.local import LocalClusterManager
+from dtrain_dagster.clusters.processes import marked
+from trainer.membership import generations
+from trainer.rundir import LAUNCH, RunDir
+
+NODES = 3
+
+
+class Launcher(Protocol):
+    """Starts a job on three nodes, kills one of them, and has another take its place."""
+
+    rundir: RunDir
+
+    def start(self) -> None: ...
+
+    def kill(self, node: int) -> None:
+        """SIGKILL to all processes of a node."""
+
+    def replace(self, node: int) -> None:
+        """See to it that another node takes the place of one that was killed; where that goes by itself, nothing."""
+
+    def replaced_at(self, node: int) -> float:
+        """Unix seconds: when the process of the newest node in this place was started."""
+
+    def node_of_rank(self, rank: int) -> int: ...
+
+    def begins_at(self, generation: int) -> int:
+        """Steps behind a generation when it begins: what it reports of those is news of the one before."""
+
+    @property
+    def running(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class Ours:
+    """The local cluster: its supervisor starts another node a second after one is lost."""
+
+    def __init__(self, home: Path, config: dict[str, Any]) -> None:
+        self.cluster = LocalClusterManager(home, max_replacements=1000)
+        self.rundir = RunDir(str(home / "storage" / "jobs" / "job"))
+        self.rundir.make()
+        self.rundir.write_json("job.json", {"job_id": "job", "run_dir": self.rundir.uri, **config})
+
+    def start(self) -> None:
+        command = (sys.executable, "-m", "trainer", "--config", f"{self.rundir.uri}/job.json")
+        self.cluster.submit_job(
+            JobSpec(job_id="job", run_dir=self.rundir.uri, command=command, node_count=NODES, elastic=True)
+        )
+
+    def kill(self, node: int) -> None:
+        launch = self.rundir.read_json(LAUNCH) or {}
+        stay = max(item.stay for item in self.rundir.nodes() if item.node_id == node)
+        [pid] = [pid for pid in marked(node_mark(launch, node, stay)) if os.getpgid(pid) == pid]
+        os.killpg(pid, signal.SIGKILL)
+
+    def replace(self, node: int) -> None:
+        """The supervisor does."""
+
+    def replaced_at(self, node: int) -> float:
+        return max(item.started_at for item in self.rundir.nodes() if item.node_id == node)
+
+    def node_of_rank(self, rank: int) -> int:
+        return generations(self.rundir.storage)[-1].members[rank].node
+
+    def begins_at(self, generation: int) -> int:
+        return generations(self.rundir.storage)[generation - 1].step
+
+    @property
+    def running(self) -> bool:
+        return not self.cluster.job_status("job").state.is_final
+
+    def close(self) -> None:
+        self.cluster.cancel_job("job")
+
+
+class Torchrun:
+    """One agent per node; a node is an agent and all its processes. ``tuned``: as fast as its options allow."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], tuned: bool) -> None:
+        self.folder, self.tuned = folder, tuned
+        self.rundir = RunDir(str(folder / "run"))
+        self.rundir.make()
+        self.rundir.write_json("job.json", {"job_id": "job", "run_dir": self.rundir.uri, **config})
+        self.port = _free_port()
+        self.agents: dict[int, psutil.Popen] = {}
+        self.started: dict[int, float] = {}
+        self.store: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        if self.tuned:  # where the store is an agent's, the job dies with that agent
+            program = (
+                "import time; from torch.distributed import TCPStore\n"
+                f"store = TCPStore('127.0.0.1', {self.port}, is_master=True)\n"
+                "print('ready', flush=True)\nwhile True: time.sleep(60)"
+            )
+            self.store = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+            assert self.store.stdout
+            self.store.stdout.readline()
+        for node in range(NODES):
+            self.replace(node)
+            if node == 0 and not self.tuned:
+                _wait_for_port(self.port)  # node 0 has the store: which node it is must not depend on a race
+
+    def command(self) -> list[str]:
+        options = ["--nnodes=1:3", "--max-restarts=3"]
+        if self.tuned:
+            conf = "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=120"
+            options = ["--nnodes=2:3", "--max-restarts=1000", "--monitor-interval=0.2", f"--rdzv-conf={conf}"]
+        return [
+            sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node=1", "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{self.port}", "--rdzv-id=job", "--local-addr=127.0.0.1",
+            "-m", "trainer", "--config", f"{self.rundir.uri}/job.json",
+        ]  # fmt: skip
+
+    def kill(self, node: int) -> None:
+        agent = self.agents.pop(node)
+        for process in [agent, *agent.children(recursive=True)]:
+            try:
+                process.send_signal(signal.SIGKILL)
+            except psutil.NoSuchProcess:
+                continue
+        agent.wait()
+
+    def replace(self, node: int) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        if self.tuned:
+            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        self.started[node] = time.time()
+        with open(self.folder / f"agent-{node}.log", "ab") as log:
+            self.agents[node] = psutil.Popen(
+                self.command(), env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def replaced_at(self, node: int) -> float:
+        return self.started[node]
+
+    def node_of_rank(self, rank: int) -> int:
+        """By the environment of its worker."""
+        for node, agent in self.agents.items():
+            for process in agent.children(recursive=True):
+                if process.environ().get("RANK") == str(rank):
+                    return node
+        raise LookupError(f"no agent has rank {rank}")
+
+    def begins_at(self, generation: int) -> int:
+        return 0
+
+    @property
+    def running(self) -> bool:
+        return any(agent.poll() is None for agent in self.agents.values())
+
+    def close(self) -> None:
+        for node in list(self.agents):
+            try:
+                self.kill(node)
+            except psutil.NoSuchProcess:
+                continue
+        if self.store is not None:
+            self.store.kill()
+            self.store.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def _wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise TimeoutError(f"nobody listens on port {port}")

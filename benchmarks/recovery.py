@@ -1,0 +1,254 @@
+"""How long a training stands still when a node is killed: ours, torchrun tuned, torchrun as it comes.
+
+The same trainer trains the same model on three nodes of this machine; only who keeps the nodes together differs (see
+`benchmarks.launchers`). A whole node gets SIGKILL; every other time it is the one with rank 0. Times come from the
+events of the trainer: each optimizer step is one, with its generation (a world that was formed anew) and its time.
+
+    *_p50_seconds, *_p95_seconds     from SIGKILL to the end of the survivors' first step (p95: nearest rank)
+    *_rank0_p50_seconds              of these, where rank 0 was killed
+    *_back_to_three_p50_seconds      from the start of the node that replaces it to the first step of all three
+    *_steps_redone_max               completed steps that had to be done once more
+    *_repeats                        kills
+    *_survivors_lost                 after which no step came for `LIMIT_SECONDS`, or the job ended
+    *_never_back_to_three            after which the survivors went on, and the job was lost when it was to grow again
+    ours_times_faster_than_default   by the medians
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "trainer"))
+
+from worlds import build  # noqa: E402
+
+from benchmarks.launchers import NODES, Launcher, Ours, Torchrun  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results"
+LIMIT_SECONDS = 180.0
+CALM_SECONDS = 3.0
+"""Between two kills: the nodes work undisturbed."""
+POLL_SECONDS = 0.05
+TRAINING = {
+    "world_size": NODES,
+    "batch_size_per_gpu": 32,
+    "gradient_accumulation_steps": 2,
+    "epochs": 10**6,
+    "eval_frequency": 10**6,
+    "checkpoint_frequency": 100,
+    "log_frequency": 1,
+    "threads_per_rank": 1,
+}
+
+
+class LostError(RuntimeError):
+    """The job ended, or made no step for too long."""
+
+
+@dataclass
+class Figures:
+    """Of one way to launch, over all kills."""
+
+    pauses: list[float] = field(default_factory=list)
+    rank_0_pauses: list[float] = field(default_factory=list)
+    back_to_three: list[float] = field(default_factory=list)
+    redone: list[int] = field(default_factory=list)
+    repeats: int = 0
+
+
+class Steps:
+    """The steps of a job, as they are reported."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+        self._seen: set[str] = set()
+        self.steps: list[dict[str, Any]] = []
+        self._ranks: dict[int, set[int]] = defaultdict(set)
+
+    def look(self) -> None:
+        for event in self.launcher.rundir.follow(self._seen):
+            self._ranks[event["generation"]].add(event["rank"])
+            if event["kind"] == "step":
+                self.steps.append(event)
+        self.steps.sort(key=lambda event: event["time"])
+
+    @property
+    def generation(self) -> int:
+        return max((event["generation"] for event in self.steps), default=0)
+
+    def wait_for(self, what: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """The first step like this. `LostError` if there is none for too long."""
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while True:
+            self.look()
+            for event in self.steps:
+                if what(event):
+                    return event
+            if time.monotonic() > deadline or not self.launcher.running:
+                raise LostError("the job ended" if time.monotonic() < deadline else f"no step in {LIMIT_SECONDS} s")
+            time.sleep(POLL_SECONDS)
+
+    def is_new(self, event: dict[str, Any], before: int) -> bool:
+        """Is it a step of a generation after ``before``? Who becomes rank 0 reports as well what the one before had
+        done and had no time to write; that is not."""
+        generation = event["generation"]
+        return generation > before and event["step"] > self.launcher.begins_at(generation)
+
+    def is_of_three(self, event: dict[str, Any]) -> bool:
+        """Was it a step of a generation with three ranks? Known once each has reported something."""
+        return len(self._ranks[event["generation"]]) == NODES
+
+
+def measure_one(launcher: Launcher, steps: Steps, rank: int, figures: Figures) -> None:
+    """Kill the node of a rank, have it replaced, and wait until all is as before."""
+    node = launcher.node_of_rank(rank)
+    steps.look()
+    before = steps.generation
+    killed_at = time.time()
+    launcher.kill(node)
+    first = steps.wait_for(lambda event: event["time"] > killed_at and steps.is_new(event, before))
+    pause = first["time"] - killed_at
+    figures.pauses.append(pause)
+    if rank == 0:
+        figures.rank_0_pauses.append(pause)
+    done = {event["step"] for event in steps.steps if event["generation"] <= before}
+    print(f"  rank {rank}: {pause:.2f} s", file=sys.stderr, flush=True)
+    launcher.replace(node)
+    try:
+        full = steps.wait_for(lambda event: steps.is_new(event, first["generation"]) and steps.is_of_three(event))
+    except LostError as error:
+        raise LostError(f"never back to three: {error}") from error
+    finally:
+        again = {event["step"] for event in steps.steps if event["generation"] == first["generation"]}
+        figures.redone.append(len(done & again))
+    figures.back_to_three.append(full["time"] - launcher.replaced_at(node))
+    redone = f"{figures.redone[-1]} steps redone"
+    print(f"    back to three in {figures.back_to_three[-1]:.2f} s, {redone}", file=sys.stderr, flush=True)
+
+
+def settle(steps: Steps) -> None:
+    """Wait until all three have worked undisturbed for a while."""
+    steps.wait_for(lambda event: event["generation"] == steps.generation and steps.is_of_three(event))
+    time.sleep(CALM_SECONDS)
+
+
+def measure(make: Callable[[Path], Launcher], folder: Path, repeats: int, jobs: int, name: str) -> Figures:
+    """Kill ``repeats`` nodes in all, in as many ``jobs`` started one after the other; a job that is lost is replaced
+    by another one."""
+    figures = Figures()
+    per_job = math.ceil(repeats / jobs)
+    number = 0
+    while figures.repeats < repeats:
+        number += 1
+        launcher = make(folder / f"{name}-{number}")
+        try:
+            launcher.start()
+            steps = Steps(launcher)
+            steps.wait_for(lambda event: steps.is_of_three(event))  # noqa: B023 - used at once
+            for _ in range(min(per_job, repeats - figures.repeats)):
+                settle(steps)
+                rank = 0 if figures.repeats % 2 == 0 else 1 + figures.repeats // 2 % (NODES - 1)
+                figures.repeats += 1
+                measure_one(launcher, steps, rank, figures)
+        except LostError as error:
+            print(f"  the job is lost: {error}", file=sys.stderr, flush=True)
+            if figures.repeats == 0:
+                raise
+        finally:
+            launcher.close()
+    return figures
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """By nearest rank."""
+    ordered = sorted(values)
+    return ordered[math.ceil(percent / 100 * len(ordered)) - 1] if ordered else None
+
+
+def summary(name: str, figures: Figures) -> dict[str, Any]:
+    values = {
+        "p50_seconds": statistics.median(figures.pauses) if figures.pauses else None,
+        "p95_seconds": percentile(figures.pauses, 95),
+        "rank0_p50_seconds": statistics.median(figures.rank_0_pauses) if figures.rank_0_pauses else None,
+        "back_to_three_p50_seconds": statistics.median(figures.back_to_three) if figures.back_to_three else None,
+        "steps_redone_max": max(figures.redone, default=None),
+        "repeats": figures.repeats,
+        "survivors_lost": figures.repeats - len(figures.pauses),
+        "never_back_to_three": len(figures.pauses) - len(figures.back_to_three),
+    }
+    return {f"{name}_{key}": round(value, 3) if isinstance(value, float) else value for key, value in values.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--repeats", type=int, default=10, help="kills for ours and for the tuned torchrun")
+    parser.add_argument("--default-repeats", type=int, default=10, help="for torchrun's defaults: up to 3 minutes each")
+    parser.add_argument("--only", choices=("ours", "torchrun_tuned", "torchrun_default"), help="measure this one alone")
+    parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and take the nodes along
+    with tempfile.TemporaryDirectory(prefix="recovery-") as temporary:
+        folder = Path(temporary)
+        config = {
+            "dataset": {"uri": str(build(folder))},
+            "tracking": {"tensorboard": False},
+            "training": TRAINING,
+        }
+        os.environ["DTRAIN_CACHE"] = str(folder / "cache")
+        load = os.getloadavg()[0]
+        found: dict[str, Figures] = {}
+        makers: list[tuple[str, Callable[[Path], Launcher], int, int]] = [
+            ("ours", lambda place: Ours(place, config), options.repeats, 1),
+            ("torchrun_tuned", lambda place: Torchrun(_made(place), config, tuned=True), options.repeats, 1),
+            (
+                "torchrun_default",
+                lambda place: Torchrun(_made(place), config, tuned=False),
+                options.default_repeats,
+                options.default_repeats,  # a job of its own each time: it allows three restarts
+            ),
+        ]
+        for name, make, repeats, jobs in makers:
+            if repeats and options.only in (None, name):
+                print(name, file=sys.stderr, flush=True)
+                found[name] = measure(make, folder, repeats, jobs, name)
+    result: dict[str, Any] = {"benchmark": "recovery"}
+    for name, figures in found.items():
+        result |= summary(name, figures)
+    result["steps_redone_max"] = result.get("ours_steps_redone_max")
+    ours, default = result.get("ours_p50_seconds"), result.get("torchrun_default_p50_seconds")
+    result["ours_times_faster_than_default"] = round(default / ours, 1) if ours and default else None
+    result |= {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cores": os.cpu_count(),
+        "load_before": round(load, 2),
+    }
+    line = json.dumps(result)
+    print(line)
+    if options.save:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "recovery.json").write_text(line + "\n")
+    return 0
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())
