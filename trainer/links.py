@@ -15,6 +15,7 @@ import ssl
 import struct
 import time
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any
 
 SEND_BYTES = 1 << 18
@@ -58,11 +59,24 @@ class Link:
         return self._going
 
     def refuse(self, rank: int | None, reason: str) -> Flow:
-        """Say why there is no result; after the part that is on its way, for within it this would be taken for data."""
-        if self._going is not None:
-            yield from self._going
+        """Say why there is no result, and leave. After the part that is on its way: within it this would be taken for
+        data."""
         text = json.dumps({"rank": rank, "text": reason}).encode()
-        yield from self._send(b"!", SIZE.pack(len(text)), text)
+        with contextlib.suppress(OSError):
+            if self._going is not None:
+                yield from self._going
+            yield from self._send(b"!", SIZE.pack(len(text)), text)
+            yield from self.leave()
+
+    def leave(self) -> Flow:
+        """Say no more, and hear the other side out: a connection that is closed while something in it is unread is
+        reset, and then what is on its way out is lost too."""
+        spare = bytearray(1 << 16)
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self.connection, socket.SHUT_WR)  # below TLS, like what follows
+            receive = partial(socket.socket.recv_into, self.connection)
+            while (yield from _when_ready(receive, spare, select.POLLIN)):
+                pass
 
     def receive(self, buffer: memoryview | bytearray) -> Flow:
         """Exactly as many bytes as the buffer holds."""

@@ -29,7 +29,7 @@ from trainer.links import SIZE, Flow, Link, PeerError, connect, parse, prepare, 
 PART_BYTES = 1 << 20
 """The hub adds up, and passes on, this much at a time."""
 RETRY_SECONDS = 0.05
-TELL_SECONDS = 0.5
+TELL_SECONDS = 1.0
 """How long the hub tries to tell the spokes why it fails."""
 
 _HEAD = struct.Struct("!c16sQ")
@@ -120,7 +120,7 @@ class Star:
         with self._doing("sum"):
             parts = _parts(host)
             if self.rank == 0:
-                self._agree(b"S", host)
+                self._heads(_head(b"S", host), self.timeout)
                 self._sum(parts)
             else:
                 views = [_bytes_of(part) for part in parts]
@@ -136,7 +136,7 @@ class Star:
         with self._doing("broadcast"):
             views = [_bytes_of(part) for part in _parts(host)]
             if self.rank == 0:
-                self._agree(b"B", host)
+                self._heads(_head(b"B", host), self.timeout)
                 self._with_all(lambda link: link.send(*(piece for view in views for piece in (b"=", view))))
             else:
                 self._exchange([_head(b"B", host)], views)
@@ -148,16 +148,16 @@ class Star:
         seconds = self.timeout if timeout is None else timeout
         with self._doing("gather"):
             text = json.dumps(value).encode()
+            head = _HEAD.pack(b"G", b"json", len(text))
             if self.rank == 0:
-                heads = self._heads(b"G", seconds)
-                texts = {rank: bytearray(small(rank, head[2])) for rank, head in heads.items()}
+                texts = {rank: bytearray(small(rank, size)) for rank, size in self._heads(head, seconds).items()}
                 self._with_all(lambda link: link.receive(texts[link.rank]))
                 values = [json.loads(text), *(parse(rank, raw) for rank, raw in texts.items())]
                 answer = json.dumps(values).encode()
                 self._with_all(lambda link: link.send(b"=", SIZE.pack(len(answer)), b"=", answer))
                 return values
             size = bytearray(SIZE.size)
-            self._exchange([_HEAD.pack(b"G", b"json", len(text)), text], [memoryview(size)], seconds)
+            self._exchange([head, text], [memoryview(size)], seconds)
             raw = bytearray(small(0, SIZE.unpack(size)[0]))
             self._exchange([], [memoryview(raw)])
             return parse(0, raw)
@@ -194,22 +194,12 @@ class Star:
             going = [(link, link.send(b"=", result)) for link in self._links.values()]
         run(going, self.timeout)
 
-    def _agree(self, code: bytes, tensor: torch.Tensor) -> None:
-        """Do all do the same, with the same type and as many bytes?"""
-        mine = _HEAD.unpack(_head(code, tensor))
-        for rank, theirs in self._heads(code, self.timeout).items():
-            if theirs != mine:
-                raise PeerError(rank, f"its {_in_words(theirs)} does not fit the hub's {_in_words(mine)}")
-
-    def _heads(self, code: bytes, seconds: float) -> dict[int, tuple[bytes, bytes, int]]:
-        """What each rank is about to do, once all have said so, for which they have so many seconds."""
+    def _heads(self, mine: bytes, seconds: float) -> dict[int, int]:
+        """Bytes that each rank is about to send, once all have said that they do what this one does; for that they have
+        so many seconds. Only a gather's sizes may differ."""
         raw = {rank: bytearray(_HEAD.size) for rank in self._links}
-        self._with_all(lambda link: link.receive(raw[link.rank]), time.monotonic() + seconds)
-        heads = {rank: _HEAD.unpack(head) for rank, head in raw.items()}
-        for rank, head in heads.items():
-            if head[0] != code:
-                raise PeerError(rank, f"its {_in_words(head)} does not fit the hub's {_OPERATIONS[code]}")
-        return heads
+        self._with_all(lambda link: _receive_head(link, raw[link.rank], mine), time.monotonic() + seconds)
+        return {rank: _HEAD.unpack(head)[2] for rank, head in raw.items()}
 
     def _with_all(self, make: Callable[[Link], Flow], until: float | None = None) -> None:
         """The same with each spoke, all at once."""
@@ -253,12 +243,12 @@ class Star:
 
     def _end(self, error: StarError) -> None:
         """Close everything. The hub says why: no spoke has to wait for it, or takes it for the one that failed."""
-        self._error, until = error, time.monotonic() + TELL_SECONDS
-        for link in self._links.values():
-            if self.rank == 0 and not self._aborted:
-                with contextlib.suppress(PeerError):
-                    run([(link, link.refuse(error.rank, str(error)))], TELL_SECONDS, until)
-            link.connection.close()
+        self._error = error
+        if self.rank == 0 and not self._aborted:
+            with contextlib.suppress(PeerError):  # who is lost does not listen
+                reasons = [(link, link.refuse(error.rank, str(error))) for link in self._links.values()]
+                run(reasons, TELL_SECONDS, time.monotonic() + TELL_SECONDS)
+        self.close()
 
 
 def _admit(
@@ -268,7 +258,7 @@ def _admit(
     """Let in one spoke for each rank, several at the door at once, and note who was not let in.
 
     OSError where the listener fails; TimeoutError, which is one, when it is time."""
-    guests: dict[int, tuple[Link, Generator[int, None, int], str]] = {}
+    guests: dict[int, tuple[Link, Generator[int, None, int | None], str]] = {}
     poll = select.poll()
     listener.setblocking(False)
     poll.register(listener, select.POLLIN)
@@ -292,12 +282,17 @@ def _admit(
                     poll.modify(number, next(flow))
                     continue
                 except StopIteration as done:
-                    sockets[done.value] = guest.connection
+                    if done.value is None:
+                        guest.connection.close()
+                    else:
+                        sockets[done.value] = guest.connection
+                    poll.unregister(number)
+                    del guests[number]
                 except (OSError, PeerError) as error:
                     refused.append(f"{host} was turned away: {error or type(error).__name__}")
-                    guest.connection.close()
-                poll.unregister(number)
-                del guests[number]
+                    told = guest.refuse(None, str(error)) if isinstance(error, PeerError) else guest.leave()
+                    guests[number] = guest, told, host
+                    poll.modify(number, select.POLLIN | select.POLLOUT)  # at once
     finally:
         for guest, _, _ in guests.values():
             guest.connection.close()
@@ -321,7 +316,6 @@ def _welcome(
     if rank in sockets:
         why = f"rank {rank} is here already"
     if why:
-        yield from guest.refuse(None, why)
         raise PeerError(None, why)
     yield from guest.send(b"=")
     return rank
@@ -344,6 +338,13 @@ def _introduce(link: Link, hello: bytes) -> Flow:
     yield from link.shake_hands()
     yield from link.send(SIZE.pack(len(hello)), hello)
     yield from link.receive_parts([memoryview(b"")])
+
+
+def _receive_head(link: Link, raw: bytearray, mine: bytes) -> Flow:
+    yield from link.receive(raw)
+    theirs, own = _HEAD.unpack(raw), _HEAD.unpack(mine)
+    if theirs[:2] != own[:2] or (theirs[2] != own[2] and own[0] != b"G"):
+        raise PeerError(link.rank, f"its {_in_words(theirs)} does not fit the hub's {_in_words(own)}")
 
 
 def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
