@@ -5,8 +5,9 @@ In each round three stretches follow each other in random order: one without a s
 `CheckpointManager.save`, one that begins with `torch.save` (a file overwritten each time, not hashed, not synced to the
 disk). A stretch is long enough for the background writer to finish in it, so the stall of a save is the time by which
 its stretch is longer than the one of the same round without: the copy, the CPU time and the memory bandwidth taken by
-the writer, all of it. Given are the means over rounds with the outermost tenth cut off at both ends (other work on the
-machine disturbs single stretches) and their standard errors.
+the writer, all of it. Before each round the benchmark waits until the machine is quiet, and rounds in which other
+processes took more than a few percent of it are thrown away and repeated. Given are the means over rounds with the
+outermost tenth cut off at both ends, and their standard errors.
 
     stall_percent_*        of training time that one asynchronous save every 100 steps costs; sync_…: torch.save
     stall_seconds_*        by which one save lengthens training
@@ -39,6 +40,7 @@ from trainer.rundir import RunDir
 
 RESULTS = Path(__file__).parent / "results"
 EVERY = 100
+HERTZ = os.sysconf("SC_CLK_TCK")
 DAYS, FEATURES = 64, 32
 SIZES = {10: (136, 4), 150: (512, 4), 1000: (1000, 7)}
 """Megabytes of state: width and layers of the model."""
@@ -111,8 +113,41 @@ class Trial:
         return int(file.read_text().split()[0]) / 1e9 if file.exists() else 0.0
 
 
-def measure(megabytes: int, rounds: int, batch: int, folder: str) -> dict[str, Any]:
+class Others:
+    """CPU time that other processes take on this machine, since the last look."""
+
+    def __init__(self) -> None:
+        self.look()
+
+    def look(self) -> float:
+        """Their share of all cores since the last look; 0 where the system does not tell."""
+        try:
+            fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        except OSError:
+            return 0.0
+        idle = fields[3] + fields[4]
+        now = sum(fields) / HERTZ, (sum(fields) - idle) / HERTZ - time.process_time()
+        before = getattr(self, "_before", now)
+        self._before = now
+        return max(0.0, now[1] - before[1]) / (now[0] - before[0]) if now[0] > before[0] else 0.0
+
+    def wait_until_quiet(self, share: float, deadline: float) -> None:
+        """RuntimeError if they do not become quiet by then."""
+        self.look()
+        while True:
+            time.sleep(1)
+            if self.look() <= share:
+                return
+            if time.monotonic() > deadline:
+                raise RuntimeError("other processes kept the machine busy: nothing can be measured")
+
+
+def measure(
+    megabytes: int, rounds: int, batch: int, folder: str, share: float, patience_seconds: float
+) -> dict[str, Any]:
     """All figures of one size of state, their names without the size."""
+    others, deadline, discarded = Others(), time.monotonic() + patience_seconds, 0
+    others.wait_until_quiet(share, deadline)
     training = Training(*SIZES[megabytes], batch)
     trial = Trial(training, folder)
     for mode in ("off", "async", "sync", "async"):  # makes the moments, the buffers, the caches
@@ -122,9 +157,15 @@ def measure(megabytes: int, rounds: int, batch: int, folder: str) -> dict[str, A
     cpu, trial.calls, trial.unfinished = trial.writer_cpu_seconds(), [], 0
     seconds: dict[str, list[float]] = {"off": [], "async": [], "sync": []}
     order = random.Random(0)
-    for _ in range(rounds):
-        for mode in order.sample(sorted(seconds), 3):
-            seconds[mode].append(trial.stretch(mode, steps))
+    while len(seconds["off"]) < rounds:
+        others.wait_until_quiet(share, deadline)
+        trial.training.step()  # the round before left warm caches
+        found = {mode: trial.stretch(mode, steps) for mode in order.sample(sorted(seconds), 3)}
+        if others.look() > share:
+            discarded += 1
+            continue
+        for mode, value in found.items():
+            seconds[mode].append(value)
     cpu = trial.writer_cpu_seconds() - cpu
     trial.manager.close()
     if trial.failures:
@@ -135,9 +176,10 @@ def measure(megabytes: int, rounds: int, batch: int, folder: str) -> dict[str, A
         "step_seconds": step,
         "steps_per_stretch": steps,
         "rounds": rounds,
+        "rounds_discarded": discarded,
         "unfinished": trial.unfinished,
         "call_seconds": statistics.fmean(trial.calls),
-        "writer_cpu_seconds": cpu / rounds,
+        "writer_cpu_seconds": cpu / (rounds + discarded),
         "write_seconds": statistics.fmean(trial.written),
     }
     for mode, prefix in (("async", ""), ("sync", "sync_")):
@@ -164,6 +206,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=list(SIZES), help="megabytes of state")
     parser.add_argument("--rounds", type=int, default=20, help="rounds of three stretches, for each size (20)")
+    parser.add_argument("--others", type=float, default=5.0, help="percent of the CPU that others may take (5)")
+    parser.add_argument(
+        "--patience", type=float, default=3600.0, help="seconds to wait for a quiet machine, for each size (3600)"
+    )
     parser.add_argument("--batch", type=int, default=8, help=f"samples of {DAYS} days in a step (8)")
     parser.add_argument("--folder", help="where to write the checkpoints (a temporary folder)")
     parser.add_argument(
@@ -183,15 +229,13 @@ def main(arguments: list[str] | None = None) -> None:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "batch": options.batch,
-        "load_before": round(os.getloadavg()[0], 2),
     }
     for megabytes in options.sizes:
         with tempfile.TemporaryDirectory(dir=options.folder, prefix="checkpoint-") as folder:
-            figures = measure(megabytes, options.rounds, options.batch, folder)
+            figures = measure(megabytes, options.rounds, options.batch, folder, options.others / 100, options.patience)
         name = f"{megabytes}mb" if megabytes < 1000 else f"{megabytes // 1000}gb"
         for key, value in figures.items():
             result[f"{key}_{name}"] = round(value, 4) if isinstance(value, float) else value
-    result["load_after"] = round(os.getloadavg()[0], 2)
     line = json.dumps(result)
     print(line)
     if options.out:
