@@ -9,6 +9,7 @@ import time
 import torch
 from torch import Tensor, nn
 
+from trainer.model import tcn
 from trainer.spec import DataSpec
 
 
@@ -41,6 +42,13 @@ class Slow(nn.Module):
     def forward(self, windows: Tensor) -> Tensor:
         time.sleep(self.seconds)
         return self.inner(windows)
+
+
+def paced(spec: DataSpec, outputs: int, seconds: float = 0.04) -> nn.Module:
+    """The stock model, slow enough to be disturbed while it trains; dropout is on."""
+    model = Slow(spec, outputs, seconds)
+    model.inner = tcn(spec, outputs, channels=8)
+    return model
 
 
 class PartlyUsed(nn.Module):

@@ -1,0 +1,220 @@
+"""Training that outlives its nodes: real processes that are killed, frozen, evicted, replaced, and out of memory."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_nodes import KILLED, QUICK, Nodes, assert_undisturbed
+from worlds import Job
+
+from trainer.checkpoint import LATEST
+
+pytestmark = pytest.mark.slow
+NewJob = Callable[..., Job]
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def whole(dataset: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The training that nothing disturbed, in a world of one."""
+    job = Job(tmp_path_factory.mktemp("whole"), dataset, environment={"DTRAIN_CACHE": str(cache)})
+    assert job.run_here() == 0, job.result()
+    assert job.result()["steps"] == STEPS
+    return job
+
+
+@pytest.fixture(scope="module")
+def paced(dataset: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The same for the model that takes its time; here it does not."""
+    environment = {"DTRAIN_CACHE": str(cache), "PYTHONPATH": str(Path(__file__).parent)}
+    job = Job(tmp_path_factory.mktemp("paced"), dataset, training={"epochs": 4}, environment=environment)
+    job.sections["model"] = {"factory": "user_parts:paced", "args": {"seconds": 0.0}}
+    assert job.run_here() == 0, job.result()
+    return job
+
+
+@pytest.fixture
+def begin(new_job: NewJob) -> Iterator[Callable[..., Nodes]]:
+    """Makes the nodes of a job; none of their processes outlives the test."""
+    made: list[Nodes] = []
+
+    def make(
+        name: str = "run", slow: bool = False, environment: dict[str, str] | None = None, **training: Any
+    ) -> Nodes:
+        job = new_job(name, environment, **{**QUICK, **training})
+        if slow:
+            job.training["epochs"] = 4
+            job.sections["model"] = {"factory": "user_parts:paced"}
+        made.append(Nodes(job))
+        return made[-1]
+
+    yield make
+    for nodes in made:
+        nodes.kill()
+
+
+def fault(kind: str, at: str, step: int | None, node: int, **more: Any) -> dict[str, Any]:
+    return {"kind": kind, "at": at, "node": node, **({} if step is None else {"step": step}), **more}
+
+
+@pytest.mark.parametrize(
+    ("at", "step", "node"),
+    [
+        ("forward", 0, 2),  # before the first step is done
+        ("backward", 6, 0),
+        ("all_reduce", 6, 1),
+        ("optimizer", 6, 0),  # the step is agreed, and this one has not done it yet
+        ("evaluate", 10, 0),
+        ("save", 10, 0),
+        ("finish", STEPS, 0),
+        ("finish", STEPS, 1),
+    ],
+)
+def test_a_node_that_is_killed_at_any_point_changes_nothing(
+    begin: Callable[..., Nodes], whole: Job, at: str, step: int, node: int
+) -> None:
+    nodes = begin().start(faults=(fault("kill", at, step, node),))
+    codes = nodes.wait()
+    assert codes == [KILLED if number == node else 0 for number in range(3)], nodes.log()
+    assert_undisturbed(nodes, whole)
+    left = [number for number in range(3) if number != node]
+    assert nodes.members() == [[0, 1, 2], left]
+    assert nodes.job.result()["world_size"] == 2
+    [change] = [item for item in nodes.job.events("membership") if item["lost"]]
+    assert (change["lost"], change["nodes"], change["world_size"]) == ([node], left, 2)
+    unreported = set(range(1, STEPS + 1)) - nodes.job.losses().keys()
+    assert unreported <= {step + 1}, "whoever is rank 0 reports; the sum for that one step may have died with the node"
+    assert not nodes.job.events("resume"), "no step was done anew from a checkpoint"
+
+
+def test_nodes_that_are_killed_one_after_the_other_and_while_they_regroup(
+    begin: Callable[..., Nodes], whole: Job
+) -> None:
+    nodes = begin(checkpoint_frequency=1000)
+    nodes.start(
+        world=4,
+        faults=(fault("kill", "forward", 4, 0), fault("kill", "regroup", None, 2), fault("kill", "all_reduce", 20, 1)),
+    )
+    assert nodes.wait() == [KILLED, KILLED, KILLED, 0], nodes.log()
+    assert_undisturbed(nodes, whole)
+    assert nodes.members()[-1] == [3]
+
+
+def test_three_two_three_one(begin: Callable[..., Nodes], paced: Job) -> None:
+    """A replacement takes the state of a survivor, and carries it alone in the end: there is no checkpoint."""
+    nodes = begin(slow=True, checkpoint_frequency=1000, eval_frequency=1000).start()
+    nodes.until_step(3)
+    nodes.signal(signal.SIGKILL, 1)
+    nodes.until_members(0, 2)
+    nodes.start(1, stay=2)
+    nodes.until_members(0, 1, 2)
+    joined = nodes.step()
+    nodes.until_step(joined + 3)
+    nodes.signal(signal.SIGKILL, 0, 2)
+    nodes.until_members(1)
+    assert nodes.wait() == [KILLED, 0, KILLED], nodes.log()
+    assert not nodes.job.events("resume")
+    assert not nodes.job.events("checkpoint_failed")
+    newcomer = next(item for item in nodes.history() if len(item.members) == 3 and item.number > 1)
+    assert [(seat.node, bool(seat.was_in)) for seat in newcomer.members] == [(0, True), (2, True), (1, False)]
+    assert 3 <= joined < nodes.job.result()["steps"]
+    assert_undisturbed(nodes, paced)
+
+
+def test_a_frozen_node_is_left_out_and_comes_back(begin: Callable[..., Nodes], paced: Job) -> None:
+    nodes = begin(slow=True, peer_timeout_seconds=2.5)
+    nodes.start(faults=(fault("stop", "backward", 4, 0),))
+    nodes.until_members(1, 2)
+    before = nodes.step()
+    nodes.until_step(before + 2)
+    nodes.signal(signal.SIGCONT, 0)
+    nodes.until_members(0, 1, 2)
+    assert nodes.wait() == [0, 0, 0], nodes.log()
+    assert_undisturbed(nodes, paced)
+    back = next(item for item in nodes.history()[2:] if len(item.members) == 3)
+    assert {seat.node: bool(seat.was_in) for seat in back.members} == {0: False, 1: True, 2: True}, (
+        "what it held when it woke up does not count"
+    )
+
+
+def test_one_is_evicted_then_all_and_a_new_launch_goes_on_with_fewer(begin: Callable[..., Nodes], paced: Job) -> None:
+    nodes = begin(slow=True, checkpoint_frequency=1000, eval_frequency=1000).start()
+    nodes.until_step(3)
+    nodes.signal(signal.SIGTERM, 0)
+    assert nodes.wait(0) == [143], nodes.log()
+    left_at = (nodes.job.rundir.read_json(LATEST) or {})["step"]
+    assert left_at >= 3, "a checkpoint before it went"
+    assert not nodes.job.result(), "the others go on"
+    nodes.until_members(1, 2)
+    nodes.until_step(left_at + 2)
+    nodes.signal(signal.SIGTERM, 1, 2)
+    assert nodes.wait() == [143] * 3, nodes.log()
+    stopped = nodes.job.result()
+    assert (stopped["status"], stopped["launch"]) == ("stopped", 1)
+    assert (nodes.job.rundir.read_json(LATEST) or {})["step"] == stopped["steps"] > left_at
+
+    again = Nodes(nodes.job)
+    nodes.processes.clear()
+    try:
+        again.start(world=2, launch=2)
+        assert again.wait() == [0, 0], again.log()
+    finally:
+        again.kill()
+    assert [item["step"] for item in nodes.job.events("resume")] == [stopped["steps"]] * 2
+    assert nodes.job.result()["launch"] == 2
+    assert [item.launch for item in again.history()] == [1, 1, 2]
+    steps = [item["step"] for item in nodes.job.events("step")]
+    assert steps == sorted(set(steps)), "no step was done twice"
+    assert_undisturbed(again, paced)
+
+
+def test_when_all_are_killed_a_new_launch_goes_on_from_the_checkpoint(begin: Callable[..., Nodes], whole: Job) -> None:
+    nodes = begin().start(faults=tuple(fault("kill", "forward", 17, node) for node in range(3)))
+    assert nodes.wait() == [KILLED] * 3, nodes.log()
+    kept = (nodes.job.rundir.read_json(LATEST) or {})["step"]
+    assert kept >= 5
+    nodes.job.training["peer_timeout_seconds"] = 3
+    again = Nodes(nodes.job)
+    nodes.processes.clear()
+    try:
+        again.start(0, 2, world=3, launch=2)  # one never comes
+        assert again.wait() == [0, 0], again.log()
+    finally:
+        again.kill()
+    assert again.members()[1:] == [[0, 2]]
+    assert {item["step"] for item in nodes.job.events("resume")} == {kept}
+    assert_undisturbed(nodes, whole)
+
+
+def test_one_rank_that_runs_out_of_memory_makes_all_use_less(begin: Callable[..., Nodes]) -> None:
+    nodes = begin(max_steps=8)
+    nodes.start(faults=(fault("oom", "backward", 3, 1), fault("oom", "forward", 5, 0)))
+    assert nodes.wait() == [0, 0, 0], nodes.log()
+    told = [(item["samples"], item["activation_checkpointing"]) for item in nodes.job.events("out_of_memory")]
+    assert told == [(16, False), (8, False)]
+    assert nodes.members() == [[0, 1, 2]] * 3, "nobody left"
+    assert [generation.chunk for generation in nodes.history()] == [None, 16, 8]
+    result = nodes.job.result()
+    assert (result["status"], result["steps"], result["samples_seen"]) == ("succeeded", 8, 8 * 192)
+
+
+def test_no_memory_at_all_is_said_clearly(new_job: NewJob) -> None:
+    job = new_job(micro_batch_floor=16)
+    job.environment["DTRAIN_FAULTS"] = json.dumps([fault("oom", "forward", 2, 0)] * 3)
+    assert job.run_here() == 1
+    assert [item["samples"] for item in job.events("out_of_memory")] == [16, 16]
+    assert "out of memory at step 3 with 16 samples at once and activation checkpointing" in job.result()["error"]
+    assert "lower training.batch_size_per_gpu" in job.result()["error"]
+
+
+def test_an_error_of_the_users_code_ends_the_job_and_nobody_tries_again(begin: Callable[..., Nodes]) -> None:
+    nodes = begin().start(faults=(fault("raise", "forward", 4, 1),))
+    assert nodes.wait() == [1, 1, 1], nodes.log()
+    assert nodes.job.result()["status"] == "failed"
+    assert "InjectedError: injected" in nodes.job.result()["error"]
+    assert nodes.step() <= 5
