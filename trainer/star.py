@@ -107,7 +107,8 @@ class Star:
             run([(link, _introduce(link, hello))], timeout, began + timeout)
         except (OSError, PeerError) as error:
             connection.close()
-            message = f"rank 0, the hub at {place}, did not take rank {rank}: {error}"
+            hint = "" if isinstance(error, PeerError) and error.told else "; is training.tls the same on all nodes?"
+            message = f"rank 0, the hub at {place}, did not take rank {rank}: {error}{hint}"
             raise StarError(message, 0, "forming", time.monotonic() - began) from error
         return cls(rank, world_size, {0: connection}, timeout)
 

@@ -45,13 +45,14 @@ class Outcome:
 
 
 class Rank:
-    """One rank in a process of its own."""
+    """One rank in a process of its own. ``timeout``: of operations; ``forming``: until the star is there; seconds."""
 
     def __init__(self, where: socket.socket | Address, rank: int, size: int, work: Callable[..., Any], *arguments: Any,
-                 timeout: float = PATIENCE, token: str = TOKEN, tls: TLSConfig | None = None) -> None:  # fmt: skip
+                 timeout: float = PATIENCE, forming: float = PATIENCE, token: str = TOKEN,
+                 tls: TLSConfig | None = None) -> None:  # fmt: skip
         self.rank = rank
         self._pipe, theirs = CONTEXT.Pipe()
-        options = (where, rank, size, timeout, token, tls)
+        options = (where, rank, size, timeout, forming, token, tls)
         self.process = CONTEXT.Process(target=_be, args=(theirs, options, work, arguments), daemon=True)
         self.process.start()
         theirs.close()
@@ -98,13 +99,14 @@ def listening() -> socket.socket:
 
 
 def _be(pipe: Connection, options: tuple[Any, ...], work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    where, rank, size, timeout, token, tls = options
+    where, rank, size, timeout, forming, token, tls = options
     torch.set_num_threads(1)
     try:
         if rank == 0:
-            star = Star.hub(where, size, token, timeout, server_context(tls) if tls else None)
+            star = Star.hub(where, size, token, forming, server_context(tls) if tls else None)
         else:
-            star = Star.spoke(where, rank, size, token, timeout, client_context(tls) if tls else None)
+            star = Star.spoke(where, rank, size, token, forming, client_context(tls) if tls else None)
+        star.timeout = timeout
         result = Outcome(work(star, pipe, *arguments))
         star.close()
     except StarError as error:
@@ -114,8 +116,7 @@ def _be(pipe: Connection, options: tuple[Any, ...], work: Callable[..., Any], ar
     except Exception as error:
         result = Outcome(None, type(error).__name__, str(error))
     pipe.send(result)
-    with_others = pipe.poll(PATIENCE)  # the end of the process would close connections: not before the test has looked
-    del with_others
+    pipe.poll(PATIENCE)  # the end of a process closes its connections: it is not to help what is tested here
 
 
 # What ranks do.

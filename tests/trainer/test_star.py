@@ -137,7 +137,7 @@ def test_a_killed_hub_is_named_by_all(start: Start) -> None:
 
 @pytest.mark.parametrize("numel", [10, 2_000_000])
 def test_a_frozen_spoke_is_named_by_all_when_the_time_is_over(start: Start, numel: int) -> None:
-    ranks = start(3, at.sum_for_ever, numel, timeout=2.0)
+    ranks = start(3, at.sum_for_ever, numel, timeout=4.0)
     assert [ranks[2].hear() for _ in range(3)] == [0, 1, 2]
     ranks[2].signal(FREEZE)
     for rank in (0, 1):
@@ -149,7 +149,7 @@ def test_a_frozen_spoke_is_named_by_all_when_the_time_is_over(start: Start, nume
 
 
 def test_a_frozen_hub_is_named_by_all_when_the_time_is_over(start: Start) -> None:
-    ranks = start(3, at.sum_for_ever, timeout=2.0)
+    ranks = start(3, at.sum_for_ever, timeout=4.0)
     assert [ranks[2].hear() for _ in range(3)] == [0, 1, 2]
     ranks[0].signal(FREEZE)
     for rank in (1, 2):
@@ -160,7 +160,7 @@ def test_a_frozen_hub_is_named_by_all_when_the_time_is_over(start: Start) -> Non
 
 
 def test_who_does_not_come_to_an_operation_is_named(start: Start) -> None:
-    ranks = start(4, at.wait_without, 2, timeout=2.0)
+    ranks = start(4, at.wait_without, 2, timeout=4.0)
     for rank in (0, 1, 3):
         outcome = ranks[rank].outcome()
         assert (outcome.error, outcome.blamed, outcome.operation) == ("StarError", 2, "sum"), outcome
@@ -305,7 +305,7 @@ def test_all_hear_of_it_when_one_does_not_come(alive: list[Rank], tls: TLSConfig
     """Those who came would wait for a minute."""
     with listening() as listener:
         address = listener.getsockname()
-        alive += [Rank(listener, 0, 4, at.sum_one, [1.0], timeout=4.0, tls=tls)]
+        alive += [Rank(listener, 0, 4, at.sum_one, [1.0], forming=4.0, tls=tls)]
     alive += [Rank(address, rank, 4, at.sum_one, [1.0], tls=tls) for rank in (1, 3)]
     hub, *spokes = outcomes(alive)
     assert (hub.error, hub.blamed, hub.operation) == ("StarError", 2, "forming"), hub
