@@ -4,7 +4,7 @@ wrong with it. `violations` reads a run directory and asks them all."""
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -54,6 +54,7 @@ def violations(outcome: Outcome, reference: Reference) -> list[str]:
     wrong += wrong_losses(steps, reference.losses)
     wrong += wrong_history(history)
     wrong += redone_steps(steps, history)
+    wrong += split_brains(steps)
     wrong += several_writers(_manifests(rundir))
     wrong += wrong_accounts(rundir.nodes(), outcome.stays)
     wrong += wrong_codes(rundir.nodes())
@@ -149,6 +150,16 @@ def progress(steps: Iterable[Mapping[str, Any]], history: Sequence[Generation]) 
         last[item["generation"]] = max(last[item["generation"]], item["step"])
     following = {item.number - 1: item for item in history if item.has_state}
     return {number: (done, following[number].step) for number, done in last.items() if number in following}
+
+
+def split_brains(steps: Iterable[Mapping[str, Any]]) -> list[str]:
+    """One process reports the steps of a generation: two reports of one mean that two groups took it for theirs."""
+    reports = Counter((item["generation"], item["step"]) for item in steps)
+    return [
+        f"step {step} of generation {generation} was reported {count} times"
+        for (generation, step), count in sorted(reports.items())
+        if count > 1
+    ]
 
 
 def several_writers(manifests: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -12,6 +12,7 @@ from hosts import Stay
 from properties import (
     redone_steps,
     several_writers,
+    split_brains,
     unequal_weights,
     wrong_accounts,
     wrong_codes,
@@ -80,6 +81,11 @@ def test_a_completed_step_that_is_done_again_is_found() -> None:
     # With nobody left who has it, the step has to be done again, from the checkpoint.
     fresh = replace(again[1], members=(seat(1, member="n1p0-b"),))
     assert redone_steps(STEPS, [HISTORY[0], fresh]) == []
+
+
+def test_two_groups_that_take_a_generation_for_theirs_are_found() -> None:
+    assert split_brains(STEPS) == []
+    assert split_brains([*STEPS, STEPS[14]]) == ["step 15 of generation 2 was reported 2 times"]
 
 
 @pytest.mark.parametrize("loss", [0.2001, None, float("nan")])
