@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from certificates import Authority
 from star_ranks import FREEZE, KILL, THAW, Outcome, Rank, Tap, listening
 
+from trainer import star
 from trainer.config import TLSConfig
 from trainer.links import connect
 from trainer.star import Star, StarError
@@ -106,13 +108,13 @@ def test_nobody_leaves_a_barrier_before_all_have_come(start: Start, late: int) -
 
 
 def test_a_world_of_one_has_nobody_to_wait_for() -> None:
-    star = Star.hub(listening(), 1, at.TOKEN, 1.0)
+    hub = Star.hub(listening(), 1, at.TOKEN, 1.0)
     tensor = torch.randn(5)
     before = tensor.clone()
-    star.sum(tensor)
-    star.broadcast(tensor)
-    star.barrier()
-    assert star.gather("me") == ["me"]
+    hub.sum(tensor)
+    hub.broadcast(tensor)
+    hub.barrier()
+    assert hub.gather("me") == ["me"]
     assert torch.equal(tensor, before)
 
 
@@ -355,14 +357,62 @@ def _refused(port: int) -> OSError:
 def test_a_size_that_no_memory_holds_is_no_lack_of_memory() -> None:
     """It would set off a search for a smaller batch."""
     listener = listening()
-    spoke = socket.create_connection(listener.getsockname())
-    hello = json.dumps({"token": at.TOKEN, "rank": 1, "world_size": 2}).encode()
-    spoke.sendall(struct.pack("!Q", len(hello)) + hello)
-    star = Star.hub(listener, 2, at.TOKEN, 5.0)
+    spoke = bare_spoke(listener.getsockname(), 1, 2)
+    hub = Star.hub(listener, 2, at.TOKEN, at.PATIENCE)
     spoke.sendall(struct.pack("!c16sQ", b"G", b"json", 1 << 46))
     with pytest.raises(StarError, match=r"rank 1 failed in gather after .* it announces 70,368,744,177,664 bytes"):
-        star.gather(1)
+        hub.gather(1)
     spoke.close()
+
+
+def test_last_words_never_get_into_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spoke that reads nothing has been sent half a part when another one dies: its sum must not end in a message."""
+    monkeypatch.setattr(star, "TELL_SECONDS", at.PATIENCE)  # on a busy machine, too
+    listener, results = listening(), list[str]()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # less than a part is on its way
+    slow, dying = (bare_spoke(listener.getsockname(), rank, 3) for rank in (1, 2))
+
+    def be_hub() -> None:
+        hub = Star.hub(listener, 3, at.TOKEN, at.PATIENCE)
+        try:
+            hub.sum(torch.ones(star.PART_BYTES // 2))
+        except StarError as error:
+            results.append(str(error))
+
+    thread = threading.Thread(target=be_hub)
+    thread.start()
+    twos = struct.pack("!c16sQ", b"S", b"float32", 2 * star.PART_BYTES)
+    twos += torch.full((star.PART_BYTES // 2,), 2.0).numpy().tobytes()
+    dying.sendall(twos[: star.PART_BYTES * 3 // 2])
+    slow.sendall(twos[: star.PART_BYTES * 3 // 2])
+    part = b"=" + torch.full((star.PART_BYTES // 4,), 5.0).numpy().tobytes()
+    assert receive(dying, 1 + len(part)) == b"=" + part
+    dying.close()  # the hub has all of the first part, and waits for the rest of the second one
+    heard = receive(slow, 1 << 30)
+    slow.close()
+    thread.join(at.PATIENCE)
+    assert heard[: 1 + len(part)] == b"=" + part
+    last_words = heard[1 + len(part) :]
+    assert last_words[:1] == b"!"
+    assert json.loads(last_words[9:]) == {"rank": 2, "text": results[0]}
+
+
+def receive(spoke: socket.socket, size: int) -> bytes:
+    """So many bytes, or what comes until the end."""
+    heard = bytearray()
+    while len(heard) < size and (data := spoke.recv(min(1 << 20, size - len(heard)))):
+        heard += data
+    return bytes(heard)
+
+
+def bare_spoke(address: at.Address, rank: int, size: int) -> socket.socket:
+    """One that has said hello, and whose kernel takes little at a time."""
+    spoke = socket.socket()
+    spoke.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    spoke.connect(address)
+    hello = json.dumps({"token": at.TOKEN, "rank": rank, "world_size": size}).encode()
+    spoke.sendall(struct.pack("!Q", len(hello)) + hello)
+    return spoke
 
 
 def test_an_error_leaves_no_file_open() -> None:
