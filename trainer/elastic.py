@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 from trainer.config import DistributedTrainingConfig
-from trainer.membership import TOLD, Candidate, Generation, Membership
+from trainer.generation import TOLD, Candidate, Generation
+from trainer.group import GroupError
+from trainer.membership import Membership
 from trainer.peers import Peers
 from trainer.rundir import RunDir
 from trainer.tls import client_context, server_context
 from trainer.world import RankFacts, World, form, listen, own_host
 
-NEWCOMER_SECONDS = 1.0, 5.0
-"""Between two looks for newcomers, in a folder of this machine and elsewhere."""
+OVER = "others have begun a generation without this process"
 _log = logging.getLogger(__name__)
 
 
@@ -39,6 +40,7 @@ class Elastic:
         self.has_state_of = 0
         """The newest generation whose state this process has; set once it has taken it over."""
         self.newcomers: tuple[str, ...] = ()
+        self._is_over = False
         self._formed_at = time.monotonic()
         self._fallbacks = 0
         tls = (server_context(config.tls), client_context(config.tls)) if config.tls else None
@@ -51,7 +53,7 @@ class Elastic:
             first=rundir.last_generation() + 1,
         )  # fmt: skip
         self._closed = threading.Event()
-        threading.Thread(target=self._look_for_newcomers, name="newcomers", daemon=True).start()
+        threading.Thread(target=self._look_around, name="newcomers", daemon=True).start()
 
     def announce(self) -> None:
         """Say that this process is coming, before it has its data and its model."""
@@ -82,7 +84,7 @@ class Elastic:
             raise
         self.peers.follow({seat.member: (seat.host, seat.port) for seat in generation.members})
         self._fallbacks = self._fallbacks + 1 if generation.topology == "star" else 0
-        self._formed_at, self.newcomers = time.monotonic(), ()
+        self._formed_at, self.newcomers, self._is_over = time.monotonic(), (), False
         self.generation = generation
         self.world = form(generation, self.member, self.facts, self.device, listener, self.config, self.token)
         self._changed()  # a member may have been lost meanwhile
@@ -91,6 +93,8 @@ class Elastic:
     @property
     def wants_regroup(self) -> str:
         """Why another generation would be better after this step; "" if not."""
+        if self._is_over:
+            return OVER
         if self.newcomers:
             return f"{', '.join(self.newcomers)} came"
         return ""
@@ -109,6 +113,11 @@ class Elastic:
             return False
         view = self.peers.view()
         return any(view.get(seat.member) != "here" for seat in self.generation.members if seat.member != self.member)
+
+    def require_current(self) -> None:
+        """`GroupError` where others have formed a newer generation without this process: its work does not count."""
+        if self.generation is not None and self.membership.is_over(self.generation):
+            raise GroupError(OVER, communication=False)
 
     def describe_peers(self) -> dict[str, str]:
         """What this process sees of the others, for the record of a failure."""
@@ -145,22 +154,33 @@ class Elastic:
                 return world.group.fail(f"{seat.member} is {view[seat.member]}")
         for message in messages:
             if message.get("regroup") == generation.number:
-                reason = str(message.get("reason") or "asks for a new generation")
-                reason = reason if reason.startswith(TOLD) else f"{TOLD} {message['from']}: {reason}"
+                reason = _told_by(message["from"], str(message.get("reason") or ""))
                 return world.group.fail(reason, bool(message.get("communication")))
 
-    def _look_for_newcomers(self) -> None:
-        pause = NEWCOMER_SECONDS[not self.membership.storage.is_local]
-        while not self._closed.wait(pause):
-            generation = self.generation
-            if generation is None or self.world is None or self.world.rank != 0:
-                continue
-            if len(generation.members) >= self.config.micro_batches:
+    def _look_around(self) -> None:
+        """Now and then: is this generation still the newest, does a member ask for another, does somebody want to be
+        let in? Members that are cut off from each other meet in the storage only."""
+        while not self._closed.wait(self.membership.look_seconds):
+            generation, world = self.generation, self.world
+            if generation is None or world is None:
                 continue
             try:
-                found = self.membership.newcomers(generation)
+                over, asking = self.membership.is_over(generation), self.membership.asking(generation)
+                found = self.membership.newcomers(generation) if world.rank == 0 else []
             except OSError as error:
-                _log.warning("could not look for newcomers: %s", error)
+                _log.warning("could not look for other members: %s", error)
                 continue
-            if self.generation is generation:
+            if self.generation is not generation or self.world is not world:
+                continue
+            if len(generation.members) < self.config.micro_batches:
                 self.newcomers = tuple(f"node {item.node} ({item.member})" for item in found)
+            self._is_over = over
+            if world.group is not None and over:
+                world.group.fail(OVER, communication=False)
+            elif world.group is not None and asking:
+                world.group.fail(_told_by(asking[0].member, asking[0].reason), asking[0].communication)
+
+
+def _told_by(member: str, reason: str) -> str:
+    reason = reason or "asks for a new generation"
+    return reason if reason.startswith(TOLD) else f"{TOLD} {member}: {reason}"

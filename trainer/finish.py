@@ -45,6 +45,8 @@ def finish(trainer: DistributedTrainer) -> dict[str, Any]:
             module, trainer.criterion, trainer.shards, world, trainer.device, trainer.rundir, EVAL_BATCH
         )
         if world.rank == 0:
+            if trainer.elastic is not None:
+                trainer.elastic.require_current()
             _write_model(trainer, digests[0])
     except GroupError:
         if last is not None:

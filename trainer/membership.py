@@ -2,11 +2,11 @@
 
     membership/g000007/n1p0-3f9a2c01.json   a candidacy for generation 7, written by that process alone
     membership/g000007.json                 the generation: written once, so that exactly one proposal wins
+    membership/g000007.working              rewritten now and then while others wait to be let in: it is at work
 
 The storage is outside the nodes and arbitrates: its create-once files make two generations of one number impossible,
 whatever the network between the nodes does. Who is not in the newest generation is fenced out: it may train nothing,
-and it may ask to come back as a newcomer. Decisions are pure functions (`choose`, `missing`, `pause`); `Membership`
-does the reading, writing and waiting.
+and it may ask to come back as a newcomer. Who should be in is decided by `trainer.generation.choose`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,14 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+from trainer.generation import Candidate, Generation, choose, missing, pause, survivors_of
 from trainer.peers import Peers
 from trainer.rundir import MEMBERSHIP
 from trainer.storage import Storage
-
-START = "start"
-"""The reason of a launch's first generation."""
-TOLD = "told by"
-"""How the reason of a process begins that only heard of it."""
-Topology = Literal["mesh", "star"]
 
 
 class FencedError(RuntimeError):
@@ -37,220 +32,15 @@ class NoGenerationError(RuntimeError):
     """No generation came about in time."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
-    """What a process says of itself when it asks to be in the next generation."""
-
-    member: str
-    node: int
-    local_rank: int
-    launch: int
-    host: str
-    port: int
-    """Where its `Peers` listen."""
-    store_port: int = 0
-    """Where it would serve the group's store, or be the hub, as rank 0."""
-    gpu: bool = False
-    ready: bool = False
-    """Data and model are there; until then it only says that it is coming."""
-    was_in: int = 0
-    """The generation that its state comes from, 0 for one that brings none."""
-    rank: int = 0
-    """In that generation; for a newcomer, the one that its launcher planned."""
-    step: int = 0
-    """Optimizer steps that its state has behind it."""
-    progress: int = 0
-    """Of two states at the same step, the one that is further in what follows a step (evaluation)."""
-    chunk: int | None = None
-    """Most samples that fit through its model at once; None: a whole micro-batch does (D4)."""
-    activation_checkpointing: bool = False
-    communication: bool = False
-    """It comes because communication failed, not because a member is gone or a newcomer is there."""
-    reason: str = ""
-    view: dict[str, str] = field(default_factory=dict)
-    """How it sees others (`trainer.peers.View`)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Generation:
-    """A set of members that train together. Immutable once it is written."""
-
-    number: int
-    launch: int
-    members: tuple[Candidate, ...]
-    """In order of rank."""
-    topology: Topology = "mesh"
-    """``star``: parameter-server mode (D3), rank 0 is the hub."""
-    attempt: int = 0
-    """How often in a row communication has failed without a step in between."""
-    step: int = 0
-    """Steps done when it begins. What an older generation reports beyond this does not count."""
-    reason: str = ""
-    formed_at: float = 0.0
-
-    def rank_of(self, member: str) -> int | None:
-        return next((rank for rank, seat in enumerate(self.members) if seat.member == member), None)
-
-    @property
-    def source(self) -> int:
-        """The rank whose state all others take: the furthest; the lowest of equals."""
-        survivors = [rank for rank, seat in enumerate(self.members) if seat.was_in]
-        return max(survivors, key=lambda rank: (*_position(self.members[rank]), -rank), default=0)
-
-    @property
-    def has_state(self) -> bool:
-        """Does anybody bring a state? If not, all start from the latest checkpoint."""
-        return any(seat.was_in for seat in self.members)
-
-    @property
-    def all_equal(self) -> bool:
-        """Do all have the same state already?"""
-        first = _position(self.members[0])
-        return all(seat.was_in and _position(seat) == first for seat in self.members)
-
-    @property
-    def chunk(self) -> int | None:
-        return min((seat.chunk for seat in self.members if seat.chunk is not None), default=None)
-
-    @property
-    def activation_checkpointing(self) -> bool:
-        return any(seat.activation_checkpointing for seat in self.members)
-
-    @property
-    def gpu(self) -> bool:
-        return all(seat.gpu for seat in self.members)
-
-
-def _position(seat: Candidate) -> tuple[int, int]:
-    return seat.step, seat.progress
-
-
-def survivors_of(previous: Generation | None, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Candidates with a state that counts: members of the newest generation, in the order of their ranks."""
-    if previous is None:
-        return []
-    known = {seat.member for seat in previous.members}
-    found = [item for item in candidates if item.member in known and item.was_in == previous.number]
-    return sorted(found, key=lambda item: item.rank)
-
-
-def missing(previous: Generation | None, launch: int, planned: int, candidates: Sequence[Candidate]) -> list[str]:
-    """Whom a proposal has to wait for, unless they are gone: of the members of the newest generation those that have
-    not come; at the start of a launch, names for those of the planned world that nobody has seen."""
-    if previous is not None and previous.launch == launch:
-        come = {item.member for item in candidates if item.ready}
-        return [seat.member for seat in previous.members if seat.member not in come]
-    of_launch = [item for item in candidates if item.launch == launch]
-    late = [item.member for item in of_launch if not item.ready]
-    return late + [f"?{number}" for number in range(planned - len(of_launch))]
-
-
-def conflicts(candidates: Sequence[Candidate]) -> set[frozenset[str]]:
-    """Pairs that cannot reach each other: one of them says so."""
-    names = {item.member for item in candidates}
-    return {
-        frozenset((item.member, other))
-        for item in candidates
-        for other, view in item.view.items()
-        if other in names and other != item.member and view in ("gone", "silent")
-    }
-
-
-def isolated(candidates: Sequence[Candidate]) -> set[str]:
-    """Of three or more, those that nobody reaches: their host is cut off, no link between others is to blame. Nobody
-    where that goes for all: one of them has to go on."""
-    bad = conflicts(candidates)
-    if len(candidates) < 3:
-        return set()
-    found = {item.member for item in candidates if sum(item.member in pair for pair in bad) == len(candidates) - 1}
-    return found if len(found) < len(candidates) else set()
-
-
-def attempts(previous: Generation | None, candidates: Sequence[Candidate]) -> int:
-    """How often in a row communication has now failed among members that are all still there, without a step done."""
-    survivors = survivors_of(previous, candidates)
-    if previous is None or len(survivors) < len(previous.members):
-        return 0
-    if not any(item.communication for item in survivors):
-        return 0
-    progressed = any(item.step > previous.step for item in survivors)
-    return 1 if progressed else previous.attempt + 1
-
-
-def pause(previous: Generation | None, candidates: Sequence[Candidate], retries: int) -> float:
-    """Seconds to wait before proposing: exponential backoff while communication fails (D3); as long as all the waits
-    together where a link between two is cut, for it may come back."""
-    count = attempts(previous, candidates)
-    if count:
-        return 0.5 * 2 ** (min(count, retries) - 1)
-    left = [item for item in candidates if item.member not in isolated(candidates)]
-    return 0.5 * (2**retries - 1) if conflicts(left) else 0.0
-
-
-def choose(
-    previous: Generation | None,
-    launch: int,
-    candidates: Sequence[Candidate],
-    retries: int,
-    limit: int,
-    proposer: str = "",
-    first: int = 1,
-) -> Generation | None:
-    """The next generation, from those who are ready; None if nobody is. Pure.
-
-    Survivors keep their order, newcomers follow, at most ``limit`` in all. Where two cannot reach each other: who is
-    cut off from all is left out; a star around somebody whom all reach, if there is one; else those with the most
-    cut links are left out, never the ``proposer``, who is alive for certain. ``first``: the number of a generation
-    that has none before it.
-    """
-    number = previous.number + 1 if previous else first
-    ready = [item for item in candidates if item.ready and item.launch == launch]
-    survivors = survivors_of(previous, ready)
-    known = {item.member for item in survivors}
-    newcomers = [replace(item, was_in=0) for item in ready if item.member not in known]
-    newcomers.sort(key=lambda item: (item.node, item.local_rank, item.member))
-    order = (survivors + newcomers)[: max(limit, len(survivors))]
-    order = [item for item in order if item.member not in isolated(order)]
-    if not order:
-        return None
-    attempt = attempts(previous, ready)
-    topology: Topology = "star" if attempt > retries and len(order) > 1 else "mesh"
-    bad = conflicts(order)
-    if bad and len(order) > 2:
-        hubs = [item for item in order if not any(item.member in pair for pair in bad)]
-        if hubs:
-            topology, order = "star", [hubs[0], *(item for item in order if item is not hubs[0])]
-            bad = set()
-    while bad:
-        others = [item for item in order if item.member != proposer]
-        worst = max(
-            others,
-            key=lambda item: (
-                sum(item.member in pair for pair in bad),
-                frozenset((item.member, proposer)) in bad,
-                order.index(item),
-            ),
-        )
-        order.remove(worst)
-        bad = conflicts(order)
-    step = max((item.step for item in order if item.was_in), default=0)
-    reasons = dict.fromkeys(item.reason for item in survivors if item.reason and not item.reason.startswith(TOLD))
-    return Generation(
-        number=number,
-        launch=launch,
-        members=tuple(order),
-        topology=topology,
-        attempt=attempt,
-        step=step,
-        reason="; ".join(reasons) or (START if previous is None or previous.launch != launch else "no survivors"),
-    )
-
-
 @dataclass(slots=True)
 class _Waiting:
     """Where `Membership.agree` stands between two looks."""
 
     began: float
+    at_work: tuple[int, bytes] | None = None
+    """The newest generation, and what it last said of being at work."""
+    heard_at: float = 0.0
+    """When that changed."""
     filed: tuple[int, Candidate] | None = None
     settled_at: float | None = None
 
@@ -269,6 +59,8 @@ class Membership:
         self.patience, self.start_patience = patience, start_patience
         self.first = first
         self.poll_seconds = 0.02 if storage.is_local else 0.3
+        self.look_seconds = 1.0 if storage.is_local else 5.0
+        """Between two looks of a generation at work (`asking`, `newcomers`, `is_over`)."""
 
     def newest(self) -> Generation | None:
         """The generation that counts, of any launch."""
@@ -290,10 +82,23 @@ class Membership:
         path = f"{MEMBERSHIP}/g{number:06d}/{mine.member}.json"
         self.storage.write(path, json.dumps(asdict(mine)).encode())
 
+    def is_over(self, current: Generation) -> bool:
+        """Has another generation begun meanwhile? Then ``current`` is fenced out."""
+        newest = self.newest()
+        return newest is not None and newest.number > current.number
+
+    def asking(self, current: Generation) -> list[Candidate]:
+        """Members of ``current`` that want another one: who is cut off can say it here only."""
+        inside = {seat.member for seat in current.members}
+        return [item for item in self.candidates(current.number + 1) if item.ready and item.member in inside]
+
     def newcomers(self, current: Generation) -> list[Candidate]:
-        """Candidates that could join ``current`` now: ready, and in sight of everybody whom they see and we see."""
+        """Candidates that could join ``current`` now: ready, and in sight of everybody whom they see and we see. Those
+        who wait learn that it is at work, whether they see it or not."""
         inside = {seat.member for seat in current.members}
         waiting = [item for item in self.candidates(current.number + 1) if item.ready and item.member not in inside]
+        if waiting:
+            self.storage.write(_working(current.number), str(time.time()).encode())
         addresses = {seat.member: (seat.host, seat.port) for seat in [*current.members, *waiting]}
         self.peers.follow(addresses)
         seen = self.peers.view()
@@ -346,6 +151,9 @@ class Membership:
             mine = replace(mine, was_in=0, step=0, progress=0, reason="")  # fenced out
         number = newest.number + 1 if newest else self.first
         candidates = self.candidates(number)
+        said = (newest.number, self._at_work(newest.number)) if newest else None
+        if said != state.at_work:
+            state.at_work, state.heard_at = said, time.monotonic()
         inside = newest.members if newest and newest.launch == self.launch else ()
         self.peers.follow({item.member: (item.host, item.port) for item in [*inside, *candidates]})
         mine = replace(mine, view=dict(sorted(self.peers.view().items())))
@@ -356,7 +164,7 @@ class Membership:
         # A process that refuses connections is dead, whatever it wrote before.
         alive = [item for item in candidates if mine.view.get(item.member) != "gone"]
         now = time.monotonic()
-        if not self._settled(newest, mine, alive, now - state.began):
+        if not self._settled(newest, mine, alive, now - state.began, now - state.heard_at):
             state.settled_at = None
             return None, mine
         if state.settled_at is None:
@@ -366,9 +174,10 @@ class Membership:
         return None, mine
 
     def _settled(
-        self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate], waited: float
+        self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate], waited: float, quiet: float
     ) -> bool:
-        """Is there nobody left to wait for?"""
+        """Is there nobody left to wait for? ``waited``: seconds since this process began to; ``quiet``: since the
+        newest generation last said that it is at work."""
         ready = [item for item in candidates if item.ready]
         names = {item.member for item in ready}
         if mine.member not in names:
@@ -384,10 +193,14 @@ class Membership:
         inside = newest.rank_of(mine.member) is not None and mine.was_in == newest.number
         late = missing(newest, self.launch, self.planned, candidates)
         there = [member for member in late if view.get(member, "unknown") in ("here", "unknown")]
+        silent = any(view.get(member) == "silent" for member in late)  # frozen, or one of us is cut off
+        if inside and not there:
+            # Who is at work finds this candidacy in the storage, and comes: it is then seen who is cut off from whom.
+            return not silent or waited > 3 * self.look_seconds
         if inside:
-            return not there or waited > self.patience
+            return waited > self.patience
         # A newcomer waits to be let in, and takes over only where nobody is left who could.
-        return not there and not survivors_of(newest, ready)
+        return not there and not survivors_of(newest, ready) and (not silent or quiet > self.patience)
 
     def _turn(self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate]) -> float:
         """Seconds until it is this process's turn to propose: in order of rank, so that one usually does."""
@@ -396,6 +209,12 @@ class Membership:
         place = next((index for index, item in enumerate(first) if item.member == mine.member), len(first))
         return pause(newest, ready, self.retries) + place * 5 * self.poll_seconds
 
+    def _at_work(self, number: int) -> bytes:
+        try:
+            return self.storage.read(_working(number))
+        except FileNotFoundError:
+            return b""
+
     def _propose(self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate]) -> None:
         generation = choose(newest, self.launch, candidates, self.retries, self.limit, mine.member, self.first)
         if generation is None:
@@ -403,6 +222,10 @@ class Membership:
         text = json.dumps(asdict(replace(generation, formed_at=time.time())), indent=1).encode()
         with contextlib.suppress(FileExistsError):  # somebody else was first; theirs counts
             self.storage.create(f"{MEMBERSHIP}/g{generation.number:06d}.json", text)
+
+
+def _working(number: int) -> str:
+    return f"{MEMBERSHIP}/g{number:06d}.working"
 
 
 def read_generation(storage: Storage, name: str) -> Generation:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.checkpoint import BEST, CheckpointError, FencedError
+from trainer.generation import START, Generation
 from trainer.group import GroupError
-from trainer.membership import START, Generation, NoGenerationError
+from trainer.membership import NoGenerationError
 from trainer.memory import Fit, smaller
 from trainer.metrics import Reporter, StepWindow, sinks_of
 from trainer.monitor import NodeMonitor

@@ -27,9 +27,9 @@ from trainer.elastic import Elastic
 from trainer.evaluate import EVAL_BATCH, evaluate
 from trainer.faults import Faults
 from trainer.finish import COMMIT_SECONDS, finish
+from trainer.generation import START
 from trainer.group import GroupError
 from trainer.losses import build_loss
-from trainer.membership import START
 from trainer.memory import is_out_of_memory
 from trainer.metrics import Reporter, StepWindow
 from trainer.model import build_model

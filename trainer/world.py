@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.generation import Generation
 from trainer.group import Group, GroupError, StarTransport, TorchTransport, Transport, make_torch_transport
-from trainer.membership import Generation
 from trainer.star import Star
 from trainer.tls import client_context, server_context
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,23 +19,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.membership import (
+from trainer.generation import (
     START,
     TOLD,
     Candidate,
     Generation,
-    Membership,
-    NoGenerationError,
     attempts,
     choose,
     conflicts,
-    generations,
     isolated,
     missing,
     pause,
     survivors_of,
 )
-from trainer.peers import Peers
+from trainer.membership import Membership, NoGenerationError, generations
+from trainer.peers import Address, Peers
 from trainer.storage import Storage
 
 RETRIES = 3
@@ -251,11 +249,42 @@ def test_whatever_they_see_the_chosen_can_work_together(
 # From here on: the agreement. Each node is a thread with peers of its own; the folder is a real one.
 
 
+class Line(Peers):
+    """Peers whose connections to some lead nowhere: to an address that takes them and never says a word."""
+
+    def __init__(self, name: str, interval: float, timeout: float) -> None:
+        self.known: dict[str, Address] = {}
+        self.cut: set[str] = set()
+        self.nowhere = socket.create_server(("127.0.0.1", 0))
+        super().__init__(name, "token", "127.0.0.1", interval, timeout)
+
+    def follow(self, addresses: Mapping[str, Address]) -> None:
+        self.known = dict(addresses)
+        super().follow(self.known | {member: self.nowhere.getsockname() for member in self.cut & set(self.known)})
+
+    def cut_off(self, member: str) -> None:
+        known = self.known
+        self.follow({name: address for name, address in known.items() if name != member})  # ends the connection
+        self.cut.add(member)
+        self.follow(known)
+
+    def close(self) -> None:
+        super().close()
+        self.nowhere.close()
+
+
+def cut(*pairs: tuple[Node, Node]) -> None:
+    """Nothing passes between these any more."""
+    for one, other in pairs:
+        one.peers.cut_off(other.mine.member)
+        other.peers.cut_off(one.mine.member)
+
+
 class Node:
     """One member: its peers, its part in the membership, and what it says of itself."""
 
     def __init__(self, name: str, folder: Path, place: int, planned: int = 3, patience: float = 60.0) -> None:
-        self.peers = Peers(name, "token", "127.0.0.1", 0.1, 3.0)
+        self.peers = Line(name, 0.1, 3.0)
         self.membership = Membership(
             Storage(str(folder)), self.peers, 1, planned, limit=8, retries=0, patience=patience, start_patience=patience
         )
@@ -372,10 +401,8 @@ def test_who_was_left_out_comes_back_without_its_state(nodes: Callable[..., list
     assert names_of(second) == "ab"
     c.start(first, step=99, reason="b is silent")  # it wakes up, further than the others, it believes
     assert c.waits(), "it asks to be let in and takes nothing over"
-    until = time.monotonic() + 60
-    while not (found := a.membership.newcomers(second)):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    look_until(lambda: a.membership.newcomers(second))
+    found = a.membership.newcomers(second)
     assert [(item.member, item.was_in, item.step, item.reason) for item in found] == [("c", 0, 0, "")]
     third = together([a, b], second, step=7)
     assert c.wait() == third
@@ -394,9 +421,49 @@ def test_newcomers_take_over_when_nobody_is_left(nodes: Callable[..., list[Node]
     assert first.number == 1
 
 
-def nowhere() -> socket.socket:
-    """An address that takes connections and never says a word."""
-    return socket.create_server(("127.0.0.1", 0))
+@pytest.mark.slow
+def test_a_member_that_is_cut_off_takes_nothing_over(nodes: Callable[..., list[Node]]) -> None:
+    """It notices first, and would go on alone; the storage shows that the others are at work."""
+    a, b, c = nodes("abc", patience=4.0)
+    first = together([a, b, c])
+    cut((a, c), (b, c))
+    look_until(lambda: c.peers.view() == {"a": "silent", "b": "silent"})
+    c.start(first, step=9, reason="a is silent")
+    look_until(lambda: a.membership.asking(first))
+    assert [item.member for item in a.membership.asking(first)] == ["c"]
+    assert not a.membership.is_over(first)
+    second = together([a, b], first, step=9)
+    assert names_of(second) == "ab"
+    assert a.membership.is_over(first)
+    for _ in range(7):  # longer than its patience
+        assert a.membership.newcomers(second) == []
+        assert c.waits(), "fenced out, as long as others are at work and it is not in their sight"
+    taken_over = c.wait()  # nobody has said for longer than that that they are at work
+    assert (names_of(taken_over), taken_over.has_state) == ("c", False)
+    assert a.membership.is_over(second), "and they hear of it"
+
+
+@pytest.mark.slow
+def test_of_members_that_are_all_cut_off_one_goes_on(nodes: Callable[..., list[Node]], tmp_path: Path) -> None:
+    crowd = nodes("abc", patience=30.0)
+    first = together(crowd)
+    a, b, c = crowd
+    cut((a, b), (a, c), (b, c))
+    for node in crowd:
+        node.start(first, step=9)
+    look_until(lambda: len(generations(Storage(str(tmp_path)))) == 2)
+    [winner] = generations(Storage(str(tmp_path)))[1].members
+    [there] = [node for node in crowd if node.mine.member == winner.member]
+    assert (there.wait().step, winner.was_in) == (9, 1)
+    for _ in range(3):
+        assert all(node.waits() for node in crowd if node is not there)
+
+
+def look_until(true: Callable[[], Any]) -> None:
+    until = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def test_who_waits_stops_waiting_when_there_is_nothing_to_wait_for(nodes: Callable[..., list[Node]]) -> None:
@@ -435,7 +502,8 @@ def test_storage_may_fail_for_a_while_and_a_folder_that_was_deleted_is_no_new_st
 RACER = """
 import json, sys
 from dataclasses import asdict
-from trainer.membership import Candidate, Membership
+from trainer.generation import Candidate
+from trainer.membership import Membership
 from trainer.peers import Peers
 from trainer.storage import Storage
 
