@@ -4,6 +4,7 @@ A tape is made from its seed (`tests/faults/tape.py`); `tests/faults/properties.
 seed that fails is named, and `--only SEED` plays it again.
 
     tapes, violations, failed_seeds   played; that violated a property; which
+    not_played                        because the campaign itself broke down
     faults                            by kind: how many did happen
     generations, launches             agreed; starts of a job (a tape may end all nodes)
     parameter_server                  generations in parameter-server mode
@@ -35,11 +36,10 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "faults"), str(ROOT / "tests" / "trainer")]
 
 import tape as tapes  # noqa: E402
-from hosts import Preload  # noqa: E402
-from network import Network, NoNetworkError  # noqa: E402
-from play import Outcome, play, undisturbed  # noqa: E402
-from properties import Reference, describe, largest_difference, read_reference, violations  # noqa: E402
-from worlds import build  # noqa: E402
+from network import NoNetworkError  # noqa: E402
+from play import Outcome  # noqa: E402
+from properties import describe, largest_difference  # noqa: E402
+from stage import Stage  # noqa: E402
 
 from trainer.membership import generations  # noqa: E402
 
@@ -48,7 +48,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass
 class Campaign:
-    """What all tapes have in common, and what has been counted so far."""
+    """The seeds that are left, and what has been counted so far."""
 
     folder: Path
     seeds: SimpleQueue[int] = field(default_factory=SimpleQueue)
@@ -56,46 +56,35 @@ class Campaign:
     faults: Counter[str] = field(default_factory=Counter)
     failed: list[int] = field(default_factory=list)
     largest: float = 0.0
-    references: dict[int, Reference] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __post_init__(self) -> None:
-        self.dataset = build(self.folder)
-
-    def work(self) -> None:
+    def work(self, name: str) -> None:
         """Play tapes until there are none left; one thread of several."""
-        network: Network | None = None
+        stage = Stage(self.folder / name)
         try:
-            network = Network(tapes.NODES)
-        except NoNetworkError as error:
-            print(error, file=sys.stderr)
-        with Preload() as preload:
             while True:
-                try:
-                    seed = self.seeds.get_nowait()
-                except Empty:
-                    break
-                try:
-                    self.one(tapes.make(seed), preload, network)
-                except Exception:
-                    traceback.print_exc()
-                    with self.lock:
-                        self.counts["tapes"] += 1
-                        self.failed.append(seed)
-        if network is not None:
-            network.close()
+                self.one(stage, self.seeds.get_nowait())
+        except Empty:
+            pass
+        finally:
+            stage.close()
 
-    def one(self, tape: tapes.Tape, preload: Preload, network: Network | None) -> None:
-        if tape.hosts == "network" and network is None:
+    def one(self, stage: Stage, seed: int) -> None:
+        try:
+            outcome, wrong = stage.run(tapes.make(seed))
+        except NoNetworkError as error:
+            print(f"seed {seed} is skipped: {error}", file=sys.stderr, flush=True)
             with self.lock:
                 self.counts["skipped"] += 1
             return
-        reference = self.reference(tape, preload)
-        hosts = network if tape.hosts == "network" else None
-        outcome = play(tape, preload, self.folder / f"seed-{tape.seed}", self.dataset, hosts)
-        wrong = violations(outcome, reference)
+        except Exception:
+            traceback.print_exc()
+            with self.lock:
+                self.counts["tapes"] += 1
+                self.failed.append(seed)
+            return
         history = generations(outcome.rundir.storage)
-        difference = largest_difference(outcome.rundir, reference)
+        difference = largest_difference(outcome.rundir, stage.reference(outcome.tape))
         with self.lock:
             self.counts["tapes"] += 1
             self.counts["launches"] += outcome.launches
@@ -105,16 +94,7 @@ class Campaign:
             self.largest = max(self.largest, difference)
             _tell(outcome, wrong, len(history), difference)
             if wrong:
-                self.failed.append(tape.seed)
-
-    def reference(self, tape: tapes.Tape, preload: Preload) -> Reference:
-        """The undisturbed run of the same configuration, made once."""
-        blank = undisturbed(tape)
-        with self.lock:
-            if blank.seed not in self.references:
-                outcome = play(blank, preload, self.folder / f"undisturbed{blank.seed}", self.dataset)
-                self.references[blank.seed] = read_reference(outcome.rundir)
-            return self.references[blank.seed]
+                self.failed.append(seed)
 
 
 def _tell(outcome: Outcome, wrong: Sequence[str], generation_count: int, difference: float) -> None:
@@ -143,7 +123,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         campaign = Campaign(folder)
         for seed in seeds:
             campaign.seeds.put(seed)
-        workers = [threading.Thread(target=campaign.work, daemon=True) for _ in range(min(options.jobs, len(seeds)))]
+        workers = [
+            threading.Thread(target=campaign.work, args=(f"worker-{number}",), daemon=True)
+            for number in range(min(options.jobs, len(seeds)))
+        ]
         for worker in workers:
             worker.start()
         for worker in workers:
@@ -152,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "benchmark": "chaos",
         "tapes": campaign.counts["tapes"],
         "violations": len(campaign.failed),
+        "not_played": len(seeds) - campaign.counts["tapes"] - campaign.counts["skipped"],
         "failed_seeds": sorted(campaign.failed),
         "first_seed": seeds[0],
         "faults": dict(sorted(campaign.faults.items())),
@@ -167,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.save:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "chaos.json").write_text(line + "\n")
-    return 1 if campaign.failed else 0
+    return 1 if campaign.failed or result["not_played"] else 0
 
 
 if __name__ == "__main__":

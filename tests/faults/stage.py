@@ -1,0 +1,58 @@
+"""What tapes are played on: a process that jobs are forked from, a dataset, a network of hosts, undisturbed runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tape as tapes
+from hosts import Preload
+from network import Network
+from play import Outcome, play, undisturbed
+from properties import Reference, read_reference, violations
+from tape import Tape
+from worlds import build
+
+
+@dataclass
+class Stage:
+    """For one tape after the other. What is needed is made when it is needed, and kept."""
+
+    folder: Path
+    references: dict[int, Reference] = field(default_factory=dict)
+    network: Network | None = None
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.dataset = build(self.folder)
+        self.preload = Preload()
+
+    def run(self, tape: Tape) -> tuple[Outcome, list[str]]:
+        """Play a tape; what happened, and what is wrong afterwards.
+
+        `network.NoNetworkError` where it wants hosts and the kernel does not allow them.
+        """
+        network = self._network() if tape.hosts == "network" else None
+        reference = self.reference(tape)
+        outcome = play(tape, self.preload, self.folder / f"seed-{tape.seed}", self.dataset, network)
+        return outcome, violations(outcome, reference)
+
+    def reference(self, tape: Tape) -> Reference:
+        """The undisturbed run of the same training."""
+        blank = undisturbed(tape)
+        if blank.seed not in self.references:
+            outcome = play(blank, self.preload, self.folder / f"undisturbed{blank.seed}", self.dataset)
+            self.references[blank.seed] = reference = read_reference(outcome.rundir)
+            wrong = violations(outcome, reference)
+            assert not wrong, f"even the undisturbed run: {wrong}"
+        return self.references[blank.seed]
+
+    def close(self) -> None:
+        self.preload.close()
+        if self.network is not None:
+            self.network.close()
+
+    def _network(self) -> Network:
+        if self.network is None:
+            self.network = Network(tapes.NODES)
+        return self.network
