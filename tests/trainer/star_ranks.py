@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import multiprocessing
 import os
 import signal
 import socket
@@ -20,13 +19,12 @@ from typing import Any
 
 import psutil
 import torch
+from elastic_nodes import CONTEXT
 
 from trainer.config import TLSConfig
 from trainer.star import Star, StarError
 from trainer.tls import client_context, server_context
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "trainer.star", "trainer.tls"])
 TOKEN = "token-of-this-job/g000001"
 PATIENCE = 60.0
 """Seconds after which a test fails that waits for something."""

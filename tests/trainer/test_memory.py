@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -33,6 +33,15 @@ SPEC = DataSpec(
     target_mean=0.0,
     target_std=0.04,
 )
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """On small tensors, threads of torch only wait for each other, and for whatever else the machine does."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def failure(action: Callable[[], Any]) -> BaseException:

@@ -23,6 +23,7 @@ from trainer.config import TLSConfig
 from trainer.links import connect
 from trainer.star import Star, StarError
 
+pytestmark = pytest.mark.slow
 Start = Callable[..., list[Rank]]
 
 
@@ -212,7 +213,6 @@ def test_a_rank_that_fails_by_itself_leaves_nobody_waiting(start: Start, odd: in
     assert {(outcome.error, outcome.blamed) for outcome in others} == {("StarError", odd)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("operation", "tls"), [("broadcast", "plain"), ("sum", "TLS")], indirect=["tls"])
 def test_a_slow_connection_is_no_failure(alive: list[Rank], tls: TLSConfig | None, operation: str) -> None:
     """Several times longer than the timeout, but never silent for as long. More than the kernels' buffers hold."""
@@ -336,7 +336,6 @@ def test_no_hub_is_an_error_that_says_where_it_was_looked_for() -> None:
         Star.spoke(address, 1, 2, at.TOKEN, 1.0)
 
 
-@pytest.mark.slow
 def test_a_connection_that_meets_itself_is_no_hub() -> None:
     """Where nobody listens, a connection on loopback that happens to be given the port it asks for succeeds: once in
     some ten thousand attempts, and a spoke that waits for its hub makes over a thousand."""

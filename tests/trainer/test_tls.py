@@ -39,6 +39,7 @@ def gradient(rank: int) -> list[float]:
     return torch.randn(64, generator=torch.Generator().manual_seed(17 + rank)).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_gradients_on_the_wire(alive: list[Rank], authority: Authority, encrypted: bool) -> None:
     tls = authority.node() if encrypted else None
@@ -75,6 +76,7 @@ def meet(alive: list[Rank], hub: TLSConfig | None, spoke: TLSConfig | None, righ
     return wrong
 
 
+@pytest.mark.slow
 def test_a_spoke_of_another_authority_is_refused(alive: list[Rank], authority: Authority, tmp_path: Path) -> None:
     """Seen from the hub: this spoke would trust it."""
     theirs, ours = Authority(tmp_path, "another").node(), authority.node()
@@ -82,6 +84,7 @@ def test_a_spoke_of_another_authority_is_refused(alive: list[Rank], authority: A
     assert "unknown ca" in meet(alive, ours, theirs, ours).message
 
 
+@pytest.mark.slow
 def test_a_hub_of_another_authority_is_refused(alive: list[Rank], authority: Authority, tmp_path: Path) -> None:
     """Seen from the spoke: this hub would let it in."""
     ours, theirs = authority.node(), Authority(tmp_path, "another")
@@ -89,20 +92,24 @@ def test_a_hub_of_another_authority_is_refused(alive: list[Rank], authority: Aut
     assert "certificate verify failed" in meet(alive, ours, distrusting, ours).message
 
 
+@pytest.mark.slow
 def test_an_expired_certificate_is_refused(alive: list[Rank], authority: Authority) -> None:
     ours = authority.node()
     assert "expired" in meet(alive, ours, authority.node("old", expires=-datetime.timedelta(hours=1)), ours).message
 
 
+@pytest.mark.slow
 def test_a_plain_spoke_at_a_hub_with_tls(alive: list[Rank], authority: Authority) -> None:
     ours = authority.node()
     assert "is training.tls the same on all nodes?" in meet(alive, ours, None, ours).message
 
 
+@pytest.mark.slow
 def test_a_spoke_with_tls_at_a_plain_hub(alive: list[Rank], authority: Authority) -> None:
     assert "SSL" in meet(alive, None, authority.node(), None).message
 
 
+@pytest.mark.slow
 def test_the_hub_says_whom_it_refused(alive: list[Rank], authority: Authority, tmp_path: Path) -> None:
     theirs, ours = Authority(tmp_path, "another").node(), authority.node()
     with listening() as listener:
