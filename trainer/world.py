@@ -227,6 +227,7 @@ def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | Non
     try:
         world.gather(facts.rank)
     except GroupError as error:
+        world.leave()
         raise PeersMissingError(
             f"rank {facts.rank} waited {config.collective_timeout_seconds:g} s at MASTER_ADDR={facts.master_addr}, "
             f"MASTER_PORT={facts.master_port} and not all of its {facts.world_size - 1} peers came: look into "
