@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from trainer.star import Star
 
-# Groups that were left behind while a collective waited in them: taking one down would wait for that collective.
-_ABANDONED: list[Group] = []
+# Groups that failed, and until when to keep them (time.monotonic): something may still wait in them, for a peer that
+# never comes, and whoever drops the last reference to such a group of gloo waits for it as well.
+_ABANDONED: list[tuple[Group, float]] = []
 
 
 class GroupError(RuntimeError):
@@ -40,6 +41,9 @@ class GroupError(RuntimeError):
 
 class Transport(Protocol):
     """What moves the data. Every method blocks, and is called on the communication thread."""
+
+    linger_seconds: float
+    """How long something may go on waiting in it after a failure."""
 
     def sum(self, tensor: torch.Tensor) -> None: ...
     def broadcast(self, tensor: torch.Tensor, source: int) -> None: ...
@@ -87,13 +91,14 @@ class Group:
 
     def close(self) -> None:
         """Leave. After a failure the thread may be stuck; it is left behind, with what it holds."""
-        _ABANDONED[:] = [group for group in _ABANDONED if group._thread.is_alive()]
+        _ABANDONED[:] = _still_waiting()
         self._queue.put(None)
         if self.error is not None and self.transport is not None:
             self.transport.abort()
         self._thread.join(0.1 if self.error is not None else 5)
-        if self._thread.is_alive():
-            _ABANDONED.append(self)
+        if self.error is not None or self._thread.is_alive():
+            linger = self.transport.linger_seconds if self.transport else 0.0
+            _ABANDONED.append((self, time.monotonic() + linger))
 
     def _fail(self, error: GroupError) -> None:
         with self._lock:
@@ -155,8 +160,9 @@ class TorchTransport:
     """Gloo, and NCCL for tensors on GPUs, without torch's global default group: a group that is stuck can be left
     behind, and the next one made beside it."""
 
-    def __init__(self, group: Any, patient: Any, ddp: Any, gpu: torch.device | None) -> None:
+    def __init__(self, group: Any, patient: Any, ddp: Any, gpu: torch.device | None, timeout: float) -> None:
         self.group, self._patient, self._gpu = group, patient, gpu
+        self.linger_seconds = timeout + 5.0  # DDP has something in flight that nobody waits for
         self.ddp = ddp
         """For what DDP's reducer says of its own accord, on the thread of autograd: the order of collectives within a
         group has to be the same on all ranks, so it must not share one with the communication thread."""
@@ -196,6 +202,8 @@ class TorchTransport:
 class StarTransport:
     """Parameter-server mode (D3): everything goes through rank 0."""
 
+    linger_seconds = 0.0
+
     def __init__(self, star: Star) -> None:
         self.star = star
 
@@ -231,7 +239,7 @@ def make_torch_transport(
     address of this host that gloo uses; GLOO_SOCKET_IFNAME in the environment comes first."""
     data, ddp = (_group(dist.PrefixStore(name, store), rank, size, gpu, timeout, host) for name in ("data", "ddp"))
     patient = _group(dist.PrefixStore("patient", store), rank, size, None, patience, host)
-    return TorchTransport(data, patient, ddp, gpu)
+    return TorchTransport(data, patient, ddp, gpu, timeout)
 
 
 def _group(
@@ -267,4 +275,9 @@ def _gloo_options(timeout: float, host: str | None) -> Any:
 
 def abandoned() -> bool:
     """Does a group that was left behind still hang in this process? Then the process must not wait for it to end."""
-    return any(group._thread.is_alive() for group in _ABANDONED)
+    return bool(_still_waiting())
+
+
+def _still_waiting() -> list[tuple[Group, float]]:
+    now = time.monotonic()
+    return [(group, until) for group, until in _ABANDONED if group._thread.is_alive() or now < until]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -17,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.group import Group, GroupError, StarTransport, Transport, abandoned, make_torch_transport
+import trainer.group
+from trainer.group import Group, GroupError, StarTransport, TorchTransport, Transport, abandoned, make_torch_transport
 from trainer.star import Star
 from trainer.world import RankFacts, World, listen
 
@@ -81,6 +83,10 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
         for group in world.groups:
             group.fail("the test is over")
         world.close()
+        for group in world.groups:
+            group._thread.join(60)  # its timeout is over before that
+    made.clear()
+    trainer.group._ABANDONED.clear()
 
 
 def blocked(work: Callable[[], Any]) -> ThreadPoolExecutor | Any:
@@ -127,7 +133,7 @@ def test_all_ranks_get_the_same(ranks: Callable[..., Ranks], kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["torch", "star"])
 def test_who_waits_for_a_peer_is_woken_and_the_next_group_works(ranks: Callable[..., Ranks], kind: str) -> None:
-    world = ranks(kind)
+    world = ranks(kind, timeout=10.0)
     world.all(World.meet)
     waiting = blocked(lambda: world.worlds[0].sum(torch.ones(5)))
     while_it_does(world.groups[0], "all-reduce")
@@ -143,13 +149,26 @@ def test_who_waits_for_a_peer_is_woken_and_the_next_group_works(ranks: Callable[
     world.groups[0].fail("something else")
     assert str(world.groups[0].error) == "n1 is silent", "the first reason counts"
     world.groups[0].close()
-    if kind == "torch":
-        assert abandoned(), "gloo cannot be interrupted: its thread is left behind"
-    else:
-        assert not world.groups[0]._thread.is_alive()
+    assert world.groups[0]._thread.is_alive() == abandoned() == (kind == "torch"), "gloo cannot be interrupted"
 
     new = ranks(kind, size=3)
     assert new.all(lambda rank: rank.sum(torch.ones(1)).item()) == [3.0] * 3
+
+
+def test_nobody_waits_for_what_is_in_flight_in_a_group_that_failed(ranks: Callable[..., Ranks]) -> None:
+    """DDP sums something in the background; a peer that runs out of memory does not come to it."""
+    world = ranks(timeout=10.0)
+    world.all(World.meet)
+    group = world.groups[0]
+    assert isinstance(group.transport, TorchTransport)
+    work = group.transport.ddp.allreduce([torch.ones(3)])
+    group.fail("n1 is out of memory")
+    group.close()
+    assert not group._thread.is_alive()
+    assert abandoned(), "the end of the process must not wait for it either"
+    del group, world.groups[0], world.worlds[0]
+    gc.collect()
+    assert not work.is_completed(), "dropping the group has waited for it"
 
 
 @pytest.mark.parametrize("kind", ["torch", "star"])
@@ -180,6 +199,8 @@ def test_a_group_that_does_not_come_about_says_so() -> None:
 
 def test_what_is_submitted_happens_in_order_and_an_error_ends_it_all() -> None:
     class Nothing:
+        linger_seconds = 0.0
+
         def abort(self) -> None: ...
         def close(self) -> None: ...
 
