@@ -9,6 +9,8 @@ from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
 from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
 from dtrain_dagster.sensors.new_data import build_new_data_sensor
+from dtrain_dagster.sensors.orphans import build_orphan_sensor
+from dtrain_dagster.sensors.queue import build_queue_sensor
 from dtrain_dagster.settings import Settings, load_settings
 
 RETRAINING = "retraining"
@@ -44,6 +46,8 @@ def build_defs(
             build_idle_cluster_sensor(settings),
             build_cost_overrun_sensor(settings),
             build_new_data_sensor(settings, RETRAINING),
+            build_queue_sensor(settings),
+            build_orphan_sensor(settings),
         ],
         # One process per run: a process per step would pay the imports of torch, mlflow and pandas seven times over.
         # The training itself runs in processes of its own, under a supervisor that outlives this one.

@@ -20,9 +20,12 @@ PROBE_STEPS = 24
 LOG_EVERY = 2
 
 
-def probe_job(job: JobConfig, jobs_uri: str, fingerprint: str) -> JobConfig:
-    """The same training, cut to ``PROBE_STEPS`` steps and one evaluation, tracked nowhere."""
-    job_id = f"probe-{fingerprint}"
+def probe_job(job: JobConfig, jobs_uri: str, mark: str) -> JobConfig:
+    """The same training, cut to ``PROBE_STEPS`` steps and one evaluation, tracked nowhere.
+
+    ``mark`` tells what was measured from what would be measured anew: the training, and what it runs on.
+    """
+    job_id = f"probe-{mark}"
     training = replace(
         job.training,
         max_steps=min(PROBE_STEPS, job.training.max_steps or PROBE_STEPS),

@@ -19,24 +19,32 @@ class ProjectResource(dg.ConfigurableResource):
     """Where things are: folders, tracking server, names."""
 
     home: str
+    shared_uri: str
+    """What nodes can reach: run directories, and the datasets that they read."""
     tracking_uri: str
     experiment: str
     model_name: str
     dagster_url: str
+    notify: str
+    queue_deadline_hours: float
 
     @property
     def storage_uri(self) -> str:
-        """Prices, datasets and run directories."""
+        """Where prices and datasets are built, on this machine."""
         return f"{self.home}/storage"
 
     @property
     def jobs_uri(self) -> str:
-        return f"{self.storage_uri}/jobs"
+        return f"{self.shared_uri}/jobs"
 
     @property
     def cache_dir(self) -> str:
         """Node-local cache of shards."""
         return f"{self.home}/cache"
+
+    def notify_urls(self) -> tuple[str, ...]:
+        """Apprise addresses of whoever is told of alerts."""
+        return tuple(self.notify.split())
 
     def run_url(self, run_id: str) -> str:
         """A Dagster run in the UI."""
@@ -86,10 +94,13 @@ def build_resources(settings: Settings) -> dict[str, dg.ConfigurableResource]:
     return {
         "project": ProjectResource(
             home=str(settings.home),
+            shared_uri=settings.shared_uri,
             tracking_uri=settings.tracking_uri,
             experiment=settings.experiment,
             model_name=settings.model_name,
             dagster_url=settings.dagster_url.rstrip("/"),
+            notify=settings.notify,
+            queue_deadline_hours=settings.queue_deadline_hours,
         ),
         "cluster": GPUClusterResource(
             kind=settings.cluster,

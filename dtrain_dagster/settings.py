@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 PREFIX = "DTRAIN_"
@@ -25,7 +25,12 @@ class Settings(BaseSettings):
 
     home: Path = Field(default=Path(".dtrain"), description="Folder for everything that is written on this machine")
 
-    cluster: Literal["local"] = Field(default="local", description="Kind of cluster")
+    storage: str | None = Field(
+        default=None,
+        pattern=r"^az://[a-z0-9](-?[a-z0-9]){2,62}(/.*)?$",
+        description="Where nodes of the cloud find datasets and run directories: az://container/path",
+    )
+    cluster: Literal["local", "azure_ml"] = Field(default="local", description="Kind of cluster")
     cluster_name: str = Field(
         default="local", pattern=r"^[A-Za-z][A-Za-z0-9-]{0,31}$", description="Name of the cluster"
     )
@@ -58,19 +63,44 @@ class Settings(BaseSettings):
         default=0.25, gt=0, description="Cost above the estimate that raises an alert (R5.4)"
     )
 
+    queue_deadline_hours: float = Field(
+        default=24, gt=0, description="How long a run waits for capacity before it is given up (R1.4)"
+    )
+    notify: str = Field(default="", description="Apprise addresses that are told of alerts, separated by spaces")
+    orphan_policy: Literal["notify", "cancel"] = Field(
+        default="notify", description="What happens to a job whose Dagster run has ended"
+    )
+    orphan_minutes: float = Field(default=30, gt=0, description="How long such a job may go on before that")
+
     @field_validator("home")
     @classmethod
     def _absolute(cls, home: Path) -> Path:
         return home.expanduser().absolute()
 
+    @model_validator(mode="after")
+    def _nodes_reach_their_storage(self) -> Settings:
+        if (self.cluster == "local") != (self.storage is None):
+            remedy = (
+                "unset it: the local cluster keeps everything under DTRAIN_HOME"
+                if self.storage
+                else "set it to az://container/path, which the nodes of DTRAIN_CLUSTER=azure_ml can reach"
+            )
+            raise ValueError(f"{PREFIX}STORAGE={self.storage or ''!r} does not go with this cluster; {remedy}")
+        return self
+
     @property
     def storage_uri(self) -> str:
-        """Where prices, datasets and run directories live."""
+        """Where prices and datasets are built, on this machine."""
         return str(self.home / "storage")
 
     @property
+    def shared_uri(self) -> str:
+        """What the nodes of the cluster can reach: run directories, and the datasets that they read."""
+        return self.storage.rstrip("/") if self.storage else self.storage_uri
+
+    @property
     def jobs_uri(self) -> str:
-        return f"{self.storage_uri}/jobs"
+        return f"{self.shared_uri}/jobs"
 
     @property
     def cache_dir(self) -> Path:
@@ -89,7 +119,10 @@ def load_settings() -> Settings:
     except ValidationError as error:
         lines = []
         for item in error.errors(include_url=False):
-            name = str(item["loc"][0]) if item["loc"] else "?"
+            if not item["loc"]:  # several variables do not go together; the message names them
+                lines.append(item["msg"].removeprefix("Value error, "))
+                continue
+            name = str(item["loc"][0])
             field = Settings.model_fields.get(name)
             about = f" ({field.description})" if field and field.description else ""
             default = f"; unset it for the default, {field.get_default()}" if field else ""

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import dagster as dg
@@ -13,6 +13,7 @@ import dagster as dg
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS
 from dtrain_dagster.data.preview import dataset_picture, preview_rows
 from dtrain_dagster.data.prices import PricesRef, write_prices
+from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.validation import CHECKS, CheckResult, validate_prices
@@ -112,6 +113,10 @@ def sharded_dataset(
         f"dataset {built.dataset_id}: {built.rows:,} rows, samples {built.samples}"
         + ("" if built.built else "; it was there already, nothing to rebuild")
     )
+    shared_uri, copied = publish_dataset(built.uri, built.dataset_id, project.shared_uri)
+    built = replace(built, shared_uri=shared_uri)
+    if copied:
+        context.log.info(f"copied {copied / 1e6:.1f} MB to {shared_uri}, where the nodes read it")
     for ticker, reason in built.excluded.items():
         context.log.warning(f"{ticker} is left out: {reason}")
     manifest = built.manifest()
@@ -134,6 +139,7 @@ def sharded_dataset(
             "preview": dg.TableMetadataValue(rows, _text_schema(rows)),
             "picture": dg.MarkdownMetadataValue(markdown_image(dataset_picture(built.uri), "Prices and splits")),
             "path": dg.MetadataValue.path(built.uri),
+            "read_by_nodes_at": shared_uri,
         },
     )
 

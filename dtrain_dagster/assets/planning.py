@@ -7,6 +7,7 @@ from typing import Any
 import dagster as dg
 
 from dtrain_dagster import probe
+from dtrain_dagster.assets.capacity import provision
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, duration
 from dtrain_dagster.costs.estimate import Estimate, estimate_cost, estimate_seconds, work_of
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -63,10 +64,9 @@ def cost_estimate(
     project: ProjectResource,
     sharded_dataset: BuiltDataset,
 ):  # no annotation, see assets.common
-    price = price_of(cluster.gpu_type)  # an SKU without a price is refused before anything runs
-    usd_per_hour = price.usd_per_hour(cluster.price_tier)
+    price_of(cluster.gpu_type).usd_per_hour(cluster.price_tier)  # what cannot be priced is refused before it is bought
     sections = {
-        "dataset": {"uri": sharded_dataset.uri, "dataset_id": sharded_dataset.dataset_id},
+        "dataset": {"uri": sharded_dataset.shared_uri, "dataset_id": sharded_dataset.dataset_id},
         "model": {"factory": config.model, "args": config.model_args},
         "loss": {"factory": config.loss, "args": config.loss_args},
         "training": config.training(cluster.node_count * cluster.processes_per_node, cluster.threads_per_rank),
@@ -84,8 +84,11 @@ def cost_estimate(
     )
     mark = fingerprint(job, cluster.node_count, cluster.processes_per_node)
     manager = cluster.manager()
-    manager.provision_cluster(cluster.node_count, cluster.gpu_type)
-    short = probe.probe_job(job, project.jobs_uri, mark)
+    got = provision(context, manager, cluster, project, cluster.gpu_type)
+    price = price_of(got.gpu_type)
+    usd_per_hour = price.usd_per_hour(cluster.price_tier)
+    hardware = "" if cluster.kind == "local" else f"-{price.sku}"
+    short = probe.probe_job(job, project.jobs_uri, mark + hardware)
     context.log.info(f"probing: {short.training.max_steps} steps on {cluster.node_count} nodes, job {short.job_id}")
     measured, ran = probe.measure(manager, short, cluster.node_count, cluster.processes_per_node, project.trainer_env())
     estimate = estimate_cost(estimate_seconds(measured, work), price, cluster.price_tier, cluster.node_count)
@@ -93,13 +96,15 @@ def cost_estimate(
         "" if ran else ", measured before and reused: nothing has changed since"
     )
     note = (
-        f"{usd_per_hour:.2f} USD per node-hour: {cluster.gpu_type}, {cluster.tier}, {price.region}, recorded "
-        f"{price.recorded_on}. A stand-in: local nodes are priced as this SKU, nothing is billed."
+        f"{usd_per_hour:.2f} USD per node-hour: {price.sku}, {cluster.tier}, {price.region}, recorded "
+        f"{price.recorded_on}."
     )
+    if cluster.kind == "local":
+        note += " A stand-in: local nodes are priced as this SKU, nothing is billed."
     plan = TrainingPlan(
         fingerprint=mark,
         job={name: asdict(getattr(job, name)) for name in ("dataset", "model", "loss", "training")},
-        sku=cluster.gpu_type,
+        sku=price.sku,
         tier=cluster.price_tier,
         node_count=cluster.node_count,
         processes_per_node=cluster.processes_per_node,

@@ -9,11 +9,13 @@ from typing import Any
 
 import dagster as dg
 
+from dtrain_dagster.assets.capacity import provision
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, duration, read_finished
 from dtrain_dagster.clusters.base import GPUClusterManager, JobState
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.jobs import (
     CLAIM,
+    OWNER,
     PLAN,
     Choice,
     Progress,
@@ -90,12 +92,15 @@ def trained_checkpoint(
 ):  # no annotation, see assets.common
     plan = cost_estimate
     manager = cluster.manager()
-    manager.provision_cluster(plan.node_count, plan.sku)
+    got = provision(context, manager, cluster, project, plan.sku)
+    if got.gpu_type != plan.sku:
+        context.log.warning(f"planned on {plan.sku}, trained on {got.gpu_type}: prices differ; see cost_breakdown")
     root_run_id = context.run.root_run_id or context.run.run_id
     choice = choose_job(plan.fingerprint, root_run_id, known_jobs(manager, project.jobs_uri))
     context.log.info(f"{choice.action} job {choice.job_id}: {choice.reason}")
     rundir = RunDir(f"{project.jobs_uri}/{choice.job_id}")
     try:
+        rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
         if choice.action in ("start", "restart"):
             job = planned_job(plan, choice, project, context.run.run_id)
             rundir.write_json(PLAN, asdict(plan))

@@ -16,6 +16,15 @@ class ClusterError(RuntimeError):
     """The cluster cannot do what was asked. The message names the setting and the remedy."""
 
 
+class NoCapacityError(ClusterError):
+    """Nothing of what was asked for is to be had now: waiting helps. The message says what was tried."""
+
+    def __init__(self, message: str, retry_after_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+        """When the cloud says to come back; None where it does not say."""
+
+
 class JobState(StrEnum):
     QUEUED = "queued"
     RUNNING = "running"

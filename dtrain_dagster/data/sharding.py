@@ -67,6 +67,8 @@ class BuiltDataset:
     """Tickers that are not in it, and why."""
     built: bool
     """False: it was already there."""
+    shared_uri: str = ""
+    """Where nodes read it (`dtrain_dagster.data.publish`)."""
 
     def manifest(self) -> dict[str, Any]:
         return json.loads((Path(self.uri) / "manifest.json").read_text())
@@ -364,4 +366,5 @@ def _ref(folder: Path, built: bool) -> BuiltDataset:
         samples=manifest["samples"],
         excluded=manifest["excluded"],
         built=built,
+        shared_uri=str(folder),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -13,11 +14,12 @@ import pytest
 
 from dtrain_dagster.clusters.base import GPUClusterManager, JobSpec
 from dtrain_dagster.definitions import RETRAINING
-from dtrain_dagster.jobs import PLAN
+from dtrain_dagster.jobs import OWNER, PLAN
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
 from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
 from dtrain_dagster.sensors.new_data import build_new_data_sensor
+from dtrain_dagster.sensors.orphans import build_orphan_sensor
 from dtrain_dagster.settings import Settings
 from trainer.rundir import RunDir
 
@@ -114,3 +116,31 @@ def test_a_changed_price_file_retrains(tmp_path: Path):
 
     bundled = Settings(home=tmp_path)
     assert "does not change" in evaluate(build_new_data_sensor(bundled, RETRAINING), bundled).skip_message
+
+
+def test_a_job_without_a_live_run_is_told_once_or_cancelled(manager: GPUClusterManager, settings: Settings):
+    manager.provision_cluster(2, "Standard_NC6s_v3")
+    job_id = run_sleeper(manager, settings, 60)
+    with dg.DagsterInstance.ephemeral() as instance:
+        notifies = build_orphan_sensor(settings)
+
+        def look(sensor: dg.SensorDefinition, cursor: str | None = None) -> Any:
+            resources = build_resources(settings)
+            with dg.build_sensor_context(instance=instance, cursor=cursor, resources=resources) as context:
+                return sensor.evaluate_tick(context)
+
+        assert "0 without a live run" in look(notifies).skip_message, "a job of the command line is a person's own"
+        RunDir(f"{settings.jobs_uri}/{job_id}").write_json(OWNER, {"dagster_run_id": "gone"})
+        first = look(notifies)
+        assert not first.asset_events, "its run may be about to be tried again"
+        cursor = json.loads(first.cursor)
+        cursor["since"][job_id] -= 3600
+        told = look(notifies, json.dumps(cursor))
+        assert not told.asset_events[0].passed
+        assert told.asset_events[0].metadata["job_id"].value == job_id
+        assert not look(notifies, told.cursor).asset_events, "once is enough"
+        assert not manager.job_status(job_id).state.is_final
+
+        cancels = build_orphan_sensor(settings.model_copy(update={"orphan_policy": "cancel"}))
+        look(cancels, json.dumps(cursor))
+        assert manager.job_status(job_id).state.is_final

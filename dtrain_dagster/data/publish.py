@@ -1,0 +1,44 @@
+"""A dataset where the nodes of the cluster can read it: copied once, never changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from dtrain_dagster.data.errors import DataError
+from trainer.storage import Storage
+
+PARALLEL = 4
+
+
+def publish_dataset(uri: str, dataset_id: str, shared_uri: str) -> tuple[str, int]:
+    """Copy a dataset's folder of this machine to ``<shared>/datasets/<id>``: (its address there, bytes copied).
+
+    The manifest goes last, so that a dataset is there as a whole or not at all; shards that an earlier, interrupted
+    call has copied are not copied again. `DataError` where a shard is not what its manifest says.
+    """
+    source = Path(uri)
+    target = Storage(f"{shared_uri}/datasets/{dataset_id}")
+    if target.is_local and target.local_path() == source:
+        return uri, 0
+    if target.exists("manifest.json"):
+        return target.uri, 0
+    text = (source / "manifest.json").read_bytes()
+    there = set(target.list("data"))
+
+    def copy(shard: dict[str, object]) -> int:
+        name = str(shard["path"])
+        if Path(name).name in there and target.size(name) == shard["bytes"]:
+            return 0
+        data = (source / name).read_bytes()
+        if hashlib.sha256(data).hexdigest() != shard["sha256"]:
+            raise DataError(f"{source / name} is not what its manifest says; delete {uri} and build the dataset anew")
+        target.write(name, data)
+        return len(data)
+
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        copied = sum(pool.map(copy, json.loads(text)["shards"]))
+    target.write("manifest.json", text)
+    return target.uri, copied + len(text)

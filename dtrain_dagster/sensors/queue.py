@@ -1,0 +1,92 @@
+"""Runs that wait for capacity are started when they are due, and somebody is told (R1.4)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import dagster as dg
+
+from dtrain_dagster.assets.common import duration
+from dtrain_dagster.notify import notify
+from dtrain_dagster.resources import ProjectResource
+from dtrain_dagster.settings import Settings
+from dtrain_dagster.waiting import ATTEMPT_TAG, TICKET_TAG, Ticket, WaitingList, decide
+
+
+def build_queue_sensor(settings: Settings) -> dg.SensorDefinition:
+    @dg.sensor(
+        name="queue",
+        target=dg.AssetSelection.all(),
+        minimum_interval_seconds=30,
+        default_status=dg.DefaultSensorStatus.RUNNING,
+        description=f"Starts runs that wait for capacity; gives up after {settings.queue_deadline_hours:g} hours.",
+    )
+    def queue(context: dg.SensorEvaluationContext, project: ProjectResource) -> dg.SensorResult:
+        waiting, now = WaitingList(project.shared_uri), time.time()
+        tickets = waiting.tickets()
+        if not tickets:
+            return dg.SensorResult(skip_reason="no run waits for capacity")
+        names = [item.ticket for item in tickets]
+        runs = context.instance.get_runs(filters=dg.RunsFilter(tags={TICKET_TAG: names}))
+        due = decide(
+            tickets,
+            running=frozenset(run.tags[TICKET_TAG] for run in runs if not run.is_finished),
+            finished=frozenset((run.tags[TICKET_TAG], int(run.tags[ATTEMPT_TAG])) for run in runs if run.is_finished),
+            now=now,
+        )
+        for item, why in [(item, "its deadline has passed") for item in due.expired] + [
+            (item, "its last run ended for another reason") for item in due.ended
+        ]:
+            waiting.remove(item.ticket)
+            context.log.warning(f"ticket {item.ticket} is taken out of the queue: {why}")
+            lost = notify(
+                project.notify_urls(),
+                "dtrain: a run no longer waits for capacity",
+                f"{why} after {duration(now - item.queued_at)} and {item.attempt - 1} tries; the last refusal: "
+                f"{item.reason}\n{project.run_url(item.run_id)}",
+            )
+            if lost:
+                context.log.warning(f"nobody could be told by {', '.join(lost)}; see DTRAIN_NOTIFY")
+        left = [item for item in tickets if item not in due.expired + due.ended]
+        return dg.SensorResult(
+            run_requests=[_request(due.start)] if due.start else [],
+            asset_events=[
+                dg.AssetObservation(
+                    asset_key="gpu_cluster",
+                    metadata={"waiting_runs": len(left), "queue": dg.MarkdownMetadataValue(queue_table(left, now))},
+                ),
+                dg.AssetCheckEvaluation(
+                    asset_key=dg.AssetKey("gpu_cluster"),
+                    check_name="capacity_in_time",
+                    passed=not due.expired,
+                    severity=dg.AssetCheckSeverity.WARN,
+                    metadata={"gave_up_on": ", ".join(item.run_id for item in due.expired) or "none"},
+                ),
+            ],
+        )
+
+    return queue
+
+
+def _request(ticket: Ticket) -> dg.RunRequest:
+    return dg.RunRequest(
+        run_key=f"{ticket.ticket}-{ticket.attempt}",
+        run_config=dict(ticket.run_config),
+        asset_selection=[dg.AssetKey.from_user_string(name) for name in ticket.assets] or None,
+        tags={TICKET_TAG: ticket.ticket, ATTEMPT_TAG: str(ticket.attempt)},
+    )
+
+
+def queue_table(tickets: Sequence[Ticket], now: float) -> str:
+    """Who waits, since when, for what, as a Markdown table."""
+    rows = ["| position | waits for | tries | next try | gives up | why |", "|---|---|---|---|---|---|"]
+    for position, item in enumerate(tickets, 1):
+        ends = datetime.fromtimestamp(item.deadline_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        following = duration(max(0.0, item.retry_at - now))
+        rows.append(
+            f"| {position} | {duration(now - item.queued_at)} | {item.attempt - 1} | in {following} | {ends} | "
+            f"{item.reason.splitlines()[0]} |"
+        )
+    return "\n".join(rows)

@@ -1,0 +1,121 @@
+"""Runs that wait for capacity (R1.4): a queue in storage, so that it survives whoever put them there.
+
+    queue/<ticket>.json     one run that waits; the ticket's number begins with the time when it came, so names sort
+
+A run that finds no capacity leaves a ticket and ends. A sensor starts it again when it is due, first come, first
+served; the run gives its ticket back once it has a cluster. Which to start is decided by `decide`, a pure function.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from trainer.storage import Storage
+
+TICKET_TAG = "dtrain/ticket"
+ATTEMPT_TAG = "dtrain/attempt"
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 300.0, 3600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ticket:
+    """A run that waits. Times are Unix seconds."""
+
+    ticket: str
+    queued_at: float
+    deadline_at: float
+    retry_at: float
+    """Not to be tried before."""
+    attempt: int
+    """The next try, counted from 1; a run that is refused raises it."""
+    run_id: str
+    """The Dagster run that was refused last."""
+    reason: str
+    assets: tuple[str, ...]
+    """What the run materializes; empty: everything."""
+    run_config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What the sensor has to do now."""
+
+    start: Ticket | None = None
+    expired: tuple[Ticket, ...] = ()
+    """Their deadline has passed."""
+    ended: tuple[Ticket, ...] = ()
+    """Their run ended without asking for a cluster, for another reason: it will not get one by waiting."""
+
+
+def decide(tickets: Sequence[Ticket], running: frozenset[str], finished: frozenset[tuple[str, int]], now: float) -> Due:
+    """``running``: tickets with a run that has not ended; ``finished``: (ticket, attempt) of runs that have.
+
+    One run is tried at a time, the oldest ticket first: two would ask for the same nodes.
+    """
+    at_rest = [item for item in tickets if item.ticket not in running]
+    ended = tuple(item for item in at_rest if (item.ticket, item.attempt) in finished)
+    expired = tuple(item for item in at_rest if item not in ended and now >= item.deadline_at)
+    waiting = [item for item in at_rest if item not in ended + expired]
+    start = waiting[0] if waiting and not running and now >= waiting[0].retry_at else None
+    return Due(start=start, expired=expired, ended=ended)
+
+
+def pause_seconds(refusals: int, asked: float | None = None) -> float:
+    """Before the next try: 5, 10, 20 … 60 minutes; longer where the cloud asks for it."""
+    return max(min(FIRST_PAUSE_SECONDS * 2 ** (refusals - 1), LONGEST_PAUSE_SECONDS), asked or 0.0)
+
+
+class WaitingList:
+    """The queue, in ``<storage>/queue``."""
+
+    def __init__(self, storage_uri: str) -> None:
+        self.storage = Storage(f"{storage_uri}/queue")
+
+    def tickets(self) -> list[Ticket]:
+        """In the order in which they came."""
+        found = []
+        for name in self.storage.list():
+            try:
+                data = json.loads(self.storage.read(name))
+            except FileNotFoundError:  # given back meanwhile
+                continue
+            found.append(Ticket(**{**data, "assets": tuple(data["assets"])}))
+        return found
+
+    def put(self, ticket: Ticket) -> int:
+        """Write a ticket, or say it anew; its position in the queue, counted from 1."""
+        self.storage.write(f"{ticket.ticket}.json", json.dumps(asdict(ticket), indent=1).encode())
+        return [item.ticket for item in self.tickets()].index(ticket.ticket) + 1
+
+    def find(self, ticket: str) -> Ticket | None:
+        return next((item for item in self.tickets() if item.ticket == ticket), None)
+
+    def remove(self, ticket: str) -> None:
+        self.storage.delete(f"{ticket}.json")
+
+
+def new_ticket(
+    run_id: str, assets: Sequence[str], run_config: Mapping[str, Any], reason: str, now: float,
+    deadline_seconds: float, asked: float | None = None,
+) -> Ticket:  # fmt: skip
+    """The ticket of a run that was refused for the first time. ``asked``: seconds that the cloud asks to wait."""
+    return Ticket(
+        ticket=f"{int(now * 1000):014d}-{run_id[:8]}",
+        queued_at=now,
+        deadline_at=now + deadline_seconds,
+        retry_at=now + pause_seconds(1, asked),
+        attempt=2,
+        run_id=run_id,
+        reason=reason,
+        assets=tuple(assets),
+        run_config=dict(run_config),
+    )
+
+
+def refused_again(ticket: Ticket, run_id: str, reason: str, now: float, asked: float | None = None) -> Ticket:
+    """The ticket after one more try: its place in the queue stays."""
+    retry_at = now + pause_seconds(ticket.attempt, asked)
+    return replace(ticket, attempt=ticket.attempt + 1, run_id=run_id, reason=reason, retry_at=retry_at)

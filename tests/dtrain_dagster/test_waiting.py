@@ -1,0 +1,131 @@
+"""Runs that wait for capacity: the decision, the queue in storage, and the sensor over a real Dagster instance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from dtrain_dagster.resources import build_resources
+from dtrain_dagster.sensors.queue import build_queue_sensor
+from dtrain_dagster.settings import Settings
+from dtrain_dagster.waiting import (
+    ATTEMPT_TAG,
+    TICKET_TAG,
+    Ticket,
+    WaitingList,
+    decide,
+    new_ticket,
+    pause_seconds,
+    refused_again,
+)
+
+NONE: frozenset[Any] = frozenset()
+
+
+def ticket(number: int, **fields: Any) -> Ticket:
+    made = new_ticket(f"run{number}aaaaaaa", ["trained_checkpoint"], {}, "no quota", 1000.0 + number, 3600)
+    return replace(made, **fields)
+
+
+def test_the_oldest_is_tried_first_and_only_when_it_is_due() -> None:
+    first, second = ticket(1), ticket(2, retry_at=0)
+    assert decide([first, second], NONE, NONE, now=1001.0).start is None, "nobody overtakes"
+    assert decide([first, second], NONE, NONE, now=first.retry_at).start == first
+    busy = decide([first, second], frozenset({second.ticket}), NONE, now=first.retry_at)
+    assert busy.start is None, "two at a time would ask for the same nodes"
+
+
+def test_who_waits_too_long_is_given_up_unless_it_is_being_tried() -> None:
+    late = ticket(1)
+    assert decide([late], NONE, NONE, late.deadline_at).expired == (late,)
+    assert decide([late], frozenset({late.ticket}), NONE, late.deadline_at).expired == ()
+    assert decide([late], NONE, NONE, late.deadline_at).start is None
+
+
+def test_a_run_that_ends_for_another_reason_does_not_wait_any_more() -> None:
+    item = ticket(1)
+    ended = decide([item], NONE, frozenset({(item.ticket, item.attempt)}), item.retry_at)
+    assert ended.ended == (item,)
+    assert ended.start is None
+    before = decide([item], NONE, frozenset({(item.ticket, item.attempt - 1)}), item.retry_at)
+    assert before.start == item, "the run before was refused, and said so"
+
+
+def test_pauses_grow_to_an_hour_and_respect_what_the_cloud_asks_for() -> None:
+    assert [pause_seconds(n) for n in (1, 2, 3, 4, 5, 9)] == [300, 600, 1200, 2400, 3600, 3600]
+    assert pause_seconds(1, asked=900) == 900
+
+
+def test_the_queue_keeps_its_order_and_a_refusal_keeps_the_place(tmp_path: Path) -> None:
+    queue = WaitingList(str(tmp_path))
+    assert queue.put(ticket(1)) == 1
+    assert queue.put(ticket(2)) == 2
+    again = refused_again(queue.tickets()[0], "other", "still no quota", 2000.0)
+    assert queue.put(again) == 1
+    assert [item.run_id for item in WaitingList(str(tmp_path)).tickets()] == ["other", "run2aaaaaaa"]
+    assert again.attempt == 3
+    assert again.retry_at == 2600.0
+    queue.remove(again.ticket)
+    assert queue.find(again.ticket) is None
+    assert len(queue.tickets()) == 1
+
+
+@pytest.fixture
+def instance() -> Iterator[dg.DagsterInstance]:
+    with dg.DagsterInstance.ephemeral() as made:
+        yield made
+
+
+def tick(settings: Settings, instance: dg.DagsterInstance) -> Any:
+    sensor = build_queue_sensor(settings)
+    with dg.build_sensor_context(
+        instance=instance, resources={"project": build_resources(settings)["project"]}
+    ) as made:
+        return sensor.evaluate_tick(made)
+
+
+def run_that_fails(instance: dg.DagsterInstance, item: Ticket) -> None:
+    @dg.op
+    def fails() -> None:
+        raise RuntimeError("the disk is full")
+
+    @dg.job(tags={TICKET_TAG: item.ticket, ATTEMPT_TAG: str(item.attempt)})
+    def training() -> None:
+        fails()
+
+    training.execute_in_process(instance=instance, raise_on_error=False)
+
+
+def test_the_sensor_starts_what_is_due_with_its_configuration(tmp_path: Path, instance: dg.DagsterInstance) -> None:
+    settings = Settings(home=tmp_path)
+    assert "no run waits" in tick(settings, instance).skip_message
+    item = new_ticket("0123456789", ["cost_estimate"], {"ops": {}}, "no quota", now=1e9, deadline_seconds=1e10)
+    queue = WaitingList(settings.shared_uri)
+    queue.put(item)
+    result = tick(settings, instance)
+    [request] = result.run_requests
+    assert request.asset_selection == [dg.AssetKey("cost_estimate")]
+    assert request.run_config == {"ops": {}}
+    assert request.tags[TICKET_TAG] == item.ticket
+    assert request.run_key == tick(settings, instance).run_requests[0].run_key, "the daemon starts a key only once"
+    assert "no quota" in result.asset_events[0].metadata["queue"].value
+    assert queue.tickets() == [item], "the run gives it back once it has a cluster"
+
+    run_that_fails(instance, item)
+    assert not tick(settings, instance).run_requests
+    assert not queue.tickets()
+
+
+def test_a_deadline_that_passes_fails_a_check(tmp_path: Path, instance: dg.DagsterInstance) -> None:
+    settings = Settings(home=tmp_path)
+    queue = WaitingList(settings.shared_uri)
+    queue.put(new_ticket("0123456789", [], {}, "no quota", now=1e9, deadline_seconds=60))
+    result = tick(settings, instance)
+    assert not result.run_requests
+    assert not result.asset_events[1].passed
+    assert not queue.tickets()
