@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -141,7 +140,7 @@ def start_job(
         JobSpec(
             job_id=job.job_id,
             run_dir=job.run_dir,
-            command=(sys.executable, "-m", "trainer", "--config", f"{job.run_dir}/job.json"),
+            command=(manager.python, "-m", "trainer", "--config", f"{job.run_dir}/job.json"),
             node_count=node_count,
             processes_per_node=processes_per_node,
             env=env,

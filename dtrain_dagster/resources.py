@@ -14,6 +14,9 @@ from dtrain_dagster.settings import Settings
 if TYPE_CHECKING:
     from dtrain_dagster.clusters.base import GPUClusterManager
 
+NODE_CACHE = "/tmp/dtrain-cache"
+"""Of shards, on a node of the cloud: its temporary disk."""
+
 
 class ProjectResource(dg.ConfigurableResource):
     """Where things are: folders, tracking server, names."""
@@ -69,6 +72,10 @@ class GPUClusterResource(dg.ConfigurableResource):
     replacement_delay_seconds: float
     gpu_type: str
     tier: str
+
+    def node_env(self, project: ProjectResource) -> dict[str, str]:
+        """What the trainer finds in its environment on the nodes, besides what the kind of cluster gives it."""
+        return project.trainer_env() if self.kind == "local" else {"DTRAIN_CACHE": NODE_CACHE}
 
     @property
     def price_tier(self) -> Tier:

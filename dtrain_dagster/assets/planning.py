@@ -90,7 +90,9 @@ def cost_estimate(
     hardware = "" if cluster.kind == "local" else f"-{price.sku}"
     short = probe.probe_job(job, project.jobs_uri, mark + hardware)
     context.log.info(f"probing: {short.training.max_steps} steps on {cluster.node_count} nodes, job {short.job_id}")
-    measured, ran = probe.measure(manager, short, cluster.node_count, cluster.processes_per_node, project.trainer_env())
+    measured, ran = probe.measure(
+        manager, short, cluster.node_count, cluster.processes_per_node, cluster.node_env(project)
+    )
     estimate = estimate_cost(estimate_seconds(measured, work), price, cluster.price_tier, cluster.node_count)
     basis = f"a probe of {short.training.max_steps} steps on {cluster.node_count} {cluster.kind} nodes" + (
         "" if ran else ", measured before and reused: nothing has changed since"

@@ -104,7 +104,7 @@ def trained_checkpoint(
         if choice.action in ("start", "restart"):
             job = planned_job(plan, choice, project, context.run.run_id)
             rundir.write_json(PLAN, asdict(plan))
-            start_job(manager, job, plan.node_count, plan.processes_per_node, project.trainer_env())
+            start_job(manager, job, plan.node_count, plan.processes_per_node, cluster.node_env(project))
         _watch(context, manager, rundir, choice.job_id, plan)
     except dg.DagsterExecutionInterruptedError:
         context.log.warning(f"terminated: cancelling job {choice.job_id}")

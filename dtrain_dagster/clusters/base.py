@@ -6,10 +6,12 @@ is the run directory's business (`trainer.rundir`).
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import ClassVar
 
 
 class ClusterError(RuntimeError):
@@ -115,6 +117,9 @@ class NodeUsage:
 
 class GPUClusterManager(ABC):
     """Provisions a cluster and runs jobs on it. Every method can be called again without harm."""
+
+    python: ClassVar[str] = sys.executable
+    """What its nodes call Python."""
 
     @abstractmethod
     def provision_cluster(self, node_count: int, gpu_type: str) -> ClusterConfig:
