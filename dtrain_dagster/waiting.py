@@ -63,9 +63,9 @@ def decide(tickets: Sequence[Ticket], running: frozenset[str], finished: frozens
     return Due(start=start, expired=expired, ended=ended)
 
 
-def pause_seconds(refusals: int, asked: float | None = None) -> float:
-    """Before the next try: 5, 10, 20 … 60 minutes; longer where the cloud asks for it."""
-    return max(min(FIRST_PAUSE_SECONDS * 2 ** (refusals - 1), LONGEST_PAUSE_SECONDS), asked or 0.0)
+def pause_seconds(refusals: int) -> float:
+    """Before the next try: 5, 10, 20 … 60 minutes."""
+    return min(FIRST_PAUSE_SECONDS * 2 ** (refusals - 1), LONGEST_PAUSE_SECONDS)
 
 
 class WaitingList:
@@ -99,14 +99,14 @@ class WaitingList:
 
 def new_ticket(
     run_id: str, assets: Sequence[str], run_config: Mapping[str, Any], reason: str, now: float,
-    deadline_seconds: float, asked: float | None = None,
+    deadline_seconds: float, not_before: float = 0.0,
 ) -> Ticket:  # fmt: skip
-    """The ticket of a run that was refused for the first time. ``asked``: seconds that the cloud asks to wait."""
+    """The ticket of a run that was refused for the first time. ``not_before``: when the cloud says to come back."""
     return Ticket(
         ticket=f"{int(now * 1000):014d}-{run_id[:8]}",
         queued_at=now,
         deadline_at=now + deadline_seconds,
-        retry_at=now + pause_seconds(1, asked),
+        retry_at=max(now + pause_seconds(1), not_before),
         attempt=2,
         run_id=run_id,
         reason=reason,
@@ -115,7 +115,7 @@ def new_ticket(
     )
 
 
-def refused_again(ticket: Ticket, run_id: str, reason: str, now: float, asked: float | None = None) -> Ticket:
+def refused_again(ticket: Ticket, run_id: str, reason: str, now: float, not_before: float = 0.0) -> Ticket:
     """The ticket after one more try: its place in the queue stays."""
-    retry_at = now + pause_seconds(ticket.attempt, asked)
+    retry_at = max(now + pause_seconds(ticket.attempt), not_before)
     return replace(ticket, attempt=ticket.attempt + 1, run_id=run_id, reason=reason, retry_at=retry_at)

@@ -53,14 +53,14 @@ def _queued(
     mine: Ticket | None,
     error: NoCapacityError,
 ) -> dg.Failure:
-    run, now, asked = context.run, time.time(), error.retry_after_seconds
+    run, now = context.run, time.time()
     if mine is None:
         selection = sorted(key.to_user_string() for key in run.asset_selection or ())
         ticket = new_ticket(
-            run.run_id, selection, run.run_config, str(error), now, project.queue_deadline_hours * 3600, asked
+            run.run_id, selection, run.run_config, str(error), now, project.queue_deadline_hours * 3600, error.retry_at
         )
     else:
-        ticket = refused_again(mine, run.run_id, str(error), now, asked)
+        ticket = refused_again(mine, run.run_id, str(error), now, error.retry_at)
     position = waiting.put(ticket)
     pause = duration(ticket.retry_at - now)
     return dg.Failure(
@@ -69,6 +69,11 @@ def _queued(
             f"sensor `queue` tries again in {pause} and says when it starts; it gives up after "
             f"{duration(ticket.deadline_at - now)} (DTRAIN_QUEUE_DEADLINE_HOURS)."
         ),
-        metadata={"ticket": ticket.ticket, "position": position, "tries": ticket.attempt - 1, "reason": str(error)},
+        metadata={
+            "ticket": ticket.ticket,
+            "position": position,
+            "tries": ticket.attempt - 1,
+            "attempts": dg.JsonMetadataValue(list(error.attempts)),
+        },
         allow_retries=False,
     )

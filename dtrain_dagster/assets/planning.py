@@ -11,7 +11,7 @@ from dtrain_dagster.assets.capacity import provision
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, duration
 from dtrain_dagster.costs.estimate import Estimate, estimate_cost, estimate_seconds, work_of
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.costs.prices import price_of
+from dtrain_dagster.costs.prices import Tier, price_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs import fingerprint
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
@@ -86,28 +86,26 @@ def cost_estimate(
     manager = cluster.manager()
     got = provision(context, manager, cluster, project, cluster.gpu_type)
     price = price_of(got.gpu_type)
-    usd_per_hour = price.usd_per_hour(cluster.price_tier)
+    tier: Tier = "low_priority" if (got.tier or cluster.tier) == "low_priority" else "dedicated"
+    usd_per_hour = price.usd_per_hour(tier)
     hardware = "" if cluster.kind == "local" else f"-{price.sku}"
     short = probe.probe_job(job, project.jobs_uri, mark + hardware)
     context.log.info(f"probing: {short.training.max_steps} steps on {cluster.node_count} nodes, job {short.job_id}")
     measured, ran = probe.measure(
         manager, short, cluster.node_count, cluster.processes_per_node, cluster.node_env(project)
     )
-    estimate = estimate_cost(estimate_seconds(measured, work), price, cluster.price_tier, cluster.node_count)
+    estimate = estimate_cost(estimate_seconds(measured, work), price, tier, cluster.node_count)
     basis = f"a probe of {short.training.max_steps} steps on {cluster.node_count} {cluster.kind} nodes" + (
         "" if ran else ", measured before and reused: nothing has changed since"
     )
-    note = (
-        f"{usd_per_hour:.2f} USD per node-hour: {price.sku}, {cluster.tier}, {price.region}, recorded "
-        f"{price.recorded_on}."
-    )
+    note = f"{usd_per_hour:.2f} USD per node-hour: {price.sku}, {tier}, {price.region}, recorded {price.recorded_on}."
     if cluster.kind == "local":
         note += " A stand-in: local nodes are priced as this SKU, nothing is billed."
     plan = TrainingPlan(
         fingerprint=mark,
         job={name: asdict(getattr(job, name)) for name in ("dataset", "model", "loss", "training")},
         sku=price.sku,
-        tier=cluster.price_tier,
+        tier=tier,
         node_count=cluster.node_count,
         processes_per_node=cluster.processes_per_node,
         work=work,

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class ClusterError(RuntimeError):
@@ -19,12 +19,14 @@ class ClusterError(RuntimeError):
 
 
 class NoCapacityError(ClusterError):
-    """Nothing of what was asked for is to be had now: waiting helps. The message says what was tried."""
+    """There are no nodes to be had now. Nothing was bought; asking again later may help."""
 
-    def __init__(self, message: str, retry_after_seconds: float | None = None) -> None:
+    def __init__(self, message: str, attempts: tuple[dict[str, Any], ...], retry_at: float) -> None:
         super().__init__(message)
-        self.retry_after_seconds = retry_after_seconds
-        """When the cloud says to come back; None where it does not say."""
+        self.attempts = attempts
+        """What was tried, in order: sku, tier, node_count, code, message, decision, at."""
+        self.retry_at = retry_at
+        """The earliest time at which asking again is sensible. Unix seconds."""
 
 
 class JobState(StrEnum):
@@ -52,6 +54,8 @@ class ClusterConfig:
     max_nodes: int
     idle_timeout_minutes: int
     processes_per_node: int = 1
+    tier: str | None = None
+    """Tier that was got, where the cluster decides; None: the one that was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +113,8 @@ class NodeUsage:
     sku: str
     started_at: float
     ended_at: float
+    tier: str | None = None
+    """Tier that was paid for, where the cluster decides; None: the one that was asked for."""
 
     @property
     def hours(self) -> float:

@@ -49,7 +49,7 @@ def price_table() -> dict[str, SkuPrice]:
     text = resources.files("dtrain_dagster.costs").joinpath("price_table.json").read_text()
     table = json.loads(text)
     common = {key: table[key] for key in ("region", "recorded_on", "source")}
-    return {row["sku"]: SkuPrice(**row, **common) for row in table["rows"]}
+    return {row["sku"]: SkuPrice(**{**common, **row}) for row in table["rows"]}
 
 
 def price_of(sku: str) -> SkuPrice:

@@ -56,7 +56,10 @@ class CostTracker:
                 started_at=stretch.started_at,
                 ended_at=stretch.ended_at,
                 hours=stretch.hours,
-                usd=stretch.hours * price_of(stretch.sku).usd_per_hour(tier),
+                usd=stretch.hours
+                * price_of(stretch.sku).usd_per_hour(
+                    "low_priority" if (stretch.tier or tier) == "low_priority" else "dedicated"
+                ),
             )
             for stretch in usage
         )

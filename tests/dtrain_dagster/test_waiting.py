@@ -56,9 +56,11 @@ def test_a_run_that_ends_for_another_reason_does_not_wait_any_more() -> None:
     assert before.start == item, "the run before was refused, and said so"
 
 
-def test_pauses_grow_to_an_hour_and_respect_what_the_cloud_asks_for() -> None:
+def test_pauses_grow_to_an_hour_and_respect_when_the_cloud_says_to_come_back() -> None:
     assert [pause_seconds(n) for n in (1, 2, 3, 4, 5, 9)] == [300, 600, 1200, 2400, 3600, 3600]
-    assert pause_seconds(1, asked=900) == 900
+    asked = new_ticket("0123456789", [], {}, "no quota", now=1000.0, deadline_seconds=60, not_before=9000.0)
+    assert asked.retry_at == 9000.0
+    assert refused_again(asked, "x", "no quota", now=9000.0, not_before=0.0).retry_at == 9600.0
 
 
 def test_the_queue_keeps_its_order_and_a_refusal_keeps_the_place(tmp_path: Path) -> None:
