@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.costs.prices import Tier
-from dtrain_dagster.settings import Settings
+from dtrain_dagster.azure_settings import AzureSettings
+from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.costs.prices import PriceError, Tier, price_of
+from dtrain_dagster.settings import Settings, SettingsError, read_environment
 
 if TYPE_CHECKING:
+    from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
     from dtrain_dagster.clusters.base import GPUClusterManager
 
 NODE_CACHE = "/tmp/dtrain-cache"
@@ -72,6 +75,9 @@ class GPUClusterResource(dg.ConfigurableResource):
     replacement_delay_seconds: float
     gpu_type: str
     tier: str
+    shared_uri: str
+    azure: dict[str, Any]
+    """`AzureSettings.options`; empty on another kind of cluster."""
 
     def node_env(self, project: ProjectResource) -> dict[str, str]:
         """What the trainer finds in its environment on the nodes, besides what the kind of cluster gives it."""
@@ -81,8 +87,27 @@ class GPUClusterResource(dg.ConfigurableResource):
     def price_tier(self) -> Tier:
         return "low_priority" if self.tier == "low_priority" else "dedicated"
 
+    def azure_options(self) -> AzureMLOptions:
+        """Checked: `ClusterError` for what cannot be used, `PriceError` for a size whose price nobody knows."""
+        from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+
+        own = {name: tuple(value) if isinstance(value, list) else value for name, value in self.azure.items()}
+        options = AzureMLOptions(
+            **own,
+            cluster_name=self.cluster_name,
+            storage_uri=self.shared_uri,
+            processes_per_node=self.processes_per_node,
+        )
+        for entry in (self.gpu_type, *options.chain):
+            price_of(entry.partition("@")[0])
+        return options
+
     def manager(self) -> GPUClusterManager:
         """The cluster behind the settings."""
+        if self.kind == "azure_ml":
+            from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
+
+            return AzureMLClusterManager(self.azure_options(), home=Path(self.home))
         from dtrain_dagster.clusters.local import LocalClusterManager
 
         return LocalClusterManager(
@@ -97,28 +122,38 @@ class GPUClusterResource(dg.ConfigurableResource):
 
 
 def build_resources(settings: Settings) -> dict[str, dg.ConfigurableResource]:
-    """Resource key → resource, from the environment's settings; each field can be changed in the launchpad."""
-    return {
-        "project": ProjectResource(
-            home=str(settings.home),
-            shared_uri=settings.shared_uri,
-            tracking_uri=settings.tracking_uri,
-            experiment=settings.experiment,
-            model_name=settings.model_name,
-            dagster_url=settings.dagster_url.rstrip("/"),
-            notify=settings.notify,
-            queue_deadline_hours=settings.queue_deadline_hours,
-        ),
-        "cluster": GPUClusterResource(
-            kind=settings.cluster,
-            cluster_name=settings.cluster_name,
-            home=str(settings.home),
-            node_count=settings.nodes,
-            processes_per_node=settings.processes_per_node,
-            threads_per_rank=settings.threads_per_rank,
-            max_replacements=settings.max_replacements,
-            replacement_delay_seconds=settings.replacement_delay_seconds,
-            gpu_type=settings.gpu_type,
-            tier=settings.tier,
-        ),
-    }
+    """Resource key → resource, from the environment's settings; each field can be changed in the launchpad.
+
+    `dtrain_dagster.settings.SettingsError` where what Azure needs is missing or cannot be used; nobody is asked.
+    """
+    on_azure = settings.cluster == "azure_ml"
+    cluster = GPUClusterResource(
+        kind=settings.cluster,
+        cluster_name=settings.cluster_name,
+        home=str(settings.home),
+        node_count=settings.nodes,
+        processes_per_node=settings.processes_per_node,
+        threads_per_rank=settings.threads_per_rank,
+        max_replacements=settings.max_replacements,
+        replacement_delay_seconds=settings.replacement_delay_seconds,
+        gpu_type=settings.gpu_type,
+        tier=settings.tier,
+        shared_uri=settings.shared_uri,
+        azure=read_environment(AzureSettings).options() if on_azure else {},
+    )
+    if on_azure:
+        try:
+            cluster.azure_options()
+        except (ClusterError, PriceError) as error:
+            raise SettingsError(str(error)) from None
+    project = ProjectResource(
+        home=str(settings.home),
+        shared_uri=settings.shared_uri,
+        tracking_uri=settings.tracking_uri,
+        experiment=settings.experiment,
+        model_name=settings.model_name,
+        dagster_url=settings.dagster_url.rstrip("/"),
+        notify=settings.notify,
+        queue_deadline_hours=settings.queue_deadline_hours,
+    )
+    return {"project": project, "cluster": cluster}

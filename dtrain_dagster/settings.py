@@ -6,12 +6,13 @@ What a person changes from run to run (epochs, learning rate, window…) is not 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 PREFIX = "DTRAIN_"
+S = TypeVar("S", bound=BaseSettings)
 
 
 class SettingsError(ValueError):
@@ -114,17 +115,26 @@ class Settings(BaseSettings):
 
 def load_settings() -> Settings:
     """Read and check the environment. Raises `SettingsError` with one line per variable that cannot be used."""
+    return read_environment(Settings)
+
+
+def read_environment(kind: type[S]) -> S:
+    """Settings of this kind from the environment; raises as `load_settings` does."""
     try:
-        return Settings()
+        return kind()
     except ValidationError as error:
+        prefix = kind.model_config["env_prefix"]
         lines = []
         for item in error.errors(include_url=False):
             if not item["loc"]:  # several variables do not go together; the message names them
                 lines.append(item["msg"].removeprefix("Value error, "))
                 continue
             name = str(item["loc"][0])
-            field = Settings.model_fields.get(name)
+            field = kind.model_fields.get(name)
             about = f" ({field.description})" if field and field.description else ""
-            default = f"; unset it for the default, {field.get_default()}" if field else ""
-            lines.append(f"{PREFIX}{name.upper()}={item['input']!r}{about}: {item['msg']}{default}")
+            if item["type"] == "missing":
+                lines.append(f"{prefix}{name.upper()}{about} is not set")
+                continue
+            default = f"; unset it for the default, {field.get_default()}" if field and not field.is_required() else ""
+            lines.append(f"{prefix}{name.upper()}={item['input']!r}{about}: {item['msg']}{default}")
         raise SettingsError("\n".join(lines)) from None

@@ -6,18 +6,28 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings
 
-from dtrain_dagster.settings import PREFIX, Settings
+from dtrain_dagster.azure_settings import AzureSettings
+from dtrain_dagster.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_the_readme_lists_every_setting_with_its_default_and_no_other():
-    readme = (ROOT / "README.md").read_text()
-    listed = dict(re.findall(r"^\| `(DTRAIN_[A-Z_]+)` \| (.*?) \|", readme, flags=re.MULTILINE))
-    defaults = {f"{PREFIX}{name.upper()}": field.get_default() for name, field in Settings.model_fields.items()}
-    assert listed == {name: "" if value is None else f"`{value}`" for name, value in defaults.items()}
+@pytest.mark.parametrize(("document", "kind"), [("README.md", Settings), ("docs/azure.md", AzureSettings)])
+def test_every_setting_is_listed_with_its_default_and_no_other(document: str, kind: type[BaseSettings]):
+    text = (ROOT / document).read_text()
+    listed = dict(re.findall(r"^\| `(DTRAIN_[A-Z_]+)` \| (.*?) \|", text, flags=re.MULTILINE))
+    prefix = kind.model_config["env_prefix"]
+    assert listed == {f"{prefix}{name.upper()}": default_of(field) for name, field in kind.model_fields.items()}
+
+
+def default_of(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    return "" if field.get_default() in (None, "") else f"`{field.get_default()}`"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

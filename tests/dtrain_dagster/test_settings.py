@@ -1,7 +1,11 @@
 """Settings come from the environment, and a bad one is refused by name."""
 
+import subprocess
+import sys
+
 import pytest
 
+from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings import SettingsError, load_settings
 
 
@@ -39,3 +43,61 @@ def test_a_bad_value_is_refused_with_its_name_and_the_default(monkeypatch, name,
     assert f"{name}={value!r}" in message
     assert said in message
     assert "unset it for the default" in message
+
+
+AZURE = {
+    "DTRAIN_CLUSTER": "azure_ml",
+    "DTRAIN_STORAGE": "az://dtrain/team",
+    "DTRAIN_AZURE_SUBSCRIPTION_ID": "00000000-0000-4000-8000-000000000001",
+    "DTRAIN_AZURE_RESOURCE_GROUP": "rg",
+    "DTRAIN_AZURE_WORKSPACE": "ws",
+    "DTRAIN_AZURE_IMAGE": "registry.azurecr.io/dtrain:1",
+}
+
+
+def on_azure(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
+    for name, value in {**AZURE, **changes}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_the_azure_path_is_set_by_its_own_variables(monkeypatch):
+    on_azure(monkeypatch, DTRAIN_AZURE_CHAIN="Standard_NC4as_T4_v3, Standard_NC24ads_A100_v4@low_priority")
+    cluster = build_resources(load_settings())["cluster"]
+    assert cluster.shared_uri == "az://dtrain/team"
+    assert cluster.azure["chain"] == ("Standard_NC4as_T4_v3", "Standard_NC24ads_A100_v4@low_priority")
+    assert cluster.azure["idle_seconds"] == 600
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"DTRAIN_AZURE_WORKSPACE": ""}, "DTRAIN_AZURE_WORKSPACE (Azure ML workspace) is not set"),
+        ({"DTRAIN_AZURE_SUBSCRIPTION_ID": "mine"}, "az account show"),
+        ({"DTRAIN_STORAGE": ""}, "az://container/path"),
+        (
+            {"DTRAIN_AZURE_CHAIN": "Standard_NC4as_T4_v3,Standard_Unpriced"},
+            "no price is known for SKU 'Standard_Unpriced'",
+        ),
+        ({"DTRAIN_AZURE_TIERS": "spot"}, "spot"),
+    ],
+)
+def test_what_azure_would_refuse_is_refused_before_anything_runs(monkeypatch, changes, said):
+    on_azure(monkeypatch, **changes)
+    with pytest.raises(SettingsError) as error:
+        build_resources(load_settings())
+    assert said in str(error.value)
+
+
+def test_the_azure_path_loads_without_the_sdk_and_without_a_network(monkeypatch):
+    """In a process of its own, where connecting anywhere fails."""
+    on_azure(monkeypatch)
+    program = (
+        "import socket, sys\n"
+        "def no(*_, **__): raise AssertionError('the network was asked')\n"
+        "socket.socket.connect = socket.getaddrinfo = no\n"
+        "import dtrain_dagster.definitions as loaded\n"
+        "assert loaded.defs.resources['cluster'].kind == 'azure_ml'\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] in ('azure', 'torch', 'mlflow')]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
