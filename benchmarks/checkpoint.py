@@ -231,9 +231,14 @@ def main(arguments: list[str] | None = None) -> None:
         "batch": options.batch,
     }
     for megabytes in options.sizes:
-        with tempfile.TemporaryDirectory(dir=options.folder, prefix="checkpoint-") as folder:
-            figures = measure(megabytes, options.rounds, options.batch, folder, options.others / 100, options.patience)
         name = f"{megabytes}mb" if megabytes < 1000 else f"{megabytes // 1000}gb"
+        try:
+            with tempfile.TemporaryDirectory(dir=options.folder, prefix="checkpoint-") as folder:
+                figures = measure(
+                    megabytes, options.rounds, options.batch, folder, options.others / 100, options.patience
+                )
+        except RuntimeError as error:  # the other sizes are worth as much without it
+            figures = {"not_measured": str(error)}
         for key, value in figures.items():
             result[f"{key}_{name}"] = round(value, 4) if isinstance(value, float) else value
     line = json.dumps(result)

@@ -56,9 +56,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.dry_run:
         print(job.to_json())  # noqa: T201 - what was asked for
         return 0
-    from trainer.outcome import leave_process, run_job  # torch, only once the configuration is known to be good
+    from trainer.outcome import run_job  # torch, only once the configuration is known to be good
 
-    return leave_process(run_job(job))
+    return run_job(job)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """`main` for a process that does nothing else: it ends here where something of a group that failed still hangs."""
+    code = main(arguments)
+    if "trainer.outcome" in sys.modules:
+        from trainer.outcome import leave_process
+
+        leave_process(code)
+    return code
 
 
 def _refuse(message: str) -> int:
@@ -67,4 +77,4 @@ def _refuse(message: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

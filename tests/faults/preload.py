@@ -193,7 +193,7 @@ def _be_node(
         os.closerange(3, 1024)  # the pipe's other end, the reaper's, the lock's
         os.environ.clear()
         os.environ.update(environment)
-        from trainer.__main__ import main as train
+        from trainer.__main__ import run as train
 
         code = train(list(command[list(command).index("trainer") + 1 :]))
     except SystemExit as end:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from worlds import Job
 
-from trainer.__main__ import main
+from trainer.__main__ import run
 from trainer.consumed import unproven
 from trainer.membership import Generation, generations
 
@@ -122,7 +122,7 @@ def _be_node(config: str, environment: Mapping[str, str], log: str) -> None:
             del os.environ[name]
     os.environ.update(environment)
     sys.path.insert(0, str(Path(__file__).parent))
-    sys.exit(main(["--config", config]))
+    sys.exit(run(["--config", config]))
 
 
 def weights(job: Job) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from worlds import Job
 
 import trainer.group
 from trainer.group import Group, GroupError, StarTransport, TorchTransport, Transport, abandoned, make_torch_transport
@@ -245,6 +246,18 @@ def test_a_process_that_freezes_or_dies_in_the_middle(how: str) -> None:
         peer.send_signal(signal.SIGKILL)
         peer.wait()
         group.close()
+
+
+def test_who_trains_in_a_process_of_its_own_goes_on_after_it(
+    ranks: Callable[..., Ranks], new_job: Callable[..., Job]
+) -> None:
+    """Something hangs in it that an earlier training has left behind; that must not end it, as it ends a node."""
+    world = ranks(timeout=10.0)
+    world.all(World.meet)
+    world.groups[0].fail("n1 is gone")
+    world.groups[0].close()
+    assert abandoned()
+    assert new_job(max_steps=2).run_here() == 0
 
 
 @pytest.mark.slow
