@@ -224,9 +224,10 @@ class BlobStorage(Storage):
         def get() -> _Part:
             answer = blob.download_blob(offset=offset, length=length, **condition)
             data, properties = answer.readall(), answer.properties
-            if len(data) != min(length, properties.size - offset):
-                raise ConnectionError(f"{len(data)} bytes came instead of {answer.size}")
-            return _Part(data, properties.size, properties.etag, properties.metadata or {})
+            size = int(str(properties.content_range).rpartition("/")[2])  # the properties' own size is the part's
+            if len(data) != min(length, size - offset):
+                raise ConnectionError(f"{len(data)} bytes came instead of {min(length, size - offset)}")
+            return _Part(data, size, properties.etag, properties.metadata or {})
 
         try:
             return self._attempt("read", name, get)
