@@ -89,6 +89,16 @@ class BlobStorage(Storage):
                 raise OSError(errno.EIO, "damaged: its sha256 is not the one that it was written with", self._at(name))
             return data
 
+    def read_all(self, names: Sequence[str]) -> Sequence[bytes]:
+        contents: dict[int, bytes] = {}
+        with Lanes(2 * self.parallel) as lanes:  # small files: it is the way there that takes time
+            for number, name in enumerate(names):
+                lanes.put(partial(self._read_into, contents, number, name))
+        return [contents[number] for number in range(len(names))]
+
+    def _read_into(self, contents: dict[int, bytes], number: int, name: str) -> None:
+        contents[number] = self.read(name)
+
     def fetch(self, name: str, path: str | os.PathLike[str]) -> None:
         with open(path, "wb") as file:
             self._fetch(name, file)

@@ -27,7 +27,7 @@ from azure.core.pipeline.transport import RequestsTransport
 from azure.storage.blob import BlobServiceClient
 
 from trainer.config import ConfigError
-from trainer.storage import StorageAccessError
+from trainer.storage import StorageAccessError, StorageError
 
 CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
 ACCOUNT_URL = "AZURE_STORAGE_ACCOUNT_URL"
@@ -86,7 +86,7 @@ def judge(error: BaseException) -> Verdict:
     return Verdict.LOST_BLOCKS if name == "InvalidBlockList" else Verdict.FAILED
 
 
-class BlobError(OSError):
+class BlobError(StorageError):
     """A request that failed for good. ``verdict`` says how."""
 
     def __init__(self, message: str, verdict: Verdict) -> None:

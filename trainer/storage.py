@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +24,10 @@ from trainer.swap import swap_file, write_through
 
 AZURE = "az://"
 _memory_lock = threading.Lock()
+
+
+class StorageError(OSError):
+    """Remote storage does not do what it is asked for, though it was asked several times. Starting again may help."""
 
 
 class StorageAccessError(ConfigError, OSError):
@@ -67,6 +71,10 @@ class Storage:
     def read(self, name: str) -> bytes:
         """The content of a file. FileNotFoundError where there is none."""
         return self.fs.cat_file(self.path(name))
+
+    def read_all(self, names: Sequence[str]) -> Sequence[bytes]:
+        """The contents of several files, in this order."""
+        return [self.read(name) for name in names]
 
     def open(self, name: str) -> IO[bytes]:
         """A file to read in pieces. FileNotFoundError where there is none."""
