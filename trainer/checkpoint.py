@@ -79,13 +79,16 @@ class CheckpointManager:
         """The generation that we fenced for, and the (generation, step) of the last checkpoint that counted then."""
         self._writer = Writer(self._commit, self._tell, final=(FencedError,))
 
-    def save(self, state: dict[str, Any], step: int, generation: int, is_best: bool = False) -> bool:
+    def save(
+        self, state: dict[str, Any], step: int, generation: int, is_best: bool = False, is_last: bool = False
+    ) -> bool:
         """Copy a state of tensors and plain values, and return; it is written in the background, in order.
 
         False if nothing was taken, since one is being written and another waits already (one that is not the best gives
-        way to one that is). Never raises for what storage does. To be called from one thread.
+        way to one that is, and to the last of a training). Never raises for what storage does. To be called from one
+        thread.
         """
-        return self._writer.put(state, step, generation, is_best)
+        return self._writer.put(state, step, generation, is_best, is_last)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until all that was taken counts or was given up; False if it takes longer than that."""
