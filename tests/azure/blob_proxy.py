@@ -113,6 +113,7 @@ class BlobProxy:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
 
             def serve(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
