@@ -10,7 +10,10 @@ from fastapi.responses import JSONResponse
 from tests.azure.emulator.clock import iso
 from tests.azure.emulator.state import LOCATION_ID, WORKSPACE_ID, Cloud, Operation
 
-WS = "/subscriptions/{subscription}/resourceGroups/{group}/providers/Microsoft.MachineLearningServices/workspaces/{workspace}"
+WS = (
+    "/subscriptions/{subscription}/resourceGroups/{group}"
+    "/providers/Microsoft.MachineLearningServices/workspaces/{workspace}"
+)
 
 
 class Refusal(Exception):

@@ -8,7 +8,7 @@ import json
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 
 import uvicorn
@@ -25,7 +25,7 @@ from tests.azure.emulator.identity import Identity
 from tests.azure.emulator.state import RESOURCE_GROUP, SUBSCRIPTION, WORKSPACE, Cloud, Request
 
 WITHOUT_TOKEN = ("metadata.get", "discovery.get", "endpoint.score")
-_Send = Callable[[dict[str, Any]], Awaitable[None]]
+_Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class DroppingProtocol(H11Protocol):
@@ -82,7 +82,7 @@ class Surface:
         self.app, self.cloud, self.identity = app, cloud, identity
         self._routes: list[Route] | None = None
 
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: _Send) -> None:
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: _Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         body = await _read(receive)
@@ -92,7 +92,7 @@ class Surface:
         async def again() -> dict[str, Any]:
             return {"type": "http.request", "body": body, "more_body": False}
 
-        async def recording(message: dict[str, Any]) -> None:
+        async def recording(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
             await send(message)
@@ -100,22 +100,22 @@ class Surface:
         try:
             self._check(record, scope)
         except Refusal as refusal:
-            return await refusal.answer()(scope, again, recording)  # type: ignore[arg-type]
+            return await refusal.answer()(scope, again, recording)
         fault = self.cloud.faults.of_request(record.operation)
         if fault is None:
-            return await self.app(scope, again, recording)  # type: ignore[arg-type]
+            return await self.app(scope, again, recording)
         record.fault = fault.kind
         if fault.kind == "slow":
             await asyncio.sleep(fault["seconds"])
-            return await self.app(scope, again, recording)  # type: ignore[arg-type]
+            return await self.app(scope, again, recording)
         if fault.fields.get("moment") == "after":
-            await self.app(scope, again, _nowhere)  # type: ignore[arg-type]
+            await self.app(scope, again, _nowhere)
         if fault.kind == "drop":
             scope["state"]["transport"].abort()
             return None
-        return await _answer(fault)(scope, again, recording)  # type: ignore[arg-type]
+        return await _answer(fault)(scope, again, recording)
 
-    def _record(self, scope: dict[str, Any], body: bytes) -> Request:
+    def _record(self, scope: MutableMapping[str, Any], body: bytes) -> Request:
         query = HttpRequest(scope).query_params
         parsed: Any = None
         if body[:1] in (b"{", b"["):
@@ -130,7 +130,7 @@ class Surface:
             body=parsed,
         )
 
-    def _operation(self, scope: dict[str, Any]) -> str:
+    def _operation(self, scope: MutableMapping[str, Any]) -> str:
         if self._routes is None:
             self._routes = [route for route in flat(self.app.routes) if isinstance(route, Route)]
         for route in self._routes:
@@ -138,7 +138,7 @@ class Surface:
                 return route.name
         return "unknown"
 
-    def _check(self, record: Request, scope: dict[str, Any]) -> None:
+    def _check(self, record: Request, scope: MutableMapping[str, Any]) -> None:
         if record.operation in WITHOUT_TOKEN:
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
@@ -173,7 +173,7 @@ def _answer(fault: Fault) -> JSONResponse:
     return refusal.answer()
 
 
-async def _nowhere(_: dict[str, Any]) -> None:
+async def _nowhere(_: MutableMapping[str, Any]) -> None:
     """Where an answer goes that nobody gets."""
 
 

@@ -55,8 +55,8 @@ def arm_routes(cloud: Cloud) -> APIRouter:
     @router.get("/discovery/workspaces/{workspace}", name="discovery.get")
     def discovery() -> dict[str, str]:
         """Where the workspace's own services are; without a token, as the real one."""
-        names = ("api", "catalog", "experimentation", "gallery", "history", "hyperdrive", "labeling", "modelmanagement")
-        names += ("pipelines", "registry", "studio")
+        names = ["api", "catalog", "experimentation", "gallery", "history", "hyperdrive", "labeling"]
+        names += ["modelmanagement", "pipelines", "registry", "studio"]
         return dict.fromkeys(names, cloud.addresses.base)
 
     @router.get(LOCATIONS + "/vmSizes", name="sizes.list")

@@ -143,7 +143,7 @@ def _update(cloud: Cloud, compute: Compute, body: dict[str, Any]) -> tuple[Compu
         raise Refusal(409, "Conflict", why)
     new = Compute(name=compute.name, body=body, created=0, modified=0)
     if (new.vm_size, new.tier) != (compute.vm_size, compute.tier):
-        why = f"Compute {compute.name} exists; its vmSize and vmPriority cannot be changed. Delete it, or take another name."
+        why = f"Compute {compute.name} exists; its vmSize and vmPriority cannot be changed: delete it first."
         raise Refusal(400, "BadRequest", why)
     if compute.state == "Failed":
         why = f"Compute {compute.name} is in a failed state; delete it before it is created again."

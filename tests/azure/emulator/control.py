@@ -2,7 +2,7 @@
 
 =============  =====================================================================================================
 ``clock``      ``advance_seconds``: move the emulator's clock forward; answers ``now`` (seconds since the epoch)
-``fault``      one fault, or ``faults``: a list of them (see `tests.azure.emulator.faults`); answers with what is pending
+``fault``      one fault, or ``faults``: a list of them (see `tests.azure.emulator.faults`); answers with all
 ``faults``     the faults: what they are, how often they struck, how often they still will
 ``clear``      forget all faults
 ``timing``     change how long things take (fields of `state.Timing`); answers with all of them
@@ -16,11 +16,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
-from fastapi import APIRouter, Body
+from fastapi import APIRouter, Request
 
 from tests.azure.emulator.answers import Refusal
 from tests.azure.emulator.state import Cloud
@@ -41,7 +42,8 @@ def control_routes(cloud: Cloud, tick: Callable[[], None]) -> APIRouter:
     }
 
     @router.post("/control/{verb}")
-    async def control(verb: str, asked: dict[str, Any] = Body(default={})) -> dict[str, Any]:
+    async def control(verb: str, request: Request) -> dict[str, Any]:
+        asked = json.loads(await request.body() or b"{}")
         if verb not in verbs:
             raise Refusal(404, "UnknownVerb", f"{verb!r} is no verb; there are: {', '.join(verbs)}")
         try:
@@ -58,7 +60,7 @@ def _clock(cloud: Cloud, tick: Callable[[], None], asked: dict[str, Any]) -> dic
 
 
 def _fault(cloud: Cloud, asked: dict[str, Any]) -> list[dict[str, Any]]:
-    for spec in asked["faults"] if "faults" in asked else [asked]:
+    for spec in asked.get("faults", [asked]):
         cloud.faults.add(spec, cloud.clock.now())
     return [fault.describe() for fault in cloud.faults.all]
 

@@ -1,4 +1,4 @@
-"""Managed identity on loopback: tokens as JWTs, in the dialects of App Service (the orchestrator) and of Azure ML's nodes.
+"""Managed identity on loopback: JWTs, in the dialects of App Service (the orchestrator) and of Azure ML's nodes.
 
 Azurite (``--oauth basic``) does not check signatures, but issuer, audience and times; the emulator checks all of it.
 Tokens live by the machine's clock, not by the emulator's: their readers have no other.

@@ -20,7 +20,7 @@ def wanted_nodes(minimum: int, maximum: int, busy: int, asked: Sequence[int]) ->
 
 
 def to_release(nodes: Sequence[Node], wanted: int, maximum: int, idle_seconds: float, now: float) -> list[Node]:
-    """Idle nodes beyond ``wanted`` that were idle for long enough, and any beyond ``maximum``; the longest idle first."""
+    """Idle nodes: beyond ``wanted`` those idle for long enough, beyond ``maximum`` any; the longest idle first."""
     idle = sorted((node for node in nodes if node.state == "idle"), key=lambda node: node.since)
     spare, over = len(nodes) - wanted, len(nodes) - maximum
     return [
