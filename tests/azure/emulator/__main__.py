@@ -20,6 +20,7 @@ from tests.azure.emulator.assets import asset_routes
 from tests.azure.emulator.certificates import ACCOUNT, make_certificates
 from tests.azure.emulator.computes import compute_routes
 from tests.azure.emulator.control import control_routes
+from tests.azure.emulator.endpoints import Serving, endpoint_routes
 from tests.azure.emulator.faults import FIELDS, Faults
 from tests.azure.emulator.history import history_routes
 from tests.azure.emulator.identity import Identity, identity_routes
@@ -28,6 +29,7 @@ from tests.azure.emulator.running import Runner
 from tests.azure.emulator.scaling import tick_computes
 from tests.azure.emulator.state import CONTAINER, DATASTORE_CONTAINER, Cloud
 from tests.azure.emulator.storage import Blobs
+from tests.azure.emulator.tracking import Tracking, mlflow_routes
 
 RESOLVER = Path(__file__).parents[1] / "resolver"
 EPILOG = f"""\
@@ -65,10 +67,12 @@ def main() -> int:
         cloud.addresses.storage_suffix = f"core.localhost:{blobs.port}"
         store = Blobs(cloud.addresses)
         runner = Runner(cloud=cloud, blobs=store, identity=identity, ca=certificates.ca, resolver=RESOLVER)
+        serving, tracking = Serving(cloud, store, identity), Tracking(cloud)
 
         def tick() -> None:
             cloud.end_operations()
             runner.tick()
+            serving.tick()
             tick_computes(cloud, runner.waiting())
 
         surface = new_app()
@@ -78,6 +82,8 @@ def main() -> int:
             asset_routes(cloud, store),
             job_routes(cloud),
             history_routes(cloud, store),
+            endpoint_routes(cloud, serving),
+            mlflow_routes(tracking),
         ):
             surface.include_router(routes)
         inside = new_app()
@@ -105,7 +111,8 @@ def main() -> int:
         try:
             asyncio.run(serve())
         finally:
-            runner.close()
+            for part in (runner, serving, tracking):
+                part.close()
     return 0
 
 

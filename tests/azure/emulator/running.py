@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from tests.azure.emulator.state import (
     quota_of,
 )
 from tests.azure.emulator.storage import Blobs, container_and_prefix
+from tests.azure.emulator.tracking import free_port
 
 LOG_SECONDS = 0.5
 """Between two looks at the logs; of the real clock."""
@@ -129,7 +129,7 @@ class Runner:
         if compute.state != "Succeeded" or len(idle) < job.shape.nodes:
             return False
         job.launches += 1
-        job.port = _free_port()
+        job.port = free_port()
         job.slots = [Slot(rank=rank) for rank in range(job.shape.nodes)]
         for slot, node in zip(job.slots, idle, strict=False):
             self._take(job, slot, compute, node)
@@ -371,9 +371,3 @@ def _logged(job: Job, text: str | None) -> bool:
 
 def _node(compute: Compute | None, slot: Slot) -> Node | None:
     return next((node for node in compute.nodes if node.id == slot.node), None) if compute else None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -81,6 +81,7 @@ class Operation:
     ends: float | None
     error: dict[str, Any] | None = None
     status: str = "InProgress"
+    stuck: bool = False
     apply: Callable[[], None] = lambda: None
 
 
@@ -235,6 +236,7 @@ class Cloud:
             id=str(uuid.uuid4()),
             what=what,
             ends=None if stuck else self.clock.now() + seconds,
+            stuck=stuck,
             error=error,
             apply=apply,
         )
