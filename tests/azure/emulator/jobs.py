@@ -202,6 +202,10 @@ def _change(job: Job, body: dict[str, Any]) -> None:
                 "description, displayName, tags, properties and isArchived can be updated."
             )
             raise Refusal(400, "UserError", why)
+    kept = job.properties.get("properties") or {}
+    if changed := [name for name, value in (new.get("properties") or {}).items() if kept.get(name, value) != value]:
+        why = f"A job with this name already exists. Its existing properties cannot be changed: {', '.join(changed)}."
+        raise Refusal(400, "UserError", why)
     for name in ("displayName", "description", "isArchived"):
         if new.get(name) is not None:
             job.properties[name] = new[name]
