@@ -114,6 +114,26 @@ def test_a_deployment_serves_its_model(emulator: Emulator, client: Any, model: P
     assert list(client.online_endpoints.list()) == []
 
 
+def test_an_endpoint_may_ask_for_a_token(emulator: Emulator, client: Any) -> None:
+    import requests
+    from azure.ai.ml.entities import ManagedOnlineEndpoint
+
+    asked = ManagedOnlineEndpoint(name="by-token", auth_mode="aad_token")
+    where = client.online_endpoints.begin_create_or_update(asked).result().scoring_uri
+    token = client.online_endpoints.get_keys("by-token").access_token
+    status = {
+        given: requests.post(
+            where,
+            json={},
+            headers={"Authorization": f"Bearer {given}"},
+            verify=emulator.environment["REQUESTS_CA_BUNDLE"],
+            timeout=30,
+        ).status_code
+        for given in ("a key", token)
+    }
+    assert status == {"a key": 401, token: 404}, "whom it knows, it tells that it has no deployment"
+
+
 def test_a_model_that_does_not_load_fails_its_deployment(client: Any, model: Path, tmp_path: Path) -> None:
     from azure.ai.ml.entities import ManagedOnlineDeployment, ManagedOnlineEndpoint, Model
     from azure.core.exceptions import HttpResponseError
