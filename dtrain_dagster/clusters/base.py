@@ -10,10 +10,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class ClusterError(RuntimeError):
     """The cluster cannot do what was asked. The message names the setting and the remedy."""
+
+
+class NoCapacityError(ClusterError):
+    """There are no nodes to be had now. Nothing was bought; asking again later may help."""
+
+    def __init__(self, message: str, attempts: tuple[dict[str, Any], ...], retry_at: float) -> None:
+        super().__init__(message)
+        self.attempts = attempts
+        """What was tried, in order: sku, tier, node_count, code, message, decision, at."""
+        self.retry_at = retry_at
+        """The earliest time at which asking again is sensible. Unix seconds."""
 
 
 class JobState(StrEnum):
@@ -41,6 +53,8 @@ class ClusterConfig:
     max_nodes: int
     idle_timeout_minutes: int
     processes_per_node: int = 1
+    tier: str | None = None
+    """Tier that was got, where the cluster decides; None: the one that was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +112,8 @@ class NodeUsage:
     sku: str
     started_at: float
     ended_at: float
+    tier: str | None = None
+    """Tier that was paid for, where the cluster decides; None: the one that was asked for."""
 
     @property
     def hours(self) -> float:
