@@ -81,8 +81,9 @@ class Jobs:
         if found is None:
             try:
                 self._create(record, rundir)
-            except ServiceRefused as error:
-                if error.status != 409:
+            except ServiceRefused:  # also what is said of a name that exists
+                found = self.get(name)
+                if found is None:
                     raise
             found = self.get(name)  # made here, by an answer that was lost, or by another orchestrator: all the same
             if found is None:
@@ -244,7 +245,7 @@ def _read(job: Any) -> ServiceJob:
     created = getattr(getattr(job, "creation_context", None), "created_at", None)
     studio = (getattr(job, "services", None) or {}).get("Studio")
     look = Look(
-        status=str(getattr(job, "status", None) or "Unknown"),
+        status=str(getattr(job.status, "value", job.status) or "Unknown"),  # an enum, or a word that it does not know
         started_at=parse_time(properties.get("StartTimeUtc")),
         ended_at=parse_time(properties.get("EndTimeUtc")),
     )

@@ -38,8 +38,8 @@ def why_orphaned(
     """Why a job that runs in the service is nobody's; "" if it is somebody's. Pure.
 
     ``record``: ``launch.json`` of its run directory, None if there is none; ``is_settled``: the run directory says that
-    the job has ended; ``owner``: the Dagster run that followed it last, None for a job that was started without it, which a
-    person owns.
+    the job has ended; ``owner``: the Dagster run that followed it last, None for a job without one,
+    which a person owns.
     """
     if record is None:
         return "its run directory is gone"

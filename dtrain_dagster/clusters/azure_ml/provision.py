@@ -316,8 +316,8 @@ class Provisioner:
         )
         if getattr(workspace, "customer_managed_key", None) is None:
             raise ClusterError(
-                f"require_own_key: workspace {self.options.workspace} is encrypted with Microsoft's keys; make one with "
-                "a customer-managed key (deploy/azure has a parameter for it), or do not require it"
+                f"require_own_key: workspace {self.options.workspace} is encrypted with Microsoft's keys; make one "
+                "with a customer-managed key (deploy/azure has a parameter for it), or do not require it"
             )
 
 
