@@ -54,6 +54,9 @@ class BlobProxy:
         self.requests: list[tuple[str, str]] = []
         """Method and address of every request, in the order in which they came."""
         self.injected: list[str] = []
+        self.versions = False
+        """Name versions, as an account does that keeps them (Azurite keeps none): ``v1``, ``v2``, … in this order."""
+        self._named = 0
         self.chaos: Callable[[str], str | None] = lambda method: None
         self._lock = threading.Lock()
         self._server = _Server(("127.0.0.1", 0), self._handler())
@@ -100,11 +103,17 @@ class BlobProxy:
                 self.injected.append(kind)
             return Fault(kind) if kind else None
 
+    def next_version(self) -> str:
+        with self._lock:
+            self._named += 1
+            return f"v{self._named}"
+
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
 
             def serve(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -134,6 +143,8 @@ class BlobProxy:
                         length = value  # of a HEAD too
                     elif name.lower() not in ("transfer-encoding", "connection", "keep-alive"):
                         self.send_header(name, value)
+                if proxy.versions and self.command == "PUT" and "comp=block&" not in self.path:
+                    self.send_header("x-ms-version-id", proxy.next_version())
                 self.send_header("Content-Length", "10" if kind == "cut answer" and not content else length)
                 self.end_headers()
                 if kind == "cut answer":
