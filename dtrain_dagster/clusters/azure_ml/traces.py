@@ -19,7 +19,7 @@ from trainer.rundir import LOGS, NodePresence, RunDir
 
 PROVISIONING = "provisioning.json"
 """In a run directory: for each launch, what was tried to get its nodes."""
-SILENT_SECONDS = 60.0
+SILENT_SECONDS = 120.0
 """A node that has not said for so long that it is there is not."""
 LOG_TAIL_LINES = 12
 
