@@ -1,0 +1,136 @@
+"""The audit log: one line for each operation that creates, changes, deletes or spends, whoever asked for it.
+
+``<home>/audit/YYYY-MM.jsonl``, only ever appended to, by any number of processes at once. What is secret is cut out of
+every text before it is written; what has no secret stays as it is.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+CUT = "***"
+DONE, FAILED = "done", "failed"
+_LONGEST = 2000
+_log = logging.getLogger(__name__)
+
+_SECRETS = (
+    # A signature, key, password or token that is given by name: in an address, a connection string, a header or JSON.
+    re.compile(
+        r"(?i)((?:sig|\w*account_?key|shared_?access_?(?:key|signature)|\w*password|\w*passwd|\w*secret|api[-_]?key|"
+        r"(?:access|refresh|id)?_?token|client_?secret)[\"']?\s*[=:]\s*[\"']?)[^\s&;,\"']+"
+    ),
+    re.compile(r"(?i)(\bbearer\s+)[A-Za-z0-9._~+/=-]{8,}"),
+    re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)"),
+)
+_SECRET_NAME = re.compile(
+    r"(?i)password|passwd|secret|account_?key|connection_?string|signature|(^|_)(token|sig)$|api_?key"
+)
+
+
+class AuditError(RuntimeError):
+    """The audit log cannot be written, so that nothing may be done that belongs in it."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """What the caller may still add to the line while the operation goes on."""
+
+    request_id: str | None = None
+    """The service's own number of the request, to be found again in its logs."""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AuditLog:
+    """Appends to the log below ``home``. ``who``: None is the user of this process on this machine."""
+
+    home: Path
+    dagster_run_id: str | None = None
+    who: str | None = None
+
+    @contextmanager
+    def operation(self, operation: str, target: str, **details: Any) -> Iterator[Entry]:
+        """Around one operation: its line is written when it has ended, well or with an error. `AuditError`, before
+        anything is done, where the log cannot be written."""
+        now = datetime.now(UTC)
+        path = self.home / "audit" / f"{now:%Y-%m}.jsonl"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise AuditError(
+                f"{operation} was not done: the audit log {path} cannot be written ({error.strerror or error}); make "
+                "room there, or set DTRAIN_HOME to a folder that can be written"
+            ) from error
+        entry = Entry(details=details)
+        line: dict[str, Any] = {
+            "at": now.isoformat(timespec="milliseconds"),
+            "who": self.who or _user(),
+            "operation": operation,
+            "target": target,
+            "dagster_run_id": self.dagster_run_id,
+        }
+        try:
+            yield entry
+            line["result"] = DONE
+        except BaseException as error:  # an interruption too is a result that somebody will want to know of
+            line |= {"result": FAILED, "code": error_code(error), "message": str(error)[:_LONGEST]}
+            entry.request_id = entry.request_id or getattr(error, "request_id", None)
+            raise
+        finally:
+            line |= {"request_id": entry.request_id, "details": entry.details or None}
+            known = {name: value for name, value in line.items() if value is not None}
+            try:
+                os.write(file, json.dumps(redact(known), default=str).encode() + b"\n")  # one write: lines stay whole
+            except OSError as error:
+                _log.error("the audit log %s cannot be written (%s): %s", path, error, redact(known))
+            finally:
+                os.close(file)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All lines, oldest first."""
+        files = sorted((self.home / "audit").glob("*.jsonl"))
+        return [json.loads(line) for path in files for line in path.read_text().splitlines()]
+
+
+def error_code(error: BaseException) -> str:
+    """The service's word for an error, where it has one, else its type."""
+    code = getattr(error, "code", None) or getattr(getattr(error, "error", None), "code", None)
+    return str(code) if code else type(error).__name__
+
+
+def redact(value: Any) -> Any:
+    """The same with what is secret cut out: by name in mappings, by form in texts."""
+    if isinstance(value, str):
+        for pattern in _SECRETS:
+            value = pattern.sub(rf"\g<1>{CUT}", value)
+        return value
+    if isinstance(value, Mapping):
+        return {
+            name: CUT if isinstance(name, str) and _SECRET_NAME.search(name) and item else redact(item)
+            for name, item in value.items()
+        }
+    if isinstance(value, list | tuple | set | frozenset):
+        return [redact(item) for item in value]
+    return value
+
+
+@cache
+def _user() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container whose user has no name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"

@@ -1,0 +1,259 @@
+"""The way to the service: one client, made when it is first needed, and one way of asking that bears what passes.
+
+A request that fails for a reason that passes (no connection, throttled, 5xx) is made again, with growing pauses or when
+the service says so, for as long as whoever asks has patience. What the service refuses is refused at once, with its
+code. Everything that is asked here can be asked again: names make it so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dtrain_dagster.audit import redact
+from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+from dtrain_dagster.clusters.base import ClusterError
+
+if TYPE_CHECKING:
+    from azure.ai.ml import MLClient
+
+T = TypeVar("T")
+
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
+PASSES = {408, 429, 500, 502, 503, 504}
+CONNECT_SECONDS, READ_SECONDS = 10, 60
+_log = logging.getLogger(__name__)
+
+
+class ServiceError(ClusterError):
+    """The service did not do what was asked. ``code``: its word for why, or the HTTP status, or the error's type."""
+
+    def __init__(self, message: str, code: str = "", status: int | None = None, request_id: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.status, self.request_id = code, status, request_id
+
+
+class ServiceUnreachable(ServiceError):
+    """It does not answer, or not with sense, and patience is at its end."""
+
+
+class ServiceRefused(ServiceError):
+    """It says no. ``reason``: its own words."""
+
+    def __init__(self, message: str, reason: str, code: str, status: int | None, request_id: str | None) -> None:
+        super().__init__(message, code, status, request_id)
+        self.reason = reason
+
+
+class NotFound(ServiceRefused):
+    """There is no such thing."""
+
+
+class Service:
+    """One workspace. Nothing is asked of it until `ml` or `call` is used."""
+
+    def __init__(self, options: AzureMLOptions) -> None:
+        self.options = options
+        self._client: MLClient | None = None
+        self._credential: Any = None
+        self._lock = threading.Lock()
+        self._request = threading.local()
+
+    @property
+    def ml(self) -> MLClient:
+        """The client; made on first use, which costs seconds of imports."""
+        with self._lock:
+            if self._client is None:
+                from azure.ai.ml import MLClient
+
+                # Its progress bars and its notes on experimental classes are not for our logs.
+                for name in ("azure.ai.ml", "azure.core.pipeline.policies.http_logging_policy", "azure.identity"):
+                    logging.getLogger(name).setLevel(logging.ERROR)
+                self._client = MLClient(
+                    self.credential,
+                    self.options.subscription_id,
+                    self.options.resource_group,
+                    self.options.workspace,
+                    show_progress=False,
+                    enable_telemetry=False,
+                    polling_interval=self.options.polling_interval_seconds,
+                    retry_total=2,  # of one request; `call` repeats the whole, with a deadline
+                    retry_backoff_factor=FIRST_PAUSE_SECONDS,
+                    connection_timeout=CONNECT_SECONDS,
+                    read_timeout=READ_SECONDS,
+                    raw_response_hook=self._note_request,
+                )
+            return self._client
+
+    @property
+    def credential(self) -> Any:
+        """Managed identity where there is one, else what `az login` and its like have left on this machine."""
+        if self._credential is None:
+            from azure.identity import DefaultAzureCredential
+
+            self._credential = DefaultAzureCredential(exclude_interactive_browser_credential=True)
+        return self._credential
+
+    @property
+    def request_id(self) -> str | None:
+        """The service's number of the last request of this thread that changed something."""
+        return getattr(self._request, "id", None)
+
+    def call(self, what: str, ask: Callable[[], T], patience_seconds: float | None = None) -> T:
+        """What ``ask`` returns; ``what``: words for messages. It may be called several times. `ServiceUnreachable` when
+        patience (None: that of the options) is at its end; `ServiceRefused`, `NotFound` where the service says no."""
+        patience = self.options.patience_seconds if patience_seconds is None else patience_seconds
+        deadline = time.monotonic() + patience
+        for pause in _pauses():
+            self._request.id = None
+            try:
+                return ask()
+            except ClusterError:
+                raise
+            except Exception as error:
+                if not passes(error):
+                    raise refused(what, error) from error
+                wait = max(pause, asked_pause(error) or 0.0)
+                if time.monotonic() + wait > deadline:
+                    raise ServiceUnreachable(
+                        f"{what}: Azure ML cannot be reached, tried for {patience:.0f} s: {words(error)}",
+                        code_of(error),
+                        status_of(error),
+                        request_id_of(error),
+                    ) from error
+                _log.warning("%s: %s; asking again in %.1f s", what, words(error), wait)
+                time.sleep(wait)
+        raise AssertionError("pauses do not end")
+
+    def _note_request(self, answer: Any) -> None:
+        """Called by the client with each answer: keep the number of the last one that changed something."""
+        response = answer.http_response
+        if response.request.method in ("PUT", "POST", "PATCH", "DELETE") and response.status_code < 400:
+            self._request.id = response.headers.get("x-ms-request-id") or self.request_id
+
+
+def _pauses() -> Iterator[float]:
+    """Growing pauses with jitter, so that many who wait do not come back at once. Seconds."""
+    pause = FIRST_PAUSE_SECONDS
+    while True:
+        yield pause * random.uniform(0.7, 1.3)
+        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it came from: some errors of the client hide the one that says why."""
+    seen: set[int] = set()
+    waiting: list[Any] = [error]
+    while waiting:
+        item = waiting.pop(0)
+        if not isinstance(item, BaseException) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        yield item
+        waiting += [getattr(item, "inner_exception", None), item.__cause__, item.__context__]
+
+
+def passes(error: BaseException) -> bool:
+    """Is this a reason that passes? An answer of the service decides; without one, it was not heard."""
+    from azure.core.exceptions import (
+        DecodeError,
+        HttpResponseError,
+        IncompleteReadError,
+        ServiceRequestError,
+        ServiceResponseError,
+    )
+    from requests.exceptions import ConnectionError as RequestsConnectionError
+    from requests.exceptions import Timeout
+
+    lost = (
+        ServiceRequestError,
+        ServiceResponseError,
+        IncompleteReadError,
+        DecodeError,
+        RequestsConnectionError,
+        Timeout,
+    )
+    for item in _chain(error):
+        if isinstance(item, lost):
+            return True
+        if isinstance(item, HttpResponseError) and item.status_code is not None:
+            return item.status_code in PASSES
+    return False
+
+
+def refused(what: str, error: BaseException) -> ServiceError:
+    """A refusal in our words, with the remedy where one is known."""
+    code, status, reason = code_of(error), status_of(error), words(error)
+    message = f"{what}: {reason}"
+    from azure.core.exceptions import ClientAuthenticationError
+
+    if any(isinstance(item, ClientAuthenticationError) for item in _chain(error)) and status in (None, 401):
+        message = (
+            f"{what}: no identity that Azure accepts. Give this machine a managed identity, or run `az login`; "
+            f"DefaultAzureCredential says: {reason}"
+        )
+    elif status == 403 or "Authorization" in code:
+        message += ". The identity lacks a role: deploy/azure lists what each one needs"
+    make = NotFound if status == 404 else ServiceRefused
+    return make(message, reason, code, status, request_id_of(error))
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status that the service answered with, where it did."""
+    found = (getattr(item, "status_code", None) for item in _chain(error))
+    return next((status for status in found if isinstance(status, int)), None)
+
+
+def code_of(error: BaseException) -> str:
+    """The service's code, else the HTTP status, else the error's type."""
+    for item in _chain(error):
+        code = getattr(getattr(item, "error", None), "code", None)
+        if code:
+            return str(code)
+    status = status_of(error)
+    return f"HTTP {status}" if status else type(error).__name__
+
+
+def words(error: BaseException, longest: int = 600) -> str:
+    """What the service says, in one line, without secrets."""
+    for item in _chain(error):
+        message = getattr(getattr(item, "error", None), "message", None)
+        if message:
+            return _line(str(message), longest)
+    return _line(str(getattr(error, "message", "") or error) or type(error).__name__, longest)
+
+
+def _line(text: str, longest: int) -> str:
+    line: str = redact(" ".join(text.split()))
+    return line if len(line) <= longest else line[: longest - 1] + "…"
+
+
+def asked_pause(error: BaseException) -> float | None:
+    """How long the service asks to be left alone; seconds."""
+    for item in _chain(error):
+        headers = getattr(getattr(item, "response", None), "headers", None) or {}
+        for name, unit in (("x-ms-retry-after-ms", 1e-3), ("retry-after-ms", 1e-3), ("Retry-After", 1.0)):
+            try:
+                return float(headers[name]) * unit
+            except (KeyError, ValueError):  # absent, or a date, which the client itself has waited for
+                continue
+    return None
+
+
+def request_id_of(error: BaseException) -> str | None:
+    for item in _chain(error):
+        headers = getattr(getattr(item, "response", None), "headers", None) or {}
+        if found := headers.get("x-ms-request-id"):
+            return str(found)
+    return None
+
+
+def own_environment() -> dict[str, str]:
+    """What nodes need of this process's environment to find the storage: an address, never a key."""
+    names = ("AZURE_STORAGE_ACCOUNT_URL",)
+    return {name: os.environ[name] for name in names if os.environ.get(name)}

@@ -1,0 +1,270 @@
+"""Jobs in the service: submitted once under their name, looked at, cancelled, listed, and what they printed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dtrain_dagster.audit import AuditLog
+from dtrain_dagster.clusters.azure_ml.client import NotFound, Service, ServiceError, ServiceRefused, own_environment
+from dtrain_dagster.clusters.azure_ml.code import stage_code
+from dtrain_dagster.clusters.azure_ml.launches import Record
+from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG
+from dtrain_dagster.clusters.azure_ml.states import ENDED, Look
+from dtrain_dagster.clusters.base import ClusterError
+from trainer.rundir import JOB, RunDir
+
+JOB_TAG, LAUNCH_TAG, TOKEN_TAG, RUN_DIR_TAG, RUN_TAG = (
+    "dtrain_job", "dtrain_launch", "dtrain_token", "dtrain_run_dir", "dagster_run_id",
+)  # fmt: skip
+_USER_LOG = re.compile(r"std_log(?:_process_(\d+))?\.txt$")
+
+
+class NameTaken(ClusterError):
+    """The service has another job under this name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceJob:
+    """A job of ours, as the service shows it."""
+
+    name: str
+    look: Look
+    tags: Mapping[str, str]
+    studio_url: str | None
+    compute: str
+    created_at: float | None
+
+    @property
+    def is_over(self) -> bool:
+        return self.look.status in ENDED
+
+
+class Jobs:
+    """Asks the service about jobs. What to ask for is decided elsewhere."""
+
+    def __init__(self, service: Service, audit: AuditLog) -> None:
+        self.service, self.options, self.audit = service, service.options, audit
+
+    def get(self, name: str, patience_seconds: float | None = None) -> ServiceJob | None:
+        """The job, None where there is none. `ServiceError` if that cannot be told."""
+        try:
+            found = self.service.call(f"look at job {name}", lambda: self.service.ml.jobs.get(name), patience_seconds)
+        except NotFound:
+            return None
+        job = _read(found)
+        if job.look.status in ("Failed", "Canceled"):
+            code, message = self._why(name, patience_seconds)
+            look = Look(
+                status=job.look.status, started_at=job.look.started_at, ended_at=job.look.ended_at, error_code=code,
+                error_message=message,
+            )  # fmt: skip
+            return ServiceJob(
+                name=name, look=look, tags=job.tags, studio_url=job.studio_url, compute=job.compute,
+                created_at=job.created_at,
+            )  # fmt: skip
+        return job
+
+    def submit(self, record: Record, rundir: RunDir) -> ServiceJob:
+        """Have the launch of this record in the service: made, or found where it is already. `NameTaken` where the name
+        is another's."""
+        name = record["job_name"]
+        found = self.get(name)
+        if found is None:
+            try:
+                self._create(record, rundir)
+            except ServiceRefused:  # also what is said of a name that exists
+                found = self.get(name)
+                if found is None:
+                    raise
+            found = self.get(name)  # made here, by an answer that was lost, or by another orchestrator: all the same
+            if found is None:
+                raise ServiceError(f"job {name} was submitted, and the service does not know it", "NotFound")
+        if found.tags.get(TOKEN_TAG) != record["token"]:
+            raise NameTaken(
+                f"Azure ML has another job called {name} (of {found.tags.get(RUN_DIR_TAG, 'somebody else')})"
+            )
+        return found
+
+    def _create(self, record: Record, rundir: RunDir) -> None:
+        if not self.options.image:
+            raise ClusterError(
+                "DTRAIN_AZURE_IMAGE is not set: give the image that nodes run (deploy/azure has a Dockerfile), such as "
+                "registry.azurecr.io/dtrain:1, or an environment of the workspace, such as azureml:dtrain:1"
+            )
+        details = {name: record[name] for name in ("job_id", "launch", "compute", "sku", "tier", "node_count")}
+        with tempfile.TemporaryDirectory(prefix="dtrain-code-") as folder:
+            stage_code(Path(folder), factories(rundir))
+            with self.audit.operation("job.submit", record["job_name"], **details) as entry:
+                job = self._describe(record, folder)
+                self.service.call(
+                    f"submit job {record['job_name']}", lambda: self.service.ml.jobs.create_or_update(job)
+                )
+                entry.request_id = self.service.request_id
+
+    def _describe(self, record: Record, folder: str) -> Any:
+        from azure.ai.ml import command
+        from azure.ai.ml.entities import CommandJobLimits, Environment, ManagedIdentityConfiguration
+
+        options = self.options
+        image = options.image
+        environment = image if image.startswith("azureml:") else Environment(image=image)
+        identity: dict[str, Any] = {}
+        if options.identity_client_id:
+            identity = {"identity": ManagedIdentityConfiguration(client_id=options.identity_client_id)}
+        made = command(
+            name=record["job_name"],
+            display_name=f"{record['job_id']}, launch {record['launch']}",
+            experiment_name=options.experiment,
+            code=folder,
+            command=command_line(record["command"]),
+            environment=environment,
+            environment_variables=self._variables(record),
+            compute=record["compute"],
+            instance_count=record["node_count"],
+            distribution={"type": "pytorch", "process_count_per_instance": record["processes_per_node"]},
+            tags=tags(record),
+            **identity,
+        )
+        made.limits = CommandJobLimits(timeout=options.timeout_seconds(record["tier"]))
+        return made
+
+    def _variables(self, record: Record) -> dict[str, str]:
+        own = {**own_environment(), "DTRAIN_PRESENCE": "1", "PYTHONUNBUFFERED": "1"}
+        if record["elastic"]:
+            own["DTRAIN_LAUNCH"] = str(record["launch"])
+        if self.options.identity_client_id:
+            own["AZURE_CLIENT_ID"] = self.options.identity_client_id
+        # Folders of this machine mean nothing on a node; the code that goes along is in the working directory there.
+        asked = {name: value for name, value in record["env"].items() if name != "PYTHONPATH"}
+        return {**asked, **own}
+
+    def cancel(self, name: str, why: str, patience_seconds: float | None = None) -> None:
+        """Tell the service to end the job; nothing happens if it has ended, or is not there."""
+        with self.audit.operation("job.cancel", name, why=why) as entry:
+            try:
+                self.service.call(
+                    f"cancel job {name}", lambda: self.service.ml.jobs.begin_cancel(name), patience_seconds
+                )
+            except NotFound:
+                return
+            except ServiceRefused as error:
+                if error.status not in (400, 409):  # what is over cannot be cancelled
+                    raise
+                found = self.get(name, patience_seconds)
+                if found is not None and not found.is_over:
+                    raise
+            entry.request_id = self.service.request_id
+
+    def active(self) -> list[ServiceJob]:
+        """Jobs of this cluster that have not ended, as the workspace lists them."""
+        listed = self.service.call("list the jobs", lambda: list(self.service.ml.jobs.list()))
+        jobs = [_read(item) for item in listed if item is not None]
+        own = [job for job in jobs if job.tags.get(CLUSTER_TAG) == self.options.cluster_name and TAG in job.tags]
+        return [job for job in own if not job.is_over]
+
+    def logs(self, name: str, patience_seconds: float | None = None) -> dict[int, str]:
+        """What each process printed, by rank."""
+        from azure.storage.blob import BlobClient
+
+        details: Any = self._details(name, patience_seconds)
+        texts = {}
+        for path, address in sorted((getattr(details, "log_files", None) or {}).items()):
+            if match := _USER_LOG.search(path):
+                blob = BlobClient.from_blob_url(address)  # it carries its own signature
+                try:
+                    data = self.service.call(f"read {path}", partial(_download, blob), patience_seconds)
+                except NotFound:
+                    continue
+                texts[int(match[1] or 0)] = data.decode(errors="replace")
+        return texts
+
+    def _details(self, name: str, patience_seconds: float | None) -> Any:
+        # The run history is the one place that says why a job failed, and it knows where its logs are.
+        return self.service.call(
+            f"look at the history of {name}",
+            lambda: self.service.ml.jobs._runs_operations.get_run_details(name),
+            patience_seconds,
+        )
+
+    def _why(self, name: str, patience_seconds: float | None) -> tuple[str, str]:
+        """(code, message) of a job that failed."""
+        try:
+            error = getattr(self._details(name, patience_seconds), "error", None)
+        except (NotFound, AttributeError):
+            return "", ""
+        root = getattr(error, "error", None)
+        inner, code = getattr(root, "inner_error", None), str(getattr(root, "code", "") or "")
+        while inner is not None:  # the innermost is the most precise
+            code, inner = str(getattr(inner, "code", "") or code), getattr(inner, "inner_error", None)
+        return code, str(getattr(root, "message", "") or "")
+
+
+def _download(blob: Any) -> bytes:
+    return blob.download_blob().readall()
+
+
+def factories(rundir: RunDir) -> list[str]:
+    """Model and loss of ``job.json``; none for a command that has no such file."""
+    job = rundir.read_json(JOB) or {}
+    return [str(job[part]["factory"]) for part in ("model", "loss") if isinstance(job.get(part), dict)]
+
+
+def command_line(words: Sequence[str]) -> str:
+    """One line for the node's shell. An interpreter of this machine is the image's own there."""
+    first, *rest = words
+    if first == sys.executable or re.fullmatch(r"(.*/)?python[0-9.]*", first):
+        first = "python"
+    return shlex.join([first, *rest])
+
+
+def tags(record: Record) -> dict[str, str]:
+    """What a launch is marked with in the service."""
+    known = {
+        TAG: "1",
+        CLUSTER_TAG: record["cluster_name"],
+        JOB_TAG: record["job_id"],
+        LAUNCH_TAG: str(record["launch"]),
+        TOKEN_TAG: record["token"],
+        RUN_DIR_TAG: record["run_dir"],
+        RUN_TAG: record["dagster_run_id"],
+    }
+    return {name: value for name, value in known.items() if value}
+
+
+def _read(job: Any) -> ServiceJob:
+    properties = getattr(job, "properties", None) or {}
+    created = getattr(getattr(job, "creation_context", None), "created_at", None)
+    studio = (getattr(job, "services", None) or {}).get("Studio")
+    look = Look(
+        status=str(getattr(job.status, "value", job.status) or "Unknown"),  # an enum, or a word that it does not know
+        started_at=parse_time(properties.get("StartTimeUtc")),
+        ended_at=parse_time(properties.get("EndTimeUtc")),
+    )
+    return ServiceJob(
+        name=str(job.name),
+        look=look,
+        tags=dict(getattr(job, "tags", None) or {}),
+        studio_url=getattr(studio, "endpoint", None),
+        compute=str(getattr(job, "compute", None) or "").rsplit("/", 1)[-1].removeprefix("azureml:"),
+        created_at=created.timestamp() if isinstance(created, datetime) else parse_time(created),
+    )
+
+
+def parse_time(text: Any) -> float | None:
+    """Unix seconds of a time as the service writes it, with or without a zone (UTC then); None for none."""
+    if not text:
+        return None
+    try:
+        moment = datetime.fromisoformat(str(text).replace("Z", "+00:00"))
+    except ValueError:
+        return None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

@@ -1,0 +1,338 @@
+"""Azure ML behind the `GPUClusterManager` interface: 3 nodes of what can be had, jobs that are bought once.
+
+Thin: how nodes are got is in `provision`, how a job is looked after in `tending`. Nothing is asked of the service until
+a method needs it, and all state is in the run directories and in the service.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from dtrain_dagster.audit import AuditLog, redact
+from dtrain_dagster.clusters.azure_ml import orphans as orphanage
+from dtrain_dagster.clusters.azure_ml.capacity import Attempt, Choice
+from dtrain_dagster.clusters.azure_ml.client import Service, ServiceError
+from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_DIR_TAG, RUN_TAG, Jobs, ServiceJob
+from dtrain_dagster.clusters.azure_ml.launches import Launches
+from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+from dtrain_dagster.clusters.azure_ml.orphans import Orphan
+from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, Provisioned, Provisioner
+from dtrain_dagster.clusters.azure_ml.tending import OWNER, Tender
+from dtrain_dagster.clusters.base import (
+    ClusterConfig,
+    ClusterError,
+    ClusterHealth,
+    GPUClusterManager,
+    JobSpec,
+    JobState,
+    JobStatus,
+    NodeHealth,
+    NodeUsage,
+)
+from trainer.rundir import LAUNCH, STATUS, RunDir
+from trainer.storage import Storage
+
+CLUSTER = "cluster.json"
+READERS = 16
+"""Run directories that are read side by side."""
+
+
+class AzureMLClusterManager(GPUClusterManager):
+    """One cluster in one workspace. Any number of manager objects, in any process, see the same cluster and jobs.
+
+    ``home``: where the audit log goes. ``dagster_run_id``: the run that it works for; jobs that it follows are that
+    run's. With ``tends=False`` looking at jobs changes nothing: for sensors and lists.
+    """
+
+    def __init__(
+        self, options: AzureMLOptions, home: Path, dagster_run_id: str | None = None, tends: bool = True
+    ) -> None:
+        self.options, self.dagster_run_id, self.tends = options, dagster_run_id, tends
+        self.cluster_name, self.processes_per_node = options.cluster_name, options.processes_per_node
+        self.audit = AuditLog(Path(home), dagster_run_id)
+        self.service = Service(options)
+        self.provisioner = Provisioner(self.service, self.audit)
+        self.jobs = Jobs(self.service, self.audit)
+        self.attempts: tuple[Attempt, ...] = ()
+        """What the last `provision_cluster` tried, in order; of one that was refused, see its `NoCapacityError`."""
+        self._tenders: dict[str, Tender] = {}
+
+    @property
+    def jobs_uri(self) -> str:
+        return self.options.jobs_uri
+
+    def provision_cluster(self, node_count: int, gpu_type: str) -> ClusterConfig:
+        if node_count < 1:
+            raise ClusterError(f"DTRAIN_NODES={node_count}: a cluster needs at least one node; set 1 or more")
+        tags = {RUN_TAG: self.dagster_run_id} if self.dagster_run_id else {}
+        got = self.provisioner.provision(node_count, gpu_type, tags=tags)
+        self.attempts = got.attempts
+        self._write(got)
+        return self._config(got)
+
+    def scale_cluster(self, target_nodes: int) -> bool:
+        got = self._got()
+        if got is None:
+            raise ClusterError(f"cluster {self.cluster_name!r} is not provisioned: there is nothing to scale")
+        most = self.options.max_nodes
+        if target_nodes < 0 or (most is not None and target_nodes > most):
+            raise ClusterError(
+                f"{target_nodes} nodes are outside 0 to {most or 'any number'}, the limits of cluster "
+                f"{self.cluster_name!r} (max_nodes)"
+            )
+        if target_nodes == got.max_nodes:
+            if target_nodes == got.node_count:
+                return False
+        else:
+            choice = Choice(sku=got.sku, tier=got.tier)
+            if self.provisioner.settled(got.compute) is None:
+                raise ClusterError(f"compute {got.compute} is gone: provision the cluster again")
+            refusal = self.provisioner.put(choice, got.compute, target_nodes, {})
+            if refusal is not None:
+                raise ClusterError(f"{got.compute} cannot have {target_nodes} nodes: {refusal.code}: {refusal.message}")
+        self._write(replace(got, node_count=target_nodes, max_nodes=target_nodes))
+        return True
+
+    def monitor_health(self) -> ClusterHealth:
+        """Nodes as the service sees them, over all computes of this cluster. A cluster at rest has none, and is
+        healthy; one that cannot be reached is not."""
+        try:
+            computes = self.provisioner.computes()
+            listed = [
+                (name, *node)
+                for name in computes
+                for node in self.provisioner.nodes(name, self.options.patience_seconds)
+            ]
+        except ServiceError as error:
+            return ClusterHealth(cluster_name=self.cluster_name, healthy=False, nodes=(), message=str(error))
+        broken = [f"{name} is {it.provisioning_state}" for name, it in computes.items() if _is_broken(it)]
+        nodes = tuple(
+            NodeHealth(
+                node_id=index, healthy=state in NODES_THERE | {"leaving"}, message=_about(name, node, state, job)
+            )
+            for index, (name, node, state, job) in enumerate(listed)
+        )
+        running = tuple(status.job_id for status in self.list_jobs() if not status.state.is_final)
+        return ClusterHealth(
+            cluster_name=self.cluster_name,
+            healthy=not broken and all(node.healthy for node in nodes),
+            nodes=nodes,
+            running_jobs=running,
+            message="; ".join(broken) or ("" if computes else "not provisioned"),
+        )
+
+    def cleanup_cluster(self) -> None:
+        """Cancel what runs and delete all computes of this cluster. What cannot be ended is named in the error, after
+        all else has been."""
+        problems = []
+        for status in self.list_jobs():
+            if not status.state.is_final:
+                problems += _problem(lambda job_id=status.job_id: self.cancel_job(job_id))
+        for name in self.provisioner.computes():
+            problems += _problem(lambda name=name: self.provisioner.delete(name))
+        if problems:
+            raise ClusterError("; ".join(problems))
+        self._state.delete(CLUSTER)
+
+    def submit_job(self, spec: JobSpec) -> None:
+        expected = f"{self.jobs_uri}/{spec.job_id}"
+        if spec.run_dir.rstrip("/") != expected:
+            raise ClusterError(f"this cluster keeps job {spec.job_id!r} in {expected}, not in {spec.run_dir}")
+        if not spec.command:
+            raise ClusterError(f"job {spec.job_id!r} has no command to run")
+        if spec.node_count < 1 or spec.processes_per_node < 1:
+            raise ClusterError(f"job {spec.job_id!r} asks for {spec.node_count} nodes: it takes one or more")
+        refuse_secrets(spec.env)
+        got = self._got()
+        if got is None:
+            raise ClusterError(f"cluster {self.cluster_name!r} is not provisioned: call provision_cluster first")
+        if spec.node_count > got.max_nodes:
+            raise ClusterError(
+                f"job {spec.job_id!r} asks for {spec.node_count} nodes, and {got.compute} grows to {got.max_nodes}: "
+                "provision that many"
+            )
+        self._tender(spec.job_id).submit(spec, replace(got, node_count=spec.node_count))
+
+    def job_status(self, job_id: str) -> JobStatus:
+        return self._known(job_id).look()
+
+    def list_jobs(self) -> list[JobStatus]:
+        """Only looks: a job that has lost its nodes is gone on with by whoever follows it."""
+        names = Storage(self.jobs_uri).list()
+        with ThreadPoolExecutor(READERS) as pool:
+            found = [status for status in pool.map(self._peek, names) if status is not None]
+        return sorted(found, key=lambda job: job.started_at or 0.0, reverse=True)
+
+    def cancel_job(self, job_id: str) -> None:
+        self._known(job_id).cancel()
+
+    def job_logs(self, job_id: str, node_id: int | None = None, tail: int | None = None) -> str:
+        tender = self._known(job_id)
+        texts = {node: tender.traces.kept(node) for node in tender.traces.kept_nodes()}
+        _, record = tender.launches.read()
+        if record is not None and not tender.look().state.is_final:
+            header = f"--- launch {record['launch']}, {record['job_name']} ---"
+            for node, text in tender.traces.printed(record).items():
+                texts[node] = f"{texts.get(node, '')}{header}\n{text}"
+        if node_id is not None and node_id not in texts:
+            raise ClusterError(f"job {job_id!r} has no log of a node {node_id}; nodes count from 0")
+        parts = []
+        for node in sorted(texts) if node_id is None else [node_id]:
+            lines = texts[node].rstrip("\n").splitlines()
+            text = "\n".join(lines if tail is None else lines[max(0, len(lines) - tail) :])
+            parts.append(text if node_id is not None else f"=== node-{node}.log ===\n{text}")
+        return "\n".join(parts)
+
+    def node_usage(self, job_id: str) -> list[NodeUsage]:
+        tender = self._known(job_id)
+        running = not tender.look().state.is_final
+        return tender.traces.usage(tender.launches.read()[1], running, time.time())
+
+    def find_orphans(self, live_runs: Collection[str]) -> list[Orphan]:
+        """Jobs and computes with this cluster's tag that no live run owns. ``live_runs``: ids of the Dagster runs that
+        have not ended. A job that was started without Dagster belongs to a person, and is none."""
+        active = self.jobs.active()
+        found = [orphan for job in active if (orphan := self._orphan(job, live_runs)) is not None]
+        wanted = {job.compute for job in active}
+        for name, compute in self.provisioner.computes().items():
+            states = [state for _, state, _ in self.provisioner.nodes(name)]
+            busy = states.count("running")
+            idle = sum(state in NODES_THERE for state in states) - busy
+            reason = orphanage.why_compute_orphaned(
+                str(compute.provisioning_state), idle, busy, int(compute.min_instances or 0), name in wanted
+            )
+            if reason:
+                tags = compute.tags or {}
+                found.append(
+                    Orphan(
+                        kind="compute", name=name, reason=reason, dagster_run_id=tags.get(RUN_TAG),
+                        state=str(compute.provisioning_state), node_count=idle + busy, sku=str(compute.size),
+                        tier=str(compute.tier), studio_url=self.options.studio_url,
+                    )
+                )  # fmt: skip
+        return found
+
+    def end_orphan(self, orphan: Orphan) -> None:
+        """Stop what an orphan spends: cancel the job and wait for its end, or delete the compute."""
+        if orphan.kind == "compute":
+            self.provisioner.delete(orphan.name)
+            return
+        if orphan.job_id and (self._record(orphan.job_id) or {}).get("job_name") == orphan.name:
+            self.cancel_job(orphan.job_id)
+            return
+        self.jobs.cancel(orphan.name, orphan.reason)
+        deadline = time.monotonic() + self.options.cancel_seconds
+        while (job := self.jobs.get(orphan.name)) is not None and not job.is_over:
+            if time.monotonic() > deadline:
+                raise ServiceError(f"the end of job {orphan.name} is not confirmed: {job.look.status}", "NotCancelled")
+            time.sleep(min(self.options.poll_seconds, 2.0))
+
+    def _orphan(self, job: ServiceJob, live_runs: Collection[str]) -> Orphan | None:
+        job_id = job.tags.get(JOB_TAG)
+        record, settled, owner = None, False, job.tags.get(RUN_TAG)
+        # A job of another container in the same workspace is judged by whoever works there.
+        if job.tags.get(RUN_DIR_TAG) != f"{self.jobs_uri}/{job_id}":
+            return None
+        if job_id:
+            rundir = RunDir(f"{self.jobs_uri}/{job_id}")
+            record = rundir.read_json(LAUNCH)
+            status = rundir.read_json(STATUS) or {}
+            settled = (
+                record is not None
+                and status.get("launch") == record["launch"]
+                and JobState(status["state"]).is_final
+            )  # fmt: skip
+            owner = (rundir.read_json(OWNER) or {}).get("dagster_run_id") or owner
+        reason = orphanage.why_orphaned(job.name, record, settled, owner, live_runs)
+        if not reason:
+            return None
+        known = record or {}
+        return Orphan(
+            kind="job", name=job.name, reason=reason, job_id=job_id, dagster_run_id=owner, state=job.look.status,
+            since=job.created_at, node_count=known.get("node_count", 0), sku=known.get("sku", ""),
+            tier=known.get("tier", ""), studio_url=job.studio_url,
+        )  # fmt: skip
+
+    def _tender(self, job_id: str, tends: bool | None = None) -> Tender:
+        rundir = RunDir(f"{self.jobs_uri}/{job_id}")
+        if tends is False:
+            return Tender(rundir, self.provisioner, self.jobs, None, tends=False)
+        if job_id not in self._tenders:
+            self._tenders[job_id] = Tender(rundir, self.provisioner, self.jobs, self.dagster_run_id, self.tends)
+        return self._tenders[job_id]
+
+    def _known(self, job_id: str) -> Tender:
+        if self._record(job_id) is None:
+            raise ClusterError(f"no job {job_id!r} on cluster {self.cluster_name!r}; `dtrain jobs` lists them")
+        return self._tender(job_id)
+
+    def _record(self, job_id: str) -> dict[str, Any] | None:
+        record = Launches(RunDir(f"{self.jobs_uri}/{job_id}")).read()[1]
+        return record if record is not None and record.get("cluster_name") == self.cluster_name else None
+
+    def _peek(self, job_id: str) -> JobStatus | None:
+        with contextlib.suppress(NotADirectoryError, ValueError):  # something that is no job
+            if self._record(job_id) is not None:
+                return self._tender(job_id, tends=False).look()
+        return None
+
+    @property
+    def _state(self) -> Storage:
+        return Storage(f"{self.options.root_uri}/clusters/{self.cluster_name}")
+
+    def _got(self) -> Provisioned | None:
+        """What was provisioned last, by whomever."""
+        try:
+            data = json.loads(self._state.read(CLUSTER))
+        except FileNotFoundError:
+            return None
+        return Provisioned(**{**data, "attempts": tuple(Attempt(**attempt) for attempt in data["attempts"])})
+
+    def _write(self, got: Provisioned) -> None:
+        self._state.write(CLUSTER, json.dumps(asdict(got), indent=2).encode())
+
+    def _config(self, got: Provisioned) -> ClusterConfig:
+        return ClusterConfig(
+            cluster_name=self.cluster_name,
+            node_count=got.node_count,
+            gpu_type=got.sku,
+            tier=got.tier,
+            auto_scale_enabled=True,
+            min_nodes=0,
+            max_nodes=got.max_nodes,
+            idle_timeout_minutes=max(1, round(self.options.idle_seconds / 60)),
+            processes_per_node=self.processes_per_node,
+        )
+
+
+def refuse_secrets(env: Mapping[str, str]) -> None:
+    """`ClusterError` for a variable that looks like a secret: everybody who sees a job sees its environment."""
+    for name, value in env.items():
+        if redact({name: value}) != {name: value}:
+            raise ClusterError(
+                f"the job's environment has {name}, which looks like a secret, and everybody who sees a job in Azure "
+                "ML sees its environment: let the nodes' identity read it from Key Vault instead"
+            )
+
+
+def _problem(do: Any) -> list[str]:
+    try:
+        do()
+    except ClusterError as error:
+        return [str(error)]
+    return []
+
+
+def _is_broken(compute: Any) -> bool:
+    return compute.provisioning_state in ("Failed", "Canceled")
+
+
+def _about(compute: str, node: str, state: str, job: str | None) -> str:
+    return f"{node} of {compute}: {state}" + (f", works on {job}" if job else "")

@@ -1,0 +1,155 @@
+"""What an Azure ML cluster is told: where it is, what it may buy, how long it waits. Checked before all else."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from dtrain_dagster.clusters.azure_ml.capacity import DEFAULT_CHAIN, TIERS
+from dtrain_dagster.clusters.base import ClusterError
+
+_GUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
+_CLUSTER_NAME = re.compile(r"[A-Za-z]([A-Za-z0-9-]{0,13}[A-Za-z0-9])?")
+_SKU = re.compile(r"Standard_[A-Za-z0-9_]+")
+_CONTAINER = re.compile(r"[a-z0-9](-?[a-z0-9]){2,62}")
+_IDENTITY = re.compile(
+    r"(?i)/subscriptions/[^/]+/resourcegroups/[^/]+/providers/Microsoft\.ManagedIdentity/userAssignedIdentities/[^/]+"
+)
+
+DAY = 86400.0
+LONGEST_JOB = {"dedicated": 21 * DAY, "low_priority": 7 * DAY}
+"""What the service lets a job run at most, by tier; seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AzureMLOptions:
+    """`ClusterError`, which names the setting and the remedy, for a value that cannot be used. Times are seconds."""
+
+    subscription_id: str
+    resource_group: str
+    workspace: str
+    cluster_name: str = "dtrain"
+    """Computes are called ``<cluster_name>-<size>``, with ``-lp`` for low priority: one for each kind that was got."""
+    container: str = "dtrain"
+    """Blob container of the run directories."""
+    storage_uri: str | None = None
+    """Where run directories are, below ``jobs/``; None: ``az://<container>``. All nodes must be able to reach it."""
+
+    image: str = ""
+    """Prebuilt image that the nodes run (``registry.azurecr.io/dtrain:1``), or an environment of the workspace
+    (``azureml:dtrain:1``). Needed as soon as a job is submitted."""
+    processes_per_node: int = 1
+    chain: tuple[str, ...] = DEFAULT_CHAIN
+    """Sizes in the order in which they are tried after the one that is asked for. ``<size>@low_priority`` or
+    ``<size>@dedicated`` is tried in that tier only, in its place."""
+    tiers: tuple[str, ...] = ("dedicated",)
+    """Tiers in order: all sizes in the first, then all in the second."""
+    max_nodes: int | None = None
+    """Nodes that a compute grows to at most; None: as many as are asked for."""
+    idle_seconds: int = 600
+    """An idle node is given back after so long, by the service itself."""
+
+    vnet: str | None = None
+    subnet: str | None = None
+    """Name of a subnet of ``vnet``, or the resource id of one."""
+    public_ip: bool = False
+    """May nodes have public addresses? Without them the workspace needs a managed network, or ``subnet`` here."""
+    identity: str | None = None
+    """Resource id of the user-assigned identity of the nodes; None: a system-assigned one."""
+    identity_client_id: str | None = None
+    """Its client id, which the nodes need to choose it."""
+    require_own_key: bool = False
+    """Buy nothing in a workspace that is not encrypted with a customer-managed key."""
+
+    experiment: str = "dtrain"
+    queue_deadline_seconds: float = 3600.0
+    """A job that waits for longer is cancelled; it goes on elsewhere, or with fewer nodes, or not at all."""
+    allocation_patience_seconds: float = 600.0
+    """The same where the service says that it cannot get nodes of this size and there is another size to try."""
+    silence_seconds: float = 900.0
+    """A running job of which nothing is heard for longer (NotResponding) is lost."""
+    job_timeout_seconds: float = 7 * DAY
+    """The service ends a job that runs for longer."""
+    max_resubmissions: int = 6
+    """How often a job that has lost its nodes is submitted again before somebody has to look."""
+    start_seconds: float = 120.0
+    """How long a submission may take; after that whoever follows the job makes it anew. It is never bought twice."""
+
+    poll_seconds: float = 5.0
+    """The service is asked for a job's status at most so often."""
+    patience_seconds: float = 180.0
+    """For how long a request is tried again that fails for a reason that passes."""
+    look_patience_seconds: float = 15.0
+    """The same for a look at a job, which comes again anyway."""
+    operation_seconds: float = 900.0
+    """How long a compute may take to be made, changed or deleted."""
+    cancel_seconds: float = 600.0
+    """How long a cancellation may take."""
+    polling_interval_seconds: int = 5
+    """Between questions about a long-running operation, where the service does not say."""
+
+    def __post_init__(self) -> None:
+        _require(bool(_GUID.fullmatch(self.subscription_id)), "DTRAIN_AZURE_SUBSCRIPTION_ID", self.subscription_id,
+                 "is not a subscription id; `az account show --query id` prints it")  # fmt: skip
+        _require(bool(self.resource_group), "DTRAIN_AZURE_RESOURCE_GROUP", self.resource_group,
+                 "must name the workspace's resource group")  # fmt: skip
+        _require(bool(self.workspace), "DTRAIN_AZURE_WORKSPACE", self.workspace, "must name an Azure ML workspace")
+        _require(bool(_CLUSTER_NAME.fullmatch(self.cluster_name)), "DTRAIN_CLUSTER_NAME", self.cluster_name,
+                 "must be 1 to 15 letters, digits and hyphens, a letter first and no hyphen last: what is bought "
+                 "is called <name>-<size>, of which the service takes 32 characters")  # fmt: skip
+        _require(bool(_CONTAINER.fullmatch(self.container)), "DTRAIN_AZURE_CONTAINER", self.container,
+                 "is no name of a container: 3 to 63 small letters, digits and single hyphens")  # fmt: skip
+        _require(
+            self.processes_per_node >= 1, "DTRAIN_PROCESSES_PER_NODE", self.processes_per_node, "must be 1 or more"
+        )
+        _require(self.max_nodes is None or self.max_nodes >= 1, "max_nodes", self.max_nodes, "must be 1 or more")
+        _require(0 < self.idle_seconds <= 86400, "idle_seconds", self.idle_seconds,
+                 "must be 1 to 86400: 0 is not passed on, and the service's own default would hold")  # fmt: skip
+        _require(bool(self.tiers) and set(self.tiers) <= set(TIERS), "tiers", self.tiers, f"must be of {TIERS}")
+        for entry in self.chain:
+            sku, _, tier = entry.partition("@")
+            good = bool(_SKU.fullmatch(sku)) and (not tier or tier in TIERS)
+            _require(good, "chain", entry, "is no size such as Standard_NC6s_v3 or Standard_NC6s_v3@low_priority")
+        _require(not (self.vnet and not self.subnet), "vnet", self.vnet, "is of no use without a subnet")
+        by_name = self.subnet is not None and not self.subnet.startswith("/subscriptions/")
+        _require(not (by_name and not self.vnet), "subnet", self.subnet,
+                 "is a name: give the vnet too, or the subnet's resource id")  # fmt: skip
+        _require(self.identity is None or bool(_IDENTITY.fullmatch(self.identity)), "identity", self.identity,
+                 "is not the resource id of a user-assigned identity")  # fmt: skip
+        _require(self.max_resubmissions >= 0, "max_resubmissions", self.max_resubmissions, "must be 0 or more")
+        for name in (
+            "queue_deadline_seconds", "allocation_patience_seconds", "silence_seconds", "job_timeout_seconds",
+            "operation_seconds", "cancel_seconds", "patience_seconds", "look_patience_seconds",
+            "polling_interval_seconds",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            _require(0 < value < float("inf"), name, value, "must be a positive number of seconds")
+
+    @property
+    def jobs_uri(self) -> str:
+        return f"{self.root_uri}/jobs"
+
+    @property
+    def root_uri(self) -> str:
+        return (self.storage_uri or f"az://{self.container}").rstrip("/")
+
+    @property
+    def studio_url(self) -> str:
+        """The workspace in Azure ML studio."""
+        return f"https://ml.azure.com/?wsid={self.workspace_id}"
+
+    @property
+    def workspace_id(self) -> str:
+        return (
+            f"/subscriptions/{self.subscription_id}/resourceGroups/{self.resource_group}"
+            f"/providers/Microsoft.MachineLearningServices/workspaces/{self.workspace}"
+        )
+
+    def timeout_seconds(self, tier: str) -> int:
+        """How long a job may run: the setting, or less where the service allows less."""
+        return int(min(self.job_timeout_seconds, LONGEST_JOB[tier]))
+
+
+def _require(good: bool, name: str, value: object, problem: str) -> None:
+    if not good:
+        raise ClusterError(f"{name}={value!r} {problem}")

@@ -1,0 +1,65 @@
+"""Jobs and computes of ours that nobody wants any more. What is done about them is decided by policy elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Orphan:
+    """Something that costs money, or may, and that no live run owns."""
+
+    kind: Literal["job", "compute"]
+    name: str
+    """In the service."""
+    reason: str
+    job_id: str | None = None
+    dagster_run_id: str | None = None
+    """The run that wanted it."""
+    state: str = ""
+    """The service's word."""
+    since: float | None = None
+    """When it was submitted; Unix seconds."""
+    node_count: int = 0
+    sku: str = ""
+    tier: str = ""
+    studio_url: str | None = None
+
+
+def why_orphaned(
+    job_name: str,
+    record: Mapping[str, Any] | None,
+    is_settled: bool,
+    owner: str | None,
+    live_runs: Collection[str],
+) -> str:
+    """Why a job that runs in the service is nobody's; "" if it is somebody's. Pure.
+
+    ``record``: ``launch.json`` of its run directory, None if there is none; ``is_settled``: the run directory says that
+    the job has ended; ``owner``: the Dagster run that followed it last, None for a job without one,
+    which a person owns.
+    """
+    if record is None:
+        return "its run directory is gone"
+    if record.get("job_name") != job_name:
+        return f"launch {record.get('launch')} ({record.get('job_name')}) has taken its place"
+    if is_settled:
+        return "its run directory says that it has ended"
+    if record.get("cancel_asked_at"):
+        return "it was to be cancelled"
+    if owner is not None and owner not in live_runs:
+        return f"the Dagster run {owner} that followed it has ended"
+    return ""
+
+
+def why_compute_orphaned(state: str, idle_nodes: int, busy_nodes: int, minimum: int, wanted: bool) -> str:
+    """Why a compute costs money for nobody; "" if it does not. Pure. ``wanted``: a job of ours waits for it or runs."""
+    if state in ("Failed", "Canceled"):
+        return f"it is {state}"
+    if minimum > 0 and not wanted:
+        return f"it keeps {minimum} nodes whatever there is to do"
+    if idle_nodes + busy_nodes and not wanted:
+        return f"{idle_nodes} nodes idle and {busy_nodes} are at work, and no job of ours is there"
+    return ""

@@ -1,0 +1,336 @@
+"""Getting nodes: down the fallback chain, asking before buying, with nothing left behind and every step on record.
+
+What the service says of a compute decides, not what a request returned: an answer may be lost, another process may be
+at the same compute, and a refusal may come only after the compute exists, which is then deleted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from dtrain_dagster.audit import AuditLog, redact
+from dtrain_dagster.clusters.azure_ml.capacity import (
+    Attempt,
+    Choice,
+    Quota,
+    Refusal,
+    Size,
+    chain,
+    classify,
+    compute_name,
+    examine,
+    quota_of,
+    retry_at,
+    size_of,
+    value_of,
+)
+from dtrain_dagster.clusters.azure_ml.client import NotFound, Service, ServiceError, ServiceRefused, ServiceUnreachable
+from dtrain_dagster.clusters.base import ClusterError, NoCapacityError
+
+if TYPE_CHECKING:
+    from azure.ai.ml.entities import AmlCompute
+
+TAG, CLUSTER_TAG = "dtrain", "dtrain_cluster"
+MOVING = {"Creating", "Updating", "Deleting"}
+BROKEN = {"Failed", "Canceled"}
+NODES_THERE = {"idle", "running", "preparing"}
+LOOK_SECONDS = 1.0
+TIMED_OUT = "OperationTimedOut"
+WAITS = 3
+"""How often a choice that is to be waited for is asked for again before the next one."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provisioned:
+    """What was got, and by which attempts."""
+
+    compute: str
+    sku: str
+    tier: str
+    node_count: int
+    max_nodes: int
+    attempts: tuple[Attempt, ...]
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Provisioner:
+    """Has computes made, changed and deleted. Those of one cluster only, which its tag marks."""
+
+    def __init__(self, service: Service, audit: AuditLog) -> None:
+        self.service, self.options, self.audit = service, service.options, audit
+
+    def provision(
+        self, node_count: int, wanted: str, excluded: Collection[Choice] = (), tags: Mapping[str, str] | None = None
+    ) -> Provisioned:
+        """A compute that may grow to ``node_count`` nodes, of the wanted size or the next that is to be had.
+
+        `NoCapacityError`, with all attempts, where none is; `ClusterError` for a refusal that no other size changes.
+        """
+        self._require_own_key()
+        computes = self.computes()
+        for name in [name for name, compute in computes.items() if compute.provisioning_state in BROKEN]:
+            _log.warning("deleting %s, which an attempt before this one has left %s", name, "Failed")
+            self.delete(name)
+            del computes[name]
+        sizes, quotas = self.sizes(), self.quotas()
+        attempts: list[Attempt] = []
+        refusals: list[Refusal] = []
+
+        def note(choice: Choice, decision: Any, code: str, message: str = "") -> None:
+            attempt = Attempt(
+                sku=choice.sku, tier=choice.tier, code=code, message=redact(message), decision=decision, at=time.time(),
+                node_count=node_count, compute=compute_name(self.options.cluster_name, choice),
+            )  # fmt: skip
+            attempts.append(attempt)
+            _log.log(logging.INFO if decision in ("created", "reused") else logging.WARNING, "%s", attempt)
+
+        for choice in chain(wanted, self.options.chain, self.options.tiers, excluded):
+            name = compute_name(self.options.cluster_name, choice)
+            there = len(self.nodes(name)) if name in computes else 0
+            per_node = self.options.processes_per_node
+            refusal = examine(choice, sizes, quotas, node_count, there, per_node)
+            if refusal is None:
+                outcome = self._get(choice, name, computes.get(name), node_count, tags or {}, note)
+                if isinstance(outcome, int):
+                    return Provisioned(
+                        compute=name, sku=choice.sku, tier=choice.tier, node_count=node_count, max_nodes=outcome,
+                        attempts=tuple(attempts),
+                    )  # fmt: skip
+                refusal = outcome
+            note(choice, refusal.verdict, refusal.code, refusal.message)
+            if refusal.verdict == "fatal":
+                raise ClusterError(
+                    f"{choice} was refused for a reason that no other size changes ({refusal.code}): {refusal.message}"
+                )
+            refusals.append(refusal)
+        raise no_capacity(node_count, attempts, refusals)
+
+    def _get(
+        self, choice: Choice, name: str, there: AmlCompute | None, node_count: int, tags: Mapping[str, str], note: Any
+    ) -> int | Refusal:
+        """Have this compute, made or reused: the nodes that it may grow to, or why not."""
+        refusal: Refusal | None = None
+        for turn in range(WAITS):
+            if there is not None and self._fits(there, choice, node_count):
+                note(choice, "reused", "Succeeded")
+                return there.max_instances or 0
+            most = max(node_count, self.options.max_nodes or 0, (there.max_instances or 0) if there is not None else 0)
+            refusal = self.put(choice, name, most, tags)
+            if refusal is None:
+                note(choice, "created" if there is None else "reused", "Succeeded")
+                return most
+            if refusal.verdict != "wait" or turn == WAITS - 1:
+                return refusal
+            note(choice, "wait", refusal.code, refusal.message)
+            time.sleep(min(2.0**turn, self.options.operation_seconds))
+            there = self.settled(name)
+        assert refusal is not None
+        return refusal
+
+    def _fits(self, compute: AmlCompute, choice: Choice, node_count: int) -> bool:
+        """Can it be used as it is? `ClusterError` where it is open to the internet and must not be."""
+        if compute.provisioning_state != "Succeeded":
+            return False
+        if not self.options.public_ip and compute.enable_node_public_ip:
+            raise ClusterError(
+                f"compute {compute.name} gives its nodes public addresses, which the settings forbid: delete it "
+                f"(`az ml compute delete -n {compute.name}`), and it is made anew without"
+            )
+        same = str(compute.size).casefold() == choice.sku.casefold() and _tier(compute) == choice.tier
+        return (
+            same
+            and (compute.max_instances or 0) >= node_count
+            and compute.min_instances == 0
+            and compute.idle_time_before_scale_down == self.options.idle_seconds
+        )
+
+    def put(self, choice: Choice, name: str, most: int, tags: Mapping[str, str]) -> Refusal | None:
+        """Make or change a compute (the service takes the whole description either way); why not, if not. What a
+        refusal leaves behind is deleted."""
+        failure: ServiceError | None = None
+        is_new = self.settled(name) is None
+        try:
+            with self.audit.operation("compute.put", name, sku=choice.sku, tier=choice.tier, max_nodes=most) as entry:
+                body = self._describe(choice, name, most, tags)
+                self._run(f"make compute {name}", lambda: self.service.ml.compute.begin_create_or_update(body))
+                entry.request_id = self.service.request_id
+        except ServiceError as error:
+            failure = error
+        timed_out = failure is not None and failure.code == TIMED_OUT
+        compute = self.settled(name, 0.0 if timed_out else None)
+        state = compute.provisioning_state if compute is not None else ""
+        if compute is not None and state == "Succeeded" and compute.max_instances == most:
+            return None  # whatever became of the answer
+        # One that hangs while it is changed may have a job at work; one that hangs while it is made has none.
+        if compute is not None and TAG in (compute.tags or {}) and (state in BROKEN or (state in MOVING and is_new)):
+            self.delete(name)
+        if failure is None:
+            code = str(getattr(compute, "provisioning_errors", None) or (TIMED_OUT if state else "Gone"))
+            return classify(code, f"the compute was {state or 'gone'} after it was asked for", 200)
+        if isinstance(failure, ServiceUnreachable):
+            raise failure
+        reason = failure.reason if isinstance(failure, ServiceRefused) else str(failure)
+        return classify(failure.code, reason, failure.status)
+
+    def _run(self, what: str, begin: Any) -> None:
+        """A long-running operation, to its end. How it stands is in the compute; here only errors matter."""
+        poller = self.service.call(what, begin)
+        deadline = time.monotonic() + self.options.operation_seconds
+
+        def wait() -> None:
+            poller.wait(max(0.1, deadline - time.monotonic()))
+            if not poller.done():
+                message = f"{what}: not done after {self.options.operation_seconds:.0f} s"
+                raise ServiceRefused(message, "it does not end", TIMED_OUT, 200, self.service.request_id)
+
+        try:
+            self.service.call(what, wait, patience_seconds=0.0)
+        except ServiceUnreachable as error:  # of the questions about it, not of the operation
+            _log.warning("%s: %s; looking at the compute itself", what, error)
+
+    def settled(self, name: str, patience_seconds: float | None = None) -> AmlCompute | None:
+        """The compute as soon as nothing moves it any more, or when patience (None: that for operations) is at its end;
+        None where there is none."""
+        patience = self.options.operation_seconds if patience_seconds is None else patience_seconds
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                compute: Any = self.service.call(f"look at compute {name}", lambda: self.service.ml.compute.get(name))
+            except NotFound:
+                return None
+            if compute.provisioning_state not in MOVING or time.monotonic() > deadline:
+                return compute
+            time.sleep(LOOK_SECONDS)
+
+    def delete(self, name: str) -> None:
+        """Delete a compute, and what runs on it with it; nothing happens where there is none. `ServiceError` if it is
+        still there afterwards."""
+        with self.audit.operation("compute.delete", name) as entry:
+            try:
+                self._run(f"delete compute {name}", lambda: self.service.ml.compute.begin_delete(name))
+            except NotFound:
+                return
+            entry.request_id = self.service.request_id
+            left = self.settled(name)
+            if left is not None:
+                raise ServiceError(
+                    f"compute {name} is still there ({left.provisioning_state}) after it was deleted: look at "
+                    f"{self.options.studio_url}, it may cost money",
+                    "NotDeleted",
+                )
+
+    def computes(self) -> dict[str, AmlCompute]:
+        """The computes of this cluster, by name."""
+        listed = self.service.call(
+            "list the computes", lambda: list(self.service.ml.compute.list(compute_type="amlcompute"))
+        )
+        own: dict[str, Any] = {}
+        for compute in listed:
+            if (compute.tags or {}).get(CLUSTER_TAG) == self.options.cluster_name:
+                own[str(compute.name)] = compute
+        return own
+
+    def nodes(self, name: str, patience_seconds: float | None = None) -> list[tuple[str, str, str | None]]:
+        """(node, state, job) of each node of a compute; none where there is no such compute."""
+        try:
+            listed = self.service.call(
+                f"list the nodes of {name}", lambda: list(self.service.ml.compute.list_nodes(name)), patience_seconds
+            )
+        except NotFound:
+            return []
+        return [
+            (
+                str(value_of(node, "nodeId", "node_id")),
+                str(value_of(node, "nodeState", "node_state") or "unknown"),
+                value_of(node, "runId", "run_id"),
+            )
+            for node in listed
+        ]
+
+    def sizes(self) -> dict[str, Size]:
+        """What the region lists, by name in small letters."""
+        ask = self.service.call("list the sizes", lambda: list(self.service.ml.compute.list_sizes()))
+        return {size.sku.casefold(): size for size in map(size_of, ask)}
+
+    def quotas(self) -> list[Quota]:
+        ask = self.service.call("list the quotas", lambda: list(self.service.ml.compute.list_usage()))
+        return [quota for quota in map(quota_of, ask) if quota is not None]
+
+    def allocation_error(self, name: str, patience_seconds: float) -> str:
+        """Why a compute has not more nodes, as the service says; "" where it says nothing. The client's own type for
+        computes drops this, so the answer itself is read."""
+
+        def ask() -> Any:
+            operations = self.service.ml.compute
+            return operations._operation.get(self.options.resource_group, self.options.workspace, name)
+
+        try:
+            answer = self.service.call(f"look at compute {name}", ask, patience_seconds)
+            errors = answer.properties.properties.errors or []
+            said = [item.get("error", item) for item in errors]
+            return "; ".join(f"{item['code']}: {item['message']}" for item in said)
+        except (ServiceError, AttributeError, KeyError, TypeError):  # a hint, and no more
+            return ""
+
+    def _describe(self, choice: Choice, name: str, most: int, tags: Mapping[str, str]) -> AmlCompute:
+        from azure.ai.ml.entities import (
+            AmlCompute,
+            IdentityConfiguration,
+            ManagedIdentityConfiguration,
+            NetworkSettings,
+        )
+
+        options = self.options
+        network = NetworkSettings(vnet_name=options.vnet, subnet=options.subnet) if options.subnet else None
+        if options.identity:
+            user = ManagedIdentityConfiguration(client_id=options.identity_client_id, resource_id=options.identity)
+            identity = IdentityConfiguration(type="user_assigned", user_assigned_identities=[user])
+        else:
+            identity = IdentityConfiguration(type="system_assigned")
+        return AmlCompute(
+            name=name,
+            size=choice.sku,
+            tier=choice.tier,  # in this spelling; "LowPriority" would go out as a word that the service does not know
+            min_instances=0,
+            max_instances=most,
+            idle_time_before_scale_down=options.idle_seconds,
+            ssh_public_access_enabled=False,
+            enable_node_public_ip=options.public_ip,
+            network_settings=network,
+            identity=identity,
+            tags={TAG: "1", CLUSTER_TAG: options.cluster_name, **tags},
+        )
+
+    def _require_own_key(self) -> None:
+        if not self.options.require_own_key:
+            return
+        workspace: Any = self.service.call(
+            "look at the workspace", lambda: self.service.ml.workspaces.get(self.options.workspace)
+        )
+        if getattr(workspace, "customer_managed_key", None) is None:
+            raise ClusterError(
+                f"require_own_key: workspace {self.options.workspace} is encrypted with Microsoft's keys; make one "
+                "with a customer-managed key (deploy/azure has a parameter for it), or do not require it"
+            )
+
+
+def _tier(compute: AmlCompute) -> str:
+    return "low_priority" if "low" in str(compute.tier or "").casefold() else "dedicated"
+
+
+def no_capacity(node_count: int, attempts: list[Attempt], refusals: list[Refusal]) -> NoCapacityError:
+    """The refusal of the whole chain, in words, with all that was tried."""
+    lines = "\n".join(f"  {attempt}" for attempt in attempts)
+    return NoCapacityError(
+        f"no capacity for {node_count} nodes, after {len(attempts)} attempts:\n{lines}\nRaise a quota, add sizes or "
+        "the low-priority tier to the chain, or wait",
+        attempts=tuple(asdict(attempt) for attempt in attempts),
+        retry_at=retry_at(refusals, time.time()),
+    )

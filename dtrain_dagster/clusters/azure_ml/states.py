@@ -1,0 +1,238 @@
+"""From what the service and the run directory say of a launch to what is so, and what to do about it. Pure.
+
+The service's word for a job is one of several witnesses: a training that has written that it succeeded has, even where
+its last node was lost a moment later; and a job that "fails" because its nodes went is gone on with elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dtrain_dagster.clusters.base import JobState
+from dtrain_dagster.clusters.policy import describe_exit, is_failure, is_loss
+
+WAITING = {"NotStarted", "Starting", "Provisioning", "Preparing", "Queued", "Scheduled"}
+WORKING = {"Running", "Finalizing"}
+ENDED = {"Completed", "Failed", "Canceled"}
+
+Phase = Literal["submitting", "waiting", "working", "silent", "paused", "stopping", "ended", "gone"]
+
+_LOSS = re.compile(
+    r"(?i)(pre-?empt|node (was )?(lost|unusable|removed|evicted)|lost (its |the )?node|nodes? of this job|"
+    r"low.?priority|heartbeat|unreachable|evict|NodeLost|hardware failure|node .*(went away|disappeared))"
+)
+_EXIT_CODE = re.compile(r"(?i)exit(?:ed)?(?: with)?(?: status)?[ -]?codes?[:= ]*\[?(-?\d+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """A job, as the service shows it. Times are Unix seconds."""
+
+    status: str
+    """The service's word, ``""`` where there is no such job."""
+    started_at: float | None = None
+    ended_at: float | None = None
+    error_code: str = ""
+    error_message: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """All that is known of a launch."""
+
+    look: Look
+    now: float
+    launch: int
+    node_count: int
+    elastic: bool
+    submitted_at: float
+    phase_since: float
+    """When the phase began that `phase_of` gives for this look."""
+    seen: bool = False
+    """Has the service ever shown this launch?"""
+    result: dict[str, Any] | None = None
+    """``result.json``, of whichever launch."""
+    heard_at: float | None = None
+    """When a node of this launch was last heard of."""
+    vanished: tuple[int, ...] = ()
+    """Nodes of this launch that went without saying so."""
+    exit_codes: tuple[int, ...] = ()
+    cancel_asked: bool = False
+    stopping: str = ""
+    """Why this launch is being ended to go on elsewhere; "" if it is not."""
+    resubmissions_left: int = 0
+    nodes_ready: int | None = None
+    """Nodes that the compute has for a job that waits; None: not known."""
+    allocation_error: str = ""
+    """What the compute says of why it has no more."""
+    has_alternative: bool = False
+    """Is there another kind of node to try?"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """The deadlines of `dtrain_dagster.clusters.azure_ml.options`, in seconds."""
+
+    queue: float
+    allocation: float
+    silence: float
+    start: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """``report`` how it stands; ``submit`` what was never submitted; ``cancel`` what somebody wants cancelled; ``stop``
+    this launch, to go on in another; go on in the ``next`` one; it is over: ``settle``."""
+
+    action: Literal["report", "submit", "cancel", "stop", "next", "settle"]
+    state: JobState
+    message: str = ""
+
+
+def phase_of(look: Look) -> Phase:
+    """What the service's word amounts to."""
+    if not look.status:
+        return "gone"
+    if look.status in WAITING:
+        return "waiting"
+    if look.status in WORKING:
+        return "working"
+    if look.status in ENDED:
+        return "ended"
+    if look.status == "CancelRequested":
+        return "stopping"
+    return "paused" if look.status == "Paused" else "silent"  # NotResponding, Unknown, and words that are new
+
+
+def decide(facts: Facts, patience: Patience) -> Decision:
+    """What to make of a launch."""
+    phase = phase_of(facts.look)
+    if _says(facts, "succeeded") and phase in ("ended", "gone"):
+        return Decision(action="settle", state=JobState.SUCCEEDED)
+    if phase == "ended":
+        return _ended(facts)
+    if phase == "gone":
+        return _gone(facts, patience)
+    if facts.cancel_asked:
+        action: Literal["report", "cancel"] = "report" if phase == "stopping" else "cancel"
+        return Decision(action=action, state=JobState.RUNNING, message="is being cancelled")
+    if facts.stopping:
+        again: Literal["report", "stop"] = "report" if phase == "stopping" else "stop"
+        return Decision(action=again, state=JobState.QUEUED, message=f"is being ended, to go on: {facts.stopping}")
+    if phase == "waiting":
+        return _waiting(facts, patience)
+    if phase == "working":
+        return Decision(action="report", state=JobState.RUNNING)
+    if phase == "stopping":
+        return Decision(action="report", state=JobState.RUNNING, message="is being cancelled, not from here")
+    if phase == "paused":
+        return _paused(facts, patience)
+    return _silent(facts, patience)
+
+
+def _ended(facts: Facts) -> Decision:
+    look = facts.look
+    if look.status == "Completed":
+        if not facts.elastic:
+            return Decision(action="settle", state=JobState.SUCCEEDED)
+        if _says(facts, "failed"):
+            return _failed(str((facts.result or {}).get("error", "")))
+        if _says(facts, "stopped"):
+            return _lost(facts, "its processes were told to end (SIGTERM)")
+        return _failed("all processes ended in order, but the result does not say that the training is done")
+    if facts.cancel_asked:
+        return Decision(action="settle", state=JobState.CANCELLED, message="cancelled")
+    if _says(facts, "failed"):
+        return _failed(str((facts.result or {}).get("error", "")))
+    if facts.stopping:
+        return _lost(facts, facts.stopping)
+    said = ": ".join(part for part in (look.error_code, look.error_message) if part)
+    if look.status == "Canceled" and not (_LOSS.search(said) or _says(facts, "stopped")):
+        return Decision(action="settle", state=JobState.CANCELLED, message="cancelled in the workspace, not from here")
+    cause = loss(facts)
+    if cause and facts.elastic:
+        return _lost(facts, cause)
+    return _failed(said or cause or "the service does not say why")
+
+
+def loss(facts: Facts) -> str:
+    """How a launch that failed lost its nodes or its processes' peers; "" if it failed by itself.
+
+    What the service says of nodes comes first; then the exit codes, of the nodes' own records or in the service's
+    words; then whether nodes vanished.
+    """
+    said = f"{facts.look.error_code}: {facts.look.error_message}"
+    if _LOSS.search(said):
+        return said
+    found = [*facts.exit_codes, *(int(code) for code in _EXIT_CODE.findall(facts.look.error_message))]
+    if any(is_failure(code) for code in found):
+        return ""
+    if lost := [code for code in found if is_loss(code)]:
+        return ", ".join(dict.fromkeys(describe_exit(code) for code in lost))
+    if facts.vanished:
+        return f"node(s) {', '.join(map(str, facts.vanished))} went without a word"
+    return "its processes were told to end (SIGTERM)" if _says(facts, "stopped") else ""
+
+
+def _lost(facts: Facts, why: str) -> Decision:
+    if facts.elastic and facts.resubmissions_left > 0:
+        return Decision(action="next", state=JobState.QUEUED, message=why)
+    spent = "it cannot go on by itself" if not facts.elastic else "it was submitted again as often as it may be"
+    return _failed(f"{why}; {spent}")
+
+
+def _failed(why: str) -> Decision:
+    return Decision(action="settle", state=JobState.FAILED, message=why)
+
+
+def _gone(facts: Facts, patience: Patience) -> Decision:
+    """The service knows no such job."""
+    if facts.cancel_asked:
+        return Decision(action="settle", state=JobState.CANCELLED, message="cancelled before it was submitted")
+    if facts.seen:
+        return _failed("the job was deleted from the workspace")
+    if facts.now - facts.submitted_at < patience.start:
+        return Decision(action="report", state=JobState.QUEUED, message="is being submitted")
+    return Decision(action="submit", state=JobState.QUEUED, message="whoever submitted it ended before it could")
+
+
+def _waiting(facts: Facts, patience: Patience) -> Decision:
+    waited = facts.now - facts.phase_since
+    ready = "" if facts.nodes_ready is None else f", {facts.nodes_ready} of {facts.node_count} nodes are there"
+    why = f"waits for nodes since {waited:.0f} s{ready}" + (
+        f" ({facts.allocation_error})" if facts.allocation_error else ""
+    )
+    scarce = bool(facts.allocation_error) and facts.has_alternative
+    deadline = min(patience.queue, patience.allocation) if scarce else patience.queue
+    if waited <= deadline:
+        return Decision(action="report", state=JobState.QUEUED, message=why)
+    return Decision(action="stop", state=JobState.QUEUED, message=f"{why}: longer than {deadline:.0f} s")
+
+
+def _paused(facts: Facts, patience: Patience) -> Decision:
+    waited = facts.now - facts.phase_since
+    if waited <= patience.queue:
+        return Decision(
+            action="report", state=JobState.QUEUED, message=f"is paused by the service since {waited:.0f} s"
+        )
+    return Decision(action="stop", state=JobState.QUEUED, message=f"was paused for longer than {patience.queue:.0f} s")
+
+
+def _silent(facts: Facts, patience: Patience) -> Decision:
+    """The service does not hear the job; its nodes may still write, and then it works."""
+    word = facts.look.status
+    silent = facts.now - max(facts.phase_since, facts.heard_at or 0.0)
+    if silent <= patience.silence:
+        message = f"the service says {word}; its nodes were last heard of {max(0.0, silent):.0f} s ago"
+        return Decision(action="report", state=JobState.RUNNING, message=message)
+    message = f"the service says {word}, and nothing was heard for longer than {patience.silence:.0f} s"
+    return Decision(action="stop", state=JobState.RUNNING, message=message)
+
+
+def _says(facts: Facts, status: str) -> bool:
+    """Does the trainer's own result, of this launch, say this?"""
+    result = facts.result
+    # A job that does not regroup knows of no launches.
+    return result is not None and result.get("status") == status and result.get("launch") in (None, facts.launch)

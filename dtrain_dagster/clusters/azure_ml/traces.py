@@ -1,0 +1,106 @@
+"""What a job leaves in its run directory beside what it writes itself: ends of nodes, logs, attempts to get nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from dtrain_dagster.clusters import presence as presences
+from dtrain_dagster.clusters.azure_ml.client import ServiceError
+from dtrain_dagster.clusters.azure_ml.jobs import Jobs
+from dtrain_dagster.clusters.azure_ml.launches import Record, kinds
+from dtrain_dagster.clusters.azure_ml.states import Look
+from dtrain_dagster.clusters.base import NodeUsage
+from dtrain_dagster.clusters.policy import is_failure
+from trainer.rundir import LOGS, NodePresence, RunDir
+
+PROVISIONING = "provisioning.json"
+"""In a run directory: for each launch, what was tried to get its nodes."""
+SILENT_SECONDS = 120.0
+"""A node that has not said for so long that it is there is not."""
+LOG_TAIL_LINES = 12
+
+
+class Traces:
+    """Of one run directory."""
+
+    def __init__(self, rundir: RunDir, jobs: Jobs) -> None:
+        self.rundir, self.jobs = rundir, jobs
+
+    def note_attempts(self, launch: int, node_count: int, attempts: Collection[Any]) -> None:
+        """Add to ``provisioning.json``."""
+        if attempts:
+            noted = self.rundir.read_json(PROVISIONING) or []
+            entry = {"launch": launch, "node_count": node_count, "attempts": list(attempts)}
+            if entry not in noted:
+                self.rundir.write_json(PROVISIONING, [*noted, entry])
+
+    def usage(self, record: Record | None, running: bool, now: float) -> list[NodeUsage]:
+        """Every stay as paid time, with what was really bought."""
+        bought = kinds(record) if record else {}
+        launch = record["launch"] if record else 0
+        found = []
+        for node in self.rundir.nodes():
+            sku, tier = bought.get(node.launch) or (record["sku"] if record else "", None)
+            here = running and node.launch == launch and is_here(node, now)
+            end = now if here else presences.end_of(node)
+            found.append(NodeUsage(node_id=node.node_id, sku=sku, started_at=node.started_at, ended_at=end, tier=tier))
+        return found
+
+    def end_stays(self, look: Look) -> None:
+        """Write the end of nodes that could not: whoever was heard of shortly before the job ended was there until
+        then, and whoever had been silent was there until it was last heard of."""
+        end = min(look.ended_at or time.time(), time.time())
+        for node in self.rundir.nodes():
+            if node.ended_at is None:
+                seen = presences.end_of(node)
+                self.rundir.write_node(replace(node, ended_at=end if 0 <= end - seen < SILENT_SECONDS else seen))
+
+    def keep_logs(self, record: Record) -> None:
+        """Copy what the processes printed into the run directory, once for each launch. It is of use, and no more."""
+        header = f"--- launch {record['launch']}, {record['job_name']} ---"
+        with contextlib.suppress(ServiceError, OSError):
+            for node_id, text in self.printed(record).items():
+                before = self.kept(node_id)
+                if header not in before:
+                    name = f"{LOGS}/node-{node_id}.log"
+                    self.rundir.storage.write(name, f"{before}{header}\n{text.rstrip()}\n".encode())
+
+    def printed(self, record: Record) -> dict[int, str]:
+        """What a launch printed so far, by node, as the service has it. `ServiceError` if that cannot be told."""
+        found: dict[int, str] = {}
+        texts = self.jobs.logs(record["job_name"], self.jobs.options.look_patience_seconds)
+        for rank, text in sorted(texts.items()):
+            node_id = rank // record["processes_per_node"]
+            found[node_id] = found.get(node_id, "") + text.rstrip("\n") + "\n"
+        return found
+
+    def kept(self, node_id: int) -> str:
+        """What launches that have ended printed on a node."""
+        try:
+            return self.rundir.storage.read(f"{LOGS}/node-{node_id}.log").decode(errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def kept_nodes(self) -> list[int]:
+        """Nodes whose log is kept."""
+        names = [name for name in self.rundir.storage.list(LOGS) if name.startswith("node-") and name.endswith(".log")]
+        return sorted(int(name[5:-4]) for name in names)
+
+    def said(self, node_count: int) -> str:
+        """The end of the log that most likely says why a job failed, for its message."""
+        texts = {node_id: self.kept(node_id) for node_id in range(node_count)}
+        failed = [node.node_id for node in self.rundir.nodes() if any(map(is_failure, node.exit_codes))]
+        node_id = next((node_id for node_id in [*failed, *texts] if texts.get(node_id)), None)
+        if node_id is None:
+            return ""
+        end = "\n".join(texts[node_id].splitlines()[-LOG_TAIL_LINES:])
+        return f"; the end of the log of node {node_id}:\n{end}"
+
+
+def is_here(node: NodePresence, now: float) -> bool:
+    """Is it there, as far as it says itself?"""
+    return node.ended_at is None and now - (node.last_seen_at or node.started_at) < SILENT_SECONDS

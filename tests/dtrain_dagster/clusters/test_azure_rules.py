@@ -1,0 +1,435 @@
+"""What is decided without asking anybody: which nodes to try, what a refusal means, what to make of a launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.audit import AuditError, AuditLog, redact
+from dtrain_dagster.clusters.azure_ml import launches, orphans
+from dtrain_dagster.clusters.azure_ml.capacity import (
+    DEFAULT_CHAIN,
+    Choice,
+    Quota,
+    Refusal,
+    Size,
+    chain,
+    classify,
+    compute_name,
+    examine,
+    retry_at,
+)
+from dtrain_dagster.clusters.azure_ml.code import stage_code
+from dtrain_dagster.clusters.azure_ml.jobs import command_line, parse_time
+from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager, refuse_secrets
+from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+from dtrain_dagster.clusters.azure_ml.states import Decision, Facts, Look, Patience, decide, loss
+from dtrain_dagster.clusters.base import ClusterError, JobState
+
+V100 = Choice(sku="Standard_NC6s_v3", tier="dedicated")
+SIZES = {
+    "standard_nc6s_v3": Size(
+        sku="Standard_NC6s_v3", family="standardNCSv3Family", vcpus=6, gpus=1, low_priority_capable=True
+    ),
+    "standard_nc64as_t4_v3": Size(
+        sku="Standard_NC64as_T4_v3", family="Standard NCASv3_T4 Family", vcpus=64, gpus=4, low_priority_capable=False
+    ),
+}
+
+
+def options(**fields: Any) -> AzureMLOptions:
+    required = {
+        "subscription_id": "00000000-0000-4000-8000-000000000001", "resource_group": "group", "workspace": "space",
+    }  # fmt: skip
+    return AzureMLOptions(**{**required, **fields})
+
+
+class TestChain:
+    def test_starts_with_the_wanted_size_and_goes_tier_by_tier(self) -> None:
+        found = chain("B", ("A", "B"), ("dedicated", "low_priority"))
+        assert [(choice.sku, choice.tier) for choice in found] == [
+            ("B", "dedicated"), ("A", "dedicated"), ("B", "low_priority"), ("A", "low_priority"),
+        ]  # fmt: skip
+
+    def test_an_entry_with_a_tier_is_tried_in_its_place_and_once(self) -> None:
+        found = chain("A", ("A@low_priority", "B"), ("dedicated", "low_priority"))
+        assert [str(choice) for choice in found] == ["A", "A (low priority)", "B", "B (low priority)"]
+
+    def test_leaves_out_what_was_waited_for_in_vain(self) -> None:
+        assert V100 not in chain(V100.sku, DEFAULT_CHAIN, ("dedicated",), {V100})
+
+    def test_default_has_every_kind_of_equivalent(self) -> None:
+        names = " ".join(DEFAULT_CHAIN)
+        assert DEFAULT_CHAIN[0] == "Standard_NC6s_v3"
+        assert all(kind in names for kind in ("A100", "H100", "A10_", "T4"))
+
+
+class TestQuota:
+    def quota(self, used: int, limit: int, name: str = "standardNCSv3Family") -> list[Quota]:
+        return [Quota(name=name, used=used, limit=limit)]
+
+    @pytest.mark.parametrize(
+        ("used", "limit", "there", "code"),
+        [(0, 18, 0, None), (0, 17, 0, "QuotaTooSmall"), (1, 18, 0, "QuotaInUse"), (18, 18, 3, None), (0, -1, 0, None)],
+    )
+    def test_counts_cores_and_nodes_that_are_there_already(
+        self, used: int, limit: int, there: int, code: str | None
+    ) -> None:
+        refusal = examine(V100, SIZES, self.quota(used, limit), 3, there, 1)
+        assert (refusal.code if refusal else None) == code
+
+    def test_names_of_families_are_compared_by_letters_and_digits(self) -> None:
+        choice = Choice(sku="Standard_NC64as_T4_v3", tier="dedicated")
+        refusal = examine(choice, SIZES, self.quota(0, 0, "standardNCASv3_T4Family"), 1, 0, 1)
+        assert refusal is not None
+        assert refusal.code == "QuotaTooSmall"
+
+    def test_low_priority_has_one_quota_for_all_families(self) -> None:
+        choice = dataclasses.replace(V100, tier="low_priority")
+        quotas = [*self.quota(0, 0), *self.quota(0, 100, "TotalLowPriorityCores")]
+        assert examine(choice, SIZES, quotas, 3, 0, 1) is None
+        assert examine(choice, SIZES, self.quota(90, 100, "TotalLowPriorityCores"), 3, 0, 1) is not None
+
+    def test_the_total_of_all_families_counts_too(self) -> None:
+        quotas = [*self.quota(0, 100), *self.quota(0, 17, "TotalDedicatedCores")]
+        assert examine(V100, SIZES, quotas, 3, 0, 1) is not None
+
+    def test_a_size_that_is_not_listed_or_does_not_fit_is_not_asked_for(self) -> None:
+        codes = [
+            examine(Choice(sku="Standard_ND96", tier="dedicated"), SIZES, [], 1, 0, 1),
+            examine(Choice(sku="Standard_NC64as_T4_v3", tier="low_priority"), SIZES, [], 1, 0, 1),
+            examine(V100, SIZES, [], 1, 0, 2),
+        ]
+        assert [refusal.code if refusal else "" for refusal in codes] == ["SkuNotListed", "NoLowPriority", "TooFewGpus"]
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "status", "verdict"),
+    [
+        ("SkuNotAvailable", "", 409, "next"),
+        ("AllocationFailed", "", 200, "next"),
+        ("ClusterCoreQuotaReached", "", 200, "next"),
+        ("JobNodeCountExceedsCoreQuota", "", 400, "next"),
+        ("BadRequest", "The specified subscription has a total vCPU quota of 0 for x.", 400, "next"),
+        ("BadRequest", "The specified vmSize X is not supported in eastus.", 400, "next"),
+        ("BadRequest", "minNodeCount must not be above maxNodeCount.", 400, "fatal"),
+        ("AuthorizationFailed", "", 403, "fatal"),
+        ("SubnetNotFound", "", 400, "fatal"),
+        ("TooManyRequests", "", 429, "wait"),
+        ("Conflict", "Compute x is Creating", 409, "wait"),
+        ("InternalServerError", "", 500, "wait"),
+        ("SomethingNew", "", 409, "next"),
+        ("SomethingNew", "", 200, "next"),
+        ("SomethingNew", "", 400, "fatal"),
+    ],
+)
+def test_refusals_are_told_apart(code: str, message: str, status: int, verdict: str) -> None:
+    assert classify(code, message, status).verdict == verdict
+
+
+def test_asking_again_is_sensible_when_the_first_reason_passes() -> None:
+    slow, soon = classify("QuotaExceeded", "", 400), classify("ClusterCoreQuotaReached", "", 200)
+    assert retry_at([slow, soon], 1000.0) == 1000.0 + soon.retry_seconds < 1000.0 + slow.retry_seconds
+    assert retry_at([Refusal(code="", message="", verdict="next", retry_seconds=5)], 0.0) == 5
+
+
+@pytest.mark.parametrize("name", ["dtrain", "a" * 15])
+@pytest.mark.parametrize("sku", [*DEFAULT_CHAIN, "Standard_ND96isr_MI300X_v5_and_more"])
+@pytest.mark.parametrize("tier", ["dedicated", "low_priority"])
+def test_names_of_computes_fit_the_service(name: str, sku: str, tier: str) -> None:
+    made = compute_name(name, Choice(sku=sku, tier=tier))
+    assert 2 <= len(made) <= 32
+    assert made.replace("-", "").isalnum()
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("fields", "names"),
+        [
+            ({"subscription_id": "mine"}, "DTRAIN_AZURE_SUBSCRIPTION_ID"),
+            ({"resource_group": ""}, "DTRAIN_AZURE_RESOURCE_GROUP"),
+            ({"cluster_name": "a-name-that-is-too-long"}, "DTRAIN_CLUSTER_NAME"),
+            ({"container": "No"}, "DTRAIN_AZURE_CONTAINER"),
+            ({"chain": ("NC6",)}, "chain"),
+            ({"tiers": ("spot",)}, "tiers"),
+            ({"idle_seconds": 0}, "idle_seconds"),
+            ({"vnet": "v"}, "vnet"),
+            ({"subnet": "s"}, "subnet"),
+            ({"identity": "me"}, "identity"),
+            ({"queue_deadline_seconds": 0}, "queue_deadline_seconds"),
+        ],
+    )
+    def test_refuse_what_cannot_be_used(self, fields: dict[str, Any], names: str) -> None:
+        with pytest.raises(ClusterError, match=names):
+            options(**fields)
+
+    def test_a_job_runs_no_longer_than_its_tier_allows(self) -> None:
+        long = options(job_timeout_seconds=1e9)
+        assert long.timeout_seconds("dedicated") == 21 * 86400
+        assert long.timeout_seconds("low_priority") == 7 * 86400
+
+    def test_making_a_manager_asks_nobody_and_imports_no_client(self, tmp_path: Path) -> None:
+        script = f"""
+            import sys
+            from pathlib import Path
+            from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
+            from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+            AzureMLClusterManager(AzureMLOptions(
+                subscription_id="00000000-0000-4000-8000-000000000001", resource_group="g", workspace="w",
+            ), Path({str(tmp_path)!r}))
+            print([name for name in sys.modules if name.split(".")[0] in ("azure", "requests", "torch", "mlflow")])
+        """
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True, timeout=60
+        )
+        assert done.stdout.strip() == "[]"
+
+
+PATIENCE = Patience(queue=100, allocation=50, silence=30, start=10)
+
+
+def facts(status: str, **fields: Any) -> Facts:
+    look = Look(status=status, error_message=fields.pop("error", ""), error_code=fields.pop("code", ""))
+    known = {
+        "now": 1000.0, "launch": 2, "node_count": 3, "elastic": True, "submitted_at": 900.0, "phase_since": 990.0,
+        "seen": True, "resubmissions_left": 1,
+    }  # fmt: skip
+    return Facts(look=look, **{**known, **fields})
+
+
+def decided(status: str, **fields: Any) -> tuple[str, JobState]:
+    decision: Decision = decide(facts(status, **fields), PATIENCE)
+    return decision.action, decision.state
+
+
+class TestStates:
+    done, failed, stopped = ({"status": word, "launch": 2, "error": "why"} for word in ("succeeded", "failed", "stopped"))
+
+    @pytest.mark.parametrize("status", ["NotStarted", "Starting", "Provisioning", "Preparing", "Queued"])
+    def test_what_waits_is_queued_until_its_deadline(self, status: str) -> None:
+        assert decided(status) == ("report", JobState.QUEUED)
+        assert decided(status, phase_since=899.0) == ("stop", JobState.QUEUED)
+
+    def test_where_nodes_cannot_be_had_and_others_can_it_waits_less(self) -> None:
+        short = {"phase_since": 940.0, "allocation_error": "AllocationFailed"}
+        assert decided("Queued", **short) == ("report", JobState.QUEUED)
+        assert decided("Queued", has_alternative=True, **short) == ("stop", JobState.QUEUED)
+
+    @pytest.mark.parametrize("status", ["Running", "Finalizing"])
+    def test_what_works_is_running(self, status: str) -> None:
+        assert decided(status, phase_since=0.0) == ("report", JobState.RUNNING)
+
+    def test_a_job_that_is_not_heard_of_is_believed_by_its_nodes(self) -> None:
+        assert decided("NotResponding") == ("report", JobState.RUNNING)
+        assert decided("NotResponding", phase_since=960.0) == ("stop", JobState.RUNNING)
+        assert decided("NotResponding", phase_since=960.0, heard_at=995.0) == ("report", JobState.RUNNING)
+        assert decided("AWordThatIsNew") == ("report", JobState.RUNNING)
+
+    def test_a_paused_job_waits_no_longer_than_in_the_queue(self) -> None:
+        assert decided("Paused") == ("report", JobState.QUEUED)
+        assert decided("Paused", phase_since=800.0) == ("stop", JobState.QUEUED)
+
+    def test_the_end_is_what_the_training_says(self) -> None:
+        assert decided("Completed", result=self.done) == ("settle", JobState.SUCCEEDED)
+        assert decided("Failed", result=self.done, error="node lost") == ("settle", JobState.SUCCEEDED)
+        assert decided("Completed", result=None) == ("settle", JobState.FAILED)
+        assert decided("Completed", result={**self.done, "launch": 1}) == ("settle", JobState.FAILED)
+        assert decided("Completed", elastic=False) == ("settle", JobState.SUCCEEDED)
+        assert decided("Failed", result=self.failed, error="pre-empted") == ("settle", JobState.FAILED)
+
+    @pytest.mark.parametrize(
+        "how",
+        [
+            {"code": "PreemptionError", "error": "Nodes of this job got pre-empted"},
+            {"error": "Execution failed. User process 'python' exited with status code 75."},
+            {"error": "Process exited with code -9"},
+            {"exit_codes": (137, 75)},
+            {"vanished": (1,)},
+            {"result": stopped},
+        ],
+    )
+    def test_a_launch_that_lost_its_nodes_is_followed_by_another(self, how: dict[str, Any]) -> None:
+        assert decided("Failed", **how) == ("next", JobState.QUEUED)
+        assert decided("Failed", **how, resubmissions_left=0) == ("settle", JobState.FAILED)
+        assert decided("Failed", **how, elastic=False) == ("settle", JobState.FAILED)
+        assert decided("Failed", **how, cancel_asked=True) == ("settle", JobState.CANCELLED)
+
+    @pytest.mark.parametrize("how", [{"error": "exited with code 1"}, {"exit_codes": (2, 75)}, {"error": "no such image"}])
+    def test_a_launch_that_failed_by_itself_is_not(self, how: dict[str, Any]) -> None:
+        assert decided("Failed", **how) == ("settle", JobState.FAILED)
+
+    def test_a_failure_of_its_own_counts_more_than_nodes_that_vanished_with_it(self) -> None:
+        assert loss(facts("Failed", exit_codes=(1,), vanished=(0, 2))) == ""
+
+    def test_what_was_cancelled_from_here_or_from_elsewhere(self) -> None:
+        assert decided("Canceled", cancel_asked=True) == ("settle", JobState.CANCELLED)
+        assert decided("Canceled") == ("settle", JobState.CANCELLED)
+        assert decided("Canceled", code="PreemptionError") == ("next", JobState.QUEUED)
+        assert decided("Canceled", stopping="queued too long") == ("next", JobState.QUEUED)
+
+    def test_a_wish_to_cancel_is_repeated_until_the_service_has_heard_it(self) -> None:
+        for status in ("Queued", "Running", "NotResponding", "Paused"):
+            assert decided(status, cancel_asked=True)[0] == "cancel"
+        assert decided("CancelRequested", cancel_asked=True)[0] == "report"
+
+    def test_a_launch_that_is_being_ended_is_not_followed_before_it_has_ended(self) -> None:
+        assert decided("Running", stopping="silent")[0] == "stop"
+        assert decided("CancelRequested", stopping="silent")[0] == "report"
+
+    def test_a_job_that_is_not_there(self) -> None:
+        assert decided("", seen=False, submitted_at=995.0) == ("report", JobState.QUEUED)
+        assert decided("", seen=False) == ("submit", JobState.QUEUED)
+        assert decided("", seen=True) == ("settle", JobState.FAILED)
+        assert decided("", seen=False, cancel_asked=True) == ("settle", JobState.CANCELLED)
+
+
+class TestOrphans:
+    record = {"job_name": "j-l2", "launch": 2}
+
+    def test_nobodys_jobs(self) -> None:
+        def why(name: str, record: Any, settled: bool = False, owner: str | None = "run") -> str:
+            return orphans.why_orphaned(name, record, settled, owner, {"run"})
+
+        assert not why("j-l2", self.record)
+        assert not why("j-l2", self.record, owner=None)
+        assert "gone" in why("j-l2", None)
+        assert "place" in why("j-l1", self.record)
+        assert "ended" in why("j-l2", self.record, settled=True)
+        assert "other" in why("j-l2", self.record, owner="other")
+        assert "cancelled" in why("j-l2", {**self.record, "cancel_asked_at": 1.0})
+
+    def test_nobodys_computes(self) -> None:
+        assert orphans.why_compute_orphaned("Failed", 0, 0, 0, wanted=True)
+        assert orphans.why_compute_orphaned("Succeeded", 2, 0, 0, wanted=False)
+        assert orphans.why_compute_orphaned("Succeeded", 0, 0, 1, wanted=False)
+        assert not orphans.why_compute_orphaned("Succeeded", 2, 1, 0, wanted=True)
+        assert not orphans.why_compute_orphaned("Succeeded", 0, 0, 0, wanted=False)
+
+
+class TestCode:
+    def test_takes_the_trainer_and_what_the_model_imports_and_nothing_else(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        own = tmp_path / "own"
+        (own / "nets" / "deep").mkdir(parents=True)
+        (own / "nets" / "__init__.py").write_text("")
+        (own / "nets" / "deep" / "__init__.py").write_text("from .parts import block\n")
+        (own / "nets" / "deep" / "parts.py").write_text("from ..shared import width\nimport lonely_helper\n")
+        (own / "nets" / "shared.py").write_text("import os, torch\nwidth = 3\n")
+        (own / "nets" / "unused.py").write_text("")
+        (own / "nets" / "weights.bin").write_text("not code")
+        (own / "lonely_helper.py").write_text("")
+        (own / "secrets.env").write_text("KEY=1")
+        monkeypatch.syspath_prepend(str(own))
+        files = stage_code(tmp_path / "staged", ["nets.deep:build", "tcn", "math:sqrt", "numpy.linalg:norm"])
+        outside = [name for name in files if not name.startswith("trainer/")]
+        assert outside == [
+            "lonely_helper.py", "nets/__init__.py", "nets/deep/__init__.py", "nets/deep/parts.py", "nets/shared.py",
+        ]  # fmt: skip
+        assert "trainer/__main__.py" in files
+        there = {path.relative_to(tmp_path / "staged").as_posix() for path in (tmp_path / "staged").rglob("*.*")}
+        assert there == set(files)
+
+    def test_the_folder_trains_by_itself(self, tmp_path: Path) -> None:
+        stage_code(tmp_path, [])
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import trainer.config"],
+            capture_output=True, text=True, timeout=60, env={},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+    def test_says_which_module_is_missing(self, tmp_path: Path) -> None:
+        with pytest.raises(ClusterError, match="no_such_module"):
+            stage_code(tmp_path, ["no_such_module:build"])
+
+
+def test_interpreters_and_words_reach_the_nodes_shell() -> None:
+    words = [sys.executable, "-m", "trainer", "--config", "az://c/jobs/j 1/job.json"]
+    assert command_line(words) == "python -m trainer --config 'az://c/jobs/j 1/job.json'"
+    assert command_line(["./train.sh"]) == "./train.sh"
+
+
+def test_times_of_the_service() -> None:
+    assert parse_time("2026-01-01 00:00:01") == parse_time("2026-01-01T00:00:01Z") == 1767225601.0
+    assert parse_time(None) is None
+
+
+def test_a_launch_has_one_name_whoever_asks() -> None:
+    assert launches.job_name("train-ab.c-1", 2) == launches.job_name("train-ab.c-1", 2) == "train-ab-c-1-l2"
+
+
+class TestAudit:
+    def test_one_line_for_each_operation_with_its_result(self, tmp_path: Path) -> None:
+        log = AuditLog(tmp_path, dagster_run_id="run", who="me")
+        with log.operation("compute.put", "c", sku="S") as entry:
+            entry.request_id = "r1"
+        with pytest.raises(KeyError), log.operation("job.cancel", "j"):
+            raise KeyError("gone")
+        first, second = log.lines()
+        assert (first["operation"], first["target"], first["result"]) == ("compute.put", "c", "done")
+        assert (first["who"], first["dagster_run_id"], first["request_id"]) == ("me", "run", "r1")
+        assert first["details"] == {"sku": "S"}
+        assert (second["result"], second["code"]) == ("failed", "KeyError")
+        (path,) = (tmp_path / "audit").iterdir()
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.name == f"{time.strftime('%Y-%m', time.gmtime())}.jsonl"
+
+    def test_writers_side_by_side_keep_lines_whole(self, tmp_path: Path) -> None:
+        script = (
+            "import sys; from pathlib import Path; from dtrain_dagster.audit import AuditLog\n"
+            "for number in range(200):\n"
+            "    with AuditLog(Path(sys.argv[1])).operation('put', 'x' * 3000, number=number): pass\n"
+        )
+        writers = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) for _ in range(2)]
+        assert [writer.wait(60) for writer in writers] == [0, 0]
+        assert len(AuditLog(tmp_path).lines()) == 400
+
+    def test_nothing_is_done_where_it_cannot_be_written(self, tmp_path: Path) -> None:
+        (tmp_path / "audit").write_text("a file")
+        done = []
+        with pytest.raises(AuditError, match="DTRAIN_HOME"), AuditLog(tmp_path).operation("put", "x"):
+            done.append(1)
+        assert not done
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "https://a.blob/c/b?sv=1&sig=PLANTED&se=2",
+            "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=PLANTED;EndpointSuffix=x",
+            "Authorization: Bearer PLANTED.PLANTED-PLANTED",
+            "postgres://user:PLANTED@host/db",
+            "password=PLANTED",
+            '{"client_secret": "PLANTED"}',
+        ],
+    )
+    def test_secrets_are_cut_out(self, tmp_path: Path, text: str) -> None:
+        log = AuditLog(tmp_path)
+        with pytest.raises(RuntimeError), log.operation("put", text, note=text, inner={"deep": [text]}):
+            raise RuntimeError(text)
+        written = next((tmp_path / "audit").iterdir()).read_text()
+        assert "PLANTED" not in written
+        assert json.loads(written)["result"] == "failed"
+
+    def test_by_name_too_and_the_rest_stays(self) -> None:
+        plain = {"sku": "Standard_NC6s_v3", "TOKENIZERS_PARALLELISM": "false", "note": "the key is under the mat"}
+        assert redact({**plain, "AZURE_CLIENT_SECRET": "x", "token": "y"}) == {
+            **plain, "AZURE_CLIENT_SECRET": "***", "token": "***",
+        }  # fmt: skip
+
+
+def test_a_job_takes_no_secrets_along(tmp_path: Path) -> None:
+    refuse_secrets({"DTRAIN_CACHE": "/mnt/cache", "OMP_NUM_THREADS": "4"})
+    for name, value in (("AZURE_STORAGE_CONNECTION_STRING", "x"), ("URL", "https://a/b?sig=abcdefgh")):
+        with pytest.raises(ClusterError, match="Key Vault"):
+            refuse_secrets({name: value})
+    with pytest.raises(ClusterError, match="provision"):
+        manager = AzureMLClusterManager(options(storage_uri=str(tmp_path)), tmp_path)
+        manager.scale_cluster(3)
