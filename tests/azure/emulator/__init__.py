@@ -1,0 +1,131 @@
+"""An Azure ML workspace on loopback, that the real clients of Azure talk to over real TLS.
+
+`Emulator` starts it for a test; ``python -m tests.azure.emulator --folder DIR`` starts it for a person. It speaks the
+shapes that were recorded of the real service, has a clock that can be moved, and lets things go wrong by a script.
+It proves how the product deals with what the service says; that the service says it is another matter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.azure.emulator.state import Addresses
+
+ROOT = Path(__file__).parents[3]
+START_SECONDS = 90.0
+STOP_SECONDS = 30.0
+
+
+class Emulator:
+    """The emulator as a process of its own, as a context manager. It ends with this process, however that ends.
+
+    ``folder``: where its files go. ``faults``: its script. ``environment``: the variables that lead clients to it;
+    `ENVIRONMENT_OF_OTHERS` has to be absent beside them (see `use`).
+    """
+
+    def __init__(self, folder: Path, faults: list[dict[str, Any]] | None = None) -> None:
+        self.folder, self._faults = folder, faults or []
+        self.environment: dict[str, str] = {}
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Emulator:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        script, ready = self.folder / "faults.json", self.folder / "ready.json"
+        script.write_text(json.dumps(self._faults))
+        ready.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "tests.azure.emulator", "--folder", str(self.folder), "--leave-with-stdin"]
+        log = self.folder / "emulator.log"
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*command, "--faults", str(script)],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + START_SECONDS
+        while not ready.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                raise RuntimeError(f"the emulator did not start:\n{log.read_text()[-4000:]}")
+            time.sleep(0.02)
+        self.environment = json.loads(ready.read_text())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End it and all it started; again without harm."""
+        process, self.process = self.process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
+
+    def control(self, verb: str, **asked: Any) -> Any:
+        """Tell it something, or ask: see `tests.azure.emulator.control`. ValueError, with its words, if it refuses."""
+        request = urllib.request.Request(
+            f"{self.environment['DTRAIN_EMULATOR_CONTROL']}/{verb}",
+            json.dumps(asked).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return json.load(answer)["result"]
+        except urllib.error.HTTPError as error:
+            raise ValueError(error.read().decode()) from None
+
+
+ENVIRONMENT_OF_OTHERS = (
+    "AZURE_CLIENT_ID",
+    "AZURE_CLIENT_SECRET",
+    "AZURE_TENANT_ID",
+    "AZURE_STORAGE_CONNECTION_STRING",
+    "AZUREML_CURRENT_CLOUD",
+    "MSI_ENDPOINT",
+    "MSI_SECRET",
+)
+"""Variables that would lead elsewhere."""
+
+
+def environment(addresses: Addresses, ca: Path, resolver: Path, identity_header: str) -> dict[str, str]:
+    """What a process needs in order to take the emulator for Azure."""
+    from tests.azure.emulator.state import CONTAINER, RESOURCE_GROUP, SUBSCRIPTION, WORKSPACE
+
+    return {
+        "ARM_CLOUD_METADATA_URL": f"{addresses.base}/metadata/endpoints?api-version=2019-05-01",
+        "REQUESTS_CA_BUNDLE": str(ca),
+        "SSL_CERT_FILE": str(ca),
+        "NO_PROXY": "127.0.0.1,localhost,.localhost",
+        "IDENTITY_ENDPOINT": f"{addresses.control}/identity/app-service",
+        "IDENTITY_HEADER": identity_header,
+        "AZURE_STORAGE_ACCOUNT_URL": addresses.storage,
+        "AZUREML_RUN_POLLING_INTERVAL_MIN": "1",
+        "DTRAIN_AZURE_SUBSCRIPTION_ID": SUBSCRIPTION,
+        "DTRAIN_AZURE_RESOURCE_GROUP": RESOURCE_GROUP,
+        "DTRAIN_AZURE_WORKSPACE": WORKSPACE,
+        "DTRAIN_AZURE_CONTAINER": CONTAINER,
+        "DTRAIN_EMULATOR_CONTROL": f"{addresses.control}/control",
+        "PYTHONPATH": str(resolver),
+    }

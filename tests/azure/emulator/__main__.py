@@ -1,0 +1,147 @@
+"""``python -m tests.azure.emulator --folder DIR``: an Azure ML workspace on this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shlex
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from tests.azure.azurite import Azurite
+from tests.azure.emulator import environment
+from tests.azure.emulator.app import QuietServer, Surface, new_app, new_server, tick_forever
+from tests.azure.emulator.arm import arm_routes
+from tests.azure.emulator.certificates import ACCOUNT, make_certificates
+from tests.azure.emulator.computes import compute_routes
+from tests.azure.emulator.control import control_routes
+from tests.azure.emulator.faults import FIELDS, Faults
+from tests.azure.emulator.identity import Identity, identity_routes
+from tests.azure.emulator.scaling import tick_computes
+from tests.azure.emulator.state import CONTAINER, DATASTORE_CONTAINER, Cloud
+
+RESOLVER = Path(__file__).parents[1] / "resolver"
+EPILOG = f"""\
+In another terminal:  source DIR/azure.env   and use dtrain (or az-ml code of your own) as with a real workspace.
+A running job really starts its processes on this machine, in DIR/nodes. Nothing leaves the machine, nothing costs.
+
+Make things go wrong: --faults script.json, a list such as
+  [{{"fault": "refuse", "vm_size": "Standard_NC6s_v3", "how": "async"}},
+   {{"fault": "preempt", "job": "*", "node": 1, "after_seconds": 20, "policy": "survive"}}]
+or at any time over the control port:
+  curl -d '{{"fault": "throttle", "operation": "job.get", "count": 3}}' -H content-type:application/json $CONTROL/fault
+  curl -d '{{"advance_seconds": 600}}' -H content-type:application/json $CONTROL/clock
+  curl -X POST $CONTROL/bought
+where CONTROL is DTRAIN_EMULATOR_CONTROL of azure.env. Kinds of faults: {", ".join(FIELDS)};
+their fields are described in tests/azure/emulator/faults.py, the verbs in tests/azure/emulator/control.py.
+"""
+
+
+def main() -> int:
+    arguments = _arguments()
+    folder: Path = arguments.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    script = json.loads(arguments.faults.read_text()) if arguments.faults else []
+    certificates = make_certificates(folder / "certificates")
+    with Azurite(
+        certificate=certificates.server, key=certificates.key, oauth=True, port=arguments.storage_port
+    ) as blobs:
+        for container in (CONTAINER, DATASTORE_CONTAINER):
+            blobs.create_container(container)
+        cloud = Cloud(folder=folder, faults=Faults())
+        for spec in script:
+            cloud.faults.add(spec, cloud.clock.now())
+        identity = Identity()
+
+        def tick() -> None:
+            cloud.end_operations()
+            tick_computes(cloud, {})
+
+        surface = new_app()
+        for routes in (arm_routes(cloud), compute_routes(cloud)):
+            surface.include_router(routes)
+        inside = new_app()
+        for routes in (identity_routes(identity), control_routes(cloud, tick)):
+            inside.include_router(routes)
+        arm, arm_socket = new_server(Surface(surface, cloud, identity), certificates, arguments.port)
+        control, control_socket = new_server(inside, None, arguments.control_port)
+        cloud.addresses.base = f"https://127.0.0.1:{arm_socket.getsockname()[1]}"
+        cloud.addresses.control = f"http://127.0.0.1:{control_socket.getsockname()[1]}"
+        cloud.addresses.storage = blobs.url
+        cloud.addresses.storage_suffix = f"core.localhost:{blobs.port}"
+        variables = environment(cloud.addresses, certificates.ca, RESOLVER, identity.header)
+
+        async def serve() -> None:
+            ticking = asyncio.create_task(tick_forever(tick))
+            servers = (arm, control)
+            _stop_on_signals(servers, arguments.leave_with_stdin)
+            ticking.add_done_callback(lambda _: _stop(servers))
+            serving = asyncio.gather(arm.serve([arm_socket]), control.serve([control_socket]))
+            while not all(server.started for server in servers) and not serving.done():
+                await asyncio.sleep(0.005)
+            _announce(folder, variables, quiet=arguments.leave_with_stdin)
+            await serving
+            if not ticking.cancel():
+                ticking.result()
+
+        asyncio.run(serve())
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.azure.emulator",
+        description="An Azure ML workspace with its storage account, emulated on loopback: the way to try the Azure "
+        "path without Azure. Prints the environment that leads clients here, and runs until Ctrl-C.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="for certificates, azure.env, the nodes' files")
+    parser.add_argument("--faults", type=Path, help="a JSON list of faults to come")
+    parser.add_argument("--port", type=int, default=0, help="of the ARM surface (TLS); a free one by default")
+    parser.add_argument("--control-port", type=int, default=0, help="of the control port (plain HTTP)")
+    parser.add_argument("--storage-port", type=int, default=0, help="of the storage account (TLS)")
+    parser.add_argument("--leave-with-stdin", action="store_true", help="stop when standard input ends; for tests")
+    return parser.parse_args()
+
+
+def _announce(folder: Path, variables: dict[str, str], quiet: bool) -> None:
+    lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+    secret = folder / "azure.env"
+    secret.touch(0o600)
+    secret.write_text(lines)
+    if not quiet:
+        print(
+            f"{lines}\n# The same is in {secret}: source it in another terminal. Ctrl-C stops everything.", flush=True
+        )
+    ready = folder / "ready.json"
+    ready.with_suffix(".part").write_text(json.dumps(variables))
+    os.replace(ready.with_suffix(".part"), ready)
+
+
+def _stop(servers: tuple[QuietServer, ...]) -> None:
+    for server in servers:
+        server.should_exit = True
+
+
+def _stop_on_signals(servers: tuple[QuietServer, ...], with_stdin: bool) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, _stop, servers)
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        loop.call_soon_threadsafe(_stop, servers)
+
+    if with_stdin:
+        threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    assert ACCOUNT  # the account that the certificate names is Azurite's
+    sys.exit(main())

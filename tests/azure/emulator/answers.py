@@ -1,0 +1,82 @@
+"""The shapes that all answers of ARM share: errors, resources, long-running operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse
+
+from tests.azure.emulator.clock import iso
+from tests.azure.emulator.state import LOCATION_ID, WORKSPACE_ID, Cloud, Operation
+
+WS = (
+    "/subscriptions/{subscription}/resourceGroups/{group}"
+    "/providers/Microsoft.MachineLearningServices/workspaces/{workspace}"
+)
+
+
+class Refusal(Exception):
+    """An error that the caller is told in ARM's words."""
+
+    def __init__(self, status: int, code: str, message: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message, self.headers = status, code, message, headers
+
+    def answer(self) -> JSONResponse:
+        return JSONResponse({"error": error_body(self.code, self.message)}, self.status, self.headers)
+
+
+def error_body(code: str, message: str) -> dict[str, Any]:
+    return {
+        "code": code,
+        "message": message,
+        "target": None,
+        "details": [],
+        "additionalInfo": [{"type": "Emulated", "info": {"value": True}}],
+    }
+
+
+def not_found(kind: str, name: str) -> Refusal:
+    return Refusal(404, "ResourceNotFound", f"Requested {kind} does not exist: {name}")
+
+
+def resource_id(*parts: str) -> str:
+    return "/".join((WORKSPACE_ID, *parts))
+
+
+def resource_type(*parts: str) -> str:
+    return "/".join(("Microsoft.MachineLearningServices/workspaces", *parts))
+
+
+def system_data(created: float, modified: float | None = None) -> dict[str, Any]:
+    return {
+        "createdAt": iso(created),
+        "createdBy": "Emulated Identity",
+        "createdByType": "Application",
+        "lastModifiedAt": iso(created if modified is None else modified),
+        "lastModifiedBy": "Emulated Identity",
+        "lastModifiedByType": "Application",
+    }
+
+
+def accepted(
+    cloud: Cloud, request: HttpRequest, operation: Operation, path: str, body: Any, status: int
+) -> JSONResponse:
+    """The first answer of a long-running operation. ``path``: computeOperationsStatus, mfeOperationsStatus…"""
+    version = request.query_params.get("api-version", "")
+    there = f"{cloud.addresses.base}{LOCATION_ID}/{path}/{operation.id}?api-version={version}&service=new"
+    headers = {
+        "Azure-AsyncOperation": there,
+        "Location": there.replace("OperationsStatus", "OperationResults"),
+        "x-ms-async-operation-timeout": "PT4H",
+        "x-ms-retry-after-ms": str(cloud.timing.retry_after_ms),
+    }
+    return JSONResponse(body, status, headers)
+
+
+def operation_status(cloud: Cloud, operation: Operation) -> JSONResponse:
+    body: dict[str, Any] = {"status": operation.status, "id": operation.id, "name": operation.id}
+    if operation.status == "Failed":
+        body["error"] = operation.error
+    return JSONResponse(body, 200, {"x-ms-retry-after-ms": str(cloud.timing.retry_after_ms)})

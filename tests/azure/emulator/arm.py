@@ -1,0 +1,157 @@
+"""Azure Resource Manager: the cloud's metadata, the workspace, sizes, usages, and how operations are doing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from tests.azure.emulator.answers import WS, not_found, operation_status, system_data
+from tests.azure.emulator.certificates import ACCOUNT
+from tests.azure.emulator.state import (
+    LOCATION,
+    LOCATION_ID,
+    RESOURCE_GROUP,
+    SUBSCRIPTION,
+    TENANT,
+    WORKSPACE,
+    WORKSPACE_ID,
+    Cloud,
+    Size,
+    quota_of,
+    used_cores,
+)
+
+LOCATIONS = "/subscriptions/{subscription}/providers/Microsoft.MachineLearningServices/locations/{location}"
+SHOWN_IN_USAGES = "TotalLowPriorityCores"
+
+
+def arm_routes(cloud: Cloud) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/metadata/endpoints", name="metadata.get")
+    def metadata() -> list[dict[str, Any]]:
+        base = f"{cloud.addresses.base}/"
+        return [
+            {
+                "name": "EmulatedCloud",
+                "portal": "https://portal.azure.com",
+                "resourceManager": base,
+                "authentication": {
+                    "loginEndpoint": base,
+                    "audiences": [base, "https://management.azure.com/"],
+                    "tenant": "common",
+                    "identityProvider": "AAD",
+                },
+                "graph": base,
+                "suffixes": {"storage": cloud.addresses.storage_suffix, "keyVaultDns": "vault.localhost"},
+            }
+        ]
+
+    @router.get(WS, name="workspace.get")
+    def workspace() -> dict[str, Any]:
+        return _workspace(cloud)
+
+    @router.get("/discovery/workspaces/{workspace}", name="discovery.get")
+    def discovery() -> dict[str, str]:
+        """Where the workspace's own services are; without a token, as the real one."""
+        names = ["api", "catalog", "experimentation", "gallery", "history", "hyperdrive", "labeling"]
+        names += ["modelmanagement", "pipelines", "registry", "studio"]
+        return dict.fromkeys(names, cloud.addresses.base)
+
+    @router.get(LOCATIONS + "/vmSizes", name="sizes.list")
+    def sizes() -> dict[str, Any]:
+        return {"value": [_size(name, size) for name, size in cloud.sizes.items()]}
+
+    @router.get(LOCATIONS + "/usages", name="usages.list")
+    def usages() -> dict[str, Any]:
+        families = sorted({size.family for size in cloud.sizes.values()})
+        value = [
+            _usage(family, f"{family} Cluster Dedicated vCPUs", used_cores(cloud, family, "dedicated"), limit)
+            for family in families
+            if (limit := quota_of(cloud, family, "dedicated")) is not None
+        ]
+        low = used_cores(cloud, "", "low_priority"), quota_of(cloud, "", "low_priority")
+        value.append(_usage(SHOWN_IN_USAGES, "Total Cluster Low Priority Regional vCPUs", *low))
+        value.append(_usage("Clusters", "Total Clusters", len(cloud.computes), 200))
+        return {"value": value, "nextLink": None}
+
+    for kind in ("computeOperationsStatus", "mfeOperationsStatus"):
+
+        @router.get(f"{LOCATIONS}/{kind}/{{id}}", name="operation.get")
+        def status(id: str) -> Any:
+            if id not in cloud.operations:
+                raise not_found("operation", id)
+            return operation_status(cloud, cloud.operations[id])
+
+    return router
+
+
+def _workspace(cloud: Cloud) -> dict[str, Any]:
+    base = cloud.addresses.base
+    group = f"/subscriptions/{SUBSCRIPTION}/resourceGroups/{RESOURCE_GROUP}/providers"
+    return {
+        "id": WORKSPACE_ID,
+        "name": WORKSPACE,
+        "type": "Microsoft.MachineLearningServices/workspaces",
+        "location": LOCATION,
+        "tags": {},
+        "etag": None,
+        "kind": "Default",
+        "sku": {"name": "Basic", "tier": "Basic"},
+        "identity": {"type": "SystemAssigned", "principalId": TENANT, "tenantId": TENANT},
+        "systemData": system_data(1.76e9),
+        "properties": {
+            "friendlyName": WORKSPACE,
+            "description": "Emulated on loopback",
+            "storageAccount": f"{group}/Microsoft.Storage/storageAccounts/{ACCOUNT}",
+            "keyVault": f"{group}/Microsoft.KeyVault/vaults/emulated",
+            "applicationInsights": f"{group}/Microsoft.Insights/components/emulated",
+            "containerRegistry": None,
+            "hbiWorkspace": False,
+            "imageBuildCompute": None,
+            "publicNetworkAccess": "Enabled",
+            "provisioningState": "Succeeded",
+            "workspaceId": "00000000-0000-4000-8000-00000000000b",
+            "discoveryUrl": f"{base}/discovery/workspaces/{WORKSPACE}",
+            "mlFlowTrackingUri": f"{base}/mlflow/v1.0{WORKSPACE_ID}",
+            "notebookInfo": None,
+            "tenantId": TENANT,
+        },
+    }
+
+
+def _size(name: str, size: Size) -> dict[str, Any]:
+    prices = [("Linux", "Standard", size.linux_standard_usd_per_hour)]
+    if size.low_priority_capable:
+        prices.append(("Linux", "LowPriority", size.linux_low_priority_usd_per_hour))
+    return {
+        "name": name,
+        "family": size.family,
+        "vCPUs": size.vcpus,
+        "gpus": size.gpus,
+        "osVhdSizeMB": 1047552,
+        "maxResourceVolumeMB": 344064,
+        "memoryGB": float(size.memory_gb),
+        "lowPriorityCapable": size.low_priority_capable,
+        "premiumIO": True,
+        "supportsIB": size.infiniband,
+        "estimatedVMPrices": {
+            "billingCurrency": "USD",
+            "unitOfMeasure": "OneHour",
+            "values": [{"retailPrice": price, "osType": system, "vmTier": tier} for system, tier, price in prices],
+        },
+        "supportedComputeTypes": ["AmlCompute", "ComputeInstance"],
+    }
+
+
+def _usage(name: str, words: str, used: int, limit: int) -> dict[str, Any]:
+    return {
+        "id": f"{LOCATION_ID}/usages/{name.replace(' ', '')}",
+        "amlWorkspaceLocation": LOCATION,
+        "type": "Microsoft.MachineLearningServices/usages",
+        "unit": "Count",
+        "currentValue": used,
+        "limit": limit,
+        "name": {"value": name, "localizedValue": words},
+    }
