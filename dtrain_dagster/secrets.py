@@ -126,7 +126,7 @@ def _from_vault(reference: str, vault: str, name: str, version: str | None) -> s
         raise SecretError(
             f"{reference}: vault {vault} refused ({error.status_code}): {_words(error)}{remedy}"
         ) from None
-    except AzureError as error:
+    except (AzureError, ValueError) as error:  # ValueError: who answered claims to be another service
         raise SecretError(f"{reference}: vault {vault} cannot be reached: {_words(error)}") from None
 
 

@@ -41,7 +41,7 @@ _BUSY = (408, 424, 429, 502, 503, 504)
 class ScoringEndpoint:
     """An address that takes windows and gives forecasts."""
 
-    url: str
+    url: str = field(repr=False)
     """The whole of it, ``https://…/score`` or ``http://…/invocations``."""
     dialect: Literal["mlflow", "azureml"] = "mlflow"
     """How a request says what is in it: ``inputs``, or ``input_data`` where Azure ML made the scoring script itself."""
@@ -55,7 +55,7 @@ class ScoringEndpoint:
         """Windows (n, window, features) → rows. `ServingError` if it refuses, `AnswerError` for another shape."""
         status, body = self.post(windows)
         if status != 200:
-            raise ServingError(f"{self.url} refused the request ({status}): {_words(body)}")
+            raise ServingError(f"{redact(self.url)} refused the request ({status}): {_words(body)}")
         return parse_predictions(body)
 
     def post(self, windows: NDArray[Any], authorised: bool = True) -> tuple[int, bytes]:
@@ -69,7 +69,7 @@ class ScoringEndpoint:
                 self.url, json.dumps({name: windows.tolist()}), headers=headers, timeout=self.timeout_seconds
             )
         except requests.RequestException as error:
-            raise ServingError(f"{self.url} cannot be reached: {redact(str(error))}") from None
+            raise ServingError(f"{redact(self.url)} cannot be reached: {redact(str(error))}") from None
         return answer.status_code, answer.content
 
 
@@ -147,7 +147,7 @@ def check_endpoint(
         return passed
 
     def result(**figures: Any) -> EndpointCheck:
-        return EndpointCheck(url=endpoint.url, findings=tuple(findings), **figures)
+        return EndpointCheck(url=redact(endpoint.url), findings=tuple(findings), **figures)
 
     try:
         status, body = _ask(endpoint, sample.windows, patience_seconds)

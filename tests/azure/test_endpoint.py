@@ -105,7 +105,7 @@ def azure_like(run_dir: str) -> Iterator[Callable[[Answer], str]]:
                 """Quiet."""
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         servers.append(server)
         return f"http://127.0.0.1:{server.server_port}/score"
 
