@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +21,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import pytest
+
     from tests.azure.emulator.state import Addresses
 
 ROOT = Path(__file__).parents[3]
@@ -95,6 +99,18 @@ class Emulator:
                 return json.load(answer)["result"]
         except urllib.error.HTTPError as error:
             raise ValueError(error.read().decode()) from None
+
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let this very process take the emulator for Azure, for as long as the test lasts."""
+        for name in ENVIRONMENT_OF_OTHERS:
+            monkeypatch.delenv(name, raising=False)
+        # The SDK writes it into the environment; like this it is taken back afterwards.
+        monkeypatch.setenv("AZUREML_CURRENT_CLOUD", "EmulatedCloud")
+        for name, value in self.environment.items():
+            if name != "PYTHONPATH":
+                monkeypatch.setenv(name, value)
+        monkeypatch.setattr(socket, "getaddrinfo", socket.getaddrinfo)
+        runpy.run_path(str(ROOT / "tests/azure/resolver/sitecustomize.py"))
 
 
 ENVIRONMENT_OF_OTHERS = (

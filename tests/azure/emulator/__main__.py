@@ -16,13 +16,20 @@ from tests.azure.azurite import Azurite
 from tests.azure.emulator import environment
 from tests.azure.emulator.app import QuietServer, Surface, new_app, new_server, tick_forever
 from tests.azure.emulator.arm import arm_routes
+from tests.azure.emulator.assets import asset_routes
 from tests.azure.emulator.certificates import ACCOUNT, make_certificates
 from tests.azure.emulator.computes import compute_routes
 from tests.azure.emulator.control import control_routes
+from tests.azure.emulator.endpoints import Serving, endpoint_routes
 from tests.azure.emulator.faults import FIELDS, Faults
+from tests.azure.emulator.history import history_routes
 from tests.azure.emulator.identity import Identity, identity_routes
+from tests.azure.emulator.jobs import job_routes
+from tests.azure.emulator.running import Runner
 from tests.azure.emulator.scaling import tick_computes
 from tests.azure.emulator.state import CONTAINER, DATASTORE_CONTAINER, Cloud
+from tests.azure.emulator.storage import Blobs
+from tests.azure.emulator.tracking import Tracking, mlflow_routes
 
 RESOLVER = Path(__file__).parents[1] / "resolver"
 EPILOG = f"""\
@@ -56,13 +63,28 @@ def main() -> int:
         for spec in script:
             cloud.faults.add(spec, cloud.clock.now())
         identity = Identity()
+        cloud.addresses.storage = blobs.url
+        cloud.addresses.storage_suffix = f"core.localhost:{blobs.port}"
+        store = Blobs(cloud.addresses)
+        runner = Runner(cloud=cloud, blobs=store, identity=identity, ca=certificates.ca, resolver=RESOLVER)
+        serving, tracking = Serving(cloud, store, identity), Tracking(cloud)
 
         def tick() -> None:
             cloud.end_operations()
-            tick_computes(cloud, {})
+            runner.tick()
+            serving.tick()
+            tick_computes(cloud, runner.waiting())
 
         surface = new_app()
-        for routes in (arm_routes(cloud), compute_routes(cloud)):
+        for routes in (
+            arm_routes(cloud),
+            compute_routes(cloud),
+            asset_routes(cloud, store),
+            job_routes(cloud),
+            history_routes(cloud, store),
+            endpoint_routes(cloud, serving),
+            mlflow_routes(tracking),
+        ):
             surface.include_router(routes)
         inside = new_app()
         for routes in (identity_routes(identity), control_routes(cloud, tick)):
@@ -71,8 +93,6 @@ def main() -> int:
         control, control_socket = new_server(inside, None, arguments.control_port)
         cloud.addresses.base = f"https://127.0.0.1:{arm_socket.getsockname()[1]}"
         cloud.addresses.control = f"http://127.0.0.1:{control_socket.getsockname()[1]}"
-        cloud.addresses.storage = blobs.url
-        cloud.addresses.storage_suffix = f"core.localhost:{blobs.port}"
         variables = environment(cloud.addresses, certificates.ca, RESOLVER, identity.header)
 
         async def serve() -> None:
@@ -88,7 +108,11 @@ def main() -> int:
             if not ticking.cancel():
                 ticking.result()
 
-        asyncio.run(serve())
+        try:
+            asyncio.run(serve())
+        finally:
+            for part in (runner, serving, tracking):
+                part.close()
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fastapi import APIRouter
@@ -23,6 +24,7 @@ from tests.azure.emulator.scaling import drop
 from tests.azure.emulator.state import LOCATION, Cloud, Compute, quota_of
 
 PATH = WS + "/computes"
+NAME = re.compile(r"[a-zA-Z](?![a-zA-Z0-9-]*-\d+$)[a-zA-Z0-9-]{2,23}")
 COUNTED = ("idle", "running", "preparing", "unusable", "leaving", "preempted")
 
 
@@ -40,7 +42,7 @@ def compute_routes(cloud: Cloud) -> APIRouter:
     @router.put(PATH + "/{name}", name="compute.put")
     async def put(name: str, request: HttpRequest) -> JSONResponse:
         body = await request.json()
-        _check(cloud, body)
+        _check(cloud, name, body)
         before = cloud.computes.get(name)
         made = _create(cloud, name, body) if before is None else _update(cloud, before, body)
         compute, operation = made
@@ -93,8 +95,11 @@ def _found(cloud: Cloud, name: str) -> Compute:
     return cloud.computes[name]
 
 
-def _check(cloud: Cloud, body: dict[str, Any]) -> None:
+def _check(cloud: Cloud, name: str, body: dict[str, Any]) -> None:
     """What the service refuses at once, whatever the day's capacity."""
+    if not NAME.fullmatch(name):
+        why = f"The compute name {name!r} is not valid: 3 to 24 letters, digits and hyphens, at the end no -number."
+        raise Refusal(400, "BadRequest", why)
     properties = body.get("properties") or {}
     if properties.get("computeType") != "AmlCompute":
         raise Refusal(400, "BadRequest", "The emulator has computes of computeType AmlCompute only.")

@@ -13,6 +13,7 @@ from tests.azure.emulator.clock import Clock, duration_seconds
 
 if TYPE_CHECKING:
     from tests.azure.emulator.faults import Faults
+    from tests.azure.emulator.jobs import Job
 
 SUBSCRIPTION = "00000000-0000-4000-8000-000000000001"
 RESOURCE_GROUP = "dtrain-rg"
@@ -80,6 +81,7 @@ class Operation:
     ends: float | None
     error: dict[str, Any] | None = None
     status: str = "InProgress"
+    stuck: bool = False
     apply: Callable[[], None] = lambda: None
 
 
@@ -170,6 +172,18 @@ class Compute:
 
 
 @dataclass(slots=True, kw_only=True)
+class Asset:
+    """A version of a code, an environment or a model, as it was PUT."""
+
+    kind: str
+    name: str
+    version: str
+    body: dict[str, Any]
+    created: float
+    modified: float
+
+
+@dataclass(slots=True, kw_only=True)
 class Request:
     """A request that was seen."""
 
@@ -207,7 +221,9 @@ class Cloud:
     """vCPUs by family; ``low_priority``: all of that tier together. A family that is not here has `DEFAULT_QUOTA`."""
     operations: dict[str, Operation] = field(default_factory=dict)
     computes: dict[str, Compute] = field(default_factory=dict)
-    jobs: dict[str, Any] = field(default_factory=dict)
+    jobs: dict[str, Job] = field(default_factory=dict)
+    assets: dict[tuple[str, str, str], Asset] = field(default_factory=dict)
+    """By kind, name and version."""
     stays: list[Stay] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
 
@@ -220,6 +236,7 @@ class Cloud:
             id=str(uuid.uuid4()),
             what=what,
             ends=None if stuck else self.clock.now() + seconds,
+            stuck=stuck,
             error=error,
             apply=apply,
         )
