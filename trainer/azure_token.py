@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 SCHEME = "azureml://"
 TOKEN_SCOPE = "https://management.azure.com/.default"
 """The audience that Azure ML's MLflow address accepts, as Microsoft's own example of its REST API names it."""
+_WORKSPACE = "/providers/Microsoft.MachineLearningServices/workspaces/"
 AUTH_NAME = "dtrain-azure"
 """What MLFLOW_TRACKING_AUTH says while an Azure ML address is in use; it names a provider and holds no secret."""
 
@@ -29,11 +30,11 @@ _lock = threading.Lock()
 def tracking_address(uri: str) -> str:
     """The address to give to MLflow: of Azure ML's ``azureml://…`` the REST address, of any other the same.
 
-    For Azure ML, MLflow's requests to that host carry a token from now on, in this process.
+    For Azure ML, in either form, MLflow's requests to that host carry a token from now on, in this process.
     """
-    if not uri.startswith(SCHEME):
+    if not (uri.startswith(SCHEME) or (uri.startswith("https://") and _WORKSPACE in uri)):
         return uri
-    address = "https://" + uri.removeprefix(SCHEME).partition("?")[0].rstrip("/")
+    address = "https://" + uri.partition("://")[2].partition("?")[0].rstrip("/")
     _authorise(urlsplit(address).netloc)
     return address
 

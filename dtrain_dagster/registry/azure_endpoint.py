@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from dtrain_dagster.registry.azure import fit_tags
-from dtrain_dagster.registry.azure_operations import Audit, DeploymentError, finish, no_audit, usd_per_hour
+from dtrain_dagster.registry.azure_operations import Audit, DeploymentError, finish, usd_per_hour
 from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint
 from dtrain_dagster.registry.versions import RegisteredModel
 from dtrain_dagster.secrets import redact, remember
@@ -106,29 +106,28 @@ def deploy(
     asked twice: of the new deployment alone, before it gets traffic, and of the endpoint, afterwards. `DeploymentError`
     if anything fails; the traffic is then what it was, and a deployment that was made here is deleted again.
     """
-    record = audit or no_audit
-    endpoint = _ensure_endpoint(client, config, record)
+    endpoint = _ensure_endpoint(client, config, audit)
     before = {name: share for name, share in (endpoint.traffic or {}).items() if share}
     name = deployment_name(model)
-    created = _ensure_deployment(client, config, name, model, record)
+    created = _ensure_deployment(client, config, name, model, audit)
     try:
         trial = check(scoring_endpoint(client, config, name))
         if not trial.passed:
             raise DeploymentError(f"deployment {name} does not answer as it should: {trial.message}")
         if before != {name: 100}:
-            _set_traffic(client, config, {name: 100}, record)
+            _set_traffic(client, config, {name: 100}, audit)
         live = check(scoring_endpoint(client, config))
         if not live.passed:
             raise DeploymentError(
                 f"with the traffic on {name}, the endpoint does not answer as it should: {live.message}"
             )
     except BaseException as error:  # also an interruption: what was there must answer again
-        left = _undo(client, config, name, before, created, record)
+        left = _undo(client, config, name, before, created, audit)
         if isinstance(error, DeploymentError):
             raise DeploymentError(f"{error}. {left}") from None
         raise
     others = [str(item.name) for item in _deployments(client, config.name) if item.name != name]
-    removed = () if config.keep_previous else tuple(other for other in others if _delete(client, config, other, record))
+    removed = () if config.keep_previous else tuple(other for other in others if _delete(client, config, other, audit))
     kept = tuple(other for other in others if other not in removed)
     price = usd_per_hour(client, config.instance_type)
     return Deployed(
@@ -174,16 +173,15 @@ def delete(client: MLClient, name: str, audit: Audit | None = None, deadline_sec
     """Delete an endpoint with all its deployments: nothing of it costs any more. False where there is none."""
     from azure.core.exceptions import ResourceNotFoundError
 
-    record = audit or no_audit
     try:
         client.online_endpoints.get(name)
-        finish(lambda: client.online_endpoints.begin_delete(name), deadline_seconds, "delete endpoint", name, record)
+        finish(lambda: client.online_endpoints.begin_delete(name), deadline_seconds, "delete endpoint", name, audit)
     except ResourceNotFoundError:
         return False
     return True
 
 
-def _ensure_endpoint(client: MLClient, config: EndpointConfig, record: Audit) -> OnlineEndpoint:
+def _ensure_endpoint(client: MLClient, config: EndpointConfig, audit: Audit | None) -> OnlineEndpoint:
     from azure.ai.ml.entities import IdentityConfiguration, ManagedIdentityConfiguration, ManagedOnlineEndpoint
     from azure.core.exceptions import ResourceNotFoundError
 
@@ -211,12 +209,12 @@ def _ensure_endpoint(client: MLClient, config: EndpointConfig, record: Audit) ->
         traffic={},
     )
     begin = lambda: client.online_endpoints.begin_create_or_update(wanted)  # noqa: E731
-    finish(begin, config.deadline_seconds, "create endpoint", config.name, record)
+    finish(begin, config.deadline_seconds, "create endpoint", config.name, audit)
     return client.online_endpoints.get(config.name)
 
 
 def _ensure_deployment(
-    client: MLClient, config: EndpointConfig, name: str, model: RegisteredModel, record: Audit
+    client: MLClient, config: EndpointConfig, name: str, model: RegisteredModel, audit: Audit | None
 ) -> bool:
     """Whether it was made here. One of the same version that works is taken as it is; one that failed is made anew."""
     from azure.ai.ml.entities import ManagedOnlineDeployment
@@ -231,7 +229,7 @@ def _ensure_deployment(
                 f"{known[name].provisioning_state} or of another model than {model.name} {model.version}: move its "
                 "traffic or delete it first"
             )
-        _delete(client, config, name, record)
+        _delete(client, config, name, audit)
     wanted = ManagedOnlineDeployment(
         name=name,
         endpoint_name=config.name,
@@ -246,10 +244,10 @@ def _ensure_deployment(
     target = f"{config.name}/{name}"
     spends = {"instance_type": config.instance_type, "instances": config.instance_count}
     try:
-        finish(begin, config.deadline_seconds, "create deployment", target, record, **spends)
+        finish(begin, config.deadline_seconds, "create deployment", target, audit, **spends)
     except BaseException as error:
         log = _log(client, config.name, name)
-        gone = _delete(client, config, name, record)
+        gone = _delete(client, config, name, audit)
         if not isinstance(error, DeploymentError):
             raise
         left = "It was deleted again" if gone else f"It could NOT be deleted and may cost: delete {target} by hand"
@@ -282,15 +280,15 @@ def _deployments(client: MLClient, endpoint: str) -> list[OnlineDeployment]:
     return list(client.online_deployments.list(endpoint_name=endpoint))
 
 
-def _set_traffic(client: MLClient, config: EndpointConfig, traffic: Mapping[str, int], record: Audit) -> None:
+def _set_traffic(client: MLClient, config: EndpointConfig, traffic: Mapping[str, int], audit: Audit | None) -> None:
     endpoint = client.online_endpoints.get(config.name)
     endpoint.traffic = dict(traffic)
     begin = lambda: client.online_endpoints.begin_create_or_update(endpoint)  # noqa: E731
-    finish(begin, config.deadline_seconds, "set traffic", config.name, record, traffic=dict(traffic))
+    finish(begin, config.deadline_seconds, "set traffic", config.name, audit, traffic=dict(traffic))
 
 
 def _undo(
-    client: MLClient, config: EndpointConfig, name: str, before: Mapping[str, int], created: bool, record: Audit
+    client: MLClient, config: EndpointConfig, name: str, before: Mapping[str, int], created: bool, audit: Audit | None
 ) -> str:
     """Give the traffic back and delete what was made; what is left, in words."""
     try:
@@ -298,7 +296,7 @@ def _undo(
             other: share for other, share in (client.online_endpoints.get(config.name).traffic or {}).items() if share
         }
         if now != before:
-            _set_traffic(client, config, before, record)
+            _set_traffic(client, config, before, audit)
     except Exception as error:  # the first error is what the caller must hear; this one is added to it
         return (
             f"The traffic could NOT be given back to {dict(before) or 'nobody'} ({redact(str(error))[:200]}): set "
@@ -307,18 +305,18 @@ def _undo(
     kept = f"the traffic is on {', '.join(before)} as before" if before else "the endpoint has no traffic, as before"
     if not created:
         return f"{name} was there before and stays; {kept}"
-    if _delete(client, config, name, record):
+    if _delete(client, config, name, audit):
         return f"It was deleted again; {kept}"
     return f"It could NOT be deleted and goes on costing: delete {config.name}/{name} by hand; {kept}"
 
 
-def _delete(client: MLClient, config: EndpointConfig, name: str, record: Audit) -> bool:
+def _delete(client: MLClient, config: EndpointConfig, name: str, audit: Audit | None) -> bool:
     """Whether the deployment is gone."""
     from azure.core.exceptions import ResourceNotFoundError
 
     begin = lambda: client.online_deployments.begin_delete(name=name, endpoint_name=config.name)  # noqa: E731
     try:
-        finish(begin, config.deadline_seconds, "delete deployment", f"{config.name}/{name}", record)
+        finish(begin, config.deadline_seconds, "delete deployment", f"{config.name}/{name}", audit)
     except ResourceNotFoundError:
         return True
     except DeploymentError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dtrain_dagster.clusters.base import ClusterError
@@ -15,43 +16,43 @@ if TYPE_CHECKING:
 class DeploymentError(ClusterError):
     """The model was not deployed. The message says what went wrong, what is left, and what to do."""
 
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        """The service's word for it, where it has one."""
+
 
 class Audit(Protocol):
-    """Records an operation that creates, changes, deletes or spends, and how it ended."""
+    """Records an operation that creates, changes, deletes or spends, and how it ended; `dtrain_dagster.audit.AuditLog`
+    is one."""
 
-    def __call__(self, operation: str, target: str, outcome: str, **details: Any) -> None: ...
+    def operation(self, operation: str, target: str, **details: Any) -> AbstractContextManager[Any]: ...
 
 
 def finish(
-    begin: Callable[[], Any], deadline_seconds: float, operation: str, target: str, record: Audit, **details: Any
+    begin: Callable[[], Any], deadline_seconds: float, operation: str, target: str, audit: Audit | None, **details: Any
 ) -> None:
     """Do a long operation and wait for its end. `DeploymentError` if it fails or takes too long; what is not there is
     left to the caller."""
-    from azure.core.exceptions import AzureError, HttpResponseError, ResourceNotFoundError
+    from azure.core.exceptions import AzureError, ResourceNotFoundError
 
-    try:
-        poller = begin()
-        poller.wait(deadline_seconds)
-        if not poller.done():
-            raise DeploymentError(
-                f"{operation} {target}: no end after {deadline_seconds:.0f} s; look at it in the studio"
+    with audit.operation(operation, target, **details) if audit else nullcontext():
+        try:
+            poller = begin()
+            poller.wait(deadline_seconds)
+            if not poller.done():
+                raise DeploymentError(
+                    f"{operation} {target}: no end after {deadline_seconds:.0f} s; look at it in the studio", "Timeout"
+                )
+            poller.result()
+        except ResourceNotFoundError:
+            raise
+        except AzureError as error:
+            code = str(
+                getattr(getattr(error, "error", None), "code", None) or getattr(error, "status_code", None) or ""
             )
-        poller.result()
-    except ResourceNotFoundError:
-        raise
-    except DeploymentError:
-        record(operation, target, "timeout", **details)
-        raise
-    except AzureError as error:
-        code = getattr(getattr(error, "error", None), "code", None) or getattr(error, "status_code", None)
-        words = redact(str(getattr(error, "message", "") or error)).strip()
-        record(operation, target, "failed", code=str(code), message=words[:500], **details)
-        hint = _hint(words) if isinstance(error, HttpResponseError) else ""
-        raise DeploymentError(f"{operation} {target} failed ({code}): {words[:1000]}{hint}") from None
-    except BaseException as error:
-        record(operation, target, "interrupted", error=type(error).__name__, **details)
-        raise
-    record(operation, target, "succeeded", **details)
+            words = redact(str(getattr(error, "message", "") or error)).strip()
+            raise DeploymentError(f"{operation} {target} failed ({code}): {words[:1000]}{_hint(words)}", code) from None
 
 
 def _hint(words: str) -> str:
@@ -62,10 +63,6 @@ def _hint(words: str) -> str:
     if "authorization" in lower or "forbidden" in lower:
         return " (the identity needs the roles in deploy/azure/README.md)"
     return ""
-
-
-def no_audit(operation: str, target: str, outcome: str, **details: Any) -> None:
-    """Nobody asked for a record."""
 
 
 def usd_per_hour(client: MLClient, instance_type: str) -> float | None:
