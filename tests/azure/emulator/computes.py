@@ -21,7 +21,7 @@ from tests.azure.emulator.answers import (
 from tests.azure.emulator.clock import duration_seconds, iso
 from tests.azure.emulator.faults import Fault
 from tests.azure.emulator.scaling import drop
-from tests.azure.emulator.state import LOCATION, Cloud, Compute, quota_of
+from tests.azure.emulator.state import LOCATION, Cloud, Compute, Operation, quota_of
 
 PATH = WS + "/computes"
 NAME = re.compile(r"[a-zA-Z](?![a-zA-Z0-9-]*-\d+$)[a-zA-Z0-9-]{2,23}")
@@ -44,8 +44,7 @@ def compute_routes(cloud: Cloud) -> APIRouter:
         body = await request.json()
         _check(cloud, name, body)
         before = cloud.computes.get(name)
-        made = _create(cloud, name, body) if before is None else _update(cloud, before, body)
-        compute, operation = made
+        compute, operation = _create(cloud, name, body) if before is None else _update(cloud, before, body)
         status = 201 if before is None else 200
         return accepted(cloud, request, operation, "computeOperationsStatus", describe(cloud, compute), status)
 
@@ -130,7 +129,7 @@ def _check(cloud: Cloud, name: str, body: dict[str, Any]) -> None:
         raise Refusal(400, "ClusterMinNodesExceedCoreQuota", why)
 
 
-def _create(cloud: Cloud, name: str, body: dict[str, Any]) -> tuple[Compute, Any]:
+def _create(cloud: Cloud, name: str, body: dict[str, Any]) -> tuple[Compute, Operation]:
     now = cloud.clock.now()
     compute = Compute(name=name, body=body, created=now, modified=now)
     fault = cloud.faults.refusal(compute.vm_size, compute.tier)
@@ -139,10 +138,14 @@ def _create(cloud: Cloud, name: str, body: dict[str, Any]) -> tuple[Compute, Any
         raise Refusal(409, code, why)
     cloud.computes[name] = compute
     error = error_body(*_refused(fault, compute)) if fault else None
-    return compute, cloud.begin("compute.create", cloud.timing.create_seconds, _settle(compute, error), error)
+    operation = cloud.begin("compute.create", cloud.timing.create_seconds, _settle(compute, error), error)
+    compute.operation = operation
+    return compute, operation
 
 
-def _update(cloud: Cloud, compute: Compute, body: dict[str, Any]) -> tuple[Compute, Any]:
+def _update(cloud: Cloud, compute: Compute, body: dict[str, Any]) -> tuple[Compute, Operation]:
+    if compute.operation and compute.state in ("Creating", "Updating") and body == compute.body:
+        return compute, compute.operation  # the same once more, by someone who did not get the answer
     if compute.state in ("Creating", "Deleting", "Updating"):
         why = f"Compute {compute.name} is {compute.state}; another operation is not possible until it has ended."
         raise Refusal(409, "Conflict", why)
@@ -154,7 +157,8 @@ def _update(cloud: Cloud, compute: Compute, body: dict[str, Any]) -> tuple[Compu
         why = f"Compute {compute.name} is in a failed state; delete it before it is created again."
         raise Refusal(409, "Conflict", why)
     compute.body, compute.modified, compute.state = body, cloud.clock.now(), "Updating"
-    return compute, cloud.begin("compute.update", cloud.timing.create_seconds, _settle(compute, None))
+    compute.operation = operation = cloud.begin("compute.update", cloud.timing.create_seconds, _settle(compute, None))
+    return compute, operation
 
 
 def _settle(compute: Compute, error: dict[str, Any] | None) -> Any:

@@ -129,11 +129,14 @@ class _Checker:
 
 
 def _explain(error: Any) -> str:
-    """An error of a choice says only that nothing fits: what is wrong with the variant that was meant, deepest first."""
+    """An error of a choice says only that nothing fits; this is what is wrong with the variant that was meant."""
     while error.context:
         variants: dict[Any, list[Any]] = {}
         for inner in error.context:
-            variants.setdefault(inner.schema_path[0], []).append(inner)
+            if inner.validator != "type" or inner.path:  # a template's expression, which nobody meant
+                variants.setdefault(inner.schema_path[0], []).append(inner)
+        if not variants:
+            break
 
         def other_kind(errors: list[Any]) -> bool:
             """Is it another variant, by the field that names the kind?"""

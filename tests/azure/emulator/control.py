@@ -4,7 +4,7 @@
 ``clock``      ``advance_seconds``: move the emulator's clock forward; answers ``now`` (seconds since the epoch)
 ``fault``      one fault, or ``faults``: a list of them (see `tests.azure.emulator.faults`); answers with all
 ``faults``     the faults: what they are, how often they struck, how often they still will
-``clear``      forget all faults
+``clear``      forget all faults and quotas
 ``timing``     change how long things take (fields of `state.Timing`); answers with all of them
 ``quota``      ``family`` (or ``low_priority``) and ``cores``: change a quota
 ``bought``     what was bought: node-minutes by compute and by job, and each node's stay
@@ -33,7 +33,7 @@ def control_routes(cloud: Cloud, tick: Callable[[], None]) -> APIRouter:
         "clock": lambda asked: _clock(cloud, tick, asked),
         "fault": lambda asked: _fault(cloud, asked),
         "faults": lambda asked: [fault.describe() for fault in cloud.faults.all],
-        "clear": lambda asked: cloud.faults.clear(),
+        "clear": lambda asked: _clear(cloud),
         "timing": lambda asked: _timing(cloud, asked),
         "quota": lambda asked: _quota(cloud, asked),
         "bought": lambda asked: bought(cloud),
@@ -63,6 +63,11 @@ def _fault(cloud: Cloud, asked: dict[str, Any]) -> list[dict[str, Any]]:
     for spec in asked.get("faults", [asked]):
         cloud.faults.add(spec, cloud.clock.now())
     return [fault.describe() for fault in cloud.faults.all]
+
+
+def _clear(cloud: Cloud) -> None:
+    cloud.faults.clear()
+    cloud.quota.clear()
 
 
 def _timing(cloud: Cloud, asked: dict[str, Any]) -> dict[str, Any]:

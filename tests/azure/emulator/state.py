@@ -128,6 +128,8 @@ class Compute:
     allocation_changed: float | None = None
     nodes: list[Node] = field(default_factory=list)
     numbered: int = 0
+    operation: Operation | None = None
+    """The last one."""
     asked: float = 0.0
     """When the autoscaler asked last for nodes that it did not get."""
 
