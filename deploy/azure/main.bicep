@@ -3,9 +3,9 @@
 // Roles and rules are explained in README.md. Deploy: see there.
 targetScope = 'resourceGroup'
 
-@description('Prefix of all names: 3 to 11 lower-case letters and digits, first a letter.')
+@description('Prefix of all names: 3 to 7 lower-case letters and digits, first a letter.')
 @minLength(3)
-@maxLength(11)
+@maxLength(7)
 param prefix string
 
 @description('Where everything is. The price, the quota and the GPUs that can be had depend on it.')

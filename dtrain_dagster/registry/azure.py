@@ -76,7 +76,7 @@ class AzureMLRegistry:
             **versions.job_tags(rundir, result, evaluation),
             **{name: str(value) for name, value in tags.items()},
         }
-        run_id = self._track(rundir, experiment, job.job_id, {**all_tags, "model_name": model_name})
+        run_id = self._track(rundir, experiment, {**all_tags, "model_name": model_name}, result, evaluation)
         with tempfile.TemporaryDirectory(prefix="dtrain-register-") as scratch:
             folder = Path(scratch) / versions.MODEL_PATH
             versions.save_pyfunc(rundir, folder, Path(scratch), run_id, cache_dir)
@@ -190,12 +190,28 @@ class AzureMLRegistry:
         model.tags = fit_tags({**(model.tags or {}), **tags})
         self.client.models.create_or_update(model)
 
-    def _track(self, rundir: RunDir, experiment: str, job_id: str, tags: Mapping[str, str]) -> str:
-        """Put the tags on the trainer's run in the experiment, or on a new one; its id."""
-        client = versions.open_client(tracking_address(self.tracking_uri))
-        run_id = versions.tracking_run(client, rundir, tracking_address(self.tracking_uri), experiment, job_id)
-        for name, value in fit_tags(tags).items():
-            client.set_tag(run_id, name, value)
+    def _track(
+        self,
+        rundir: RunDir,
+        experiment: str,
+        tags: Mapping[str, str],
+        result: Mapping[str, Any],
+        evaluation: Mapping[str, Any],
+    ) -> str:
+        """Put the tags, and the figures of the test split, on the trainer's run in the experiment, or on a new one; its
+        id (R6.2)."""
+        from mlflow.entities import Metric, RunTag
+
+        address = tracking_address(self.tracking_uri)
+        client = versions.open_client(address)
+        run_id = versions.tracking_run(client, rundir, address, experiment, tags[JOB_TAG])
+        figures = {name: value for name, value in evaluation["model"].items() if isinstance(value, int | float)}
+        now = int(time.time() * 1000)
+        client.log_batch(
+            run_id,
+            metrics=[Metric(f"test.{name}", float(value), now, result["steps"]) for name, value in figures.items()],
+            tags=[RunTag(name, value) for name, value in fit_tags(tags).items()],
+        )
         return run_id
 
     @contextmanager

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dtrain_dagster"))
 
 import small_job
 
-from dtrain_dagster import registry
+from dtrain_dagster import registry, secrets
 from dtrain_dagster.registry.azure import AzureMLRegistry, fit_tags
 from dtrain_dagster.registry.azure_endpoint import (
     DeploymentError,
@@ -154,7 +154,7 @@ def test_metrics_of_a_training_are_in_the_workspaces_experiment(workspace: Works
     run = client.get_run(RunDir(run_dir).read_json("tracking.json")["mlflow_run_id"])
     assert run.info.status == "FINISHED"
     assert client.get_experiment(run.info.experiment_id).name == "dtrain"
-    assert {"train.loss", "valid.loss", "test.nll"} <= run.data.metrics.keys()
+    assert {"train.loss", "valid.loss", "valid.nll"} <= run.data.metrics.keys()
     steps = [point.step for point in client.get_metric_history(run.info.run_id, "train.loss")]
     assert steps == [item["step"] for item in RunDir(run_dir).events("step")]
     assert "Bearer" not in Path(run_dir, "job.json").read_text()
@@ -205,6 +205,7 @@ def test_a_version_carries_how_it_was_trained(workspace: Workspace, run_dir: str
     assert model.uri == f"azureml:forecaster:{model.version}"
     run = open_client(azure_token.tracking_address(workspace.registry.tracking_uri)).get_run(model.run_id)
     assert expected["sku"] == run.data.tags["sku"]
+    assert run.data.metrics["test.nll"] == pytest.approx(result["test"]["nll"])
     assert run.data.tags["model_name"] == "forecaster"
 
 
@@ -324,10 +325,26 @@ def test_a_deployment_gets_traffic_once_it_answers_and_is_taken_back_when_it_doe
     assert [item.name for item in workspace.client.online_deployments.list(config.name)] == [name]
     assert [operation for operation, _, _ in book.lines] == ["create deployment", "delete deployment"]
 
-    # Asked for its own numbers it takes over, and what it replaced goes.
-    second = deploy(workspace.client, config, other, checker(workspace.runs["job-other"]))
-    assert second.removed == (name,)
-    assert traffic(workspace, config.name) == {deployment_name(other): 100}
+    # Somebody has had enough just when the traffic is on it: the traffic goes back.
+    own, asked = checker(workspace.runs["job-other"]), []
+
+    def interrupted(endpoint: registry.ScoringEndpoint) -> registry.EndpointCheck:
+        asked.append(traffic(workspace, config.name).get(deployment_name(other)))
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return own(endpoint)
+
+    with pytest.raises(KeyboardInterrupt):
+        deploy(workspace.client, config, other, interrupted)
+    assert asked == [0, 100]
+    assert traffic(workspace, config.name) == {name: 100}
+
+    # Asked for its own numbers it takes over. What it replaced is kept where that is wanted, and costs.
+    second = deploy(workspace.client, replace(config, keep_previous=True), other, own)
+    assert (second.kept, second.removed) == ((name,), ())
+    assert second.usd_per_hour == pytest.approx(4 * 0.23)
+    assert traffic(workspace, config.name) == {deployment_name(other): 100, name: 0}
+    assert deploy(workspace.client, config, other, own).removed == (name,)
 
     assert delete(workspace.client, config.name)
     assert not delete(workspace.client, config.name)
@@ -336,28 +353,19 @@ def test_a_deployment_gets_traffic_once_it_answers_and_is_taken_back_when_it_doe
 
 
 @pytest.mark.slow
-def test_an_endpoint_that_fails_with_its_new_traffic_gives_it_back(
-    workspace: Workspace, run_dir: str, model: RegisteredModel
-) -> None:
-    config = EndpointConfig(name="dtrain-back", auth_mode="key", keep_previous=True)
-    deploy(workspace.client, config, model, checker(run_dir))
-    other = workspace.register(workspace.train("job-other", steps=5), "forecaster")
-    asked = []
+def test_an_endpoint_with_keys_is_asked_with_its_key_which_nobody_sees(workspace: Workspace) -> None:
+    from azure.ai.ml.entities import ManagedOnlineEndpoint
 
-    def good_alone_only(endpoint: registry.ScoringEndpoint) -> registry.EndpointCheck:
-        asked.append(traffic(workspace, config.name).get(deployment_name(other)))
-        found = checker(workspace.runs["job-other"])(endpoint)
-        if len(asked) == 1:
-            return found
-        raise KeyboardInterrupt  # somebody has had enough just when the traffic is on it
-
-    with pytest.raises(KeyboardInterrupt):
-        deploy(workspace.client, config, other, good_alone_only)
-    assert asked == [0, 100]
-    assert traffic(workspace, config.name) == {deployment_name(model): 100}
-    kept = deploy(workspace.client, config, other, checker(workspace.runs["job-other"]))
-    assert kept.kept == (deployment_name(model),)
-    assert kept.usd_per_hour == pytest.approx(2 * 0.23)
+    config = EndpointConfig(name="dtrain-keys", auth_mode="key")
+    workspace.client.online_endpoints.begin_create_or_update(
+        ManagedOnlineEndpoint(name=config.name, auth_mode="key")
+    ).result()
+    endpoint = scoring_endpoint(workspace.client, config, "version-1")
+    key = workspace.client.online_endpoints.get_keys(config.name).primary_key
+    assert endpoint.headers() == {"Authorization": f"Bearer {key}"}
+    assert endpoint.public_headers == {"azureml-model-deployment": "version-1"}
+    assert key not in repr(endpoint)
+    assert key not in secrets.redact(f"it said {key}")
     delete(workspace.client, config.name)
 
 

@@ -73,6 +73,9 @@ resource container 'Microsoft.Storage/storageAccounts/blobServices/containers@20
 resource upkeep 'Microsoft.Storage/storageAccounts/managementPolicies@2023-05-01' = if (versioning) {
   parent: account
   name: 'default'
+  dependsOn: [
+    blobs
+  ]
   properties: {
     policy: {
       rules: [
