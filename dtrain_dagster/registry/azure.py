@@ -44,7 +44,8 @@ class AzureMLRegistry:
     @cached_property
     def tracking_uri(self) -> str:
         """The workspace's MLflow address, ``azureml://…``; for the job's ``tracking`` section too."""
-        workspace = self.client.workspaces.get(self.client.workspace_name)
+        with _explained("looking at the workspace"):
+            workspace = self.client.workspaces.get(self.client.workspace_name)
         if not workspace.mlflow_tracking_uri:
             raise RegistryError(
                 f"workspace {workspace.name} names no MLflow tracking address; check DTRAIN_AZURE_WORKSPACE"
@@ -64,12 +65,13 @@ class AzureMLRegistry:
         """Register the model of a succeeded job, with its training as tags, see `versions.job_tags`.
 
         The same job, or the same weights, makes one version, whoever registers them and however often, also at the
-        same time. Raises `RegistryError` if the job has no result or no model, and what the service refuses with.
+        same time. `RegistryError` if the job has no result or no model, or the service refuses.
         """
         rundir = RunDir(run_dir)
         job = rundir.read_job()
         result, evaluation = versions.read_succeeded(rundir)
-        known = self._find(model_name, job.job_id, result["weights_sha256"])
+        with _explained(f"looking for versions of {model_name}"):
+            known = self._find(model_name, job.job_id, result["weights_sha256"])
         if known is not None:
             return known
         all_tags = {
@@ -82,8 +84,9 @@ class AzureMLRegistry:
             versions.save_pyfunc(rundir, folder, Path(scratch), run_id, cache_dir)
             (folder / versions.CARD).write_text(redact(card))
             (folder / EVALUATION).write_bytes(rundir.storage.read(EVALUATION))
-            created = self._create(model_name, folder, fit_tags({**all_tags, RUN_TAG: run_id}), redact(card))
-        return self._settle(created, job.job_id, result["weights_sha256"])
+            with _explained(f"registering {model_name}"):
+                created = self._create(model_name, folder, fit_tags({**all_tags, RUN_TAG: run_id}), redact(card))
+                return self._settle(created, job.job_id, result["weights_sha256"])
 
     def check_serving(self, run_dir: str, model: RegisteredModel, *, cache_dir: str | None) -> ServingCheck:
         """`server.check_serving` of the files that the workspace gives back, not of those that were sent."""
@@ -110,13 +113,13 @@ class AzureMLRegistry:
     def promote(self, model: RegisteredModel, decision: Decision) -> str | None:
         """Tag the version, and take the alias from the former champion, in this order: whoever looks in between, or
         after a crash in between, sees two champions, of which the later counts."""
-        before = self.champion_version(model.name)
-        reason = redact(decision.reason)[:MAX_VALUE]
-        self._tag(model.name, model.version, {ALIAS_TAG: decision.alias, "alias_reason": reason, SINCE_TAG: _now()})
-        if decision.alias != "champion" or before in (None, model.version):
-            return None
-        assert before is not None
-        self._tag(model.name, before, {ALIAS_TAG: "former champion"})
+        with _explained(f"tagging {model.name} {model.version} as {decision.alias}"):
+            before = self.champion_version(model.name)
+            tags = {ALIAS_TAG: decision.alias, "alias_reason": decision.reason, SINCE_TAG: _now()}
+            self._tag(model.name, model.version, tags)
+            if decision.alias != "champion" or before is None or before == model.version:
+                return None
+            self._tag(model.name, before, {ALIAS_TAG: "former champion"})
         return before
 
     def champion_version(self, model_name: str) -> str | None:
@@ -218,7 +221,8 @@ class AzureMLRegistry:
     def _files(self, name: str, version: str) -> Iterator[Path]:
         """The folder of a version's MLflow model, as the workspace gives it out."""
         with tempfile.TemporaryDirectory(prefix="dtrain-model-") as scratch:
-            self.client.models.download(name=name, version=version, download_path=scratch)
+            with _explained(f"downloading {name} {version}"):
+                self.client.models.download(name=name, version=version, download_path=scratch)
             found = sorted(Path(scratch).rglob("MLmodel"), key=lambda path: len(path.parts))
             if not found:
                 raise RegistryError(
@@ -226,6 +230,21 @@ class AzureMLRegistry:
                     "changed; archive it and register again"
                 )
             yield found[0].parent
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """The service's refusals as `RegistryError`, with its words and the remedy."""
+    from azure.ai.ml.exceptions import MlException
+    from azure.core.exceptions import AzureError
+
+    try:
+        yield
+    except (AzureError, MlException) as error:
+        status = getattr(error, "status_code", None)
+        words = redact(str(getattr(error, "message", None) or error)).strip()[:1000]
+        remedy = "; this identity needs the roles in deploy/azure/README.md" if status in (401, 403) else ""
+        raise RegistryError(f"{what} failed ({status or type(error).__name__}): {words}{remedy}") from error
 
 
 def fit_tags(tags: Mapping[str, Any], max_value: int = MAX_VALUE) -> dict[str, str]:

@@ -13,6 +13,11 @@ from dtrain_dagster.registry.versions import RegisteredModel
 class Registry(Protocol):
     """From the run directory of a succeeded job to a version that serves, and to its alias."""
 
+    @property
+    def tracking_uri(self) -> str:
+        """Where trainings report to: what belongs into ``tracking.mlflow_tracking_uri`` of a job."""
+        ...
+
     def register_model(
         self,
         run_dir: str,

@@ -242,6 +242,21 @@ def test_registering_at_the_same_time_makes_one_version(workspace: Workspace, ru
 
 
 @pytest.mark.slow
+def test_what_passes_is_borne_and_what_does_not_is_explained(workspace: Workspace, run_dir: str) -> None:
+    for fault in (
+        {"fault": "throttle", "operation": "model*"},
+        {"fault": "error", "operation": "model*", "moment": "after"},
+        {"fault": "drop", "operation": "model*"},
+    ):
+        workspace.emulator.control("fault", **fault)
+    assert workspace.register(run_dir, "weathered").version == "1"
+    assert [item.version for item in workspace.client.models.list(name="weathered")] == ["1"]
+    workspace.emulator.control("fault", fault="error", operation="model*", status=403, code="AuthorizationFailed")
+    with pytest.raises(registry.RegistryError, match=r"looking for versions of .*403.*deploy/azure/README"):
+        workspace.register(run_dir, "forbidden")
+
+
+@pytest.mark.slow
 def test_what_the_workspace_gives_back_serves_the_models_numbers(
     workspace: Workspace, run_dir: str, model: RegisteredModel
 ) -> None:
