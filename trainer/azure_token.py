@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SCHEME = "azureml://"
 TOKEN_SCOPE = "https://management.azure.com/.default"
 """The audience that Azure ML's MLflow address accepts, as Microsoft's own example of its REST API names it."""
-_WORKSPACE = "/providers/Microsoft.MachineLearningServices/workspaces/"
+WORKSPACE = "/providers/Microsoft.MachineLearningServices/workspaces/"
 AUTH_NAME = "dtrain-azure"
 """What MLFLOW_TRACKING_AUTH says while an Azure ML address is in use; it names a provider and holds no secret."""
 
@@ -32,7 +32,7 @@ def tracking_address(uri: str) -> str:
 
     For Azure ML, in either form, MLflow's requests to that host carry a token from now on, in this process.
     """
-    if not (uri.startswith(SCHEME) or (uri.startswith("https://") and _WORKSPACE in uri)):
+    if not (uri.startswith(SCHEME) or (uri.startswith("https://") and WORKSPACE in uri)):
         return uri
     address = "https://" + uri.partition("://")[2].partition("?")[0].rstrip("/")
     _authorise(urlsplit(address).netloc)

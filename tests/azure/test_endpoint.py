@@ -246,3 +246,29 @@ def test_mlflows_own_server_passes_the_same_check(home: Path, run_dir: str) -> N
     assert check.passed, check.message
     assert [item.name for item in check.findings] == ["answers", "schema", "equality", "one_by_one", "refusal"]
     assert [item.name for item in wrong.findings if not item.passed] == ["equality"]
+
+
+@pytest.mark.slow
+def test_the_command_says_what_it_found_and_exits_with_it(
+    run_dir: str,
+    azure_like: Callable[[Answer], str],
+    rows_of: Callable[[np.ndarray], list[dict[str, float]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from click.testing import CliRunner
+
+    from dtrain_dagster.cli_endpoint import endpoint
+
+    def answer(windows: np.ndarray, headers: dict[str, str]) -> tuple[int, Any]:
+        return (200, rows_of(windows)) if headers.get("Authorization") == "Bearer a-good-token" else (401, {})
+
+    monkeypatch.setenv("DTRAIN_TOKEN", "a-good-token")
+    command = ["check", run_dir, "--url", azure_like(answer), "--dialect", "azureml"]
+    good = CliRunner().invoke(endpoint, [*command, "--token", "env:DTRAIN_TOKEN"])
+    assert (good.exit_code, good.output.count("ok  "), "a-good-token" in good.output) == (0, 6, False), good.output
+    without = CliRunner().invoke(endpoint, command)
+    assert (without.exit_code, "FAIL answers: status 401" in without.output) == (1, True)
+    plain = CliRunner().invoke(endpoint, [*command, "--token", "a-good-token"])
+    assert (plain.exit_code, "says where the token is" in plain.output) == (2, True)
+    unset = CliRunner().invoke(endpoint, [*command, "--token", "env:DTRAIN_NO_TOKEN"])
+    assert (unset.exit_code, "env:DTRAIN_NO_TOKEN is empty or not set" in unset.output) == (2, True)
