@@ -242,7 +242,7 @@ def _explained(what: str) -> Iterator[None]:
         yield
     except (AzureError, MlException) as error:
         status = getattr(error, "status_code", None)
-        words = redact(str(getattr(error, "message", None) or error)).strip()[:1000]
+        words = redact(str(getattr(error, "message", None) or error)).strip().splitlines()[0][:1000]
         remedy = "; this identity needs the roles in deploy/azure/README.md" if status in (401, 403) else ""
         raise RegistryError(f"{what} failed ({status or type(error).__name__}): {words}{remedy}") from error
 
