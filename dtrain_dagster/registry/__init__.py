@@ -4,7 +4,11 @@
 tracking server and the registry are addresses.
 """
 
+from dtrain_dagster.registry.answers import AnswerError
+from dtrain_dagster.registry.base import Registry
 from dtrain_dagster.registry.card import Provenance, model_card
+from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint, check_endpoint
+from dtrain_dagster.registry.local import MLflowRegistry
 from dtrain_dagster.registry.promotion import (
     Comparison,
     Decision,
@@ -27,18 +31,24 @@ from dtrain_dagster.registry.versions import RegisteredModel, RegistryError, fin
 from trainer.gate import Gate
 
 __all__ = [
+    "AnswerError",
     "Comparison",
     "Decision",
+    "EndpointCheck",
     "Gate",
+    "MLflowRegistry",
     "Provenance",
     "RegisteredModel",
+    "Registry",
     "RegistryError",
+    "ScoringEndpoint",
     "ScoringServer",
     "ServingCheck",
     "ServingError",
     "StagingError",
     "champion_version",
     "check_answers",
+    "check_endpoint",
     "check_serving",
     "choose_alias",
     "find_version",

@@ -21,6 +21,10 @@ class Provenance:
     code_version: str
     dagster_run_id: str
     dagster_run_url: str | None = None
+    sku: str = ""
+    """What the nodes were; several, separated by commas, where they were not all the same."""
+    cost_usd_total: float | None = None
+    """The same dollars as ``cost_usd``, as a number."""
 
     def tags(self) -> dict[str, str]:
         """As tags of a model version; see `versions.register_model`."""
@@ -31,6 +35,8 @@ class Provenance:
             "code_version": self.code_version,
             "dagster_run_id": self.dagster_run_id,
             "dagster_run_url": self.dagster_run_url,
+            "sku": self.sku,
+            "cost_usd_total": None if self.cost_usd_total is None else f"{self.cost_usd_total:.6f}",
         }
         return {name: str(value) for name, value in values.items() if value}
 

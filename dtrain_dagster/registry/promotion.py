@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -104,14 +104,34 @@ def judge_champion(
     The champion is loaded by ``mlflow.pyfunc`` with the code it was registered with, in a process of its own. Where its
     input means something else, or it does not load, the comparison says why.
     """
-    import numpy as np
-
-    from trainer.shards import DataShardManager
-
     version = champion_version(candidate.name, tracking_uri, registry_uri)
     if version is None or version == candidate.version:
         return None
     own, its = (_metadata(candidate.name, each, tracking_uri, registry_uri) for each in (candidate.version, version))
+
+    def predict(windows: NDArray[np.float32]) -> dict[str, NDArray[np.float64]]:
+        return predict_in_isolation(
+            f"models:/{candidate.name}/{version}", windows, timeout_seconds, tracking_uri, registry_uri or tracking_uri
+        )
+
+    return compare(run_dir, version, own, its, predict, cache_dir=cache_dir)
+
+
+def compare(
+    run_dir: str,
+    version: str,
+    own: Mapping[str, Any],
+    its: Mapping[str, Any],
+    predict: Callable[[NDArray[np.float32]], Mapping[str, NDArray[np.float64]]],
+    *,
+    cache_dir: str | None = None,
+) -> Comparison:
+    """Score the champion, ``version``, on the test windows of a run directory, against the predictions that its
+    training wrote. ``own`` and ``its`` are what the candidate and the champion carry as metadata of the model."""
+    import numpy as np
+
+    from trainer.shards import DataShardManager
+
     difference = input_difference(own, its)
     if difference:
         return _incomparable(version, difference)
@@ -123,9 +143,7 @@ def judge_champion(
     with np.load(io.BytesIO(rundir.storage.read(PREDICTIONS)), allow_pickle=False) as stored:
         trained = {name: stored[name][positions] for name in ("mu", "sigma", "nu")}
     try:
-        answers = _predict(
-            f"models:/{candidate.name}/{version}", windows.numpy(), tracking_uri, registry_uri, timeout_seconds
-        )
+        answers = predict(windows.numpy())
     except (subprocess.SubprocessError, OSError) as error:
         output = (getattr(error, "output", None) or b"").decode(errors="replace").strip()
         return _incomparable(version, f"it could not be loaded: {(output.splitlines() or [str(error)])[-1]}")
@@ -205,9 +223,10 @@ def _metadata(model_name: str, version: str, tracking_uri: str, registry_uri: st
         return Model.load(path).metadata or {}
 
 
-def _predict(
-    uri: str, windows: NDArray[np.float32], tracking_uri: str, registry_uri: str | None, timeout: float
+def predict_in_isolation(
+    uri: str, windows: NDArray[np.float32], timeout_seconds: float, tracking_uri: str = "", registry_uri: str = ""
 ) -> dict[str, NDArray[np.float64]]:
+    """What a model answers, a folder or an address in a registry, loaded with its own code in a process of its own."""
     import numpy as np
 
     script = Path(__file__).parent / "predict_in_isolation.py"
@@ -219,13 +238,13 @@ def _predict(
             cwd=scratch,
             env={
                 **os.environ,
-                "MLFLOW_TRACKING_URI": tracking_uri,
-                "MLFLOW_REGISTRY_URI": registry_uri or tracking_uri,
+                **({"MLFLOW_TRACKING_URI": tracking_uri} if tracking_uri else {}),
+                **({"MLFLOW_REGISTRY_URI": registry_uri} if registry_uri else {}),
             },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=timeout,
+            timeout=timeout_seconds,
             check=True,
         )
         with np.load(answers, allow_pickle=False) as stored:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import io
 import json
 import os
 import signal
@@ -14,26 +13,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from dtrain_dagster.registry.versions import load_run_model
-from trainer.rundir import PREDICTIONS, RunDir
+from dtrain_dagster.registry.answers import AnswerError, as_columns, compare_answers, load_sample
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 HOST = "127.0.0.1"
-SAME_WEIGHTS_TOLERANCE = 1e-5
-"""Largest difference between the server and the run directory's weights on this machine, as a fraction of a column's
-root mean square: the same float32 arithmetic in batches of another size."""
-TRAINING_TOLERANCE = 1e-3
-"""The same against what training wrote, perhaps on a GPU with other kernels."""
 
 _BOOTSTRAP = """
 import ctypes, runpy, signal, sys
@@ -77,11 +69,9 @@ class ServingCheck:
     message: str
     rows: int = 0
     max_abs_difference: float | None = None
-    """Largest difference from the run directory's weights, in the columns' own units."""
+    """Of these three figures, see `answers.Agreement`."""
     max_relative_difference: float | None = None
-    """The same as a fraction of each column's root mean square; judged by `SAME_WEIGHTS_TOLERANCE`."""
     max_relative_difference_to_training: float | None = None
-    """From ``predictions.npz``; judged by `TRAINING_TOLERANCE`. 0 where training wrote no such column."""
     latency_seconds: float | None = None
     """Median time of a request with one window."""
     start_seconds: float | None = None
@@ -152,47 +142,19 @@ def check_serving(
 def check_answers(server: ScoringServer, run_dir: str, *, cache_dir: str | None = None, rows: int = 32) -> ServingCheck:
     """Send the server ``rows`` real test windows, spread over the split, and compare its answers with those of the run
     directory's weights, computed here, and with the predictions that training wrote. `ServingError` if it refuses."""
-    import numpy as np
-
-    from trainer.shards import DataShardManager
-
-    rundir = RunDir(run_dir)
-    saved = load_run_model(rundir)
-    shards = DataShardManager(rundir.read_job().dataset.uri, cache_dir, saved.spec.dataset_id)
-    count = shards.count("test")
-    positions = np.unique(np.linspace(0, count - 1, min(rows, count)).astype(np.int64))
-    end_rows = shards.end_rows("test", positions)
-    windows = shards.gather(end_rows)[0].numpy()
-    served = _columns(server.predict(windows))
-    expected = saved.predict(windows)
-    with np.load(io.BytesIO(rundir.storage.read(PREDICTIONS)), allow_pickle=False) as stored:
-        trained = {name: stored[name] for name in ("row", "mu", "sigma", "nu")}
-    if len(trained["row"]) != count or not np.array_equal(trained["row"][positions], end_rows):
-        message = f"{rundir.uri}/{PREDICTIONS} is not of this dataset: its rows are not those of the test split"
-        return ServingCheck(passed=False, message=message)
-    if set(served) != set(expected):
-        message = f"the server answers with {sorted(served)}, the job's model gives {sorted(expected)}"
-        return ServingCheck(passed=False, message=message)
-    trained = {"prediction" if name == "mu" and "mu" not in served else name: trained[name] for name in trained}
-    in_training = {
-        name: trained[name][positions] for name in served if name in trained and np.isfinite(trained[name]).all()
-    }
-    relative = _relative_difference(served, expected)
-    to_training = _relative_difference(served, in_training)
-    passed = relative <= SAME_WEIGHTS_TOLERANCE and to_training <= TRAINING_TOLERANCE
+    try:
+        sample = load_sample(run_dir, cache_dir, rows)
+        found = compare_answers(sample, as_columns(server.predict(sample.windows), len(sample.windows)))
+    except AnswerError as error:
+        return ServingCheck(passed=False, message=f"the scoring server {error}")
     return ServingCheck(
-        passed=passed,
-        message=(
-            f"the scoring server answered {len(windows)} test windows {'with' if passed else 'NOT with'} the model's "
-            f"numbers: off by at most {relative:.1e} of a column's size from the job's weights (allowed "
-            f"{SAME_WEIGHTS_TOLERANCE:.0e}) and {to_training:.1e} from training's own predictions (allowed "
-            f"{TRAINING_TOLERANCE:.0e}; compared: {', '.join(in_training) or 'no column'})"
-        ),
-        rows=len(windows),
-        max_abs_difference=max(float(np.abs(served[name] - expected[name]).max()) for name in expected),
-        max_relative_difference=relative,
-        max_relative_difference_to_training=to_training,
-        latency_seconds=statistics.median(_timed(server, window[None]) for window in windows[:5]),
+        passed=found.passed,
+        message=f"the scoring server {found.message}",
+        rows=len(sample.windows),
+        max_abs_difference=found.max_abs_difference,
+        max_relative_difference=found.max_relative_difference,
+        max_relative_difference_to_training=found.max_relative_difference_to_training,
+        latency_seconds=statistics.median(_timed(server, window[None]) for window in sample.windows[:5]),
         start_seconds=server.start_seconds,
     )
 
@@ -203,32 +165,15 @@ def _timed(server: ScoringServer, windows: NDArray[Any]) -> float:
     return time.monotonic() - began
 
 
-def _columns(records: list[dict[str, float]]) -> dict[str, NDArray[np.float64]]:
-    import numpy as np
-
-    return {name: np.array([record[name] for record in records], dtype=np.float64) for name in records[0]}
-
-
-def _relative_difference(served: Mapping[str, NDArray], expected: Mapping[str, NDArray]) -> float:
-    """Largest difference in any column of ``expected``, as a fraction of that column's root mean square.
-
-    ``mu`` is measured by ``sigma``, where there is one: it is close to zero and in the same unit.
-    """
-    import numpy as np
-
-    worst = 0.0
-    for name, values in expected.items():
-        size = np.sqrt(np.mean(expected.get("sigma", values) ** 2 if name == "mu" else values**2))
-        worst = max(worst, float(np.abs(served[name] - values).max() / max(size, 1e-12)))
-    return worst
-
-
 def _environment(tracking_uri: str, registry_uri: str | None) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return {
         **inherited,
-        "MLFLOW_TRACKING_URI": tracking_uri,
-        "MLFLOW_REGISTRY_URI": registry_uri or tracking_uri,
+        **(
+            {"MLFLOW_TRACKING_URI": tracking_uri, "MLFLOW_REGISTRY_URI": registry_uri or tracking_uri}
+            if tracking_uri
+            else {}
+        ),
         "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",  # would push the error out of the log's tail
         # `mlflow models serve` starts uvicorn by its bare name.
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.registry.staging import ensure_importable, stage_code
+from trainer.membership import generations
 from trainer.rundir import EVALUATION, RESULT, RunDir
 from trainer.storage import Storage
 from trainer.tracking import artifact_location
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 JOB_TAG = "job_id"
 MODEL_PATH = "model"
 CARD = "model_card.md"
-_DESCRIPTION_LIMIT = 5000
+DESCRIPTION_LIMIT = 5000
 """Characters that a registry keeps of a description; the whole card is an artifact of the run."""
 
 
@@ -48,11 +49,13 @@ class RegisteredModel:
     created: bool
     """False where the job had been registered before: nothing was written then."""
     tags: Mapping[str, str] = field(default_factory=dict)
+    asset_uri: str | None = None
+    """Its address, where the registry is not MLflow's own."""
 
     @property
     def uri(self) -> str:
-        """What ``mlflow models serve -m`` and ``mlflow.pyfunc.load_model`` take."""
-        return f"models:/{self.name}/{self.version}"
+        """Of MLflow's registry, what ``mlflow models serve -m`` and ``mlflow.pyfunc.load_model`` take."""
+        return self.asset_uri or f"models:/{self.name}/{self.version}"
 
 
 def open_client(tracking_uri: str, registry_uri: str | None = None) -> MlflowClient:
@@ -88,15 +91,12 @@ def register_model(
     known = find_version(client, model_name, job.job_id)
     if known is not None:
         return known
-    result, evaluation = rundir.read_json(RESULT), rundir.read_json(EVALUATION)
-    if result is None or evaluation is None or result.get("status") != "succeeded":
-        status = f"status {result.get('status')!r}" if result else f"no {RESULT}"
-        raise RegistryError(f"{rundir.uri} has {status}: only a training that succeeded can be registered")
+    result, evaluation = read_succeeded(rundir)
     all_tags = {**job_tags(rundir, result, evaluation), **{name: str(value) for name, value in tags.items()}}
-    run_id = _tracking_run(client, rundir, tracking_uri, experiment, job.job_id)
+    run_id = tracking_run(client, rundir, tracking_uri, experiment, job.job_id)
     with tempfile.TemporaryDirectory(prefix="dtrain-register-") as scratch:
         folder = Path(scratch) / MODEL_PATH
-        _save_pyfunc(rundir, folder, Path(scratch), run_id, cache_dir)
+        save_pyfunc(rundir, folder, Path(scratch), run_id, cache_dir)
         client.log_artifacts(run_id, str(folder), MODEL_PATH)
     client.log_text(run_id, card, CARD)
     client.log_dict(run_id, evaluation, EVALUATION)
@@ -105,9 +105,18 @@ def register_model(
     _ensure_registered_model(client, model_name)
     source = f"{client.get_run(run_id).info.artifact_uri}/{MODEL_PATH}"
     version = client.create_model_version(
-        model_name, source, run_id=run_id, tags=all_tags, description=_description(card)
+        model_name, source, run_id=run_id, tags=all_tags, description=description(card)
     )
     return RegisteredModel(name=model_name, version=str(version.version), run_id=run_id, created=True, tags=all_tags)
+
+
+def read_succeeded(rundir: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``result.json`` and ``evaluation.json``; `RegistryError` for a training that did not succeed."""
+    result, evaluation = rundir.read_json(RESULT), rundir.read_json(EVALUATION)
+    if result is None or evaluation is None or result.get("status") != "succeeded":
+        status = f"status {result.get('status')!r}" if result else f"no {RESULT}"
+        raise RegistryError(f"{rundir.uri} has {status}: only a training that succeeded can be registered")
+    return result, evaluation
 
 
 def find_version(client: MlflowClient, model_name: str, job_id: str) -> RegisteredModel | None:
@@ -128,15 +137,23 @@ def job_tags(rundir: RunDir, result: Mapping[str, Any], evaluation: Mapping[str,
     """What a run directory tells about its model, as tags of the version."""
     job = rundir.read_job()
     manifest = json.loads(Storage(job.dataset.uri).read("manifest.json"))
+    history = generations(rundir.storage)
+    sizes = [len(item.members) for item in history] or [result["world_size"]]
+    modes = dict.fromkeys("parameter server" if item.topology == "star" else "all-reduce" for item in history)
     values = {
         JOB_TAG: job.job_id,
         "dataset_id": manifest["dataset_id"],
         "model": job.model.factory,
         "loss": job.loss.factory,
         "world_size": result["world_size"],
+        "world_size_history": " → ".join(map(str, sizes)),
+        "strategy": f"ddp, {', '.join(modes) or 'all-reduce'} ({result['backend']}, {job.training.precision})",
+        "steps": result["steps"],
         "weights_sha256": result["weights_sha256"],
         "checkpoint": result.get("checkpoint"),
+        "checkpoint_uri": f"{rundir.uri}/{result['checkpoint']}" if result.get("checkpoint") else None,
         "run_dir": rundir.uri,
+        "best_valid_loss": result.get("best_valid_loss"),
         "test_nll": evaluation["model"].get("nll"),
         "test_loss": evaluation["model"]["loss"],
     }
@@ -151,7 +168,7 @@ def load_run_model(rundir: RunDir) -> SavedModel:
     return load_saved_model(lambda name: rundir.storage.read(f"{FOLDER}/{name}"))
 
 
-def _tracking_run(client: MlflowClient, rundir: RunDir, tracking_uri: str, experiment: str, job_id: str) -> str:
+def tracking_run(client: MlflowClient, rundir: RunDir, tracking_uri: str, experiment: str, job_id: str) -> str:
     """The trainer's run where it is still there, else a new one that is finished at once."""
     from mlflow.exceptions import MlflowException
 
@@ -181,7 +198,7 @@ def _ensure_registered_model(client: MlflowClient, name: str) -> None:
             raise
 
 
-def _save_pyfunc(rundir: RunDir, folder: Path, scratch: Path, run_id: str, cache_dir: str | None) -> None:
+def save_pyfunc(rundir: RunDir, folder: Path, scratch: Path, run_id: str, cache_dir: str | None) -> None:
     """Write the MLflow model: `trainer/serving.py` as code, the job's two files as artifacts, real windows."""
     import mlflow.pyfunc
     import numpy as np
@@ -242,8 +259,8 @@ def _metadata(saved: SavedModel, manifest: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _description(card: str) -> str:
-    if len(card) <= _DESCRIPTION_LIMIT:
+def description(card: str) -> str:
+    if len(card) <= DESCRIPTION_LIMIT:
         return card
     note = f"\n\n… the whole card is the artifact `{CARD}` of the run."
-    return card[: _DESCRIPTION_LIMIT - len(note)].rsplit("\n", 1)[0] + note
+    return card[: DESCRIPTION_LIMIT - len(note)].rsplit("\n", 1)[0] + note

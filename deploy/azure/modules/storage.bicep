@@ -1,0 +1,108 @@
+// A storage account without keys: only identities get in, only over TLS 1.2, only from private endpoints.
+@maxLength(24)
+param name string
+param location string
+
+@description('A container that is made; empty: none is.')
+param containerName string
+param retentionDays int
+
+@description('Keep what is overwritten: checkpoints, manifests, datasets.')
+param versioning bool
+
+resource account 'Microsoft.Storage/storageAccounts@2023-05-01' = {
+  name: name
+  location: location
+  kind: 'StorageV2'
+  sku: {
+    name: 'Standard_ZRS'
+  }
+  properties: {
+    accessTier: 'Hot'
+    allowBlobPublicAccess: false
+    allowCrossTenantReplication: false
+    allowSharedKeyAccess: false
+    defaultToOAuthAuthentication: true
+    minimumTlsVersion: 'TLS1_2'
+    publicNetworkAccess: 'Disabled'
+    supportsHttpsTrafficOnly: true
+    encryption: {
+      keySource: 'Microsoft.Storage'
+      requireInfrastructureEncryption: true
+      services: {
+        blob: {
+          enabled: true
+        }
+        file: {
+          enabled: true
+        }
+      }
+    }
+    networkAcls: {
+      bypass: 'AzureServices'
+      defaultAction: 'Deny'
+    }
+  }
+}
+
+resource blobs 'Microsoft.Storage/storageAccounts/blobServices@2023-05-01' = {
+  parent: account
+  name: 'default'
+  properties: {
+    isVersioningEnabled: versioning
+    deleteRetentionPolicy: {
+      enabled: true
+      days: retentionDays
+    }
+    containerDeleteRetentionPolicy: {
+      enabled: true
+      days: retentionDays
+    }
+  }
+}
+
+resource container 'Microsoft.Storage/storageAccounts/blobServices/containers@2023-05-01' = if (!empty(containerName)) {
+  parent: blobs
+  name: empty(containerName) ? 'unused' : containerName
+  properties: {
+    publicAccess: 'None'
+  }
+}
+
+// Old versions cost as much as new ones: what could be brought back no longer goes.
+resource upkeep 'Microsoft.Storage/storageAccounts/managementPolicies@2023-05-01' = if (versioning) {
+  parent: account
+  name: 'default'
+  dependsOn: [
+    blobs
+  ]
+  properties: {
+    policy: {
+      rules: [
+        {
+          enabled: true
+          name: 'old-versions'
+          type: 'Lifecycle'
+          definition: {
+            filters: {
+              blobTypes: [
+                'blockBlob'
+              ]
+            }
+            actions: {
+              version: {
+                delete: {
+                  daysAfterCreationGreaterThan: retentionDays
+                }
+              }
+            }
+          }
+        }
+      ]
+    }
+  }
+}
+
+output id string = account.id
+output name string = account.name
+output blobUrl string = account.properties.primaryEndpoints.blob

@@ -1,0 +1,269 @@
+"""An Azure ML workspace as the `Registry` (R6.1): model versions with how they were trained, in tags.
+
+Azure ML's registry knows no aliases, so ``champion`` and ``challenger`` are tags of versions. Of MLflow only runs and
+metrics are used (plain REST, see `trainer.azure_token`); files of a model go to the workspace through its own client.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtrain_dagster.registry import promotion, server, versions
+from dtrain_dagster.registry.promotion import Comparison, Decision
+from dtrain_dagster.registry.server import ServingCheck
+from dtrain_dagster.registry.versions import JOB_TAG, RegisteredModel, RegistryError
+from dtrain_dagster.secrets import redact
+from trainer.azure_token import tracking_address
+from trainer.rundir import EVALUATION, RunDir
+
+if TYPE_CHECKING:
+    from azure.ai.ml import MLClient
+    from azure.ai.ml.entities import Model
+
+WEIGHTS_TAG, ALIAS_TAG, SINCE_TAG, RUN_TAG = "weights_sha256", "alias", "alias_since", "mlflow_run_id"
+MAX_TAGS, MAX_KEY, MAX_VALUE, MAX_DESCRIPTION = 50, 100, 1000, 5000
+"""Azure ML's documented limits, in characters (service limits of runs; those of assets are not stated apart)."""
+_IDENTITY = (JOB_TAG, WEIGHTS_TAG, "dataset_id", "code_version")
+"""Tags that are properties as well: properties of a version cannot be changed afterwards."""
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class AzureMLRegistry:
+    """Models of one workspace. ``client`` is an ``azure.ai.ml.MLClient``."""
+
+    client: MLClient
+
+    @cached_property
+    def tracking_uri(self) -> str:
+        """The workspace's MLflow address, ``azureml://…``; for the job's ``tracking`` section too."""
+        with _explained("looking at the workspace"):
+            workspace = self.client.workspaces.get(self.client.workspace_name)
+        if not workspace.mlflow_tracking_uri:
+            raise RegistryError(
+                f"workspace {workspace.name} names no MLflow tracking address; check DTRAIN_AZURE_WORKSPACE"
+            )
+        return str(workspace.mlflow_tracking_uri)
+
+    def register_model(
+        self,
+        run_dir: str,
+        model_name: str,
+        tags: Mapping[str, str],
+        card: str,
+        *,
+        experiment: str,
+        cache_dir: str | None,
+    ) -> RegisteredModel:
+        """Register the model of a succeeded job, with its training as tags, see `versions.job_tags`.
+
+        The same job, or the same weights, makes one version, whoever registers them and however often, also at the
+        same time. `RegistryError` if the job has no result or no model, or the service refuses.
+        """
+        rundir = RunDir(run_dir)
+        job = rundir.read_job()
+        result, evaluation = versions.read_succeeded(rundir)
+        with _explained(f"looking for versions of {model_name}"):
+            known = self._find(model_name, job.job_id, result["weights_sha256"])
+        if known is not None:
+            return known
+        all_tags = {
+            **versions.job_tags(rundir, result, evaluation),
+            **{name: str(value) for name, value in tags.items()},
+        }
+        run_id = self._track(rundir, experiment, {**all_tags, "model_name": model_name}, result, evaluation)
+        with tempfile.TemporaryDirectory(prefix="dtrain-register-") as scratch:
+            folder = Path(scratch) / versions.MODEL_PATH
+            versions.save_pyfunc(rundir, folder, Path(scratch), run_id, cache_dir)
+            (folder / versions.CARD).write_text(redact(card))
+            (folder / EVALUATION).write_bytes(rundir.storage.read(EVALUATION))
+            with _explained(f"registering {model_name}"):
+                created = self._create(model_name, folder, fit_tags({**all_tags, RUN_TAG: run_id}), redact(card))
+                return self._settle(created, job.job_id, result["weights_sha256"])
+
+    def check_serving(self, run_dir: str, model: RegisteredModel, *, cache_dir: str | None) -> ServingCheck:
+        """`server.check_serving` of the files that the workspace gives back, not of those that were sent."""
+        with self._files(model.name, model.version) as folder:
+            return server.check_serving(run_dir, str(folder), "", cache_dir=cache_dir)
+
+    def judge_champion(self, run_dir: str, candidate: RegisteredModel, *, cache_dir: str | None) -> Comparison | None:
+        """`promotion.judge_champion` on the files of both versions."""
+        from mlflow.models import Model as SavedMLflowModel
+
+        version = self.champion_version(candidate.name)
+        if version is None or version == candidate.version:
+            return None
+        with self._files(candidate.name, candidate.version) as own, self._files(candidate.name, version) as its:
+            return promotion.compare(
+                run_dir,
+                version,
+                SavedMLflowModel.load(str(own)).metadata or {},
+                SavedMLflowModel.load(str(its)).metadata or {},
+                lambda windows: promotion.predict_in_isolation(str(its), windows, 300.0),
+                cache_dir=cache_dir,
+            )
+
+    def promote(self, model: RegisteredModel, decision: Decision) -> str | None:
+        """Tag the version, and take the alias from the former champion, in this order: whoever looks in between, or
+        after a crash in between, sees two champions, of which the later counts."""
+        with _explained(f"tagging {model.name} {model.version} as {decision.alias}"):
+            before = self.champion_version(model.name)
+            tags = {ALIAS_TAG: decision.alias, "alias_reason": decision.reason, SINCE_TAG: _now()}
+            self._tag(model.name, model.version, tags)
+            if decision.alias != "champion" or before is None or before == model.version:
+                return None
+            self._tag(model.name, before, {ALIAS_TAG: "former champion"})
+        return before
+
+    def champion_version(self, model_name: str) -> str | None:
+        """The version that is champion, or None."""
+        champions = [item for item in self._versions(model_name) if (item.tags or {}).get(ALIAS_TAG) == "champion"]
+        newest = max(champions, key=lambda item: ((item.tags or {}).get(SINCE_TAG, ""), _number(item)), default=None)
+        return str(newest.version) if newest is not None else None
+
+    def _versions(self, model_name: str) -> list[Model]:
+        """All versions that are not archived; none where the model is new."""
+        from azure.core.exceptions import ResourceNotFoundError
+
+        try:
+            return list(self.client.models.list(name=model_name))
+        except ResourceNotFoundError:
+            return []
+
+    def _find(self, model_name: str, job_id: str, weights: str) -> RegisteredModel | None:
+        """The oldest version of this job or of these weights."""
+        found = [
+            item
+            for item in self._versions(model_name)
+            if (item.tags or {}).get(JOB_TAG) == job_id or (item.tags or {}).get(WEIGHTS_TAG) == weights
+        ]
+        oldest = min(found, key=_number, default=None)
+        return self._registered(oldest, created=False) if oldest is not None else None
+
+    def _create(self, model_name: str, folder: Path, tags: Mapping[str, str], card: str) -> Model:
+        """The next free version. The client takes the number before it uploads, so another may have used it then."""
+        from azure.ai.ml.entities import Model
+        from azure.ai.ml.exceptions import AssetPathException
+        from azure.core.exceptions import ResourceExistsError
+
+        for attempt in range(1, _ATTEMPTS + 1):
+            model = Model(
+                name=model_name,
+                path=str(folder),
+                type="mlflow_model",
+                tags=dict(tags),
+                properties={name: tags[name] for name in _IDENTITY if name in tags},
+                description=versions.description(card),
+            )
+            try:
+                return self.client.models.create_or_update(model)
+            except (AssetPathException, ResourceExistsError):
+                if attempt == _ATTEMPTS:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _settle(self, created: Model, job_id: str, weights: str) -> RegisteredModel:
+        """Where another process has registered the same at the same time, the older version stays."""
+        first = self._find(str(created.name), job_id, weights)
+        if first is None or first.version == str(created.version):
+            return self._registered(created, created=True)
+        self.client.models.archive(name=created.name, version=created.version)
+        return first
+
+    def _registered(self, model: Model, created: bool) -> RegisteredModel:
+        tags = {name: str(value) for name, value in (model.tags or {}).items()}
+        return RegisteredModel(
+            name=str(model.name),
+            version=str(model.version),
+            run_id=tags.get(RUN_TAG, ""),
+            created=created,
+            tags=tags,
+            asset_uri=f"azureml:{model.name}:{model.version}",
+        )
+
+    def _tag(self, name: str, version: str, tags: Mapping[str, str]) -> None:
+        model = self.client.models.get(name=name, version=version)
+        model.tags = fit_tags({**(model.tags or {}), **tags})
+        self.client.models.create_or_update(model)
+
+    def _track(
+        self,
+        rundir: RunDir,
+        experiment: str,
+        tags: Mapping[str, str],
+        result: Mapping[str, Any],
+        evaluation: Mapping[str, Any],
+    ) -> str:
+        """Put the tags, and the figures of the test split, on the trainer's run in the experiment, or on a new one; its
+        id (R6.2)."""
+        from mlflow.entities import Metric, RunTag
+
+        address = tracking_address(self.tracking_uri)
+        client = versions.open_client(address)
+        run_id = versions.tracking_run(client, rundir, address, experiment, tags[JOB_TAG])
+        figures = {name: value for name, value in evaluation["model"].items() if isinstance(value, int | float)}
+        now = int(time.time() * 1000)
+        client.log_batch(
+            run_id,
+            metrics=[Metric(f"test.{name}", float(value), now, result["steps"]) for name, value in figures.items()],
+            tags=[RunTag(name, value) for name, value in fit_tags(tags).items()],
+        )
+        return run_id
+
+    @contextmanager
+    def _files(self, name: str, version: str) -> Iterator[Path]:
+        """The folder of a version's MLflow model, as the workspace gives it out."""
+        with tempfile.TemporaryDirectory(prefix="dtrain-model-") as scratch:
+            with _explained(f"downloading {name} {version}"):
+                self.client.models.download(name=name, version=version, download_path=scratch)
+            found = sorted(Path(scratch).rglob("MLmodel"), key=lambda path: len(path.parts))
+            if not found:
+                raise RegistryError(
+                    f"{name} version {version} holds no MLmodel file: dtrain did not register it, or its files were "
+                    "changed; archive it and register again"
+                )
+            yield found[0].parent
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """The service's refusals as `RegistryError`, with its words and the remedy."""
+    from azure.ai.ml.exceptions import MlException
+    from azure.core.exceptions import AzureError
+
+    try:
+        yield
+    except (AzureError, MlException) as error:
+        status = getattr(error, "status_code", None)
+        words = redact(str(getattr(error, "message", None) or error)).strip().splitlines()[0][:1000]
+        remedy = "; this identity needs the roles in deploy/azure/README.md" if status in (401, 403) else ""
+        raise RegistryError(f"{what} failed ({status or type(error).__name__}): {words}{remedy}") from error
+
+
+def fit_tags(tags: Mapping[str, Any], max_value: int = MAX_VALUE) -> dict[str, str]:
+    """Tags within Azure's limits: values that are too long end with «…», known secrets are struck out, empty ones left
+    out. `RegistryError` for too many, or for a name that is too long: those must not vanish."""
+    fitted = {name: redact(str(value)) for name, value in tags.items() if value not in (None, "")}
+    long = [name for name in fitted if len(name) > MAX_KEY]
+    if long or len(fitted) > MAX_TAGS:
+        raise RegistryError(
+            f"{len(fitted)} tags, {len(long)} of them with names of more than {MAX_KEY} characters: Azure ML takes "
+            f"{MAX_TAGS}; leave some out of the job's tracking.tags"
+        )
+    return {name: value if len(value) <= max_value else value[: max_value - 1] + "…" for name, value in fitted.items()}
+
+
+def _number(model: Model) -> int:
+    return int(str(model.version))
+
+
+def _now() -> str:
+    """Sortable, to the microsecond."""
+    return f"{time.time():017.6f}"

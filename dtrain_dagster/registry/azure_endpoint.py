@@ -1,0 +1,333 @@
+"""A registered model on a managed online endpoint of Azure ML (R6.3): put beside what is there, tried, then switched.
+
+`deploy` never takes away what works: a new deployment gets no traffic until it has answered real requests correctly,
+and what was there before keeps its traffic if anything fails. Every deployment is billed from when it exists until it
+is deleted, whether it is asked or not; `delete` ends that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from dtrain_dagster.registry.azure import fit_tags
+from dtrain_dagster.registry.azure_operations import Audit, DeploymentError, finish, usd_per_hour
+from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint
+from dtrain_dagster.registry.versions import RegisteredModel
+from dtrain_dagster.secrets import redact, remember
+from trainer.azure_token import credential
+
+if TYPE_CHECKING:
+    from azure.ai.ml import MLClient
+    from azure.ai.ml.entities import Environment, OnlineDeployment, OnlineEndpoint
+
+SCORING_SCOPE = "https://ml.azure.com/.default"
+MAX_RESOURCE_TAG = 256
+"""Characters of a tag's value on an endpoint or a deployment: Azure's limit for resources."""
+SERVING_PORT = 5001
+"""Where a serving image listens, see ``deploy/azure/serving.Dockerfile``."""
+_NAME = re.compile(r"[a-z][a-z0-9-]{1,30}[a-z0-9]")
+_LOG_LINES = 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndpointConfig:
+    """An endpoint and what answers behind it."""
+
+    name: str
+    """Unique in the region: it becomes the host's name. 3 to 32 lower-case letters, digits and hyphens."""
+    instance_type: str = "Standard_DS3_v2"
+    instance_count: int = 1
+    auth_mode: Literal["aad_token", "key"] = "aad_token"
+    """Callers' identities, with the role to score; or keys, for those that have none."""
+    image: str | None = None
+    """A serving image in a registry that the endpoint's identity may pull from; None: Azure ML installs the model's
+    packages by itself, for which the deployment needs the internet."""
+    identity: str | None = None
+    """Resource id of a user-assigned identity; None: Azure gives the endpoint one of its own."""
+    public_network_access: bool = False
+    """Whether callers from outside the virtual network are let in."""
+    keep_previous: bool = False
+    """Leave the deployments that lost their traffic, for a quick way back; they go on costing."""
+    deadline_seconds: float = 3600.0
+    """For each operation of the service."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise DeploymentError(
+                f"{self.name!r} cannot be an endpoint's name: 3 to 32 lower-case letters, digits and hyphens, a letter "
+                "first"
+            )
+        if self.instance_count < 1:
+            raise DeploymentError(f"an endpoint needs at least one instance, not {self.instance_count}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deployed:
+    """What answers now."""
+
+    endpoint: str
+    deployment: str
+    scoring_url: str
+    created: bool
+    """False where this version was there already."""
+    removed: tuple[str, ...]
+    kept: tuple[str, ...]
+    """Deployments without traffic that go on costing."""
+    check: EndpointCheck
+    usd_per_hour: float | None
+    """Of all deployments of this config that exist now; None where the instance type's price is not known."""
+
+    def cost_note(self) -> str:
+        price = "an unknown price" if self.usd_per_hour is None else f"{self.usd_per_hour:.2f} USD per hour"
+        return f"costs {price} until it is deleted, used or not: dtrain endpoint delete --name {self.endpoint}" + (
+            f"; also for {', '.join(self.kept)}" if self.kept else ""
+        )
+
+
+def deployment_name(model: RegisteredModel) -> str:
+    """One for each version of a model, so that deploying twice finds what is there."""
+    return f"version-{model.version}"[:32]
+
+
+def deploy(
+    client: MLClient,
+    config: EndpointConfig,
+    model: RegisteredModel,
+    check: Callable[[ScoringEndpoint], EndpointCheck],
+    audit: Audit | None = None,
+) -> Deployed:
+    """Put a registered version behind the endpoint, which is made where it is missing.
+
+    ``check`` asks a scoring address for the model's numbers (`endpoint.check_endpoint` with a run directory). It is
+    asked twice: of the new deployment alone, before it gets traffic, and of the endpoint, afterwards. `DeploymentError`
+    if anything fails; the traffic is then what it was, and a deployment that was made here is deleted again.
+    """
+    endpoint = _ensure_endpoint(client, config, audit)
+    before = {name: share for name, share in (endpoint.traffic or {}).items() if share}
+    name = deployment_name(model)
+    created = _ensure_deployment(client, config, name, model, audit)
+    try:
+        trial = check(scoring_endpoint(client, config, name))
+        if not trial.passed:
+            raise DeploymentError(f"deployment {name} does not answer as it should: {trial.message}")
+        if before != {name: 100}:
+            _set_traffic(client, config, {name: 100}, audit)
+        live = check(scoring_endpoint(client, config))
+        if not live.passed:
+            raise DeploymentError(
+                f"with the traffic on {name}, the endpoint does not answer as it should: {live.message}"
+            )
+    except BaseException as error:  # also an interruption: what was there must answer again
+        left = _undo(client, config, name, before, created, audit)
+        if isinstance(error, DeploymentError):
+            raise DeploymentError(f"{error}. {left}") from None
+        raise
+    others = [str(item.name) for item in _deployments(client, config.name) if item.name != name]
+    removed = () if config.keep_previous else tuple(other for other in others if _delete(client, config, other, audit))
+    kept = tuple(other for other in others if other not in removed)
+    price = usd_per_hour(client, config.instance_type)
+    return Deployed(
+        endpoint=config.name,
+        deployment=name,
+        scoring_url=live.url,
+        created=created,
+        removed=removed,
+        kept=kept,
+        check=live,
+        usd_per_hour=None if price is None else price * config.instance_count * (1 + len(kept)),
+    )
+
+
+def scoring_endpoint(client: MLClient, config: EndpointConfig, deployment: str | None = None) -> ScoringEndpoint:
+    """The endpoint as something to ask; ``deployment`` names one, whatever traffic it has. `DeploymentError` where
+    there is no such endpoint."""
+    from azure.core.exceptions import ResourceNotFoundError
+
+    try:
+        found = client.online_endpoints.get(config.name)
+    except ResourceNotFoundError:
+        raise DeploymentError(f"there is no endpoint {config.name} in {client.workspace_name}: deploy first") from None
+    key: list[str] = []
+
+    def headers() -> dict[str, str]:
+        if found.auth_mode != "key":
+            return {"Authorization": f"Bearer {credential().get_token(SCORING_SCOPE).token}"}
+        if not key:
+            key.append(client.online_endpoints.get_keys(config.name).primary_key)
+            remember(key[0])
+        return {"Authorization": f"Bearer {key[0]}"}
+
+    return ScoringEndpoint(
+        url=str(found.scoring_uri),
+        dialect="mlflow" if config.image else "azureml",
+        headers=headers,
+        public_headers={"azureml-model-deployment": deployment} if deployment else {},
+    )
+
+
+def delete(client: MLClient, name: str, audit: Audit | None = None, deadline_seconds: float = 3600.0) -> bool:
+    """Delete an endpoint with all its deployments: nothing of it costs any more. False where there is none."""
+    from azure.core.exceptions import ResourceNotFoundError
+
+    try:
+        client.online_endpoints.get(name)
+        finish(lambda: client.online_endpoints.begin_delete(name), deadline_seconds, "delete endpoint", name, audit)
+    except ResourceNotFoundError:
+        return False
+    return True
+
+
+def _ensure_endpoint(client: MLClient, config: EndpointConfig, audit: Audit | None) -> OnlineEndpoint:
+    from azure.ai.ml.entities import IdentityConfiguration, ManagedIdentityConfiguration, ManagedOnlineEndpoint
+    from azure.core.exceptions import ResourceNotFoundError
+
+    try:
+        found = client.online_endpoints.get(config.name)
+    except ResourceNotFoundError:
+        found = None
+    if found is not None and found.provisioning_state != "Failed":
+        if found.auth_mode != config.auth_mode:
+            raise DeploymentError(
+                f"endpoint {config.name} authorises by {found.auth_mode}, not by {config.auth_mode}, which cannot be "
+                "changed: say so in the config, or choose another name"
+            )
+        return found
+    identity = None
+    if config.identity:
+        managed = ManagedIdentityConfiguration(resource_id=config.identity)
+        identity = IdentityConfiguration(type="user_assigned", user_assigned_identities=[managed])
+    wanted = ManagedOnlineEndpoint(
+        name=config.name,
+        auth_mode=config.auth_mode,
+        identity=identity,
+        public_network_access="enabled" if config.public_network_access else "disabled",
+        tags=fit_tags(config.tags, MAX_RESOURCE_TAG),
+        traffic={},
+    )
+    begin = lambda: client.online_endpoints.begin_create_or_update(wanted)  # noqa: E731
+    finish(begin, config.deadline_seconds, "create endpoint", config.name, audit)
+    return client.online_endpoints.get(config.name)
+
+
+def _ensure_deployment(
+    client: MLClient, config: EndpointConfig, name: str, model: RegisteredModel, audit: Audit | None
+) -> bool:
+    """Whether it was made here. One of the same version that works is taken as it is; one that failed is made anew."""
+    from azure.ai.ml.entities import ManagedOnlineDeployment
+
+    known = {item.name: item for item in _deployments(client, config.name)}
+    if name in known:
+        if known[name].provisioning_state == "Succeeded" and _is_of(known[name], model):
+            return False
+        if (client.online_endpoints.get(config.name).traffic or {}).get(name):
+            raise DeploymentError(
+                f"deployment {name} of endpoint {config.name} carries traffic, and is "
+                f"{known[name].provisioning_state} or of another model than {model.name} {model.version}: move its "
+                "traffic or delete it first"
+            )
+        _delete(client, config, name, audit)
+    wanted = ManagedOnlineDeployment(
+        name=name,
+        endpoint_name=config.name,
+        model=f"azureml:{model.name}:{model.version}",
+        environment=_environment(config.image) if config.image else None,
+        instance_type=config.instance_type,
+        instance_count=config.instance_count,
+        egress_public_network_access=None if config.public_network_access else "disabled",
+        tags=fit_tags({**config.tags, "model": model.name, "version": model.version}, MAX_RESOURCE_TAG),
+    )
+    begin = lambda: client.online_deployments.begin_create_or_update(wanted)  # noqa: E731
+    target = f"{config.name}/{name}"
+    spends = {"instance_type": config.instance_type, "instances": config.instance_count}
+    try:
+        finish(begin, config.deadline_seconds, "create deployment", target, audit, **spends)
+    except BaseException as error:
+        log = _log(client, config.name, name)
+        gone = _delete(client, config, name, audit)
+        if not isinstance(error, DeploymentError):
+            raise
+        left = "It was deleted again" if gone else f"It could NOT be deleted and may cost: delete {target} by hand"
+        raise DeploymentError(f"{error}. {left}; other deployments are as they were.{log}") from None
+    return True
+
+
+def _is_of(deployment: OnlineDeployment, model: RegisteredModel) -> bool:
+    """The service answers with the id of the model as a resource, ``…/models/<name>/versions/<version>``."""
+    text = str(deployment.model)
+    return text.endswith((f"/models/{model.name}/versions/{model.version}", f"azureml:{model.name}:{model.version}"))
+
+
+def _environment(image: str) -> Environment:
+    """An image that serves by itself: MLflow's own scoring server, see ``deploy/azure/serving.Dockerfile``."""
+    from azure.ai.ml.entities import Environment
+
+    return Environment(
+        name="dtrain-serving",
+        image=image,
+        inference_config={
+            "liveness_route": {"path": "/ping", "port": SERVING_PORT},
+            "readiness_route": {"path": "/ping", "port": SERVING_PORT},
+            "scoring_route": {"path": "/invocations", "port": SERVING_PORT},
+        },
+    )
+
+
+def _deployments(client: MLClient, endpoint: str) -> list[OnlineDeployment]:
+    return list(client.online_deployments.list(endpoint_name=endpoint))
+
+
+def _set_traffic(client: MLClient, config: EndpointConfig, traffic: Mapping[str, int], audit: Audit | None) -> None:
+    endpoint = client.online_endpoints.get(config.name)
+    endpoint.traffic = dict(traffic)
+    begin = lambda: client.online_endpoints.begin_create_or_update(endpoint)  # noqa: E731
+    finish(begin, config.deadline_seconds, "set traffic", config.name, audit, traffic=dict(traffic))
+
+
+def _undo(
+    client: MLClient, config: EndpointConfig, name: str, before: Mapping[str, int], created: bool, audit: Audit | None
+) -> str:
+    """Give the traffic back and delete what was made; what is left, in words."""
+    try:
+        now = {
+            other: share for other, share in (client.online_endpoints.get(config.name).traffic or {}).items() if share
+        }
+        if now != before:
+            _set_traffic(client, config, before, audit)
+    except Exception as error:  # the first error is what the caller must hear; this one is added to it
+        return (
+            f"The traffic could NOT be given back to {dict(before) or 'nobody'} ({redact(str(error))[:200]}): set "
+            f"it by hand, then delete {config.name}/{name}"
+        )
+    kept = f"the traffic is on {', '.join(before)} as before" if before else "the endpoint has no traffic, as before"
+    if not created:
+        return f"{name} was there before and stays; {kept}"
+    if _delete(client, config, name, audit):
+        return f"It was deleted again; {kept}"
+    return f"It could NOT be deleted and goes on costing: delete {config.name}/{name} by hand; {kept}"
+
+
+def _delete(client: MLClient, config: EndpointConfig, name: str, audit: Audit | None) -> bool:
+    """Whether the deployment is gone."""
+    from azure.core.exceptions import ResourceNotFoundError
+
+    begin = lambda: client.online_deployments.begin_delete(name=name, endpoint_name=config.name)  # noqa: E731
+    try:
+        finish(begin, config.deadline_seconds, "delete deployment", f"{config.name}/{name}", audit)
+    except ResourceNotFoundError:
+        return True
+    except DeploymentError:
+        return False
+    return True
+
+
+def _log(client: MLClient, endpoint: str, name: str) -> str:
+    """The end of a deployment's log, where there is one."""
+    try:
+        text = client.online_deployments.get_logs(name=name, endpoint_name=endpoint, lines=_LOG_LINES)
+    except Exception:  # of a deployment that never came up; it would hide what the caller must hear
+        return ""
+    return f"\nIts log:\n{redact(str(text))[-4000:]}" if text else ""

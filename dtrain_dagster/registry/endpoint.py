@@ -1,0 +1,236 @@
+"""Is a scoring endpoint compatible with the model that a job trained (R6.4)?
+
+One check for any scoring address: MLflow's own server, a managed online endpoint of Azure ML, whatever speaks as one of
+them. It sends real windows of the job's test split and judges what comes back.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from dtrain_dagster.registry.answers import (
+    AnswerError,
+    Sample,
+    as_columns,
+    compare_answers,
+    load_sample,
+    parse_predictions,
+)
+from dtrain_dagster.registry.server import ServingError
+from dtrain_dagster.secrets import redact
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+ENDPOINT_TOLERANCE = 1e-4
+"""Largest difference from the job's weights computed here, as a fraction of a column's root mean square: float32 on
+another processor, with other kernels."""
+_SINGLES = 5
+"""Windows that are sent once more, one by one."""
+_BUSY = (408, 424, 429, 502, 503, 504)
+"""What an endpoint answers while a deployment has only just come up, or is asked too much; Azure ML says 424 then."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoringEndpoint:
+    """An address that takes windows and gives forecasts."""
+
+    url: str = field(repr=False)
+    """The whole of it, ``https://…/score`` or ``http://…/invocations``."""
+    dialect: Literal["mlflow", "azureml"] = "mlflow"
+    """How a request says what is in it: ``inputs``, or ``input_data`` where Azure ML made the scoring script itself."""
+    headers: Callable[[], Mapping[str, str]] = field(default=dict, repr=False)
+    """Asked for each request, since tokens expire: authorisation, and which deployment is meant."""
+    public_headers: Mapping[str, str] = field(default_factory=dict)
+    """Those that every request carries, also one that tries without authorisation."""
+    timeout_seconds: float = 60.0
+
+    def predict(self, windows: NDArray[Any]) -> list[Any]:
+        """Windows (n, window, features) → rows. `ServingError` if it refuses, `AnswerError` for another shape."""
+        status, body = self.post(windows)
+        if status != 200:
+            raise ServingError(f"{redact(self.url)} refused the request ({status}): {_words(body)}")
+        return parse_predictions(body)
+
+    def post(self, windows: NDArray[Any], authorised: bool = True) -> tuple[int, bytes]:
+        """(status, body) of one request. `ServingError` where there is nobody."""
+        import requests
+
+        name = "inputs" if self.dialect == "mlflow" else "input_data"
+        headers = {"Content-Type": "application/json", **self.public_headers, **(self.headers() if authorised else {})}
+        try:
+            answer = requests.post(
+                self.url, json.dumps({name: windows.tolist()}), headers=headers, timeout=self.timeout_seconds
+            )
+        except requests.RequestException as error:
+            raise ServingError(f"{redact(self.url)} cannot be reached: {redact(str(error))}") from None
+        return answer.status_code, answer.content
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One question to an endpoint, and how it was answered."""
+
+    name: str
+    passed: bool
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndpointCheck:
+    """What was found, in the order in which it was asked; it ends at the first thing without which the rest makes no
+    sense."""
+
+    url: str
+    findings: tuple[Finding, ...]
+    rows: int = 0
+    max_relative_difference: float | None = None
+    """From the job's weights; judged by the tolerance."""
+    latency_seconds: float | None = None
+    """Median time of a request with one window."""
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.findings) and all(item.passed for item in self.findings)
+
+    @property
+    def message(self) -> str:
+        """What failed, or that nothing did."""
+        failed = [f"{item.name}: {item.message}" for item in self.findings if not item.passed]
+        return "; ".join(failed) or f"{self.url} passed: {', '.join(item.name for item in self.findings)}"
+
+    def figures(self) -> dict[str, int | float | str]:
+        """For metadata: the message, what was found, every figure that was measured."""
+        values = {
+            "message": self.message,
+            "url": self.url,
+            **{item.name: ("passed: " if item.passed else "FAILED: ") + item.message for item in self.findings},
+            "rows": self.rows,
+            "max_relative_difference": self.max_relative_difference,
+            "latency_seconds": self.latency_seconds,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def check_endpoint(
+    endpoint: ScoringEndpoint,
+    run_dir: str,
+    *,
+    cache_dir: str | None = None,
+    rows: int = 32,
+    tolerance: float = ENDPOINT_TOLERANCE,
+    patience_seconds: float = 0.0,
+) -> EndpointCheck:
+    """Ask the endpoint for the model of a run directory:
+
+    - ``answers``: it takes real windows, authorisation included
+    - ``schema``: a row of named, finite numbers for each window
+    - ``equality``: the numbers of the job's weights, within ``tolerance``, and those that training itself wrote
+    - ``one_by_one``: a window gives the same alone as among others
+    - ``refusal``: windows of a wrong shape, or with a value that is not finite, are refused, not answered
+    - ``authorisation``: who brings no credentials is turned away (where credentials are used at all)
+
+    ``patience_seconds``: how long a busy or not yet ready endpoint is asked again. Whatever it does is a finding, not
+    an exception; what is wrong with the run directory is one.
+    """
+    sample = load_sample(run_dir, cache_dir, rows)
+    findings: list[Finding] = []
+
+    def note(name: str, passed: bool, message: str) -> bool:
+        findings.append(Finding(name=name, passed=passed, message=message))
+        return passed
+
+    def result(**figures: Any) -> EndpointCheck:
+        return EndpointCheck(url=redact(endpoint.url), findings=tuple(findings), **figures)
+
+    try:
+        status, body = _ask(endpoint, sample.windows, patience_seconds)
+        if not note("answers", status == 200, f"status {status}" + ("" if status == 200 else f": {_words(body)}")):
+            return result()
+        try:
+            served = as_columns(parse_predictions(body), len(sample.windows))
+            found = compare_answers(sample, served, tolerance)
+        except AnswerError as error:
+            note("schema", False, f"it {error}")
+            return result(rows=len(sample.windows))
+        note("schema", True, f"{len(sample.windows)} rows of {', '.join(served)}")
+        note("equality", found.passed, f"it {found.message}")
+        latency = _one_by_one(endpoint, sample, served, note)
+        _refusals(endpoint, sample.windows, note)
+        if endpoint.headers():
+            status, _ = endpoint.post(sample.windows[:1], authorised=False)
+            note("authorisation", status in (401, 403), f"status {status} without credentials")
+    except ServingError as error:
+        note("answers", False, str(error))
+        return result()
+    return result(
+        rows=len(sample.windows), max_relative_difference=found.max_relative_difference, latency_seconds=latency
+    )
+
+
+def _ask(endpoint: ScoringEndpoint, windows: NDArray[np.float32], patience_seconds: float) -> tuple[int, bytes]:
+    """The first answer that is not «come back later», or the last of those."""
+    deadline, pause = time.monotonic() + patience_seconds, 0.5
+    while True:
+        try:
+            status, body = endpoint.post(windows)
+            if status not in _BUSY or time.monotonic() + pause > deadline:
+                return status, body
+        except ServingError:
+            if time.monotonic() + pause > deadline:
+                raise
+        time.sleep(pause)
+        pause = min(pause * 2, 15.0)
+
+
+def _one_by_one(
+    endpoint: ScoringEndpoint,
+    sample: Sample,
+    served: Mapping[str, NDArray[np.float64]],
+    note: Callable[[str, bool, str], bool],
+) -> float:
+    """Median seconds of a request with one window."""
+    seconds, odd = [], None
+    for number, window in enumerate(sample.windows[:_SINGLES]):
+        began = time.monotonic()
+        rows = endpoint.predict(window[None])
+        seconds.append(time.monotonic() - began)
+        try:
+            alone = as_columns(rows, 1)
+        except AnswerError as error:
+            odd = odd or f"alone, window {number}: it {error}"
+            continue
+        for name, values in served.items():
+            scale = max(abs(values).max(), 1e-12)
+            if name not in alone or abs(alone[name][0] - values[number]) > ENDPOINT_TOLERANCE * scale:
+                odd = odd or f"{name} of window {number} is {alone.get(name)} alone and {values[number]} among others"
+    note("one_by_one", odd is None, odd or f"{len(seconds)} windows give the same alone")
+    return statistics.median(seconds)
+
+
+def _refusals(endpoint: ScoringEndpoint, windows: NDArray[np.float32], note: Callable[[str, bool, str], bool]) -> None:
+    broken = windows[:1].copy()
+    broken[0, 0, 0] = float("nan")
+    wrong = {"windows of a wrong shape": windows[:1, 1:], "a value that is not finite": broken}
+    statuses = {what: endpoint.post(value)[0] for what, value in wrong.items()}
+    taken = [what for what, status in statuses.items() if status < 400]
+    note("refusal", not taken, f"it answers {' and '.join(taken)}" if taken else f"status {[*statuses.values()]}")
+
+
+def _words(body: bytes) -> str:
+    """What an error answer says, without a traceback and without secrets."""
+    text = body.decode(errors="replace")
+    try:
+        document = json.loads(text)
+        if isinstance(document, Mapping):
+            error = document.get("error", document)
+            text = str(error.get("message", error) if isinstance(error, Mapping) else error)
+    except ValueError:
+        pass
+    return redact(text)[:500]

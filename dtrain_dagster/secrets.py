@@ -1,0 +1,134 @@
+"""Secrets by reference: a setting says where a secret is, and it is fetched where it is used.
+
+    keyvault://<vault-name>/<secret>            the newest version, from Azure Key Vault, with this machine's identity
+    keyvault://<vault-name>/<secret>/<version>  that version
+    env:NAME                                    an environment variable
+
+What was resolved is remembered, in this process only, so that `redact` can strike it out of whatever is written.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import urllib.parse
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+VAULT, ENVIRONMENT = "keyvault://", "env:"
+STRUCK = "[secret]"
+VAULT_SUFFIX_VARIABLE = "AZURE_KEY_VAULT_SUFFIX"
+"""The end of a vault's host name in another cloud than Azure's public one; unset: ``vault.azure.net``."""
+_REFERENCE = re.compile(
+    r"keyvault://(?P<vault>[A-Za-z][A-Za-z0-9-]{1,22}[A-Za-z0-9])/(?P<name>[A-Za-z0-9-]{1,127})(/(?P<version>[0-9a-f]{32}))?"
+)
+_VARIABLE = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*")
+_SHORTEST = 6
+"""A shorter secret is not struck out: it would tear words apart, and tells where it stood."""
+
+_known: set[str] = set()
+_lock = threading.Lock()
+
+
+class SecretError(ValueError):
+    """A secret cannot be had. The message names the reference and the remedy, never a value."""
+
+
+def is_reference(text: str) -> bool:
+    """Whether a setting names a secret rather than a value."""
+    return text.startswith((VAULT, ENVIRONMENT))
+
+
+def check_reference(text: str) -> None:
+    """`SecretError` for something that begins as a reference and is none; asks nobody."""
+    if is_reference(text) and not (_REFERENCE.fullmatch(text) or _VARIABLE.fullmatch(text)):
+        raise SecretError(
+            f"{text!r} is not a reference to a secret: write keyvault://<vault-name>/<secret> or env:<VARIABLE>"
+        )
+
+
+def resolve(text: str) -> str:
+    """The secret behind a reference; any other text as it is. `SecretError` where it cannot be had."""
+    if not is_reference(text):
+        return text
+    check_reference(text)
+    match = _REFERENCE.fullmatch(text)
+    value = _from_vault(text, **match.groupdict()) if match else os.environ.get(text.removeprefix(ENVIRONMENT), "")
+    if not value:
+        raise SecretError(f"{text} is empty or not set: set it where dtrain runs, or change the setting that names it")
+    remember(value)
+    return value
+
+
+def remember(value: str) -> None:
+    """Have `redact` strike this out from now on, also as it looks in an address (percent-encoded)."""
+    with _lock:
+        _known.update(form for form in (value, urllib.parse.quote(value, safe="")) if len(form) >= _SHORTEST)
+
+
+def redact(text: str) -> str:
+    """The text without any secret that this process has resolved, and without credentials by their looks: passwords in
+    addresses, signatures of SAS addresses, account keys, bearer tokens."""
+    with _lock:
+        values = sorted(_known, key=len, reverse=True)  # a secret that holds another goes first
+    for value in values:
+        text = text.replace(value, STRUCK)
+    for pattern, replacement in _BY_LOOKS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def redact_all(value: Any) -> Any:
+    """`redact` on every string in a document of mappings, lists and plain values, keys included."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {redact_all(key): redact_all(item) for key, item in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, (bytes, bytearray)):
+        return [redact_all(item) for item in value]
+    return value
+
+
+_BY_LOOKS = (
+    (re.compile(r"(?<=://)([^/\s:@]+):[^/\s@]+(?=@)"), rf"\1:{STRUCK}"),
+    (re.compile(r"([?&](?:sig|code|access_token|token)=)[^&\s\"'<>]+", re.IGNORECASE), rf"\1{STRUCK}"),
+    (re.compile(r"((?:AccountKey|SharedAccessSignature|SharedAccessKey)=)[^;\s\"']+", re.IGNORECASE), rf"\1{STRUCK}"),
+    (re.compile(r"(\bBearer\s+)[A-Za-z0-9\-._~+/]{8,}=*", re.IGNORECASE), rf"\1{STRUCK}"),
+)
+
+
+def _from_vault(reference: str, vault: str, name: str, version: str | None) -> str:
+    try:
+        from azure.keyvault.secrets import SecretClient
+    except ImportError:
+        raise SecretError(
+            f"{reference} needs the package azure-keyvault-secrets: pip install 'dtrain[azure]', or use env:<VARIABLE>"
+        ) from None
+    from azure.core.exceptions import AzureError, ClientAuthenticationError, HttpResponseError, ResourceNotFoundError
+
+    from trainer.azure_token import credential
+
+    suffix = os.environ.get(VAULT_SUFFIX_VARIABLE, "vault.azure.net")
+    try:
+        with SecretClient(f"https://{vault}.{suffix}", credential()) as client:
+            return client.get_secret(name, version).value or ""
+    except ResourceNotFoundError:
+        raise SecretError(f"{reference}: vault {vault} has no such secret; add it, or change the setting") from None
+    except ClientAuthenticationError as error:
+        raise SecretError(f"{reference}: no identity to ask vault {vault} with: {_words(error)}") from None
+    except HttpResponseError as error:
+        remedy = (
+            "; give this identity the role Key Vault Secrets User on it, and let its firewall pass this machine"
+            if error.status_code in (401, 403)
+            else ""
+        )
+        raise SecretError(
+            f"{reference}: vault {vault} refused ({error.status_code}): {_words(error)}{remedy}"
+        ) from None
+    except (AzureError, ValueError) as error:  # ValueError: who answered claims to be another service
+        raise SecretError(f"{reference}: vault {vault} cannot be reached: {_words(error)}") from None
+
+
+def _words(error: Exception) -> str:
+    return redact(str(getattr(error, "message", "") or error).splitlines()[0])[:300]

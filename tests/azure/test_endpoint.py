@@ -1,0 +1,274 @@
+"""One check for any scoring endpoint: MLflow's own server and one that speaks as Azure ML, right answers and wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dtrain_dagster"))
+
+import small_job
+
+from dtrain_dagster import registry
+from dtrain_dagster.registry.answers import AnswerError, as_columns, parse_predictions
+from trainer.rundir import RunDir
+
+ROW = {"mu": 0.1, "sigma": 0.2}
+
+
+@pytest.mark.parametrize(
+    "body",
+    ['{"predictions": [{"mu": 0.1}]}', '[{"mu": 0.1}]', '"[{\\"mu\\": 0.1}]"', b'[{"mu": 0.1}]'],
+    ids=["mlflow", "azure", "json in json", "bytes"],
+)
+def test_rows_are_found_in_every_form_of_an_answer(body: str | bytes) -> None:
+    assert parse_predictions(body) == [{"mu": 0.1}]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"), [("<html>", "not JSON"), ('{"error": 1}', "without a list"), ("3", "without a list")]
+)
+def test_what_is_no_answer_is_shown(body: str, says: str) -> None:
+    with pytest.raises(AnswerError, match=says):
+        parse_predictions(body)
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([ROW], "2 windows with 1 rows"),
+        ([ROW, {"mu": 1.0}], "row 1"),
+        ([[0.1], [0.2]], "by name"),
+        ([ROW, {**ROW, "mu": None}], "mu of row 1"),
+        ([ROW, {**ROW, "mu": "0.1"}], "not a number"),
+        ([ROW, {**ROW, "mu": True}], "not a number"),
+        ([ROW, {**ROW, "sigma": float("nan")}], "not finite, in sigma"),
+    ],
+)
+def test_a_row_that_is_not_as_it_must_be_is_named(rows: list[Any], says: str) -> None:
+    with pytest.raises(AnswerError, match=says):
+        as_columns(rows, 2)
+
+
+def test_rows_become_columns() -> None:
+    columns = as_columns([ROW, {"mu": 1, "sigma": 2.0}], 2)
+    assert {name: values.tolist() for name, values in columns.items()} == {"mu": [0.1, 1.0], "sigma": [0.2, 2.0]}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DTRAIN_CACHE", str(path / "cache"))
+        small_job.write_dataset(path / "dataset")
+        yield path
+
+
+@pytest.fixture(scope="module")
+def run_dir(home: Path) -> str:
+    return small_job.train(home, home / "dataset", "job-a", steps=10)
+
+
+Answer = Callable[[np.ndarray, dict[str, str]], tuple[int, Any]]
+
+
+@pytest.fixture
+def azure_like(run_dir: str) -> Iterator[Callable[[Answer], str]]:
+    """Starts servers that take ``input_data`` and answer with a bare list, as Azure ML's own scoring script does; what
+    they answer is up to the test. Gives their addresses."""
+    servers = []
+
+    def serve(answer: Answer) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                document = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                try:
+                    windows = np.array(document["input_data"], dtype=np.float32)
+                    status, value = answer(windows, dict(self.headers))
+                except ValueError as error:
+                    status, value = 400, {"error": {"code": "BadRequest", "message": str(error)}}
+                body = json.dumps(value).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                """Quiet."""
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}/score"
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def rows_of(run_dir: str) -> Callable[[np.ndarray], list[dict[str, float]]]:
+    """What the job's model answers, row by row."""
+    from dtrain_dagster.registry.versions import load_run_model
+
+    saved = load_run_model(RunDir(run_dir))
+
+    def rows(windows: np.ndarray) -> list[dict[str, float]]:
+        columns = saved.predict(windows)
+        return [{name: float(values[at]) for name, values in columns.items()} for at in range(len(windows))]
+
+    return rows
+
+
+def with_token(url: str, **options: Any) -> registry.ScoringEndpoint:
+    return registry.ScoringEndpoint(
+        url=url, dialect="azureml", headers=lambda: {"Authorization": "Bearer good"}, **options
+    )
+
+
+@pytest.mark.slow
+def test_an_endpoint_that_answers_as_azure_ml_passes(
+    run_dir: str, azure_like: Callable[[Answer], str], rows_of: Callable[[np.ndarray], list[dict[str, float]]]
+) -> None:
+    def answer(windows: np.ndarray, headers: dict[str, str]) -> tuple[int, Any]:
+        assert headers["azureml-model-deployment"] == "version-7"
+        return (200, rows_of(windows)) if headers.get("Authorization") == "Bearer good" else (401, {"message": "who?"})
+
+    endpoint = with_token(azure_like(answer), public_headers={"azureml-model-deployment": "version-7"})
+    check = registry.check_endpoint(endpoint, run_dir)
+    assert check.passed, check.message
+    names = ["answers", "schema", "equality", "one_by_one", "refusal", "authorisation"]
+    assert [item.name for item in check.findings] == names
+    assert check.rows == 32
+    assert check.max_relative_difference is not None
+    assert check.latency_seconds is not None
+    assert set(check.figures()) == {"message", "url", *names, "rows", "max_relative_difference", "latency_seconds"}
+    assert "good" not in repr(endpoint)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "finding", "says"),
+    [
+        ("other numbers", "equality", "NOT with the model's numbers"),
+        ("a column less", "schema", "answers with"),
+        ("nulls", "schema", "not a number"),
+        ("a row less", "schema", "32 windows with 31 rows"),
+        ("knows its neighbours", "one_by_one", "alone and"),
+        ("takes anything", "refusal", "a value that is not finite"),
+        ("open to all", "authorisation", "status 200 without credentials"),
+        ("an error", "answers", "status 500: no model was found"),
+        ("a page", "schema", "without a list"),
+    ],
+)
+def test_an_endpoint_with_a_fault_does_not_pass(
+    run_dir: str,
+    azure_like: Callable[[Answer], str],
+    rows_of: Callable[[np.ndarray], list[dict[str, float]]],
+    fault: str,
+    finding: str,
+    says: str,
+) -> None:
+    def answer(windows: np.ndarray, headers: dict[str, str]) -> tuple[int, Any]:
+        if fault != "open to all" and headers.get("Authorization") != "Bearer good":
+            return 401, {"message": "who?"}
+        if fault == "an error":
+            return 500, {"error": {"message": "no model was found"}}
+        if fault == "takes anything":
+            try:
+                return 200, rows_of(windows)
+            except ValueError:
+                return 200, [{"mu": 0.0}]
+        rows = rows_of(windows)
+        if fault == "other numbers":
+            rows = [{**row, "sigma": row["sigma"] * 1.01} for row in rows]
+        elif fault == "a column less":
+            rows = [{name: value for name, value in row.items() if name != "nu"} for row in rows]
+        elif fault == "nulls":
+            rows = [{**row, "mu": None} for row in rows]  # type: ignore[dict-item]
+        elif fault == "a row less":
+            rows = rows[:-1]
+        elif fault == "knows its neighbours" and len(rows) == 1:
+            rows = [{**row, "q05": row["q05"] * 1.1} for row in rows]
+        return 200, {"hello": 1} if fault == "a page" else rows
+
+    check = registry.check_endpoint(with_token(azure_like(answer)), run_dir)
+    failed = {item.name: item.message for item in check.findings if not item.passed}
+    assert list(failed) == [finding], failed
+    assert says in failed[finding]
+    assert not check.passed
+    assert says in check.message
+
+
+@pytest.mark.slow
+def test_an_endpoint_that_has_only_just_come_up_is_asked_again(
+    run_dir: str, azure_like: Callable[[Answer], str], rows_of: Callable[[np.ndarray], list[dict[str, float]]]
+) -> None:
+    asked = []
+
+    def answer(windows: np.ndarray, headers: dict[str, str]) -> tuple[int, Any]:
+        asked.append(len(windows))
+        if "Authorization" not in headers:
+            return 401, {}
+        return (503, {"message": "no healthy upstream"}) if len(asked) < 3 else (200, rows_of(windows))
+
+    endpoint = with_token(azure_like(answer))
+    assert not registry.check_endpoint(endpoint, run_dir).passed
+    asked.clear()
+    check = registry.check_endpoint(endpoint, run_dir, patience_seconds=60)
+    assert check.passed, check.message
+    assert asked[:3] == [32, 32, 32]
+
+
+def test_nobody_there_is_a_finding(run_dir: str) -> None:
+    check = registry.check_endpoint(registry.ScoringEndpoint(url="http://127.0.0.1:9/invocations"), run_dir)
+    assert [item.name for item in check.findings] == ["answers"]
+    assert "cannot be reached" in check.message
+
+
+@pytest.mark.slow
+def test_mlflows_own_server_passes_the_same_check(home: Path, run_dir: str) -> None:
+    uri = f"sqlite:///{home}/mlflow.db"
+    model = registry.register_model(run_dir, uri, "forecaster", {}, "# card")
+    with registry.scoring_server(model.uri, uri) as server:
+        check = registry.check_endpoint(registry.ScoringEndpoint(url=f"{server.url}/invocations"), run_dir)
+        other = small_job.train(home, home / "dataset", "job-b", steps=5)
+        wrong = registry.check_endpoint(registry.ScoringEndpoint(url=f"{server.url}/invocations"), other)
+    assert check.passed, check.message
+    assert [item.name for item in check.findings] == ["answers", "schema", "equality", "one_by_one", "refusal"]
+    assert [item.name for item in wrong.findings if not item.passed] == ["equality"]
+
+
+@pytest.mark.slow
+def test_the_command_says_what_it_found_and_exits_with_it(
+    run_dir: str,
+    azure_like: Callable[[Answer], str],
+    rows_of: Callable[[np.ndarray], list[dict[str, float]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from click.testing import CliRunner
+
+    from dtrain_dagster.cli_endpoint import endpoint
+
+    def answer(windows: np.ndarray, headers: dict[str, str]) -> tuple[int, Any]:
+        return (200, rows_of(windows)) if headers.get("Authorization") == "Bearer a-good-token" else (401, {})
+
+    monkeypatch.setenv("DTRAIN_TOKEN", "a-good-token")
+    command = ["check", run_dir, "--url", azure_like(answer), "--dialect", "azureml"]
+    good = CliRunner().invoke(endpoint, [*command, "--token", "env:DTRAIN_TOKEN"])
+    assert (good.exit_code, good.output.count("ok  "), "a-good-token" in good.output) == (0, 6, False), good.output
+    without = CliRunner().invoke(endpoint, command)
+    assert (without.exit_code, "FAIL answers: status 401" in without.output) == (1, True)
+    plain = CliRunner().invoke(endpoint, [*command, "--token", "a-good-token"])
+    assert (plain.exit_code, "says where the token is" in plain.output) == (2, True)
+    unset = CliRunner().invoke(endpoint, [*command, "--token", "env:DTRAIN_NO_TOKEN"])
+    assert (unset.exit_code, "env:DTRAIN_NO_TOKEN is empty or not set" in unset.output) == (2, True)

@@ -1,0 +1,425 @@
+"""Models in an Azure ML workspace and on its endpoints: the real client against the emulator, over TLS, by identity."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dtrain_dagster"))
+
+import small_job
+
+from dtrain_dagster import registry, secrets
+from dtrain_dagster.registry.azure import AzureMLRegistry, fit_tags
+from dtrain_dagster.registry.azure_endpoint import (
+    DeploymentError,
+    EndpointConfig,
+    delete,
+    deploy,
+    deployment_name,
+    scoring_endpoint,
+)
+from dtrain_dagster.registry.azure_operations import usd_per_hour
+from dtrain_dagster.registry.versions import RegisteredModel, open_client
+from tests.azure.azurite import missing
+from tests.azure.emulator import Emulator
+from trainer import azure_token
+from trainer.gate import Gate
+from trainer.rundir import RunDir
+
+WORKSPACE_ID = "/subscriptions/s/resourceGroups/g/providers/Microsoft.MachineLearningServices/workspaces/w"
+PROVENANCE = registry.Provenance(
+    nodes=3,
+    node_hours=0.0123,
+    cost_usd="$0.0377",
+    code_version="abc",
+    dagster_run_id="d1",
+    sku="Standard_NC24ads_A100_v4",
+    cost_usd_total=0.0377,
+)
+
+
+def test_tags_keep_within_what_azure_takes() -> None:
+    tags = fit_tags({"a": "x" * 2000, "b": 3, "none": None, "empty": ""})
+    assert tags["a"] == "x" * 999 + "…"
+    assert len(tags["a"]) == 1000
+    assert tags == {"a": tags["a"], "b": "3"}
+    assert fit_tags({"a": "x" * 300}, 256)["a"] == "x" * 255 + "…"
+
+
+@pytest.mark.parametrize("tags", [{f"t{number}": "x" for number in range(51)}, {"n" * 101: "x"}])
+def test_tags_that_would_vanish_are_refused(tags: dict[str, str]) -> None:
+    with pytest.raises(registry.RegistryError, match="Azure ML takes 50"):
+        fit_tags(tags)
+
+
+@pytest.mark.parametrize("name", ["ab", "Upper", "1digit", "a_b", "x" * 33, "ends-"])
+def test_a_name_that_no_endpoint_can_have_is_refused(name: str) -> None:
+    with pytest.raises(DeploymentError, match="cannot be an endpoint's name"):
+        EndpointConfig(name=name)
+
+
+@pytest.mark.parametrize(
+    ("uri", "address", "authorised"),
+    [
+        ("azureml://h.example/mlflow/v1.0/subscriptions/s?x=1", "https://h.example/mlflow/v1.0/subscriptions/s", True),
+        (f"https://h.example/mlflow/v1.0{WORKSPACE_ID}/", f"https://h.example/mlflow/v1.0{WORKSPACE_ID}", True),
+        ("https://mlflow.example/", "https://mlflow.example/", False),
+        (f"http://h.example{WORKSPACE_ID}", f"http://h.example{WORKSPACE_ID}", False),
+        ("sqlite:///mlflow.db", "sqlite:///mlflow.db", False),
+    ],
+)
+def test_tokens_go_to_workspaces_only(
+    uri: str, address: str, authorised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_AUTH", "")
+    monkeypatch.setattr(azure_token, "_hosts", set())
+    assert azure_token.tracking_address(uri) == address
+    assert (azure_token._hosts, os.environ["MLFLOW_TRACKING_AUTH"]) == (
+        ({"h.example"}, azure_token.AUTH_NAME) if authorised else (set(), "")
+    )
+
+
+@dataclass
+class Workspace:
+    """The emulator, a client of it, and jobs that really ran."""
+
+    emulator: Emulator
+    client: Any
+    path: Path
+    asked: int = 0
+    runs: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def registry(self) -> AzureMLRegistry:
+        return AzureMLRegistry(self.client)
+
+    def train(self, job_id: str, tracking_uri: str | None = None, steps: int = 10) -> str:
+        if job_id not in self.runs:
+            self.runs[job_id] = small_job.train(
+                self.path, self.path / "dataset", job_id, steps=steps, tracking_uri=tracking_uri
+            )
+        return self.runs[job_id]
+
+    def register(self, run_dir: str, name: str, card: str = "# card") -> RegisteredModel:
+        return self.registry.register_model(run_dir, name, PROVENANCE.tags(), card, experiment="dtrain", cache_dir=None)
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
+    if why := missing():
+        pytest.skip(why)
+    path = tmp_path_factory.mktemp("azure")
+    with pytest.MonkeyPatch.context() as patch, Emulator(path / "cloud") as emulator:
+        emulator.use(patch)
+        patch.setenv("DTRAIN_CACHE", str(path / "cache"))
+        patch.setenv("MLFLOW_TRACKING_AUTH", "")
+        azure_token.credential.cache_clear()
+        from azure.ai.ml import MLClient
+
+        where = [
+            emulator.environment[f"DTRAIN_AZURE_{name}"] for name in ("SUBSCRIPTION_ID", "RESOURCE_GROUP", "WORKSPACE")
+        ]
+        client = MLClient(azure_token.credential(), *where, polling_interval=1)
+        small_job.write_dataset(path / "dataset")
+        yield Workspace(emulator, client, path)
+        azure_token.credential.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def run_dir(workspace: Workspace) -> str:
+    """Its metrics went to the workspace while it trained: over plain MLflow, with a token in every request."""
+    return workspace.train("job-a", tracking_uri=azure_token.tracking_address(workspace.registry.tracking_uri))
+
+
+@pytest.fixture(scope="module")
+def model(workspace: Workspace, run_dir: str) -> RegisteredModel:
+    return workspace.register(run_dir, "forecaster", "# card\n" + "x" * 6000)
+
+
+@pytest.mark.slow
+def test_metrics_of_a_training_are_in_the_workspaces_experiment(workspace: Workspace, run_dir: str) -> None:
+    address = azure_token.tracking_address(workspace.registry.tracking_uri)
+    client = open_client(address)
+    run = client.get_run(RunDir(run_dir).read_json("tracking.json")["mlflow_run_id"])
+    assert run.info.status == "FINISHED"
+    assert client.get_experiment(run.info.experiment_id).name == "dtrain"
+    assert {"train.loss", "valid.loss", "valid.nll"} <= run.data.metrics.keys()
+    steps = [point.step for point in client.get_metric_history(run.info.run_id, "train.loss")]
+    assert steps == [item["step"] for item in RunDir(run_dir).events("step")]
+    assert "Bearer" not in Path(run_dir, "job.json").read_text()
+    assert "MLFLOW_TRACKING_TOKEN" not in os.environ
+
+
+@pytest.mark.slow
+def test_a_request_without_a_token_is_turned_away_and_other_hosts_get_none(workspace: Workspace) -> None:
+    """Or the test above would show nothing."""
+    import requests
+
+    address = azure_token.tracking_address(workspace.registry.tracking_uri)
+    url = f"{address}/api/2.0/mlflow/experiments/search"
+    assert requests.post(url, json={"max_results": 5}, timeout=30).status_code == 401
+    from mlflow.tracking.request_auth.registry import fetch_auth
+
+    auth = fetch_auth(azure_token.AUTH_NAME)
+    assert requests.post(url, json={"max_results": 5}, auth=auth, timeout=30).status_code == 200
+    elsewhere = requests.Request("GET", "https://example.org/x", auth=auth).prepare()
+    in_the_clear = requests.Request("GET", url.replace("https", "http"), auth=auth).prepare()
+    assert "Authorization" not in {**elsewhere.headers, **in_the_clear.headers}
+
+
+@pytest.mark.slow
+def test_a_version_carries_how_it_was_trained(workspace: Workspace, run_dir: str, model: RegisteredModel) -> None:
+    version = workspace.client.models.get("forecaster", model.version)
+    result = RunDir(run_dir).read_json("result.json")
+    expected = {
+        "job_id": "job-a",
+        "world_size": "1",
+        "world_size_history": "1",
+        "sku": "Standard_NC24ads_A100_v4",
+        "strategy": f"ddp, all-reduce ({result['backend']}, fp32)",
+        "dataset_id": json.loads((workspace.path / "dataset" / "manifest.json").read_text())["dataset_id"],
+        "code_version": "abc",
+        "node_hours": "0.012300",
+        "cost_usd": "$0.0377",
+        "cost_usd_total": "0.037700",
+        "weights_sha256": result["weights_sha256"],
+        "checkpoint_uri": f"{run_dir}/{result['checkpoint']}",
+        "test_nll": f"{result['test']['nll']:.6f}",
+        "mlflow_run_id": model.run_id,
+    }
+    assert {name: version.tags.get(name) for name in expected} == expected
+    assert version.type == "mlflow_model"
+    assert version.properties["weights_sha256"] == result["weights_sha256"]
+    assert len(version.description) <= 5000
+    assert model.uri == f"azureml:forecaster:{model.version}"
+    run = open_client(azure_token.tracking_address(workspace.registry.tracking_uri)).get_run(model.run_id)
+    assert expected["sku"] == run.data.tags["sku"]
+    assert run.data.metrics["test.nll"] == pytest.approx(result["test"]["nll"])
+    assert run.data.tags["model_name"] == "forecaster"
+
+
+@pytest.mark.slow
+def test_the_same_weights_make_one_version(workspace: Workspace, run_dir: str, model: RegisteredModel) -> None:
+    again = workspace.register(run_dir, "forecaster")
+    assert (again.version, again.created, model.created) == (model.version, False, True)
+    twin = workspace.path / "jobs" / "twin"
+    subprocess.run(["cp", "-r", run_dir, str(twin)], check=True)
+    document = json.loads((twin / "job.json").read_text())
+    (twin / "job.json").write_text(json.dumps({**document, "job_id": "twin", "run_dir": str(twin)}))
+    assert workspace.register(str(twin), "forecaster").version == model.version
+    assert len(list(workspace.client.models.list(name="forecaster"))) == 1
+
+
+@pytest.mark.slow
+def test_registering_at_the_same_time_makes_one_version(workspace: Workspace, run_dir: str) -> None:
+    found, errors = [], []
+
+    def register() -> None:
+        try:
+            found.append(workspace.register(run_dir, "raced"))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=register) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert {item.version for item in found} == {"1"}
+    assert [item.version for item in workspace.client.models.list(name="raced")] == ["1"]
+
+
+@pytest.mark.slow
+def test_what_passes_is_borne_and_what_does_not_is_explained(workspace: Workspace, run_dir: str) -> None:
+    for fault in (
+        {"fault": "throttle", "operation": "model*"},
+        {"fault": "error", "operation": "model*", "moment": "after"},
+        {"fault": "drop", "operation": "model*"},
+    ):
+        workspace.emulator.control("fault", **fault)
+    assert workspace.register(run_dir, "weathered").version == "1"
+    assert [item.version for item in workspace.client.models.list(name="weathered")] == ["1"]
+    workspace.emulator.control("fault", fault="error", operation="model*", status=403, code="AuthorizationFailed")
+    with pytest.raises(registry.RegistryError, match=r"looking for versions of .*403.*deploy/azure/README"):
+        workspace.register(run_dir, "forbidden")
+
+
+@pytest.mark.slow
+def test_what_the_workspace_gives_back_serves_the_models_numbers(
+    workspace: Workspace, run_dir: str, model: RegisteredModel
+) -> None:
+    check = workspace.registry.check_serving(run_dir, model, cache_dir=None)
+    assert check.passed, check.message
+
+
+@pytest.mark.slow
+def test_a_champion_is_beaten_on_the_same_windows_and_keeps_its_tag_until_then(workspace: Workspace) -> None:
+    first, second = workspace.train("job-first", steps=5), workspace.train("job-second", steps=12)
+    one = workspace.register(first, "rivals")
+    assert workspace.registry.judge_champion(first, one, cache_dir=None) is None
+    chosen = registry.choose_alias(Gate(True, ()), None)
+    assert workspace.registry.promote(one, chosen) is None
+    assert workspace.registry.champion_version("rivals") == one.version
+    two = workspace.register(second, "rivals")
+    comparison = workspace.registry.judge_champion(second, two, cache_dir=None)
+    assert comparison is not None
+    assert (comparison.champion_version, comparison.metric) == (one.version, "NLL")
+    challenger = registry.Decision(alias="challenger", reason="not better")
+    assert workspace.registry.promote(two, challenger) is None
+    assert workspace.registry.champion_version("rivals") == one.version
+    assert workspace.registry.promote(two, registry.Decision(alias="champion", reason="better")) == one.version
+    assert workspace.registry.champion_version("rivals") == two.version
+    tags = {item.version: item.tags for item in workspace.client.models.list(name="rivals")}
+    assert tags[one.version]["alias"] == "former champion"
+    assert tags[two.version]["alias_reason"] == "better"
+    assert tags[two.version]["job_id"] == "job-second"
+
+
+class Book:
+    """An audit log on a sheet of paper."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str, str]] = []
+
+    @contextmanager
+    def operation(self, operation: str, target: str, **details: Any) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.lines.append((operation, target, "failed"))
+            raise
+        self.lines.append((operation, target, "done"))
+
+
+def checker(run_dir: str) -> Callable[[registry.ScoringEndpoint], registry.EndpointCheck]:
+    return lambda endpoint: registry.check_endpoint(endpoint, run_dir, patience_seconds=30)
+
+
+def traffic(workspace: Workspace, name: str) -> dict[str, int]:
+    return dict(workspace.client.online_endpoints.get(name).traffic)
+
+
+@pytest.mark.slow
+def test_a_deployment_gets_traffic_once_it_answers_and_is_taken_back_when_it_does_not(
+    workspace: Workspace, run_dir: str, model: RegisteredModel
+) -> None:
+    book, config = Book(), EndpointConfig(name="dtrain-quotes", instance_count=2)
+    first = deploy(workspace.client, config, model, checker(run_dir), book)
+    name = deployment_name(model)
+    assert first.check.passed
+    assert (first.created, first.deployment, first.removed, first.kept) == (True, name, (), ())
+    assert [item.name for item in first.check.findings][-1] == "authorisation"
+    assert traffic(workspace, config.name) == {name: 100}
+    assert first.usd_per_hour == pytest.approx(2 * 0.23)
+    assert "0.46 USD per hour until it is deleted" in first.cost_note()
+    done = [operation for operation, _, outcome in book.lines if outcome == "done"]
+    assert done == ["create endpoint", "create deployment", "set traffic"]
+
+    # The same again buys nothing.
+    book.lines.clear()
+    assert not deploy(workspace.client, config, model, checker(run_dir), book).created
+    assert book.lines == []
+
+    # Another model, which does not give the numbers that are asked of it: away with it, and the first answers on.
+    other = workspace.register(workspace.train("job-other", steps=5), "forecaster")
+    with pytest.raises(DeploymentError, match=r"NOT with the model's numbers.*It was deleted again.*as before"):
+        deploy(workspace.client, config, other, checker(run_dir), book)
+    assert traffic(workspace, config.name) == {name: 100}
+    assert [item.name for item in workspace.client.online_deployments.list(config.name)] == [name]
+    assert [operation for operation, _, _ in book.lines] == ["create deployment", "delete deployment"]
+
+    # Somebody has had enough just when the traffic is on it: the traffic goes back.
+    own, asked = checker(workspace.runs["job-other"]), []
+
+    def interrupted(endpoint: registry.ScoringEndpoint) -> registry.EndpointCheck:
+        asked.append(traffic(workspace, config.name).get(deployment_name(other)))
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return own(endpoint)
+
+    with pytest.raises(KeyboardInterrupt):
+        deploy(workspace.client, config, other, interrupted)
+    assert asked == [0, 100]
+    assert traffic(workspace, config.name) == {name: 100}
+
+    # Asked for its own numbers it takes over. What it replaced is kept where that is wanted, and costs.
+    second = deploy(workspace.client, replace(config, keep_previous=True), other, own)
+    assert (second.kept, second.removed) == ((name,), ())
+    assert second.usd_per_hour == pytest.approx(4 * 0.23)
+    assert traffic(workspace, config.name) == {deployment_name(other): 100, name: 0}
+    assert deploy(workspace.client, config, other, own).removed == (name,)
+
+    assert delete(workspace.client, config.name)
+    assert not delete(workspace.client, config.name)
+    with pytest.raises(DeploymentError, match="there is no endpoint dtrain-quotes"):
+        scoring_endpoint(workspace.client, config)
+
+
+@pytest.mark.slow
+def test_an_endpoint_with_keys_is_asked_with_its_key_which_nobody_sees(workspace: Workspace) -> None:
+    from azure.ai.ml.entities import ManagedOnlineEndpoint
+
+    config = EndpointConfig(name="dtrain-keys", auth_mode="key")
+    workspace.client.online_endpoints.begin_create_or_update(
+        ManagedOnlineEndpoint(name=config.name, auth_mode="key")
+    ).result()
+    endpoint = scoring_endpoint(workspace.client, config, "version-1")
+    key = workspace.client.online_endpoints.get_keys(config.name).primary_key
+    assert endpoint.headers() == {"Authorization": f"Bearer {key}"}
+    assert endpoint.public_headers == {"azureml-model-deployment": "version-1"}
+    assert key not in repr(endpoint)
+    assert key not in secrets.redact(f"it said {key}")
+    delete(workspace.client, config.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"instance_type": "Standard_Nothing"}, r"create deployment .* failed \(BadRequest\).*not supported"),
+        ({"auth_mode": "key"}, "authorises by aad_token, not by key"),
+    ],
+)
+def test_a_refusal_says_what_and_leaves_nothing(
+    workspace: Workspace, run_dir: str, model: RegisteredModel, options: dict[str, Any], says: str
+) -> None:
+    name = "dtrain-refused"
+    from azure.ai.ml.entities import ManagedOnlineEndpoint
+
+    workspace.client.online_endpoints.begin_create_or_update(
+        ManagedOnlineEndpoint(name=name, auth_mode="aad_token")
+    ).result()
+    with pytest.raises(DeploymentError, match=says):
+        deploy(workspace.client, EndpointConfig(name=name, **options), model, checker(run_dir))
+    assert list(workspace.client.online_deployments.list(name)) == []
+    delete(workspace.client, name)
+
+
+@pytest.mark.slow
+def test_a_deployment_that_never_comes_up_is_given_up_and_deleted(
+    workspace: Workspace, run_dir: str, model: RegisteredModel
+) -> None:
+    workspace.emulator.control("fault", fault="stuck", operation="deployment.create")
+    config = EndpointConfig(name="dtrain-stuck", deadline_seconds=3)
+    with pytest.raises(DeploymentError, match=r"no end after 3 s.*It was deleted again"):
+        deploy(workspace.client, config, model, checker(run_dir))
+    assert list(workspace.client.online_deployments.list(config.name)) == []
+    delete(workspace.client, config.name)
+
+
+@pytest.mark.slow
+def test_prices_come_from_the_region(workspace: Workspace) -> None:
+    assert usd_per_hour(workspace.client, "standard_ds3_V2") == 0.23
+    assert usd_per_hour(workspace.client, "Standard_Unknown") is None

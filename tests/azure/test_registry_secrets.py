@@ -1,0 +1,301 @@
+"""Secrets: from a Key Vault on loopback, by the real client with its challenge and TLS; and to be found nowhere."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dtrain_dagster"))
+
+import small_job
+
+from dtrain_dagster import registry, secrets
+from tests.azure.planted import ENVIRONMENT, leaks, planted
+from trainer import azure_token
+
+DOMAIN, HEADER = "vault.localhost", "the-process-s-own"
+
+
+@pytest.fixture(autouse=True)
+def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test resolves is no secret in the next."""
+    monkeypatch.setattr(secrets, "_known", set())
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://user:pass@host/x", "https://user:[secret]@host/x"),
+        ("https://a.blob.core.windows.net/c/b?sv=1&sig=aB%2Fc%3D&se=2", None),
+        ("DefaultEndpointsProtocol=https;AccountName=a;AccountKey=Zm9v+/==;EndpointSuffix=x", None),
+        ("Authorization: Bearer eyJhbGciOi.eyJzdWIi.sig-_x", None),
+        ("http://127.0.0.1:10000/devstoreaccount1: no host has a password here", "the same"),
+        ("keyvault://vault-a/name and env:NAME are references", "the same"),
+        ("az://container/jobs/train-1", "the same"),
+    ],
+)
+def test_what_looks_like_a_credential_is_struck_out(text: str, shown: str | None) -> None:
+    struck = secrets.redact(text)
+    if shown == "the same":
+        assert struck == text
+        return
+    assert struck == (shown or struck)
+    assert secrets.STRUCK in struck
+    assert not any(part in struck for part in ("pass@", "aB%2Fc", "Zm9v", "eyJ"))
+
+
+def test_what_was_resolved_is_struck_out_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTRAIN_X", "s3cret/with+signs")
+    assert secrets.resolve("env:DTRAIN_X") == "s3cret/with+signs"
+    document = {"a": ["slack://s3cret/with+signs", 1, None], "s3cret/with+signs": ("x?t=s3cret%2Fwith%2Bsigns",)}
+    assert secrets.redact_all(document) == {
+        "a": [f"slack://{secrets.STRUCK}", 1, None],
+        secrets.STRUCK: [f"x?t={secrets.STRUCK}"],
+    }
+
+
+def test_a_secret_inside_another_leaves_nothing_of_the_longer_one() -> None:
+    secrets.remember("abcdef")
+    secrets.remember("abcdef-and-more")
+    assert secrets.redact("x abcdef-and-more y") == f"x {secrets.STRUCK} y"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "keyvault://",
+        "keyvault://vault",
+        "keyvault://v/x",
+        "keyvault://va ult/x",
+        "env:",
+        "env:A-B",
+        "keyvault://vault/x/1",
+    ],
+)
+def test_a_reference_that_is_none_is_refused_before_anybody_is_asked(text: str) -> None:
+    with pytest.raises(secrets.SecretError, match="not a reference"):
+        secrets.check_reference(text)
+    with pytest.raises(secrets.SecretError, match="not a reference"):
+        secrets.resolve(text)
+
+
+def test_plain_text_is_itself_and_a_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DTRAIN_X", raising=False)
+    assert secrets.resolve("plain") == "plain"
+    with pytest.raises(secrets.SecretError, match="env:DTRAIN_X is empty or not set"):
+        secrets.resolve("env:DTRAIN_X")
+
+
+@dataclass
+class Vault:
+    """What a Key Vault on loopback holds, and what it was asked."""
+
+    secrets: dict[str, str]
+    port: int = 0
+    claims_to_be: str = ""
+    """The resource that its challenge names; empty: its own."""
+    forbids: bool = False
+    asked: list[tuple[str, str | None]] = field(default_factory=list)
+    """(path, Authorization) of every request."""
+    token_resources: list[str] = field(default_factory=list)
+
+
+def answer(vault: Vault, path: str, authorization: str | None) -> tuple[int, dict[str, str], Any]:
+    """(status, headers, document), as Key Vault answers: 401 with a challenge first, then 200, 403 or 404."""
+    vault.asked.append((path, authorization))
+    if authorization is None:
+        resource = vault.claims_to_be or f"https://{DOMAIN}:{vault.port}"
+        challenge = f'Bearer authorization="https://login.microsoftonline.com/tenant", resource="{resource}"'
+        return 401, {"WWW-Authenticate": challenge}, {"error": {"code": "Unauthorized", "message": "AKV10000"}}
+    assert authorization == "Bearer token-of-the-vault"
+    if vault.forbids:
+        return 403, {}, {"error": {"code": "Forbidden", "message": "Caller is not authorized"}}
+    name = urlsplit(path).path.strip("/").split("/")[1]
+    if name not in vault.secrets:
+        return 404, {}, {"error": {"code": "SecretNotFound", "message": f"A secret with {name} was not found"}}
+    now = int(time.time())
+    identity = f"https://trainer.{DOMAIN}:{vault.port}/secrets/{name}/{'0' * 32}"
+    attributes = {"enabled": True, "created": now, "updated": now, "recoveryLevel": "Recoverable+Purgeable"}
+    return 200, {}, {"value": vault.secrets[name], "id": identity, "attributes": attributes}
+
+
+@pytest.fixture
+def vault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Vault]:
+    """A vault over TLS, and the identity endpoint of App Service, where this process gets its tokens."""
+    pytest.importorskip("azure.keyvault.secrets", reason="azure-keyvault-secrets is in dtrain's extra `azure`")
+    state = Vault({"smtp": planted("vault-smtp")})
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path.startswith("/identity"):
+                assert self.headers["X-IDENTITY-HEADER"] == HEADER
+                state.token_resources.append(parse_qs(urlsplit(self.path).query)["resource"][0])
+                life = str(int(time.time()) + 3600)
+                document: Any = {"access_token": "token-of-the-vault", "expires_on": life, "token_type": "Bearer"}
+                status, headers = 200, dict[str, str]()
+            else:
+                status, headers, document = answer(state, self.path, self.headers["Authorization"])
+            body = json.dumps(document).encode()
+            self.send_response(status)
+            for name, value in {**headers, "Content-Type": "application/json", "Content-Length": len(body)}.items():
+                self.send_header(name, str(value))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Quiet."""
+
+    servers = [ThreadingHTTPServer(("127.0.0.1", 0), Handler) for _ in range(2)]
+    tls, plain = servers
+    certificate = _certificate(tmp_path, f"*.{DOMAIN}")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    tls.socket = context.wrap_socket(tls.socket, server_side=True)
+    for server in servers:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    state.port = tls.server_port
+    real = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *rest, **more: real("127.0.0.1" if str(host).endswith(".localhost") else host, *rest, **more),
+    )
+    for name in ("MSI_ENDPOINT", "MSI_SECRET", "AZURE_CLIENT_ID", "AZURE_TENANT_ID", "AZURE_CLIENT_SECRET"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("IDENTITY_ENDPOINT", f"http://127.0.0.1:{plain.server_port}/identity")
+    monkeypatch.setenv("IDENTITY_HEADER", HEADER)
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,.localhost")
+    monkeypatch.setenv(secrets.VAULT_SUFFIX_VARIABLE, f"{DOMAIN}:{state.port}")
+    azure_token.credential.cache_clear()
+    yield state
+    azure_token.credential.cache_clear()
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def _certificate(folder: Path, host: str) -> Path:
+    """Signed by itself, for one host; with its key in one file, so that it is the authority, too."""
+    import datetime
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "vault")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(host)]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    path = folder / "vault.pem"
+    path.write_bytes(pem + made.public_bytes(serialization.Encoding.PEM))
+    return path
+
+
+def test_a_secret_comes_from_the_vault_by_identity(vault: Vault, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    value = secrets.resolve("keyvault://trainer/smtp")
+    assert value == planted("vault-smtp")
+    assert [authorization for _, authorization in vault.asked] == [None, "Bearer token-of-the-vault"]
+    assert vault.token_resources == [f"https://{DOMAIN}:{vault.port}"]
+    assert value not in caplog.text
+    assert "token-of-the-vault" not in caplog.text
+    assert secrets.redact(f"mailto://me:{value}@host") == f"mailto://me:{secrets.STRUCK}@host"
+
+
+@pytest.mark.parametrize(
+    ("reference", "change", "says"),
+    [
+        ("keyvault://trainer/other", {}, "vault trainer has no such secret"),
+        ("keyvault://trainer/smtp", {"forbids": True}, r"refused \(403\).*Key Vault Secrets User"),
+        ("keyvault://trainer/smtp", {"claims_to_be": "https://vault.evil.example"}, "does not match"),
+        ("keyvault://trainer/empty", {"secrets": {"empty": ""}}, "is empty"),
+    ],
+)
+def test_a_vault_that_gives_nothing_is_explained(
+    vault: Vault, reference: str, change: dict[str, Any], says: str
+) -> None:
+    for name, value in change.items():
+        setattr(vault, name, value)
+    with pytest.raises(secrets.SecretError, match=says):
+        secrets.resolve(reference)
+
+
+def test_a_token_does_not_go_to_who_claims_to_be_another_service(vault: Vault) -> None:
+    vault.claims_to_be = "https://vault.evil.example"
+    with pytest.raises(secrets.SecretError):
+        secrets.resolve("keyvault://trainer/smtp")
+    assert all(authorization is None for _, authorization in vault.asked)
+    assert vault.token_resources == []
+
+
+def test_leaks_are_found_in_every_guise(tmp_path: Path) -> None:
+    """The net itself: a leak that it could not see would pass every test that uses it."""
+    import base64
+    import sqlite3
+    import zipfile
+    from urllib.parse import quote
+
+    value = planted("net")
+    (tmp_path / "plain.txt").write_text(f"x={value}")
+    (tmp_path / "quoted.txt").write_text(quote(value, safe=""))
+    for shift in range(3):
+        (tmp_path / f"base64-{shift}").write_bytes(base64.b64encode(b"user:"[: shift + 2] + value.encode() + b"tail"))
+    with zipfile.ZipFile(tmp_path / "zipped.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("deep", "a" * 1000 + value)
+    database = sqlite3.connect(tmp_path / "data.db")
+    database.execute("create table t (x)")
+    database.execute("insert into t values (?)", [value])
+    database.commit()
+    database.close()
+    (tmp_path / "clean.txt").write_text("nothing")
+    found = {Path(line.split(": ")[0]).name for line in leaks([tmp_path], [value])}
+    assert found == {path.name for path in tmp_path.iterdir()} - {"clean.txt"}
+
+
+@pytest.mark.slow
+def test_planted_secrets_are_nowhere_in_what_a_training_and_its_registration_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    token = secrets.resolve("env:DTRAIN_SOMEBODYS_TOKEN")
+    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    run_dir = small_job.train(tmp_path, small_job.write_dataset(tmp_path / "data"), "job-a", steps=5, tracking_uri=uri)
+    tags = {"asked_by": secrets.redact(f"https://robot:{token}@example.org")}
+    model = registry.register_model(run_dir, uri, "forecaster", tags, secrets.redact(f"# card\n\n{token}"))
+    assert secrets.STRUCK in model.tags["asked_by"]
+    with registry.scoring_server(model.uri, uri) as server:
+        endpoint = registry.ScoringEndpoint(
+            url=f"{server.url}/invocations?sig={token}", headers=lambda: {"Authorization": f"Bearer {token}"}
+        )
+        check = registry.check_endpoint(endpoint, run_dir)
+    (tmp_path / "metadata.json").write_text(json.dumps([check.figures(), dict(model.tags), repr(endpoint)]))
+    printed = capfd.readouterr()
+    (tmp_path / "printed.txt").write_text(caplog.text + printed.out + printed.err)
+    assert leaks([tmp_path], ENVIRONMENT.values()) == []
