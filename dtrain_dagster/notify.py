@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from dtrain_dagster.secrets import resolve
+
 _log = logging.getLogger(__name__)
 
 
 def notify(urls: Sequence[str], title: str, body: str) -> tuple[str, ...]:
-    """Send a message to every address; the kinds of those that it did not reach (``slack``, ``mailto``…).
+    """Send a message to every address; the kinds of those that it did not reach (``slack``, ``mailto``…). An address may
+    be a reference to a secret, ``keyvault://…`` or ``env:…``.
 
     It never raises: who cannot be told must not stop what there is to tell. Addresses hold tokens, so only their kind
     appears in logs.
@@ -20,20 +23,13 @@ def notify(urls: Sequence[str], title: str, body: str) -> tuple[str, ...]:
 
     failed = []
     for url in urls:
-        kind = url.partition("://")[0]
+        kind = url.partition(":")[0]
         sender = apprise.Apprise()
         try:
-            reached = bool(sender.add(url)) and bool(sender.notify(title=title, body=body))
-        except Exception as error:  # a plug-in's own errors, of any kind
+            reached = bool(sender.add(resolve(url))) and bool(sender.notify(title=title, body=body))
+        except Exception as error:  # a plug-in's own errors, of any kind; a secret that cannot be had
             _log.warning("notification by %s failed: %s", kind, type(error).__name__)
             reached = False
         if not reached:
             failed.append(kind)
     return tuple(failed)
-
-
-def unusable(urls: Sequence[str]) -> tuple[int, ...]:
-    """Which of the addresses, counted from 1, Apprise does not understand."""
-    import apprise
-
-    return tuple(number for number, url in enumerate(urls, 1) if apprise.Apprise.instantiate(url) is None)

@@ -16,6 +16,7 @@ from dtrain_dagster.settings import Settings, SettingsError, read_environment
 if TYPE_CHECKING:
     from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
     from dtrain_dagster.clusters.base import GPUClusterManager
+    from dtrain_dagster.registry.base import Registry
 
 NODE_CACHE = "/tmp/dtrain-cache"
 """Of shards, on a node of the cloud: its temporary disk."""
@@ -28,6 +29,8 @@ class ProjectResource(dg.ConfigurableResource):
     shared_uri: str
     """What nodes can reach: run directories, and the datasets that they read."""
     tracking_uri: str
+    tracks_in_workspace: bool
+    """On Azure ML: in the workspace's own experiments and registry, not at ``tracking_uri``."""
     experiment: str
     model_name: str
     dagster_url: str
@@ -49,7 +52,7 @@ class ProjectResource(dg.ConfigurableResource):
         return f"{self.home}/cache"
 
     def notify_urls(self) -> tuple[str, ...]:
-        """Apprise addresses of whoever is told of alerts."""
+        """Apprise addresses of whoever is told of alerts, or references to them (`dtrain_dagster.secrets`)."""
         return tuple(self.notify.split())
 
     def run_url(self, run_id: str) -> str:
@@ -87,11 +90,24 @@ class GPUClusterResource(dg.ConfigurableResource):
     def price_tier(self) -> Tier:
         return "low_priority" if self.tier == "low_priority" else "dedicated"
 
+    def registry(self, project: ProjectResource) -> Registry:
+        """Where models and metrics go: to the workspace on Azure ML, unless DTRAIN_MLFLOW_TRACKING_URI names a server."""
+        if self.kind == "azure_ml" and project.tracks_in_workspace:
+            from dtrain_dagster.clusters.azure_ml.client import Service
+            from dtrain_dagster.registry.azure import AzureMLRegistry
+
+            return AzureMLRegistry(Service(self.azure_options()).ml)
+        from dtrain_dagster.registry.local import MLflowRegistry
+
+        return MLflowRegistry(project.tracking_uri)
+
     def azure_options(self) -> AzureMLOptions:
         """Checked: `ClusterError` for what cannot be used, `PriceError` for a size whose price nobody knows."""
         from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 
-        own = {name: tuple(value) if isinstance(value, list) else value for name, value in self.azure.items()}
+        own: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in self.azure.items()
+        }
         options = AzureMLOptions(
             **own,
             cluster_name=self.cluster_name,
@@ -102,12 +118,13 @@ class GPUClusterResource(dg.ConfigurableResource):
             price_of(entry.partition("@")[0])
         return options
 
-    def manager(self) -> GPUClusterManager:
-        """The cluster behind the settings."""
+    def manager(self, run_id: str | None = None) -> GPUClusterManager:
+        """The cluster behind the settings. ``run_id``: the Dagster run that it works for; None: one that only looks, as
+        sensors do, and leaves jobs to those who follow them."""
         if self.kind == "azure_ml":
             from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
 
-            return AzureMLClusterManager(self.azure_options(), home=Path(self.home))
+            return AzureMLClusterManager(self.azure_options(), Path(self.home), run_id, tends=run_id is not None)
         from dtrain_dagster.clusters.local import LocalClusterManager
 
         return LocalClusterManager(
@@ -150,6 +167,7 @@ def build_resources(settings: Settings) -> dict[str, dg.ConfigurableResource]:
         home=str(settings.home),
         shared_uri=settings.shared_uri,
         tracking_uri=settings.tracking_uri,
+        tracks_in_workspace=on_azure and settings.mlflow_tracking_uri is None,
         experiment=settings.experiment,
         model_name=settings.model_name,
         dagster_url=settings.dagster_url.rstrip("/"),

@@ -83,7 +83,7 @@ def cost_estimate(
         checkpoint_frequency=job.training.checkpoint_frequency,
     )
     mark = fingerprint(job, cluster.node_count, cluster.processes_per_node)
-    manager = cluster.manager()
+    manager = cluster.manager(context.run.run_id)
     got = provision(context, manager, cluster, project, cluster.gpu_type)
     price = price_of(got.gpu_type)
     tier: Tier = "low_priority" if (got.tier or cluster.tier) == "low_priority" else "dedicated"

@@ -63,9 +63,9 @@ def registered_model(
     card = registry.model_card(
         project.model_name, rundir.read_job(), result, evaluation, sharded_dataset.manifest(), provenance, gate
     )
-    model = registry.register_model(
+    models = cluster.registry(project)
+    model = models.register_model(
         job.run_dir,
-        project.tracking_uri,
         project.model_name,
         provenance.tags(),
         card,
@@ -73,12 +73,12 @@ def registered_model(
         cache_dir=project.cache_dir,
     )
     context.log.info(f"{model.name} version {model.version}; asking a scoring server for its numbers")
-    serving = registry.check_serving(job.run_dir, model.uri, project.tracking_uri, cache_dir=project.cache_dir)
+    serving = models.check_serving(job.run_dir, model, cache_dir=project.cache_dir)
     # A model that cannot be served must not become champion, however good it is.
-    champion = registry.judge_champion(job.run_dir, model, project.tracking_uri, cache_dir=project.cache_dir)
+    champion = models.judge_champion(job.run_dir, model, cache_dir=project.cache_dir)
     verdict = gate if serving.passed else registry.Gate(False, (f"serving failed: {serving.message}",))
     decision = registry.choose_alias(verdict, champion)
-    replaced = registry.promote(model, decision, project.tracking_uri)
+    replaced = models.promote(model, decision)
     context.log.info(f"{decision.alias}: {decision.reason}")
     rundir.write_json(REGISTRATION, {"name": model.name, "version": model.version, "alias": decision.alias})
     return dg.MaterializeResult(

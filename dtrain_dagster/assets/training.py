@@ -91,7 +91,7 @@ def trained_checkpoint(
     cost_estimate: TrainingPlan,
 ):  # no annotation, see assets.common
     plan = cost_estimate
-    manager = cluster.manager()
+    manager = cluster.manager(context.run.run_id)
     got = provision(context, manager, cluster, project, plan.sku)
     if got.gpu_type != plan.sku:
         context.log.warning(f"planned on {plan.sku}, trained on {got.gpu_type}: prices differ; see cost_breakdown")
@@ -102,7 +102,7 @@ def trained_checkpoint(
     try:
         rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
         if choice.action in ("start", "restart"):
-            job = planned_job(plan, choice, project, context.run.run_id)
+            job = planned_job(plan, choice, cluster, project, context.run.run_id)
             rundir.write_json(PLAN, asdict(plan))
             start_job(manager, job, plan.node_count, plan.processes_per_node, cluster.node_env(project))
         _watch(context, manager, rundir, choice.job_id, plan)
@@ -127,11 +127,13 @@ def trained_checkpoint(
     )
 
 
-def planned_job(plan: TrainingPlan, choice: Choice, project: ProjectResource, run_id: str) -> JobConfig:
+def planned_job(
+    plan: TrainingPlan, choice: Choice, cluster: GPUClusterResource, project: ProjectResource, run_id: str
+) -> JobConfig:
     """The `JobConfig` that carries out the plan."""
     run_dir = f"{project.jobs_uri}/{choice.job_id}"
     tracking = TrackingConfig(
-        mlflow_tracking_uri=project.tracking_uri,
+        mlflow_tracking_uri=cluster.registry(project).tracking_uri,
         mlflow_experiment=project.experiment,
         mlflow_run_name=choice.job_id,
         tags={"dagster_run_id": run_id, "code_version": code_version()},

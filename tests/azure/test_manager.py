@@ -194,7 +194,9 @@ class TestProvisioning:
         assert not stage.computes()
 
     def test_what_no_other_size_changes_ends_the_search(self, stage: Stage) -> None:
-        stage.control("fault", fault="error", operation="compute.put", status=403, code="AuthorizationFailed", count=None)
+        stage.control(
+            "fault", fault="error", operation="compute.put", status=403, code="AuthorizationFailed", count=None
+        )
         with pytest.raises(ClusterError, match="AuthorizationFailed"):
             stage.manager().provision_cluster(3, V100)
         assert len(stage.asked("compute.put")) == 1

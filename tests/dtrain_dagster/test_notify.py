@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.notify import notify, unusable
+from dtrain_dagster.notify import notify
 
 
 @pytest.fixture
@@ -43,6 +43,11 @@ def test_the_message_arrives_and_who_is_not_reached_stops_nobody(
     assert "secret-token" not in caplog.text
 
 
-def test_addresses_that_mean_nothing_are_named_by_their_place() -> None:
-    assert unusable(["json://127.0.0.1/x", "nonsense", "slack://"]) == (2, 3)
+def test_an_address_may_be_kept_as_a_secret(
+    hook: tuple[str, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, heard = hook
+    monkeypatch.setenv("HOOK_OF_OURS", url)
+    assert notify(["env:HOOK_OF_OURS", "env:NOT_SET_AT_ALL"], "it starts", "3 nodes") == ("env",)
+    assert len(heard) == 1
     assert notify([], "a", "b") == ()

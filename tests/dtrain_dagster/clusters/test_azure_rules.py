@@ -211,7 +211,9 @@ def decided(status: str, **fields: Any) -> tuple[str, JobState]:
 
 
 class TestStates:
-    done, failed, stopped = ({"status": word, "launch": 2, "error": "why"} for word in ("succeeded", "failed", "stopped"))
+    done, failed, stopped = (
+        {"status": word, "launch": 2, "error": "why"} for word in ("succeeded", "failed", "stopped")
+    )
 
     @pytest.mark.parametrize("status", ["NotStarted", "Starting", "Provisioning", "Preparing", "Queued"])
     def test_what_waits_is_queued_until_its_deadline(self, status: str) -> None:
@@ -262,7 +264,9 @@ class TestStates:
         assert decided("Failed", **how, elastic=False) == ("settle", JobState.FAILED)
         assert decided("Failed", **how, cancel_asked=True) == ("settle", JobState.CANCELLED)
 
-    @pytest.mark.parametrize("how", [{"error": "exited with code 1"}, {"exit_codes": (2, 75)}, {"error": "no such image"}])
+    @pytest.mark.parametrize(
+        "how", [{"error": "exited with code 1"}, {"exit_codes": (2, 75)}, {"error": "no such image"}]
+    )
     def test_a_launch_that_failed_by_itself_is_not(self, how: dict[str, Any]) -> None:
         assert decided("Failed", **how) == ("settle", JobState.FAILED)
 
