@@ -11,8 +11,8 @@ _log = logging.getLogger(__name__)
 
 
 def notify(urls: Sequence[str], title: str, body: str) -> tuple[str, ...]:
-    """Send a message to every address; the kinds of those that it did not reach (``slack``, ``mailto``…). An address may
-    be a reference to a secret, ``keyvault://…`` or ``env:…``.
+    """Send a message to every address; the kinds of those that it did not reach (``slack``, ``mailto``…). An address
+    may be a reference to a secret, ``keyvault://…`` or ``env:…``.
 
     It never raises: who cannot be told must not stop what there is to tell. Addresses hold tokens, so only their kind
     appears in logs.

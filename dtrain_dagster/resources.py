@@ -91,7 +91,7 @@ class GPUClusterResource(dg.ConfigurableResource):
         return "low_priority" if self.tier == "low_priority" else "dedicated"
 
     def registry(self, project: ProjectResource) -> Registry:
-        """Where models and metrics go: to the workspace on Azure ML, unless DTRAIN_MLFLOW_TRACKING_URI names a server."""
+        """Where models and metrics go: on Azure ML to the workspace, unless DTRAIN_MLFLOW_TRACKING_URI is set."""
         if self.kind == "azure_ml" and project.tracks_in_workspace:
             from dtrain_dagster.clusters.azure_ml.client import Service
             from dtrain_dagster.registry.azure import AzureMLRegistry

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dtrain_dagster.assets.common import dollars, duration
+from dtrain_dagster.costs.plan import STAND_IN
 from dtrain_dagster.jobs import CLAIM, PLAN, REGISTRATION
 from dtrain_dagster.settings import Settings
 from trainer.rundir import EVALUATION, RESULT, RunDir
@@ -37,7 +38,8 @@ def summary_lines(rundir: RunDir) -> list[tuple[str, str]]:
     if cost and plan:
         expected = plan["estimate"]["usd"]["expected"]
         total = cost["metrics"]["total_cost_usd"]
-        lines.append(("cost", f"{dollars(total)}, estimated {dollars(expected)} (stand-in price, nothing was billed)"))
+        words = plan.get("price_words", STAND_IN)
+        lines.append(("cost", f"{dollars(total)}, estimated {dollars(expected)} ({words})"))
     if registration:
         alias = f", alias {registration['alias']}" if registration.get("alias") else ""
         lines.append(("registered", f"{registration['name']} version {registration['version']}{alias}"))

@@ -10,7 +10,7 @@ from dtrain_dagster import probe
 from dtrain_dagster.assets.capacity import provision
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, duration
 from dtrain_dagster.costs.estimate import Estimate, estimate_cost, estimate_seconds, work_of
-from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.costs.plan import LISTED, STAND_IN, TrainingPlan
 from dtrain_dagster.costs.prices import Tier, price_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs import fingerprint
@@ -99,7 +99,8 @@ def cost_estimate(
         "" if ran else ", measured before and reused: nothing has changed since"
     )
     note = f"{usd_per_hour:.2f} USD per node-hour: {price.sku}, {tier}, {price.region}, recorded {price.recorded_on}."
-    if cluster.kind == "local":
+    words = STAND_IN if cluster.kind == "local" else LISTED
+    if words == STAND_IN:
         note += " A stand-in: local nodes are priced as this SKU, nothing is billed."
     plan = TrainingPlan(
         fingerprint=mark,
@@ -112,6 +113,7 @@ def cost_estimate(
         estimate=estimate,
         basis=basis,
         price_note=note,
+        price_words=words,
     )
     context.log.info(
         f"estimate: {dollars(estimate.usd.expected)} and {duration(estimate.seconds.expected)}, from {basis}"
@@ -148,7 +150,7 @@ def plan_table(plan: TrainingPlan) -> str:
         ("Model, loss", f"{plan.job['model']['factory']}, {plan.job['loss']['factory']}"),
         ("Work", f"{plan.work.steps} steps of {batch} samples, {plan.work.evaluations} evaluations"),
         ("Time", f"**{duration(estimate.seconds.expected)}** ({_range(estimate.seconds, duration)})"),
-        ("Cost", f"**{dollars(estimate.usd.expected)}** ({_range(estimate.usd, dollars)}), stand-in price"),
+        ("Cost", f"**{dollars(estimate.usd.expected)}** ({_range(estimate.usd, dollars)}), {plan.price_words}"),
     ]
     return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows)
 

@@ -50,11 +50,14 @@ def registered_model(
     plan, job = cost_estimate, trained_checkpoint
     rundir = RunDir(job.run_dir)
     result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
-    tracker = CostTracker(job.cluster_name, cluster.manager().node_usage(job.job_id), plan.tier)
+    usage = cluster.manager().node_usage(job.job_id)
+    tracker = CostTracker(job.cluster_name, usage, plan.tier)
     provenance = registry.Provenance(
         nodes=job.node_count,
         node_hours=tracker.node_hours,
-        cost_usd=f"{dollars(tracker.total_usd)} (stand-in price of {plan.sku}; nothing was billed)",
+        cost_usd=f"{dollars(tracker.total_usd)} ({plan.sku}: {plan.price_words})",
+        cost_usd_total=tracker.total_usd,
+        sku=", ".join(sorted({stretch.sku for stretch in usage})),
         code_version=code_version(),
         dagster_run_id=context.run.run_id,
         dagster_run_url=project.run_url(context.run.run_id),

@@ -76,7 +76,10 @@ def cost_breakdown(
             "by_node": dg.TableMetadataValue(rows, _schema(rows)),
             "over_time": dg.MarkdownMetadataValue(
                 charts.markdown_image(
-                    charts.cost_chart(periods, (estimate.low, estimate.expected, estimate.high)), "Cost over time"
+                    charts.cost_chart(
+                        periods, (estimate.low, estimate.expected, estimate.high), words=plan.price_words
+                    ),
+                    "Cost over time",
                 )
             ),
             "price": plan.price_note,

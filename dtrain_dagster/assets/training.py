@@ -195,7 +195,7 @@ def progress_line(progress: Progress, plan: TrainingPlan) -> str:
     if progress.eta_seconds is not None:
         parts.append(f"ETA {duration(progress.eta_seconds)}")
     usd = progress.node_seconds / 3600 * plan.estimate.usd_per_node_hour
-    return " · ".join([*parts, f"{progress.nodes_alive} nodes", f"{dollars(usd)} so far (stand-in)"])
+    return " · ".join([*parts, f"{progress.nodes_alive} nodes", f"{dollars(usd)} so far ({plan.price_words})"])
 
 
 def _metadata(rundir: RunDir, result: dict[str, Any], evaluation: dict[str, Any], plan: TrainingPlan) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 from dtrain_dagster.costs.estimate import Estimate, Work
 from dtrain_dagster.costs.prices import Tier
 
+STAND_IN, LISTED = "stand-in price, nothing was billed", "list price, not the bill"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingPlan:
@@ -27,3 +29,5 @@ class TrainingPlan:
     """What the estimate rests on, in words."""
     price_note: str
     """Where the price comes from, and that nothing is billed where it stands in."""
+    price_words: str = STAND_IN
+    """The same in a few words, for behind a figure."""

@@ -118,8 +118,9 @@ def calibration_chart(quintiles: Sequence[Mapping[str, float]]) -> bytes:
     return _svg(figure)
 
 
-def cost_chart(periods: Sequence[Any], estimate: tuple[float, float, float]) -> bytes:
-    """Dollars by node and time, stacked and cumulative, against the estimate (low, expected, high)."""
+def cost_chart(periods: Sequence[Any], estimate: tuple[float, float, float], words: str) -> bytes:
+    """Dollars by node and time, stacked and cumulative, against the estimate (low, expected, high). ``words``: what the
+    dollars are, for the axis."""
     figure = _figure(9, 3.6)
     axis = figure.subplots()
     first = min((row.started_at for row in periods), default=0.0)
@@ -141,7 +142,7 @@ def cost_chart(periods: Sequence[Any], estimate: tuple[float, float, float]) -> 
     axis.axhline(expected, color=COLOURS[5], linewidth=1.2, linestyle="--", label="estimate")
     axis.set_ylim(bottom=0)
     axis.set_xlim(left=0)
-    _label(axis, "Cost so far, by node", "seconds since the first node", "US dollars (stand-in price)")
+    _label(axis, "Cost so far, by node", "seconds since the first node", f"US dollars ({words})")
     figure.legend(frameon=False, fontsize=8, loc="outside right upper")
     return _svg(figure)
 

@@ -5,6 +5,7 @@ import json
 import dagster as dg
 
 from dtrain_dagster.assets.common import dollars
+from dtrain_dagster.costs.plan import STAND_IN
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs import PLAN
 from dtrain_dagster.monitoring.advice import decide_overrun
@@ -49,7 +50,7 @@ def build_cost_overrun_sensor(settings: Settings) -> dg.SensorDefinition:
                     severity=dg.AssetCheckSeverity.WARN,
                     metadata={
                         "job_id": job_id,
-                        "cost_so_far": f"{spent} (stand-in price)",
+                        "cost_so_far": f"{spent} ({plan.get('price_words', STAND_IN)})",
                         "estimate": dollars(estimated),
                         "above_estimate_percent": round(100 * decision.fraction, 1),
                         "advice": decision.advice,
