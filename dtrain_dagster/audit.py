@@ -20,6 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from trainer.config import ConfigError
+
 CUT = "***"
 DONE, FAILED = "done", "failed"
 _LONGEST = 2000
@@ -39,7 +41,7 @@ _SECRET_NAME = re.compile(
 )
 
 
-class AuditError(RuntimeError):
+class AuditError(ConfigError):
     """The audit log cannot be written, so that nothing may be done that belongs in it."""
 
 
