@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -126,8 +127,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulator]:
 def stage(emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> Iterator[Stage]:
     """After each test: nothing left Failed, and everything that it bought given back."""
     emulator.use(monkeypatch)
-    number = sum(map(ord, request.node.name))
-    made = Stage(emulator, tmp_path, f"t{number}")
+    made = Stage(emulator, tmp_path, f"t{zlib.crc32(request.node.name.encode())}")
     yield made
     emulator.control("clear")
     states = {name: compute["state"] for name, compute in made.computes().items()}

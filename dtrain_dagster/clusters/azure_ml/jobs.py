@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,6 +26,8 @@ from trainer.rundir import JOB, RunDir
 JOB_TAG, LAUNCH_TAG, TOKEN_TAG, RUN_DIR_TAG, RUN_TAG = (
     "dtrain_job", "dtrain_launch", "dtrain_token", "dtrain_run_dir", "dagster_run_id",
 )  # fmt: skip
+OLDEST_SECONDS = 30 * 86400.0
+"""No job is older: the service ends them after 21 days."""
 _USER_LOG = re.compile(r"std_log(?:_process_(\d+))?\.txt$")
 
 
@@ -166,8 +169,18 @@ class Jobs:
 
     def active(self) -> list[ServiceJob]:
         """Jobs of this cluster that have not ended, as the workspace lists them."""
-        listed = self.service.call("list the jobs", lambda: list(self.service.ml.jobs.list()))
-        jobs = [_read(item) for item in listed if item is not None]
+
+        def ask() -> list[ServiceJob]:
+            found = []
+            for item in self.service.ml.jobs.list(tag=CLUSTER_TAG):  # newest first
+                job = _read(item) if item is not None else None
+                if job is not None and (job.created_at or now) < now - OLDEST_SECONDS:
+                    break
+                found += [job] if job is not None else []
+            return found
+
+        now = time.time()
+        jobs = self.service.call("list the jobs", ask)
         own = [job for job in jobs if job.tags.get(CLUSTER_TAG) == self.options.cluster_name and TAG in job.tags]
         return [job for job in own if not job.is_over]
 

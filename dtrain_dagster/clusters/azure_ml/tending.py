@@ -73,11 +73,16 @@ class Tender:
     def look(self, fresh: bool = False) -> JobStatus:
         """How the job stands, and what has to be done about it is done (where this one tends). The service is asked at
         most every ``poll_seconds``, unless a ``fresh`` look is wanted."""
-        if self._last is not None and (self._last.state.is_final or not fresh):
-            due = time.monotonic() - self._looked_at >= self.options.poll_seconds
-            if not due or self._last.state.is_final:
-                return self._last
-        self._last = self._look()
+        due = time.monotonic() - self._looked_at >= self.options.poll_seconds
+        if self._last is not None and not fresh and not due:
+            return self._last
+        try:
+            self._last = self._look()
+        except OSError as error:  # the storage does not answer; what was seen last is still the best there is
+            if self._last is None or fresh:
+                raise
+            _log.warning("job %s: %s cannot be read: %s", self._last.job_id, self.rundir.uri, error)
+            self._last = replace(self._last, message=f"the run directory cannot be reached: {error}")
         self._looked_at = time.monotonic()
         return self._last
 
@@ -261,6 +266,7 @@ class Tender:
         if got is not None:
             self.traces.note_attempts(record["launch"], got.node_count, [asdict(attempt) for attempt in got.attempts])
         self._own()
+        self._last = None
         while True:
             try:
                 job = self.jobs.submit(record, self.rundir)

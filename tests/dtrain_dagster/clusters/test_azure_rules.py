@@ -32,7 +32,7 @@ from dtrain_dagster.clusters.azure_ml.jobs import command_line, parse_time
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager, refuse_secrets
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.states import Decision, Facts, Look, Patience, decide, loss
-from dtrain_dagster.clusters.base import ClusterError, JobState
+from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState
 
 V100 = Choice(sku="Standard_NC6s_v3", tier="dedicated")
 SIZES = {
@@ -295,20 +295,21 @@ class TestStates:
         assert decided("", seen=False, cancel_asked=True) == ("settle", JobState.CANCELLED)
 
 
-class TestOrphans:
-    record = {"job_name": "j-l2", "launch": 2}
+RECORD = {"job_name": "j-l2", "launch": 2}
 
+
+class TestOrphans:
     def test_nobodys_jobs(self) -> None:
         def why(name: str, record: Any, settled: bool = False, owner: str | None = "run") -> str:
             return orphans.why_orphaned(name, record, settled, owner, {"run"})
 
-        assert not why("j-l2", self.record)
-        assert not why("j-l2", self.record, owner=None)
+        assert not why("j-l2", RECORD)
+        assert not why("j-l2", RECORD, owner=None)
         assert "gone" in why("j-l2", None)
-        assert "place" in why("j-l1", self.record)
-        assert "ended" in why("j-l2", self.record, settled=True)
-        assert "other" in why("j-l2", self.record, owner="other")
-        assert "cancelled" in why("j-l2", {**self.record, "cancel_asked_at": 1.0})
+        assert "place" in why("j-l1", RECORD)
+        assert "ended" in why("j-l2", RECORD, settled=True)
+        assert "other" in why("j-l2", RECORD, owner="other")
+        assert "cancelled" in why("j-l2", {**RECORD, "cancel_asked_at": 1.0})
 
     def test_nobodys_computes(self) -> None:
         assert orphans.why_compute_orphaned("Failed", 0, 0, 0, wanted=True)
@@ -429,11 +430,21 @@ class TestAudit:
         }  # fmt: skip
 
 
-def test_a_job_takes_no_secrets_along(tmp_path: Path) -> None:
+def test_a_job_takes_no_secrets_along() -> None:
     refuse_secrets({"DTRAIN_CACHE": "/mnt/cache", "OMP_NUM_THREADS": "4"})
     for name, value in (("AZURE_STORAGE_CONNECTION_STRING", "x"), ("URL", "https://a/b?sig=abcdefgh")):
         with pytest.raises(ClusterError, match="Key Vault"):
             refuse_secrets({name: value})
-    with pytest.raises(ClusterError, match="provision"):
-        manager = AzureMLClusterManager(options(storage_uri=str(tmp_path)), tmp_path)
-        manager.scale_cluster(3)
+
+
+def test_what_needs_a_cluster_says_so_before_it_asks_anybody(tmp_path: Path) -> None:
+    manager = AzureMLClusterManager(options(storage_uri=str(tmp_path)), tmp_path)
+    for ask in (
+        lambda: manager.scale_cluster(3),
+        lambda: manager.submit_job(JobSpec(job_id="j", run_dir=f"{tmp_path}/jobs/j", command=("x",), node_count=1)),
+    ):
+        with pytest.raises(ClusterError, match="provision"):
+            ask()
+    with pytest.raises(ClusterError, match="keeps job"):
+        manager.submit_job(JobSpec(job_id="j", run_dir="/elsewhere", command=("x",), node_count=1))
+    assert manager.list_jobs() == []
