@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -57,8 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(job.to_json())  # noqa: T201 - what was asked for
         return 0
     from trainer.outcome import leave_process, run_job  # torch, only once the configuration is known to be good
+    from trainer.presence import presence
 
-    return leave_process(run_job(job))
+    with presence(job, os.environ) as leaving:
+        leaving.code = run_job(job)
+    return leave_process(leaving.code)
 
 
 def _refuse(message: str) -> int:

@@ -4,6 +4,9 @@
     checkpoints/g0001-s000000100/manifest.json  sizes, sha256, who wrote it; last: what has none does not count
     checkpoints/LATEST.json, BEST.json          {"path": …, "step": …, "generation": …}, moved by compare-and-swap
 
+Where storage keeps versions and names them (Azure Blob, if the account has versioning on), the manifest holds the
+``version_id`` of each file, LATEST and BEST that of the manifest; elsewhere there are none.
+
 A folder is made once, for its (generation, step), and never written again. LATEST says up to which folder checkpoints
 count, and carries the newest generation that may write: who belongs to an older one cannot move it any more.
 """
@@ -33,9 +36,16 @@ LITTER_SECONDS = 3600.0
 """Half-written files are removed when they are so old: nobody writes them any more."""
 _CHUNK = 4 << 20
 _FOLDER = re.compile(r"g(\d+)-s(\d+)$")
-_NO_MANIFEST = (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError)
-"""What reading a manifest raises where there is none, or something that is none."""
 _log = logging.getLogger(__name__)
+
+
+class _NoManifestError(ValueError):
+    """There is something, and it is no manifest."""
+
+
+# What reading a manifest raises where there is none. No other ValueError: storage that does not let us in raises one
+# (`trainer.storage.StorageAccessError`), and what cannot be read must not be taken for missing.
+_NO_MANIFEST = (FileNotFoundError, _NoManifestError, KeyError, TypeError, AttributeError)
 
 
 class CheckpointError(RuntimeError):
@@ -69,13 +79,16 @@ class CheckpointManager:
         """The generation that we fenced for, and the (generation, step) of the last checkpoint that counted then."""
         self._writer = Writer(self._commit, self._tell, final=(FencedError,))
 
-    def save(self, state: dict[str, Any], step: int, generation: int, is_best: bool = False) -> bool:
+    def save(
+        self, state: dict[str, Any], step: int, generation: int, is_best: bool = False, is_last: bool = False
+    ) -> bool:
         """Copy a state of tensors and plain values, and return; it is written in the background, in order.
 
         False if nothing was taken, since one is being written and another waits already (one that is not the best gives
-        way to one that is). Never raises for what storage does. To be called from one thread.
+        way to one that is, and to the last of a training). Never raises for what storage does. To be called from one
+        thread.
         """
-        return self._writer.put(state, step, generation, is_best)
+        return self._writer.put(state, step, generation, is_best, is_last)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until all that was taken counts or was given up; False if it takes longer than that."""
@@ -121,14 +134,14 @@ class CheckpointManager:
                 continue
             try:
                 return folder, self.load(folder)
+            except OSError as error:  # before ConfigError: storage that does not let us in raises both in one
+                unreadable = unreadable or error
+                _log.warning("the checkpoint %s cannot be read (%s); using the one before it", folder, error)
             except ConfigError as error:
                 foreign = foreign or error
                 _log.warning("%s; using the one before it", error)
             except CheckpointError as error:
                 _log.warning("%s; using the one before it", error)
-            except OSError as error:
-                unreadable = unreadable or error
-                _log.warning("the checkpoint %s cannot be read (%s); using the one before it", folder, error)
         if unreadable:
             raise CheckpointError(f"no checkpoint in {self.storage.uri}/{CHECKPOINTS} can be read: {unreadable}")
         if foreign:
@@ -186,11 +199,11 @@ class CheckpointManager:
         """Write a save, make it count and clean up: one attempt, which may be repeated. What is to be reported."""
         folder = f"{CHECKPOINTS}/g{save.generation:04d}-s{save.step:09d}"
         self._raise_if_fenced(save)
-        size = self._write(folder, save)
-        self._move(LATEST, folder, lambda: save.authority)
+        size, version = self._write(folder, save)
+        self._move(LATEST, folder, lambda: save.authority, version)
         self._counted.add(folder)
         if save.is_best:
-            self._move(BEST, folder, lambda: save.authority)
+            self._move(BEST, folder, lambda: save.authority, version)
         self._committed = save.step
         try:
             self._prune(save.authority)
@@ -198,14 +211,14 @@ class CheckpointManager:
             _log.warning("could not delete old checkpoints: %s", error)
         return {"path": folder, "bytes": size}
 
-    def _write(self, folder: str, save: Save) -> int:
-        """Fill a fresh folder, its manifest last; bytes of the state."""
+    def _write(self, folder: str, save: Save) -> tuple[int, str | None]:
+        """Fill a fresh folder, its manifest last; bytes of the state, and the version that the manifest was given."""
         try:
             manifest = _manifest(self.storage, folder)
             if manifest["writer"] != self.id:
                 raise FencedError(f"the checkpoint {folder} is there already, of another writer")
             if _is_whole(self.storage, folder):  # saved as the best before, or all but LATEST went well
-                return int(manifest["files"]["state.pt"]["bytes"])
+                return int(manifest["files"]["state.pt"]["bytes"]), None
         except _NO_MANIFEST:
             pass
         if self.storage.exists(folder):
@@ -216,19 +229,21 @@ class CheckpointManager:
                 torch.save(save.state, writer)
             except Exception as error:
                 raise writer.error or error from None  # torch tells what failed in words of its own
+        described = {"bytes": writer.size, "sha256": writer.sha256.hexdigest()}
+        version = getattr(file, "version_id", None)  # where storage keeps versions, and says which this is
         manifest = {
             "step": save.step,
             "generation": save.generation,
             "fingerprint": self.fingerprint,
             "writer": self.id,
-            "files": {"state.pt": {"bytes": writer.size, "sha256": writer.sha256.hexdigest()}},
+            "files": {"state.pt": described | ({"version_id": version} if version else {})},
         }
         self._raise_if_fenced(save)
         try:
-            self.storage.create(f"{folder}/manifest.json", json.dumps(manifest, indent=2).encode())
+            made = self.storage.create(f"{folder}/manifest.json", json.dumps(manifest, indent=2).encode())
         except FileExistsError as error:
             raise FencedError(f"the checkpoint {folder} is there already, of another writer") from error
-        return writer.size
+        return writer.size, made
 
     def _raise_if_fenced(self, save: Save) -> None:
         newest = self._read_pointer(LATEST)[0]["generation"]
@@ -254,7 +269,9 @@ class CheckpointManager:
             _log.warning("%s/%s is damaged and will be replaced", self.storage.uri, name)
             return nowhere, data
 
-    def _move(self, name: str, folder: str | None, authority: Callable[[], int]) -> dict[str, Any]:
+    def _move(
+        self, name: str, folder: str | None, authority: Callable[[], int], version: str | None = None
+    ) -> dict[str, Any]:
         """Let LATEST or BEST point to a folder (None: where it does) on behalf of a generation; the new pointer.
         `FencedError` if there is a newer one."""
         while True:
@@ -267,6 +284,9 @@ class CheckpointManager:
                 )
             if folder:
                 pointer.update(path=folder, step=_order(folder)[1])
+                pointer.pop("manifest_version_id", None)
+                if version:
+                    pointer["manifest_version_id"] = version
             pointer["generation"] = generation
             if self.storage.swap(name, data, json.dumps(pointer).encode()):
                 return pointer
@@ -355,8 +375,12 @@ def _order(folder: str | None) -> tuple[int, int]:
 
 
 def _manifest(storage: Storage, folder: str) -> dict[str, Any]:
-    """FileNotFoundError or ValueError where there is none."""
-    return json.loads(storage.read(f"{folder}/manifest.json"))
+    """One of `_NO_MANIFEST` where there is none."""
+    data = storage.read(f"{folder}/manifest.json")
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise _NoManifestError(str(error)) from error
 
 
 def _is_whole(storage: Storage, folder: str) -> bool:

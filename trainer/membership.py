@@ -23,6 +23,8 @@ from trainer.peers import Peers
 from trainer.rundir import MEMBERSHIP
 from trainer.storage import Storage
 
+HURRY_SECONDS = 20.0
+
 
 class FencedError(RuntimeError):
     """This process is not in the newest generation: what it holds does not count."""
@@ -59,6 +61,9 @@ class Membership:
         self.patience, self.start_patience = patience, start_patience
         self.first = first
         self.poll_seconds = 0.02 if storage.is_local else 0.3
+        self.slow_poll_seconds = 0.02 if storage.is_local else 1.5
+        """Once `HURRY_SECONDS` have passed: looks at remote storage are paid for, and who waits so long waits for
+        somebody who is still preparing."""
         self.look_seconds = 1.0 if storage.is_local else 5.0
         """Between two looks of a generation at work (`asking`, `newcomers`, `is_over`)."""
 
@@ -84,8 +89,11 @@ class Membership:
 
     def is_over(self, current: Generation) -> bool:
         """Has another generation begun meanwhile? Then ``current`` is fenced out."""
-        newest = self.newest()
-        return newest is not None and newest.number > current.number
+        try:
+            self.storage.size(f"{MEMBERSHIP}/g{current.number + 1:06d}.json")  # numbers leave no gap
+            return True
+        except FileNotFoundError:
+            return False
 
     def asking(self, current: Generation) -> list[Candidate]:
         """Members of ``current`` that want another one: who is cut off can say it here only."""
@@ -132,7 +140,8 @@ class Membership:
             except OSError as error:
                 if time.monotonic() - works_at > self.patience:
                     raise NoGenerationError(f"{self.storage.uri}/{MEMBERSHIP} cannot be used: {error}") from error
-            time.sleep(self.poll_seconds)
+            hurry = time.monotonic() - began < HURRY_SECONDS
+            time.sleep(self.poll_seconds if hurry else self.slow_poll_seconds)
 
     def _look(
         self, mine: Candidate, after: int, ended: Callable[[], None], state: _Waiting

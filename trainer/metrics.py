@@ -11,19 +11,25 @@ import logging
 import math
 import os
 import queue
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.config import JobConfig
 from trainer.rundir import RunDir, event
+from trainer.storage import Storage
 from trainer.tracking import artifact_location
 
 TRACKING = "tracking.json"
 """In the run directory: the MLflow run, so that a resumed job goes on in the same one."""
-FLUSH_SECONDS = 1.0
+TENSORBOARD = "tensorboard"
+UPLOAD_SECONDS = 60.0
+FLUSH_SECONDS, REMOTE_FLUSH_SECONDS = 1.0, 5.0
+"""How much time the events of one file span; every file on remote storage is paid for."""
 _log = logging.getLogger(__name__)
 
 
@@ -87,9 +93,9 @@ class Reporter:
         self._tracking.put(None)
 
     def _next_batch(self) -> tuple[list[dict[str, Any]], bool]:
-        """Events of the next `FLUSH_SECONDS`, and whether they are the last."""
+        """Events of the next second or seconds, and whether they are the last."""
         batch: list[dict[str, Any]] = []
-        deadline = time.monotonic() + FLUSH_SECONDS
+        deadline = time.monotonic() + (FLUSH_SECONDS if self.rundir.storage.is_local else REMOTE_FLUSH_SECONDS)
         while (remaining := deadline - time.monotonic()) > 0:
             try:
                 item = self._queue.get(timeout=remaining)
@@ -167,20 +173,37 @@ class StepWindow:
 class TensorBoardSink:
     """Loss, validation, learning rate, gradient norm and utilisation as TensorBoard scalars."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, storage: Storage) -> None:
+        """Files in the folder ``tensorboard`` of a storage. TensorBoard's writer knows local files only: elsewhere they
+        are made on this machine and copied as a whole, every `UPLOAD_SECONDS` and at the end."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(folder)
+        self._remote = None if storage.is_local else storage
+        self._scratch = tempfile.TemporaryDirectory() if self._remote else None
+        self._folder = self._scratch.name if self._scratch else str(storage.local_path(TENSORBOARD))
+        self._writer = SummaryWriter(self._folder)
         self._step = 0
+        self._copied_at = time.monotonic()
 
     def write(self, events: list[dict[str, Any]]) -> None:
         for step, name, value, at in _scalars(events, self._step):
             self._writer.add_scalar(name, value, step, walltime=at)
             self._step = step
         self._writer.flush()
+        if time.monotonic() - self._copied_at > UPLOAD_SECONDS:
+            self._copy()
 
     def close(self) -> None:
         self._writer.close()
+        self._copy()
+        if self._scratch:
+            self._scratch.cleanup()
+
+    def _copy(self) -> None:
+        if self._remote is not None:
+            for path in Path(self._folder).iterdir():
+                self._remote.write(f"{TENSORBOARD}/{path.name}", path.read_bytes())
+        self._copied_at = time.monotonic()
 
 
 class MLflowSink:
@@ -263,8 +286,8 @@ def _scalars(events: list[dict[str, Any]], step: int) -> list[tuple[int, str, fl
 def sinks_of(job: JobConfig, rundir: RunDir, rank: int) -> list[Callable[[], Sink]]:
     """What rank 0 writes to besides the run directory; nothing on other ranks."""
     factories: list[Callable[[], Sink]] = []
-    if rank == 0 and job.tracking.tensorboard and rundir.storage.is_local:
-        factories.append(lambda: TensorBoardSink(str(rundir.storage.local_path("tensorboard"))))
+    if rank == 0 and job.tracking.tensorboard:
+        factories.append(lambda: TensorBoardSink(rundir.storage))
     if rank == 0 and job.tracking.mlflow_tracking_uri:
         factories.append(lambda: MLflowSink(job, rundir))
     return factories

@@ -15,13 +15,14 @@ from trainer.membership import NoGenerationError
 from trainer.metrics import TRACKING
 from trainer.rundir import RESULT, RunDir
 from trainer.shards import DatasetError
+from trainer.storage import StorageError
 
 if TYPE_CHECKING:
     from trainer.run import DistributedTrainer
 
 DONE, FAILED, UNUSABLE, LOST, EVICTED = 0, 1, 2, 75, 143
-"""Exit codes. LOST: this process lost its peers or its device and could not regroup; starting it again from the
-checkpoint helps. FAILED: it does not."""
+"""Exit codes. LOST: this process lost its peers, its device or remote storage and could not regroup; starting it again
+from the checkpoint helps. FAILED: it does not."""
 
 
 class Stopped(Exception):
@@ -94,7 +95,7 @@ def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
         return codes.get(over.result["status"], FAILED), {"status": over.result["status"]}
     except (ConfigError, DatasetError) as error:
         return UNUSABLE, {"status": "failed", "error": str(error)}
-    except (GroupError, NoGenerationError) as error:
+    except (GroupError, NoGenerationError, StorageError) as error:
         return LOST, {"status": "failed", "error": f"{type(error).__name__}: {error}"}
     except (Exception, KeyboardInterrupt) as error:
         traceback.print_exc()

@@ -262,8 +262,10 @@ def _report_membership(
     trainer.reporter.emit("membership", **fields)
     if old is None or old.rank_of(new.members[0].member) == 0:
         return
+    if not trainer.recent_steps:
+        return
     # This process has just become rank 0: what the one before had no time to write is written now.
-    written = {item["step"] for item in trainer.rundir.events("step")}
+    written = trainer.rundir.steps_reported(trainer.recent_steps[0]["step"])
     for item in trainer.recent_steps:
         if item["step"] not in written:
             trainer.reporter.emit("step", **item)

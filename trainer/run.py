@@ -339,7 +339,7 @@ class DistributedTrainer:
             self.faults.reach("save", step)
             best_is_saved = self.progress.best_step in (step, self.best_saved_step)
             state = self.state.capture(best_is_saved)
-            taken = self.checkpoints.save(state, step, self.world.generation, is_best)
+            taken = self.checkpoints.save(state, step, self.world.generation, is_best, self._is_over())
             if wait and self.checkpoints.wait(COMMIT_SECONDS) and not taken:
                 taken = self.checkpoints.save(state, step, self.world.generation, is_best)
                 self.checkpoints.wait(COMMIT_SECONDS)

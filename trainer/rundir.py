@@ -24,7 +24,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainer.config import ConfigError, JobConfig, parse_job
@@ -75,9 +75,10 @@ class RunDir:
         self.uri = self.storage.uri
 
     def make(self) -> None:
-        """Make the folder where it is missing. `ConfigError` where it cannot be written (on this machine; a remote
-        folder shows it at the first write)."""
+        """Make the folder where it is missing. `ConfigError` where it cannot be written; of a remote one only whether
+        it can be reached is known before the first write."""
         if not self.storage.is_local:
+            self.storage.exists(JOB)
             return
         try:
             os.makedirs(self.storage.path(), exist_ok=True)
@@ -116,16 +117,31 @@ class RunDir:
     def follow(self, seen: set[str]) -> list[dict[str, Any]]:
         """Events of the files not in ``seen`` yet, in order of time; adds those files to ``seen``."""
         events: list[dict[str, Any]] = []
+        new: list[str] = []
         for name in self.storage.list(EVENTS):
             if name in seen or not _EVENT_FILE.match(name):
                 continue
+            new.append(name)
+        for name, data in zip(new, self.storage.read_all([f"{EVENTS}/{name}" for name in new]), strict=True):
             seen.add(name)
-            events += (json.loads(line) for line in self.storage.read(f"{EVENTS}/{name}").splitlines())
+            events += (json.loads(line) for line in data.splitlines())
         return sorted(events, key=lambda event: event["time"])
 
     def events(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
         """All events in order of time, or those of one kind."""
         return (event for event in self.follow(set()) if kind is None or event["kind"] == kind)
+
+    def steps_reported(self, down_to: int) -> set[int]:
+        """Steps from this one on that rank 0 has reported; reads no more files than it takes to know."""
+        found: set[int] = set()
+        for name in reversed(self.storage.list(EVENTS)):
+            match = _EVENT_FILE.match(name)
+            if match and int(match[2]) == 0:
+                events = map(json.loads, self.storage.read(f"{EVENTS}/{name}").splitlines())
+                found |= {event["step"] for event in events if event["kind"] == "step"}
+                if found and min(found) <= down_to:
+                    break
+        return found
 
     def latest_checkpoint(self) -> tuple[str, int] | None:
         """(folder, step) of the checkpoint that counts, as ``checkpoints/LATEST.json`` says; None if there is none."""
@@ -136,8 +152,16 @@ class RunDir:
             return None
 
     def write_node(self, presence: NodePresence) -> None:
-        name = f"{NODES}/l{presence.launch:04d}-n{presence.node_id:03d}-s{presence.stay:03d}.json"
-        self.write_json(name, asdict(presence))
+        self.write_json(_node_file(presence), asdict(presence))
+
+    def begin_stay(self, presence: NodePresence) -> NodePresence:
+        """Write a presence as the next stay of its node in its launch; it, with that number."""
+        while True:
+            try:
+                self.storage.create(_node_file(presence), json.dumps(asdict(presence), allow_nan=False).encode())
+                return presence
+            except FileExistsError:
+                presence = replace(presence, stay=presence.stay + 1)
 
     def nodes(self) -> list[NodePresence]:
         """Every stay of every node, in order of launch, node and stay."""
@@ -149,6 +173,10 @@ class RunDir:
                     data["launch"] = data.pop("generation")
                 presences.append(NodePresence(**{**data, "exit_codes": tuple(data["exit_codes"])}))
         return presences
+
+
+def _node_file(presence: NodePresence) -> str:
+    return f"{NODES}/l{presence.launch:04d}-n{presence.node_id:03d}-s{presence.stay:03d}.json"
 
 
 def event(kind: str, rank: int, generation: int, **fields: Any) -> dict[str, Any]:

@@ -184,7 +184,7 @@ class DataShardManager:
         try:
             path = self.storage.local_path(shard["path"]) if self.storage.is_local else scratch / "shard.parquet"
             if not self.storage.is_local:
-                self.storage.fs.get_file(self.storage.path(shard["path"]), str(path))
+                self.storage.fetch(shard["path"], path)
             with open(path, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except FileNotFoundError as error:

@@ -1,7 +1,7 @@
-"""The few verbs that everything on disk or in Blob goes through. A folder or any fsspec address.
+"""The few verbs that everything on disk or in Blob goes through. A folder, ``az://container/path``, any fsspec address.
 
 Writing is all or nothing: a reader sees the old content or the new, never half of it. On a local file system that is a
-temporary file, fsync and rename; object stores have it by nature.
+temporary file, fsync and rename; object stores have it by nature. Azure Blob Storage is in `trainer.blob`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -22,12 +22,31 @@ from fsspec.implementations.memory import MemoryFileSystem
 from trainer.config import ConfigError
 from trainer.swap import swap_file, write_through
 
+AZURE = "az://"
 _memory_lock = threading.Lock()
+
+
+class StorageError(OSError):
+    """Remote storage does not do what it is asked for, though it was asked several times. Starting again may help."""
+
+
+class StorageAccessError(ConfigError, OSError):
+    """Storage does not let us in. The message names the setting and the remedy. An OSError too: a right may be taken
+    away, and come back, at any time, and who can outlast storage that fails can outlast this."""
 
 
 class Storage:
     """A folder, addressed by relative POSIX paths (``checkpoints/LATEST.json``). `ConfigError` for an address that no
-    installed file system knows."""
+    installed file system knows. Verbs raise OSError where storage fails. Any number of threads may use it."""
+
+    def __new__(cls, uri: str | os.PathLike[str]) -> Storage:
+        if cls is Storage and str(uri).startswith(AZURE):
+            try:
+                from trainer.blob import BlobStorage
+            except ImportError as error:
+                raise ConfigError(f"{str(uri)!r} needs the Azure packages: pip install 'dtrain[azure]'") from error
+            return super().__new__(BlobStorage)
+        return super().__new__(cls)
 
     def __init__(self, uri: str | os.PathLike[str]) -> None:
         self.uri = str(uri).rstrip("/") or "/"
@@ -53,9 +72,18 @@ class Storage:
         """The content of a file. FileNotFoundError where there is none."""
         return self.fs.cat_file(self.path(name))
 
+    def read_all(self, names: Sequence[str]) -> Sequence[bytes]:
+        """The contents of several files, in this order."""
+        return [self.read(name) for name in names]
+
     def open(self, name: str) -> IO[bytes]:
         """A file to read in pieces. FileNotFoundError where there is none."""
         return self.fs.open(self.path(name), "rb")
+
+    def fetch(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Copy a file to this path of this machine. FileNotFoundError where there is none; what a failure has left
+        there is of no use."""
+        self.fs.get_file(self.path(name), str(path))
 
     def size(self, name: str) -> int:
         """Bytes of a file. FileNotFoundError where there is none."""
@@ -91,12 +119,13 @@ class Storage:
             Path(temporary).unlink(missing_ok=True)
             raise
 
-    def create(self, name: str, data: bytes) -> None:
-        """Write a file that must not exist yet. FileExistsError where it does; one of two racing writers wins."""
+    def create(self, name: str, data: bytes) -> str | None:
+        """Write a file that must not exist yet. FileExistsError where it does; one of two racing writers wins. The
+        version id that storage gave it, None where it names none."""
         path = self.path(name)
         if not self.is_local:
             self.fs.pipe_file(path, data, mode="create")
-            return
+            return None
         os.makedirs(os.path.dirname(path), exist_ok=True)
         temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
         try:
@@ -104,6 +133,7 @@ class Storage:
             os.link(temporary, path)  # unlike rename, a hard link refuses to replace
         finally:
             Path(temporary).unlink(missing_ok=True)
+        return None
 
     def swap(self, name: str, expected: bytes | None, data: bytes) -> bool:
         """Replace a file only if its content is ``expected`` (None: only if it is missing); was it replaced?
@@ -141,7 +171,7 @@ class Storage:
         except FileNotFoundError:
             return []
         names = (str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries)
-        return sorted(name for name in names if not name.endswith((".tmp", ".lock")))
+        return sorted(name for name in names if not is_litter(name))
 
     def delete(self, name: str) -> None:
         """Remove a file or a folder with all that is in it; nothing happens where there is none."""
@@ -157,3 +187,8 @@ class Storage:
         for path in Path(self.path(folder)).glob("*.tmp"):
             if time.time() - path.stat().st_mtime > older_than_seconds:
                 self.delete(f"{folder}/{path.name}")
+
+
+def is_litter(name: str) -> bool:
+    """Is this a half-written file or a lock, which no listing shows?"""
+    return name.endswith((".tmp", ".lock"))

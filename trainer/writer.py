@@ -60,7 +60,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
 
-    def put(self, state: Any, step: int, generation: int, is_best: bool) -> bool:
+    def put(self, state: Any, step: int, generation: int, is_best: bool, is_last: bool = False) -> bool:
         """Copy a state and have it written; False if there is no room. From one thread only."""
         began = time.monotonic()
         with self._turn:
@@ -68,7 +68,7 @@ class Writer:
             if self._closing.is_set():
                 return False
             if self._waiting is not None:
-                if self._waiting.is_best or not is_best:
+                if self._waiting.is_best or not (is_best or is_last):
                     return False
                 self._free.append(self._waiting.stage)
                 self._waiting = None

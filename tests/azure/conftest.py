@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))  # for tests.azure.azurite and tests.azure.emulator, here and in processes
+sys.path.insert(
+    0, str(Path(__file__).parents[2])
+)  # for tests.azure.azurite and tests.azure.emulator, here and in processes
 
 from tests.azure.azurite import Azurite, missing
 

@@ -1,4 +1,4 @@
-"""The emulator's jobs: real processes, asked for by the real SDK, that end, fail, are cancelled and lose their nodes."""
+"""The emulator's jobs: real processes, asked for by the real SDK, that end, fail, are cancelled, lose their nodes."""
 
 from __future__ import annotations
 

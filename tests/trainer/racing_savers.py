@@ -1,4 +1,4 @@
-"""A writer of one generation that saves without end. ``python racing_savers.py DIR GENERATION``
+"""A writer of one generation that saves without end. ``python racing_savers.py DIR GENERATION [SAVES]``
 
 A generation above 1 waits for a line on its standard input, fences, and says where LATEST pointed then. Prints a line
 of JSON for each save: its step, and whether it counts. Ends after ten saves in a row that did not.
@@ -32,7 +32,8 @@ if generation > 1:
     checkpoints.fence(generation)
     print(json.dumps({"kind": "fence", "step": (rundir.read_json(LATEST) or {})["step"]}), flush=True)
 failed = 0
-for step in range(1, 41 if generation > 1 else 100_000):
+saves = int(sys.argv[3]) if len(sys.argv) > 3 else 40
+for step in range(1, saves + 1 if generation > 1 else 100_000):
     before = checkpoints.committed_step()
     checkpoints.save({"model": torch.full((1000,), float(step))}, step, generation, is_best=step % 3 == 0)
     checkpoints.wait()

@@ -227,7 +227,7 @@ def test_code_hidden_in_a_checkpoint_is_not_run(
     assert not (tmp_path / "sprung").exists()
 
 
-def test_the_best_that_waits_takes_the_place_of_one_that_is_not(manager: Make) -> None:
+def test_the_best_and_the_last_take_the_place_of_one_that_waits_and_is_neither(manager: Make) -> None:
     """While one is written, one waits; nobody else is taken, and nobody waits."""
     BrokenFileSystem.working.clear()
     checkpoints = CheckpointManager(RunDir(f"broken://{uuid.uuid4().hex}"), 9, "this")
@@ -236,8 +236,10 @@ def test_the_best_that_waits_takes_the_place_of_one_that_is_not(manager: Make) -
         BrokenFileSystem.reached.acquire(timeout=60)  # it is being written
         assert checkpoints.save(state(2), 2, 1)
         assert not checkpoints.save(state(3), 3, 1)
+        assert checkpoints.save(state(3), 3, 1, is_last=True)
         assert checkpoints.save(state(4), 4, 1, is_best=True)
         assert not checkpoints.save(state(5), 5, 1, is_best=True)
+        assert not checkpoints.save(state(5), 5, 1, is_last=True)
         assert not checkpoints.wait(0.01)
     finally:
         BrokenFileSystem.working.set()

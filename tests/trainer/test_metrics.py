@@ -15,6 +15,7 @@ import pytest
 from trainer.config import DatasetRef, JobConfig, TrackingConfig
 from trainer.metrics import TRACKING, MLflowSink, Reporter, Sink, StepWindow, TensorBoardSink, sinks_of
 from trainer.rundir import RunDir
+from trainer.storage import Storage
 
 STEP = {"learning_rate": 0.1, "grad_norm": 2.0, "samples_per_second": 100.0, "step_seconds": 0.5, "eta_seconds": 5.0}
 
@@ -119,7 +120,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     rundir = RunDir(str(tmp_path))
-    sinks: list[Callable[[], Sink]] = [lambda: TensorBoardSink(str(tmp_path / "tensorboard"))]
+    sinks: list[Callable[[], Sink]] = [lambda: TensorBoardSink(Storage(tmp_path))]
     reporter = Reporter(rundir, 0, 1, sinks)
     steps(reporter, 1, 2)
     reporter.emit("evaluation", step=2, split="valid", loss=0.25, metrics={"pinball": 0.5, "nll": math.nan})

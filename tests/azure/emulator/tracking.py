@@ -140,6 +140,7 @@ def run_python(command: list[str], folder: str, log: str) -> Guarded:
     """A Python process of the emulator's own, under a guard; nothing but its paths comes from the environment."""
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
     environment |= {"OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    environment["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # seconds, and processes, for nothing
     return Guarded([{"command": command, "environment": environment, "folder": folder, "output": log}])
 
 

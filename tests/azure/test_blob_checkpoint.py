@@ -1,0 +1,178 @@
+"""Checkpoints on Blob: what counts, what is refused, who wins, and what happens while storage is away."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.azure.azurite import Azurite
+from tests.azure.blob_proxy import BlobProxy, Fault
+from trainer import blob, blob_account, writer
+from trainer.checkpoint import BEST, LATEST, CheckpointError, CheckpointManager
+from trainer.rundir import RunDir
+
+Container = Callable[[], str]
+RACER = Path(__file__).parents[1] / "trainer" / "racing_savers.py"
+
+
+class Watched:
+    """A manager of a run directory on Blob, and what it reported."""
+
+    def __init__(self, uri: str) -> None:
+        self.rundir = RunDir(uri)
+        self.storage = self.rundir.storage
+        self.reports: list[dict[str, Any]] = []
+        self.manager = CheckpointManager(
+            self.rundir, 2, "this", lambda kind, **fields: self.reports.append({"kind": kind, **fields})
+        )
+
+    def save(self, step: int, is_best: bool = False) -> str:
+        """Save a state and wait until it counts; its folder."""
+        weights = torch.full((30_000,), float(step))
+        assert self.manager.save({"model": {"weight": weights}}, step, 1, is_best)
+        assert self.manager.wait(60)
+        assert self.reports[-1]["kind"] == "checkpoint", self.reports
+        return f"checkpoints/g0001-s{step:09d}"
+
+    def loaded(self) -> tuple[str, float]:
+        """Folder and content of the one that counts."""
+        folder, state = self.manager.load_latest() or ("", {})
+        [value] = state["model"]["weight"].unique().tolist()
+        return folder, value
+
+
+@pytest.fixture
+def proxy(azurite: Azurite, container: Container, monkeypatch: pytest.MonkeyPatch) -> Iterator[BlobProxy]:
+    monkeypatch.setattr(blob_account, "PAUSES", (0.01,) * 3)
+    monkeypatch.setattr(writer, "BACKOFF_SECONDS", 0.05)
+    with BlobProxy(azurite.url) as between:
+        for name, value in between.environment.items():
+            monkeypatch.setenv(name, value)
+        yield between
+
+
+@pytest.fixture
+def watched(container: Container, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    monkeypatch.setattr(blob, "BLOCK_BYTES", 50_000)  # several blocks for each state
+    made = Watched(f"{container()}/jobs/one")
+    yield made
+    made.manager.close(10)
+
+
+def test_what_is_saved_comes_back_and_old_ones_go(watched: Watched) -> None:
+    folders = [watched.save(step, is_best=step == 2) for step in range(1, 6)]
+    assert watched.loaded() == (folders[4], 5.0)
+    assert watched.manager.load_best()[0] == folders[1]
+    assert watched.manager.folders() == [folders[4], folders[3], folders[1]], "two are kept, and the best"
+    manifest = json.loads(watched.storage.read(f"{folders[4]}/manifest.json"))
+    assert set(manifest["files"]["state.pt"]) == {"bytes", "sha256"}, "this account names no versions"
+    assert "manifest_version_id" not in json.loads(watched.storage.read(LATEST))
+
+
+def test_versions_are_recorded_where_the_account_names_them(proxy: BlobProxy, watched: Watched) -> None:
+    proxy.versions = True
+    folder = watched.save(1, is_best=True)
+    manifest = json.loads(watched.storage.read(f"{folder}/manifest.json"))
+    assert manifest["files"]["state.pt"]["version_id"] == "v1"
+    for name in (LATEST, BEST):
+        assert json.loads(watched.storage.read(name))["manifest_version_id"] == "v2"
+    proxy.versions = False
+    watched.save(2)
+    assert "manifest_version_id" not in json.loads(watched.storage.read(LATEST)), "nor that of the one before"
+
+
+@pytest.mark.parametrize("damage", ["cut short", "changed", "replaced", "no manifest"])
+def test_a_damaged_one_is_refused_by_name_and_the_one_before_it_used(
+    watched: Watched, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, last = watched.save(1), watched.save(2)
+    name = f"{last}/state.pt"
+    data = watched.storage.read(name)
+    if damage == "cut short":
+        watched.storage.write(name, data[:-100])
+    elif damage == "changed":
+        watched.storage.write(name, data[:70_000] + b"\0\1\2" + data[70_003:])
+    elif damage == "replaced":
+        watched.storage.write(name, b"something else")
+    else:
+        watched.storage.delete(f"{last}/manifest.json")
+    with pytest.raises(CheckpointError, match=f"the checkpoint {last} is (damaged|incomplete)"):
+        watched.manager.load(last)
+    assert watched.loaded() == (before, 1.0)
+    assert last in caplog.text
+
+
+def test_while_storage_is_away_training_goes_on_and_the_save_counts_afterwards(
+    proxy: BlobProxy, watched: Watched
+) -> None:
+    watched.save(1)
+    proxy.faults = [Fault("drop", times=1_000_000)]
+    assert watched.manager.save({"model": {"weight": torch.full((30_000,), 2.0)}}, 2, 1), "taken, and written later"
+    while not any(item["kind"] == "checkpoint_failed" for item in watched.reports):
+        pass
+    proxy.faults.clear()
+    assert watched.manager.wait(60)
+    assert watched.loaded() == ("checkpoints/g0001-s000000002", 2.0)
+
+
+@pytest.mark.parametrize("kind", ["lost answer", "cut answer", "busy afterwards", "drop"])
+def test_no_single_failure_of_the_network_spoils_a_save(proxy: BlobProxy, watched: Watched, kind: str) -> None:
+    """Each request of a save once: the blocks, their commit, the manifest, LATEST, BEST, the deletion of old ones."""
+    watched.save(1)
+    for step, holds in enumerate(("comp=block&", "comp=blocklist", "manifest.json", "LATEST.json", "BEST.json"), 2):
+        proxy.faults = [Fault(kind, "PUT", holds)]
+        folder = watched.save(step, is_best=True)
+        assert watched.loaded() == (folder, float(step))
+        assert watched.manager.load_best()[0] == folder
+    assert proxy.injected == [kind] * 5
+    assert not [item for item in watched.reports if item["kind"] == "checkpoint_failed"]
+    assert len(watched.manager.folders()) == 2
+
+
+def test_storage_that_lets_nobody_in_is_not_taken_for_empty(proxy: BlobProxy, watched: Watched) -> None:
+    """It would be taken for a reason to start over, and to delete what «has no manifest»."""
+    folder = watched.save(1)
+    proxy.faults = [Fault("busy", "GET", "manifest.json", times=1_000_000, status=403)]
+    with pytest.raises(CheckpointError, match=r"no checkpoint .* can be read: .*does not let us in"):
+        watched.manager.load_latest()
+    proxy.faults.clear()
+    assert watched.loaded() == (folder, 1.0)
+
+
+@pytest.mark.slow
+def test_of_two_racing_writers_the_fenced_out_never_wins(container: Container) -> None:
+    """Real processes; the older generation saves without end, until the newer one fences it out."""
+    uri = f"{container()}/jobs/one"
+    command = [sys.executable, str(RACER), uri]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, "1"], **pipes) as old, subprocess.Popen([*command, "2", "4"], **pipes) as new:
+        try:
+            lines = [old.stdout.readline() for _ in range(3)]
+            assert new.stdout.readline() == "ready\n"
+            new.stdin.write("fence\n")
+            new.stdin.flush()
+            rundir, seen = RunDir(uri), []
+            while new.poll() is None:
+                seen.append(rundir.read_json(LATEST))
+            lines += old.stdout.readlines()
+            fence, *renewed = [json.loads(line) for line in new.stdout.readlines()]
+        finally:
+            old.kill()
+            new.kill()
+    fenced = [json.loads(line) for line in lines]
+    counted = [line["step"] for line in fenced if line["kind"] == "checkpoint"]
+    assert counted == list(range(1, fence["step"] + 1)), "not one after the fence"
+    refused = fenced[len(counted) :]
+    assert len(refused) == 10
+    assert all("generation 2 writes the checkpoints now" in line["message"] for line in refused)
+    assert [line["step"] for line in renewed if line["kind"] == "checkpoint"] == list(range(1, 5))
+    generations = [pointer["generation"] for pointer in seen if pointer]
+    assert generations == sorted(generations)
+    assert (rundir.read_json(LATEST) or {})["path"] == "checkpoints/g0002-s000000004"

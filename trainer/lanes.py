@@ -1,0 +1,57 @@
+"""A few threads that carry the parts of one transfer, side by side."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+
+class Lanes:
+    """Does jobs in up to ``count`` threads; a context manager, at whose end all are done, or the first error is raised.
+
+    The threads are made by whoever puts the jobs and inherit its priority. They are no obstacle to the end of the
+    process, unlike those of `concurrent.futures`: storage that hangs must not keep a node that was asked to go.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._jobs: queue.Queue[Callable[[], object] | None] = queue.Queue(maxsize=1)
+        self._threads: list[threading.Thread] = []
+        self._error: BaseException | None = None
+        self._cancelled = False
+
+    def put(self, job: Callable[[], object]) -> None:
+        """Have this done too; waits while every lane is busy and another job waits already. Raises what one that was
+        put earlier has raised."""
+        if self._error is not None:
+            raise self._error
+        if len(self._threads) < self._count:
+            thread = threading.Thread(target=self._work, name="transfer", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._jobs.put(job)
+
+    def __enter__(self) -> Lanes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cancelled = kind is not None
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        if kind is None and self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._cancelled or self._error is not None:
+                continue  # drained, so that nobody waits for room
+            try:
+                job()
+            except BaseException as error:
+                self._error = error
