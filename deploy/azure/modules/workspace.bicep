@@ -26,7 +26,7 @@ resource workspace 'Microsoft.MachineLearningServices/workspaces@2024-10-01-prev
     publicNetworkAccess: 'Disabled'
     allowPublicAccessWhenBehindVnet: false
     // No account key is kept in the workspace: whoever reads or writes its storage does so by its own identity.
-    systemDatastoresAuthMode: 'identity'
+    systemDatastoresAuthMode: 'Identity'
     // Encrypts the nodes' scratch disks, and keeps diagnostic data down.
     hbiWorkspace: true
     v1LegacyMode: false
