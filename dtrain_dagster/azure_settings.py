@@ -48,11 +48,12 @@ class AzureSettings(BaseSettings):
     )
 
     def options(self) -> dict[str, Any]:
-        """As `dtrain_dagster.clusters.azure_ml.options.AzureMLOptions` takes them."""
-        given = self.model_dump()
-        chain, tiers = (_words(given.pop(name)) for name in ("chain", "tiers"))
-        return {**given, "tiers": tiers, **({"chain": chain} if chain else {})}
+        """As `dtrain_dagster.clusters.azure_ml.options.AzureMLOptions` takes them, in JSON's types; what is unset is
+        left out."""
+        given = self.model_dump(exclude_none=True)
+        lists = {name: _words(given.pop(name)) for name in ("chain", "tiers")}
+        return {**given, **{name: words for name, words in lists.items() if words}}
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]

@@ -88,7 +88,7 @@ def cost_estimate(
     price = price_of(got.gpu_type)
     tier: Tier = "low_priority" if (got.tier or cluster.tier) == "low_priority" else "dedicated"
     usd_per_hour = price.usd_per_hour(tier)
-    hardware = "" if cluster.kind == "local" else f"-{price.sku}"
+    hardware = "" if cluster.kind == "local" else "-" + price.sku.removeprefix("Standard_").replace("_", "").lower()
     short = probe.probe_job(job, project.jobs_uri, mark + hardware)
     context.log.info(f"probing: {short.training.max_steps} steps on {cluster.node_count} nodes, job {short.job_id}")
     measured, ran = probe.measure(

@@ -58,6 +58,6 @@ def price_of(sku: str) -> SkuPrice:
     if sku not in table:
         region = next(iter(table.values())).region
         raise PriceError(
-            f"no price is known for SKU {sku!r} in {region}. Set DTRAIN_GPU_TYPE to one of: {', '.join(table)}"
+            f"no price is known for SKU {sku!r} in {region}. Use one of these (DTRAIN_GPU_TYPE, DTRAIN_AZURE_CHAIN): {', '.join(table)}"
         )
     return table[sku]

@@ -64,7 +64,7 @@ def test_the_azure_path_is_set_by_its_own_variables(monkeypatch):
     on_azure(monkeypatch, DTRAIN_AZURE_CHAIN="Standard_NC4as_T4_v3, Standard_NC24ads_A100_v4@low_priority")
     cluster = build_resources(load_settings())["cluster"]
     assert cluster.shared_uri == "az://dtrain/team"
-    assert cluster.azure["chain"] == ("Standard_NC4as_T4_v3", "Standard_NC24ads_A100_v4@low_priority")
+    assert cluster.azure_options().chain == ("Standard_NC4as_T4_v3", "Standard_NC24ads_A100_v4@low_priority")
     assert cluster.azure["idle_seconds"] == 600
 
 

@@ -21,7 +21,6 @@ DEFAULT_CHAIN = (
     "Standard_NV36ads_A10_v5",
     "Standard_NC4as_T4_v3",
     "Standard_NC8as_T4_v3",
-    "Standard_NC16as_T4_v3",
 )
 """One GPU per node each, the strongest equivalents first."""
 
