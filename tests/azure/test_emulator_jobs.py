@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ def test_code_is_uploaded_once_and_changed_code_anew(
     submit("new-code", command="cat inside/file.txt")
     assert len(emulator.control("requests", operation="codes.upload")) == before + 1
     for name in ("first-code", "same-code", "new-code"):
-        assert wait(lambda name=name: ended(emulator, name)) == "Completed"
+        assert wait(partial(ended, emulator, name)) == "Completed"
     assert log(emulator, "new-code") == "there"
 
 
