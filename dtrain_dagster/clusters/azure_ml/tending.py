@@ -92,9 +92,9 @@ class Tender:
         def ask(record: Record) -> Record | None:
             return record if record["cancel_asked_at"] else {**record, "cancel_asked_at": time.time()}
 
-        if self.look(fresh=True).state.is_final:
+        if self._is_final(self.launches.read()[1] or {}):
             return
-        record = self.launches.update(ask)
+        record = self.launches.update(ask)  # before anything is looked at, so that no look goes on with it
         deadline = time.monotonic() + self.options.cancel_seconds
         while not (status := self._look(cancelling=True)).state.is_final:
             if time.monotonic() > deadline:
@@ -224,6 +224,11 @@ class Tender:
                 )
             self.launches.change(record["token"], retry_at=error.retry_at, waiting_since=waiting_since)
             return self._report(record, facts, replace(decision, message=f"{decision.message}; {error}"))
+        except ServiceError:
+            raise
+        except ClusterError as error:  # what no other size changes
+            message = f"{decision.message}; and {error}"
+            return self._settle(record, facts, Decision(action="settle", state=JobState.FAILED, message=message))
         self.traces.end_stays(facts.look)
         before, current = self.launches.read()
         if current is None or current["token"] != record["token"] or current["cancel_asked_at"]:
@@ -375,7 +380,7 @@ class Tender:
 
     def _is_final(self, record: Record, status: dict[str, Any] | None = None) -> bool:
         status = (self.rundir.read_json(STATUS) or {}) if status is None else status
-        return status.get("launch") == record["launch"] and JobState(status["state"]).is_final
+        return status.get("launch") == record.get("launch", 0) and JobState(status["state"]).is_final
 
 
 def _with(entries: list[dict[str, str]], entry: dict[str, str]) -> list[dict[str, str]]:
