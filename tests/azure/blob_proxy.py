@@ -54,6 +54,8 @@ class BlobProxy:
         self.requests: list[tuple[str, str]] = []
         """Method and address of every request, in the order in which they came."""
         self.injected: list[str] = []
+        self.delay_seconds = 0.0
+        """By which every request is held up."""
         self.versions = False
         """Name versions, as an account does that keeps them (Azurite keeps none): ``v1``, ``v2``, … in this order."""
         self._named = 0
@@ -119,6 +121,7 @@ class BlobProxy:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 fault = proxy.next_fault(self.command, self.path)
                 kind = fault.kind if fault else ""
+                time.sleep(proxy.delay_seconds)
                 if kind == "drop":
                     return self._hang_up()
                 if fault and kind == "slow":

@@ -27,6 +27,15 @@ class Sums(mlflow.pyfunc.PythonModel):
 
 set_model(Sums())
 """
+LOG = """
+import json, os, urllib.request
+
+metric = {"run_id": os.environ["MLFLOW_RUN_ID"], "key": "loss", "value": 0.5, "step": 7, "timestamp": 1}
+url = os.environ["MLFLOW_TRACKING_URI"] + "/api/2.0/mlflow/runs/log-metric"
+headers = {"Authorization": "Bearer " + os.environ["MLFLOW_TRACKING_TOKEN"], "Content-Type": "application/json"}
+urllib.request.urlopen(urllib.request.Request(url, json.dumps(metric).encode(), headers))
+"""
+"""What MLflow's client does, without the seconds of its import."""
 
 
 @pytest.fixture(scope="module")
@@ -161,12 +170,7 @@ def test_metrics_reach_the_workspace_and_jobs_are_runs(
     from mlflow.exceptions import MlflowException
 
     client.compute.begin_create_or_update(AmlCompute(name="cpu", size="Standard_DS3_v2")).result()
-    (tmp_path / "log.py").write_text(
-        "import mlflow\n"
-        "from mlflow.tracking import MlflowClient\n"
-        "import os\n"
-        "MlflowClient().log_metric(os.environ['MLFLOW_RUN_ID'], 'loss', 0.5, step=7)\n"
-    )
+    (tmp_path / "log.py").write_text(LOG)
     image = Environment(name="image", version="1", image="registry.example/image:1")
     job = command(
         name="logs-metrics", code=str(tmp_path), command="python log.py", environment=image, compute="cpu",

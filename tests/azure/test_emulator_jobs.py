@@ -68,7 +68,15 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def submit(client: Any, code: Path) -> Callable[..., Any]:
-    def submit(name: str, steps: int = 3, nodes: int = 1, exit_code: int = 0, per_node: int = 1, **more: Any) -> Any:
+    def submit(
+        name: str,
+        steps: int = 3,
+        nodes: int = 1,
+        exit_code: int = 0,
+        per_node: int = 1,
+        limits: Any = None,
+        **more: Any,
+    ) -> Any:
         from azure.ai.ml import PyTorchDistribution, command
         from azure.ai.ml.entities import Environment
 
@@ -83,6 +91,7 @@ def submit(client: Any, code: Path) -> Callable[..., Any]:
             experiment_name="trials",
             **more,
         )
+        job.limits = limits
         return client.jobs.create_or_update(job)
 
     return submit
@@ -282,6 +291,18 @@ def test_a_job_can_be_held_in_the_queue_for_ever(emulator: Emulator, client: Any
     assert client.jobs.get("held").status == "Queued"
     client.jobs.begin_cancel("held").wait()
     assert wait(lambda: ended(emulator, "held")) == "Canceled"
+
+
+def test_a_job_has_no_more_time_than_its_limit(emulator: Emulator, client: Any, submit: Callable[..., Any]) -> None:
+    from azure.ai.ml.entities import CommandJobLimits
+
+    job = submit("limited", steps=100_000, limits=CommandJobLimits(timeout=600))
+    assert job.limits.timeout == 600
+    wait(lambda: "step 1" in log(emulator, "limited"))
+    emulator.control("clock", advance_seconds=500)
+    assert client.jobs.get("limited").status == "Running"
+    emulator.control("clock", advance_seconds=200)
+    assert wait(lambda: ended(emulator, "limited")) == "Canceled"
 
 
 def test_tags_change_while_it_runs(emulator: Emulator, client: Any, submit: Callable[..., Any]) -> None:

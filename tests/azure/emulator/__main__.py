@@ -10,6 +10,7 @@ import shlex
 import signal
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 from tests.azure.azurite import Azurite
@@ -53,6 +54,7 @@ def main() -> int:
     folder: Path = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     script = json.loads(arguments.faults.read_text()) if arguments.faults else []
+    warnings.filterwarnings("ignore", message="Unverified HTTPS request")  # of its own storage account
     certificates = make_certificates(folder / "certificates")
     with Azurite(
         certificate=certificates.server, key=certificates.key, oauth=True, port=arguments.storage_port
@@ -149,7 +151,7 @@ def _announce(folder: Path, variables: dict[str, str], quiet: bool) -> None:
 
 def _stop(servers: tuple[QuietServer, ...]) -> None:
     for server in servers:
-        server.should_exit = True
+        server.should_exit = server.force_exit = True
 
 
 def _stop_on_signals(servers: tuple[QuietServer, ...], with_stdin: bool) -> None:

@@ -45,7 +45,8 @@ class QuietServer(uvicorn.Server):
 
 
 def new_app() -> FastAPI:
-    """Without pages of documentation; a `Refusal` becomes ARM's error."""
+    """Without pages of documentation; a `Refusal` becomes ARM's error. All its handlers are coroutines, so that nothing
+    changes the cloud while something else looks at it: there is one thread for all of it."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.exception_handler(Refusal)

@@ -30,7 +30,7 @@ def arm_routes(cloud: Cloud) -> APIRouter:
     router = APIRouter()
 
     @router.get("/metadata/endpoints", name="metadata.get")
-    def metadata() -> list[dict[str, Any]]:
+    async def metadata() -> list[dict[str, Any]]:
         base = f"{cloud.addresses.base}/"
         return [
             {
@@ -49,22 +49,22 @@ def arm_routes(cloud: Cloud) -> APIRouter:
         ]
 
     @router.get(WS, name="workspace.get")
-    def workspace() -> dict[str, Any]:
+    async def workspace() -> dict[str, Any]:
         return _workspace(cloud)
 
     @router.get("/discovery/workspaces/{workspace}", name="discovery.get")
-    def discovery() -> dict[str, str]:
+    async def discovery() -> dict[str, str]:
         """Where the workspace's own services are; without a token, as the real one."""
         names = ["api", "catalog", "experimentation", "gallery", "history", "hyperdrive", "labeling"]
         names += ["modelmanagement", "pipelines", "registry", "studio"]
         return dict.fromkeys(names, cloud.addresses.base)
 
     @router.get(LOCATIONS + "/vmSizes", name="sizes.list")
-    def sizes() -> dict[str, Any]:
+    async def sizes() -> dict[str, Any]:
         return {"value": [_size(name, size) for name, size in cloud.sizes.items()]}
 
     @router.get(LOCATIONS + "/usages", name="usages.list")
-    def usages() -> dict[str, Any]:
+    async def usages() -> dict[str, Any]:
         families = sorted({size.family for size in cloud.sizes.values()})
         value = [
             _usage(family, f"{family} Cluster Dedicated vCPUs", used_cores(cloud, family, "dedicated"), limit)
@@ -79,7 +79,7 @@ def arm_routes(cloud: Cloud) -> APIRouter:
     for kind in ("computeOperationsStatus", "mfeOperationsStatus"):
 
         @router.get(f"{LOCATIONS}/{kind}/{{id}}", name="operation.get")
-        def status(id: str) -> Any:
+        async def status(id: str) -> Any:
             if id not in cloud.operations:
                 raise not_found("operation", id)
             return operation_status(cloud, cloud.operations[id])

@@ -50,15 +50,15 @@ def asset_routes(cloud: Cloud, blobs: Blobs) -> APIRouter:
         }
 
     @router.get(WS + "/datastores", name="datastores.list")
-    def datastores() -> dict[str, Any]:
+    async def datastores() -> dict[str, Any]:
         return {"value": [_datastore(cloud, DATASTORE)], "nextLink": None}
 
     @router.get(WS + "/datastores/{name}", name="datastores.get")
-    def datastore(name: str) -> dict[str, Any]:
+    async def datastore(name: str) -> dict[str, Any]:
         return _datastore(cloud, name)
 
     @router.post(WS + "/datastores/{name}/listSecrets", name="datastores.secrets")
-    def secrets(name: str) -> dict[str, Any]:
+    async def secrets(name: str) -> dict[str, Any]:
         _datastore(cloud, name)
         return {"secretsType": "AccountKey", "key": KEY}
 
@@ -69,16 +69,16 @@ def _versioned(router: APIRouter, cloud: Cloud, kind: str) -> None:
     path = f"{WS}/{kind}"
 
     @router.get(path, name=f"{kind}.containers")
-    def containers() -> dict[str, Any]:
+    async def containers() -> dict[str, Any]:
         names = dict.fromkeys(asset.name for asset in cloud.assets.values() if asset.kind == kind)
         return {"value": [_container(cloud, kind, name) for name in names], "nextLink": None}
 
     @router.get(path + "/{name}", name=f"{kind}.container")
-    def container(name: str) -> dict[str, Any]:
+    async def container(name: str) -> dict[str, Any]:
         return _container(cloud, kind, name)
 
     @router.get(path + "/{name}/versions", name=f"{kind}.list")
-    def versions(name: str, request: HttpRequest) -> dict[str, Any]:
+    async def versions(name: str, request: HttpRequest) -> dict[str, Any]:
         """With ``hash``: code of this content, under whatever name."""
         sha = request.query_params.get("hash")
         found = [
@@ -94,7 +94,7 @@ def _versioned(router: APIRouter, cloud: Cloud, kind: str) -> None:
         return {"value": [describe(asset) for asset in found], "nextLink": None}
 
     @router.get(path + "/{name}/versions/{version}", name=f"{kind}.get")
-    def get(name: str, version: str) -> dict[str, Any]:
+    async def get(name: str, version: str) -> dict[str, Any]:
         return describe(find(cloud, kind, name, version))
 
     @router.put(path + "/{name}/versions/{version}", name=f"{kind}.put")
@@ -112,7 +112,7 @@ def _versioned(router: APIRouter, cloud: Cloud, kind: str) -> None:
         return JSONResponse(describe(before), 200)
 
     @router.delete(path + "/{name}/versions/{version}", name=f"{kind}.delete")
-    def delete(name: str, version: str) -> dict[str, Any]:
+    async def delete(name: str, version: str) -> dict[str, Any]:
         cloud.assets.pop((kind, name, version), None)
         return {}
 

@@ -32,11 +32,11 @@ def compute_routes(cloud: Cloud) -> APIRouter:
     router = APIRouter()
 
     @router.get(PATH, name="compute.list")
-    def listed() -> dict[str, Any]:
+    async def listed() -> dict[str, Any]:
         return {"value": [describe(cloud, compute) for compute in cloud.computes.values()], "nextLink": None}
 
     @router.get(PATH + "/{name}", name="compute.get")
-    def get(name: str) -> dict[str, Any]:
+    async def get(name: str) -> dict[str, Any]:
         return describe(cloud, _found(cloud, name))
 
     @router.put(PATH + "/{name}", name="compute.put")
@@ -49,7 +49,7 @@ def compute_routes(cloud: Cloud) -> APIRouter:
         return accepted(cloud, request, operation, "computeOperationsStatus", describe(cloud, compute), status)
 
     @router.delete(PATH + "/{name}", name="compute.delete")
-    def delete(name: str, request: HttpRequest) -> Response:
+    async def delete(name: str, request: HttpRequest) -> Response:
         compute = cloud.computes.get(name)
         if compute is None:
             return Response(status_code=204)
@@ -68,7 +68,7 @@ def compute_routes(cloud: Cloud) -> APIRouter:
         return accepted(cloud, request, operation, "computeOperationsStatus", None, 202)
 
     @router.post(PATH + "/{name}/listNodes", name="compute.nodes")
-    def nodes(name: str) -> dict[str, Any]:
+    async def nodes(name: str) -> dict[str, Any]:
         compute = _found(cloud, name)
         return {
             "nodes": [

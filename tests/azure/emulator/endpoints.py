@@ -76,7 +76,7 @@ class Serving:
 
     def __init__(self, cloud: Cloud, blobs: Blobs, identity: Identity) -> None:
         self.cloud, self.blobs, self.identity = cloud, blobs, identity
-        self.endpoints: dict[str, Endpoint] = {}
+        self.endpoints = cloud.endpoints
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="models")
 
     def find(self, name: str) -> Endpoint:
@@ -190,11 +190,11 @@ def endpoint_routes(cloud: Cloud, serving: Serving) -> APIRouter:
     router = APIRouter()
 
     @router.get(PATH, name="endpoint.list")
-    def listed() -> dict[str, Any]:
+    async def listed() -> dict[str, Any]:
         return {"value": [describe(cloud, one) for one in serving.endpoints.values()], "nextLink": None}
 
     @router.get(PATH + "/{name}", name="endpoint.get")
-    def get(name: str) -> dict[str, Any]:
+    async def get(name: str) -> dict[str, Any]:
         return describe(cloud, serving.find(name))
 
     @router.put(PATH + "/{name}", name="endpoint.put")
@@ -221,7 +221,7 @@ def endpoint_routes(cloud: Cloud, serving: Serving) -> APIRouter:
         return accepted(cloud, request, operation, "mfeOperationsStatus", describe(cloud, endpoint), status)
 
     @router.delete(PATH + "/{name}", name="endpoint.delete")
-    def delete(name: str, request: HttpRequest) -> Response:
+    async def delete(name: str, request: HttpRequest) -> Response:
         endpoint = serving.endpoints.get(name)
         if endpoint is None:
             return Response(status_code=204)
@@ -236,11 +236,11 @@ def endpoint_routes(cloud: Cloud, serving: Serving) -> APIRouter:
         return accepted(cloud, request, operation, "mfeOperationsStatus", None, 202)
 
     @router.post(PATH + "/{name}/listKeys", name="endpoint.keys")
-    def keys(name: str) -> dict[str, str]:
+    async def keys(name: str) -> dict[str, str]:
         return serving.find(name).keys
 
     @router.post(PATH + "/{name}/token", name="endpoint.token")
-    def token(name: str) -> dict[str, Any]:
+    async def token(name: str) -> dict[str, Any]:
         made = serving.identity.token(cloud.addresses.base, serving.find(name).name)
         expires = int(made["expires_on"])
         return {
@@ -265,12 +265,12 @@ def _deployments(router: APIRouter, cloud: Cloud, serving: Serving) -> None:
     path = PATH + "/{endpoint}/deployments"
 
     @router.get(path, name="deployment.list")
-    def listed(endpoint: str) -> dict[str, Any]:
+    async def listed(endpoint: str) -> dict[str, Any]:
         owner = serving.find(endpoint)
         return {"value": [describe_deployment(owner, one) for one in owner.deployments.values()], "nextLink": None}
 
     @router.get(path + "/{name}", name="deployment.get")
-    def get(endpoint: str, name: str) -> dict[str, Any]:
+    async def get(endpoint: str, name: str) -> dict[str, Any]:
         owner = serving.find(endpoint)
         if name not in owner.deployments:
             raise not_found("deployment", name)
@@ -285,7 +285,7 @@ def _deployments(router: APIRouter, cloud: Cloud, serving: Serving) -> None:
         return accepted(cloud, request, operation, "mfeOperationsStatus", body, status)
 
     @router.delete(path + "/{name}", name="deployment.delete")
-    def delete(endpoint: str, name: str, request: HttpRequest) -> Response:
+    async def delete(endpoint: str, name: str, request: HttpRequest) -> Response:
         owner = serving.find(endpoint)
         deployment = owner.deployments.get(name)
         if deployment is None:
@@ -302,7 +302,7 @@ def _deployments(router: APIRouter, cloud: Cloud, serving: Serving) -> None:
         return accepted(cloud, request, operation, "mfeOperationsStatus", None, 202)
 
     @router.post(path + "/{name}/getLogs", name="deployment.logs")
-    def logs(endpoint: str, name: str) -> dict[str, str]:
+    async def logs(endpoint: str, name: str) -> dict[str, str]:
         file = cloud.folder / "endpoints" / f"{endpoint}-{name}.log"
         return {"content": file.read_text() if file.exists() else ""}
 

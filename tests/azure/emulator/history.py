@@ -31,7 +31,7 @@ def history_routes(cloud: Cloud, blobs: Blobs) -> APIRouter:
 
     @router.get(PATH + "/runs/{name}", name="history.run")
     @router.get(PATH + "/experiments/{experiment}/runs/{name}", name="history.run")
-    def run(name: str) -> dict[str, Any]:
+    async def run(name: str) -> dict[str, Any]:
         return _run(cloud, find_job(cloud, name))
 
     @router.patch(PATH + "/runs/{name}", name="history.patch")

@@ -80,13 +80,13 @@ def identity_routes(identity: Identity) -> APIRouter:
     router = APIRouter()
 
     @router.get("/identity/app-service", name="identity.app_service")
-    def app_service(resource: str, x_identity_header: str = Header(default="")) -> dict[str, Any]:
+    async def app_service(resource: str, x_identity_header: str = Header(default="")) -> dict[str, Any]:
         if not secrets.compare_digest(x_identity_header, identity.header):
             raise Refusal(401, "Unauthorized", "X-IDENTITY-HEADER is not that of this process's environment.")
         return identity.token(resource, "orchestrator")
 
     @router.get("/identity/node", name="identity.node")
-    def node(resource: str, secret: str = Header(default="")) -> dict[str, Any]:
+    async def node(resource: str, secret: str = Header(default="")) -> dict[str, Any]:
         if not secrets.compare_digest(secret, identity.secret):
             raise Refusal(401, "Unauthorized", "The header `secret` is not that of the node's environment.")
         return identity.token(resource, "node")

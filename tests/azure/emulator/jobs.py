@@ -111,7 +111,7 @@ def job_routes(cloud: Cloud) -> APIRouter:
     router = APIRouter()
 
     @router.get(PATH, name="job.list")
-    def listed(request: HttpRequest) -> dict[str, Any]:
+    async def listed(request: HttpRequest) -> dict[str, Any]:
         view = request.query_params.get("listViewType", "ActiveOnly")
         wanted = {"All": (True, False), "ArchivedOnly": (True,)}.get(view, (False,))
         tag, equals, value = request.query_params.get("tag", "").partition("=")
@@ -126,7 +126,7 @@ def job_routes(cloud: Cloud) -> APIRouter:
         return {"value": found, "nextLink": None}
 
     @router.get(PATH + "/{name}", name="job.get")
-    def get(name: str) -> dict[str, Any]:
+    async def get(name: str) -> dict[str, Any]:
         return describe(cloud, find_job(cloud, name))
 
     @router.put(PATH + "/{name}", name="job.put")
@@ -141,7 +141,7 @@ def job_routes(cloud: Cloud) -> APIRouter:
         return JSONResponse(describe(cloud, job), 201)
 
     @router.post(PATH + "/{name}/cancel", name="job.cancel")
-    def cancel(name: str) -> Response:
+    async def cancel(name: str) -> Response:
         """Accepted, not done: the processes get SIGTERM and their grace. For a job that has ended there is nothing
         to do, and the service says so with 400."""
         job = find_job(cloud, name)
@@ -154,7 +154,7 @@ def job_routes(cloud: Cloud) -> APIRouter:
         return Response(status_code=202, headers={"Location": where, "x-ms-retry-after-ms": "100"})
 
     @router.delete(PATH + "/{name}", name="job.delete")
-    def delete(name: str) -> Response:
+    async def delete(name: str) -> Response:
         if find_job(cloud, name).live:
             raise Refusal(409, "Conflict", f"Job {name} has not ended; cancel it first.")
         del cloud.jobs[name]

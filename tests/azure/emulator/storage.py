@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import datetime
 import uuid
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ class Blobs:
     def __init__(self, addresses: Addresses) -> None:
         from azure.storage.blob import BlobServiceClient
 
-        # The certificate is this process's own; there is nobody to be checked.
-        warnings.filterwarnings("ignore", message="Unverified HTTPS request")
         self._addresses = addresses
+        # The certificate is this process's own; there is nobody to be checked.
         self._service = BlobServiceClient.from_connection_string(
             connection_string(addresses.storage), connection_verify=False
         )
