@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from trainer.lanes import Lanes
+
+
+def test_jobs_are_done_side_by_side_and_all_before_the_end() -> None:
+    both = threading.Barrier(2)
+    done: list[int] = []
+    with Lanes(2) as lanes:
+        lanes.put(both.wait)  # each waits for the other
+        lanes.put(both.wait)
+        for number in range(20):
+            lanes.put(lambda number=number: done.append(number))
+    assert sorted(done) == list(range(20))
+
+
+def test_nothing_happens_without_jobs() -> None:
+    before = threading.active_count()
+    with Lanes(4):
+        assert threading.active_count() == before
+
+
+def test_an_error_comes_out_at_the_end_and_what_follows_is_left() -> None:
+    done: list[int] = []
+
+    def fill(lanes: Lanes) -> None:
+        lanes.put(lambda: 1 // 0)
+        for number in range(5):
+            lanes.put(lambda number=number: done.append(number))
+
+    with pytest.raises(ZeroDivisionError), Lanes(1) as lanes:
+        fill(lanes)
+    assert done == []
+
+
+def test_an_error_of_the_last_job_is_raised_too() -> None:
+    with pytest.raises(ZeroDivisionError), Lanes(3) as lanes:
+        lanes.put(lambda: 1 // 0)
+
+
+def test_where_the_block_fails_what_waits_is_left_and_its_error_counts() -> None:
+    started, go_on, done = threading.Event(), threading.Event(), list[int]()
+
+    def first() -> None:
+        started.set()
+        go_on.wait()
+
+    def leave() -> None:
+        with Lanes(1) as lanes:
+            lanes.put(first)
+            started.wait()
+            lanes.put(lambda: done.append(1))
+            threading.Timer(0.05, go_on.set).start()
+            raise KeyError("of the block")
+
+    with pytest.raises(KeyError, match="of the block"):
+        leave()
+    assert done == []
