@@ -295,7 +295,7 @@ class TestJobs:
 
     def test_passes_through_throttling_and_faults_of_the_service(self, stage: Stage) -> None:
         operations = (
-            "sizes.list", "usages.list", "compute.list", "compute.get", "compute.put", "code.*", "environment.*",
+            "sizes.list", "usages.list", "compute.list", "compute.get", "compute.put", "code*", "environment*",
             "job.put", "job.get", "history.details", "compute.nodes",
         )  # fmt: skip
         for operation in operations:
@@ -306,7 +306,8 @@ class TestJobs:
         manager, spec = stage.run()
         assert end(manager, spec).state is JobState.SUCCEEDED
         assert len(stage.jobs()) == 1
-        assert all(fault["struck"] for fault in stage.control("faults") if fault["operation"] != "history.details")
+        quiet = [fault["operation"] for fault in stage.control("faults") if not fault["struck"]]
+        assert set(quiet) <= {"compute.nodes", "history.details"}, "whether these are asked depends on the job's pace"
 
     def test_a_service_that_is_away_is_a_message_and_no_error(self, stage: Stage) -> None:
         manager, spec = stage.run(FOREVER, look_patience_seconds=0.3)
