@@ -206,8 +206,6 @@ class Tender:
 
     def _go_on(self, record: Record, facts: Facts, decision: Decision) -> JobStatus:
         """The next launch, from the latest checkpoint, with the nodes that are to be had."""
-        if record["cancel_asked_at"]:
-            return self._settle(record, facts, replace(decision, action="settle", state=JobState.CANCELLED))
         now = time.time()
         waiting_since = record["waiting_since"] or now
         if record["retry_at"] and now < record["retry_at"]:
