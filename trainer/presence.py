@@ -19,25 +19,13 @@ import psutil
 
 from trainer.config import ConfigError, JobConfig
 from trainer.outcome import EVICTED
-from trainer.rundir import NodePresence, RunDir
-from trainer.storage import Storage
+from trainer.rundir import NodePresence, RunDir, heartbeat_seconds
 from trainer.world import rank_facts
 
 PRESENCE = "DTRAIN_PRESENCE"
 LAST_WORD_SECONDS = 15.0
 """How long the end of a process waits for its record of it."""
 _log = logging.getLogger(__name__)
-
-
-def heartbeat_seconds(storage: Storage) -> float:
-    """Between two signs of life. Remote ones cost money: 360 an hour for each node, that is."""
-    return 2.0 if storage.is_local else 10.0
-
-
-def stale_seconds(storage: Storage) -> float:
-    """A node that has been silent for longer is not well: it has missed five signs of life, on Blob also what outlasts
-    the patience of one request (`trainer.blob_account`)."""
-    return 10.0 if storage.is_local else 120.0
 
 
 class Presence:

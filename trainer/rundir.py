@@ -175,6 +175,17 @@ class RunDir:
         return presences
 
 
+def heartbeat_seconds(storage: Storage) -> float:
+    """Between two signs of life of a node that keeps its own record. Remote ones are paid for."""
+    return 2.0 if storage.is_local else 10.0
+
+
+def stale_seconds(storage: Storage) -> float:
+    """A node that has been silent for longer is not well: it has missed five signs of life at least, and on remote
+    storage one of them may have been tried for as long as a request is (90 s, `trainer.blob_account`)."""
+    return 10.0 if storage.is_local else 120.0
+
+
 def _node_file(presence: NodePresence) -> str:
     return f"{NODES}/l{presence.launch:04d}-n{presence.node_id:03d}-s{presence.stay:03d}.json"
 

@@ -8,8 +8,8 @@ import pytest
 
 from trainer import presence as presences
 from trainer.config import DatasetRef, JobConfig
-from trainer.presence import Presence, presence, stale_seconds
-from trainer.rundir import NodePresence, RunDir
+from trainer.presence import Presence, presence
+from trainer.rundir import NodePresence, RunDir, heartbeat_seconds, stale_seconds
 from trainer.storage import Storage
 
 ASKED = {"DTRAIN_PRESENCE": "1", "DTRAIN_LAUNCH": "3", "RANK": "2", "WORLD_SIZE": "4", "MASTER_PORT": "1"}
@@ -102,4 +102,4 @@ def test_storage_that_fails_holds_up_nobody(job: JobConfig, monkeypatch: pytest.
 
 def test_a_sign_of_life_may_be_missed_without_alarm(tmp_path: Path) -> None:
     for storage in (Storage(tmp_path), Storage("memory://x")):
-        assert stale_seconds(storage) >= 5 * presences.heartbeat_seconds(storage)
+        assert stale_seconds(storage) >= 5 * heartbeat_seconds(storage)
