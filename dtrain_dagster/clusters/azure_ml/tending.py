@@ -331,7 +331,7 @@ class Tender:
             known = self.rundir.read_json(STATUS) or {}
             if known | {"message": ""} != status | {"message": ""}:  # words alone, such as how long, are not worth it
                 self.rundir.write_json(STATUS, status)
-        alive = sum(is_here(node, facts.now) for node in presences.latest(self.rundir.nodes()))
+        alive = sum(is_here(node, facts.now, self.traces.stale) for node in presences.latest(self.rundir.nodes()))
         return _job_status(status, alive)
 
     def _status(self, record: Record, facts: Facts, decision: Decision) -> dict[str, Any]:
@@ -362,7 +362,9 @@ class Tender:
             job_id=record["job_id"],
             state=JobState(known.get("state", JobState.QUEUED)),
             message=message,
-            nodes_alive=sum(is_here(node, time.time()) for node in presences.latest(self.rundir.nodes())),
+            nodes_alive=sum(
+                is_here(node, time.time(), self.traces.stale) for node in presences.latest(self.rundir.nodes())
+            ),
             started_at=record["first_submitted_at"],
         )
 
