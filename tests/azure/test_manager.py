@@ -127,7 +127,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulator]:
 def stage(emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> Iterator[Stage]:
     """After each test: nothing left Failed, and everything that it bought given back."""
     emulator.use(monkeypatch)
-    made = Stage(emulator, tmp_path, f"t{zlib.crc32(request.node.name.encode())}")
+    made = Stage(emulator, tmp_path, f"t{zlib.crc32(request.node.name.encode()) % 10**6}")
     yield made
     emulator.control("clear")
     states = {name: compute["state"] for name, compute in made.computes().items()}
@@ -295,16 +295,19 @@ class TestJobs:
 
     def test_passes_through_throttling_and_faults_of_the_service(self, stage: Stage) -> None:
         operations = (
-            "sizes.list", "usages.list", "compute.list", "compute.get", "compute.put", "code.*", "environment.*",
+            "sizes.list", "usages.list", "compute.list", "compute.get", "compute.put", "code*", "environment*",
             "job.put", "job.get", "history.details", "compute.nodes",
         )  # fmt: skip
         for operation in operations:
-            stage.control("fault", fault="throttle", operation=operation, retry_after_seconds=1)
             stage.control("fault", fault="error", operation=operation, status=500)
             stage.control("fault", fault="drop", operation=operation)
+        for operation in ("compute.put", "job.put", "job.get"):
+            stage.control("fault", fault="throttle", operation=operation, retry_after_seconds=1)
         manager, spec = stage.run()
         assert end(manager, spec).state is JobState.SUCCEEDED
         assert len(stage.jobs()) == 1
+        quiet = [fault["operation"] for fault in stage.control("faults") if not fault["struck"]]
+        assert set(quiet) <= {"compute.nodes", "history.details"}, "whether these are asked depends on the job's pace"
 
     def test_a_service_that_is_away_is_a_message_and_no_error(self, stage: Stage) -> None:
         manager, spec = stage.run(FOREVER, look_patience_seconds=0.3)
@@ -370,6 +373,14 @@ class TestJobs:
         assert "as often as it may be" in status.message
         assert "materialize trained_checkpoint again" in status.message
         assert len(stage.jobs()) == 2
+
+    def test_a_lost_job_that_is_cancelled_is_not_gone_on_with(self, stage: Stage) -> None:
+        stage.control("fault", fault="lose", job=f"{stage.name}-job-l1", node=0, log="in launch 1")
+        manager, spec = stage.run(LAST_ONE_DONE)
+        wait_for(lambda: stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Failed", "the nodes to be lost")
+        stage.manager().cancel_job(spec.job_id)
+        assert manager.job_status(spec.job_id).state is JobState.CANCELLED
+        assert len(stage.jobs()) == 1
 
     def test_a_job_that_does_not_respond_is_ended_and_gone_on_with(self, stage: Stage) -> None:
         stage.control("fault", fault="status", job=f"{stage.name}-job-l1", status="NotResponding")

@@ -211,11 +211,11 @@ def classify(code: str, message: str, status: int | None) -> Refusal:
 
 
 def compute_name(cluster_name: str, choice: Choice) -> str:
-    """The compute of this cluster for one kind of node: ``dtrain-nc24adsa100v4``, with ``-lp`` for low priority. At
-    most 32 characters, small letters, digits and hyphens."""
+    """The compute of this cluster for one kind of node: ``dtrain-nc24adsa100v4``, with ``-lp`` for low priority. 3
+    to 24 small letters, digits and hyphens, a letter first and no number after the last hyphen: the service's rule."""
     short = re.sub(r"[^a-z0-9]", "", choice.sku.casefold().removeprefix("standard_"))
     tail = "-lp" if choice.tier == "low_priority" else ""
-    room = 32 - len(cluster_name) - 1 - len(tail)
+    room = 24 - len(cluster_name) - 1 - len(tail)
     if len(short) > room:
         short = short[: room - 4] + hashlib.sha256(choice.sku.encode()).hexdigest()[:4]
     return f"{cluster_name}-{short}{tail}".lower()

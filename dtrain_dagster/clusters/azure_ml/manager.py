@@ -48,7 +48,8 @@ class AzureMLClusterManager(GPUClusterManager):
     """One cluster in one workspace. Any number of manager objects, in any process, see the same cluster and jobs.
 
     ``home``: where the audit log goes. ``dagster_run_id``: the run that it works for; jobs that it follows are that
-    run's. With ``tends=False`` looking at jobs changes nothing: for sensors and lists.
+    run's. With ``tends=False`` looking at jobs buys and ends nothing, and only notes what has ended: it is
+    for sensors and lists.
     """
 
     def __init__(

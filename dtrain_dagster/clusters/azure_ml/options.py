@@ -9,7 +9,7 @@ from dtrain_dagster.clusters.azure_ml.capacity import DEFAULT_CHAIN, TIERS
 from dtrain_dagster.clusters.base import ClusterError
 
 _GUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
-_CLUSTER_NAME = re.compile(r"[A-Za-z]([A-Za-z0-9-]{0,13}[A-Za-z0-9])?")
+_CLUSTER_NAME = re.compile(r"[A-Za-z]([A-Za-z0-9-]{0,10}[A-Za-z0-9])?")
 _SKU = re.compile(r"Standard_[A-Za-z0-9_]+")
 _CONTAINER = re.compile(r"[a-z0-9](-?[a-z0-9]){2,62}")
 _IDENTITY = re.compile(
@@ -95,8 +95,8 @@ class AzureMLOptions:
                  "must name the workspace's resource group")  # fmt: skip
         _require(bool(self.workspace), "DTRAIN_AZURE_WORKSPACE", self.workspace, "must name an Azure ML workspace")
         _require(bool(_CLUSTER_NAME.fullmatch(self.cluster_name)), "DTRAIN_CLUSTER_NAME", self.cluster_name,
-                 "must be 1 to 15 letters, digits and hyphens, a letter first and no hyphen last: what is bought "
-                 "is called <name>-<size>, of which the service takes 32 characters")  # fmt: skip
+                 "must be 1 to 12 letters, digits and hyphens, a letter first and no hyphen last: what is bought "
+                 "is called <name>-<size>, of which the service takes 24 characters")  # fmt: skip
         _require(bool(_CONTAINER.fullmatch(self.container)), "DTRAIN_AZURE_CONTAINER", self.container,
                  "is no name of a container: 3 to 63 small letters, digits and single hyphens")  # fmt: skip
         _require(

@@ -92,9 +92,9 @@ class Tender:
         def ask(record: Record) -> Record | None:
             return record if record["cancel_asked_at"] else {**record, "cancel_asked_at": time.time()}
 
-        if self.look(fresh=True).state.is_final:
+        if self._is_final(self.launches.read()[1] or {}):
             return
-        record = self.launches.update(ask)
+        record = self.launches.update(ask)  # before anything is looked at, so that no look goes on with it
         deadline = time.monotonic() + self.options.cancel_seconds
         while not (status := self._look(cancelling=True)).state.is_final:
             if time.monotonic() > deadline:
@@ -206,8 +206,6 @@ class Tender:
 
     def _go_on(self, record: Record, facts: Facts, decision: Decision) -> JobStatus:
         """The next launch, from the latest checkpoint, with the nodes that are to be had."""
-        if record["cancel_asked_at"]:
-            return self._settle(record, facts, replace(decision, action="settle", state=JobState.CANCELLED))
         now = time.time()
         waiting_since = record["waiting_since"] or now
         if record["retry_at"] and now < record["retry_at"]:
@@ -224,6 +222,11 @@ class Tender:
                 )
             self.launches.change(record["token"], retry_at=error.retry_at, waiting_since=waiting_since)
             return self._report(record, facts, replace(decision, message=f"{decision.message}; {error}"))
+        except ServiceError:
+            raise
+        except ClusterError as error:  # what no other size changes
+            message = f"{decision.message}; and {error}"
+            return self._settle(record, facts, Decision(action="settle", state=JobState.FAILED, message=message))
         self.traces.end_stays(facts.look)
         before, current = self.launches.read()
         if current is None or current["token"] != record["token"] or current["cancel_asked_at"]:
@@ -328,7 +331,7 @@ class Tender:
             known = self.rundir.read_json(STATUS) or {}
             if known | {"message": ""} != status | {"message": ""}:  # words alone, such as how long, are not worth it
                 self.rundir.write_json(STATUS, status)
-        alive = sum(is_here(node, facts.now) for node in presences.latest(self.rundir.nodes()))
+        alive = sum(is_here(node, facts.now, self.traces.stale) for node in presences.latest(self.rundir.nodes()))
         return _job_status(status, alive)
 
     def _status(self, record: Record, facts: Facts, decision: Decision) -> dict[str, Any]:
@@ -359,7 +362,9 @@ class Tender:
             job_id=record["job_id"],
             state=JobState(known.get("state", JobState.QUEUED)),
             message=message,
-            nodes_alive=sum(is_here(node, time.time()) for node in presences.latest(self.rundir.nodes())),
+            nodes_alive=sum(
+                is_here(node, time.time(), self.traces.stale) for node in presences.latest(self.rundir.nodes())
+            ),
             started_at=record["first_submitted_at"],
         )
 
@@ -375,7 +380,7 @@ class Tender:
 
     def _is_final(self, record: Record, status: dict[str, Any] | None = None) -> bool:
         status = (self.rundir.read_json(STATUS) or {}) if status is None else status
-        return status.get("launch") == record["launch"] and JobState(status["state"]).is_final
+        return status.get("launch") == record.get("launch", 0) and JobState(status["state"]).is_final
 
 
 def _with(entries: list[dict[str, str]], entry: dict[str, str]) -> list[dict[str, str]]:

@@ -15,12 +15,10 @@ from dtrain_dagster.clusters.azure_ml.launches import Record, kinds
 from dtrain_dagster.clusters.azure_ml.states import Look
 from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.clusters.policy import is_failure
-from trainer.rundir import LOGS, NodePresence, RunDir
+from trainer.rundir import LOGS, NodePresence, RunDir, stale_seconds
 
 PROVISIONING = "provisioning.json"
 """In a run directory: for each launch, what was tried to get its nodes."""
-SILENT_SECONDS = 120.0
-"""A node that has not said for so long that it is there is not."""
 LOG_TAIL_LINES = 12
 
 
@@ -29,6 +27,7 @@ class Traces:
 
     def __init__(self, rundir: RunDir, jobs: Jobs) -> None:
         self.rundir, self.jobs = rundir, jobs
+        self.stale = stale_seconds(rundir.storage)
 
     def note_attempts(self, launch: int, node_count: int, attempts: Collection[Any]) -> None:
         """Add to ``provisioning.json``."""
@@ -45,7 +44,7 @@ class Traces:
         found = []
         for node in self.rundir.nodes():
             sku, tier = bought.get(node.launch) or (record["sku"] if record else "", None)
-            here = running and node.launch == launch and is_here(node, now)
+            here = running and node.launch == launch and is_here(node, now, self.stale)
             end = now if here else presences.end_of(node)
             found.append(NodeUsage(node_id=node.node_id, sku=sku, started_at=node.started_at, ended_at=end, tier=tier))
         return found
@@ -57,7 +56,7 @@ class Traces:
         for node in self.rundir.nodes():
             if node.ended_at is None:
                 seen = presences.end_of(node)
-                self.rundir.write_node(replace(node, ended_at=end if 0 <= end - seen < SILENT_SECONDS else seen))
+                self.rundir.write_node(replace(node, ended_at=end if 0 <= end - seen < self.stale else seen))
 
     def keep_logs(self, record: Record) -> None:
         """Copy what the processes printed into the run directory, once for each launch. It is of use, and no more."""
@@ -101,6 +100,6 @@ class Traces:
         return f"; the end of the log of node {node_id}:\n{end}"
 
 
-def is_here(node: NodePresence, now: float) -> bool:
-    """Is it there, as far as it says itself?"""
-    return node.ended_at is None and now - (node.last_seen_at or node.started_at) < SILENT_SECONDS
+def is_here(node: NodePresence, now: float, stale: float) -> bool:
+    """Is it there, as far as it says itself? ``stale``: who was silent for so many seconds is not."""
+    return node.ended_at is None and now - (node.last_seen_at or node.started_at) < stale
