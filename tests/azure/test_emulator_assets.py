@@ -71,7 +71,11 @@ def test_a_model_is_registered_found_and_downloaded(client: Any, model: Path, tm
     from azure.ai.ml.entities import Model
     from azure.core.exceptions import ResourceNotFoundError
 
-    facts = {"tags": {"sku": "Standard_NC6s_v3"}, "properties": {"dollars": "1.25"}, "description": "sums"}
+    facts: dict[str, Any] = {
+        "tags": {"sku": "Standard_NC6s_v3"},
+        "properties": {"dollars": "1.25"},
+        "description": "sums",
+    }
     made = client.models.create_or_update(Model(name="sums", path=str(model), type="mlflow_model", **facts))
     assert (made.version, made.tags, made.properties["dollars"]) == ("1", facts["tags"], "1.25")
     again = client.models.create_or_update(Model(name="sums", path=str(model), type="mlflow_model"))

@@ -56,7 +56,12 @@ def new_client() -> Any:
 def compute(name: str, **more: Any) -> Any:
     from azure.ai.ml.entities import AmlCompute
 
-    settings = {"size": SIZE, "min_instances": 0, "max_instances": 3, "idle_time_before_scale_down": 600} | more
+    settings: dict[str, Any] = {
+        "size": SIZE,
+        "min_instances": 0,
+        "max_instances": 3,
+        "idle_time_before_scale_down": 600,
+    } | more
     return AmlCompute(name=name, **settings)
 
 

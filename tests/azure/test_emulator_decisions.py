@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 
 from tests.azure.emulator.clock import Clock, duration_seconds
 from tests.azure.emulator.contract import schemas_folder, violations
 from tests.azure.emulator.faults import Faults
+from tests.azure.emulator.nodes import Guarded
 from tests.azure.emulator.scaling import to_release, wanted_nodes
 from tests.azure.emulator.state import Node
 
@@ -116,3 +118,14 @@ def test_the_contract_finds_wrong_words_wrong_types_and_unknown_keys() -> None:
         found = violations([planted], folder)
         assert len(found) == 1
         assert says in found[0]
+
+
+def test_a_process_that_ends_at_once_is_noticed() -> None:
+    """Whoever starts children and waits for any of them has to be the only one who waits."""
+    here = {"environment": {}, "folder": "/", "output": "/dev/null"}
+    for _ in range(10):
+        works = Guarded([{"command": command, **here} for command in (["/bin/true"], ["/bin/false"], ["/bin/true"])])
+        while not works.gone():
+            time.sleep(0.005)
+        assert works.codes == {0: 0, 1: 1, 2: 0}
+        works.close()

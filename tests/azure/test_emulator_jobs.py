@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,15 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def submit(client: Any, code: Path) -> Callable[..., Any]:
-    def submit(name: str, steps: int = 3, nodes: int = 1, exit_code: int = 0, per_node: int = 1, **more: Any) -> Any:
+    def submit(
+        name: str,
+        steps: int = 3,
+        nodes: int = 1,
+        exit_code: int = 0,
+        per_node: int = 1,
+        limits: Any = None,
+        **more: Any,
+    ) -> Any:
         from azure.ai.ml import PyTorchDistribution, command
         from azure.ai.ml.entities import Environment
 
@@ -83,6 +92,7 @@ def submit(client: Any, code: Path) -> Callable[..., Any]:
             experiment_name="trials",
             **more,
         )
+        job.limits = limits
         return client.jobs.create_or_update(job)
 
     return submit
@@ -179,7 +189,7 @@ def test_code_is_uploaded_once_and_changed_code_anew(
     submit("new-code", command="cat inside/file.txt")
     assert len(emulator.control("requests", operation="codes.upload")) == before + 1
     for name in ("first-code", "same-code", "new-code"):
-        assert wait(lambda name=name: ended(emulator, name)) == "Completed"
+        assert wait(partial(ended, emulator, name)) == "Completed"
     assert log(emulator, "new-code") == "there"
 
 
@@ -282,6 +292,18 @@ def test_a_job_can_be_held_in_the_queue_for_ever(emulator: Emulator, client: Any
     assert client.jobs.get("held").status == "Queued"
     client.jobs.begin_cancel("held").wait()
     assert wait(lambda: ended(emulator, "held")) == "Canceled"
+
+
+def test_a_job_has_no_more_time_than_its_limit(emulator: Emulator, client: Any, submit: Callable[..., Any]) -> None:
+    from azure.ai.ml.entities import CommandJobLimits
+
+    job = submit("limited", steps=100_000, limits=CommandJobLimits(timeout=600))
+    assert job.limits.timeout == 600
+    wait(lambda: "step 1" in log(emulator, "limited"))
+    emulator.control("clock", advance_seconds=500)
+    assert client.jobs.get("limited").status == "Running"
+    emulator.control("clock", advance_seconds=200)
+    assert wait(lambda: ended(emulator, "limited")) == "Canceled"
 
 
 def test_tags_change_while_it_runs(emulator: Emulator, client: Any, submit: Callable[..., Any]) -> None:

@@ -2,7 +2,15 @@
 
 `Emulator` starts it for a test; ``python -m tests.azure.emulator --folder DIR`` starts it for a person. It speaks the
 shapes that were recorded of the real service, has a clock that can be moved, and lets things go wrong by a script.
-It proves how the product deals with what the service says; that the service says it is another matter.
+It proves how the product deals with what the service says; that the service says it is another matter. Not recorded,
+but assumed here:
+
+- the same PUT of a compute once more, while it is being created, gets the same operation; another one gets 409;
+- a second PUT of a job's name is 200 where nothing but tags, names and new properties differ, else 400 UserError;
+- cancelling a job that has ended is 400; a job for more nodes than its cluster may have fails instead of waiting;
+- the codes and words of refusals, of quota and of preemption;
+- a scoring URI takes ``input_data`` only, and answers with the bare predictions;
+- how long anything takes. Times in answers are those of the emulator's clock, tokens live by the real one.
 """
 
 from __future__ import annotations

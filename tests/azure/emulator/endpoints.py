@@ -76,7 +76,7 @@ class Serving:
 
     def __init__(self, cloud: Cloud, blobs: Blobs, identity: Identity) -> None:
         self.cloud, self.blobs, self.identity = cloud, blobs, identity
-        self.endpoints: dict[str, Endpoint] = {}
+        self.endpoints = cloud.endpoints
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="models")
 
     def find(self, name: str) -> Endpoint:

@@ -43,7 +43,9 @@ def main() -> int:
             return 0
         buffer += read
     first, _, buffer = buffer.partition(b"\n")
-    waiting = {_start(spec): index for index, spec in enumerate(json.loads(first)["processes"])}
+    # All are kept: a Popen that is let go asks for its child's end itself, and nobody else would learn of it.
+    started = [_start(spec) for spec in json.loads(first)["processes"]]
+    waiting = {process.pid: index for index, process in enumerate(started)}
     while waiting:
         for pid, code in _ended():
             if pid in waiting:
@@ -71,8 +73,8 @@ def _all() -> set[int]:
     return descendants(os.getpid(), "")
 
 
-def _start(spec: dict[str, Any]) -> int:
-    """Its process id. What the guard ignores, it must not."""
+def _start(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """What the guard ignores, it must not."""
     with open(spec["output"], "ab") as output:
         return subprocess.Popen(
             spec["command"],
@@ -82,7 +84,7 @@ def _start(spec: dict[str, Any]) -> int:
             stdout=output,
             stderr=subprocess.STDOUT,
             preexec_fn=_as_usual,
-        ).pid
+        )
 
 
 def _as_usual() -> None:

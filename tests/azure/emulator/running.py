@@ -312,7 +312,7 @@ class Runner:
         """Once all of it has ended and its logs are stored: its last status, and its nodes are free."""
         if not all(slot.work is None or slot.work.gone() for slot in job.slots):
             return
-        if job.code and not job.code.done():
+        if (job.code and not job.code.done()) or not self._logs_are_stored(job):
             return
         compute = self._compute(job)
         for slot in job.slots:
@@ -320,9 +320,6 @@ class Runner:
                 node.job = None
                 set_state(compute, node, "idle", now)
                 stay_of(self.cloud, node).jobs[-1][2] = now
-            slot.node = None
-        if not self._logs_are_stored(job):
-            return
         outcome, job.outcome = job.outcome, None
         assert outcome is not None
         job.slots = []

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tests.azure.emulator.clock import Clock, duration_seconds
 
 if TYPE_CHECKING:
+    from tests.azure.emulator.endpoints import Endpoint
     from tests.azure.emulator.faults import Faults
     from tests.azure.emulator.jobs import Job
 
@@ -224,6 +225,7 @@ class Cloud:
     operations: dict[str, Operation] = field(default_factory=dict)
     computes: dict[str, Compute] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
+    endpoints: dict[str, Endpoint] = field(default_factory=dict)
     assets: dict[tuple[str, str, str], Asset] = field(default_factory=dict)
     """By kind, name and version."""
     stays: list[Stay] = field(default_factory=list)
