@@ -112,7 +112,7 @@ def deploy(
     created = _ensure_deployment(client, config, name, model, audit)
     try:
         trial = check(scoring_endpoint(client, config, name))
-        if False:
+        if not trial.passed:
             raise DeploymentError(f"deployment {name} does not answer as it should: {trial.message}")
         if before != {name: 100}:
             _set_traffic(client, config, {name: 100}, audit)

@@ -168,11 +168,11 @@ def test_a_request_without_a_token_is_turned_away_and_other_hosts_get_none(works
 
     address = azure_token.tracking_address(workspace.registry.tracking_uri)
     url = f"{address}/api/2.0/mlflow/experiments/search"
-    assert requests.post(url, json={"max_results": 5}, timeout=30).status_code == 401
+    assert requests.post(url, json={"max_results": 5}, timeout=150).status_code == 401
     from mlflow.tracking.request_auth.registry import fetch_auth
 
     auth = fetch_auth(azure_token.AUTH_NAME)
-    assert requests.post(url, json={"max_results": 5}, auth=auth, timeout=30).status_code == 200
+    assert requests.post(url, json={"max_results": 5}, auth=auth, timeout=150).status_code == 200
     elsewhere = requests.Request("GET", "https://example.org/x", auth=auth).prepare()
     in_the_clear = requests.Request("GET", url.replace("https", "http"), auth=auth).prepare()
     assert "Authorization" not in {**elsewhere.headers, **in_the_clear.headers}
