@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable
 from enum import Enum, auto
+from time import sleep
 from typing import TypeVar
 
 import requests
@@ -109,7 +110,7 @@ def attempt(what: str, action: Callable[[], _T]) -> _T:
             if verdict is Verdict.AGAIN and pause is not None and time.monotonic() - began < PATIENCE_SECONDS:
                 wait = max(pause * random.uniform(0.5, 1.5), min(_asked_to_wait(error), LONGEST_PAUSE))
                 _log.info("%s: %s; once more in %.1f s", what, _first_line(error), wait)
-                time.sleep(wait)
+                sleep(wait)
                 continue
             raise _translated(what, error, verdict) from None  # the SDK's own trace says nothing more
     raise AssertionError("the last attempt returns or raises")

@@ -228,7 +228,7 @@ def test_a_lost_answer_after_which_another_went_on_was_a_success(
             patch.setenv("AZURE_STORAGE_CONNECTION_STRING", another.environment["AZURE_STORAGE_CONNECTION_STRING"])
             assert Storage(storage.uri).swap("pointer", b"ours", b"theirs")
 
-    monkeypatch.setattr(blob_account.time, "sleep", others_go_on)
+    monkeypatch.setattr(blob_account, "sleep", others_go_on)
     assert storage.swap("pointer", b"old", b"ours")
     assert storage.read("pointer") == b"theirs"
 
@@ -276,7 +276,7 @@ def test_an_account_that_says_when_to_come_back_is_heeded(
 ) -> None:
     storage = Storage(f"{container()}/run")
     slept: list[float] = []
-    monkeypatch.setattr(blob_account.time, "sleep", slept.append)
+    monkeypatch.setattr(blob_account, "sleep", slept.append)
     proxy.faults = [Fault("busy", status=429, retry_after=7), Fault("busy", status=503), Fault("busy", status=500)]
     storage.write("a", b"one")
     assert slept[0] == 7
