@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import random
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -37,6 +36,12 @@ class Fault:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"no fault {self.kind!r}")
+
+
+def _wait(seconds: float) -> None:
+    """Not `time.sleep`, which tests put something else in the place of, in the same process."""
+    if seconds:
+        threading.Event().wait(seconds)
 
 
 class _Server(ThreadingHTTPServer):
@@ -121,11 +126,11 @@ class BlobProxy:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 fault = proxy.next_fault(self.command, self.path)
                 kind = fault.kind if fault else ""
-                time.sleep(proxy.delay_seconds)
+                _wait(proxy.delay_seconds)
                 if kind == "drop":
                     return self._hang_up()
                 if fault and kind == "slow":
-                    time.sleep(fault.seconds)
+                    _wait(fault.seconds)
                 if fault and kind == "busy":
                     return self._refuse(fault)
                 upstream = http.client.HTTPConnection(proxy._host, proxy._port, timeout=60)
