@@ -213,10 +213,8 @@ class MLflowSink:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # by default a dead server costs four minutes
         from mlflow.tracking import MlflowClient
 
-        from trainer.azure_token import tracking_address
-
         assert job.tracking.mlflow_tracking_uri is not None
-        self._client = MlflowClient(tracking_uri=tracking_address(job.tracking.mlflow_tracking_uri))
+        self._client = MlflowClient(tracking_uri=job.tracking.mlflow_tracking_uri)
         self._step = 0
         known = rundir.read_json(TRACKING)
         if known:
