@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dtrain_dagster.cli_endpoint import endpoint
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -69,6 +71,9 @@ def main() -> None:
     A node is a group of processes on this machine. A job outlives the shell that started it; everything about it is
     in DTRAIN_HOME/storage/jobs (DTRAIN_HOME is .dtrain in the working directory unless it is set).
     """
+
+
+main.add_command(endpoint)
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

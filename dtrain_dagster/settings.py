@@ -11,6 +11,8 @@ from typing import Literal, TypeVar
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from dtrain_dagster.secrets import check_reference
+
 PREFIX = "DTRAIN_"
 S = TypeVar("S", bound=BaseSettings)
 
@@ -67,7 +69,11 @@ class Settings(BaseSettings):
     queue_deadline_hours: float = Field(
         default=24, gt=0, description="How long a run waits for capacity before it is given up (R1.4)"
     )
-    notify: str = Field(default="", description="Apprise addresses that are told of alerts, separated by spaces")
+    notify: str = Field(
+        default="",
+        description="Apprise addresses (or keyvault://vault/secret, env:NAME) that are told of "
+        "alerts, separated by spaces",
+    )
     orphan_policy: Literal["notify", "cancel"] = Field(
         default="notify", description="What happens to a job whose Dagster run has ended"
     )
@@ -77,6 +83,13 @@ class Settings(BaseSettings):
     @classmethod
     def _absolute(cls, home: Path) -> Path:
         return home.expanduser().absolute()
+
+    @field_validator("notify")
+    @classmethod
+    def _references(cls, notify: str) -> str:
+        for address in notify.split():
+            check_reference(address)
+        return notify
 
     @model_validator(mode="after")
     def _nodes_reach_their_storage(self) -> Settings:

@@ -19,11 +19,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from trainer.azure_token import WORKSPACE, tracking_address
 from trainer.config import JobConfig
 from trainer.rundir import RunDir, event
 from trainer.storage import Storage
 from trainer.tracking import artifact_location
 
+METRICS_PER_REQUEST, AZURE_NAMES = 200, 40
+"""Azure ML takes 250 values at once, and 50 names of metrics in a run, of which registration needs some."""
 TRACKING = "tracking.json"
 """In the run directory: the MLflow run, so that a resumed job goes on in the same one."""
 TENSORBOARD = "tensorboard"
@@ -214,7 +217,10 @@ class MLflowSink:
         from mlflow.tracking import MlflowClient
 
         assert job.tracking.mlflow_tracking_uri is not None
-        self._client = MlflowClient(tracking_uri=job.tracking.mlflow_tracking_uri)
+        self._uri = tracking_address(job.tracking.mlflow_tracking_uri)
+        self._client = MlflowClient(tracking_uri=self._uri)
+        self._most = AZURE_NAMES if WORKSPACE in self._uri else None
+        self._names: set[str] = set()
         self._step = 0
         known = rundir.read_json(TRACKING)
         if known:
@@ -229,9 +235,11 @@ class MLflowSink:
 
         name = job.tracking.mlflow_experiment
         experiment = self._client.get_experiment_by_name(name)
-        location = artifact_location(job.tracking.mlflow_tracking_uri or "")
+        location = artifact_location(self._uri)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name, location)
         tags = {"job_id": job.job_id, "dataset_id": job.dataset.dataset_id or "", **job.tracking.tags}
+        if self._most and os.environ.get("MLFLOW_RUN_ID"):  # the run of the Azure ML job that this process is in
+            tags["mlflow.parentRunId"] = os.environ["MLFLOW_RUN_ID"]  # a job's end does not end this run: it may go on
         run = self._client.create_run(experiment_id, tags=tags, run_name=job.tracking.mlflow_run_name or job.job_id)
         values = {"model": job.model.factory, "loss": job.loss.factory, **asdict(job.training)}
         self._client.log_batch(run.info.run_id, params=[Param(key, str(value)) for key, value in values.items()])
@@ -246,11 +254,19 @@ class MLflowSink:
         ]
         if metrics:
             self._step = metrics[-1].step
-            self._client.log_batch(self.run_id, metrics=metrics)
+        metrics = [metric for metric in metrics if self._fits(metric.key)]
+        for at in range(0, len(metrics), METRICS_PER_REQUEST):
+            self._client.log_batch(self.run_id, metrics=metrics[at : at + METRICS_PER_REQUEST])
         for item in events:
             if item["kind"] == "end":
                 finished = {"succeeded": "FINISHED", "stopped": "KILLED"}.get(item["status"], "FAILED")
                 self._client.set_terminated(self.run_id, status=finished)
+
+    def _fits(self, name: str) -> bool:
+        """Whether the server takes one more name; those of nodes beyond it are in the events only."""
+        if name not in self._names and (self._most is None or len(self._names) < self._most):
+            self._names.add(name)
+        return name in self._names
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -29,7 +29,9 @@ from trainer.storage import Storage
 
 
 @pytest.mark.slow
-def test_nodes_report_by_their_identity_and_the_model_carries_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_report_by_their_identity_and_the_model_carries_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if why := missing():
         pytest.skip(why)
     with Emulator(tmp_path / "cloud") as emulator:
