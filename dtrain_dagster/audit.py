@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dtrain_dagster import secrets
 from trainer.config import ConfigError
 
 CUT = "***"
@@ -119,7 +120,7 @@ def redact(value: Any) -> Any:
     if isinstance(value, str):
         for pattern in _SECRETS:
             value = pattern.sub(rf"\g<1>{CUT}", value)
-        return value
+        return secrets.redact(value)
     if isinstance(value, Mapping):
         return {
             name: CUT if isinstance(name, str) and _SECRET_NAME.search(name) and item else redact(item)

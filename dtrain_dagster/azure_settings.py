@@ -43,6 +43,7 @@ class AzureSettings(BaseSettings):
         default=900, gt=0, description="A job of which nothing is heard for longer is lost (NotResponding)"
     )
     job_timeout_seconds: float = Field(default=604800, gt=0, description="Azure ends a job that runs for longer")
+    poll_seconds: float = Field(default=5, gt=0, description="Between two looks at a job that is followed")
     max_resubmissions: int = Field(
         default=6, ge=0, description="How often a job that lost its nodes is submitted again (R4.2)"
     )

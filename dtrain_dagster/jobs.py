@@ -230,7 +230,6 @@ def follow_job(
     manager: GPUClusterManager,
     rundir: RunDir,
     job_id: str,
-    poll_seconds: float = 0.5,
     now: Callable[[], float] = time.time,
 ) -> Iterator[tuple[JobStatus, Progress]]:
     """Yield the job's status and progress, again and again, until it has ended; the last one yielded is final."""
@@ -245,4 +244,4 @@ def follow_job(
         yield status, progress
         if status.state.is_final:
             return
-        time.sleep(poll_seconds)
+        time.sleep(manager.poll_seconds)

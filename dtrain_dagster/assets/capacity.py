@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import dagster as dg
@@ -44,6 +45,12 @@ def provision(
         if lost:
             context.log.warning(f"nobody could be told by {', '.join(lost)}; see DTRAIN_NOTIFY")
     return config
+
+
+def provisioning(manager: GPUClusterManager) -> dict[str, dg.MetadataValue]:
+    """As metadata of an asset: what was tried to get nodes, with the cloud's codes and messages."""
+    tried = [asdict(attempt) for attempt in manager.attempts]
+    return {"provisioning": dg.JsonMetadataValue(tried)} if tried else {}
 
 
 def _queued(

@@ -7,7 +7,7 @@ from typing import Any
 import dagster as dg
 
 from dtrain_dagster import probe
-from dtrain_dagster.assets.capacity import provision
+from dtrain_dagster.assets.capacity import provision, provisioning
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, duration
 from dtrain_dagster.costs.estimate import Estimate, estimate_cost, estimate_seconds, work_of
 from dtrain_dagster.costs.plan import LISTED, STAND_IN, TrainingPlan
@@ -130,6 +130,7 @@ def cost_estimate(
             "steps": work.steps,
             "probe": dg.JsonMetadataValue(asdict(measured)),
             "probe_job": short.job_id,
+            **provisioning(manager),
             "training": dg.JsonMetadataValue(plan.job["training"]),
         },
     )

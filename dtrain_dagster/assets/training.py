@@ -9,7 +9,7 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.capacity import provision
+from dtrain_dagster.assets.capacity import provision, provisioning
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, duration, read_finished
 from dtrain_dagster.clusters.base import GPUClusterManager, JobState
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -122,7 +122,7 @@ def trained_checkpoint(
     return dg.MaterializeResult(
         value=finished,
         data_version=dg.DataVersion(result["weights_sha256"]),
-        metadata=_metadata(rundir, result, evaluation, plan),
+        metadata=_metadata(rundir, result, evaluation, plan) | provisioning(manager),
         check_results=[_weights_check(result), _samples_check(result, plan), _baselines_check(evaluation)],
     )
 

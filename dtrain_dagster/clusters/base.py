@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -126,6 +126,10 @@ class GPUClusterManager(ABC):
 
     python: ClassVar[str] = sys.executable
     """What its nodes call Python."""
+    poll_seconds: float = 0.5
+    """Between two looks at a job that is followed."""
+    attempts: Sequence[Any] = ()
+    """What the last `provision_cluster` tried, in order, where nodes are bought: dataclasses, for people to read."""
 
     @abstractmethod
     def provision_cluster(self, node_count: int, gpu_type: str) -> ClusterConfig:

@@ -58,6 +58,7 @@ def price_of(sku: str) -> SkuPrice:
     if sku not in table:
         region = next(iter(table.values())).region
         raise PriceError(
-            f"no price is known for SKU {sku!r} in {region}. Use one of these (DTRAIN_GPU_TYPE, DTRAIN_AZURE_CHAIN): {', '.join(table)}"
+            f"no price is known for SKU {sku!r} in {region}. Use one of these (DTRAIN_GPU_TYPE, DTRAIN_AZURE_CHAIN): "
+            f"{', '.join(table)}"
         )
     return table[sku]

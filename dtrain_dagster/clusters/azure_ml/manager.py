@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from dtrain_dagster.audit import AuditLog, redact
 from dtrain_dagster.clusters.azure_ml import orphans as orphanage
@@ -52,16 +52,19 @@ class AzureMLClusterManager(GPUClusterManager):
     for sensors and lists.
     """
 
+    python: ClassVar[str] = "python"
+
     def __init__(
         self, options: AzureMLOptions, home: Path, dagster_run_id: str | None = None, tends: bool = True
     ) -> None:
         self.options, self.dagster_run_id, self.tends = options, dagster_run_id, tends
+        self.poll_seconds = options.poll_seconds
         self.cluster_name, self.processes_per_node = options.cluster_name, options.processes_per_node
         self.audit = AuditLog(Path(home), dagster_run_id)
         self.service = Service(options)
         self.provisioner = Provisioner(self.service, self.audit)
         self.jobs = Jobs(self.service, self.audit)
-        self.attempts: tuple[Attempt, ...] = ()
+        self.attempts: Sequence[Attempt] = ()
         """What the last `provision_cluster` tried, in order; of one that was refused, see its `NoCapacityError`."""
         self._tenders: dict[str, Tender] = {}
 
