@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import re
 import shutil
@@ -23,25 +24,24 @@ _MAIN = "node_modules/azurite/dist/src/blob/main.js"
 _HOOK = Path(__file__).with_name("leave_with_parent.cjs")
 
 
-class MissingTool(RuntimeError):
-    """node or npm is not there. The message says what to install."""
-
-
+@functools.cache
 def missing() -> str:
-    """Why Azurite cannot run on this machine; "" if it can."""
+    """Why Azurite cannot run on this machine; "" if it can. Installs it where that was not done yet."""
     absent = [tool for tool in ("node", "npm") if shutil.which(tool) is None]
-    if not absent:
-        return ""
-    return f"{' and '.join(absent)} not found: install Node.js 20 or newer, from which Azurite {VERSION} is started"
+    if absent:
+        return f"{' and '.join(absent)} not found: install Node.js 20 or newer, from which Azurite {VERSION} is started"
+    try:
+        install()
+    except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return ""
 
 
 def install() -> Path:
     """The folder in which Azurite lies; made once, by whoever comes first, in ``DTRAIN_TEST_CACHE`` or ``~/.cache``.
 
-    `MissingTool` without node or npm; RuntimeError, with npm's words, where the registry cannot be reached.
+    RuntimeError, with npm's words, where the registry cannot be reached.
     """
-    if why := missing():
-        raise MissingTool(why)
     cache = Path(os.environ.get("DTRAIN_TEST_CACHE") or Path.home() / ".cache" / "dtrain-tests")
     folder = cache / f"azurite-{VERSION}"
     if (folder / _MAIN).exists():
