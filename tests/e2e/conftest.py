@@ -177,6 +177,9 @@ class Dagster:
 
 def start_dagster(project: Project) -> Dagster:
     server = Dagster(project=project, port=free_port())
+    # Its databases first: webserver, daemon and code server would make them at the same moment, which SQLite's
+    # migrations do not survive («more than one head»). `dagster dev` makes them before it starts the others.
+    project.cli("python", "-c", "import dagster; dagster.DagsterInstance.get().dispose()")
     commands = (
         ["dagster-webserver", "-w", "workspace.yaml", "-h", "127.0.0.1", "-p", str(server.port)],
         ["dagster-daemon", "run", "-w", "workspace.yaml"],
