@@ -11,7 +11,7 @@
       result.json                         how it ended, in the trainer's words (metrics, digests, timings); absent while
                                           it runs; of several ranks that fail, the first says why
       evaluation.json, predictions.npz    the test split, judged against the baselines
-      provisioning.json, owner.json       on a cluster that buys: what was tried to get nodes; which Dagster run follows it
+      provisioning.json, owner.json       where nodes are bought: what was tried to get them; which Dagster run follows
       status.json                         how it stands, in the cluster's words (`JobState`, exit codes)
       logs/node-0.log                     what the processes of a node printed
 

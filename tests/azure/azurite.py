@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import shutil
+import ssl
 import subprocess
 import tempfile
 import threading
@@ -19,6 +20,7 @@ ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """The account and key that every Azurite has; they are public."""
 START_SECONDS = 60.0
+SYSTEM_AUTHORITIES = "/etc/ssl/certs/ca-certificates.crt"
 _LISTENS = re.compile(r"listens on (https?)://([\d.]+):(\d+)")
 _MAIN = "node_modules/azurite/dist/src/blob/main.js"
 _HOOK = Path(__file__).with_name("leave_with_parent.cjs")
@@ -54,13 +56,21 @@ def install() -> Path:
         building = Path(tempfile.mkdtemp(prefix=f"azurite-{VERSION}-", dir=cache))
         try:
             command = ["npm", "install", "--prefix", str(building), "--ignore-scripts", "--no-audit", "--no-fund"]
-            done = subprocess.run([*command, f"azurite@{VERSION}"], capture_output=True, text=True, timeout=600)
+            done = subprocess.run(
+                [*command, f"azurite@{VERSION}"], capture_output=True, text=True, timeout=600, env=_npm_environment()
+            )
             if done.returncode:
                 raise RuntimeError(f"npm could not install azurite@{VERSION}:\n{done.stderr[-2000:]}")
             building.rename(folder)
         finally:
             shutil.rmtree(building, ignore_errors=True)
     return folder
+
+
+def _npm_environment() -> dict[str, str]:
+    """Node does not look at the system's certificate authorities by itself; behind a company's proxy it must."""
+    known = os.environ.get("SSL_CERT_FILE") or ssl.get_default_verify_paths().cafile or SYSTEM_AUTHORITIES
+    return {**({"NODE_EXTRA_CA_CERTS": known} if os.path.exists(known) else {}), **os.environ}
 
 
 class Azurite:
