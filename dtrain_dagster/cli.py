@@ -320,8 +320,8 @@ def _manager(settings: Settings, processes_per_node: int | None = None) -> Local
 
     if settings.cluster != "local":
         raise Refusal(
-            f"DTRAIN_CLUSTER={settings.cluster}: this command knows the local cluster only; jobs of the cloud are in the "
-            "Dagster UI (gpu_cluster, trained_checkpoint), in Azure ML studio, and in their run directories"
+            f"DTRAIN_CLUSTER={settings.cluster}: this command knows the local cluster only; jobs of the cloud are in "
+            "the Dagster UI (gpu_cluster, trained_checkpoint), in Azure ML studio, and in their run directories"
         )
     return LocalClusterManager(
         home=settings.home,

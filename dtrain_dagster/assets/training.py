@@ -29,7 +29,7 @@ from dtrain_dagster.monitoring import charts
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from trainer.config import JobConfig, TrackingConfig, parse_job
 from trainer.membership import Generation, generations
-from trainer.rundir import EVALUATION, RESULT, RunDir
+from trainer.rundir import EVALUATION, LAUNCH, RESULT, RunDir
 
 OBSERVE_EVERY_SECONDS = 5.0
 
@@ -211,6 +211,8 @@ def _metadata(rundir: RunDir, result: dict[str, Any], evaluation: dict[str, Any]
         "dataset_id": plan.job["dataset"]["dataset_id"],
         "curves": _picture(charts.training_curves(steps, evaluations), "Training curves"),
     }
+    if studio := (rundir.read_json(LAUNCH) or {}).get("studio_url"):
+        metadata["studio"] = dg.MetadataValue.url(studio)
     history = generations(rundir.storage)
     metadata["generations"] = len(history)
     metadata["membership"] = dg.MarkdownMetadataValue(membership_table(history))
