@@ -84,8 +84,8 @@ class CheckpointManager:
     ) -> bool:
         """Copy a state of tensors and plain values, and return; it is written in the background, in order.
 
-        False if nothing was taken, since one is being written and another waits already (one that is not the best gives
-        way to one that is, and to the last of a training). Never raises for what storage does. To be called from one
+        False if nothing was taken, since one is being written and another waits already (it gives way to a new best; one
+        that is not the best also to the last of a training). Never raises for what storage does. To be called from one
         thread.
         """
         return self._writer.put(state, step, generation, is_best, is_last)

@@ -68,7 +68,8 @@ class Writer:
             if self._closing.is_set():
                 return False
             if self._waiting is not None:
-                if self._waiting.is_best or not (is_best or is_last):
+                # So a best one is either written or made needless by a better one: BEST ends at the best step.
+                if not (is_best or (is_last and not self._waiting.is_best)):
                     return False
                 self._free.append(self._waiting.stage)
                 self._waiting = None

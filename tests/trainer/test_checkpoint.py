@@ -227,7 +227,7 @@ def test_code_hidden_in_a_checkpoint_is_not_run(
     assert not (tmp_path / "sprung").exists()
 
 
-def test_the_best_and_the_last_take_the_place_of_one_that_waits_and_is_neither(manager: Make) -> None:
+def test_who_waits_gives_way_to_a_new_best_and_but_for_the_best_to_the_last(manager: Make) -> None:
     """While one is written, one waits; nobody else is taken, and nobody waits."""
     BrokenFileSystem.working.clear()
     checkpoints = CheckpointManager(RunDir(f"broken://{uuid.uuid4().hex}"), 9, "this")
@@ -238,16 +238,17 @@ def test_the_best_and_the_last_take_the_place_of_one_that_waits_and_is_neither(m
         assert not checkpoints.save(state(3), 3, 1)
         assert checkpoints.save(state(3), 3, 1, is_last=True)
         assert checkpoints.save(state(4), 4, 1, is_best=True)
-        assert not checkpoints.save(state(5), 5, 1, is_best=True)
-        assert not checkpoints.save(state(5), 5, 1, is_last=True)
+        assert checkpoints.save(state(5), 5, 1, is_best=True)
+        assert not checkpoints.save(state(6), 6, 1)
+        assert not checkpoints.save(state(6), 6, 1, is_last=True)
         assert not checkpoints.wait(0.01)
     finally:
         BrokenFileSystem.working.set()
     assert checkpoints.wait(60)
-    assert checkpoints.folders() == [folder_of(4), folder_of(1)]
-    assert [loaded_step(checkpoints), checkpoints.committed_step()] == [4, 4]
+    assert checkpoints.folders() == [folder_of(5), folder_of(1)]
+    assert [loaded_step(checkpoints), checkpoints.committed_step()] == [5, 5]
     checkpoints.close(10)
-    assert not checkpoints.save(state(6), 6, 1)
+    assert not checkpoints.save(state(7), 7, 1)
 
 
 def test_what_is_saved_is_what_was_there_when_it_was_saved() -> None:
