@@ -13,8 +13,10 @@ import queue
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -26,6 +28,21 @@ from trainer.star import Star
 # Groups that failed, and until when to keep them (time.monotonic): something may still wait in them, for a peer that
 # never comes, and whoever drops the last reference to such a group of gloo waits for it as well.
 _ABANDONED: list[tuple[Group, float]] = []
+REMEMBERED = 1024
+"""Collectives whose times a group keeps."""
+
+
+@dataclass(slots=True, eq=False)
+class Collective:
+    """One collective of this rank. Times are seconds of `time.monotonic`; None while it has not come so far."""
+
+    sequence: int
+    """1 for the group's first; on all ranks, the same number is the same collective."""
+    what: str
+    bytes: int
+    submitted: float
+    began: float | None = None
+    ended: float | None = None
 
 
 class GroupError(RuntimeError):
@@ -60,28 +77,36 @@ class Group:
         self.rank, self.size = rank, size
         self.error: GroupError | None = None
         self.doing: tuple[str, float] = ("nothing", time.monotonic())
+        self.collectives: deque[Collective] = deque(maxlen=REMEMBERED)
+        """The latest ones, in order; the last few may be under way."""
         self._waiters: set[Future[Any]] = set()
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[tuple[str, Callable[[Transport], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Collective, Callable[[Transport], Any], Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._open = open_transport
         self.transport: Transport | None = None
         self._thread = threading.Thread(target=self._work, name="communication", daemon=True)
         self._thread.start()
 
-    def submit(self, what: str, action: Callable[[Transport], Any]) -> Future[Any]:
-        """Have the communication thread do something, in order; the future fails with a `GroupError`."""
+    def submit(self, what: str, action: Callable[[Transport], Any], bytes_: int = 0) -> Future[Any]:
+        """Have the communication thread do something, in order; the future fails with a `GroupError`. ``bytes_``: how
+        much this rank gives to it."""
         future: Future[Any] = Future()
         with self._lock:
             if self.error is not None:
                 future.set_exception(self.error)
                 return future
             self._waiters.add(future)
-        self._queue.put((what, action, future))
+            last = self.collectives[-1].sequence if self.collectives else 0
+            collective = Collective(last + 1, what, bytes_, time.monotonic())
+            self.collectives.append(collective)
+            self._queue.put((collective, action, future))
         return future
 
-    def run(self, what: str, action: Callable[[Transport], Any]) -> Any:
+    def run(self, what: str, action: Callable[[Transport], Any], bytes_: int = 0) -> Any:
         """The same, waited for."""
-        return self.submit(what, action).result()
+        return self.submit(what, action, bytes_).result()
 
     def fail(self, message: str, communication: bool = True) -> None:
         """From any thread: whoever waits, or will wait, gets a `GroupError`."""
@@ -117,16 +142,18 @@ class Group:
             self._broken(error)
         self.doing = ("nothing", time.monotonic())
         while (item := self._queue.get()) is not None:
-            what, action, future = item
+            collective, action, future = item
             if self.error is not None or self.transport is None:
                 continue  # its future has failed already
-            self.doing = (what, time.monotonic())
+            collective.began = time.monotonic()
+            self.doing = (collective.what, collective.began)
             try:
                 result = action(self.transport)
             except Exception as error:  # gloo and NCCL raise RuntimeError and its kin for anything
                 self._broken(error)
                 continue
-            self.doing = ("nothing", time.monotonic())
+            collective.ended = time.monotonic()
+            self.doing = ("nothing", collective.ended)
             with self._lock:
                 self._waiters.discard(future)
                 failed = self.error is not None
