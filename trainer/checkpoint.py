@@ -84,9 +84,9 @@ class CheckpointManager:
     ) -> bool:
         """Copy a state of tensors and plain values, and return; it is written in the background, in order.
 
-        False if nothing was taken, since one is being written and another waits already (it gives way to a new best; one
-        that is not the best also to the last of a training). Never raises for what storage does. To be called from one
-        thread.
+        False if nothing was taken, since one is being written and another waits already. The one that waits gives way
+        to a new best, and to the last of a training unless it is the best itself. Never raises for what storage does.
+        To be called from one thread.
         """
         return self._writer.put(state, step, generation, is_best, is_last)
 
