@@ -10,7 +10,7 @@ import dagster as dg
 
 from dtrain_dagster.azure_settings import AzureSettings
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.costs.prices import PriceError, Tier, price_of
+from dtrain_dagster.costs.prices import PriceError, price_of
 from dtrain_dagster.settings import Settings, SettingsError, read_environment
 
 if TYPE_CHECKING:
@@ -85,10 +85,6 @@ class GPUClusterResource(dg.ConfigurableResource):
     def node_env(self, project: ProjectResource) -> dict[str, str]:
         """What the trainer finds in its environment on the nodes, besides what the kind of cluster gives it."""
         return project.trainer_env() if self.kind == "local" else {"DTRAIN_CACHE": NODE_CACHE}
-
-    @property
-    def price_tier(self) -> Tier:
-        return "low_priority" if self.tier == "low_priority" else "dedicated"
 
     def registry(self, project: ProjectResource) -> Registry:
         """Where models and metrics go: on Azure ML to the workspace, unless DTRAIN_MLFLOW_TRACKING_URI is set."""
