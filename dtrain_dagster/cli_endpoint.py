@@ -78,9 +78,9 @@ def check(run_dir: str, url: str, dialect: str, token: str | None, rows: int) ->
       dtrain endpoint check az://dtrain/jobs/train-1 --url https://quotes.eastus.inference.ml.azure.com/score \\
         --dialect azureml --token identity
     """
-    from dtrain_dagster.registry.endpoint import ScoringEndpoint, check_endpoint
+    from dtrain_dagster.registry.endpoint import ScoringEndpoint, authorisation, check_endpoint
 
-    headers = _headers(token) if token else dict
+    headers = authorisation(token) if token else dict
     asked = ScoringEndpoint(url=url, dialect="azureml" if dialect == "azureml" else "mlflow", headers=headers)
     _print_check(check_endpoint(asked, run_dir, rows=rows))
 
@@ -145,7 +145,6 @@ def delete(name: str) -> None:
 def _workspace() -> tuple[MLClient, Any]:
     """The client of the workspace that ``DTRAIN_AZURE_*`` names, and the audit log."""
     from dtrain_dagster.audit import AuditLog
-    from dtrain_dagster.clusters.azure_ml.client import Service
     from dtrain_dagster.resources import build_resources
     from dtrain_dagster.settings import load_settings
 
@@ -153,7 +152,7 @@ def _workspace() -> tuple[MLClient, Any]:
     if settings.cluster != "azure_ml":
         raise Refusal("endpoints are Azure ML's: set DTRAIN_CLUSTER=azure_ml and DTRAIN_AZURE_* (docs/azure.md)")
     cluster: Any = build_resources(settings)["cluster"]
-    return Service(cluster.azure_options()).ml, AuditLog(settings.home)
+    return cluster.service().ml, AuditLog(settings.home)
 
 
 def _registered(run_dir: str) -> RegisteredModel:
@@ -172,19 +171,6 @@ def _checks(run_dir: str) -> Callable[[ScoringEndpoint], EndpointCheck]:
     from dtrain_dagster.registry.endpoint import check_endpoint
 
     return lambda asked: check_endpoint(asked, run_dir, patience_seconds=300)
-
-
-def _headers(token: str) -> Callable[[], dict[str, str]]:
-    from dtrain_dagster.registry.azure_endpoint import SCORING_SCOPE
-    from dtrain_dagster.secrets import is_reference, resolve
-    from trainer.azure_token import credential
-
-    if token == "identity":
-        return lambda: {"Authorization": f"Bearer {credential().get_token(SCORING_SCOPE).token}"}
-    if not is_reference(token):
-        raise Refusal("--token says where the token is (env:NAME, keyvault://VAULT/SECRET, identity), not what it is")
-    secret = resolve(token)
-    return lambda: {"Authorization": f"Bearer {secret}"}
 
 
 def _print_check(found: EndpointCheck) -> None:

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from typing import Any, overload
 
 VAULT, ENVIRONMENT = "keyvault://", "env:"
+IDENTITY = "identity"
+"""Instead of a token: that of this machine's own identity."""
 STRUCK = "[secret]"
 VAULT_SUFFIX_VARIABLE = "AZURE_KEY_VAULT_SUFFIX"
 """The end of a vault's host name in another cloud than Azure's public one; unset: ``vault.azure.net``."""
@@ -46,6 +48,13 @@ def check_reference(text: str) -> None:
         raise SecretError(
             f"{text!r} is not a reference to a secret: write keyvault://<vault-name>/<secret> or env:<VARIABLE>"
         )
+
+
+def check_token(text: str) -> None:
+    """`SecretError` for a token itself, where a setting has to say where it is. The message does not repeat it."""
+    if text != IDENTITY and not is_reference(text):
+        raise SecretError("say where the token is (env:NAME, keyvault://VAULT/SECRET, or identity), not what it is")
+    check_reference(text)
 
 
 def resolve(text: str) -> str:

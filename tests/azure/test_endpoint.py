@@ -269,6 +269,6 @@ def test_the_command_says_what_it_found_and_exits_with_it(
     without = CliRunner().invoke(endpoint, command)
     assert (without.exit_code, "FAIL answers: status 401" in without.output) == (1, True)
     plain = CliRunner().invoke(endpoint, [*command, "--token", "a-good-token"])
-    assert (plain.exit_code, "says where the token is" in plain.output) == (2, True)
+    assert (plain.exit_code, "say where the token is" in plain.output) == (2, True)
     unset = CliRunner().invoke(endpoint, [*command, "--token", "env:DTRAIN_NO_TOKEN"])
     assert (unset.exit_code, "env:DTRAIN_NO_TOKEN is empty or not set" in unset.output) == (2, True)

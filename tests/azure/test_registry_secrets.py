@@ -217,8 +217,10 @@ def test_a_token_does_not_go_to_who_claims_to_be_another_service(vault: Vault) -
 def test_leaks_are_found_in_every_guise(tmp_path: Path) -> None:
     """The net itself: a leak that it could not see would pass every test that uses it."""
     import base64
+    import gzip
     import sqlite3
     import zipfile
+    import zlib
     from urllib.parse import quote
 
     value = planted("net")
@@ -231,6 +233,12 @@ def test_leaks_are_found_in_every_guise(tmp_path: Path) -> None:
     database = sqlite3.connect(tmp_path / "data.db")
     database.execute("create table t (x)")
     database.execute("insert into t values (?)", [value])
+    database.commit()
+    database.close()
+    (tmp_path / "packed.gz").write_bytes(gzip.compress(b"a" * 1000 + value.encode()))
+    database = sqlite3.connect(tmp_path / "packed.db")
+    database.execute("create table t (x)")
+    database.execute("insert into t values (?)", [zlib.compress(b"a" * 1000 + value.encode())])
     database.commit()
     database.close()
     (tmp_path / "clean.txt").write_text("nothing")
