@@ -46,7 +46,7 @@ def check_reference(text: str) -> None:
     """`SecretError` for something that begins as a reference and is none; asks nobody."""
     if is_reference(text) and not (_REFERENCE.fullmatch(text) or _VARIABLE.fullmatch(text)):
         raise SecretError(
-            f"{text!r} is not a reference to a secret: write keyvault://<vault-name>/<secret> or env:<VARIABLE>"
+            f"{text!r} is not a reference to a secret; write keyvault://<vault-name>/<secret> or env:<VARIABLE>"
         )
 
 

@@ -5,6 +5,7 @@ What a person changes from run to run (epochs, learning rate, window…) is not 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -14,6 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from dtrain_dagster.secrets import check_reference, check_token, redact
 
 PREFIX = "DTRAIN_"
+_ENDPOINT = re.compile(r"https?://[^\s@?#]+|[a-z][a-z0-9-]{1,30}[a-z0-9]")
 S = TypeVar("S", bound=BaseSettings)
 
 
@@ -59,7 +61,6 @@ class Settings(BaseSettings):
 
     endpoint: str | None = Field(
         default=None,
-        pattern=r"^(https?://[^\s@?#]+|[a-z][a-z0-9-]{1,30}[a-z0-9])$",
         description="Scoring endpoint that models have to suit (R6.4): its address, or its name in the workspace",
     )
     endpoint_dialect: Literal["mlflow", "azureml"] | None = Field(
@@ -102,6 +103,16 @@ class Settings(BaseSettings):
         for address in notify.split():
             check_reference(address)
         return notify
+
+    @field_validator("endpoint")
+    @classmethod
+    def _without_credentials(cls, endpoint: str | None) -> str | None:
+        if endpoint and not _ENDPOINT.fullmatch(endpoint):
+            raise ValueError(
+                f"give an address, http(s)://…, without user, password or query (what authorises belongs in {PREFIX}"
+                "ENDPOINT_TOKEN), or the name of an endpoint of the workspace"
+            )
+        return endpoint
 
     @field_validator("endpoint_token")
     @classmethod
