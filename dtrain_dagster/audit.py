@@ -1,7 +1,7 @@
 """The audit log: one line for each operation that creates, changes, deletes or spends, whoever asked for it.
 
-``<home>/audit/YYYY-MM.jsonl``, only ever appended to, by any number of processes at once. What is secret is cut out of
-every text before it is written; what has no secret stays as it is.
+``<home>/audit/YYYY-MM.jsonl``, only ever appended to, by any number of processes at once. What is secret is struck out
+before it is written.
 """
 
 from __future__ import annotations
@@ -10,37 +10,22 @@ import getpass
 import json
 import logging
 import os
-import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dtrain_dagster import secrets
+from dtrain_dagster.secrets import redact
 from trainer.config import ConfigError
 
-CUT = "***"
 DONE, FAILED = "done", "failed"
 _LONGEST = 2000
 _log = logging.getLogger(__name__)
-
-_SECRETS = (
-    # A signature, key, password or token that is given by name: in an address, a connection string, a header or JSON.
-    # No pattern begins with a repetition, or a long word would take its square in time.
-    re.compile(
-        r"(?i)((?:\bsig|account_?key|shared_?access_?(?:key|signature)|password|passwd|secret|api[-_]?key|"
-        r"token)[\"']?\s*[=:]\s*[\"']?)[^\s&;,\"']+"
-    ),
-    re.compile(r"(?i)(\bbearer\s+)[A-Za-z0-9._~+/=-]{8,}"),
-    re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)"),
-)
-_SECRET_NAME = re.compile(
-    r"(?i)password|passwd|secret|account_?key|connection_?string|signature|(^|_)(token|sig)$|api_?key"
-)
 
 
 class AuditError(ConfigError):
@@ -52,8 +37,23 @@ class Entry:
     """What the caller may still add to the line while the operation goes on."""
 
     request_id: str | None = None
-    """The service's own number of the request, to be found again in its logs."""
+    """The service's own number of the operation's last request that changes something, to be found in its logs."""
     details: dict[str, Any] = field(default_factory=dict)
+
+
+_current: ContextVar[Entry | None] = ContextVar("current", default=None)
+
+
+def note_request_id(request_id: str) -> None:
+    """For clients of the service: belongs to the operation that goes on in this thread, if any."""
+    if entry := _current.get():
+        entry.request_id = request_id
+
+
+def noted_request_id() -> str | None:
+    """What the operation that goes on in this thread was told last."""
+    entry = _current.get()
+    return entry.request_id if entry else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,7 @@ class AuditLog:
             "target": target,
             "dagster_run_id": self.dagster_run_id,
         }
+        outer = _current.set(entry)
         try:
             yield entry
             line["result"] = DONE
@@ -94,6 +95,7 @@ class AuditLog:
             entry.request_id = entry.request_id or getattr(error, "request_id", None)
             raise
         finally:
+            _current.reset(outer)
             line |= {"request_id": entry.request_id, "details": entry.details or None}
             known = {name: value for name, value in line.items() if value is not None}
             try:
@@ -113,22 +115,6 @@ def error_code(error: BaseException) -> str:
     """The service's word for an error, where it has one, else its type."""
     code = getattr(error, "code", None) or getattr(getattr(error, "error", None), "code", None)
     return str(code) if code else type(error).__name__
-
-
-def redact(value: Any) -> Any:
-    """The same with what is secret cut out: by name in mappings, by form in texts."""
-    if isinstance(value, str):
-        for pattern in _SECRETS:
-            value = pattern.sub(rf"\g<1>{CUT}", value)
-        return secrets.redact(value)
-    if isinstance(value, Mapping):
-        return {
-            name: CUT if isinstance(name, str) and _SECRET_NAME.search(name) and item else redact(item)
-            for name, item in value.items()
-        }
-    if isinstance(value, list | tuple | set | frozenset):
-        return [redact(item) for item in value]
-    return value
 
 
 @cache

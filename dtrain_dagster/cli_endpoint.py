@@ -53,9 +53,9 @@ def check(run_dir: str, url: str, dialect: str, token: str | None, rows: int) ->
       dtrain endpoint check az://dtrain/jobs/train-1 --url https://quotes.eastus.inference.ml.azure.com/score \\
         --dialect azureml --token identity
     """
-    from dtrain_dagster.registry.endpoint import ScoringEndpoint, check_endpoint
+    from dtrain_dagster.registry.endpoint import ScoringEndpoint, authorisation, check_endpoint
 
-    headers = _headers(token) if token else dict
+    headers = authorisation(token) if token else dict
     asked = ScoringEndpoint(url=url, dialect="azureml" if dialect == "azureml" else "mlflow", headers=headers)
     _print_check(check_endpoint(asked, run_dir, rows=rows))
 
@@ -120,12 +120,11 @@ def delete(name: str) -> None:
 def _workspace() -> tuple[MLClient, Any]:
     """The client of the workspace that ``DTRAIN_AZURE_*`` names, and the audit log."""
     from dtrain_dagster.audit import AuditLog
-    from dtrain_dagster.clusters.azure_ml.client import Service
 
     settings = read_settings()
     if settings.cluster != "azure_ml":
         raise Refusal("endpoints are Azure ML's: set DTRAIN_CLUSTER=azure_ml and DTRAIN_AZURE_* (docs/azure.md)")
-    return Service(cluster_of(settings)[0].azure_options()).ml, AuditLog(settings.home)
+    return cluster_of(settings)[0].service().ml, AuditLog(settings.home)
 
 
 def _registered(run_dir: str) -> RegisteredModel:
@@ -144,19 +143,6 @@ def _checks(run_dir: str) -> Callable[[ScoringEndpoint], EndpointCheck]:
     from dtrain_dagster.registry.endpoint import check_endpoint
 
     return lambda asked: check_endpoint(asked, run_dir, patience_seconds=300)
-
-
-def _headers(token: str) -> Callable[[], dict[str, str]]:
-    from dtrain_dagster.registry.azure_endpoint import SCORING_SCOPE
-    from dtrain_dagster.secrets import is_reference, resolve
-    from trainer.azure_token import credential
-
-    if token == "identity":
-        return lambda: {"Authorization": f"Bearer {credential().get_token(SCORING_SCOPE).token}"}
-    if not is_reference(token):
-        raise Refusal("--token says where the token is (env:NAME, keyvault://VAULT/SECRET, identity), not what it is")
-    secret = resolve(token)
-    return lambda: {"Authorization": f"Bearer {secret}"}
 
 
 def _print_check(found: EndpointCheck) -> None:

@@ -38,7 +38,7 @@ def build_defs(
     )
     return dg.Definitions(
         assets=ASSETS,
-        asset_checks=[dataset.canaries],
+        asset_checks=[dataset.canaries, *([registry.endpoint_compatible] if settings.endpoint else [])],
         resources={**build_resources(settings), **(resource_overrides or {})},
         jobs=[retraining],
         schedules=[weekly_retraining(settings)],

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import dagster as dg
 
 from dtrain_dagster.azure_settings import AzureSettings
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.costs.prices import PriceError, Tier, price_of
+from dtrain_dagster.costs.prices import PriceError, price_of
 from dtrain_dagster.settings import Settings, SettingsError, read_environment
 
 if TYPE_CHECKING:
+    from dtrain_dagster.clusters.azure_ml.client import Service
     from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
     from dtrain_dagster.clusters.base import GPUClusterManager
     from dtrain_dagster.registry.base import Registry
+    from dtrain_dagster.registry.endpoint import ScoringEndpoint
 
 NODE_CACHE = "/tmp/dtrain-cache"
 """Of shards, on a node of the cloud: its temporary disk."""
@@ -36,6 +39,10 @@ class ProjectResource(dg.ConfigurableResource):
     dagster_url: str
     notify: str
     queue_deadline_hours: float
+    endpoint: str
+    """Scoring endpoint that models have to suit: an address, or a name in the workspace; empty: none."""
+    endpoint_dialect: str
+    endpoint_token: str
 
     @property
     def storage_uri(self) -> str:
@@ -86,20 +93,38 @@ class GPUClusterResource(dg.ConfigurableResource):
         """What the trainer finds in its environment on the nodes, besides what the kind of cluster gives it."""
         return project.trainer_env() if self.kind == "local" else {"DTRAIN_CACHE": NODE_CACHE}
 
-    @property
-    def price_tier(self) -> Tier:
-        return "low_priority" if self.tier == "low_priority" else "dedicated"
-
     def registry(self, project: ProjectResource) -> Registry:
         """Where models and metrics go: on Azure ML to the workspace, unless DTRAIN_MLFLOW_TRACKING_URI is set."""
         if self.kind == "azure_ml" and project.tracks_in_workspace:
-            from dtrain_dagster.clusters.azure_ml.client import Service
             from dtrain_dagster.registry.azure import AzureMLRegistry
 
-            return AzureMLRegistry(Service(self.azure_options()).ml)
+            return AzureMLRegistry(self.service().ml)
         from dtrain_dagster.registry.local import MLflowRegistry
 
         return MLflowRegistry(project.tracking_uri)
+
+    def endpoint(self, project: ProjectResource) -> ScoringEndpoint:
+        """What ``DTRAIN_ENDPOINT`` names. `ClusterError` where the workspace cannot be asked or has none of that name,
+        `SecretError` where there is no token."""
+        from dtrain_dagster.registry.endpoint import ScoringEndpoint, authorisation
+
+        name, dialect = project.endpoint, cast(Any, project.endpoint_dialect)
+        if "://" in name:
+            found = ScoringEndpoint(url=name, dialect=dialect or "mlflow")
+        else:
+            from dtrain_dagster.registry.azure_endpoint import named_endpoint
+
+            service = self.service()
+            found = service.call(
+                f"look at endpoint {name}", lambda: named_endpoint(service.ml, name, dialect or "azureml")
+            )
+        return replace(found, headers=authorisation(project.endpoint_token)) if project.endpoint_token else found
+
+    def service(self) -> Service:
+        """The workspace of Azure ML, with what `azure_options` raises."""
+        from dtrain_dagster.clusters.azure_ml.client import Service
+
+        return Service(self.azure_options())
 
     def azure_options(self) -> AzureMLOptions:
         """Checked: `ClusterError` for what cannot be used, `PriceError` for a size whose price nobody knows."""
@@ -174,5 +199,8 @@ def build_resources(settings: Settings) -> dict[str, dg.ConfigurableResource]:
         dagster_url=settings.dagster_url.rstrip("/"),
         notify=settings.notify,
         queue_deadline_hours=settings.queue_deadline_hours,
+        endpoint=settings.endpoint or "",
+        endpoint_dialect=settings.endpoint_dialect or "",
+        endpoint_token=settings.endpoint_token or "",
     )
     return {"project": project, "cluster": cluster}

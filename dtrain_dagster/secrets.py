@@ -13,10 +13,12 @@ import os
 import re
 import threading
 import urllib.parse
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, overload
 
 VAULT, ENVIRONMENT = "keyvault://", "env:"
+IDENTITY = "identity"
+"""Instead of a token: that of this machine's own identity."""
 STRUCK = "[secret]"
 VAULT_SUFFIX_VARIABLE = "AZURE_KEY_VAULT_SUFFIX"
 """The end of a vault's host name in another cloud than Azure's public one; unset: ``vault.azure.net``."""
@@ -44,8 +46,15 @@ def check_reference(text: str) -> None:
     """`SecretError` for something that begins as a reference and is none; asks nobody."""
     if is_reference(text) and not (_REFERENCE.fullmatch(text) or _VARIABLE.fullmatch(text)):
         raise SecretError(
-            f"{text!r} is not a reference to a secret: write keyvault://<vault-name>/<secret> or env:<VARIABLE>"
+            f"{text!r} is not a reference to a secret; write keyvault://<vault-name>/<secret> or env:<VARIABLE>"
         )
+
+
+def check_token(text: str) -> None:
+    """`SecretError` for a token itself, where a setting has to say where it is. The message does not repeat it."""
+    if text != IDENTITY and not is_reference(text):
+        raise SecretError("say where the token is (env:NAME, keyvault://VAULT/SECRET, or identity), not what it is")
+    check_reference(text)
 
 
 def resolve(text: str) -> str:
@@ -67,34 +76,53 @@ def remember(value: str) -> None:
         _known.update(form for form in (value, urllib.parse.quote(value, safe="")) if len(form) >= _SHORTEST)
 
 
-def redact(text: str) -> str:
-    """The text without any secret that this process has resolved, and without credentials by their looks: passwords in
-    addresses, signatures of SAS addresses, account keys, bearer tokens."""
+@overload
+def redact(value: str) -> str: ...
+
+
+@overload
+def redact(value: Any) -> Any: ...
+
+
+def redact(value: Any) -> Any:
+    """The same with what is secret struck out: secrets that this process has resolved, and credentials by their looks
+    in texts (passwords in addresses, signatures of SAS addresses, account keys, bearer tokens), by their names in
+    mappings. Documents of mappings and lists are gone through to their ends."""
+    if isinstance(value, str):
+        return _redact_text(value)
+    if isinstance(value, Mapping):
+        return {
+            redact(name): STRUCK if isinstance(name, str) and _SECRET_NAME.search(name) and item else redact(item)
+            for name, item in value.items()
+        }
+    if isinstance(value, list | tuple | set | frozenset):
+        return [redact(item) for item in value]
+    return value
+
+
+def _redact_text(text: str) -> str:
     with _lock:
         values = sorted(_known, key=len, reverse=True)  # a secret that holds another goes first
     for value in values:
         text = text.replace(value, STRUCK)
-    for pattern, replacement in _BY_LOOKS:
-        text = pattern.sub(replacement, text)
+    for pattern in _BY_LOOKS:
+        text = pattern.sub(rf"\g<1>{STRUCK}", text)
     return text
 
 
-def redact_all(value: Any) -> Any:
-    """`redact` on every string in a document of mappings, lists and plain values, keys included."""
-    if isinstance(value, str):
-        return redact(value)
-    if isinstance(value, Mapping):
-        return {redact_all(key): redact_all(item) for key, item in value.items()}
-    if isinstance(value, Iterable) and not isinstance(value, (bytes, bytearray)):
-        return [redact_all(item) for item in value]
-    return value
-
-
 _BY_LOOKS = (
-    (re.compile(r"(?<=://)([^/\s:@]+):[^/\s@]+(?=@)"), rf"\1:{STRUCK}"),
-    (re.compile(r"([?&](?:sig|code|access_token|token)=)[^&\s\"'<>]+", re.IGNORECASE), rf"\1{STRUCK}"),
-    (re.compile(r"((?:AccountKey|SharedAccessSignature|SharedAccessKey)=)[^;\s\"']+", re.IGNORECASE), rf"\1{STRUCK}"),
-    (re.compile(r"(\bBearer\s+)[A-Za-z0-9\-._~+/]{8,}=*", re.IGNORECASE), rf"\1{STRUCK}"),
+    # A signature, key, password or token that is given by name: in an address, a connection string, a header or JSON,
+    # also in JSON inside a text. No pattern begins with a repetition, or a long word would take its square in time.
+    re.compile(
+        r"(?i)((?:\bsig|account_?key|shared_?access_?(?:key|signature)|password|passwd|secret|api[-_]?key|token)"
+        r"[\\\"']{0,4}\s*[=:]\s*[\\\"']{0,4})[^\s&;,\\\"'<>]+"
+    ),
+    re.compile(r"(?i)([?&]code=)[^\s&\"'<>]+"),
+    re.compile(r"(?i)(\bbearer\s+)[A-Za-z0-9._~+/=-]{8,}"),
+    re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)"),
+)
+_SECRET_NAME = re.compile(
+    r"(?i)password|passwd|secret|account_?key|connection_?string|signature|(^|_)(token|sig)$|api_?key"
 )
 
 

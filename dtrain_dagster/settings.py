@@ -5,15 +5,17 @@ What a person changes from run to run (epochs, learning rate, window…) is not 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from dtrain_dagster.secrets import check_reference
+from dtrain_dagster.secrets import check_reference, check_token, redact
 
 PREFIX = "DTRAIN_"
+_ENDPOINT = re.compile(r"https?://[^\s@?#]+|[a-z][a-z0-9-]{1,30}[a-z0-9]")
 S = TypeVar("S", bound=BaseSettings)
 
 
@@ -57,6 +59,17 @@ class Settings(BaseSettings):
     model_name: str = Field(default="stock-return-distribution", min_length=1, description="Registered model's name")
     dagster_url: str = Field(default="http://127.0.0.1:3000", description="Dagster's UI, for links back from a model")
 
+    endpoint: str | None = Field(
+        default=None,
+        description="Scoring endpoint that models have to suit (R6.4): its address, or its name in the workspace",
+    )
+    endpoint_dialect: Literal["mlflow", "azureml"] | None = Field(
+        default=None, description="mlflow or azureml, as for `dtrain endpoint check`; unset: azureml for a name"
+    )
+    endpoint_token: str | None = Field(
+        default=None, description="Where its key or token is: env:NAME, keyvault://vault/secret, or identity"
+    )
+
     retrain_cron: str = Field(
         default="0 6 * * 6", description="When the weekly retraining runs, once it is switched on"
     )
@@ -90,6 +103,32 @@ class Settings(BaseSettings):
         for address in notify.split():
             check_reference(address)
         return notify
+
+    @field_validator("endpoint")
+    @classmethod
+    def _without_credentials(cls, endpoint: str | None) -> str | None:
+        if endpoint and not _ENDPOINT.fullmatch(endpoint):
+            raise ValueError(
+                f"give an address, http(s)://…, without user, password or query (what authorises belongs in {PREFIX}"
+                "ENDPOINT_TOKEN), or the name of an endpoint of the workspace"
+            )
+        return endpoint
+
+    @field_validator("endpoint_token")
+    @classmethod
+    def _where_the_token_is(cls, token: str | None) -> str | None:
+        if token:
+            check_token(token)
+        return token
+
+    @model_validator(mode="after")
+    def _endpoints_with_names_are_azures(self) -> Settings:
+        if self.endpoint and "://" not in self.endpoint and self.cluster != "azure_ml":
+            raise ValueError(
+                f"{PREFIX}ENDPOINT={self.endpoint!r} is a name, which only DTRAIN_CLUSTER=azure_ml has endpoints for; "
+                "give the whole address, http(s)://…"
+            )
+        return self
 
     @model_validator(mode="after")
     def _nodes_reach_their_storage(self) -> Settings:
@@ -150,4 +189,4 @@ def read_environment(kind: type[S]) -> S:
                 continue
             default = f"; unset it for the default, {field.get_default()}" if field and not field.is_required() else ""
             lines.append(f"{prefix}{name.upper()}={item['input']!r}{about}: {item['msg']}{default}")
-        raise SettingsError("\n".join(lines)) from None
+        raise SettingsError(redact("\n".join(lines))) from None

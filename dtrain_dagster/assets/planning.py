@@ -11,7 +11,7 @@ from dtrain_dagster.assets.capacity import provision, provisioning
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, duration
 from dtrain_dagster.costs.estimate import Estimate, estimate_cost, estimate_seconds, work_of
 from dtrain_dagster.costs.plan import LISTED, STAND_IN, TrainingPlan
-from dtrain_dagster.costs.prices import Tier, price_of
+from dtrain_dagster.costs.prices import price_of, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs import fingerprint
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
@@ -64,7 +64,7 @@ def cost_estimate(
     project: ProjectResource,
     sharded_dataset: BuiltDataset,
 ):  # no annotation, see assets.common
-    price_of(cluster.gpu_type).usd_per_hour(cluster.price_tier)  # what cannot be priced is refused before it is bought
+    price_of(cluster.gpu_type).usd_per_hour(tier_of(cluster.tier))  # what has no price is refused before it is bought
     sections = {
         "dataset": {"uri": sharded_dataset.shared_uri, "dataset_id": sharded_dataset.dataset_id},
         "model": {"factory": config.model, "args": config.model_args},
@@ -86,7 +86,7 @@ def cost_estimate(
     manager = cluster.manager(context.run.run_id)
     got = provision(context, manager, cluster, project, cluster.gpu_type)
     price = price_of(got.gpu_type)
-    tier: Tier = "low_priority" if (got.tier or cluster.tier) == "low_priority" else "dedicated"
+    tier = tier_of(got.tier or cluster.tier)
     usd_per_hour = price.usd_per_hour(tier)
     hardware = "" if cluster.kind == "local" else "-" + price.sku.removeprefix("Standard_").replace("_", "").lower()
     short = probe.probe_job(job, project.jobs_uri, mark + hardware)

@@ -4,11 +4,13 @@ import dagster as dg
 
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, read_finished
 from dtrain_dagster.assets.training import FinishedJob
+from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs import REGISTRATION, code_version
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.secrets import SecretError
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
 
@@ -85,7 +87,7 @@ def registered_model(
     context.log.info(f"{decision.alias}: {decision.reason}")
     rundir.write_json(REGISTRATION, {"name": model.name, "version": model.version, "alias": decision.alias})
     return dg.MaterializeResult(
-        value={"name": model.name, "version": model.version, "uri": model.uri},
+        value={"name": model.name, "version": model.version, "uri": model.uri, "run_dir": job.run_dir},
         data_version=dg.DataVersion(result["weights_sha256"]),
         metadata={
             "model": model.name,
@@ -111,3 +113,27 @@ def registered_model(
             ),
         ],
     )
+
+
+@dg.asset_check(
+    asset="registered_model",
+    description=(
+        "The endpoint of DTRAIN_ENDPOINT takes this model's windows and answers with its numbers (R6.4). A warning "
+        "where it could not be asked or answers for another version; an error where its form is not the model's."
+    ),
+)
+def endpoint_compatible(
+    cluster: GPUClusterResource, project: ProjectResource, registered_model: dict[str, str]
+) -> dg.AssetCheckResult:
+    from dtrain_dagster.registry import check_endpoint
+
+    model = {name: registered_model[name] for name in ("name", "version")}
+    try:
+        endpoint = cluster.endpoint(project)
+    except (ClusterError, SecretError) as error:
+        return dg.AssetCheckResult(
+            passed=False, severity=dg.AssetCheckSeverity.WARN, metadata={**model, "message": str(error)}
+        )
+    found = check_endpoint(endpoint, registered_model["run_dir"], cache_dir=project.cache_dir)
+    severity = dg.AssetCheckSeverity.ERROR if found.speaks_against_model else dg.AssetCheckSeverity.WARN
+    return dg.AssetCheckResult(passed=found.passed, severity=severity, metadata={**model, **found.figures()})

@@ -11,6 +11,11 @@ from typing import Literal
 Tier = Literal["dedicated", "low_priority"]
 
 
+def tier_of(name: str) -> Tier:
+    """The tier of that name, as clusters and settings give it."""
+    return "low_priority" if name == "low_priority" else "dedicated"
+
+
 class PriceError(ValueError):
     """Something cannot be priced. The message names the SKU, the tier and the region."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dtrain_dagster.clusters.base import NodeUsage
-from dtrain_dagster.costs.prices import Tier, price_of
+from dtrain_dagster.costs.prices import Tier, price_of, tier_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,10 +56,7 @@ class CostTracker:
                 started_at=stretch.started_at,
                 ended_at=stretch.ended_at,
                 hours=stretch.hours,
-                usd=stretch.hours
-                * price_of(stretch.sku).usd_per_hour(
-                    "low_priority" if (stretch.tier or tier) == "low_priority" else "dedicated"
-                ),
+                usd=stretch.hours * price_of(stretch.sku).usd_per_hour(tier_of(stretch.tier or tier)),
             )
             for stretch in usage
         )

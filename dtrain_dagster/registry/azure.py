@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtrain_dagster.clusters.azure_ml.client import request_id_of, request_note
 from dtrain_dagster.registry import promotion, server, versions
 from dtrain_dagster.registry.promotion import Comparison, Decision
 from dtrain_dagster.registry.server import ServingCheck
@@ -244,7 +245,8 @@ def _explained(what: str) -> Iterator[None]:
         status = getattr(error, "status_code", None)
         words = redact(str(getattr(error, "message", None) or error)).strip().splitlines()[0][:1000]
         remedy = "; this identity needs the roles in deploy/azure/README.md" if status in (401, 403) else ""
-        raise RegistryError(f"{what} failed ({status or type(error).__name__}): {words}{remedy}") from error
+        note = request_note(request_id_of(error))
+        raise RegistryError(f"{what} failed ({status or type(error).__name__}): {words}{remedy}{note}") from error
 
 
 def fit_tags(tags: Mapping[str, Any], max_value: int = MAX_VALUE) -> dict[str, str]:

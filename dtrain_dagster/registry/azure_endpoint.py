@@ -12,18 +12,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from dtrain_dagster.clusters.azure_ml.client import words
 from dtrain_dagster.registry.azure import fit_tags
 from dtrain_dagster.registry.azure_operations import Audit, DeploymentError, finish, usd_per_hour
-from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint
+from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint, authorisation
+from dtrain_dagster.registry.server import ServingError
 from dtrain_dagster.registry.versions import RegisteredModel
-from dtrain_dagster.secrets import redact, remember
-from trainer.azure_token import credential
+from dtrain_dagster.secrets import IDENTITY, redact, remember
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
     from azure.ai.ml.entities import Environment, OnlineDeployment, OnlineEndpoint
 
-SCORING_SCOPE = "https://ml.azure.com/.default"
 MAX_RESOURCE_TAG = 256
 """Characters of a tag's value on an endpoint or a deployment: Azure's limit for resources."""
 SERVING_PORT = 5001
@@ -143,28 +143,36 @@ def deploy(
 
 
 def scoring_endpoint(client: MLClient, config: EndpointConfig, deployment: str | None = None) -> ScoringEndpoint:
-    """The endpoint as something to ask; ``deployment`` names one, whatever traffic it has. `DeploymentError` where
-    there is no such endpoint."""
-    from azure.core.exceptions import ResourceNotFoundError
+    """What `deploy` makes of a config, as something to ask; see `named_endpoint`."""
+    return named_endpoint(client, config.name, "mlflow" if config.image else "azureml", deployment)
+
+
+def named_endpoint(
+    client: MLClient, name: str, dialect: Literal["mlflow", "azureml"] = "azureml", deployment: str | None = None
+) -> ScoringEndpoint:
+    """An endpoint of the workspace as something to ask, with its key or this machine's identity. ``deployment`` names
+    one, whatever traffic it has. `DeploymentError` where there is no such endpoint."""
+    from azure.core.exceptions import AzureError, ResourceNotFoundError
 
     try:
-        found = client.online_endpoints.get(config.name)
+        found = client.online_endpoints.get(name)
     except ResourceNotFoundError:
-        raise DeploymentError(f"there is no endpoint {config.name} in {client.workspace_name}: deploy first") from None
+        raise DeploymentError(f"there is no endpoint {name} in {client.workspace_name}: deploy first") from None
     key: list[str] = []
 
-    def headers() -> dict[str, str]:
-        if found.auth_mode != "key":
-            return {"Authorization": f"Bearer {credential().get_token(SCORING_SCOPE).token}"}
+    def by_key() -> dict[str, str]:
         if not key:
-            key.append(client.online_endpoints.get_keys(config.name).primary_key)
+            try:
+                key.append(client.online_endpoints.get_keys(name).primary_key)
+            except AzureError as error:
+                raise ServingError(f"cannot be asked: this identity gets no key of it: {words(error)}") from None
             remember(key[0])
         return {"Authorization": f"Bearer {key[0]}"}
 
     return ScoringEndpoint(
         url=str(found.scoring_uri),
-        dialect="mlflow" if config.image else "azureml",
-        headers=headers,
+        dialect=dialect,
+        headers=by_key if found.auth_mode == "key" else authorisation(IDENTITY),
         public_headers={"azureml-model-deployment": deployment} if deployment else {},
     )
 

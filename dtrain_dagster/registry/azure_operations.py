@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dtrain_dagster.clusters.azure_ml.client import request_id_of, request_note
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.secrets import redact
 
@@ -52,7 +53,10 @@ def finish(
                 getattr(getattr(error, "error", None), "code", None) or getattr(error, "status_code", None) or ""
             )
             words = redact(str(getattr(error, "message", "") or error)).strip()
-            raise DeploymentError(f"{operation} {target} failed ({code}): {words[:1000]}{_hint(words)}", code) from None
+            note = request_note(request_id_of(error))
+            raise DeploymentError(
+                f"{operation} {target} failed ({code}): {words[:1000]}{_hint(words)}{note}", code
+            ) from None
 
 
 def _hint(words: str) -> str:

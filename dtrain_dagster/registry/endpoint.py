@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from dtrain_dagster.clusters.azure_ml.client import words
 from dtrain_dagster.registry.answers import (
     AnswerError,
     Sample,
@@ -22,7 +23,8 @@ from dtrain_dagster.registry.answers import (
     parse_predictions,
 )
 from dtrain_dagster.registry.server import ServingError
-from dtrain_dagster.secrets import redact
+from dtrain_dagster.secrets import IDENTITY, check_token, redact, resolve
+from trainer.azure_token import credential
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,10 +33,13 @@ if TYPE_CHECKING:
 ENDPOINT_TOLERANCE = 1e-4
 """Largest difference from the job's weights computed here, as a fraction of a column's root mean square: float32 on
 another processor, with other kernels."""
+SCORING_SCOPE = "https://ml.azure.com/.default"
 _SINGLES = 5
 """Windows that are sent once more, one by one."""
 _BUSY = (408, 424, 429, 502, 503, 504)
 """What an endpoint answers while a deployment has only just come up, or is asked too much; Azure ML says 424 then."""
+_NOT_ASKED = (401, 403, 404, *_BUSY)
+"""Of the statuses of requests that are refused: those that say nothing about what was in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +78,25 @@ class ScoringEndpoint:
         return answer.status_code, answer.content
 
 
+def authorisation(token: str) -> Callable[[], dict[str, str]]:
+    """The headers of each request, from where the token is: a reference to a secret, or ``identity`` for this machine's
+    own. `SecretError` for anything else, and for a secret that cannot be had."""
+    check_token(token)
+    if token == IDENTITY:
+        return lambda: {"Authorization": f"Bearer {_own_token()}"}
+    secret = resolve(token)
+    return lambda: {"Authorization": f"Bearer {secret}"}
+
+
+def _own_token() -> str:
+    from azure.core.exceptions import AzureError
+
+    try:
+        return str(credential().get_token(SCORING_SCOPE).token)
+    except AzureError as error:
+        raise ServingError(f"cannot be asked: this machine's identity gets no token: {words(error)}") from None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
     """One question to an endpoint, and how it was answered."""
@@ -89,6 +113,8 @@ class EndpointCheck:
 
     url: str
     findings: tuple[Finding, ...]
+    status: int | None = None
+    """Of the first answer; None where nobody answered."""
     rows: int = 0
     max_relative_difference: float | None = None
     """From the job's weights; judged by the tolerance."""
@@ -98,6 +124,14 @@ class EndpointCheck:
     @property
     def passed(self) -> bool:
         return bool(self.findings) and all(item.passed for item in self.findings)
+
+    @property
+    def speaks_against_model(self) -> bool:
+        """Whether what failed is the form of this model's requests and answers. It is not where the endpoint could not
+        be asked at all, and not where it gives the numbers of another model in the right form."""
+        failed = {item.name for item in self.findings if not item.passed}
+        refused = self.status is not None and 400 <= self.status < 500 and self.status not in _NOT_ASKED
+        return bool(failed - {"answers", "equality"}) or ("answers" in failed and refused)
 
     @property
     def message(self) -> str:
@@ -141,13 +175,14 @@ def check_endpoint(
     """
     sample = load_sample(run_dir, cache_dir, rows)
     findings: list[Finding] = []
+    status: int | None = None
 
     def note(name: str, passed: bool, message: str) -> bool:
         findings.append(Finding(name=name, passed=passed, message=message))
         return passed
 
     def result(**figures: Any) -> EndpointCheck:
-        return EndpointCheck(url=redact(endpoint.url), findings=tuple(findings), **figures)
+        return EndpointCheck(url=redact(endpoint.url), findings=tuple(findings), status=status, **figures)
 
     try:
         status, body = _ask(endpoint, sample.windows, patience_seconds)
@@ -164,8 +199,8 @@ def check_endpoint(
         latency = _one_by_one(endpoint, sample, served, note)
         _refusals(endpoint, sample.windows, note)
         if endpoint.headers():
-            status, _ = endpoint.post(sample.windows[:1], authorised=False)
-            note("authorisation", status in (401, 403), f"status {status} without credentials")
+            open_to, _ = endpoint.post(sample.windows[:1], authorised=False)
+            note("authorisation", open_to in (401, 403), f"status {open_to} without credentials")
     except ServingError as error:
         note("answers", False, str(error))
         return result()

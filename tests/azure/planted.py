@@ -6,7 +6,9 @@ import base64
 import sqlite3
 import urllib.parse
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 
 MARK = "pl4nt3d"
@@ -33,7 +35,7 @@ ENVIRONMENT = {
 
 def leaks(places: Iterable[Path], secrets: Iterable[str]) -> list[str]:
     """«file: secret» for each file under ``places`` that holds one of the secrets, as it is, percent-encoded, in
-    base64, in a zip file (npz, pt) or in any text of an SQLite database."""
+    base64, compressed (gzip, zlib), in a zip file (npz, pt) or in any value of an SQLite database."""
     forms = [(secret, form) for secret in secrets for form in _forms(secret)]
     found = []
     for place in places:
@@ -55,9 +57,23 @@ def _forms(secret: str) -> Iterator[bytes]:
 def _contents(path: Path) -> Iterator[bytes]:
     data = path.read_bytes()
     yield data
+    yield _unpacked(data)
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             yield from (archive.read(name) for name in archive.namelist())
     if data.startswith(b"SQLite format 3"):  # what is in its write-ahead log is not in the file yet
-        with sqlite3.connect(path) as database:
-            yield "\n".join(database.iterdump()).encode()
+        with closing(sqlite3.connect(path)) as database:
+            for (table,) in database.execute("select name from sqlite_schema where type = 'table'").fetchall():
+                for row in database.execute(f'select * from "{table}"'):
+                    for value in row:
+                        yield str(value).encode()
+                        yield _unpacked(value)  # Dagster's snapshots of runs and their configuration
+
+
+def _unpacked(value: object) -> bytes:
+    """What was packed by gzip or zlib, empty for anything else."""
+    if not isinstance(value, bytes) or not value.startswith((b"\x1f\x8b", b"x")):
+        return b""
+    with suppress(zlib.error):
+        return zlib.decompressobj(zlib.MAX_WBITS | 32).decompress(value)  # 32: by its header
+    return b""

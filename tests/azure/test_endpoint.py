@@ -19,6 +19,7 @@ import small_job
 
 from dtrain_dagster import registry
 from dtrain_dagster.registry.answers import AnswerError, as_columns, parse_predictions
+from dtrain_dagster.registry.endpoint import Finding
 from trainer.rundir import RunDir
 
 ROW = {"mu": 0.1, "sigma": 0.2}
@@ -61,6 +62,23 @@ def test_a_row_that_is_not_as_it_must_be_is_named(rows: list[Any], says: str) ->
 def test_rows_become_columns() -> None:
     columns = as_columns([ROW, {"mu": 1, "sigma": 2.0}], 2)
     assert {name: values.tolist() for name, values in columns.items()} == {"mu": [0.1, 1.0], "sigma": [0.2, 2.0]}
+
+
+@pytest.mark.parametrize(
+    ("failed", "status", "against"),
+    [
+        (("answers",), None, False),  # nobody there
+        (("answers",), 503, False),
+        (("answers",), 401, False),
+        (("answers",), 400, True),  # windows of this shape are not taken
+        (("equality",), 200, False),  # another version
+        (("equality", "refusal"), 200, True),
+        (("schema",), 200, True),
+    ],
+)
+def test_only_another_form_speaks_against_the_model(failed: tuple[str, ...], status: int | None, against: bool) -> None:
+    findings = tuple(Finding(name=name, passed=False, message="") for name in failed)
+    assert registry.EndpointCheck(url="", findings=findings, status=status).speaks_against_model is against
 
 
 @pytest.fixture(scope="module")
@@ -269,6 +287,6 @@ def test_the_command_says_what_it_found_and_exits_with_it(
     without = CliRunner().invoke(endpoint, command)
     assert (without.exit_code, "FAIL answers: status 401" in without.output) == (1, True)
     plain = CliRunner().invoke(endpoint, [*command, "--token", "a-good-token"])
-    assert (plain.exit_code, "says where the token is" in plain.output) == (2, True)
+    assert (plain.exit_code, "say where the token is" in plain.output) == (2, True)
     unset = CliRunner().invoke(endpoint, [*command, "--token", "env:DTRAIN_NO_TOKEN"])
     assert (unset.exit_code, "env:DTRAIN_NO_TOKEN is empty or not set" in unset.output) == (2, True)

@@ -165,6 +165,9 @@ class TestProvisioning:
             ("compute.delete", "done", None): 1,
             ("compute.put", "done", None): 1,
         }
+        changes = {s["request_id"]: s["operation"] for s in stage.asked("compute.*") if s["method"] != "GET"}
+        assert {line["request_id"]: line["operation"] for line in lines} == changes, "what Azure's support asks for"
+        assert all(any(number in a.message for number in changes) for a in manager.attempts if a.decision == "next")
 
     def test_asks_before_it_buys_and_takes_what_fits(self, stage: Stage) -> None:
         manager = stage.manager(tiers=("low_priority",), subnet="nodes", vnet="net")

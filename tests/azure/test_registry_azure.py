@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import dagster as dg
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dtrain_dagster"))
@@ -20,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dtrain_dagster"))
 import small_job
 
 from dtrain_dagster import registry, secrets
+from dtrain_dagster.assets.registry import endpoint_compatible
+from dtrain_dagster.audit import AuditLog
 from dtrain_dagster.registry.azure import AzureMLRegistry, fit_tags
 from dtrain_dagster.registry.azure_endpoint import (
     DeploymentError,
@@ -31,6 +34,8 @@ from dtrain_dagster.registry.azure_endpoint import (
 )
 from dtrain_dagster.registry.azure_operations import usd_per_hour
 from dtrain_dagster.registry.versions import RegisteredModel, open_client
+from dtrain_dagster.resources import build_resources
+from dtrain_dagster.settings import Settings
 from tests.azure.azurite import missing
 from tests.azure.emulator import Emulator
 from trainer import azure_token
@@ -307,13 +312,23 @@ def checker(run_dir: str) -> Callable[[registry.ScoringEndpoint], registry.Endpo
     return lambda endpoint: registry.check_endpoint(endpoint, run_dir, patience_seconds=30)
 
 
+def configured(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, endpoint: str) -> dict[str, Any]:
+    """The resources of a project whose models have to suit this endpoint of the workspace."""
+    for name, value in workspace.emulator.environment.items():
+        if name.startswith("DTRAIN_AZURE_"):
+            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("DTRAIN_AZURE_IMAGE", "emulated.azurecr.io/dtrain:1")
+    cluster: dict[str, Any] = {"cluster": "azure_ml", "cluster_name": "dtrain", "storage": "az://dtrain"}
+    return build_resources(Settings(home=workspace.path, endpoint=endpoint, **cluster))
+
+
 def traffic(workspace: Workspace, name: str) -> dict[str, int]:
     return dict(workspace.client.online_endpoints.get(name).traffic)
 
 
 @pytest.mark.slow
 def test_a_deployment_gets_traffic_once_it_answers_and_is_taken_back_when_it_does_not(
-    workspace: Workspace, run_dir: str, model: RegisteredModel
+    workspace: Workspace, run_dir: str, model: RegisteredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     book, config = Book(), EndpointConfig(name="dtrain-quotes", instance_count=2)
     first = deploy(workspace.client, config, model, checker(run_dir), book)
@@ -323,6 +338,14 @@ def test_a_deployment_gets_traffic_once_it_answers_and_is_taken_back_when_it_doe
     assert [item.name for item in first.check.findings][-1] == "authorisation"
     assert traffic(workspace, config.name) == {name: 100}
     assert first.usd_per_hour == pytest.approx(2 * 0.23)
+    asked = {"name": model.name, "version": model.version, "run_dir": run_dir}
+    resources = configured(workspace, monkeypatch, config.name)
+    found = endpoint_compatible(**resources, registered_model=asked)
+    assert found.passed, found.metadata
+    assert found.metadata["rows"].value == 32
+    missing_one = endpoint_compatible(**configured(workspace, monkeypatch, "not-there"), registered_model=asked)
+    assert (missing_one.passed, missing_one.severity) == (False, dg.AssetCheckSeverity.WARN)
+    assert "there is no endpoint not-there" in str(missing_one.metadata["message"].value)
     assert "0.46 USD per hour until it is deleted" in first.cost_note()
     done = [operation for operation, _, outcome in book.lines if outcome == "done"]
     assert done == ["create endpoint", "create deployment", "set traffic"]
@@ -361,7 +384,10 @@ def test_a_deployment_gets_traffic_once_it_answers_and_is_taken_back_when_it_doe
     assert traffic(workspace, config.name) == {deployment_name(other): 100, name: 0}
     assert deploy(workspace.client, config, other, own).removed == (name,)
 
-    assert delete(workspace.client, config.name)
+    log = AuditLog(workspace.path)
+    assert delete(resources["cluster"].service().ml, config.name, log)
+    [deleted] = workspace.emulator.control("requests", operation="endpoint.delete")
+    assert [(line["target"], line["request_id"]) for line in log.lines()] == [(config.name, deleted["request_id"])]
     assert not delete(workspace.client, config.name)
     with pytest.raises(DeploymentError, match="there is no endpoint dtrain-quotes"):
         scoring_endpoint(workspace.client, config)

@@ -39,44 +39,6 @@ def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("https://user:pass@host/x", "https://user:[secret]@host/x"),
-        ("https://a.blob.core.windows.net/c/b?sv=1&sig=aB%2Fc%3D&se=2", None),
-        ("DefaultEndpointsProtocol=https;AccountName=a;AccountKey=Zm9v+/==;EndpointSuffix=x", None),
-        ("Authorization: Bearer eyJhbGciOi.eyJzdWIi.sig-_x", None),
-        ("http://127.0.0.1:10000/devstoreaccount1: no host has a password here", "the same"),
-        ("keyvault://vault-a/name and env:NAME are references", "the same"),
-        ("az://container/jobs/train-1", "the same"),
-    ],
-)
-def test_what_looks_like_a_credential_is_struck_out(text: str, shown: str | None) -> None:
-    struck = secrets.redact(text)
-    if shown == "the same":
-        assert struck == text
-        return
-    assert struck == (shown or struck)
-    assert secrets.STRUCK in struck
-    assert not any(part in struck for part in ("pass@", "aB%2Fc", "Zm9v", "eyJ"))
-
-
-def test_what_was_resolved_is_struck_out_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DTRAIN_X", "s3cret/with+signs")
-    assert secrets.resolve("env:DTRAIN_X") == "s3cret/with+signs"
-    document = {"a": ["slack://s3cret/with+signs", 1, None], "s3cret/with+signs": ("x?t=s3cret%2Fwith%2Bsigns",)}
-    assert secrets.redact_all(document) == {
-        "a": [f"slack://{secrets.STRUCK}", 1, None],
-        secrets.STRUCK: [f"x?t={secrets.STRUCK}"],
-    }
-
-
-def test_a_secret_inside_another_leaves_nothing_of_the_longer_one() -> None:
-    secrets.remember("abcdef")
-    secrets.remember("abcdef-and-more")
-    assert secrets.redact("x abcdef-and-more y") == f"x {secrets.STRUCK} y"
-
-
-@pytest.mark.parametrize(
     "text",
     [
         "keyvault://",
@@ -255,8 +217,10 @@ def test_a_token_does_not_go_to_who_claims_to_be_another_service(vault: Vault) -
 def test_leaks_are_found_in_every_guise(tmp_path: Path) -> None:
     """The net itself: a leak that it could not see would pass every test that uses it."""
     import base64
+    import gzip
     import sqlite3
     import zipfile
+    import zlib
     from urllib.parse import quote
 
     value = planted("net")
@@ -269,6 +233,12 @@ def test_leaks_are_found_in_every_guise(tmp_path: Path) -> None:
     database = sqlite3.connect(tmp_path / "data.db")
     database.execute("create table t (x)")
     database.execute("insert into t values (?)", [value])
+    database.commit()
+    database.close()
+    (tmp_path / "packed.gz").write_bytes(gzip.compress(b"a" * 1000 + value.encode()))
+    database = sqlite3.connect(tmp_path / "packed.db")
+    database.execute("create table t (x)")
+    database.execute("insert into t values (?)", [zlib.compress(b"a" * 1000 + value.encode())])
     database.commit()
     database.close()
     (tmp_path / "clean.txt").write_text("nothing")

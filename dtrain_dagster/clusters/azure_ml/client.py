@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dtrain_dagster.audit import redact
+from dtrain_dagster.audit import note_request_id, noted_request_id
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.secrets import redact
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -27,6 +28,9 @@ T = TypeVar("T")
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
 PASSES = {408, 429, 500, 502, 503, 504}
 CONNECT_SECONDS, READ_SECONDS = 10, 60
+CHANGES = ("PUT", "POST", "PATCH", "DELETE")
+REQUEST_ID = "x-ms-request-id"
+"""Header of every answer: what Azure's support asks for."""
 _log = logging.getLogger(__name__)
 
 
@@ -62,7 +66,6 @@ class Service:
         self._client: MLClient | None = None
         self._credential: Any = None
         self._lock = threading.Lock()
-        self._request = threading.local()
 
     @property
     def ml(self) -> MLClient:
@@ -86,7 +89,7 @@ class Service:
                     retry_backoff_factor=FIRST_PAUSE_SECONDS,
                     connection_timeout=CONNECT_SECONDS,
                     read_timeout=READ_SECONDS,
-                    raw_response_hook=self._note_request,
+                    raw_response_hook=_note_request,
                 )
             return self._client
 
@@ -99,18 +102,12 @@ class Service:
             self._credential = DefaultAzureCredential(exclude_interactive_browser_credential=True)
         return self._credential
 
-    @property
-    def request_id(self) -> str | None:
-        """The service's number of the last request of this thread that changed something."""
-        return getattr(self._request, "id", None)
-
     def call(self, what: str, ask: Callable[[], T], patience_seconds: float | None = None) -> T:
         """What ``ask`` returns; ``what``: words for messages. It may be called several times. `ServiceUnreachable` when
         patience (None: that of the options) is at its end; `ServiceRefused`, `NotFound` where the service says no."""
         patience = self.options.patience_seconds if patience_seconds is None else patience_seconds
         deadline = time.monotonic() + patience
         for pause in _pauses():
-            self._request.id = None
             try:
                 return ask()
             except ClusterError:
@@ -121,7 +118,8 @@ class Service:
                 wait = max(pause, asked_pause(error) or 0.0)
                 if time.monotonic() + wait > deadline:
                     raise ServiceUnreachable(
-                        f"{what}: Azure ML cannot be reached, tried for {patience:.0f} s: {words(error)}",
+                        f"{what}: Azure ML cannot be reached, tried for {patience:.0f} s: {words(error)}"
+                        f"{request_note(request_id_of(error))}",
                         code_of(error),
                         status_of(error),
                         request_id_of(error),
@@ -130,11 +128,12 @@ class Service:
                 time.sleep(wait)
         raise AssertionError("pauses do not end")
 
-    def _note_request(self, answer: Any) -> None:
-        """Called by the client with each answer: keep the number of the last one that changed something."""
-        response = answer.http_response
-        if response.request.method in ("PUT", "POST", "PATCH", "DELETE") and response.status_code < 400:
-            self._request.id = response.headers.get("x-ms-request-id") or self.request_id
+
+def _note_request(answer: Any) -> None:
+    """Called by the client with each answer: a request that changes something is noted for the audit log."""
+    response = answer.http_response
+    if response.request.method in CHANGES and (found := response.headers.get(REQUEST_ID)):
+        note_request_id(found)
 
 
 def _pauses() -> Iterator[float]:
@@ -200,7 +199,8 @@ def refused(what: str, error: BaseException) -> ServiceError:
     elif status == 403 or "Authorization" in code:
         message += ". The identity lacks a role: deploy/azure lists what each one needs"
     make = NotFound if status == 404 else ServiceRefused
-    return make(message, reason, code, status, request_id_of(error))
+    request_id = request_id_of(error)
+    return make(message + request_note(request_id), reason, code, status, request_id)
 
 
 def status_of(error: BaseException) -> int | None:
@@ -246,11 +246,20 @@ def asked_pause(error: BaseException) -> float | None:
 
 
 def request_id_of(error: BaseException) -> str | None:
+    """Azure's number of the request that failed. Where a long operation failed, that of the request that began it: the
+    answer that tells so is only that to a question about it."""
+    if noted := noted_request_id():
+        return noted
     for item in _chain(error):
         headers = getattr(getattr(item, "response", None), "headers", None) or {}
-        if found := headers.get("x-ms-request-id"):
+        if found := headers.get(REQUEST_ID):
             return str(found)
     return None
+
+
+def request_note(request_id: str | None) -> str:
+    """For the end of a message; nothing where no answer came."""
+    return f" (Azure's request {request_id})" if request_id else ""
 
 
 def own_environment() -> dict[str, str]:

@@ -106,12 +106,11 @@ class Jobs:
         details = {name: record[name] for name in ("job_id", "launch", "compute", "sku", "tier", "node_count")}
         with tempfile.TemporaryDirectory(prefix="dtrain-code-") as folder:
             stage_code(Path(folder), factories(rundir))
-            with self.audit.operation("job.submit", record["job_name"], **details) as entry:
+            with self.audit.operation("job.submit", record["job_name"], **details):
                 job = self._describe(record, folder)
                 self.service.call(
                     f"submit job {record['job_name']}", lambda: self.service.ml.jobs.create_or_update(job)
                 )
-                entry.request_id = self.service.request_id
 
     def _describe(self, record: Record, folder: str) -> Any:
         from azure.ai.ml import command
@@ -152,7 +151,7 @@ class Jobs:
 
     def cancel(self, name: str, why: str, patience_seconds: float | None = None) -> None:
         """Tell the service to end the job; nothing happens if it has ended, or is not there."""
-        with self.audit.operation("job.cancel", name, why=why) as entry:
+        with self.audit.operation("job.cancel", name, why=why):
             try:
                 self.service.call(
                     f"cancel job {name}", lambda: self.service.ml.jobs.begin_cancel(name), patience_seconds
@@ -165,7 +164,6 @@ class Jobs:
                 found = self.get(name, patience_seconds)
                 if found is not None and not found.is_over:
                     raise
-            entry.request_id = self.service.request_id
 
     def active(self) -> list[ServiceJob]:
         """Jobs of this cluster that have not ended, as the workspace lists them."""

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dtrain_dagster.audit import AuditLog, redact
+from dtrain_dagster.audit import AuditLog
 from dtrain_dagster.clusters.azure_ml import orphans as orphanage
 from dtrain_dagster.clusters.azure_ml.capacity import Attempt, Choice
 from dtrain_dagster.clusters.azure_ml.client import Service, ServiceError
@@ -36,6 +36,7 @@ from dtrain_dagster.clusters.base import (
     NodeHealth,
     NodeUsage,
 )
+from dtrain_dagster.secrets import redact
 from trainer.rundir import LAUNCH, STATUS, RunDir
 from trainer.storage import Storage
 

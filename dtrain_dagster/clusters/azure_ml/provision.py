@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.audit import AuditLog, redact
+from dtrain_dagster.audit import AuditLog, noted_request_id
 from dtrain_dagster.clusters.azure_ml.capacity import (
     Attempt,
     Choice,
@@ -28,8 +28,16 @@ from dtrain_dagster.clusters.azure_ml.capacity import (
     size_of,
     value_of,
 )
-from dtrain_dagster.clusters.azure_ml.client import NotFound, Service, ServiceError, ServiceRefused, ServiceUnreachable
+from dtrain_dagster.clusters.azure_ml.client import (
+    NotFound,
+    Service,
+    ServiceError,
+    ServiceRefused,
+    ServiceUnreachable,
+    request_note,
+)
 from dtrain_dagster.clusters.base import ClusterError, NoCapacityError
+from dtrain_dagster.secrets import redact
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import AmlCompute
@@ -157,10 +165,9 @@ class Provisioner:
         failure: ServiceError | None = None
         is_new = self.settled(name) is None
         try:
-            with self.audit.operation("compute.put", name, sku=choice.sku, tier=choice.tier, max_nodes=most) as entry:
+            with self.audit.operation("compute.put", name, sku=choice.sku, tier=choice.tier, max_nodes=most):
                 body = self._describe(choice, name, most, tags)
                 self._run(f"make compute {name}", lambda: self.service.ml.compute.begin_create_or_update(body))
-                entry.request_id = self.service.request_id
         except ServiceError as error:
             failure = error
         timed_out = failure is not None and failure.code == TIMED_OUT
@@ -177,7 +184,8 @@ class Provisioner:
         if isinstance(failure, ServiceUnreachable):
             raise failure
         reason = failure.reason if isinstance(failure, ServiceRefused) else str(failure)
-        return classify(failure.code, reason, failure.status)
+        refusal = classify(failure.code, reason, failure.status)
+        return replace(refusal, message=refusal.message + request_note(failure.request_id))
 
     def _run(self, what: str, begin: Any) -> None:
         """A long-running operation, to its end. How it stands is in the compute; here only errors matter."""
@@ -188,7 +196,7 @@ class Provisioner:
             poller.wait(max(0.1, deadline - time.monotonic()))
             if not poller.done():
                 message = f"{what}: not done after {self.options.operation_seconds:.0f} s"
-                raise ServiceRefused(message, "it does not end", TIMED_OUT, 200, self.service.request_id)
+                raise ServiceRefused(message, "it does not end", TIMED_OUT, 200, noted_request_id())
 
         try:
             self.service.call(what, wait, patience_seconds=0.0)
@@ -212,12 +220,11 @@ class Provisioner:
     def delete(self, name: str) -> None:
         """Delete a compute, and what runs on it with it; nothing happens where there is none. `ServiceError` if it is
         still there afterwards."""
-        with self.audit.operation("compute.delete", name) as entry:
+        with self.audit.operation("compute.delete", name):
             try:
                 self._run(f"delete compute {name}", lambda: self.service.ml.compute.begin_delete(name))
             except NotFound:
                 return
-            entry.request_id = self.service.request_id
             left = self.settled(name)
             if left is not None:
                 raise ServiceError(

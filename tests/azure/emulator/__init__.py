@@ -10,6 +10,7 @@ but assumed here:
 - cancelling a job that has ended is 400; a job for more nodes than its cluster may have fails instead of waiting;
 - the codes and words of refusals, of quota and of preemption;
 - a scoring URI takes ``input_data`` only, and answers with the bare predictions;
+- every answer has an ``x-ms-request-id`` of its own, a GUID;
 - how long anything takes. Times in answers are those of the emulator's clock, tokens live by the real one.
 """
 

@@ -96,6 +96,7 @@ class Surface:
         async def recording(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-ms-request-id", record.request_id.encode())]
             await send(message)
 
         try:

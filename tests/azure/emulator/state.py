@@ -198,6 +198,8 @@ class Request:
     body: Any
     status: int | None = None
     fault: str | None = None
+    request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    """As it is in the answer's header."""
 
 
 @dataclass(slots=True, kw_only=True)
