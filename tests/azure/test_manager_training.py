@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
-from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.base import JobSpec, JobState
-from tests.azure.azurite import missing
 from tests.azure.emulator import Emulator
+from tests.azure.workspace import options
 from tests.dtrain_dagster.small_job import write_dataset
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.rundir import LAUNCH, RESULT, RunDir
@@ -21,28 +19,12 @@ from trainer.rundir import LAUNCH, RESULT, RunDir
 JOB_ID = "train-three-nodes"
 
 
-@pytest.fixture
-def emulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
-    if why := missing():
-        pytest.skip(why)
-    with Emulator(tmp_path / "emulator") as found:
-        found.use(monkeypatch)
-        yield found
-
-
 @pytest.mark.slow
-def test_a_training_goes_on_from_its_checkpoint_when_a_node_is_lost(emulator: Emulator, tmp_path: Path) -> None:
-    environment = emulator.environment
-    options = AzureMLOptions(
-        subscription_id=environment["DTRAIN_AZURE_SUBSCRIPTION_ID"],
-        resource_group=environment["DTRAIN_AZURE_RESOURCE_GROUP"],
-        workspace=environment["DTRAIN_AZURE_WORKSPACE"],
-        container=environment["DTRAIN_AZURE_CONTAINER"],
-        image="registry.example/dtrain:1",
-        poll_seconds=0.5,
-        polling_interval_seconds=1,
-    )
-    manager = AzureMLClusterManager(options, tmp_path / "home", dagster_run_id="run-1")
+def test_a_training_goes_on_from_its_checkpoint_when_a_node_is_lost(
+    emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.use(monkeypatch)
+    manager = AzureMLClusterManager(options(emulator), tmp_path / "home", dagster_run_id="run-1")
     dataset = write_dataset(tmp_path / "dataset")
     rundir = RunDir(f"{manager.jobs_uri}/{JOB_ID}")
     job = JobConfig(
@@ -70,7 +52,7 @@ def test_a_training_goes_on_from_its_checkpoint_when_a_node_is_lost(emulator: Em
     _wait(manager, lambda: rundir.latest_checkpoint() is not None)
     emulator.control("fault", fault="lose", job=f"{JOB_ID}-l1", node=1)
 
-    follower = AzureMLClusterManager(options, tmp_path / "home", dagster_run_id="run-2")  # the first has died
+    follower = AzureMLClusterManager(options(emulator), tmp_path / "home", dagster_run_id="run-2")  # the first has died
     _wait(follower, lambda: follower.job_status(JOB_ID).state.is_final)
 
     status, launch = follower.job_status(JOB_ID), rundir.read_json(LAUNCH)

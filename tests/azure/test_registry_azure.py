@@ -31,7 +31,6 @@ from dtrain_dagster.registry.azure_endpoint import (
 )
 from dtrain_dagster.registry.azure_operations import usd_per_hour
 from dtrain_dagster.registry.versions import RegisteredModel, open_client
-from tests.azure.azurite import missing
 from tests.azure.emulator import Emulator
 from trainer import azure_token
 from trainer.gate import Gate
@@ -116,11 +115,9 @@ class Workspace:
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
-    if why := missing():
-        pytest.skip(why)
+def workspace(emulator: Emulator, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
     path = tmp_path_factory.mktemp("azure")
-    with pytest.MonkeyPatch.context() as patch, Emulator(path / "cloud") as emulator:
+    with pytest.MonkeyPatch.context() as patch:
         emulator.use(patch)
         patch.setenv("DTRAIN_CACHE", str(path / "cache"))
         patch.setenv("MLFLOW_TRACKING_AUTH", "")
