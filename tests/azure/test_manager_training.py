@@ -1,4 +1,4 @@
-"""Three nodes train on the emulator, a node is lost with its job, and the next launch goes on from the checkpoint."""
+"""Two nodes train on the emulator, a node is lost with its job, and the next launch goes on from the checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.dtrain_dagster.small_job import write_dataset
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.rundir import LAUNCH, RESULT, RunDir
 
-JOB_ID = "train-three-nodes"
+JOB_ID = "train-two-nodes"
 
 
 @pytest.mark.slow
@@ -34,17 +34,17 @@ def test_a_training_goes_on_from_its_checkpoint_when_a_node_is_lost(
         model=FactoryConfig(factory="tcn"),
         loss=FactoryConfig(factory="student_t"),
         training=DistributedTrainingConfig(
-            world_size=3, max_steps=150, checkpoint_frequency=10, warmup_steps=5, threads_per_rank=1, epochs=100
+            world_size=2, max_steps=150, checkpoint_frequency=10, warmup_steps=5, threads_per_rank=1, epochs=100
         ),
         tracking=TrackingConfig(tensorboard=False),
     )
     rundir.write_job(job)
-    manager.provision_cluster(3, "Standard_NC6s_v3")
+    manager.provision_cluster(2, "Standard_NC6s_v3")
     spec = JobSpec(
         job_id=JOB_ID,
         run_dir=rundir.uri,
         command=(sys.executable, "-m", "trainer", "--config", f"{rundir.uri}/job.json"),
-        node_count=3,
+        node_count=2,
         elastic=True,
         env={"DTRAIN_CACHE": str(tmp_path / "cache")},
     )
@@ -59,11 +59,11 @@ def test_a_training_goes_on_from_its_checkpoint_when_a_node_is_lost(
     assert status.state is JobState.SUCCEEDED, status.message
     result = rundir.read_json(RESULT)
     assert (result["status"], result["steps"], result["launch"]) == ("succeeded", 150, 2)
-    assert (launch["launch"], launch["node_count"]) == (2, 3)
+    assert (launch["launch"], launch["node_count"]) == (2, 2)
     assert list(rundir.events("resume")), "the second launch went on from a checkpoint"
     assert result["weights_equal_on_ranks"]
     usage = follower.node_usage(JOB_ID)
-    assert len(usage) == 6
+    assert len(usage) == 4
     assert all(stay.ended_at > stay.started_at and stay.sku == "Standard_NC6s_v3" for stay in usage)
     bought = emulator.control("bought")["jobs"]
     assert set(bought) == {f"{JOB_ID}-l1", f"{JOB_ID}-l2"}

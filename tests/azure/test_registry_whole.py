@@ -77,8 +77,6 @@ def test_nodes_report_by_their_identity_and_the_model_carries_it(
     assert model.run_id == run.info.run_id
     assert model.tags["world_size_history"] == "2"
     assert model.tags["checkpoint_uri"] == f"{run_dir}/{result['checkpoint']}"
-    check = models.check_serving(run_dir, model, cache_dir=None)
-    assert check.passed, check.message
     here = tmp_path / "blobs"
     for kind in ("", "events", "logs", "nodes", "membership"):
         storage = Storage(f"{run_dir}/{kind}".rstrip("/"))
