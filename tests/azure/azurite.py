@@ -15,11 +15,14 @@ from collections import deque
 from pathlib import Path
 from types import TracebackType
 
+from tests.azure.ending import end
+
 VERSION = "3.37.0"
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """The account and key that every Azurite has; they are public."""
 START_SECONDS = 60.0
+STOP_SECONDS = 10.0
 SYSTEM_AUTHORITIES = "/etc/ssl/certs/ca-certificates.crt"
 _LISTENS = re.compile(r"listens on (https?)://([\d.]+):(\d+)")
 _MAIN = "node_modules/azurite/dist/src/blob/main.js"
@@ -121,16 +124,8 @@ class Azurite:
     def stop(self) -> None:
         """End it; again without harm."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if process.stdin:
-            process.stdin.close()
+        if process is not None:
+            end(process, STOP_SECONDS)
 
     @property
     def pid(self) -> int:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import os
 import sys
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,13 +15,20 @@ sys.path.insert(
 )  # for tests.azure.azurite and tests.azure.emulator, here and in processes
 
 from tests.azure.azurite import Azurite, missing
+from tests.azure.emulator import Emulator
+from tests.azure.emulator.contract import schemas_folder, violations
 
 
 @pytest.fixture(scope="session")
-def azurite() -> Iterator[Azurite]:
-    """A storage account for the whole session, found by key. Its containers are shared: make one of your own."""
+def azurite_installed() -> None:
+    """Skips where storage cannot be emulated. A fixture, since the first one that asks installs it."""
     if why := missing():
         pytest.skip(why)
+
+
+@pytest.fixture(scope="session")
+def azurite(azurite_installed: None) -> Iterator[Azurite]:
+    """A storage account for the whole session, found by key. Its containers are shared: make one of your own."""
     with Azurite() as account:
         yield account
 
@@ -37,3 +47,46 @@ def container(azurite: Azurite, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
         return f"az://{name}"
 
     return make
+
+
+@pytest.fixture(scope="module")
+def emulator(azurite_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulator]:
+    """A workspace for the tests of one file. Whatever they PUT is held against Azure's schemas in the end."""
+    with Emulator(tmp_path_factory.mktemp("emulator")) as started:
+        yield started
+        if (schemas := schemas_folder()) is not None:
+            assert violations(started.control("requests"), schemas) == []
+
+
+@pytest.fixture(scope="module")
+def client(emulator: Emulator) -> Iterator[Any]:
+    """The SDK's client of that workspace, in a process that takes the emulator for Azure."""
+    with pytest.MonkeyPatch.context() as patch:
+        emulator.use(patch)
+        yield new_client()
+
+
+@pytest.fixture
+def stage(emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> Iterator[Any]:
+    """A cluster's `Stage`. After each test: nothing left Failed, and everything that it bought given back."""
+    from tests.azure.stage import Stage  # and with it the client's packages
+
+    emulator.control("timing", allocation_retry_seconds=0.3, grace_seconds=1.0)
+    emulator.use(monkeypatch)
+    made = Stage(emulator, tmp_path, f"t{zlib.crc32(request.node.name.encode()) % 10**6}")
+    yield made
+    emulator.control("clear")
+    states = {name: compute["state"] for name, compute in made.computes().items()}
+    made.manager().cleanup_cluster()
+    assert "Failed" not in states.values()
+    assert not made.computes()
+    assert not [name for name, job in made.jobs().items() if job["status"] not in ("Completed", "Failed", "Canceled")]
+
+
+def new_client() -> Any:
+    """Of the workspace that the environment names."""
+    from azure.ai.ml import MLClient
+    from azure.identity import DefaultAzureCredential
+
+    where = [os.environ[f"DTRAIN_AZURE_{name}"] for name in ("SUBSCRIPTION_ID", "RESOURCE_GROUP", "WORKSPACE")]
+    return MLClient(DefaultAzureCredential(), *where)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 
-from tests.azure.azurite import missing
 from tests.azure.emulator import Emulator
 from trainer import blob
 from trainer.storage import Storage
@@ -15,24 +13,21 @@ from trainer.storage import Storage
 
 @pytest.mark.slow
 def test_an_identity_opens_storage_without_a_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if why := missing():
-        pytest.skip(why)
     monkeypatch.setattr(blob, "BLOCK_BYTES", 1000)
     caplog.set_level(logging.INFO)
-    with Emulator(tmp_path / "emulator") as emulator:
-        emulator.use(monkeypatch)
-        storage = Storage(f"az://{emulator.environment['DTRAIN_AZURE_CONTAINER']}/jobs/one")
-        storage.write("large", b"x" * 4500)
-        storage.create("a/once", b"1")
-        with pytest.raises(FileExistsError):
-            storage.create("a/once", b"2")
-        assert storage.swap("a/pointer", None, b"1")
-        assert storage.swap("a/pointer", b"1", b"2")
-        assert storage.read("large") == b"x" * 4500
-        assert storage.list() == ["a", "large"]
-        storage.delete("a")
-        assert storage.list() == ["large"]
+    emulator.use(monkeypatch)
+    storage = Storage(f"az://{emulator.environment['DTRAIN_AZURE_CONTAINER']}/jobs/one")
+    storage.write("large", b"x" * 4500)
+    storage.create("a/once", b"1")
+    with pytest.raises(FileExistsError):
+        storage.create("a/once", b"2")
+    assert storage.swap("a/pointer", None, b"1")
+    assert storage.swap("a/pointer", b"1", b"2")
+    assert storage.read("large") == b"x" * 4500
+    assert storage.list() == ["a", "large"]
+    storage.delete("a")
+    assert storage.list() == ["large"]
     assert "Bearer" not in caplog.text
     assert not [record for record in caplog.records if record.name.startswith("azure.core")], "no line for each request"

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.azure.azurite import missing
 from tests.azure.emulator import Emulator
-from tests.azure.emulator.contract import schemas_folder, violations
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
-SCHEMAS = schemas_folder()
+pytestmark = pytest.mark.slow
 SUMS = """
 import mlflow
 from mlflow.models import set_model
@@ -36,25 +31,6 @@ headers = {"Authorization": "Bearer " + os.environ["MLFLOW_TRACKING_TOKEN"], "Co
 urllib.request.urlopen(urllib.request.Request(url, json.dumps(metric).encode(), headers))
 """
 """What MLflow's client does, without the seconds of its import."""
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulator]:
-    with Emulator(tmp_path_factory.mktemp("azure")) as started:
-        yield started
-        if SCHEMAS is not None:
-            assert violations(started.control("requests"), SCHEMAS) == []
-
-
-@pytest.fixture(scope="module")
-def client(emulator: Emulator) -> Iterator[Any]:
-    from azure.ai.ml import MLClient
-    from azure.identity import DefaultAzureCredential
-
-    with pytest.MonkeyPatch.context() as patch:
-        emulator.use(patch)
-        where = [os.environ[f"DTRAIN_AZURE_{name}"] for name in ("SUBSCRIPTION_ID", "RESOURCE_GROUP", "WORKSPACE")]
-        yield MLClient(DefaultAzureCredential(), *where)
 
 
 @pytest.fixture(scope="module")

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
-from tests.azure.azurite import missing
 from tests.azure.emulator import Emulator
-from tests.azure.emulator.contract import schemas_folder, violations
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = pytest.mark.slow
 SIZE = "Standard_NC6s_v3"
-SCHEMAS = schemas_folder()
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulator]:
-    with Emulator(tmp_path_factory.mktemp("azure")) as started:
-        yield started
-        if SCHEMAS is not None:
-            assert violations(started.control("requests"), SCHEMAS) == []
-
-
-@pytest.fixture(scope="module")
-def client(emulator: Emulator) -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        emulator.use(patch)
-        yield new_client()
 
 
 @pytest.fixture(autouse=True)
@@ -43,14 +23,6 @@ def _no_faults_left(emulator: Emulator) -> Iterator[None]:
     emulator.control("timing", **timing)
     # Quotas count live nodes: what a test bought must not be in the way of the next.
     emulator.control("clock", advance_seconds=3600)
-
-
-def new_client() -> Any:
-    from azure.ai.ml import MLClient
-    from azure.identity import DefaultAzureCredential
-
-    where = [os.environ[f"DTRAIN_AZURE_{name}"] for name in ("SUBSCRIPTION_ID", "RESOURCE_GROUP", "WORKSPACE")]
-    return MLClient(DefaultAzureCredential(), *where)
 
 
 def compute(name: str, **more: Any) -> Any:
@@ -263,6 +235,6 @@ def test_the_control_port_says_what_it_does_not_know(emulator: Emulator) -> None
 
 
 def test_the_folder_for_a_person_is_complete(emulator: Emulator) -> None:
-    written = Path(emulator.folder / "azure.env").read_text()
+    written = (emulator.folder / "azure.env").read_text()
     assert all(f"export {name}=" in written for name in emulator.environment)
     assert (emulator.folder / "azure.env").stat().st_mode & 0o077 == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,12 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.azure.azurite import missing
 from tests.azure.emulator import Emulator
-from tests.azure.emulator.contract import schemas_folder, violations
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
-SCHEMAS = schemas_folder()
+pytestmark = pytest.mark.slow
 TERMINAL = ("Completed", "Failed", "Canceled")
 SAY = """
 import json, os, signal, sys, time
@@ -32,24 +28,13 @@ sys.exit(int(sys.argv[2]))
 
 
 @pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulator]:
-    with Emulator(tmp_path_factory.mktemp("azure")) as started:
-        yield started
-        if SCHEMAS is not None:
-            assert violations(started.control("requests"), SCHEMAS) == []
-
-
-@pytest.fixture(scope="module")
-def client(emulator: Emulator) -> Iterator[Any]:
+def client(client: Any) -> Any:
+    """With a cluster of three nodes."""
     from azure.ai.ml.entities import AmlCompute
 
-    with pytest.MonkeyPatch.context() as patch:
-        emulator.use(patch)
-        made = new_client()
-        made.compute.begin_create_or_update(
-            AmlCompute(name="gpu", size="Standard_NC6s_v3", max_instances=3, idle_time_before_scale_down=600)
-        ).result()
-        yield made
+    gpu = AmlCompute(name="gpu", size="Standard_NC6s_v3", max_instances=3, idle_time_before_scale_down=600)
+    client.compute.begin_create_or_update(gpu).result()
+    return client
 
 
 @pytest.fixture(autouse=True)
@@ -96,14 +81,6 @@ def submit(client: Any, code: Path) -> Callable[..., Any]:
         return client.jobs.create_or_update(job)
 
     return submit
-
-
-def new_client() -> Any:
-    from azure.ai.ml import MLClient
-    from azure.identity import DefaultAzureCredential
-
-    where = [os.environ[f"DTRAIN_AZURE_{name}"] for name in ("SUBSCRIPTION_ID", "RESOURCE_GROUP", "WORKSPACE")]
-    return MLClient(DefaultAzureCredential(), *where)
 
 
 def wait(condition: Callable[[], Any]) -> Any:

@@ -13,10 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.azure.azurite import missing
 from tests.azure.emulator import ROOT, Emulator
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("azurite_installed")]
 
 
 def submit_endless_job() -> None:

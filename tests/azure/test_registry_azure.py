@@ -36,7 +36,6 @@ from dtrain_dagster.registry.azure_operations import usd_per_hour
 from dtrain_dagster.registry.versions import RegisteredModel, open_client
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings import Settings
-from tests.azure.azurite import missing
 from tests.azure.emulator import Emulator
 from trainer import azure_token
 from trainer.gate import Gate
@@ -121,11 +120,9 @@ class Workspace:
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
-    if why := missing():
-        pytest.skip(why)
+def workspace(emulator: Emulator, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
     path = tmp_path_factory.mktemp("azure")
-    with pytest.MonkeyPatch.context() as patch, Emulator(path / "cloud") as emulator:
+    with pytest.MonkeyPatch.context() as patch:
         emulator.use(patch)
         patch.setenv("DTRAIN_CACHE", str(path / "cache"))
         patch.setenv("MLFLOW_TRACKING_AUTH", "")

@@ -76,7 +76,8 @@ def test_a_run_is_watched_live_terminated_and_found_again(dagster: Dagster):
 
 
 def test_a_failing_model_fails_the_run_before_the_training_is_bought(dagster: Dagster):
-    config = {"ops": {"cost_estimate": {"config": {"model": "no_such_module:make"}}}}
+    options = {"model": "examples.own_model.model:make_model", "model_args": {"no_such_argument": 1}}
+    config = {"ops": {"cost_estimate": {"config": options}}}
     trained = jobs_started(dagster)
     run_id = dagster.launch(*GRAPH, config=config)
     wait_for(lambda: dagster.status(run_id) in ENDED, 120, "the run to end")
@@ -87,7 +88,7 @@ def test_a_failing_model_fails_the_run_before_the_training_is_bought(dagster: Da
         "... on ExecutionStepFailureEvent { error { message causes { message } } } } } } }"
     )
     failures = str(dagster.query(text, id=run_id))
-    assert "no_such_module" in failures
+    assert "no_such_argument" in failures
 
 
 def test_sensors_and_schedule_are_there_and_stand_as_meant(dagster: Dagster):

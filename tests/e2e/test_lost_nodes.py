@@ -63,9 +63,18 @@ class Killer(threading.Thread):
             return
 
 
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards and their canaries are made by the first test and found by the others."""
+    return tmp_path_factory.mktemp("datasets")
+
+
 @pytest.fixture
-def small(job: dg.JobDefinition, tmp_path: Path) -> Callable[..., Any]:
+def small(job: dg.JobDefinition, datasets: Path, tmp_path: Path) -> Callable[..., Any]:
     """Materialize up to the checkpoint, in this process, on an instance that stays."""
+    storage = tmp_path / "home" / "storage"
+    storage.mkdir(parents=True)
+    (storage / "datasets").symlink_to(datasets)
 
     def materialize(instance: dg.DagsterInstance, **more: Any) -> dg.ExecuteInProcessResult:
         return run(job, instance, selection=GRAPH, **{**LONG, "more": more})

@@ -1,31 +1,23 @@
-"""Nodes that come and go: processes of the trainer, each with the environment that a cluster gives it.
-
-They are forked from a process that has torch loaded already, so that a node is there within a moment.
-"""
+"""Nodes that come and go: processes of the trainer, each with the environment that a cluster gives it."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
-from worlds import Job
+from worlds import FORKS, Job, be_rank
 
-from trainer.__main__ import run
 from trainer.consumed import unproven
 from trainer.membership import Generation, generations
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "trainer.run", "trainer.__main__"])
 PATIENCE = 100.0
 """Seconds after which a test fails that waits for something."""
 QUICK = {"health_check_seconds": 0.3, "peer_timeout_seconds": 20}
@@ -44,6 +36,8 @@ class Nodes:
         """Start these nodes of a planned world; all of them, if none is named."""
         for node in nodes or range(world):
             environment = {
+                **os.environ,
+                "PYTHONPATH": str(Path(__file__).parent),
                 **self.environment,
                 "RANK": str(node),
                 "LOCAL_RANK": "0",
@@ -57,7 +51,8 @@ class Nodes:
                 "DTRAIN_FAULTS": json.dumps(faults),
             }
             log = self.job.run_dir / f"log-{node}.txt"
-            self.processes[node] = CONTEXT.Process(target=_be_node, args=(str(self._path), environment, str(log)))
+            given = ["--config", str(self._path)]
+            self.processes[node] = FORKS.Process(target=be_rank, args=(given, environment, str(log)))
             self.processes[node].start()
         return self
 
@@ -110,19 +105,6 @@ class Nodes:
             if process.pid is not None:
                 process.kill()
                 process.join()
-
-
-def _be_node(config: str, environment: Mapping[str, str], log: str) -> None:
-    os.setpgid(0, 0)
-    with open(log, "a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    for name in list(os.environ):
-        if name.startswith("DTRAIN_"):
-            del os.environ[name]
-    os.environ.update(environment)
-    sys.path.insert(0, str(Path(__file__).parent))
-    sys.exit(run(["--config", config]))
 
 
 def weights(job: Job) -> dict[str, torch.Tensor]:

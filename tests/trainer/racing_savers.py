@@ -1,12 +1,14 @@
-"""A writer of one generation that saves without end. ``python racing_savers.py DIR GENERATION [SAVES]``
+"""Two processes that write checkpoints into one run directory, and what must come of it.
 
-A generation above 1 waits for a line on its standard input, fences, and says where LATEST pointed then. Prints a line
-of JSON for each save: its step, and whether it counts. Ends after ten saves in a row that did not.
+``python racing_savers.py DIR GENERATION SAVES`` is one of them; a generation above 1 waits for a line on its standard
+input, fences, and says where LATEST pointed then. Prints a line of JSON for each save: its step, and whether it counts.
+Ends after ten saves in a row that did not.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from typing import Any
 
@@ -16,27 +18,65 @@ from trainer import swap
 from trainer.checkpoint import LATEST, CheckpointManager
 from trainer.rundir import RunDir
 
-swap.PATIENCE_SECONDS = 0.0005  # so that the lock is taken from writers that are slow, and not only from frozen ones
-folder, generation = sys.argv[1], int(sys.argv[2])
-rundir = RunDir(folder)
+
+def race(uri: str, saves: int) -> None:
+    """The older generation saves without end, until the newer one fences it out and saves so often: nothing of the
+    older counts after that."""
+    command = [sys.executable, __file__, uri]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (
+        subprocess.Popen([*command, "1", "100000"], **pipes) as old,
+        subprocess.Popen([*command, "2", str(saves)], **pipes) as new,
+    ):
+        try:
+            lines = [old.stdout.readline() for _ in range(3)]
+            assert new.stdout.readline() == "ready\n"
+            new.stdin.write("fence\n")
+            new.stdin.flush()
+            rundir, seen = RunDir(uri), []
+            while new.poll() is None:
+                seen.append(rundir.read_json(LATEST))
+            lines += old.stdout.readlines()
+            fence, *renewed = [json.loads(line) for line in new.stdout.readlines()]
+        finally:
+            old.kill()
+            new.kill()
+    fenced = [json.loads(line) for line in lines]
+    counted = [line["step"] for line in fenced if line["kind"] == "checkpoint"]
+    assert counted == list(range(1, fence["step"] + 1)), "not one after the fence"
+    refused = fenced[len(counted) :]
+    assert len(refused) == 10
+    assert all("generation 2 writes the checkpoints now" in line["message"] for line in refused)
+    assert [line["step"] for line in renewed if line["kind"] == "checkpoint"] == list(range(1, saves + 1))
+    generations = [pointer["generation"] for pointer in seen if pointer]
+    assert generations == sorted(generations)
+    assert (rundir.read_json(LATEST) or {})["path"] == f"checkpoints/g0002-s{saves:09d}"
 
 
-def report(kind: str, **fields: Any) -> None:
-    print(json.dumps({"kind": kind, "step": fields["step"], "message": fields.get("message")}), flush=True)
+def main(folder: str, generation: int, saves: int) -> None:
+    swap.PATIENCE_SECONDS = (
+        0.0005  # so that the lock is taken from writers that are slow, and not only from frozen ones
+    )
+    rundir = RunDir(folder)
+
+    def report(kind: str, **fields: Any) -> None:
+        print(json.dumps({"kind": kind, "step": fields["step"], "message": fields.get("message")}), flush=True)
+
+    checkpoints = CheckpointManager(rundir, 3, "this", report)
+    if generation > 1:
+        print("ready", flush=True)
+        sys.stdin.readline()
+        checkpoints.fence(generation)
+        print(json.dumps({"kind": "fence", "step": (rundir.read_json(LATEST) or {})["step"]}), flush=True)
+    failed = 0
+    for step in range(1, saves + 1):
+        before = checkpoints.committed_step()
+        checkpoints.save({"model": torch.full((1000,), float(step))}, step, generation, is_best=step % 3 == 0)
+        checkpoints.wait()
+        failed = failed + 1 if checkpoints.committed_step() == before else 0
+        if failed == 10:
+            break
 
 
-checkpoints = CheckpointManager(rundir, 3, "this", report)
-if generation > 1:
-    print("ready", flush=True)
-    sys.stdin.readline()
-    checkpoints.fence(generation)
-    print(json.dumps({"kind": "fence", "step": (rundir.read_json(LATEST) or {})["step"]}), flush=True)
-failed = 0
-saves = int(sys.argv[3]) if len(sys.argv) > 3 else 40
-for step in range(1, saves + 1 if generation > 1 else 100_000):
-    before = checkpoints.committed_step()
-    checkpoints.save({"model": torch.full((1000,), float(step))}, step, generation, is_best=step % 3 == 0)
-    checkpoints.wait()
-    failed = failed + 1 if checkpoints.committed_step() == before else 0
-    if failed == 10:
-        break
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import torch
-from elastic_nodes import CONTEXT
+from worlds import FORKS
 
 from trainer.config import TLSConfig
 from trainer.star import Star, StarError
@@ -49,9 +49,9 @@ class Rank:
                  timeout: float = PATIENCE, forming: float = PATIENCE, token: str = TOKEN,
                  tls: TLSConfig | None = None) -> None:  # fmt: skip
         self.rank = rank
-        self._pipe, theirs = CONTEXT.Pipe()
+        self._pipe, theirs = FORKS.Pipe()
         options = (where, rank, size, timeout, forming, token, tls)
-        self.process = CONTEXT.Process(target=_be, args=(theirs, options, work, arguments), daemon=True)
+        self.process = FORKS.Process(target=_be, args=(theirs, options, work, arguments), daemon=True)
         self.process.start()
         theirs.close()
 

@@ -58,7 +58,7 @@ def test_planting_changes_one_number_and_not_the_data_beneath(market: Market) ->
 
 @pytest.mark.slow
 def test_canaries_on_a_market_without_leaks(market: Market) -> None:
-    result = run_canaries(market, steps=60)
+    result = run_canaries(market, steps=30)
     assert result["passed"], result["reasons"]
     trials = result["trials"]
     assert trials["control"]["nll"] < result["constant_nll"]  # so that shuffled labels had something to miss

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from broken_storage import BrokenFileSystem
+from racing_savers import race
 
 import trainer.writer
 from trainer.checkpoint import BEST, LATEST, CheckpointManager
@@ -67,33 +68,8 @@ def test_killed_in_the_middle_of_writing_the_state(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_of_two_racing_writers_the_fenced_out_never_wins(tmp_path: Path) -> None:
     """Real processes on one folder, the lock taken from each other all the time."""
-    folder = str(tmp_path / "run")
-    command = [sys.executable, str(HERE / "racing_savers.py"), folder]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*command, "1"], **pipes) as old, subprocess.Popen([*command, "2"], **pipes) as new:
-        try:
-            lines = [old.stdout.readline() for _ in range(3)]
-            assert new.stdout.readline() == "ready\n"
-            new.stdin.write("fence\n")
-            new.stdin.flush()
-            rundir, seen = RunDir(folder), []
-            while new.poll() is None:
-                seen.append(rundir.read_json(LATEST))
-            lines += old.stdout.readlines()
-            fence, *renewed = [json.loads(line) for line in new.stdout.readlines()]
-        finally:
-            old.kill()
-            new.kill()
-    fenced = [json.loads(line) for line in lines]
-    counted = [line["step"] for line in fenced if line["kind"] == "checkpoint"]
-    assert counted == list(range(1, fence["step"] + 1))  # not one after the fence
-    refused = fenced[len(counted) :]
-    assert len(refused) == 10
-    assert all("generation 2 writes the checkpoints now" in line["message"] for line in refused)
-    assert [line["step"] for line in renewed if line["kind"] == "checkpoint"] == list(range(1, 41))
-    generations = [pointer["generation"] for pointer in seen if pointer]
-    assert generations == sorted(generations)
-    assert (rundir.read_json(LATEST) or {})["path"] == "checkpoints/g0002-s000000040"
+    race(str(tmp_path / "run"), saves=40)
+    rundir = RunDir(str(tmp_path / "run"))
     assert (rundir.read_json(BEST) or {})["path"] == "checkpoints/g0002-s000000039"
     checkpoints = CheckpointManager(rundir, 3, "this")
     assert [folder[-16:-10] for folder in checkpoints.folders()] == ["g0002-"] * 3

@@ -2,49 +2,35 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from certificates import Authority
+from elastic_nodes import KILLED, Nodes, weights
 from worlds import Job
 
 from trainer.membership import generations
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
-NewJob = Callable[..., Job]
+Begin = Callable[..., Nodes]
 
 
-def start_nodes(job: Job, faults: list[dict[str, Any]] = (), nodes: int = 3) -> Job:  # type: ignore[assignment]
-    """Each process is a node of its own, as a cluster starts it."""
-    path = job.write()
-    for node in range(nodes):
-        environment = {
-            **os.environ,
-            **job.environment,
-            "RANK": str(node),
-            "LOCAL_RANK": "0",
-            "NODE_RANK": str(node),
-            "WORLD_SIZE": str(nodes),
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "1",  # of no use: members find each other through the run directory
-            "DTRAIN_LAUNCH": "1",
-            "DTRAIN_FAULTS": json.dumps(list(faults)),
-        }
-        with open(job.run_dir / f"log-{node}.txt", "a") as log:
-            command = [sys.executable, "-m", "trainer", "--config", str(path)]
-            job.processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, process_group=0))  # type: ignore[arg-type]
-    return job
+@pytest.fixture
+def begin(new_job: Callable[..., Job]) -> Iterator[Callable[..., Nodes]]:
+    """Makes the nodes of a job; none of their processes outlives the test."""
+    made: list[Nodes] = []
 
+    def make(**training: Any) -> Nodes:
+        made.append(Nodes(new_job(**training)))
+        return made[-1]
 
-def weights(job: Job) -> dict[str, torch.Tensor]:
-    return torch.load(job.run_dir / "model" / "weights.pt", weights_only=True)
+    yield make
+    for nodes in made:
+        nodes.kill()
 
 
 def assert_same_training(job: Job, whole: Job) -> None:
@@ -63,14 +49,14 @@ def whole(dataset: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) 
     return job
 
 
-def test_a_step_is_retried_then_goes_through_one_rank_and_all_reduce_comes_back(new_job: NewJob, whole: Job) -> None:
+def test_a_step_is_retried_then_goes_through_one_rank_and_all_reduce_comes_back(begin: Begin, whole: Job) -> None:
     """Node 1 comes too late to its all-reduce four times in a row; nobody is lost."""
     late = {"kind": "sleep", "at": "all_reduce", "step": 7, "node": 1, "seconds": 2.5}
-    job = new_job(
+    nodes = begin(
         collective_timeout_seconds=1, peer_timeout_seconds=15, health_check_seconds=1, allreduce_retry_seconds=0.2
-    )
-    start_nodes(job, [late] * 4)
-    assert job.wait() == [0, 0, 0], job.log()
+    ).start(faults=(late,) * 4)
+    assert nodes.wait() == [0, 0, 0], nodes.log()
+    job = nodes.job
     history = generations(job.rundir.storage)
     assert [item.attempt for item in history[:5]] == [0, 1, 2, 3, 4]
     assert [item.topology for item in history[:5]] == ["mesh"] * 4 + ["star"], (
@@ -90,27 +76,13 @@ def test_a_step_is_retried_then_goes_through_one_rank_and_all_reduce_comes_back(
     assert_same_training(job, whole)
 
 
-def make_certificates(folder: Path) -> dict[str, str]:
-    """An authority and a node's certificate, made by openssl."""
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    new_key = ("req", "-newkey", "rsa:2048", "-nodes")
-    openssl(*new_key, "-x509", "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=test authority")
-    openssl(*new_key, "-keyout", "node.key", "-out", "node.csr", "-subj", "/CN=node")
-    sign = ("x509", "-req", "-in", "node.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2")
-    openssl(*sign, "-out", "node.pem")
-    names = {"certificate": "node.pem", "key": "node.key", "ca": "ca.pem"}
-    return {name: str(folder / file) for name, file in names.items()}
-
-
 def test_with_tls_the_same_training_goes_on_without_the_rank_0_that_is_killed(
-    new_job: NewJob, whole: Job, tmp_path: Path
+    begin: Begin, whole: Job, tmp_path: Path
 ) -> None:
-    job = new_job(tls=make_certificates(tmp_path))
-    start_nodes(job, [{"kind": "kill", "at": "all_reduce", "step": 7, "node": 0}])
-    assert job.wait() == [-9, 0, 0], job.log(1)
+    nodes = begin(tls=asdict(Authority(tmp_path).node()))
+    nodes.start(faults=({"kind": "kill", "at": "all_reduce", "step": 7, "node": 0},))
+    assert nodes.wait() == [KILLED, 0, 0], nodes.log()
+    job = nodes.job
     [_, told] = (
         job.events("membership")[-2:] if len(job.events("membership")) > 1 else [None, *job.events("membership")]
     )
@@ -118,10 +90,9 @@ def test_with_tls_the_same_training_goes_on_without_the_rank_0_that_is_killed(
     assert_same_training(job, whole)
 
 
-def test_a_certificate_that_cannot_be_read_is_named(new_job: NewJob, tmp_path: Path) -> None:
-    files = make_certificates(tmp_path)
-    job = new_job(tls={**files, "key": str(tmp_path / "no.key")})
-    start_nodes(job, nodes=1)
-    assert job.wait() == [2], job.log()
-    assert "no.key" in job.result()["error"]
-    assert "training.tls" in job.result()["error"]
+def test_a_certificate_that_cannot_be_read_is_named(begin: Begin, tmp_path: Path) -> None:
+    files = asdict(Authority(tmp_path).node())
+    nodes = begin(tls={**files, "key": str(tmp_path / "no.key")}).start(world=1)
+    assert nodes.wait() == [2], nodes.log()
+    assert "no.key" in nodes.job.result()["error"]
+    assert "training.tls" in nodes.job.result()["error"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.validation import validate_prices
-from trainer.__main__ import main
+from trainer.__main__ import main, run
 from trainer.rundir import RunDir
 
 WINDOW, DAYS, TICKERS = 20, 700, 4
@@ -63,6 +64,46 @@ TRAINING = {
     "monitor_interval_seconds": 0.5,
 }
 
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch", "torch._dynamo", "trainer.run", "trainer.__main__"])
+"""Ranks are forked from a process that has torch loaded already: to import it costs more than a short training."""
+
+
+def be_rank(arguments: Sequence[str], environment: Mapping[str, str], log: str) -> None:
+    """The life of a forked process that ``python -m trainer`` with these arguments would have been."""
+    os.setpgid(0, 0)
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.exit(run(arguments))
+
+
+class Forked:
+    """A rank that was forked, as far as it is used like a `subprocess.Popen`."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self._process = FORKS.Process(target=be_rank, args=(arguments, environment, str(log)))
+        self._process.start()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, seconds: float | None = None) -> int:
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            raise TimeoutError(f"it did not end within {seconds} s")
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self._process.pid is not None and self.poll() is None:
+            os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
 
 @dataclass
 class Job:
@@ -73,7 +114,7 @@ class Job:
     sections: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    processes: list[Forked | subprocess.Popen[str]] = field(default_factory=list)
 
     @property
     def rundir(self) -> RunDir:
@@ -93,8 +134,9 @@ class Job:
         path.write_text(json.dumps(config))
         return path
 
-    def start(self, world: int = 1, *arguments: str, program: tuple[str, ...] = ("-m", "trainer")) -> Job:
-        """Start the ranks of a world and return at once."""
+    def start(self, world: int = 1, *arguments: str, program: tuple[str, ...] = ()) -> Job:
+        """Start the ranks of a world and return at once. ``program``: Python's arguments, for what is to be executed
+        instead of the trainer."""
         path, port = self.write(), free_port()
         for rank in range(world):
             environment = {
@@ -107,10 +149,15 @@ class Job:
                 "MASTER_PORT": str(port),
                 **self.environment,
             }
-            log = open(self.run_dir / f"log-{rank}.txt", "a")  # noqa: SIM115 - the child writes to it
-            command = [sys.executable, *program, "--config", str(path), *arguments]
-            self.processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, text=True))
-            log.close()
+            log, given = self.run_dir / f"log-{rank}.txt", ["--config", str(path), *arguments]
+            if not program:
+                self.processes.append(Forked(given, environment, log))
+                continue
+            with log.open("a") as output:
+                command = [sys.executable, *program, *given]
+                self.processes.append(
+                    subprocess.Popen(command, env=environment, stdout=output, stderr=output, text=True)
+                )
         return self
 
     def wait(self, seconds: float = 120) -> list[int]:
@@ -120,7 +167,7 @@ class Job:
         finally:
             self.kill()
 
-    def run(self, world: int = 1, *arguments: str, program: tuple[str, ...] = ("-m", "trainer")) -> list[int]:
+    def run(self, world: int = 1, *arguments: str, program: tuple[str, ...] = ()) -> list[int]:
         return self.start(world, *arguments, program=program).wait()
 
     def run_here(self, *arguments: str) -> int:

@@ -29,6 +29,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from tests.azure.ending import end
+
 if TYPE_CHECKING:
     import pytest
 
@@ -85,16 +87,8 @@ class Emulator:
     def stop(self) -> None:
         """End it and all it started; again without harm."""
         process, self.process = self.process, None
-        if process is None:
-            return
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        assert process.stdin is not None
-        process.stdin.close()
+        if process is not None:
+            end(process, STOP_SECONDS)
 
     def control(self, verb: str, **asked: Any) -> Any:
         """Tell it something, or ask: see `tests.azure.emulator.control`. ValueError, with its words, if it refuses."""

@@ -1,0 +1,23 @@
+"""The emulated workspace as the product is told of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+from tests.azure.emulator import Emulator
+
+
+def options(emulator: Emulator, **fields: Any) -> AzureMLOptions:
+    """What settings would say, with short pauses."""
+    environment = emulator.environment
+    known: dict[str, Any] = {
+        "subscription_id": environment["DTRAIN_AZURE_SUBSCRIPTION_ID"],
+        "resource_group": environment["DTRAIN_AZURE_RESOURCE_GROUP"],
+        "workspace": environment["DTRAIN_AZURE_WORKSPACE"],
+        "container": environment["DTRAIN_AZURE_CONTAINER"],
+        "image": "registry.example/dtrain:1",
+        "poll_seconds": 0.2,
+        "polling_interval_seconds": 1,
+    }
+    return AzureMLOptions(**{**known, **fields})
