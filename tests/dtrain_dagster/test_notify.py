@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.notify import notify
+from dtrain_dagster.notify import notify, tell
 
 
 @pytest.fixture
@@ -40,6 +41,12 @@ def test_the_message_arrives_and_who_is_not_reached_stops_nobody(
     url, heard = hook
     assert notify(["json://127.0.0.1:9/secret-token", "nonsense", url], "it starts", "3 nodes") == ("json", "nonsense")
     assert [(item["title"], item["message"]) for item in heard] == [("it starts", "3 nodes")]
+    assert "nobody could be told" not in caplog.text
+    tell([url, "nonsense"], "it starts", "3 nodes", logging.getLogger("of the run"))
+    assert len(heard) == 2
+    assert [record.message for record in caplog.records if record.name == "of the run"] == [
+        "nobody could be told by nonsense; see DTRAIN_NOTIFY"
+    ]
     assert "secret-token" not in caplog.text
 
 

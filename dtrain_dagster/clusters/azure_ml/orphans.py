@@ -3,29 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Orphan:
-    """Something that costs money, or may, and that no live run owns."""
-
-    kind: Literal["job", "compute"]
-    name: str
-    """In the service."""
-    reason: str
-    job_id: str | None = None
-    dagster_run_id: str | None = None
-    """The run that wanted it."""
-    state: str = ""
-    """The service's word."""
-    since: float | None = None
-    """When it was submitted; Unix seconds."""
-    node_count: int = 0
-    sku: str = ""
-    tier: str = ""
-    studio_url: str | None = None
+from typing import Any
 
 
 def why_orphaned(
