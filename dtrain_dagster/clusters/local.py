@@ -305,7 +305,7 @@ class LocalClusterManager(GPUClusterManager):
                 Orphan(
                     kind="job",
                     name=status.job_id,
-                    reason=f"the Dagster run {owner} that followed it has ended",
+                    reason=f"no live Dagster run follows it; the last was {owner}",
                     job_id=status.job_id,
                     dagster_run_id=owner,
                     state=status.state,

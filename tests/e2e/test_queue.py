@@ -21,7 +21,7 @@ from dtrain_dagster.waiting import WaitingList
 from tests.azure.azurite import missing
 from tests.azure.emulator import Emulator
 
-from .conftest import small_prices
+from .conftest import ON_AZURE, small_prices
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 UP_TO_THE_PLAN = [dg.AssetKey(name) for name in ("stock_prices", "sharded_dataset", "cost_estimate")]
@@ -59,14 +59,10 @@ def test_a_run_without_capacity_waits_and_is_started_when_there_is_some(
     with Emulator(tmp_path / "cloud", [nothing]) as cloud:
         cloud.use(monkeypatch)
         for name, value in {
+            **ON_AZURE,
             "DTRAIN_HOME": str(tmp_path / "home"),
             "DTRAIN_PRICES": str(small_prices(tmp_path)),
             "DTRAIN_NODES": "2",
-            "DTRAIN_CLUSTER": "azure_ml",
-            "DTRAIN_CLUSTER_NAME": "dtrain",
-            "DTRAIN_STORAGE": "az://dtrain",
-            "DTRAIN_AZURE_IMAGE": "emulated.azurecr.io/dtrain:1",
-            "DTRAIN_AZURE_POLL_SECONDS": "1",
             "DTRAIN_NOTIFY": url,
         }.items():
             monkeypatch.setenv(name, value)

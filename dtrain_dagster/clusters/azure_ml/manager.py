@@ -117,7 +117,7 @@ class AzureMLClusterManager(GPUClusterManager):
             ]
         except ServiceError as error:
             return ClusterHealth(cluster_name=self.cluster_name, healthy=False, nodes=(), message=str(error))
-        broken = [f"{name} is {it.provisioning_state}" for name, it in computes.items() if _is_broken(it)]
+        broken = [f"{name} is {_word(it.provisioning_state)}" for name, it in computes.items() if _is_broken(it)]
         nodes = tuple(
             NodeHealth(
                 node_id=index, healthy=state in NODES_THERE | {"leaving"}, message=_about(name, node, state, job)
@@ -210,15 +210,15 @@ class AzureMLClusterManager(GPUClusterManager):
             states = [state for _, state, _ in self.provisioner.nodes(name, patience)]
             busy = states.count("running")
             idle = sum(state in NODES_THERE for state in states) - busy
-            reason = orphanage.why_compute_orphaned(
-                str(compute.provisioning_state), idle, busy, int(compute.min_instances or 0), name in wanted
-            )
+            state = _word(compute.provisioning_state)
+            minimum = int(compute.min_instances or 0)
+            reason = orphanage.why_compute_orphaned(state, idle, busy, minimum, name in wanted)
             if reason:
                 found.append(
                     Orphan(
                         kind="compute", name=name, reason=reason, dagster_run_id=(compute.tags or {}).get(RUN_TAG),
-                        state=str(compute.provisioning_state), node_count=idle + busy, sku=str(compute.size),
-                        tier=tier_of(compute), studio_url=self.options.studio_url,
+                        state=state, node_count=idle + busy, sku=str(compute.size), tier=tier_of(compute),
+                        studio_url=self.options.studio_url,
                     )
                 )  # fmt: skip
         return found
@@ -340,6 +340,11 @@ def _problem(do: Any) -> list[str]:
     except ClusterError as error:
         return [str(error)]
     return []
+
+
+def _word(state: Any) -> str:
+    """The service's word, which the client gives as an enum, or as it is where that does not know it."""
+    return str(getattr(state, "value", state) or "")
 
 
 def _is_broken(compute: Any) -> bool:

@@ -28,7 +28,7 @@ def why_orphaned(
     if record.get("cancel_asked_at"):
         return "it was to be cancelled"
     if owner is not None and owner not in live_runs:
-        return f"the Dagster run {owner} that followed it has ended"
+        return f"no live Dagster run follows it; the last was {owner}"
     return ""
 
 
