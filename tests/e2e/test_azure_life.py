@@ -37,7 +37,7 @@ def test_a_job_outlives_its_killed_run_is_found_again_and_ends_with_a_terminated
             "DTRAIN_NODES": "2",
             "PYTHONPATH": os.pathsep.join([cloud.environment["PYTHONPATH"], str(ROOT)]),
         }
-        dagster = start_dagster(make_project(tmp_path / "home", **cloud.environment, **ON_AZURE, **own))
+        dagster = start_dagster(make_project(tmp_path / "home", **cloud.environment | ON_AZURE | own))
 
         def trainings() -> dict[str, Any]:
             jobs: dict[str, Any] = cloud.control("state")["jobs"]
