@@ -28,9 +28,6 @@ REGISTRATION = "registration.json"
 CLAIM = "claim.json"
 """In a run directory: the Dagster run whose asset this job became. Its result is not taken a second time."""
 
-OWNER = "owner.json"
-"""In a run directory: the Dagster run that started or follows the job. Absent for jobs of the command line."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownJob:

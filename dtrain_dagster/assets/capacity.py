@@ -10,7 +10,7 @@ import dagster as dg
 
 from dtrain_dagster.assets.common import duration
 from dtrain_dagster.clusters.base import ClusterConfig, NoCapacityError
-from dtrain_dagster.notify import notify
+from dtrain_dagster.notify import tell
 from dtrain_dagster.waiting import TICKET_TAG, Ticket, WaitingList, new_ticket, refused_again
 
 if TYPE_CHECKING:
@@ -37,13 +37,12 @@ def provision(
         waiting.remove(mine.ticket)
         waited = duration(time.time() - mine.queued_at)
         context.log.info(f"there is capacity after {waited}: ticket {mine.ticket} is given back")
-        lost = notify(
+        tell(
             project.notify_urls(),
             "dtrain: a run that waited for capacity starts",
             f"{config.node_count} x {config.gpu_type} after {waited}: {project.run_url(context.run.run_id)}",
+            context.log,
         )
-        if lost:
-            context.log.warning(f"nobody could be told by {', '.join(lost)}; see DTRAIN_NOTIFY")
     return config
 
 

@@ -11,11 +11,10 @@ import dagster as dg
 
 from dtrain_dagster.assets.capacity import provision, provisioning
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, duration, read_finished
-from dtrain_dagster.clusters.base import GPUClusterManager, JobState
+from dtrain_dagster.clusters.base import OWNER, GPUClusterManager, JobState
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.jobs import (
     CLAIM,
-    OWNER,
     PLAN,
     Choice,
     Progress,

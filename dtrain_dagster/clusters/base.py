@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+
+OWNER = "owner.json"
+"""In a run directory: the Dagster run that started or follows the job. Absent for jobs of the command line."""
 
 
 class ClusterError(RuntimeError):
@@ -121,6 +124,28 @@ class NodeUsage:
         return (self.ended_at - self.started_at) / 3600
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Orphan:
+    """Something that costs money, or may, and that no live run owns."""
+
+    kind: Literal["job", "compute"]
+    name: str
+    """Under which whoever runs it knows it."""
+    reason: str
+    job_id: str | None = None
+    dagster_run_id: str | None = None
+    """The run that wanted it last."""
+    state: str = ""
+    """In the words of whoever runs it."""
+    since: float | None = None
+    """When it was submitted; Unix seconds."""
+    node_count: int = 0
+    sku: str = ""
+    tier: str | None = None
+    """Tier that is paid for, where the cluster decides; None: the one that was asked for."""
+    studio_url: str | None = None
+
+
 class GPUClusterManager(ABC):
     """Provisions a cluster and runs jobs on it. Every method can be called again without harm."""
 
@@ -171,3 +196,13 @@ class GPUClusterManager(ABC):
     @abstractmethod
     def node_usage(self, job_id: str) -> list[NodeUsage]:
         """When each node was there for this job, over all launches; a node still there counts until now."""
+
+    @abstractmethod
+    def find_orphans(self, live_runs: Collection[str]) -> list[Orphan]:
+        """What no live run owns. ``live_runs``: ids of the Dagster runs that have not ended. A job that was started
+        without Dagster belongs to a person, and is none. `ClusterError` where that cannot be told now."""
+
+    @abstractmethod
+    def end_orphan(self, orphan: Orphan) -> bool:
+        """Stop what an orphan spends. False if its end was asked for and is not there yet: ask again. It returns within
+        half a minute, since a sensor has one."""

@@ -14,13 +14,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import (
+    OWNER,
     ClusterConfig,
     ClusterError,
     ClusterHealth,
@@ -30,6 +31,7 @@ from dtrain_dagster.clusters.base import (
     JobStatus,
     NodeHealth,
     NodeUsage,
+    Orphan,
 )
 from dtrain_dagster.clusters.linelog import last_lines
 from dtrain_dagster.clusters.lock import acquire, is_held
@@ -290,6 +292,33 @@ class LocalClusterManager(GPUClusterManager):
         rundir = self._rundir(job_id)
         sku = (rundir.read_json(LAUNCH) or {}).get("sku", self.gpu_type)
         return presences.usage(rundir.nodes(), sku, running, time.time())
+
+    def find_orphans(self, live_runs: Collection[str]) -> list[Orphan]:
+        found = []
+        for status in self.list_jobs():
+            rundir = self._rundir(status.job_id)
+            owner = (rundir.read_json(OWNER) or {}).get("dagster_run_id")
+            if status.state.is_final or owner is None or owner in live_runs:
+                continue
+            launch = rundir.read_json(LAUNCH) or {}
+            found.append(
+                Orphan(
+                    kind="job",
+                    name=status.job_id,
+                    reason=f"no live Dagster run follows it; the last was {owner}",
+                    job_id=status.job_id,
+                    dagster_run_id=owner,
+                    state=status.state,
+                    since=status.started_at,
+                    node_count=launch.get("node_count", 0),
+                    sku=launch.get("sku", self.gpu_type),
+                )
+            )
+        return found
+
+    def end_orphan(self, orphan: Orphan) -> bool:
+        self.cancel_job(orphan.name)
+        return True
 
     def _folder(self, spec: JobSpec) -> Path:
         storage = Storage(spec.run_dir)

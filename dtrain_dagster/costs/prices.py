@@ -58,12 +58,13 @@ def price_table() -> dict[str, SkuPrice]:
 
 
 def price_of(sku: str) -> SkuPrice:
-    """The price row of a SKU. `PriceError` for one that is not in the table."""
+    """The price row of a SKU, in whichever case Azure writes it. `PriceError` for one that is not in the table."""
     table = price_table()
-    if sku not in table:
+    found = {name.casefold(): row for name, row in table.items()}.get(sku.casefold())
+    if found is None:
         region = next(iter(table.values())).region
         raise PriceError(
             f"no price is known for SKU {sku!r} in {region}. Use one of these (DTRAIN_GPU_TYPE, DTRAIN_AZURE_CHAIN): "
             f"{', '.join(table)}"
         )
-    return table[sku]
+    return found

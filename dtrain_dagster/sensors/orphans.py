@@ -1,80 +1,144 @@
-"""Jobs that nobody waits for any more still cost money: say so, or stop them."""
+"""What nobody waits for any more still costs money: say so, or end it.
+
+The cluster says which jobs and computes no live run owns; here is decided what becomes of them. Several Dagster
+instances may share a cluster: what belongs to a run that this one does not know is told, and never ended from here.
+"""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import duration
-from dtrain_dagster.jobs import OWNER
-from dtrain_dagster.notify import notify
+from dtrain_dagster.assets.common import dollars, duration
+from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, Orphan
+from dtrain_dagster.costs.plan import LISTED, STAND_IN
+from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
+from dtrain_dagster.notify import tell
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings import Settings
-from trainer.rundir import RunDir
+
+LIVE = [status for status in dg.DagsterRunStatus if status.name not in ("SUCCESS", "FAILURE", "CANCELED")]
+LEFT, FOREIGN = "left as it is", "left as it is: its run is not of this Dagster, so it may be somebody else's"
+ENDED, ENDING, FAILED = "ended", "its end was asked for", "could not be ended"
 
 
 def build_orphan_sensor(settings: Settings) -> dg.SensorDefinition:
     grace, cancels = settings.orphan_minutes * 60, settings.orphan_policy == "cancel"
-    what = "cancels" if cancels else "reports"
+    what = "ends" if cancels else "reports"
 
     @dg.sensor(
         name="orphans",
         minimum_interval_seconds=60,
         default_status=dg.DefaultSensorStatus.RUNNING,
-        description=f"Finds jobs whose Dagster run has ended; {what} them after {settings.orphan_minutes:g} minutes.",
+        description=f"Finds jobs and nodes that no live Dagster run owns; {what} them after "
+        f"{settings.orphan_minutes:g} minutes.",
     )
     def orphans(
         context: dg.SensorEvaluationContext, cluster: GPUClusterResource, project: ProjectResource
     ) -> dg.SensorResult:
         manager, now = cluster.manager(), time.time()
-        cursor = json.loads(context.cursor) if context.cursor else {"since": {}, "told": []}
-        running = [status.job_id for status in manager.list_jobs() if not status.state.is_final]
-        alone = [job_id for job_id in running if _is_alone(context.instance, project, job_id)]
-        since: dict[str, float] = {job_id: cursor["since"].get(job_id, now) for job_id in alone}
-        told: list[str] = [job_id for job_id in cursor["told"] if job_id in alone]
-        events = []
-        for job_id in alone:
-            if job_id in told or now - since[job_id] < grace:
+        seen: dict[str, Any] = json.loads(context.cursor or "{}").get("orphans", {})
+        live = {run.run_id for run in context.instance.get_runs(dg.RunsFilter(statuses=LIVE))}
+        try:
+            found = {_key(orphan): orphan for orphan in manager.find_orphans(live)}
+        except (ClusterError, OSError) as error:  # what was seen is kept, and so is since when
+            return dg.SensorResult(skip_reason=f"orphans cannot be looked for now: {error}", cursor=context.cursor)
+        known = {key: seen.get(key, {"since": now, "tried": 0.0, "told": ""}) for key in found}
+        due = {key: found[key] for key in found if now - known[key]["since"] >= grace}
+        own = {key for key, orphan in due.items() if _is_own(context.instance, orphan)}
+        turn = choose({key: known[key]["tried"] for key in own}) if cancels else None
+        events: list[Any] = []
+        for key, orphan in due.items():
+            if cancels and key in own and key != turn:
                 continue
-            alone_for = duration(now - since[job_id])
-            if cancels:
-                manager.cancel_job(job_id)
-            told.append(job_id)
-            done = "cancelled" if cancels else "still running"
-            message = f"job {job_id} has no live Dagster run for {alone_for}: {done}"
-            context.log.warning(message)
-            lost = notify(project.notify_urls(), "dtrain: a job that nobody waits for", message)
-            if lost:
-                context.log.warning(f"nobody could be told by {', '.join(lost)}; see DTRAIN_NOTIFY")
-            events.append(
-                dg.AssetCheckEvaluation(
-                    asset_key=dg.AssetKey("gpu_cluster"),
-                    check_name="no_orphans",
-                    passed=False,
-                    severity=dg.AssetCheckSeverity.WARN,
-                    metadata={
-                        "job_id": job_id,
-                        "alone_for": alone_for,
-                        "what_was_done": done,
-                        "remedy": "materialize trained_checkpoint again to take it over, or `dtrain cancel` it",
-                    },
-                )
-            )
+            done, problem = LEFT if key in own else FOREIGN, ""
+            if key == turn:
+                known[key]["tried"] = now
+                done, problem = _end(manager, orphan)
+            if done != known[key]["told"]:
+                known[key]["told"] = done
+                facts = describe(orphan, cluster, done + problem, now - known[key]["since"])
+                message = "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in facts.items())
+                context.log.warning(message)
+                tell(project.notify_urls(), f"dtrain: nobody waits for {orphan.name}", message, context.log)
+                events.append(_check(facts))
+        if not found and any(item["told"] for item in seen.values()):
+            events.append(_check({}))
         return dg.SensorResult(
             asset_events=events,
-            skip_reason=None if events else f"{len(running)} running job(s), {len(alone)} without a live run",
-            cursor=json.dumps({"since": since, "told": told}),
+            skip_reason=None if events else f"{len(found)} without a live run, nothing new to tell",
+            cursor=json.dumps({"orphans": known}),
         )
 
     return orphans
 
 
-def _is_alone(instance: dg.DagsterInstance, project: ProjectResource, job_id: str) -> bool:
-    """Did a Dagster run start it, and has that run ended? Jobs of the command line are a person's own."""
-    owner = RunDir(f"{project.jobs_uri}/{job_id}").read_json(OWNER)
-    if owner is None:
-        return False
-    run = instance.get_run_by_id(owner["dagster_run_id"])
-    return run is None or run.is_finished
+def choose(tried: Mapping[str, float]) -> str | None:
+    """Which one to end at this tick: what was not tried yet, else what was tried longest ago. One only, right after it
+    was seen: it may take half of the minute that a sensor has."""
+    return min(tried, key=lambda key: tried[key], default=None)
+
+
+def describe(orphan: Orphan, cluster: GPUClusterResource, done: str, alone_seconds: float) -> dict[str, Any]:
+    """What a person needs to know of it, in order; each value is a figure or a few words."""
+    remedy = "delete it in the studio, or let the sensor end it: DTRAIN_ORPHAN_POLICY=cancel"
+    if orphan.kind == "job":
+        remedy = f"materialize trained_checkpoint again to take it over, or `dtrain cancel {orphan.job_id}`"
+    facts = {
+        "kind": orphan.kind,
+        "name": orphan.name,
+        "job_id": orphan.job_id,
+        "why": orphan.reason,
+        "alone_for": duration(alone_seconds),
+        "what_was_done": done,
+        "node_count": orphan.node_count,
+        "sku": orphan.sku,
+        "cost_per_hour": _cost_per_hour(orphan, cluster),
+        "run": orphan.dagster_run_id,
+        "studio": orphan.studio_url,
+        "remedy": "" if done == ENDED else remedy,
+    }
+    return {name: value for name, value in facts.items() if value not in (None, "")}
+
+
+def _cost_per_hour(orphan: Orphan, cluster: GPUClusterResource) -> str:
+    """Of the nodes that it has, or waits for; "" where the price table does not know."""
+    try:
+        usd = orphan.node_count * price_of(orphan.sku).usd_per_hour(tier_of(orphan.tier or cluster.tier))
+    except PriceError:
+        return ""
+    return f"{dollars(usd)} ({STAND_IN if cluster.kind == 'local' else LISTED})"
+
+
+def _key(orphan: Orphan) -> str:
+    """Who follows it belongs to it: a run that takes it over, and ends too, starts the clock anew."""
+    return f"{orphan.kind} {orphan.name} {orphan.dagster_run_id or ''}"
+
+
+def _is_own(instance: dg.DagsterInstance, orphan: Orphan) -> bool:
+    """May it be ended from here? What has no run was made by hand, under this cluster's name."""
+    return orphan.dagster_run_id is None or instance.has_run(orphan.dagster_run_id)
+
+
+def _end(manager: GPUClusterManager, orphan: Orphan) -> tuple[str, str]:
+    """What was done, and what went wrong."""
+    try:
+        return (ENDED if manager.end_orphan(orphan) else ENDING), ""
+    except (ClusterError, OSError) as error:
+        return FAILED, f": {error}"
+
+
+def _check(facts: Mapping[str, Any]) -> dg.AssetCheckEvaluation:
+    """Passed where there is nothing to say any more."""
+    metadata = {name: dg.MetadataValue.url(value) if name == "studio" else value for name, value in facts.items()}
+    return dg.AssetCheckEvaluation(
+        asset_key=dg.AssetKey("gpu_cluster"),
+        check_name="no_orphans",
+        passed=not facts,
+        severity=dg.AssetCheckSeverity.WARN,
+        metadata=metadata,
+    )

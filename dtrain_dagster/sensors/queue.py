@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 import dagster as dg
 
 from dtrain_dagster.assets.common import duration
-from dtrain_dagster.notify import notify
+from dtrain_dagster.notify import tell
 from dtrain_dagster.resources import ProjectResource
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.waiting import ATTEMPT_TAG, TICKET_TAG, Ticket, WaitingList, decide
@@ -25,11 +27,10 @@ def build_queue_sensor(settings: Settings) -> dg.SensorDefinition:
     )
     def queue(context: dg.SensorEvaluationContext, project: ProjectResource) -> dg.SensorResult:
         waiting, now = WaitingList(project.shared_uri), time.time()
+        said: dict[str, Any] = json.loads(context.cursor or "{}")
         tickets = waiting.tickets()
-        if not tickets:
-            return dg.SensorResult(skip_reason="no run waits for capacity")
         names = [item.ticket for item in tickets]
-        runs = context.instance.get_runs(filters=dg.RunsFilter(tags={TICKET_TAG: names}))
+        runs = context.instance.get_runs(filters=dg.RunsFilter(tags={TICKET_TAG: names})) if names else []
         due = decide(
             tickets,
             running=frozenset(run.tags[TICKET_TAG] for run in runs if not run.is_finished),
@@ -41,30 +42,38 @@ def build_queue_sensor(settings: Settings) -> dg.SensorDefinition:
         ]:
             waiting.remove(item.ticket)
             context.log.warning(f"ticket {item.ticket} is taken out of the queue: {why}")
-            lost = notify(
+            tell(
                 project.notify_urls(),
                 "dtrain: a run no longer waits for capacity",
                 f"{why} after {duration(now - item.queued_at)} and {item.attempt - 1} tries; the last refusal: "
                 f"{item.reason}\n{project.run_url(item.run_id)}",
+                context.log,
             )
-            if lost:
-                context.log.warning(f"nobody could be told by {', '.join(lost)}; see DTRAIN_NOTIFY")
         left = [item for item in tickets if item not in due.expired + due.ended]
-        return dg.SensorResult(
-            run_requests=[_request(due.start)] if due.start else [],
-            asset_events=[
-                dg.AssetObservation(
-                    asset_key="gpu_cluster",
-                    metadata={"waiting_runs": len(left), "queue": dg.MarkdownMetadataValue(queue_table(left, now))},
-                ),
+        rows = [[item.ticket, item.attempt, item.reason] for item in left]
+        in_time = not due.expired if tickets else said.get("in_time")
+        events: list[Any] = []
+        if rows != said.get("rows", []):  # waiting longer is no news
+            table = dg.MarkdownMetadataValue(queue_table(left))
+            events.append(
+                dg.AssetObservation(asset_key="gpu_cluster", metadata={"waiting_runs": len(left), "queue": table})
+            )
+        if due.expired or in_time != said.get("in_time"):
+            events.append(
                 dg.AssetCheckEvaluation(
                     asset_key=dg.AssetKey("gpu_cluster"),
                     check_name="capacity_in_time",
                     passed=not due.expired,
                     severity=dg.AssetCheckSeverity.WARN,
                     metadata={"gave_up_on": ", ".join(item.run_id for item in due.expired) or "none"},
-                ),
-            ],
+                )
+            )
+        quiet = f"{len(left)} run(s) wait for capacity: none is due" if left else "no run waits for capacity"
+        return dg.SensorResult(
+            run_requests=[_request(due.start)] if due.start else [],
+            asset_events=events,
+            skip_reason=None if due.start or events else quiet,
+            cursor=json.dumps({"rows": rows, "in_time": in_time}),
         )
 
     return queue
@@ -79,14 +88,15 @@ def _request(ticket: Ticket) -> dg.RunRequest:
     )
 
 
-def queue_table(tickets: Sequence[Ticket], now: float) -> str:
-    """Who waits, since when, for what, as a Markdown table."""
-    rows = ["| position | waits for | tries | next try | gives up | why |", "|---|---|---|---|---|---|"]
+def queue_table(tickets: Sequence[Ticket]) -> str:
+    """Who waits, since when, for what, as a Markdown table. Moments, not durations: it is written when it changes."""
+    rows = ["| position | waits since | tries | next try | gives up | why |", "|---|---|---|---|---|---|"]
     for position, item in enumerate(tickets, 1):
-        ends = datetime.fromtimestamp(item.deadline_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        following = duration(max(0.0, item.retry_at - now))
-        rows.append(
-            f"| {position} | {duration(now - item.queued_at)} | {item.attempt - 1} | in {following} | {ends} | "
-            f"{item.reason.splitlines()[0]} |"
-        )
+        queued, following, ends = map(_moment, (item.queued_at, item.retry_at, item.deadline_at))
+        why = item.reason.splitlines()[0]
+        rows.append(f"| {position} | {queued} | {item.attempt - 1} | {following} | {ends} | {why} |")
     return "\n".join(rows)
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")

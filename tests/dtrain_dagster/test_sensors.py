@@ -12,9 +12,9 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dtrain_dagster.clusters.base import GPUClusterManager, JobSpec
+from dtrain_dagster.clusters.base import OWNER, GPUClusterManager, JobSpec
 from dtrain_dagster.definitions import RETRAINING
-from dtrain_dagster.jobs import OWNER, PLAN
+from dtrain_dagster.jobs import PLAN
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
 from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
@@ -121,26 +121,47 @@ def test_a_changed_price_file_retrains(tmp_path: Path):
 def test_a_job_without_a_live_run_is_told_once_or_cancelled(manager: GPUClusterManager, settings: Settings):
     manager.provision_cluster(2, "Standard_NC6s_v3")
     job_id = run_sleeper(manager, settings, 60)
+    owner = RunDir(f"{settings.jobs_uri}/{job_id}")
     with dg.DagsterInstance.ephemeral() as instance:
         notifies = build_orphan_sensor(settings)
+        cancels = build_orphan_sensor(settings.model_copy(update={"orphan_policy": "cancel"}))
 
         def look(sensor: dg.SensorDefinition, cursor: str | None = None) -> Any:
             resources = build_resources(settings)
             with dg.build_sensor_context(instance=instance, cursor=cursor, resources=resources) as context:
                 return sensor.evaluate_tick(context)
 
+        def an_hour_later(cursor: str) -> str:
+            seen = json.loads(cursor)
+            for item in seen["orphans"].values():
+                item["since"] -= 3600
+            return json.dumps(seen)
+
         assert "0 without a live run" in look(notifies).skip_message, "a job of the command line is a person's own"
-        RunDir(f"{settings.jobs_uri}/{job_id}").write_json(OWNER, {"dagster_run_id": "gone"})
-        first = look(notifies)
-        assert not first.asset_events, "its run may be about to be tried again"
-        cursor = json.loads(first.cursor)
-        cursor["since"][job_id] -= 3600
-        told = look(notifies, json.dumps(cursor))
-        assert not told.asset_events[0].passed
-        assert told.asset_events[0].metadata["job_id"].value == job_id
+        live = instance.add_run(dg.DagsterRun(job_name="graph", status=dg.DagsterRunStatus.STARTED))
+        owner.write_json(OWNER, {"dagster_run_id": live.run_id})
+        assert "0 without a live run" in look(cancels).skip_message
+
+        owner.write_json(OWNER, {"dagster_run_id": "of-another-dagster"})
+        told = look(cancels, an_hour_later(look(cancels).cursor))
+        assert "another" in told.asset_events[0].metadata["run"].value
+        assert not manager.job_status(job_id).state.is_final, "who knows whose it is"
+
+        ended = instance.add_run(dg.DagsterRun(job_name="graph", status=dg.DagsterRunStatus.FAILURE))
+        owner.write_json(OWNER, {"dagster_run_id": ended.run_id})
+        first = look(cancels, told.cursor)
+        assert not first.asset_events, "the clock starts anew: its run may be about to be tried again"
+        late = an_hour_later(first.cursor)
+        told = look(notifies, late)
+        [check] = told.asset_events
+        assert not check.passed
+        assert (check.metadata["job_id"].value, check.metadata["node_count"].value) == (job_id, 2)
+        assert "stand-in" in check.metadata["cost_per_hour"].value
         assert not look(notifies, told.cursor).asset_events, "once is enough"
         assert not manager.job_status(job_id).state.is_final
 
-        cancels = build_orphan_sensor(settings.model_copy(update={"orphan_policy": "cancel"}))
-        look(cancels, json.dumps(cursor))
+        ended_now = look(cancels, late)
+        assert ended_now.asset_events[0].metadata["what_was_done"].value == "ended"
         assert manager.job_status(job_id).state.is_final
+        [check] = look(cancels, ended_now.cursor).asset_events
+        assert check.passed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -83,10 +84,10 @@ def instance() -> Iterator[dg.DagsterInstance]:
         yield made
 
 
-def tick(settings: Settings, instance: dg.DagsterInstance) -> Any:
+def tick(settings: Settings, instance: dg.DagsterInstance, cursor: str | None = None) -> Any:
     sensor = build_queue_sensor(settings)
     with dg.build_sensor_context(
-        instance=instance, resources={"project": build_resources(settings)["project"]}
+        instance=instance, cursor=cursor, resources={"project": build_resources(settings)["project"]}
     ) as made:
         return sensor.evaluate_tick(made)
 
@@ -129,5 +130,34 @@ def test_a_deadline_that_passes_fails_a_check(tmp_path: Path, instance: dg.Dagst
     queue.put(new_ticket("0123456789", [], {}, "no quota", now=1e9, deadline_seconds=60))
     result = tick(settings, instance)
     assert not result.run_requests
-    assert not result.asset_events[1].passed
+    [check] = result.asset_events
+    assert not check.passed
     assert not queue.tickets()
+
+
+def test_what_has_not_changed_is_not_said_again(tmp_path: Path, instance: dg.DagsterInstance) -> None:
+    settings, in_a_while = Settings(home=tmp_path), time.time() + 3600
+    queue = WaitingList(settings.shared_uri)
+    first = new_ticket("0123456789", [], {}, "no quota", now=1e9, deadline_seconds=1e10, not_before=in_a_while)
+    queue.put(first)
+    said = tick(settings, instance)
+    [observation, check] = said.asset_events
+    assert check.passed
+    assert observation.metadata["waiting_runs"].value == 1
+    quiet = tick(settings, instance, said.cursor)
+    assert not quiet.asset_events
+    assert "1 run(s) wait" in quiet.skip_message
+
+    queue.put(refused_again(first, "another", "still no quota", 1e9, in_a_while))
+    told = tick(settings, instance, quiet.cursor)
+    [observation] = told.asset_events
+    assert "still no quota" in observation.metadata["queue"].value
+
+    late = new_ticket("9876543210", [], {}, "no quota", now=1e9 + 1, deadline_seconds=60)
+    queue.put(late)
+    [check] = tick(settings, instance, told.cursor).asset_events
+    assert not check.passed, "it is said of each that is given up, and the table is as it was"
+
+    queue.remove(first.ticket)
+    [empty] = tick(settings, instance, told.cursor).asset_events
+    assert empty.metadata["waiting_runs"].value == 0

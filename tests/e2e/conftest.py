@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -25,6 +26,16 @@ from dtrain_dagster.settings import load_settings
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 GRAPH = "stock_prices", "sharded_dataset", "cost_estimate", "trained_checkpoint"
+LONG = {"ops": {"cost_estimate": {"config": {"epochs": 400}}}}
+ENDED = ("SUCCESS", "FAILURE", "CANCELED")
+ON_AZURE = {
+    "DTRAIN_CLUSTER": "azure_ml",
+    "DTRAIN_CLUSTER_NAME": "dtrain",
+    "DTRAIN_STORAGE": "az://dtrain",
+    "DTRAIN_AZURE_IMAGE": "emulated.azurecr.io/dtrain:1",
+    "DTRAIN_AZURE_POLL_SECONDS": "1",
+}
+"""Beside the environment of the emulator."""
 
 
 def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
@@ -155,6 +166,15 @@ class Dagster:
     def status(self, run_id: str) -> str:
         text = "query($id: ID!) { runOrError(runId: $id) { ... on Run { status } } }"
         return self.query(text, id=run_id)["runOrError"]["status"]
+
+    def worker(self, run_id: str) -> psutil.Process:
+        """The process that executes the run, as its log names it."""
+        text = (
+            "query($id: ID!) { logsForRun(runId: $id) { ... on EventConnection { events { "
+            "... on MessageEvent { message } } } } }"
+        )
+        messages = str(self.query(text, id=run_id))
+        return psutil.Process(int(re.findall(r"Executing steps in process \(pid: (\d+)\)", messages)[-1]))
 
     def terminate(self, run_id: str) -> None:
         self.query("mutation($id: String!) { terminateRun(runId: $id) { __typename } }", id=run_id)

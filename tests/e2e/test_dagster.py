@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 import psutil
 import pytest
 
-from .conftest import GRAPH, Dagster, wait_for
+from .conftest import ENDED, GRAPH, LONG, Dagster, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
-
-LONG = {"ops": {"cost_estimate": {"config": {"epochs": 400}}}}
-ENDED = ("SUCCESS", "FAILURE", "CANCELED")
 
 
 def jobs_started(dagster: Dagster, prefix: str = "train-") -> list[str]:
@@ -21,16 +16,6 @@ def jobs_started(dagster: Dagster, prefix: str = "train-") -> list[str]:
 
 def workers(dagster: Dagster, prefix: str = "train-") -> list[psutil.Process]:
     return [p for p in dagster.project.processes() if any(prefix in part for part in p.info["cmdline"])]
-
-
-def run_worker(dagster: Dagster, run_id: str) -> psutil.Process:
-    """The process that executes the run, as its log names it."""
-    text = (
-        "query($id: ID!) { logsForRun(runId: $id) { ... on EventConnection { events { "
-        "... on MessageEvent { message } } } } }"
-    )
-    messages = str(dagster.query(text, id=run_id))
-    return psutil.Process(int(re.findall(r"Executing steps in process \(pid: (\d+)\)", messages)[-1]))
 
 
 def test_a_run_is_watched_live_terminated_and_found_again(dagster: Dagster):
@@ -49,7 +34,7 @@ def test_a_run_is_watched_live_terminated_and_found_again(dagster: Dagster):
     # … loses its orchestrator to kill -9, and goes on …
     first_jobs = jobs_started(dagster)
     assert len(first_jobs) == 1
-    run_worker(dagster, run_id).kill()
+    dagster.worker(run_id).kill()
     wait_for(lambda: dagster.status(run_id) == "FAILURE", 90, "the run to be marked as failed")
     assert workers(dagster), "the job died with its orchestrator"
     assert not dagster.materializations("trained_checkpoint")

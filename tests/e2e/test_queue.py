@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +17,9 @@ from dtrain_dagster.settings import load_settings
 from dtrain_dagster.waiting import WaitingList
 from tests.azure.azurite import missing
 from tests.azure.emulator import Emulator
+from tests.webhook import web_hook
 
-from .conftest import small_prices
+from .conftest import ON_AZURE, small_prices
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 UP_TO_THE_PLAN = [dg.AssetKey(name) for name in ("stock_prices", "sharded_dataset", "cost_estimate")]
@@ -29,24 +27,8 @@ UP_TO_THE_PLAN = [dg.AssetKey(name) for name in ("stock_prices", "sharded_datase
 
 @pytest.fixture
 def hook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """An address for notifications, and what was said to it."""
-    heard: list[dict[str, Any]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            heard.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"json://127.0.0.1:{server.server_port}", heard
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with web_hook() as found:
+        yield found
 
 
 def test_a_run_without_capacity_waits_and_is_started_when_there_is_some(
@@ -59,14 +41,10 @@ def test_a_run_without_capacity_waits_and_is_started_when_there_is_some(
     with Emulator(tmp_path / "cloud", [nothing]) as cloud:
         cloud.use(monkeypatch)
         for name, value in {
+            **ON_AZURE,
             "DTRAIN_HOME": str(tmp_path / "home"),
             "DTRAIN_PRICES": str(small_prices(tmp_path)),
             "DTRAIN_NODES": "2",
-            "DTRAIN_CLUSTER": "azure_ml",
-            "DTRAIN_CLUSTER_NAME": "dtrain",
-            "DTRAIN_STORAGE": "az://dtrain",
-            "DTRAIN_AZURE_IMAGE": "emulated.azurecr.io/dtrain:1",
-            "DTRAIN_AZURE_POLL_SECONDS": "1",
             "DTRAIN_NOTIFY": url,
         }.items():
             monkeypatch.setenv(name, value)

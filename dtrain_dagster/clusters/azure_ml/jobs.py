@@ -165,7 +165,7 @@ class Jobs:
                 if found is not None and not found.is_over:
                     raise
 
-    def active(self) -> list[ServiceJob]:
+    def active(self, patience_seconds: float | None = None) -> list[ServiceJob]:
         """Jobs of this cluster that have not ended, as the workspace lists them."""
 
         def ask() -> list[ServiceJob]:
@@ -178,7 +178,7 @@ class Jobs:
             return found
 
         now = time.time()
-        jobs = self.service.call("list the jobs", ask)
+        jobs = self.service.call("list the jobs", ask, patience_seconds)
         own = [job for job in jobs if job.tags.get(CLUSTER_TAG) == self.options.cluster_name and TAG in job.tags]
         return [job for job in own if not job.is_over]
 

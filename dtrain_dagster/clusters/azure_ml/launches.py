@@ -6,6 +6,7 @@ here before it is bought, under the name under which the service then knows it. 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
@@ -160,8 +161,14 @@ def _where(got: Provisioned, now: float) -> Record:
 
 
 def job_name(job_id: str, launch: int) -> str:
-    """The name of a launch in the service: the same whoever asks, so that it is bought once."""
-    return f"{re.sub(r'[^A-Za-z0-9_-]', '-', job_id)}-l{launch}"
+    """The name of a launch in the service: the same whoever asks, so that it is bought once.
+
+    The service makes capitals small, so the name has none; and what had to be changed is marked, so that jobs whose
+    ids differ only in that do not share a name.
+    """
+    name = re.sub(r"[^a-z0-9_-]", "-", job_id.lower())
+    mark = "" if name == job_id else f"-{hashlib.sha256(job_id.encode()).hexdigest()[:6]}"
+    return f"{name}{mark}-l{launch}"
 
 
 def excluded(record: Record) -> set[Choice]:

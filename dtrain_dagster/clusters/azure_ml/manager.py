@@ -22,10 +22,10 @@ from dtrain_dagster.clusters.azure_ml.client import Service, ServiceError
 from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_DIR_TAG, RUN_TAG, Jobs, ServiceJob
 from dtrain_dagster.clusters.azure_ml.launches import Launches
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
-from dtrain_dagster.clusters.azure_ml.orphans import Orphan
-from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, Provisioned, Provisioner
-from dtrain_dagster.clusters.azure_ml.tending import OWNER, Tender
+from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, TIMED_OUT, Provisioned, Provisioner, compute_tier
+from dtrain_dagster.clusters.azure_ml.tending import Tender
 from dtrain_dagster.clusters.base import (
+    OWNER,
     ClusterConfig,
     ClusterError,
     ClusterHealth,
@@ -35,6 +35,7 @@ from dtrain_dagster.clusters.base import (
     JobStatus,
     NodeHealth,
     NodeUsage,
+    Orphan,
 )
 from dtrain_dagster.secrets import redact
 from trainer.rundir import LAUNCH, STATUS, RunDir
@@ -117,7 +118,7 @@ class AzureMLClusterManager(GPUClusterManager):
             ]
         except ServiceError as error:
             return ClusterHealth(cluster_name=self.cluster_name, healthy=False, nodes=(), message=str(error))
-        broken = [f"{name} is {it.provisioning_state}" for name, it in computes.items() if _is_broken(it)]
+        broken = [f"{name} is {_word(it.provisioning_state)}" for name, it in computes.items() if _is_broken(it)]
         nodes = tuple(
             NodeHealth(
                 node_id=index, healthy=state in NODES_THERE | {"leaving"}, message=_about(name, node, state, job)
@@ -201,43 +202,50 @@ class AzureMLClusterManager(GPUClusterManager):
         return tender.traces.usage(tender.launches.read()[1], running, time.time())
 
     def find_orphans(self, live_runs: Collection[str]) -> list[Orphan]:
-        """Jobs and computes with this cluster's tag that no live run owns. ``live_runs``: ids of the Dagster runs that
-        have not ended. A job that was started without Dagster belongs to a person, and is none."""
-        active = self.jobs.active()
+        """Jobs and computes with this cluster's tag."""
+        patience = self.options.look_patience_seconds
+        active = self.jobs.active(patience)
         found = [orphan for job in active if (orphan := self._orphan(job, live_runs)) is not None]
         wanted = {job.compute for job in active}
-        for name, compute in self.provisioner.computes().items():
-            states = [state for _, state, _ in self.provisioner.nodes(name)]
+        for name, compute in self.provisioner.computes(patience).items():
+            states = [state for _, state, _ in self.provisioner.nodes(name, patience)]
             busy = states.count("running")
             idle = sum(state in NODES_THERE for state in states) - busy
-            reason = orphanage.why_compute_orphaned(
-                str(compute.provisioning_state), idle, busy, int(compute.min_instances or 0), name in wanted
-            )
+            state = _word(compute.provisioning_state)
+            minimum = int(compute.min_instances or 0)
+            reason = orphanage.why_compute_orphaned(state, idle, busy, minimum, name in wanted)
             if reason:
-                tags = compute.tags or {}
                 found.append(
                     Orphan(
-                        kind="compute", name=name, reason=reason, dagster_run_id=tags.get(RUN_TAG),
-                        state=str(compute.provisioning_state), node_count=idle + busy, sku=str(compute.size),
-                        tier=str(compute.tier), studio_url=self.options.studio_url,
+                        kind="compute", name=name, reason=reason, dagster_run_id=(compute.tags or {}).get(RUN_TAG),
+                        state=state, node_count=idle + busy, sku=str(compute.size), tier=compute_tier(compute),
+                        studio_url=self.options.studio_url,
                     )
                 )  # fmt: skip
         return found
 
-    def end_orphan(self, orphan: Orphan) -> None:
-        """Stop what an orphan spends: cancel the job and wait for its end, or delete the compute."""
-        if orphan.kind == "compute":
-            self.provisioner.delete(orphan.name)
-            return
-        if orphan.job_id and (self._record(orphan.job_id) or {}).get("job_name") == orphan.name:
-            self.cancel_job(orphan.job_id)
-            return
-        self.jobs.cancel(orphan.name, orphan.reason)
-        deadline = time.monotonic() + self.options.cancel_seconds
-        while (job := self.jobs.get(orphan.name)) is not None and not job.is_over:
+    def end_orphan(self, orphan: Orphan) -> bool:
+        """Cancel the job, or delete the compute."""
+        patience = self.options.look_patience_seconds
+        try:
+            if orphan.kind == "compute":
+                if orphan.state != "Deleting":
+                    self.provisioner.delete(orphan.name, patience)
+                return orphan.state != "Deleting"
+            if orphan.job_id and (self._record(orphan.job_id) or {}).get("job_name") == orphan.name:
+                self._known(orphan.job_id).cancel(patience)
+                return True
+        except ServiceError as error:
+            if error.code in (TIMED_OUT, "NotCancelled", "NotDeleted"):
+                return False
+            raise
+        self.jobs.cancel(orphan.name, orphan.reason, patience)
+        deadline = time.monotonic() + patience
+        while (job := self.jobs.get(orphan.name, patience)) is not None and not job.is_over:
             if time.monotonic() > deadline:
-                raise ServiceError(f"the end of job {orphan.name} is not confirmed: {job.look.status}", "NotCancelled")
+                return False
             time.sleep(min(self.options.poll_seconds, 2.0))
+        return True
 
     def _orphan(self, job: ServiceJob, live_runs: Collection[str]) -> Orphan | None:
         job_id = job.tags.get(JOB_TAG)
@@ -333,6 +341,11 @@ def _problem(do: Any) -> list[str]:
     except ClusterError as error:
         return [str(error)]
     return []
+
+
+def _word(state: Any) -> str:
+    """The service's word, which the client gives as an enum, or as it is where that does not know it."""
+    return str(getattr(state, "value", state) or "")
 
 
 def _is_broken(compute: Any) -> bool:

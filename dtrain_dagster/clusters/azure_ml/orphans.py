@@ -3,29 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Orphan:
-    """Something that costs money, or may, and that no live run owns."""
-
-    kind: Literal["job", "compute"]
-    name: str
-    """In the service."""
-    reason: str
-    job_id: str | None = None
-    dagster_run_id: str | None = None
-    """The run that wanted it."""
-    state: str = ""
-    """The service's word."""
-    since: float | None = None
-    """When it was submitted; Unix seconds."""
-    node_count: int = 0
-    sku: str = ""
-    tier: str = ""
-    studio_url: str | None = None
+from typing import Any
 
 
 def why_orphaned(
@@ -50,7 +28,7 @@ def why_orphaned(
     if record.get("cancel_asked_at"):
         return "it was to be cancelled"
     if owner is not None and owner not in live_runs:
-        return f"the Dagster run {owner} that followed it has ended"
+        return f"no live Dagster run follows it; the last was {owner}"
     return ""
 
 

@@ -151,7 +151,7 @@ class Provisioner:
                 f"compute {compute.name} gives its nodes public addresses, which the settings forbid: delete it "
                 f"(`az ml compute delete -n {compute.name}`), and it is made anew without"
             )
-        same = str(compute.size).casefold() == choice.sku.casefold() and _tier(compute) == choice.tier
+        same = str(compute.size).casefold() == choice.sku.casefold() and compute_tier(compute) == choice.tier
         return (
             same
             and (compute.max_instances or 0) >= node_count
@@ -187,15 +187,16 @@ class Provisioner:
         refusal = classify(failure.code, reason, failure.status)
         return replace(refusal, message=refusal.message + request_note(failure.request_id))
 
-    def _run(self, what: str, begin: Any) -> None:
+    def _run(self, what: str, begin: Any, patience_seconds: float | None = None) -> None:
         """A long-running operation, to its end. How it stands is in the compute; here only errors matter."""
-        poller = self.service.call(what, begin)
-        deadline = time.monotonic() + self.options.operation_seconds
+        patience = self.options.operation_seconds if patience_seconds is None else patience_seconds
+        poller = self.service.call(what, begin, patience_seconds)
+        deadline = time.monotonic() + patience
 
         def wait() -> None:
             poller.wait(max(0.1, deadline - time.monotonic()))
             if not poller.done():
-                message = f"{what}: not done after {self.options.operation_seconds:.0f} s"
+                message = f"{what}: not done after {patience:.0f} s"
                 raise ServiceRefused(message, "it does not end", TIMED_OUT, 200, noted_request_id())
 
         try:
@@ -217,15 +218,18 @@ class Provisioner:
                 return compute
             time.sleep(LOOK_SECONDS)
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, patience_seconds: float | None = None) -> None:
         """Delete a compute, and what runs on it with it; nothing happens where there is none. `ServiceError` if it is
-        still there afterwards."""
+        still there afterwards, and with the code `TIMED_OUT` if that takes longer than the patience for it (None: that
+        for operations)."""
         with self.audit.operation("compute.delete", name):
             try:
-                self._run(f"delete compute {name}", lambda: self.service.ml.compute.begin_delete(name))
+                self._run(
+                    f"delete compute {name}", lambda: self.service.ml.compute.begin_delete(name), patience_seconds
+                )
             except NotFound:
                 return
-            left = self.settled(name)
+            left = self.settled(name, patience_seconds)
             if left is not None:
                 raise ServiceError(
                     f"compute {name} is still there ({left.provisioning_state}) after it was deleted: look at "
@@ -233,10 +237,12 @@ class Provisioner:
                     "NotDeleted",
                 )
 
-    def computes(self) -> dict[str, AmlCompute]:
+    def computes(self, patience_seconds: float | None = None) -> dict[str, AmlCompute]:
         """The computes of this cluster, by name."""
         listed = self.service.call(
-            "list the computes", lambda: list(self.service.ml.compute.list(compute_type="amlcompute"))
+            "list the computes",
+            lambda: list(self.service.ml.compute.list(compute_type="amlcompute")),
+            patience_seconds,
         )
         own: dict[str, Any] = {}
         for compute in listed:
@@ -328,7 +334,7 @@ class Provisioner:
             )
 
 
-def _tier(compute: AmlCompute) -> str:
+def compute_tier(compute: AmlCompute) -> str:
     return "low_priority" if "low" in str(compute.tier or "").casefold() else "dedicated"
 
 

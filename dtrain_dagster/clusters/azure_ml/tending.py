@@ -20,13 +20,11 @@ from dtrain_dagster.clusters.azure_ml.launches import Launches, Record
 from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, Provisioned, Provisioner
 from dtrain_dagster.clusters.azure_ml.states import Decision, Facts, Look, Patience, decide, phase_of
 from dtrain_dagster.clusters.azure_ml.traces import Traces, is_here
-from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, JobStatus, NoCapacityError
+from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus, NoCapacityError
 from dtrain_dagster.clusters.policy import is_failure
 from dtrain_dagster.clusters.supervisor import how_to_go_on
 from trainer.rundir import RESULT, STATUS, RunDir
 
-OWNER = "owner.json"
-"""In a run directory: the Dagster run that follows the job, and since when."""
 CANCEL_AGAIN_SECONDS = 30.0
 _log = logging.getLogger(__name__)
 
@@ -86,8 +84,9 @@ class Tender:
         self._looked_at = time.monotonic()
         return self._last
 
-    def cancel(self, why: str = "cancelled") -> None:
-        """Have the job ended, and return when the service says that it has. `ServiceError` if it does not say so."""
+    def cancel(self, patience_seconds: float | None = None) -> None:
+        """Have the job ended, and return when the service says that it has. `ServiceError` if it does not say so within
+        that time (None: ``cancel_seconds``)."""
 
         def ask(record: Record) -> Record | None:
             return record if record["cancel_asked_at"] else {**record, "cancel_asked_at": time.time()}
@@ -95,12 +94,13 @@ class Tender:
         if self._is_final(self.launches.read()[1] or {}):
             return
         record = self.launches.update(ask)  # before anything is looked at, so that no look goes on with it
-        deadline = time.monotonic() + self.options.cancel_seconds
+        patience = self.options.cancel_seconds if patience_seconds is None else patience_seconds
+        deadline = time.monotonic() + patience
         while not (status := self._look(cancelling=True)).state.is_final:
             if time.monotonic() > deadline:
                 url = (record or {}).get("studio_url") or self.options.studio_url
                 raise ServiceError(
-                    f"the end of job {status.job_id} is not confirmed after {self.options.cancel_seconds:.0f} s "
+                    f"the end of job {status.job_id} is not confirmed after {patience:.0f} s "
                     f"({status.message}): it may still cost money, look at {url}",
                     "NotCancelled",
                 )

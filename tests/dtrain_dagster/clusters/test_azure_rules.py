@@ -369,7 +369,11 @@ def test_times_of_the_service() -> None:
 
 
 def test_a_launch_has_one_name_whoever_asks() -> None:
-    assert launches.job_name("train-ab.c-1", 2) == launches.job_name("train-ab.c-1", 2) == "train-ab-c-1-l2"
+    assert launches.job_name("train-ab_c-1", 2) == "train-ab_c-1-l2"
+    alike = [launches.job_name(name, 1) for name in ("train-ab-c", "train-AB-c", "train-ab.c", "Train-ab-c")]
+    assert len(set(alike)) == 4
+    assert [name.lower() for name in alike] == alike, "as the service writes them"
+    assert alike == [launches.job_name(name, 1) for name in ("train-ab-c", "train-AB-c", "train-ab.c", "Train-ab-c")]
 
 
 class TestAudit:
