@@ -136,10 +136,10 @@ class World:
         if self.group:
             self.group.run("barrier", lambda transport: transport.barrier(self.solo_timeout))
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place. Integers wrap."""
+    def sum(self, values: torch.Tensor, what: str = "all-reduce") -> torch.Tensor:
+        """Sum over ranks, in place. Integers wrap. ``what`` names it in times and failures."""
         if self.group:
-            self.group.run("all-reduce", lambda transport: transport.sum(values))
+            self.group.run(what, lambda transport: transport.sum(values), values.nbytes)
         return values
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
@@ -222,7 +222,8 @@ def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | Non
 
     world = World(
         facts, device, backend,
-        group=Group(facts.rank, facts.world_size, open_transport), solo_timeout=config.solo_timeout_seconds,
+        group=Group(facts.rank, facts.world_size, open_transport, device if backend == "nccl" else None),
+        solo_timeout=config.solo_timeout_seconds,
     )  # fmt: skip
     try:
         world.gather(facts.rank)
@@ -277,7 +278,7 @@ def form(
                 config.collective_timeout_seconds, config.solo_timeout_seconds, generation.members[rank].host,
             )  # fmt: skip
 
-        group = Group(rank, size, open_transport)
+        group = Group(rank, size, open_transport, device if device.type == "cuda" else None)
     return World(facts, device, backend, generation.number, group, topology, config.solo_timeout_seconds)
 
 
