@@ -136,7 +136,6 @@ class DistributedTrainer:
         self.checkpoints = CheckpointManager(
             self.rundir, self.config.keep_checkpoints, self._fingerprint(), self._report_checkpoint
         )
-        self.profiler = StepProfiler(self.config.profile_steps, self.rundir, self.facts.rank, self.device)
         self.window = StepWindow()
         if self.elastic is None:
             self.world.meet()  # one may have unpacked the data or made its model for minutes
@@ -145,6 +144,8 @@ class DistributedTrainer:
             enter(self, source=0, from_checkpoint=self.config.resume)
         else:
             until_formed(self, partial(regroup, self, START))
+        assert self.reporter is not None
+        self.profiler = StepProfiler(self.config, self.rundir, self.reporter, self.device, self.progress.step)
         self.phase("startup")
 
     def train(self) -> dict[str, Any]:
@@ -158,7 +159,7 @@ class DistributedTrainer:
                     assert self.loader is not None
                     self.train_epoch(self.loader.batches(epoch, first_step), epoch)
                     continue
-                self.profiler.close()
+                self.profiler.close(self.progress.step)
                 return finish(self)
             except Regroup as wish:
                 until_formed(self, partial(regroup, self, str(wish)))
@@ -182,7 +183,7 @@ class DistributedTrainer:
             result = self.step(batch, self.progress.step, rate, self._votes())
             self.progress.commit(epoch, batch.samples, result.digest)
             self.watchdog.progress(self.progress.step)
-            self.profiler.step()
+            self.profiler.step(self.progress.step)
             totals["loss_sum"] += result.loss_sum
             totals["samples"] += batch.local_samples
             self.window.add(result.loss_sum, batch.local_samples)
@@ -213,6 +214,8 @@ class DistributedTrainer:
     def close(self, tracking_seconds: float = 60.0) -> None:
         """Stop the threads and leave the group; what was reported is on disk afterwards."""
         self.watchdog.stop()
+        if hasattr(self, "profiler"):
+            self.profiler.close(self.progress.step)
         if self.loader:
             self.loader.close()
         if hasattr(self, "checkpoints"):

@@ -117,8 +117,7 @@ def test_stacks_are_bounded_and_begin_with_the_main_thread() -> None:
         if levels:
             return deeper(levels - 1)
         with ThreadPoolExecutor(1) as other:
-            text = other.submit(stacks)
-            return text.result(), where_now()
+            return other.submit(stacks).result(), other.submit(where_now).result()
 
     text, where = deeper(300)
     main, *rest = text.split("thread ")[1:]
