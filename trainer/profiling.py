@@ -19,7 +19,7 @@ import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from trainer.config import DistributedTrainingConfig, describe_errors
+from trainer.config import DistributedTrainingConfig
 from trainer.metrics import Reporter
 from trainer.rundir import PROFILE, PROFILE_REQUEST, RunDir
 
@@ -46,11 +46,15 @@ _REQUEST = TypeAdapter(TraceRequest)
 
 
 def parse_request(data: bytes) -> TraceRequest:
-    """ValueError, with a line for each wrong field, where it is none."""
+    """ValueError, which names the wrong fields, where it is none."""
     try:
         return _REQUEST.validate_json(data) if data.strip() else TraceRequest()
     except ValidationError as error:
-        raise ValueError(describe_errors(error, PROFILE_REQUEST)[:500]) from None
+        wrong = [
+            f"{'.'.join(map(str, item['loc'])) or 'the file'}: {item['msg']}"
+            for item in error.errors(include_url=False)
+        ]
+        raise ValueError(f"{PROFILE_REQUEST}: {'; '.join(wrong)[:400]}") from None
 
 
 class TraceRequests:
