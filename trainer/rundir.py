@@ -111,7 +111,7 @@ class RunDir:
     def append_events(self, generation: int, rank: int, number: int, events: Iterable[dict[str, Any]]) -> None:
         """Write one numbered file of events. It must not exist: numbers are used once."""
         lines = "".join(json.dumps(event, allow_nan=False, sort_keys=True) + "\n" for event in events)
-        self.storage.create(f"{EVENTS}/g{generation:04d}-r{rank:05d}-{number:06d}.jsonl", lines.encode())
+        self.storage.create(f"{EVENTS}/{event_file(generation, rank, number)}", lines.encode())
 
     def last_generation(self) -> int:
         """The highest generation that left a trace (events, a checkpoint, a record of its members), 0 if none did."""
@@ -193,6 +193,10 @@ def stale_seconds(storage: Storage) -> float:
     """A node that has been silent for longer is not well: it has missed five signs of life at least, and on remote
     storage one of them may have been tried for as long as a request is (90 s, `trainer.blob_account`)."""
     return 10.0 if storage.is_local else 120.0
+
+
+def event_file(generation: int, rank: int, number: int) -> str:
+    return f"g{generation:04d}-r{rank:05d}-{number:06d}.jsonl"
 
 
 def _node_file(presence: NodePresence) -> str:
