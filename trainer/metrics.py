@@ -137,9 +137,10 @@ class Reporter:
                 return _log.error("could not write %d events: %s", len(events), error)
 
     def _track(self, factories: list[Callable[[], Sink]]) -> None:
+        # Before the sinks are opened, which takes seconds; what others report meanwhile is drawn.
+        self._known.update(self._try("read the events for", lambda: self.rundir.storage.list(EVENTS)) or ())
         sinks = [sink for factory in factories if (sink := self._try("open", factory))]
         seconds = OTHERS_SECONDS if self.rundir.storage.is_local else REMOTE_OTHERS_SECONDS
-        self._known.update(self._try("read the events for", lambda: self.rundir.storage.list(EVENTS)) or ())
         looked_at = time.monotonic()
         while (batch := self._wait_for_batch(seconds)) is not None:
             is_last = any(item["kind"] == "end" for item in batch)  # a sink may take nothing after it

@@ -163,19 +163,24 @@ def test_rank_0_draws_what_other_nodes_report(tmp_path: Path, monkeypatch: pytes
     other = Reporter(rundir, 1, 1, [])
     other.emit("node", node_id=1, step=0)  # of an earlier start: drawn already
     until(lambda: len(list(rundir.events())) == 1)
-    reporter = Reporter(rundir, 0, 1, [lambda: kept])
-    steps(reporter, 1)
+
+    def open_slowly() -> Kept:
+        other.emit("node", node_id=1, step=1)
+        until(lambda: len(list(rundir.events())) == 2)
+        return kept
+
+    reporter = Reporter(rundir, 0, 1, [open_slowly])
     until(lambda: len(kept.events) == 1)
-    other.emit("node", node_id=1, step=1)
+    steps(reporter, 1)
     until(lambda: len(kept.events) == 2)
     other.emit("node", node_id=1, step=2)
     other.close()
     reporter.emit("end", status="succeeded")
     reporter.close()
     assert [(item["kind"], item["rank"]) for item in kept.events] == [
-        ("step", 0), ("node", 1), ("node", 1), ("end", 0),
+        ("node", 1), ("step", 0), ("node", 1), ("end", 0),
     ]  # fmt: skip
-    assert [item["step"] for item in kept.events[1:3]] == [1, 2]
+    assert [kept.events[at]["step"] for at in (0, 2)] == [1, 2]
 
 
 def test_azure_gets_the_curves_of_the_whole_first_and_of_nodes_what_fits() -> None:
