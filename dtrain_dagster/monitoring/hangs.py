@@ -13,7 +13,7 @@ from typing import Any
 
 SETTLE_SECONDS = 10.0
 """All ranks of a hang report within a few seconds; who has not by then is silent."""
-SILENT = "frozen, cut off, or in code that never lets go of the interpreter"
+SILENT = "it is frozen, cut off, in code that never lets go of the interpreter, or busy outside of a step"
 MOST_NAMES = 6
 """Of more ranks only so many are named."""
 NOTHING = "no collective"
@@ -51,6 +51,8 @@ def verdict(reports: Sequence[Report]) -> str:
     seconds = max(item.get("waited_seconds") or 0.0 for item in there)
     collective = f"the {_name(there, furthest)} of {step}"
     if missing:
+        first = min(_sequence(item) for item in missing) + 1  # the others may be further than just there
+        collective = f"the {_name(there, first)} of {step}"
         stand = _stands(missing, furthest)
         also = f"; {_silence(silent, nodes)}" if silent else ""
         names = _ranks([item["rank"] for item in missing], nodes)
@@ -66,7 +68,7 @@ def verdict(reports: Sequence[Report]) -> str:
     if waiting:
         return f"all ranks are in {collective}, which does not end since {seconds:.0f} s: look at the network"
     stand = _stands(there, furthest)
-    return f"{step} does not end since {seconds:.0f} s, and no rank waits for another: {stand}"
+    return f"{step} does not end since {seconds:.0f} s, and no rank is known to wait for another: {stand}"
 
 
 @dataclass(slots=True)
@@ -123,7 +125,8 @@ def _stands(items: Sequence[Report], furthest: int) -> str:
 
 
 def _silence(ranks: Sequence[int], nodes: Sequence[int]) -> str:
-    return f"{_ranks(ranks, nodes)} {'says' if len(ranks) == 1 else 'say'} nothing ({SILENT})"
+    says, why = ("says", SILENT) if len(ranks) == 1 else ("say", SILENT.replace("it is", "each is"))
+    return f"{_ranks(ranks, nodes)} {says} nothing ({why})"
 
 
 def _waiting(items: Sequence[Report], seconds: float, where: str) -> str:

@@ -40,15 +40,15 @@ def report(rank: int, sequence: int, ended: bool = False, step: int = 17, genera
             "rank 1 (node 2) never entered the all-reduce of gradient bucket 0 of step 17: it is in "
             "my_model.py:31 Net.forward; ranks 0 and 2 wait there since 24 s",
         ),
-        (  # nobody waits *in* a collective of NCCL, the processor is ahead: the number tells
-            [report(0, 33, ended=True), report(1, 32, ended=True), report(2, 33, ended=True)],
+        (  # nobody waits *in* a collective of NCCL, the processor is ahead: the numbers tell
+            [report(0, 34, ended=True), report(1, 32, ended=True), report(2, 34, ended=True)],
             "rank 1 (node 2) never entered the all-reduce of gradient bucket 0 of step 17: it is in "
             "my_model.py:31 Net.forward; ranks 0 and 2 wait there since 24 s",
         ),
         (
             [report(0, 33), report(2, 33)],
-            "rank 1 (node 2) says nothing (frozen, cut off, or in code that never lets go of the interpreter); "
-            "ranks 0 and 2 wait in the all-reduce of gradient bucket 0 of step 17 since 24 s",
+            "rank 1 (node 2) says nothing (it is frozen, cut off, in code that never lets go of the interpreter, or "
+            "busy outside of a step); ranks 0 and 2 wait in the all-reduce of gradient bucket 0 of step 17 since 24 s",
         ),
         (
             [report(0, 33), report(1, 32), report(2, 33)],
@@ -67,7 +67,8 @@ def report(rank: int, sequence: int, ended: bool = False, step: int = 17, genera
         ),
         (
             [report(0, 5, ended=True, nodes=[0], recent=[])],
-            "step 17 does not end since 24 s, and no rank waits for another: it is in my_model.py:30 Net.forward",
+            "step 17 does not end since 24 s, and no rank is known to wait for another: it is in "
+            "my_model.py:30 Net.forward",
         ),
         ([event("hang", 3, 1, step=2)], None),  # written by something else: said as far as known
     ],
