@@ -58,7 +58,8 @@ format: setup  ## let ruff put the code into shape
 	@ruff check --fix . && ruff format .
 
 mlflow: setup  ## the MLflow UI on http://127.0.0.1:5000
-	@mlflow ui --backend-store-uri sqlite:///$(DTRAIN_HOME)/mlflow.db --host 127.0.0.1
+	@mkdir -p $(DTRAIN_HOME)
+	@mlflow ui --backend-store-uri sqlite:///$(DTRAIN_HOME)/mlflow.db --host 127.0.0.1 --workers 1
 
 tensorboard: setup  ## TensorBoard of all jobs on http://127.0.0.1:6006
 	@tensorboard --logdir $(DTRAIN_HOME)/storage/jobs --host 127.0.0.1

@@ -14,25 +14,32 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.azure_token import WORKSPACE, tracking_address
 from trainer.config import JobConfig
-from trainer.rundir import RunDir, event
+from trainer.rundir import EVENTS, RunDir, event, event_file
+from trainer.scalars import Scalars
 from trainer.storage import Storage
 from trainer.tracking import artifact_location
 
 METRICS_PER_REQUEST, AZURE_NAMES = 200, 40
 """Azure ML takes 250 values at once, and 50 names of metrics in a run, of which registration needs some."""
+AZURE_NODE_NAMES, AZURE_NODE_FIELDS = 10, ("gpu_utilization", "gpu_memory_percent", "samples_per_second")
+"""…and nodes get no more than so many of these (R3.1), since every curve over all nodes comes first."""
 TRACKING = "tracking.json"
 """In the run directory: the MLflow run, so that a resumed job goes on in the same one."""
 TENSORBOARD = "tensorboard"
 UPLOAD_SECONDS = 60.0
 FLUSH_SECONDS, REMOTE_FLUSH_SECONDS = 1.0, 5.0
 """How much time the events of one file span; every file on remote storage is paid for."""
+OTHERS_SECONDS, REMOTE_OTHERS_SECONDS = 5.0, 60.0
+"""Between two looks at what other nodes have reported, for the curves that rank 0 draws of them."""
+URGENT = "hang"
+"""Written at once: the timeout that ends this process may be near."""
 _log = logging.getLogger(__name__)
 
 
@@ -54,6 +61,8 @@ class Reporter:
         self.rundir, self.rank, self.generation = rundir, rank, generation
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._numbers: dict[tuple[int, int], int] = {}
+        self._known: set[str] = set()
+        """Files of events that need not be looked at for what others report."""
         self._tracking: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, name="reporter", daemon=True)]
         self._threads[0].start()
@@ -107,6 +116,8 @@ class Reporter:
             if item is None:
                 return batch, True
             batch.append(item)
+            if item["kind"] == URGENT:
+                break
         return batch, False
 
     def _write(self, batch: list[dict[str, Any]]) -> None:
@@ -117,6 +128,7 @@ class Reporter:
     def _append(self, place: tuple[int, int], events: list[dict[str, Any]]) -> None:
         while True:
             number = self._numbers[place] = self._numbers.get(place, 0) + 1
+            self._known.add(event_file(*place, number))
             try:
                 return self.rundir.append_events(*place, number, events)
             except FileExistsError:  # of an earlier start that was given the same generation
@@ -125,13 +137,35 @@ class Reporter:
                 return _log.error("could not write %d events: %s", len(events), error)
 
     def _track(self, factories: list[Callable[[], Sink]]) -> None:
+        # Before the sinks are opened, which takes seconds; what others report meanwhile is drawn.
+        self._known.update(self._try("read the events for", lambda: self.rundir.storage.list(EVENTS)) or ())
         sinks = [sink for factory in factories if (sink := self._try("open", factory))]
-        while (batch := self._tracking.get()) is not None:
-            for sink in list(sinks):
+        seconds = OTHERS_SECONDS if self.rundir.storage.is_local else REMOTE_OTHERS_SECONDS
+        looked_at = time.monotonic()
+        while (batch := self._wait_for_batch(seconds)) is not None:
+            is_last = any(item["kind"] == "end" for item in batch)  # a sink may take nothing after it
+            if sinks and (is_last or time.monotonic() - looked_at > seconds):
+                batch, looked_at = self._samples_of_others() + batch, time.monotonic()
+            for sink in list(sinks) if batch else []:
                 if not self._try("write to", functools.partial(_write_to, sink, batch)):
                     sinks.remove(sink)
         for sink in sinks:
             self._try("close", sink.close)
+
+    def _wait_for_batch(self, seconds: float) -> list[dict[str, Any]] | None:
+        """What this rank reports next, nothing after so long, None at the end."""
+        try:
+            return self._tracking.get(timeout=seconds)
+        except queue.Empty:
+            return []
+
+    def _samples_of_others(self) -> list[dict[str, Any]]:
+        """New samples of nodes whose events other processes write."""
+        try:
+            return [item for item in self.rundir.follow(self._known) if item["kind"] == "node"]
+        except (OSError, ValueError) as error:
+            _log.warning("what other nodes report cannot be read: %s", error)
+            return []
 
     def _try(self, what: str, action: Callable[[], Any]) -> Any | None:
         try:
@@ -174,7 +208,7 @@ class StepWindow:
 
 
 class TensorBoardSink:
-    """Loss, validation, learning rate, gradient norm and utilisation as TensorBoard scalars."""
+    """Loss, validation, learning rate, gradient norm, utilisation and times as TensorBoard scalars."""
 
     def __init__(self, storage: Storage) -> None:
         """Files in the folder ``tensorboard`` of a storage. TensorBoard's writer knows local files only: elsewhere they
@@ -185,13 +219,12 @@ class TensorBoardSink:
         self._scratch = tempfile.TemporaryDirectory() if self._remote else None
         self._folder = self._scratch.name if self._scratch else str(storage.local_path(TENSORBOARD))
         self._writer = SummaryWriter(self._folder)
-        self._step = 0
+        self._scalars = Scalars()
         self._copied_at = time.monotonic()
 
     def write(self, events: list[dict[str, Any]]) -> None:
-        for step, name, value, at in _scalars(events, self._step):
+        for step, name, value, at in self._scalars.of(events):
             self._writer.add_scalar(name, value, step, walltime=at)
-            self._step = step
         self._writer.flush()
         if time.monotonic() - self._copied_at > UPLOAD_SECONDS:
             self._copy()
@@ -221,7 +254,7 @@ class MLflowSink:
         self._client = MlflowClient(tracking_uri=self._uri)
         self._most = AZURE_NAMES if WORKSPACE in self._uri else None
         self._names: set[str] = set()
-        self._step = 0
+        self._scalars = Scalars()
         known = rundir.read_json(TRACKING)
         if known:
             self.run_id = known["mlflow_run_id"]
@@ -248,13 +281,11 @@ class MLflowSink:
     def write(self, events: list[dict[str, Any]]) -> None:
         from mlflow.entities import Metric
 
-        metrics = [
-            Metric(name.replace("/", "."), value, int(at * 1000), step)
-            for step, name, value, at in _scalars(events, self._step)
-        ]
-        if metrics:
-            self._step = metrics[-1].step
-        metrics = [metric for metric in metrics if self._fits(metric.key)]
+        metrics = []
+        for step, name, value, at in self._scalars.of(events):
+            if fits(name, self._names, self._most):
+                self._names.add(name)
+                metrics.append(Metric(name.replace("/", "."), value, int(at * 1000), step))
         for at in range(0, len(metrics), METRICS_PER_REQUEST):
             self._client.log_batch(self.run_id, metrics=metrics[at : at + METRICS_PER_REQUEST])
         for item in events:
@@ -262,41 +293,20 @@ class MLflowSink:
                 finished = {"succeeded": "FINISHED", "stopped": "KILLED"}.get(item["status"], "FAILED")
                 self._client.set_terminated(self.run_id, status=finished)
 
-    def _fits(self, name: str) -> bool:
-        """Whether the server takes one more name; those of nodes beyond it are in the events only."""
-        if name not in self._names and (self._most is None or len(self._names) < self._most):
-            self._names.add(name)
-        return name in self._names
-
     def close(self) -> None:
         """Nothing is held open."""
 
 
-def _scalars(events: list[dict[str, Any]], step: int) -> list[tuple[int, str, float, float]]:
-    """(step, name, value, Unix seconds) of what is drawn; a sample of a node counts at the last step seen."""
-    named = {
-        "loss": "train/loss",
-        "learning_rate": "train/learning_rate",
-        "grad_norm": "train/grad_norm",
-        "samples_per_second": "train/samples_per_second",
-        "step_seconds": "train/step_seconds",
-    }
-    utilisation = ("cpu_percent", "memory_percent", "gpu_utilization", "gpu_memory_percent")
-    rows = []
-    for item in events:
-        at = item["time"]
-        if item["kind"] == "step":
-            step = item["step"]
-            rows += [(step, name, item[field], at) for field, name in named.items()]
-            rows.append((step, "train/epoch", float(item["epoch"]), at))
-        elif item["kind"] == "evaluation":
-            step = item["step"]
-            values = {"loss": item["loss"], **item["metrics"]}
-            rows += [(step, f"{item['split']}/{name}", value, at) for name, value in values.items()]
-        elif item["kind"] == "node":
-            prefix = f"node_{item['node_id']}"
-            rows += [(step, f"{prefix}/{name}", item[name], at) for name in utilisation if item.get(name) is not None]
-    return [row for row in rows if row[2] is not None]
+def fits(name: str, taken: Collection[str], most: int | None) -> bool:
+    """Does a run of a server that takes so many names (None: all) take this one, besides those it has taken? What does
+    not fit is in the events only."""
+    if most is None or name in taken:
+        return True
+    if name.startswith("node_"):
+        nodes = sum(other.startswith("node_") for other in taken)
+        if nodes >= AZURE_NODE_NAMES or name.rpartition("/")[2] not in AZURE_NODE_FIELDS:
+            return False
+    return len(taken) < most
 
 
 def sinks_of(job: JobConfig, rundir: RunDir, rank: int) -> list[Callable[[], Sink]]:

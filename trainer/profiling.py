@@ -1,44 +1,219 @@
-"""A trace of the first optimizer steps, for Perfetto or chrome://tracing (T5)."""
+"""Traces of optimizer steps, for Perfetto or chrome://tracing: a window that the configuration chooses, and more while
+the training runs, by a file in the run directory (T5).
+
+    profile/request.json                 {"steps": 5, "ranks": [0]}; what is left out, or an empty file: just these
+    profile/request-000001.json          the same, once rank 0 has taken it: every rank answers a number once
+    profile/trace-r00000-s000123.json    the trace of rank 0 that ends with step 123; a ``profile`` event sums it up
+"""
 
 from __future__ import annotations
 
+import logging
+import re
 import tempfile
+import threading
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
-from trainer.rundir import RunDir
+from trainer.config import DistributedTrainingConfig
+from trainer.metrics import Reporter
+from trainer.rundir import PROFILE, PROFILE_REQUEST, RunDir
+
+LOOK_SECONDS, REMOTE_LOOK_SECONDS = 2.0, 15.0
+"""Between two looks for a request. A look at remote storage is paid for."""
+TOP = 10
+MOST_BYTES = 10_000
+"""Of a request; a larger file is none."""
+CLOSE_SECONDS = 10.0
+"""How long the end of a training waits for a trace that is still being written."""
+_TAKEN = re.compile(r"request-(\d{6,})\.json$")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=ConfigDict(extra="forbid", strict=True))
+class TraceRequest:
+    """Trace so many of the next steps on these ranks."""
+
+    steps: int = Field(default=5, ge=1, le=1000)
+    ranks: list[int] = Field(default_factory=lambda: [0], min_length=1)
+
+
+_REQUEST = TypeAdapter(TraceRequest)
+
+
+def parse_request(data: bytes) -> TraceRequest:
+    """ValueError, which names the wrong fields, where it is none."""
+    try:
+        return _REQUEST.validate_json(data) if data.strip() else TraceRequest()
+    except ValidationError as error:
+        wrong = [
+            f"{'.'.join(map(str, item['loc'])) or 'the file'}: {item['msg']}"
+            for item in error.errors(include_url=False)
+        ]
+        raise ValueError(f"{PROFILE_REQUEST}: {'; '.join(wrong)[:400]}") from None
+
+
+class TraceRequests:
+    """Looks for requests, now and then, on a thread of its own: storage that hangs must hold up neither the training
+    nor its watchdog."""
+
+    def __init__(self, rundir: RunDir, reporter: Reporter) -> None:
+        self.rundir, self.reporter = rundir, reporter
+        self.steps = 0
+        """To be traced from the next one on; whoever does sets it back to 0."""
+        self._answered: set[str] | None = None
+        self._complained = ""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="trace-requests", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(1.0)  # a look at storage that hangs is not waited for
+
+    def _work(self) -> None:
+        seconds = LOOK_SECONDS if self.rundir.storage.is_local else REMOTE_LOOK_SECONDS
+        while True:
+            try:
+                self._look()
+                self._complained = ""
+            except (OSError, ValueError) as error:
+                self._complain(str(error))
+            if self._stop.wait(seconds):
+                return
+
+    def _look(self) -> None:
+        names = self.rundir.storage.list(PROFILE)
+        taken = {name: int(match[1]) for name in names if (match := _TAKEN.match(name))}
+        if self._answered is None:  # those of before this process began are not for it
+            self._answered = set(taken)
+        if self.reporter.rank == 0 and PROFILE_REQUEST in (f"{PROFILE}/{name}" for name in names):
+            taken |= self._take(max(taken.values(), default=0) + 1)
+        for name in sorted(taken.keys() - self._answered):
+            self._answered.add(name)
+            request = parse_request(self._read(f"{PROFILE}/{name}"))
+            if self.reporter.rank in request.ranks:
+                self.steps = request.steps
+
+    def _take(self, number: int) -> dict[str, int]:
+        """Give the request a number, as its new name. Whatever it says, it is gone: it is neither answered nor
+        complained about again and again."""
+        name = f"request-{number:06d}.json"
+        try:
+            data = self._read(PROFILE_REQUEST)
+        finally:
+            self.rundir.storage.delete(PROFILE_REQUEST)
+        parse_request(data)
+        self.rundir.storage.create(f"{PROFILE}/{name}", data)
+        return {name: number}
+
+    def _read(self, name: str) -> bytes:
+        size = self.rundir.storage.size(name)
+        if size > MOST_BYTES:
+            raise ValueError(f"{name} has {size:,} bytes: that is no request")
+        return self.rundir.storage.read(name)
+
+    def _complain(self, message: str) -> None:
+        """Once of the same."""
+        if message != self._complained:
+            self._complained = message
+            _log.warning(message)
+            self.reporter.emit("error", message=f"no trace: {message}", fatal=False)
 
 
 class StepProfiler:
-    """Traces the first ``steps`` steps of a process and writes ``profile/trace-rank-<rank>.json``; None traces nothing.
+    """Traces steps of this process: those of the configuration, and those that are asked for.
 
-    Tracing costs time: the step times of these steps are not those of the others.
+    Tracing costs time: the step times of these steps are not those of the others. Before and after there is nothing of
+    it; the trace is written in the background.
     """
 
-    def __init__(self, steps: int | None, rundir: RunDir, rank: int, device: torch.device) -> None:
-        self.rundir, self.name = rundir, f"profile/trace-rank-{rank}.json"
-        self._left = steps or 0
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profile = torch.profiler.profile(activities=activities) if steps else None
-        if self._profile:
-            self._profile.start()
+    def __init__(
+        self, config: DistributedTrainingConfig, rundir: RunDir, reporter: Reporter, device: torch.device, step: int
+    ) -> None:
+        """``step``: steps done so far."""
+        self.rundir, self.reporter, self.device = rundir, reporter, device
+        self.requests = TraceRequests(rundir, reporter)
+        self._planned = (config.profile_from_step, config.profile_steps or 0)
+        self._profile: torch.profiler.profile | None = None
+        self._steps = self._left = 0
+        self._writers: list[threading.Thread] = []
+        self._begin_if_due(step)
 
-    def step(self) -> None:
-        """To be called after each step."""
-        self._left -= 1
-        if self._left == 0:
-            self.close()
-
-    def close(self) -> None:
-        """End tracing, if it has not ended, and write the trace."""
+    def step(self, step: int) -> None:
+        """To be called after each step; so many are done."""
+        if self._profile is not None:
+            self._left -= 1
+            if self._left == 0:
+                self._end(step)
         if self._profile is None:
-            return
+            self._begin_if_due(step)
+
+    def close(self, step: int) -> None:
+        """End tracing, if it has not ended, and wait until what was traced is written."""
+        self.requests.close()
+        if self._profile is not None:
+            self._end(step)
+        for writer in self._writers:
+            writer.join(CLOSE_SECONDS)
+
+    def _begin_if_due(self, step: int) -> None:
+        first, planned = self._planned
+        if planned and step >= first:
+            self._planned, steps = (0, 0), planned
+        else:
+            steps, self.requests.steps = self.requests.steps, 0
+        if steps:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if self.device.type == "cuda":
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            profile = torch.profiler.profile(activities=activities)
+            try:
+                profile.start()
+            except RuntimeError as error:  # the user's own code may be tracing
+                self.reporter.emit("error", message=f"no trace at step {step}: {error}", fatal=False)
+                return
+            self._profile, self._steps, self._left = profile, steps, steps
+
+    def _end(self, step: int) -> None:
         profile, self._profile = self._profile, None
+        assert profile is not None
         profile.stop()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            profile.export_chrome_trace(str(path))
-            self.rundir.storage.write(self.name, path.read_bytes())
+        done = self._steps - self._left
+        if done:
+            path = f"{PROFILE}/trace-r{self.reporter.rank:05d}-s{step:06d}.json"
+            writer = threading.Thread(target=self._write, args=(profile, path, step, done), name="trace", daemon=True)
+            self._writers = [*(item for item in self._writers if item.is_alive()), writer]
+            writer.start()
+
+    def _write(self, profile: torch.profiler.profile, path: str, step: int, steps: int) -> None:
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "trace.json"
+                profile.export_chrome_trace(str(file))
+                self.rundir.storage.write(path, file.read_bytes())
+            top = top_operations(profile, self.device.type == "cuda")
+        except Exception as error:  # a full disk, storage that is away: nothing that a training should end of
+            self.reporter.emit("error", message=f"the trace {path} was not written: {error}", fatal=False)
+            return
+        self.reporter.emit("profile", step=step, steps=steps, path=path, top=top)
+
+
+def top_operations(profile: torch.profiler.profile, on_gpu: bool) -> list[dict[str, Any]]:
+    """The ten operations that took longest by themselves; on a GPU by the time of the kernels that they started.
+    ``share`` is that of the time of all operations, some of which happen at the same time."""
+    rows = []
+    for row in profile.key_averages():
+        if row.device_type == torch.autograd.DeviceType.CPU:  # kernels have rows of their own besides
+            microseconds = row.self_device_time_total if on_gpu else row.self_cpu_time_total
+            rows.append((microseconds / 1e6, row.key, row.count))
+    total = sum(seconds for seconds, _, _ in rows) or 1.0
+    rows.sort(reverse=True)
+    return [
+        {"name": name[:200], "self_seconds": round(seconds, 9), "share": round(seconds / total, 6), "calls": calls}
+        for seconds, name, calls in rows[:TOP]
+    ]

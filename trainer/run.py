@@ -44,6 +44,7 @@ from trainer.schedule import learning_rate
 from trainer.shards import DatasetError, DataShardManager
 from trainer.state import Progress, TrainingState
 from trainer.step import Batch, BatchLoader, Step, StepResult, Votes
+from trainer.watchdog import Watchdog
 from trainer.world import World, choose_device, join, rank_facts
 
 
@@ -67,6 +68,7 @@ class DistributedTrainer:
         self.elastic: Elastic | None = None
         self.reporter: Reporter | None = None
         self.monitor: NodeMonitor | None = None
+        self.watchdog = Watchdog(self.config)
         self.state: TrainingState | None = None
         self.loader: BatchLoader | None = None
         self.sampler: Sampler
@@ -138,7 +140,6 @@ class DistributedTrainer:
         self.checkpoints = CheckpointManager(
             self.rundir, self.config.keep_checkpoints, self._fingerprint(), self._report_checkpoint
         )
-        self.profiler = StepProfiler(self.config.profile_steps, self.rundir, self.facts.rank, self.device)
         self.window = StepWindow()
         if self.elastic is None:
             self.world.meet()  # one may have unpacked the data or made its model for minutes
@@ -147,6 +148,8 @@ class DistributedTrainer:
             enter(self, source=0, from_checkpoint=self.config.resume)
         else:
             until_formed(self, partial(regroup, self, START))
+        assert self.reporter is not None
+        self.profiler = StepProfiler(self.config, self.rundir, self.reporter, self.device, self.progress.step)
         self.phase("startup")
 
     def train(self) -> dict[str, Any]:
@@ -160,7 +163,7 @@ class DistributedTrainer:
                     assert self.loader is not None
                     self.train_epoch(self.loader.batches(epoch, first_step), epoch)
                     continue
-                self.profiler.close()
+                self.profiler.close(self.progress.step)
                 return finish(self)
             except Regroup as wish:
                 until_formed(self, partial(regroup, self, str(wish)))
@@ -178,12 +181,14 @@ class DistributedTrainer:
         """Train on the batches of (the rest of) an epoch; the mean loss over them and all ranks."""
         self.step.module.train()
         self.step.timer.mark(None)
+        self.watchdog.progress(self.progress.step)
         totals = {"loss_sum": 0.0, "samples": 0.0}
         for batch in dataloader:
             rate = learning_rate(self.config, self.progress.step, self.total_steps)
             result = self.step(batch, self.progress.step, rate, self._votes())
             self.progress.commit(epoch, batch.samples, result.digest)
-            self.profiler.step()
+            self.watchdog.progress(self.progress.step)
+            self.profiler.step(self.progress.step)
             totals["loss_sum"] += result.loss_sum
             totals["samples"] += batch.local_samples
             self.window.add(result.loss_sum, batch.local_samples)
@@ -198,6 +203,7 @@ class DistributedTrainer:
             if is_reported and self.config.timing:
                 self._probe_links()
             self._catch_up()
+            self.watchdog.progress(self.progress.step)
             self.window.began += time.monotonic() - paused_at  # that is no part of a step's time
             self._heed(result)
             if self._is_over():
@@ -216,6 +222,9 @@ class DistributedTrainer:
 
     def close(self, tracking_seconds: float = 60.0) -> None:
         """Stop the threads and leave the group; what was reported is on disk afterwards."""
+        self.watchdog.stop()
+        if hasattr(self, "profiler"):
+            self.profiler.close(self.progress.step)
         if self.loader:
             self.loader.close()
         if hasattr(self, "checkpoints"):
@@ -238,6 +247,7 @@ class DistributedTrainer:
 
     def phase(self, name: str) -> None:
         """Book the time since the last mark on a phase, and say so."""
+        self.watchdog.rest()
         now = time.monotonic()
         self.seconds[name] += now - self._mark
         self._mark = now

@@ -13,6 +13,7 @@
       evaluation.json, predictions.npz    the test split, judged against the baselines
       provisioning.json, owner.json       where nodes are bought: what was tried to get them; which Dagster run follows
       status.json                         how it stands, in the cluster's words (`JobState`, exit codes)
+      profile/                            traces of steps, and requests for more (`trainer.profiling`)
       logs/node-0.log                     what the processes of a node printed
 
 A *generation* counts the worlds that worked in this run directory: 1 for the first, one more for each restart.
@@ -42,6 +43,8 @@ CHECKPOINTS = "checkpoints"
 MEMBERSHIP = "membership"
 NODES = "nodes"
 LOGS = "logs"
+PROFILE = "profile"
+PROFILE_REQUEST = "profile/request.json"
 
 _GENERATION = re.compile(r"g(\d+)[-.]")
 _EVENT_FILE = re.compile(r"g(\d+)-r(\d+)-(\d+)\.jsonl$")
@@ -108,7 +111,7 @@ class RunDir:
     def append_events(self, generation: int, rank: int, number: int, events: Iterable[dict[str, Any]]) -> None:
         """Write one numbered file of events. It must not exist: numbers are used once."""
         lines = "".join(json.dumps(event, allow_nan=False, sort_keys=True) + "\n" for event in events)
-        self.storage.create(f"{EVENTS}/g{generation:04d}-r{rank:05d}-{number:06d}.jsonl", lines.encode())
+        self.storage.create(f"{EVENTS}/{event_file(generation, rank, number)}", lines.encode())
 
     def last_generation(self) -> int:
         """The highest generation that left a trace (events, a checkpoint, a record of its members), 0 if none did."""
@@ -143,6 +146,11 @@ class RunDir:
                 if found and min(found) <= down_to:
                     break
         return found
+
+    def request_trace(self, steps: int = 5, ranks: Iterable[int] = (0,)) -> None:
+        """Have a job that runs trace its next steps on these ranks. FileExistsError where a request is waiting, which
+        is taken within seconds by a job that trains."""
+        self.storage.create(PROFILE_REQUEST, json.dumps({"steps": steps, "ranks": list(ranks)}).encode())
 
     def latest_checkpoint(self) -> tuple[str, int] | None:
         """(folder, step) of the checkpoint that counts, as ``checkpoints/LATEST.json`` says; None if there is none."""
@@ -187,6 +195,10 @@ def stale_seconds(storage: Storage) -> float:
     return 10.0 if storage.is_local else 120.0
 
 
+def event_file(generation: int, rank: int, number: int) -> str:
+    return f"g{generation:04d}-r{rank:05d}-{number:06d}.jsonl"
+
+
 def _node_file(presence: NodePresence) -> str:
     return f"{NODES}/l{presence.launch:04d}-n{presence.node_id:03d}-s{presence.stay:03d}.json"
 
@@ -201,7 +213,9 @@ def event(kind: str, rank: int, generation: int, **fields: Any) -> dict[str, Any
     `trainer.monitor.NodeMonitor`), ``evaluation`` (step, split, loss…), ``checkpoint`` (step, path, seconds, is_best),
     ``checkpoint_failed`` (step, attempt, message, gives_up), ``resume`` (step, path), ``membership`` (a new generation:
     world_size, nodes, joined, lost, topology, reason, step, seconds), ``communication_error`` (step, operation,
-    waited_seconds, error, peers, attempt), ``out_of_memory`` (step, samples, activation_checkpointing), ``error``
-    (message, fatal), ``end`` (status).
+    waited_seconds, error, peers, attempt), ``out_of_memory`` (step, samples, activation_checkpointing), ``hang`` (no progress,
+    as one rank sees it: step, node_id, nodes, operation, sequence, waited_seconds, where, stacks, recent; see
+    `trainer.watchdog`), ``profile`` (a trace: its last step, steps, path, top operations), ``error`` (message, fatal),
+    ``end`` (status).
     """
     return {"kind": kind, "time": time.time(), "rank": rank, "generation": generation, **fields}

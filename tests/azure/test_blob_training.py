@@ -132,7 +132,7 @@ def test_a_training_on_blob_whose_first_rank_is_killed_ends_as_one_in_a_folder(
     assert model.predict(np.zeros((2, model.spec.window, len(model.spec.features))))
     with np.load(io.BytesIO(storage.read("predictions.npz"))) as table:
         assert len(table["mu"]) == json.loads(storage.read("evaluation.json"))["windows"]
-    assert sorted(storage.list("profile")) == ["trace-rank-0.json", "trace-rank-1.json", "trace-rank-2.json"]
+    assert sorted(storage.list("profile")) == [f"trace-r{rank:05d}-s000002.json" for rank in range(3)]
     assert any("tfevents" in name for name in storage.list("tensorboard"))
 
     # Each shard came once, though three ranks share this machine's cache.

@@ -12,9 +12,21 @@ from typing import Any
 
 import pytest
 
+from trainer import metrics
 from trainer.config import DatasetRef, JobConfig, TrackingConfig
-from trainer.metrics import TRACKING, MLflowSink, Reporter, Sink, StepWindow, TensorBoardSink, sinks_of
-from trainer.rundir import RunDir
+from trainer.metrics import (
+    AZURE_NAMES,
+    TRACKING,
+    MLflowSink,
+    Reporter,
+    Sink,
+    StepWindow,
+    TensorBoardSink,
+    fits,
+    sinks_of,
+)
+from trainer.rundir import RunDir, event
+from trainer.scalars import NODE, Scalars
 from trainer.storage import Storage
 
 STEP = {"learning_rate": 0.1, "grad_norm": 2.0, "samples_per_second": 100.0, "step_seconds": 0.5, "eta_seconds": 5.0}
@@ -134,6 +146,60 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert scalars["node_1/cpu_percent"] == [(2, 50.0)]
     assert "valid/nll" not in scalars
     assert {"train/grad_norm", "train/step_seconds", "train/learning_rate", "valid/pinball"} <= set(scalars)
+
+
+def test_rank_0_draws_what_other_nodes_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kept:
+        def __init__(self) -> None:
+            self.events: list[dict[str, Any]] = []
+
+        def write(self, events: list[dict[str, Any]]) -> None:
+            self.events += events
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(metrics, "OTHERS_SECONDS", 0.2)
+    kept, rundir = Kept(), RunDir(str(tmp_path))
+    other = Reporter(rundir, 1, 1, [])
+    other.emit("node", node_id=1, step=0)  # of an earlier start: drawn already
+    until(lambda: len(list(rundir.events())) == 1)
+
+    def open_slowly() -> Kept:
+        other.emit("node", node_id=1, step=1)
+        until(lambda: len(list(rundir.events())) == 2)
+        return kept
+
+    reporter = Reporter(rundir, 0, 1, [open_slowly])
+    until(lambda: len(kept.events) == 1)
+    steps(reporter, 1)
+    until(lambda: len(kept.events) == 2)
+    other.emit("node", node_id=1, step=2)
+    other.close()
+    reporter.emit("end", status="succeeded")
+    reporter.close()
+    assert [(item["kind"], item["rank"]) for item in kept.events] == [
+        ("node", 1), ("step", 0), ("node", 1), ("end", 0),
+    ]  # fmt: skip
+    assert [kept.events[at]["step"] for at in (0, 2)] == [1, 2]
+
+
+def test_azure_gets_the_curves_of_the_whole_first_and_of_nodes_what_fits() -> None:
+    """Azure ML takes 50 names in a run."""
+    sample = dict.fromkeys(NODE, 1.0)
+    segments = {name: [0.1] for name in ("input", "forward", "backward", "communication", "waiting", "optimizer")}
+    events = [event("node", 0, 1, node_id=number, step=1, **sample) for number in range(20)]
+    events.append(event("timing", 0, 1, step=1, seconds=1.0, nodes=[0], segments=segments))
+    events.append(event("step", 0, 1, step=1, epoch=0, loss=1.0, **STEP))
+    names: set[str] = set()
+    for item in Scalars().of(events):
+        if fits(item.name, names, AZURE_NAMES):
+            names.add(item.name)
+    assert len(names) <= 40
+    assert {"train/loss", "time/waiting_milliseconds", "communication/share", "cluster/gpu_utilization"} <= names
+    assert {"node_0/gpu_utilization", "node_2/samples_per_second"} <= names
+    assert sum(name.startswith("node_") for name in names) == 10
+    assert fits("valid/loss", names, AZURE_NAMES)
+    assert fits("node_19/loss", names, None), "elsewhere there is room for all"
 
 
 @pytest.mark.slow

@@ -154,7 +154,7 @@ def test_the_world_size_does_not_change_the_losses(
             count = sum(sizes[s] for s in steps)
             assert item["samples_per_second"] * item["step_seconds"] * len(steps) == pytest.approx(count)
         for rank in range(2):  # T5
-            trace = json.loads((job.run_dir / f"profile/trace-rank-{rank}.json").read_text())
+            trace = json.loads((job.run_dir / f"profile/trace-r{rank:05d}-s000002.json").read_text())
             assert any("gloo" in event.get("name", "") for event in trace["traceEvents"])
             assert sum(event.get("name", "").startswith("Optimizer.step#") for event in trace["traceEvents"]) == 2
     for mine, theirs in zip(whole.events("evaluation"), job.events("evaluation"), strict=True):

@@ -1,0 +1,142 @@
+"""Traces of a window that the configuration chooses, and of those that are asked for while training runs (T5)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer import profiling
+from trainer.config import DistributedTrainingConfig
+from trainer.metrics import Reporter
+from trainer.profiling import StepProfiler
+from trainer.rundir import PROFILE_REQUEST, RunDir
+
+
+class Rank:
+    """Steps of some arithmetic, traced as a rank of a training is."""
+
+    def __init__(self, rundir: RunDir, rank: int = 0, **training: Any) -> None:
+        self.rundir, self.reporter = rundir, Reporter(rundir, rank, 1, [])
+        config = DistributedTrainingConfig(**training)
+        self.done = 0
+        self.profiler = StepProfiler(config, rundir, self.reporter, torch.device("cpu"), 0)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+            self.done += 1
+            self.profiler.step(self.done)
+
+    def train_until(self, true: Callable[[], bool]) -> None:
+        until = time.monotonic() + 60
+        while not true():
+            assert time.monotonic() < until
+            self.train(1)
+            time.sleep(0.005)
+
+    def end(self) -> None:
+        self.profiler.close(self.done)
+        self.reporter.close()
+
+    def traces(self) -> list[str]:
+        return [name for name in self.rundir.storage.list("profile") if name.startswith("trace")]
+
+
+@pytest.fixture
+def rundir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDir]:
+    monkeypatch.setattr(profiling, "LOOK_SECONDS", 0.02)
+    return RunDir(str(tmp_path))
+
+
+def multiplications(rundir: RunDir, trace: str) -> int:
+    events = json.loads(rundir.storage.read(f"profile/{trace}"))["traceEvents"]
+    return sum(event.get("name") == "aten::mm" for event in events)
+
+
+def test_a_window_of_the_configuration_and_one_for_each_request(rundir: RunDir) -> None:
+    rank = Rank(rundir, profile_steps=2, profile_from_step=3)
+    rank.train(6)
+    rank.train_until(lambda: bool(rank.traces()))
+    assert rank.traces() == ["trace-r00000-s000005.json"]
+    assert multiplications(rundir, rank.traces()[0]) == 2, "steps 4 and 5 and no other"
+
+    rundir.storage.write(PROFILE_REQUEST, b"")
+    rank.train_until(lambda: len(rank.traces()) == 2)
+    assert multiplications(rundir, rank.traces()[1]) == 5, "an empty file means five steps of rank 0"
+    rundir.request_trace(steps=3, ranks=[0, 7])
+    rank.train_until(lambda: len(rank.traces()) == 3)
+    assert multiplications(rundir, rank.traces()[2]) == 3
+    rundir.request_trace(ranks=[7])
+    rank.train_until(lambda: not rundir.storage.exists(PROFILE_REQUEST))
+    rank.train(20)
+    assert len(rank.traces()) == 3, "each request is answered once, and only by whom it names"
+    rank.end()
+
+    assert not list(rundir.events("error"))
+    first, second, third = rundir.events("profile")
+    assert (first["step"], first["steps"], first["path"]) == (5, 2, "profile/trace-r00000-s000005.json")
+    assert (second["steps"], third["steps"]) == (5, 3)
+    by_name = {item["name"]: item for item in first["top"]}
+    assert by_name["aten::mm"]["calls"] == 2
+    assert 0 < by_name["aten::mm"]["share"] < 1
+    shares = [item["share"] for item in first["top"]]
+    assert shares == sorted(shares, reverse=True)
+    assert len(shares) <= 10
+
+
+def test_a_request_reaches_ranks_that_did_not_take_it_but_none_that_come_later(rundir: RunDir) -> None:
+    ranks = [Rank(rundir, rank) for rank in (0, 1)]
+    time.sleep(0.1)
+    rundir.request_trace(steps=1, ranks=[1])
+    ranks[0].train_until(lambda: not rundir.storage.exists(PROFILE_REQUEST))
+    ranks[1].train_until(lambda: bool(ranks[1].traces()))
+    late = Rank(rundir, 1)
+    time.sleep(0.1)
+    late.train(3)
+    for rank in (*ranks, late):
+        rank.end()
+    [event] = rundir.events("profile")
+    assert (event["rank"], event["steps"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("request_", "complaint"),
+    [
+        (b"{", "Invalid JSON"),
+        (b'{"steps": 10000000}', "steps: "),
+        (b'{"steps": true, "ranks": "all"}', "ranks: "),
+        (b'{"path": "/etc/passwd"}', "unexpected"),
+        (b"[" * 9_000, "recursion"),
+        (b" " * 20_000, "20,000 bytes"),
+        (b"\xff\xfe", "Invalid JSON"),
+    ],
+)
+def test_a_request_that_is_none_is_reported_once_and_harms_nobody(
+    rundir: RunDir, request_: bytes, complaint: str
+) -> None:  # fmt: skip
+    rank = Rank(rundir)
+    rundir.storage.write(PROFILE_REQUEST, request_)
+    rank.train_until(lambda: not rundir.storage.exists(PROFILE_REQUEST))
+    rundir.request_trace(steps=1)
+    rank.train_until(lambda: bool(rank.traces()))
+    rank.end()
+    [error] = rundir.events("error")
+    assert error["fatal"] is False
+    assert complaint.lower() in error["message"].lower(), error["message"]
+    assert len(error["message"]) < 600
+
+
+def test_a_folder_in_the_place_of_a_request_is_reported_once(rundir: RunDir, tmp_path: Path) -> None:
+    (tmp_path / PROFILE_REQUEST).mkdir(parents=True)
+    rank = Rank(rundir)
+    time.sleep(0.3)
+    rank.train(3)
+    rank.end()
+    assert len(list(rundir.events("error"))) == 1
+    assert not rank.traces()

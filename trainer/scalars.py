@@ -1,0 +1,91 @@
+"""From events to the curves that TensorBoard and MLflow draw: of the training, of each node, and over all nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+TRAIN = ("loss", "learning_rate", "grad_norm", "samples_per_second", "step_seconds", "epoch")
+NODE = (
+    "gpu_utilization", "gpu_memory_percent", "samples_per_second", "loss", "cpu_percent", "memory_percent",
+    "gpu_memory_used_bytes", "gpu_temperature_celsius", "gpu_power_watts", "bytes_sent_per_second",
+    "bytes_received_per_second", "disk_used_percent", "disk_read_bytes_per_second", "disk_written_bytes_per_second",
+)  # fmt: skip
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+CLUSTER: dict[str, Callable[[Sequence[float]], float]] = {
+    "gpu_utilization": mean,
+    "gpu_memory_percent": mean,
+    "samples_per_second": sum,
+    "cpu_percent": mean,
+    "memory_percent": mean,
+    "gpu_temperature_celsius": max,
+    "gpu_power_watts": sum,
+    "bytes_sent_per_second": sum,
+    "bytes_received_per_second": sum,
+}
+"""What is drawn as ``cluster/…``, and how the nodes' latest samples become one."""
+
+
+class Scalar(NamedTuple):
+    step: int
+    name: str
+    value: float
+    at: float
+    """Unix seconds."""
+
+
+class Scalars:
+    """Turns events into scalars; knows the step that others count at, and each node's latest sample."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._nodes: dict[int, dict[str, Any]] = {}
+
+    def of(self, events: Iterable[dict[str, Any]]) -> list[Scalar]:
+        """What these events add. A field that is missing or null adds nothing."""
+        rows: list[tuple[int, str, Any, float]] = []
+        sampled = None
+        for item in events:
+            at = item["time"]
+            if item["kind"] == "step":
+                self._step = item["step"]
+                rows += [(self._step, f"train/{name}", item.get(name), at) for name in TRAIN]
+            elif item["kind"] == "evaluation":
+                self._step = item["step"]
+                values = {"loss": item["loss"], **item["metrics"]}
+                rows += [(self._step, f"{item['split']}/{name}", value, at) for name, value in values.items()]
+            elif item["kind"] == "node":
+                self._nodes[item["node_id"]] = item
+                sampled = at
+                step = item.get("step", self._step)
+                rows += [(step, f"node_{item['node_id']}/{name}", item.get(name), at) for name in NODE]
+            elif item["kind"] == "timing":
+                rows += [(item["step"], name, value, at) for name, value in _timing(item)]
+            elif item["kind"] == "membership":
+                self._nodes = {node: sample for node, sample in self._nodes.items() if node in item["nodes"]}
+        if sampled is not None:
+            rows += [(self._step, f"cluster/{name}", value, sampled) for name, value in self._cluster()]
+        return [Scalar(step, name, float(value), at) for step, name, value, at in rows if value is not None]
+
+    def _cluster(self) -> Iterable[tuple[str, float]]:
+        for name, merge in CLUSTER.items():
+            values = [sample[name] for sample in self._nodes.values() if sample.get(name) is not None]
+            if values:
+                yield name, merge(values)
+
+
+def _timing(item: dict[str, Any]) -> Iterable[tuple[str, float]]:
+    """Where a step's time goes, as a mean over ranks; how much of it is spent on the wire; who waits how long."""
+    segments = {name: seconds for name, seconds in (item.get("segments") or {}).items() if seconds}
+    for name, seconds in segments.items():
+        yield f"time/{name}_milliseconds", 1000 * mean(seconds)
+    if segments.get("communication") and item.get("seconds"):
+        yield "communication/share", mean(segments["communication"]) / item["seconds"]
+    ranks = list(zip(item.get("nodes") or [], segments.get("waiting", []), strict=False))
+    for node in dict.fromkeys(node for node, _ in ranks):
+        yield f"node_{node}/waiting_milliseconds", 1000 * mean([seconds for at, seconds in ranks if at == node])
