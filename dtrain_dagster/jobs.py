@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import trainer
 from dtrain_dagster.clusters.base import GPUClusterManager, JobSpec, JobState, JobStatus
+from dtrain_dagster.monitoring.hangs import HangNews, unresolved, verdict
 from trainer.config import JobConfig
 from trainer.rundir import RunDir
 
@@ -166,10 +167,17 @@ class Progress:
     """Paid seconds so far, over all nodes."""
     news: tuple[str, ...] = ()
     """What has happened since the last look that a person should know: nodes lost and found, saves that failed."""
+    hang: tuple[dict[str, Any], ...] = ()
+    """What ranks report that see no progress, until there is some."""
+
+    def explained(self, message: str) -> str:
+        """The message, and who kept the others waiting, if that is how it came to it."""
+        return f"{message}; {verdict(self.hang)}" if self.hang else message
 
 
 def advance(progress: Progress, events: Sequence[dict[str, Any]]) -> Progress:
     """Progress after these events. Pure."""
+    progress = replace(progress, hang=unresolved(progress.hang, events))
     for item in events:
         if item["kind"] == "phase":
             progress = _after_phase(progress, item)
@@ -234,11 +242,13 @@ def follow_job(
 ) -> Iterator[tuple[JobStatus, Progress]]:
     """Yield the job's status and progress, again and again, until it has ended; the last one yielded is final."""
     seen: set[str] = set()
-    progress = Progress()
+    progress, hang_news = Progress(), HangNews()
     while True:
         status = manager.job_status(job_id)  # asked first, so that the final round reads all events
         events = rundir.follow(seen)
-        progress = replace(advance(progress, events), news=news(events))
+        progress = advance(progress, events)
+        hang = hang_news.tell(progress.hang, now(), status.state.is_final)
+        progress = replace(progress, news=(*news(events), *hang))
         paid = sum(node.seconds(now()) for node in rundir.nodes())
         progress = replace(progress, nodes_alive=status.nodes_alive, node_seconds=paid)
         yield status, progress

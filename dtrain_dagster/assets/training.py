@@ -161,7 +161,7 @@ def _watch(
         if not status.state.is_final or status.state is JobState.SUCCEEDED:
             continue
         raise dg.Failure(
-            description=f"job {job_id} {status.state}: {status.message}",
+            description=progress.explained(f"job {job_id} {status.state}: {status.message}"),
             metadata={"log": dg.MarkdownMetadataValue(f"```\n{manager.job_logs(job_id, tail=40)}\n```")},
             allow_retries=status.state is JobState.FAILED,
         )
