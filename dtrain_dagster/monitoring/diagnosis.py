@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from dtrain_dagster.monitoring.hangs import unresolved, verdict
 from dtrain_dagster.monitoring.stragglers import LATE_SHARE, NOISE_FACTOR, Straggler, dealt_seconds, stragglers
 from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
@@ -273,7 +274,21 @@ def _undisturbed(window: Window) -> float:
 
 
 def _hangs(events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
-    return []
+    """A hang that nothing has ended. Of one rank where just one has not come to where the others wait, or is silent."""
+    reports = unresolved((), map(dict, events))
+    if not reports:
+        return []
+    nodes = max((item.get("nodes") or [] for item in reports), key=len)
+    furthest = max(item.get("sequence") or 0 for item in reports)
+    waited_for = [item["rank"] for item in reports if (item.get("sequence") or 0) < furthest]
+    waited_for = waited_for or sorted(set(range(len(nodes))) - {item["rank"] for item in reports})
+    rank = waited_for[0] if len(waited_for) == 1 else None
+    node = nodes[rank] if rank is not None and rank < len(nodes) else None
+    waited = max(float(item.get("waited_seconds") or 0.0) for item in reports)
+    share = waited / (waited + seconds_of(windows(events)))
+    sentence = verdict(reports)
+    evidence = f"{sentence[0].upper()}{sentence[1:]}."
+    return [Diagnosis(cause=Cause.HANG, share=share, evidence=evidence, rank=rank, node_id=node)]
 
 
 def _memory(events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
