@@ -126,6 +126,8 @@ class DistributedTrainingConfig:
     baselines."""
     monitor_interval_seconds: float = Field(default=2.0, gt=0)
     """Between two samples of a node's utilisation."""
+    timing: bool = True
+    """Measure where the time of each step goes on every rank, so that a slow network is told from a slow node."""
     hang_seconds: float | None = Field(default=None, gt=0)
     """A rank whose step takes longer reports where it stands (`trainer.watchdog`). None: 20 s, or 20 times the median
     step if that is longer. Never much later than half of ``collective_timeout_seconds``."""

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -77,7 +77,7 @@ class FinishedJob:
         dg.AssetCheckSpec(
             "communication_within_limits",
             asset="trained_checkpoint",
-            description=f"Communication that nothing hides takes at most {COMMUNICATION_LIMIT:.0%} of training time (R3.2). "
+            description=f"Communication that nothing hides takes at most {COMMUNICATION_LIMIT:.0%} of the time (R3.2). "
             "Told as soon as it does, while the job runs; judged over the whole job at its end.",
         ),
         dg.AssetCheckSpec(
