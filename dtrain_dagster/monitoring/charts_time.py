@@ -22,6 +22,8 @@ SEGMENT_COLOURS = {
 }
 MOST_RANKS = 24
 """Bars that can be told apart."""
+SMALLEST_RATED = 10_000
+"""Bytes of a collective whose bandwidth means anything."""
 
 
 def step_chart(ranks: Sequence[RankPerformance]) -> bytes:
@@ -64,7 +66,7 @@ def communication_chart(windows: Sequence[Window], communication: Communication)
         line(upper, points, name, SEGMENT_COLOURS[segment], width=1.4)
     limit = 100 * COMMUNICATION_LIMIT
     upper.axhline(limit, color=INK, linewidth=1, linestyle="--", label=f"limit for wire, {limit:.0f} %")
-    upper.set_ylim(0, max(limit * 1.15, upper.get_ylim()[1]))
+    upper.set_ylim(0, 1.25 * max(limit, upper.dataLim.ymax))  # room for the legend
     label(upper, "Communication that nothing hides", "optimizer step", "% of the step")
     upper.legend(frameon=False, fontsize=8, ncols=3, loc="upper right")
     names = [f"{item.name} ({_size(item.bytes)})" for item in collectives]
@@ -74,7 +76,8 @@ def communication_chart(windows: Sequence[Window], communication: Communication)
     lower.barh(names, wire, color=SEGMENT_COLOURS["communication"], label="wire", height=0.62)
     lower.barh(names, waits, left=wire, color=SEGMENT_COLOURS["waiting"], label="waiting, mean over ranks", height=0.62)
     for row, item in enumerate(collectives):
-        rate = f", {item.bandwidth_bytes_per_second / 1e6:,.0f} MB/s" if item.bandwidth_bytes_per_second else ""
+        is_large = item.bytes >= SMALLEST_RATED
+        rate = f", {(item.bandwidth_bytes_per_second or 0.0) / 1e6:,.0f} MB/s" if is_large else ""
         text = f" {item.overlap:.0%} hidden by the backward pass{rate}"
         lower.text(wire[row] + waits[row], row, text, va="center", fontsize=8, color=MUTED)
     lower.invert_yaxis()
@@ -108,7 +111,7 @@ def timeline_chart(usage: Sequence[NodeUsage], events: Iterable[Mapping[str, Any
         until = changes[number + 1]["time"] if number + 1 < len(changes) else _trained_until(events, end)
         star = item.get("topology") == "star"
         name = "trains, in parameter-server mode" if star else "trains"
-        colour = COLOURS[3] if star else COLOURS[number % 2 * 6]
+        colour = COLOURS[3] if star else COLOURS[0]
         for node in dict.fromkeys(item["nodes"]):
             if node in row:
                 length = max(0.0, at(until) - at(item["time"]))

@@ -24,7 +24,7 @@ from dtrain_dagster.monitoring.windows import (
 )
 from dtrain_dagster.monitoring.wire import fit_wire
 
-INPUT_SHARE = 0.03
+INPUT_SHARE = 0.05
 """Of the step, on all ranks. Batches are gathered while the step before computes: input costs next to nothing."""
 CHECKPOINT_SHARE = 0.02
 """Of training time."""

@@ -141,15 +141,21 @@ def _reason(windows: Sequence[Window], rank: int, late: float, typically: bool) 
 
 def _typically_late(window: Window) -> list[float]:
     late = window.typical.get("late")
-    return _without(late, dealt_seconds(window)) if late else _late_on_average(window)
+    return _explained(window, late) if late else _late_on_average(window)
 
 
 def _late_on_average(window: Window) -> list[float]:
-    """Lateness from means: who waits least is late; without the time in which a save held a rank up."""
+    """Lateness from means: who waits least is late."""
     waiting = _segments(window, "waiting")
+    return _explained(window, [max(waiting) - value for value in waiting])
+
+
+def _explained(window: Window, late: Sequence[float]) -> list[float]:
+    """Without what more samples and saves account for: neither is the rank's fault. Saves that are in the mean and not
+    in the median must not make the rank look early, and the others late."""
+    late = _without(late, dealt_seconds(window))
     saving = _segments(window, "checkpoint")
-    late = [max(waiting) - value for value in waiting]
-    return _without(_without(late, dealt_seconds(window)), saving)
+    return [value - min(save, max(0.0, value)) for value, save in zip(late, saving, strict=True)]
 
 
 def _input(window: Window) -> list[float]:
