@@ -207,7 +207,9 @@ def _slow_link(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> 
         others = [value for link, value in links.items() if rank not in link]
         if own and others:
             ratio = statistics.median(own) / max(statistics.median(others), 1e-9)
-            if ratio >= SLOW_LINK and (best is None or ratio > best[0]):
+            # All of its links, either way: one slow transfer says more of the machine's other work than of a link.
+            is_slow = ratio >= SLOW_LINK and min(own) > max(others)
+            if is_slow and (best is None or ratio > best[0]):
                 best = (ratio, rank, statistics.median(own), statistics.median(others))
     if best is None:
         return None

@@ -202,7 +202,7 @@ def goodput(found: Sequence[Window], phases: Mapping[str, float], usage: Sequenc
 def scaling(found: Sequence[Window]) -> Scaling:
     """Against one node: measured where the job has trained on one for some time, else bounded by what ranks lose to
     each other."""
-    groups = worlds(found)
+    groups = sorted(worlds(found), key=lambda group: len(set(group[-1].nodes)), reverse=True)
     nodes = len(set(groups[0][-1].nodes)) if groups else 0
     alone = [window for window in found if len(set(window.nodes)) == 1]
     if nodes == 1:

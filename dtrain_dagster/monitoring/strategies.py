@@ -178,7 +178,11 @@ def _buckets(now: StepModel, world: Sequence[Window], fit: WireFit) -> list[Stra
     if not buckets:
         return []
     commit = sum(item.wire_seconds for item in typical_collectives(world)) - sum(item.wire_seconds for item in buckets)
+    hidden = sum(item.wire_seconds * item.overlap for item in buckets)
+    # What a backward pass hides: all of its last micro-batch at most, and no less than what it does hide.
     backward = statistics.median(window.mean("backward") for window in world) / _micro_batches(world)
+    if len(buckets) > 1:
+        backward = max(backward, hidden * len(buckets) / (len(buckets) - 1))
 
     def exposed(count: int) -> float:
         wire = count * fit.latency_seconds + total * fit.seconds_per_byte

@@ -133,11 +133,13 @@ class Simulation:
         collectives = []
         for place, (label, size) in enumerate(zip(labels, rows[0]["sizes"], strict=True)):
             wire = statistics.fmean(row["wires"][place] for row in rows)
+            can_hide = sum(statistics.fmean(row["wires"][number] for row in rows) for number in range(len(labels) - 2))
             hides = place < len(self.buckets) - 1
+            part = statistics.fmean(row["hidden"] for row in rows) / can_hide if hides else 0.0
             waits = [value / len(labels) for value in waiting]
             collectives.append({
                 "name": label, "bytes": size, "wire_seconds": wire, "waiting_seconds": waits,
-                "overlapped_seconds": [wire + wait if hides else 0.0 for wait in waits],
+                "overlapped_seconds": [(wire + wait) * part for wait in waits],
                 "bandwidth_bytes_per_second": 2 * (self.ranks - 1) / self.ranks * size / wire,
             })  # fmt: skip
         return {
