@@ -70,7 +70,7 @@ class Diagnosis:
     def where(self) -> str:
         """«slow compute on rank 1 (node 1)»."""
         place = f" of rank {self.rank}" if self.cause is Cause.HANG else f" on rank {self.rank}"
-        return self.cause if self.rank is None else f"{self.cause}{place} (node {self.node_id})"
+        return str(self.cause) if self.rank is None else f"{self.cause}{place} (node {self.node_id})"
 
 
 def diagnose(events: Iterable[Mapping[str, Any]]) -> Diagnosis:

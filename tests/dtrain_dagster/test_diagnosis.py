@@ -151,6 +151,7 @@ def test_memory_that_ran_out_is_told():
     events.append(event("out_of_memory", 1, 1, step=7, samples=64, activation_checkpointing=True))
     found = diagnose(events)
     assert found.cause is Cause.MEMORY
+    assert type(found.where) is str, "Dagster's metadata takes no enumeration"
     assert "64 samples" in found.evidence
 
 
