@@ -32,6 +32,7 @@ def watch(
 ) -> None:
     """Follow the job to its end, with an observation every few seconds. `dagster.Failure` if it does not succeed."""
     observed_at, phase = 0.0, ""
+    told = rundir.read_json(TOLD) or {}
     judged: Sequence[Mapping[str, Any]] = ()
     for status, progress in follow_job(manager, rundir, job_id):
         if progress.phase != phase:
@@ -41,7 +42,7 @@ def watch(
             context.log.warning(f"{job_id}: {sentence}")
         if progress.recent != judged:
             judged = progress.recent
-            tell_of(judged, context, rundir, plan.job["training"], notify_urls)
+            tell_of(judged, told, context, rundir, plan.job["training"], notify_urls)
         if time.monotonic() - observed_at >= OBSERVE_EVERY_SECONDS and progress.step:
             observed_at = time.monotonic()
             metadata = progress_metadata(progress, plan)
@@ -58,17 +59,18 @@ def watch(
 
 def tell_of(
     recent: Sequence[Mapping[str, Any]],
+    told: dict[str, Any],
     context: dg.AssetExecutionContext,
     rundir: RunDir,
     training: Mapping[str, Any],
     notify_urls: Sequence[str],
 ) -> None:
-    """Tell people what holds the job up, if something does: once per job, whoever follows it and how often."""
-    before = rundir.read_json(TOLD) or {}
+    """Tell people what holds the job up, if something does: once per job, whoever follows it and how often. ``told``:
+    the content of `TOLD`, which is added to."""
     job_id = rundir.uri.rsplit("/", 1)[-1]
-    for alert in alerts(recent, before, training):
-        before[alert.key] = {"sentence": alert.sentence, "at": time.time()}
-        rundir.write_json(TOLD, before)
+    for alert in alerts(recent, told, training):
+        told[alert.key] = {"sentence": alert.sentence, "at": time.time()}
+        rundir.write_json(TOLD, told)
         context.log.warning(f"{job_id}: {alert.text}")
         if alert.key == COMMUNICATION:
             check = dg.AssetCheckEvaluation(

@@ -52,10 +52,10 @@ def test_the_first_to_see_it_tells_by_log_check_and_message_and_nobody_tells_aga
 
     @dg.asset(name="job", check_specs=[dg.AssetCheckSpec("communication_within_limits", asset="job")])
     def followed(context: dg.AssetExecutionContext):
-        progress = Progress()
+        progress, told = Progress(), rundir.read_json(TOLD) or {}
         for item in SLOW_WIRE.events():
             progress = advance(progress, [item])
-            tell_of(progress.recent, context, rundir, TRAINING, [address])
+            tell_of(progress.recent, told, context, rundir, TRAINING, [address])
         return dg.MaterializeResult(check_results=[communication_check(SLOW_WIRE.events(), TRAINING)])
 
     with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
