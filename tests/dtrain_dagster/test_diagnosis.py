@@ -107,8 +107,16 @@ def test_pauses_in_one_of_ten_steps_are_found_though_no_median_sees_them():
 
 
 def test_a_slow_spell_that_is_over_is_not_a_straggler():
-    slow, quick = (Simulation(windows=20, seed=5, late_compute=late).events() for late in ({1: 0.04}, {}))
-    assert diagnose([*slow[:4], *quick[4:]]).cause is Cause.HEALTHY
+    slow, quick = (Simulation(windows=24, seed=5, late_compute=late).events() for late in ({1: 0.04}, {}))
+    assert diagnose([*slow[:8], *quick[8:]]).cause is Cause.HEALTHY
+    assert diagnose([*slow[:16], *quick[16:]]).cause is Cause.SLOW_COMPUTE, "most windows are too many for a spell"
+
+
+@pytest.mark.parametrize("save_every", [2, 6, 40])
+def test_saves_make_neither_their_rank_late_nor_the_others(save_every: int):
+    found = diagnose(Simulation(ranks=2, windows=26, save_every=save_every, stall=0.03 * save_every).events())
+    assert found.cause is Cause.CHECKPOINT
+    assert not found.also
 
 
 @pytest.mark.parametrize("dealt", [(2, 1, 1), (2, 2, 1, 1), (3, 2)])

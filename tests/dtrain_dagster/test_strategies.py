@@ -123,7 +123,8 @@ def test_people_are_told_once_with_what_would_help_the_most_first():
 
 
 def test_waiting_for_a_slow_rank_is_no_alert_about_communication():
-    events = Simulation(windows=12, late_compute={0: 0.1}).events()
+    events = Simulation(windows=12, late_compute={0: 0.1}, buckets=(40_000_000,)).events()
+    assert COMMUNICATION_LIMIT / 2 < shares(windows(events))["communication"] < COMMUNICATION_LIMIT
     found = alerts(keep((), events), (), TRAINING)
     assert [item.key for item in found] == ["slow compute 10"]
     assert found[0].strategies[0].name == "replace node 10"
