@@ -10,7 +10,14 @@ from enum import StrEnum
 from typing import Any
 
 from dtrain_dagster.monitoring.hangs import unresolved, verdict
-from dtrain_dagster.monitoring.stragglers import LATE_SHARE, NOISE_FACTOR, Straggler, dealt_seconds, stragglers
+from dtrain_dagster.monitoring.stragglers import (
+    FEWEST_WINDOWS,
+    LATE_SHARE,
+    NOISE_FACTOR,
+    Straggler,
+    dealt_seconds,
+    stragglers,
+)
 from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
     Window,
@@ -30,6 +37,8 @@ CHECKPOINT_SHARE = 0.02
 """Of training time."""
 FIXED_SHARE = 0.50
 """Of the step: what it costs however few samples it has."""
+TAKING_TURNS = 0.10
+"""Waiting, as a share of training time, that deserves a word though nobody is to blame."""
 SLOW_LINK = 2.0
 """A link that takes so many times as long as the others is slow."""
 
@@ -49,7 +58,7 @@ class Cause(StrEnum):
     CHECKPOINT = "checkpoint"
     MEMORY = "memory"
     UNKNOWN = "unknown"
-    """The records do not tell: no timing was recorded."""
+    """The records do not tell: no timing was recorded, or hardly any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +111,11 @@ def _nothing_found(found: Sequence[Window]) -> Diagnosis:
         f"{own:.0%} of training time is computation; wire takes {part['communication']:.0%}, waiting for slower ranks "
         f"{part['waiting']:.0%}, input {part['input']:.0%}."
     )
+    if len(found) < FEWEST_WINDOWS:
+        few = f"Too few steps were timed to tell a cause from noise ({sum(window.steps for window in found)}): {text}"
+        return Diagnosis(cause=Cause.UNKNOWN, share=0.0, evidence=few)
+    if part["waiting"] > TAKING_TURNS:
+        text += " No rank is late persistently: they take turns, as on machines that do other work too."
     return Diagnosis(cause=Cause.HEALTHY, share=0.0, evidence=text)
 
 

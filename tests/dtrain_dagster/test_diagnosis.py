@@ -166,6 +166,9 @@ def test_memory_that_ran_out_is_told():
 def test_records_without_timing_are_not_judged_and_bad_ones_do_no_harm():
     assert diagnose([]).cause is Cause.UNKNOWN
     assert diagnose([event("step", 0, 1, step=10)]).cause is Cause.UNKNOWN
+    few = diagnose(Simulation(windows=2, late_compute={1: 0.1}).events())
+    assert few.cause is Cause.UNKNOWN
+    assert "Too few steps were timed" in few.evidence
     [first, *rest] = Simulation(windows=8).events()
     bare = {name: first[name] for name in ("kind", "time", "rank", "generation", "step", "steps", "seconds", "nodes")}
     only_bare = diagnose([bare | {"time": bare["time"] + number} for number in range(8)])
