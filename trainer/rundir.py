@@ -213,8 +213,8 @@ def event(kind: str, rank: int, generation: int, **fields: Any) -> dict[str, Any
     `trainer.monitor.NodeMonitor`), ``evaluation`` (step, split, loss…), ``checkpoint`` (step, path, seconds, is_best),
     ``checkpoint_failed`` (step, attempt, message, gives_up), ``resume`` (step, path), ``membership`` (a new generation:
     world_size, nodes, joined, lost, topology, reason, step, seconds), ``communication_error`` (step, operation,
-    waited_seconds, error, peers, attempt), ``out_of_memory`` (step, samples, activation_checkpointing), ``hang`` (no progress,
-    as one rank sees it: step, node_id, nodes, operation, sequence, waited_seconds, where, stacks, recent; see
+    waited_seconds, error, peers, attempt), ``out_of_memory`` (step, samples, activation_checkpointing), ``hang`` (no
+    progress, as one rank sees it: step, node_id, nodes, operation, sequence, waited_seconds, where, stacks, recent; see
     `trainer.watchdog`), ``profile`` (a trace: its last step, steps, path, top operations), ``error`` (message, fatal),
     ``end`` (status).
     """
