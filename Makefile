@@ -11,7 +11,7 @@ export DAGSTER_HOME ?= $(DTRAIN_HOME)/dagster
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Where pip should look for torch besides its usual index, for a CPU build on a machine without a GPU.
 TORCH_INDEX ?=
-SELECT ?= *
+SELECT ?= not group:studies
 PORT ?= 3000
 # Dagster's console without its debug events.
 QUIET := {"loggers": {"console": {"config": {"log_level": "INFO"}}}}

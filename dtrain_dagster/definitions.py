@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import dagster as dg
 
-from dtrain_dagster.assets import dataset, planning, registry, reporting, training
+from dtrain_dagster.assets import dataset, planning, registry, reporting, scaling, training
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
 from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
@@ -23,6 +23,7 @@ ASSETS: list[dg.AssetsDefinition | dg.AssetSpec] = [
     registry.registered_model,
     reporting.cost_breakdown,
     reporting.performance_report,
+    scaling.scaling_study,
 ]
 
 
@@ -33,8 +34,8 @@ def build_defs(
     settings = settings or load_settings()
     retraining = dg.define_asset_job(
         RETRAINING,
-        selection=dg.AssetSelection.all(),
-        description="The whole graph: prices, shards, plan, training, registration, reports.",
+        selection=dg.AssetSelection.all() - dg.AssetSelection.groups(scaling.GROUP),
+        description="The whole graph but the studies: prices, shards, plan, training, registration, reports.",
     )
     return dg.Definitions(
         assets=ASSETS,

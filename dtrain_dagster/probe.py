@@ -40,31 +40,48 @@ def probe_job(job: JobConfig, jobs_uri: str, mark: str) -> JobConfig:
 def measure(
     manager: GPUClusterManager, job: JobConfig, node_count: int, processes_per_node: int, env: dict[str, str]
 ) -> tuple[Probe, bool]:
-    """Run the probe, or read the one that was run before: (what it took, whether it ran now).
+    """Run the probe, or read the one that was run before: (what it took, whether it ran now)."""
+    ran = run(manager, job, node_count, processes_per_node, env)
+    rundir = RunDir(job.run_dir)
+    return read_probe(list(rundir.events()), rundir.nodes()), ran
+
+
+def run(
+    manager: GPUClusterManager, job: JobConfig, node_count: int, processes_per_node: int, env: dict[str, str]
+) -> bool:
+    """Carry out a short job, and wait for its end; False if it had been carried out before.
 
     Raises `ClusterError` with the job's own message where it fails.
     """
     rundir = RunDir(job.run_dir)
     done = rundir.read_json(RESULT)
-    ran = not (done and done["status"] == "succeeded")
-    if ran:
-        start_job(manager, job, node_count, processes_per_node, env)
-        try:
-            status, _ = list(follow_job(manager, rundir, job.job_id))[-1]
-        except BaseException:
-            manager.cancel_job(job.job_id)
-            raise
-        if status.state is not JobState.SUCCEEDED:
-            raise ClusterError(f"the probe of this training {status.state}: {status.message}")
-    return read_probe(list(rundir.events()), rundir.nodes()), ran
+    if done and done["status"] == "succeeded":
+        return False
+    start_job(manager, job, node_count, processes_per_node, env)
+    try:
+        status, _ = list(follow_job(manager, rundir, job.job_id))[-1]
+    except BaseException:
+        manager.cancel_job(job.job_id)
+        raise
+    if status.state is not JobState.SUCCEEDED:
+        raise ClusterError(f"job {job.job_id}, a short run to measure this training, {status.state}: {status.message}")
+    return True
+
+
+def of_last_launch(
+    events: Sequence[dict[str, Any]], nodes: Sequence[NodePresence]
+) -> tuple[list[dict[str, Any]], list[NodePresence]]:
+    """What belongs to the last launch. It is the time that tells: events' generations count regroups, not launches."""
+    launch = max(node.launch for node in nodes)
+    nodes = [node for node in nodes if node.launch == launch]
+    begin = min(node.started_at for node in nodes)
+    return [item for item in events if item["time"] >= begin], nodes
 
 
 def read_probe(events: Sequence[dict[str, Any]], nodes: Sequence[NodePresence]) -> Probe:
     """What a finished short run took, from its records: those of the last launch. Pure."""
-    launch = max(node.launch for node in nodes)
-    nodes = [node for node in nodes if node.launch == launch]
+    events, nodes = of_last_launch(events, nodes)
     begin = min(node.started_at for node in nodes)
-    events = [item for item in events if item["time"] >= begin]  # their generations count regroups, not launches
     steps = [item for item in events if item["kind"] == "step"]
     evaluations = [item["seconds"] for item in events if item["kind"] == "evaluation" and item["split"] == "valid"]
     checkpoints = [

@@ -1,0 +1,149 @@
+"""How this training scales on this cluster: measured with one node up to all, modelled beyond (F6)."""
+
+import json
+import os
+from dataclasses import asdict, replace
+from typing import Any
+
+import dagster as dg
+
+from dtrain_dagster import probe
+from dtrain_dagster.assets.capacity import provision
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars
+from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.data.sharding import BuiltDataset
+from dtrain_dagster.monitoring import charts, scaling, scaling_charts
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from trainer.config import JobConfig, parse_job
+from trainer.rundir import RunDir
+from trainer.storage import Storage
+
+STUDIES = "studies"
+GROUP = "studies"
+
+
+class ScalingOptions(dg.Config):
+    """What is measured."""
+
+    nodes: list[int] = []
+    """Node counts; empty: from one to all that the plan has."""
+    steps: int = probe.PROBE_STEPS
+    """Optimizer steps of each short run."""
+
+
+@dg.asset(
+    group_name=GROUP,
+    kinds={"python"},
+    owners=OWNERS,
+    code_version=CODE_VERSION,
+    description=(
+        "Weak and strong scaling of the planned training, measured by short runs on one node up to all, and a model of "
+        "it for up to 256 ranks, checked on what it has not seen (F6). It trains: not part of `retraining`."
+    ),
+    check_specs=[
+        dg.AssetCheckSpec(
+            "model_predicts_what_it_has_not_seen",
+            asset="scaling_study",
+            description=f"Fitted without the largest world, the model meets its step within {scaling.TOLERANCE:.0%}.",
+        )
+    ],
+)
+def scaling_study(
+    context: dg.AssetExecutionContext,
+    config: ScalingOptions,
+    cluster: GPUClusterResource,
+    project: ProjectResource,
+    sharded_dataset: BuiltDataset,
+    cost_estimate: TrainingPlan,
+):  # no annotation, see assets.common
+    plan = cost_estimate
+    counts = sorted(set(config.nodes)) or list(range(1, plan.node_count + 1))
+    if counts[0] < 1 or counts[-1] > plan.node_count or config.steps < 3 * probe.LOG_EVERY:
+        raise dg.Failure(
+            f"scaling_study: nodes = {config.nodes} and steps = {config.steps} cannot be measured; nodes go from 1 to "
+            f"{plan.node_count} (DTRAIN_NODES), steps from {3 * probe.LOG_EVERY}"
+        )
+    manager = cluster.manager(context.run.run_id)
+    provision(context, manager, cluster, project, plan.sku)
+    points = []
+    runs: list[tuple[scaling.Mode, int]] = [("weak", count) for count in counts]
+    runs += [("strong", count) for count in counts[:-1]]
+    for mode, nodes in runs:
+        job = short_job(plan, project.jobs_uri, mode, nodes, counts[-1], config.steps, cluster.kind == "local")
+        context.log.info(f"{mode} scaling, {nodes} node(s): job {job.job_id}")
+        probe.run(manager, job, nodes, plan.processes_per_node, cluster.node_env(project))
+        rundir = RunDir(job.run_dir)
+        events, _ = probe.of_last_launch(list(rundir.events()), rundir.nodes())
+        point = scaling.read_point(
+            events, mode, nodes, asdict(job.training), sharded_dataset.samples["train"], plan.estimate.usd_per_node_hour
+        )
+        context.log.info(f"{point.step_seconds * 1000:.1f} ms a step, {point.samples_per_second:,.0f} samples/s")
+        points.append(point)
+    points.append(replace(points[len(counts) - 1], mode="strong"))  # with all nodes the two are one and the same
+    # Local nodes share this machine: more of them than cores is a shortage of cores, not a cost of distribution.
+    cores = (os.cpu_count() or 1) / (job.training.threads_per_rank or 1) if cluster.kind == "local" else None
+    study = scaling.study(points, cores)
+    uri = f"{project.shared_uri}/{STUDIES}/{plan.fingerprint}.json"
+    Storage(f"{project.shared_uri}/{STUDIES}").write(f"{plan.fingerprint}.json", json.dumps(asdict(study)).encode())
+    rows = [dg.TableRecord(row(point)) for point in points]
+    pictures = [charts.markdown_image(scaling_charts.measured_chart(points), "Scaling as measured")]
+    if study.curves:
+        picture = scaling_charts.modelled_chart(study.curves, points)
+        pictures.append(charts.markdown_image(picture, "Scaling as modelled"))
+    return dg.MaterializeResult(
+        metadata={
+            "verdict": study.verdict,
+            "measured": dg.TableMetadataValue(rows, dg.TableSchema([dg.TableColumn(name) for name in rows[0].data])),
+            "pictures": dg.MarkdownMetadataValue("\n\n".join([f"**{study.verdict}**", *pictures])),
+            "study": dg.MetadataValue.path(uri),
+        },
+        check_results=[model_check(study)],
+    )
+
+
+def short_job(
+    plan: TrainingPlan, jobs_uri: str, mode: scaling.Mode, nodes: int, most: int, steps: int, shares_machine: bool
+) -> JobConfig:
+    """The planned training, cut to some steps and as many nodes. Weak: each rank does what it would do in the plan.
+    Strong: the step of ``most`` nodes is shared out among fewer."""
+    training = dict(plan.job["training"])
+    if mode == "strong":
+        training["gradient_accumulation_steps"] = training["gradient_accumulation_steps"] * most // nodes
+    training["world_size"] = nodes * plan.processes_per_node
+    if shares_machine and training.get("threads_per_rank") is None:
+        training["threads_per_rank"] = 1  # else one node alone gets all cores, and two half of them each
+    training |= {
+        "max_steps": steps,
+        "eval_frequency": steps,
+        "checkpoint_frequency": steps,
+        "log_frequency": probe.LOG_EVERY,
+    }
+    job_id = f"scaling-{plan.fingerprint}-{mode}-{nodes}of{most}-{steps}"
+    fields = {"job_id": job_id, "run_dir": f"{jobs_uri}/{job_id}", "tracking": {"tensorboard": False}}
+    return parse_job(json.dumps({**plan.job, "training": training, **fields}), source="the plan")
+
+
+def row(point: scaling.ScalingPoint) -> dict[str, Any]:
+    """A measured point as people read it."""
+    return {
+        "scaling": point.mode,
+        "nodes": point.nodes,
+        "global batch": point.global_batch,
+        "ms a step": round(1000 * point.step_seconds, 2),
+        "samples/s": round(point.samples_per_second, 1),
+        "communication": f"{point.wire_seconds / point.step_seconds:.1%}",
+        "waiting": f"{point.waiting_seconds / point.step_seconds:.1%}",
+        "communication / compute": round(point.communication_to_compute, 3),
+        "cost of an epoch": dollars(point.usd_per_epoch),
+    }
+
+
+def model_check(study: scaling.Study) -> dg.AssetCheckResult:
+    """Did the model predict the world that it was not fitted on?"""
+    errors = [abs(item.error) for item in study.checks]
+    return dg.AssetCheckResult(
+        check_name="model_predicts_what_it_has_not_seen",
+        passed=bool(errors) and max(errors) <= scaling.TOLERANCE,
+        severity=dg.AssetCheckSeverity.WARN,
+        metadata={"error": max(errors)} if errors else {"why": "measured on fewer than three node counts"},
+    )

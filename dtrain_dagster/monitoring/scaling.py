@@ -1,0 +1,387 @@
+"""How training scales with ranks: measured where there are some, modelled beyond, and never the one for the other.
+
+The model of a step of W ranks:
+
+    step = compute + noise x sqrt(2 ln W) + exposed communication
+    exposed = last bucket + commit + what the other buckets take beyond the backward pass
+    all-reduce of b bytes = min(2 (W-1) a + 2 (W-1)/W b/B, 2 ceil(log2 W) (a + b/B)), a ring or a tree
+
+with a, the seconds that one message takes however small, and B, bytes per second. Compute, its noise and the buckets
+are measured; a and B are fitted to measured all-reduces, or stated for a link that is not here. Pure functions.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+Mode = Literal["weak", "strong"]
+WARM_UP = 1
+"""Logged stretches of a short run that are left out: the first steps warm caches up."""
+COMMIT_BYTES = 48
+"""Of the small all-reduce with which a step is committed (`trainer.step.Step`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingPoint:
+    """One short run. Seconds are medians over its logged stretches, per optimizer step."""
+
+    mode: Mode
+    nodes: int
+    world_size: int
+    micro_batches: int
+    """In a step, over all ranks."""
+    global_batch: int
+    step_seconds: float
+    step_seconds_low: float
+    """Fastest and slowest logged stretch."""
+    step_seconds_high: float
+    compute_seconds: float
+    """Forward, backward and update of a rank, mean over ranks."""
+    backward_seconds: float
+    wire_seconds: float
+    """Exposed communication; waiting for slower ranks is not in it."""
+    waiting_seconds: float
+    """Mean over ranks."""
+    noise_seconds: float
+    """Standard deviation of one rank's compute from step to step, as far as the stretches show it."""
+    all_reduces: tuple[tuple[int, float], ...]
+    """(bytes, seconds on the wire) of each collective of a step: buckets in order, then the commit."""
+    usd_per_epoch: float
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.global_batch / self.step_seconds
+
+    @property
+    def communication_to_compute(self) -> float:
+        return self.wire_seconds / self.compute_seconds if self.compute_seconds else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """What an all-reduce goes over. ``inner``: a faster link among ``group`` ranks of one machine; the sums of machines
+    then go over this one."""
+
+    name: str
+    latency_seconds: float
+    bytes_per_second: float
+    source: str
+    inner: Link | None = None
+    group: int = 1
+
+
+_NVLINK = Link(
+    name="NVLink 2", latency_seconds=3e-6, bytes_per_second=150e9, source="V100: 300 GB/s, both ways together"
+)
+LINKS = (
+    Link(
+        name="Ethernet, 24 Gbit/s",
+        latency_seconds=30e-6,
+        bytes_per_second=24e9 / 8,
+        source="bandwidth that Azure states for NC24s_v3; 30 us is usual for TCP with accelerated networking",
+    ),
+    Link(
+        name="InfiniBand EDR, 100 Gbit/s",
+        latency_seconds=5e-6,
+        bytes_per_second=100e9 / 8,
+        source="NC24rs_v3; nominal",
+    ),
+    Link(
+        name="NVLink of 8, InfiniBand HDR 200 Gbit/s between",
+        latency_seconds=5e-6,
+        bytes_per_second=200e9 / 8,
+        source="nominal",
+        inner=_NVLINK,
+        group=8,
+    ),
+)
+"""Links that are stated, not measured. Nominal bandwidths: `WORST_BANDWIDTH` of them is taken as the pessimist's."""
+WORST_BANDWIDTH = 0.5
+WORST_NOISE = 2.0
+"""The pessimist's factor on the measured noise; the optimist has none at all."""
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+TOLERANCE = 0.2
+"""How far a prediction may be off."""
+
+CLAIMED = {1: 1.0, 2: 0.98, 4: 0.95, 8: 0.93, 16: 0.89, 32: 0.84, 64: 0.78, 128: 0.72, 256: 0.63}
+"""Efficiencies that the framework's checklist claims for up to 256 GPUs, of unknown origin: drawn for comparison."""
+
+
+def read_point(
+    events: Sequence[Mapping[str, Any]], mode: Mode, nodes: int, training: Mapping[str, Any], samples: int,
+    usd_per_node_hour: float,
+) -> ScalingPoint:  # fmt: skip
+    """What a short run showed. ``training``: the job's section of that name; ``samples``: of an epoch. `ValueError`
+    where the run has no figures to read."""
+    steps = [item for item in events if item["kind"] == "step"][WARM_UP:]
+    timings = [item for item in events if item["kind"] == "timing"][WARM_UP:]
+    if not steps or not timings:
+        raise ValueError("the run is too short: it has logged no step after its warm-up")
+    seconds = [item["step_seconds"] for item in steps]
+    step = statistics.median(seconds)
+    world = len(timings[0]["nodes"])
+    micro_batches = training["gradient_accumulation_steps"] * training["world_size"]
+    batch = training["batch_size_per_gpu"] * micro_batches
+    compute = [_compute(item) for item in timings]
+    return ScalingPoint(
+        mode=mode,
+        nodes=nodes,
+        world_size=world,
+        micro_batches=micro_batches,
+        global_batch=batch,
+        step_seconds=step,
+        step_seconds_low=min(seconds),
+        step_seconds_high=max(seconds),
+        compute_seconds=statistics.median(compute),
+        backward_seconds=statistics.median(statistics.fmean(item["segments"]["backward"]) for item in timings),
+        wire_seconds=statistics.median(statistics.fmean(item["segments"]["communication"]) for item in timings),
+        waiting_seconds=statistics.median(statistics.fmean(item["segments"]["waiting"]) for item in timings),
+        noise_seconds=_spread(compute) * math.sqrt(timings[0]["steps"] * world),
+        all_reduces=_all_reduces(timings),
+        usd_per_epoch=nodes * usd_per_node_hour / 3600 * step * math.ceil(samples / batch),
+    )
+
+
+def _compute(timing: Mapping[str, Any]) -> float:
+    return sum(statistics.fmean(timing["segments"][name]) for name in ("forward", "backward", "optimizer"))
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Standard deviation, as the median of absolute deviations shows it: one stretch with a hiccup does not count."""
+    middle = statistics.median(values)
+    return 1.4826 * statistics.median(abs(value - middle) for value in values)
+
+
+def _all_reduces(timings: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
+    found: dict[str, list[tuple[int, float]]] = {}
+    for item in timings:
+        for entry in item["collectives"]:
+            found.setdefault(entry["name"], []).append((entry["bytes"], entry["wire_seconds"]))
+    return tuple((rows[0][0], statistics.median(seconds for _, seconds in rows)) for rows in found.values())
+
+
+def efficiency(points: Iterable[ScalingPoint], mode: Mode) -> dict[int, float]:
+    """World size → samples per second per rank, as a share of what the smallest world has; 1 is perfect."""
+    mine = sorted((point for point in points if point.mode == mode), key=lambda point: point.world_size)
+    if not mine:
+        return {}
+    base = mine[0].samples_per_second / mine[0].world_size
+    return {point.world_size: point.samples_per_second / point.world_size / base for point in mine}
+
+
+def fit_link(observed: Sequence[tuple[int, int, float]], name: str) -> Link:
+    """Latency and bandwidth from all-reduces that were measured: (world size, bytes, seconds on the wire).
+
+    Least squares on relative errors, so that small messages count as much as large ones. `ValueError` without any.
+    """
+    rows = [
+        (_messages(world) / seconds, _share(world) * size / seconds) for world, size, seconds in observed
+        if world > 1 and seconds > 0
+    ]  # fmt: skip
+    if not rows:
+        raise ValueError("no all-reduce was measured: a link can only be fitted to runs of two ranks or more")
+    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = sum(row[0] for row in rows), sum(row[1] for row in rows)
+    determinant = aa * bb - ab * ab
+    latency, per_byte = 0.0, 0.0
+    if determinant > 1e-12 * aa * bb:
+        latency, per_byte = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+    if latency <= 0 or per_byte <= 0:  # the sizes do not tell the two apart: the one that explains more
+        only_latency, only_bytes = a / aa, b / bb if bb else 0.0
+        off = [sum((x * row[0] + y * row[1] - 1) ** 2 for row in rows) for x, y in ((only_latency, 0), (0, only_bytes))]
+        latency, per_byte = (only_latency, 0.0) if off[0] <= off[1] else (0.0, only_bytes)
+    speed = 1 / per_byte if per_byte else math.inf
+    return Link(
+        name=name, latency_seconds=latency, bytes_per_second=speed, source=f"fitted to {len(rows)} measured all-reduces"
+    )
+
+
+def _messages(world: int) -> float:
+    return 2.0 * (world - 1)
+
+
+def _share(world: int) -> float:
+    return 2.0 * (world - 1) / world
+
+
+def all_reduce_seconds(size: int, world: int, link: Link) -> float:
+    """One all-reduce of that many bytes over ``world`` ranks: by ring or tree, whichever is faster."""
+    if world < 2:
+        return 0.0
+    if link.inner is not None and link.group > 1:
+        group = min(link.group, world)
+        inner = link.inner
+        within = _messages(group) * inner.latency_seconds + _share(group) * size / inner.bytes_per_second
+        return within + all_reduce_seconds(-(-size // group), -(-world // group), replace(link, inner=None))
+    ring = _messages(world) * link.latency_seconds + _share(world) * size / link.bytes_per_second
+    tree = 2 * math.ceil(math.log2(world)) * (link.latency_seconds + size / link.bytes_per_second)
+    return min(ring, tree)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepModel:
+    """What a step is made of, from one measured point of one rank."""
+
+    micro_batch_seconds: float
+    """Forward and backward of one micro-batch, and its part of the update."""
+    backward_share: float
+    noise_seconds: float
+    """Of one micro-batch."""
+    buckets: tuple[int, ...]
+    """Bytes of each gradient bucket, in the order in which they are summed."""
+    cores: float | None = None
+    """Where all ranks share one machine: how many of them it can run at full speed. None: each has its own."""
+
+
+def model_of(single: ScalingPoint, buckets: Sequence[int], cores: float | None = None) -> StepModel:
+    """From a measured point of one rank. ``buckets`` come from a point with several: one rank sums nothing."""
+    return StepModel(
+        micro_batch_seconds=single.compute_seconds / single.micro_batches,
+        backward_share=single.backward_seconds / single.compute_seconds,
+        noise_seconds=single.noise_seconds / math.sqrt(single.micro_batches),
+        buckets=tuple(buckets),
+        cores=cores,
+    )
+
+
+def predict(model: StepModel, world: int, link: Link, micro_batches: int, noise_factor: float = 1.0) -> float:
+    """Seconds of a step of ``micro_batches`` micro-batches, dealt to ``world`` ranks."""
+    each = math.ceil(micro_batches / world)
+    crowded = max(1.0, world / model.cores) if model.cores else 1.0
+    compute = model.micro_batch_seconds * each * crowded
+    noise = noise_factor * model.noise_seconds * math.sqrt(each) * math.sqrt(2 * math.log(world))
+    *early, last = [all_reduce_seconds(size, world, link) for size in model.buckets] or [0.0]
+    behind = compute / each * model.backward_share  # only the last micro-batch's backward pass has buckets to hide
+    exposed = last + max(0.0, sum(early) - behind) + all_reduce_seconds(COMMIT_BYTES, world, link)
+    return compute + noise + exposed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """Modelled efficiency over world sizes: (ranks, pessimist's, expected, optimist's)."""
+
+    link: Link
+    mode: Mode
+    rows: tuple[tuple[int, float, float, float], ...]
+
+
+def modelled(
+    model: StepModel, link: Link, mode: Mode, micro_batches_per_rank: int, sizes: Sequence[int] = SIZES
+) -> Curve:
+    """Efficiency against one rank. Weak: each rank keeps its micro-batches. Strong: the largest world has one
+    micro-batch for each rank, smaller ones do the same step with more each."""
+    rows = []
+    slow = replace(link, bytes_per_second=link.bytes_per_second * WORST_BANDWIDTH)
+    for world in sizes:
+        total = micro_batches_per_rank * world if mode == "weak" else max(sizes)
+        alone = model.micro_batch_seconds * total
+        low, mid, high = (
+            min(1.0, alone / world / predict(model, world, by, total, factor))
+            for by, factor in ((slow, WORST_NOISE), (link, 1.0), (link, 0.0))
+        )
+        rows.append((world, low, mid, high))
+    return Curve(link=link, mode=mode, rows=tuple(rows))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """The model, fitted on the smaller worlds, against a larger one that it has not seen."""
+
+    fitted_on: tuple[int, ...]
+    """World sizes."""
+    world_size: int
+    mode: Mode
+    measured_seconds: float
+    predicted_seconds: float
+
+    @property
+    def error(self) -> float:
+        """Relative; above 0 the model is too slow."""
+        return self.predicted_seconds / self.measured_seconds - 1
+
+
+def check(points: Sequence[ScalingPoint], cores: float | None) -> tuple[Link, tuple[Check, ...]] | None:
+    """Fit the link on all worlds but the largest, and predict the largest; None where there are not enough worlds."""
+    worlds = sorted({point.world_size for point in points})
+    single = next((point for point in points if point.world_size == 1), None)
+    if single is None or len(worlds) < 3:
+        return None
+    seen = [point for point in points if 1 < point.world_size < worlds[-1]]
+    observed = [(point.world_size, size, seconds) for point in seen for size, seconds in point.all_reduces]
+    link = fit_link(observed, "the link here")
+    buckets = [size for size, _ in seen[0].all_reduces if size > COMMIT_BYTES]
+    model = model_of(single, buckets, cores)
+    checks = tuple(
+        Check(
+            fitted_on=tuple(worlds[:-1]),
+            world_size=point.world_size,
+            mode=point.mode,
+            measured_seconds=point.step_seconds,
+            predicted_seconds=predict(model, point.world_size, link, point.micro_batches),
+        )
+        for point in points
+        if point.world_size == worlds[-1]
+    )
+    return link, checks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Study:
+    """What is known of a training's scaling."""
+
+    verdict: str
+    points: tuple[ScalingPoint, ...]
+    checks: tuple[Check, ...]
+    links: tuple[Link, ...]
+    """The fitted one first, where there is one; then those that are stated."""
+    curves: tuple[Curve, ...]
+
+
+def study(points: Sequence[ScalingPoint], cores: float | None) -> Study:
+    """Everything that measured points tell. ``cores``: see `StepModel`; the modelled worlds have their own cores."""
+    checked = check(points, cores)
+    fitted, checks = checked if checked else (None, ())
+    links = (*([fitted] if fitted else []), *LINKS)
+    single = next((point for point in points if point.world_size == 1), None)
+    several = next((point for point in points if point.world_size > 1), None)
+    curves: tuple[Curve, ...] = ()
+    if single and several:
+        buckets = [size for size, _ in several.all_reduces if size > COMMIT_BYTES]
+        model = model_of(single, buckets)
+        curves = tuple(
+            modelled(model, link, mode, single.micro_batches) for mode in ("weak", "strong") for link in links
+        )
+    return Study(
+        verdict=verdict(points, checks, cores),
+        points=tuple(points),
+        checks=checks,
+        links=links,
+        curves=curves,
+    )
+
+
+def verdict(points: Sequence[ScalingPoint], checks: Sequence[Check], cores: float | None) -> str:
+    """How well it scales here, why not better, and how far the model can be trusted; in a few sentences."""
+    weak = efficiency(points, "weak")
+    largest = max(weak)
+    if largest == 1:
+        return "One rank only: there is nothing to compare with."
+    point = next(item for item in points if item.world_size == largest)
+    said = f"{largest} ranks work at {weak[largest]:.0%} of one rank's pace each (weak scaling)"
+    causes = {
+        "communication": point.wire_seconds,
+        "waiting for slower ranks": point.waiting_seconds,
+    }
+    if cores is not None and largest > cores:
+        said += f"; they share {cores:g} core(s), so {1 - min(1.0, cores / largest):.0%} of the loss is this machine's"
+    name, seconds = max(causes.items(), key=lambda item: item[1])
+    said += f"; {name} takes {seconds / point.step_seconds:.0%} of a step."
+    if checks:
+        worst = max(checks, key=lambda item: abs(item.error))
+        said += f" The model, fitted without {worst.world_size} ranks, misses their step by {worst.error:+.0%} at most."
+    return said

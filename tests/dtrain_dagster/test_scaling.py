@@ -1,0 +1,145 @@
+"""How training scales: the arithmetic, against worlds whose link is known."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.monitoring.scaling import (
+    CLAIMED,
+    LINKS,
+    Link,
+    ScalingPoint,
+    StepModel,
+    all_reduce_seconds,
+    efficiency,
+    fit_link,
+    modelled,
+    predict,
+    read_point,
+    study,
+)
+
+SLOW = Link(name="slow", latency_seconds=2e-4, bytes_per_second=1e8, source="made up")
+BUCKETS = (1_000_000, 400_000)
+TRAINING = {"gradient_accumulation_steps": 2, "batch_size_per_gpu": 128}
+
+
+def run_of(world: int, mode: str, seed: int = 0, crowded: float = 1.0) -> list[dict[str, Any]]:
+    """Events of a short run whose compute is 40 ms a micro-batch and whose link is `SLOW`."""
+    chance = random.Random(f"{seed} {world} {mode}")
+    micro_batches = 2 * world if mode == "weak" else 6
+    events: list[dict[str, Any]] = []
+    for stretch in range(12):
+        compute = 0.040 * math.ceil(micro_batches / world) * crowded * chance.gauss(1, 0.004)
+        wires = [all_reduce_seconds(size, world, SLOW) for size in (*BUCKETS, 48)]
+        exposed = wires[1] + max(0.0, wires[0] - 0.020) + wires[2]
+        segments = {
+            "input": 0.0, "forward": 0.4 * compute, "backward": 0.5 * compute, "optimizer": 0.1 * compute,
+            "communication": exposed, "waiting": 0.0, "checkpoint": 0.0, "other": 0.0,
+        }  # fmt: skip
+        slow = 5.0 if stretch == 0 else 1.0  # caches are cold
+        collectives = [
+            {"name": name, "bytes": size, "wire_seconds": seconds}
+            for name, size, seconds in zip(("bucket 0", "bucket 1", "commit"), (*BUCKETS, 48), wires, strict=True)
+        ]
+        events.append({"kind": "step", "step_seconds": slow * (compute + exposed)})
+        events.append({
+            "kind": "timing", "steps": 2, "nodes": list(range(world)), "collectives": collectives if world > 1 else [],
+            "segments": {name: [slow * value] * world for name, value in segments.items()},
+        })  # fmt: skip
+    return events
+
+
+def point_of(world: int, mode: str, **more: Any) -> ScalingPoint:
+    training = TRAINING | {"world_size": world}
+    if mode == "strong":
+        training["gradient_accumulation_steps"] = 6 // world
+    return read_point(run_of(world, mode, **more), mode, world, training, 98_538, 3.06)
+
+
+def test_a_point_leaves_the_warm_up_out_and_prices_an_epoch() -> None:
+    point = point_of(3, "weak")
+    assert point.step_seconds == pytest.approx(0.080 + point.wire_seconds, rel=0.01)
+    assert point.compute_seconds == pytest.approx(0.080, rel=0.01)
+    assert point.global_batch == 768
+    assert point.usd_per_epoch == pytest.approx(3 * 3.06 / 3600 * point.step_seconds * math.ceil(98_538 / 768))
+    assert 0 < point.noise_seconds < 0.01
+    with pytest.raises(ValueError, match="too short"):
+        read_point(run_of(2, "weak")[:2], "weak", 2, TRAINING | {"world_size": 2}, 1000, 1.0)
+
+
+def test_efficiency_is_the_pace_of_a_rank_against_that_of_one_alone() -> None:
+    points = [point_of(world, mode) for mode in ("weak", "strong") for world in (1, 2, 3)]
+    weak, strong = efficiency(points, "weak"), efficiency(points, "strong")
+    assert weak[1] == strong[1] == 1
+    expected = 0.080 / (0.080 + point_of(3, "weak").wire_seconds)
+    assert weak[3] == pytest.approx(expected, rel=0.01)
+    assert strong[2] > weak[2], "more to compute for the same to send: a step of three is shared by two"
+
+
+@pytest.mark.parametrize("sizes", [(48, 400_000, 1_000_000), (48, 40_000_000)])
+def test_a_link_is_found_from_what_it_did(sizes: tuple[int, ...]) -> None:
+    true = Link(name="true", latency_seconds=50e-6, bytes_per_second=3e9, source="made up")
+    observed = [
+        (world, size, 2 * (world - 1) * 50e-6 + 2 * (world - 1) / world * size / 3e9) for world in (2, 3)
+        for size in sizes
+    ]  # fmt: skip
+    found = fit_link(observed, "found")
+    assert found.latency_seconds == pytest.approx(true.latency_seconds, rel=1e-6)
+    assert found.bytes_per_second == pytest.approx(true.bytes_per_second, rel=1e-6)
+
+
+def test_one_size_alone_is_explained_by_one_cause() -> None:
+    found = fit_link([(2, 1_000_000, 0.01)], "found")
+    assert all_reduce_seconds(1_000_000, 2, found) == pytest.approx(0.01)
+    with pytest.raises(ValueError, match="no all-reduce was measured"):
+        fit_link([(1, 1_000_000, 0.01)], "found")
+
+
+def test_the_model_predicts_the_world_that_it_has_not_seen() -> None:
+    result = study([point_of(world, mode) for mode in ("weak", "strong") for world in (1, 2, 3)], cores=None)
+    assert [(item.world_size, item.mode, item.fitted_on) for item in result.checks] == [
+        (3, "weak", (1, 2)), (3, "strong", (1, 2)),
+    ]  # fmt: skip
+    assert all(abs(item.error) < 0.03 for item in result.checks), result.checks
+    assert "misses their step by" in result.verdict
+    assert {curve.link.name for curve in result.curves} == {"the link here"} | {link.name for link in LINKS}
+
+
+def test_more_ranks_than_cores_are_not_blamed_on_distribution() -> None:
+    points = [point_of(world, "weak", crowded=max(1.0, world / 2)) for world in (1, 2, 3)]
+    blind, seeing = study(points, cores=None).checks[0], study(points, cores=2.0).checks[0]
+    assert abs(seeing.error) < 0.03 < 0.2 < abs(blind.error)
+    assert "2 core(s)" in study(points, cores=2.0).verdict
+
+
+def test_two_node_counts_are_measured_but_not_checked() -> None:
+    result = study([point_of(world, "weak") for world in (1, 2)], cores=None)
+    assert not result.checks
+    assert result.curves
+    assert study([point_of(1, "weak")], cores=None).verdict.startswith("One rank only")
+
+
+def test_curves_fall_stay_in_their_range_and_reach_256() -> None:
+    model = StepModel(micro_batch_seconds=0.04, backward_share=0.5, noise_seconds=4e-4, buckets=BUCKETS)
+    for link in (SLOW, *LINKS):
+        for mode in ("weak", "strong"):
+            rows = modelled(model, link, mode, 2).rows
+            assert [row[0] for row in rows] == list(CLAIMED)
+            assert all(0 < low <= middle <= high <= 1 for _, low, middle, high in rows)
+            middles = [row[2] for row in rows]
+            assert middles[0] == pytest.approx(1)
+            assert all(later <= before + 1e-9 for before, later in itertools.pairwise(middles)), middles
+
+
+def test_an_inner_link_helps_only_as_far_as_it_reaches() -> None:
+    both = LINKS[-1]
+    assert both.inner is not None
+    assert all_reduce_seconds(10**8, 8, both) == pytest.approx(all_reduce_seconds(10**8, 8, both.inner), rel=0.01)
+    assert all_reduce_seconds(10**8, 16, both) > 1.2 * all_reduce_seconds(10**8, 8, both)
+    assert predict(StepModel(micro_batch_seconds=1, backward_share=0, noise_seconds=0, buckets=()), 1, both, 1) == 1
