@@ -235,6 +235,7 @@ def status(job_id: str | None) -> None:
             console.print(health_table(health.nodes))
         return
     from dtrain_dagster.jobs import Progress, advance
+    from dtrain_dagster.monitoring.hangs import verdict
     from trainer.rundir import RunDir
 
     state = manager.job_status(job_id)
@@ -247,6 +248,8 @@ def status(job_id: str | None) -> None:
 
         progress = replace(advance(Progress(), events), nodes_alive=state.nodes_alive)
         console.print(progress_line(progress, None), highlight=False, markup=False)
+        if progress.hang:
+            console.print(f"! {verdict(progress.hang)}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(nodes_table(rundir.nodes(), time.time()))
     if state.message:
         console.print(state.message, markup=False, highlight=False, soft_wrap=True)
