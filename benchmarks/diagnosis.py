@@ -34,10 +34,11 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "faults"), str(ROOT / "tests" / "trainer")]
 
-from dtrain_dagster.monitoring.diagnosis import Cause, Diagnosis, diagnose  # noqa: E402
 from hosts import NODES, Hosts, Preload  # noqa: E402
 from network import Network, NoNetworkError  # noqa: E402
 from worlds import build  # noqa: E402
+
+from dtrain_dagster.monitoring.diagnosis import Cause, Diagnosis, diagnose  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 STEPS, WARM_UP, WINDOW = 72, 8, 6

@@ -12,7 +12,7 @@ from dtrain_dagster.assets.capacity import provision
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.data.sharding import BuiltDataset
-from dtrain_dagster.monitoring import charts, scaling, scaling_charts
+from dtrain_dagster.monitoring import charts, charts_scaling, scaling
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from trainer.config import JobConfig, parse_job
 from trainer.rundir import RunDir
@@ -86,9 +86,9 @@ def scaling_study(
     uri = f"{project.shared_uri}/{STUDIES}/{plan.fingerprint}.json"
     Storage(f"{project.shared_uri}/{STUDIES}").write(f"{plan.fingerprint}.json", json.dumps(asdict(study)).encode())
     rows = [dg.TableRecord(row(point)) for point in points]
-    pictures = [charts.markdown_image(scaling_charts.measured_chart(points), "Scaling as measured")]
+    pictures = [charts.markdown_image(charts_scaling.measured_chart(points), "Scaling as measured")]
     if study.curves:
-        picture = scaling_charts.modelled_chart(study.curves, points)
+        picture = charts_scaling.modelled_chart(study.curves, points)
         pictures.append(charts.markdown_image(picture, "Scaling as modelled"))
     return dg.MaterializeResult(
         metadata={

@@ -55,7 +55,15 @@ def test_the_graph_is_materialized_though_a_size_is_refused_and_a_node_is_lost(
         )
         options = {"epochs": 30, "checkpoint_frequency": 10, "warmup_steps": 3}
         config = json.dumps({"ops": {"cost_estimate": {"config": options}}})
-        command = ("dagster", "asset", "materialize", "-m", "dtrain_dagster.definitions", "--select", "*")
+        command = (
+            "dagster",
+            "asset",
+            "materialize",
+            "-m",
+            "dtrain_dagster.definitions",
+            "--select",
+            "not group:studies",
+        )
         done = project.cli(*command, "--config-json", config, timeout=320)
         bought = cloud.control("bought")
         computes = cloud.control("state")["computes"]

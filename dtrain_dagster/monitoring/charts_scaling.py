@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dtrain_dagster.monitoring.charts import COLOURS, MUTED, _figure, _label, _svg
+from dtrain_dagster.monitoring.drawing import COLOURS, MUTED, label, new_figure, svg
 from dtrain_dagster.monitoring.scaling import CLAIMED, Curve, Mode, ScalingPoint, efficiency
 
 MODES: tuple[Mode, ...] = ("weak", "strong")
@@ -12,7 +12,7 @@ MODES: tuple[Mode, ...] = ("weak", "strong")
 
 def measured_chart(points: Sequence[ScalingPoint]) -> bytes:
     """Speed-up over ranks beside the ideal; what a step of each world is made of; dollars of an epoch."""
-    picture = _figure(9, 3.4)
+    picture = new_figure(9, 3.4)
     speed, parts, cost = picture.subplots(1, 3, width_ratios=(1.1, 1.3, 1))
     worlds = sorted({point.world_size for point in points})
     speed.plot(worlds, [world / worlds[0] for world in worlds], "--", color=MUTED, linewidth=1, label="ideal")
@@ -21,7 +21,7 @@ def measured_chart(points: Sequence[ScalingPoint]) -> bytes:
         speed.plot(list(share), [share[world] * world / worlds[0] for world in share], "o-", color=colour, label=mode)
     speed.set_ylim(bottom=0)
     speed.set_xticks(worlds)
-    _label(speed, "Speed-up", "ranks", "times the samples/s of the smallest")
+    label(speed, "Speed-up", "ranks", "times the samples/s of the smallest")
     speed.legend(frameon=False, fontsize=8)
     names = [f"{point.mode}\n{point.world_size}" for point in points]
     floor = [0.0] * len(points)
@@ -33,7 +33,7 @@ def measured_chart(points: Sequence[ScalingPoint]) -> bytes:
         floor = [below + value for below, value in zip(floor, values, strict=True)]
     rest = [max(0.0, 1000 * point.step_seconds - below) for point, below in zip(points, floor, strict=True)]
     parts.bar(names, rest, bottom=floor, color="#d0d7de", label="other", width=0.6)
-    _label(parts, "A step", "ranks", "ms, mean over ranks")
+    label(parts, "A step", "ranks", "ms, mean over ranks")
     parts.legend(frameon=False, fontsize=8, ncols=2)
     parts.set_ylim(top=1.35 * max(1000 * point.step_seconds for point in points))
     for side, (mode, colour) in enumerate(zip(MODES, COLOURS, strict=False)):
@@ -43,13 +43,13 @@ def measured_chart(points: Sequence[ScalingPoint]) -> bytes:
     cost.set_xticks(range(len(worlds)), [str(world) for world in worlds])
     cost.set_ylim(top=1.25 * max(point.usd_per_epoch for point in points))
     cost.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
-    _label(cost, "Cost of an epoch", "ranks", "US dollars")
-    return _svg(picture)
+    label(cost, "Cost of an epoch", "ranks", "US dollars")
+    return svg(picture)
 
 
 def modelled_chart(curves: Sequence[Curve], points: Sequence[ScalingPoint]) -> bytes:
     """Efficiency over ranks: modelled for stated links with its range, measured here, and claimed by the checklist."""
-    picture = _figure(9, 4.0)
+    picture = new_figure(9, 4.0)
     axes = dict(zip(MODES, picture.subplots(1, 2, sharey=True), strict=True))
     for mode, axis in axes.items():
         for index, curve in enumerate(item for item in curves if item.mode == mode):
@@ -69,9 +69,9 @@ def modelled_chart(curves: Sequence[Curve], points: Sequence[ScalingPoint]) -> b
         axis.set_xticks(sorted({size for curve in curves for size, *_ in curve.rows}))
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.set_ylim(0, 1.08)
-        _label(axis, f"{mode.capitalize()} scaling", "ranks (log scale)", "efficiency per rank (1 = perfect)")
+        label(axis, f"{mode.capitalize()} scaling", "ranks (log scale)", "efficiency per rank (1 = perfect)")
     handles = {
         text: handle for axis in axes.values() for handle, text in zip(*axis.get_legend_handles_labels(), strict=True)
     }
     picture.legend(handles.values(), handles.keys(), frameon=False, fontsize=8, loc="outside lower center", ncols=2)
-    return _svg(picture)
+    return svg(picture)
