@@ -1,7 +1,7 @@
 """From what each rank sees of a hang (``hang`` events, `trainer.watchdog`) to who keeps the others waiting. Pure.
 
-The number of a collective is the same on all ranks. So whoever has not entered the newest one is waited for, on any
-backend: on a GPU nobody waits *in* a collective, since the processor goes on until it asks for the result.
+The number of a collective is the same on all ranks. So whoever has not entered the newest one is waited for, also
+where nobody waits *in* a collective, since the processor is ahead of the GPU until it asks for a result.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _sequence(item: Report) -> int:
 
 
 def _is_busy(item: Report) -> bool:
-    """Does it do something else than wait in a collective? On a GPU that is all that can be seen of those who wait."""
+    """Does it do something else than wait in a collective, as far as can be seen?"""
     return item.get("operation", NOTHING) == NOTHING
 
 
