@@ -2,16 +2,19 @@
 the training runs, by a file in the run directory (T5).
 
     profile/request.json                 {"steps": 5, "ranks": [0]}; what is left out, or an empty file: just these
-    profile/request-000001.json          the same, once rank 0 has taken it: every rank answers a number once
+    profile/request-000001.json          what rank 0 made of it when it took it: every rank answers a number once
     profile/trace-r00000-s000123.json    the trace of rank 0 that ends with step 123; a ``profile`` event sums it up
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import tempfile
 import threading
+from collections import deque
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +39,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=ConfigDict(extra="forbid", strict=True))
 class TraceRequest:
-    """Trace so many of the next steps on these ranks."""
+    """Trace so many steps on these ranks."""
 
     steps: int = Field(default=5, ge=1, le=1000)
     ranks: list[int] = Field(default_factory=lambda: [0], min_length=1)
+    from_step: int = Field(default=0, ge=0)
+    """Steps to be done before it begins. 0: at once; where several ranks are asked, when all have had the time to
+    notice, so that they trace the same steps."""
 
 
 _REQUEST = TypeAdapter(TraceRequest)
@@ -61,10 +67,14 @@ class TraceRequests:
     """Looks for requests, now and then, on a thread of its own: storage that hangs must hold up neither the training
     nor its watchdog."""
 
-    def __init__(self, rundir: RunDir, reporter: Reporter) -> None:
+    def __init__(self, rundir: RunDir, reporter: Reporter, step: int) -> None:
         self.rundir, self.reporter = rundir, reporter
-        self.steps = 0
-        """To be traced from the next one on; whoever does sets it back to 0."""
+        self.step = self._step_before = step
+        """Steps done; whoever traces keeps it up to date."""
+        self._pace = 0
+        """Steps between the last two looks."""
+        self.asked: deque[TraceRequest] = deque()
+        """What this rank has to trace; whoever does takes it away."""
         self._answered: set[str] | None = None
         self._complained = ""
         self._stop = threading.Event()
@@ -87,6 +97,7 @@ class TraceRequests:
                 return
 
     def _look(self) -> None:
+        self._pace, self._step_before = self.step - self._step_before, self.step
         names = self.rundir.storage.list(PROFILE)
         taken = {name: int(match[1]) for name in names if (match := _TAKEN.match(name))}
         if self._answered is None:  # those of before this process began are not for it
@@ -97,7 +108,7 @@ class TraceRequests:
             self._answered.add(name)
             request = parse_request(self._read(f"{PROFILE}/{name}"))
             if self.reporter.rank in request.ranks:
-                self.steps = request.steps
+                self.asked.append(request)
 
     def _take(self, number: int) -> dict[str, int]:
         """Give the request a number, as its new name. Whatever it says, it is gone: it is neither answered nor
@@ -107,8 +118,10 @@ class TraceRequests:
             data = self._read(PROFILE_REQUEST)
         finally:
             self.rundir.storage.delete(PROFILE_REQUEST)
-        parse_request(data)
-        self.rundir.storage.create(f"{PROFILE}/{name}", data)
+        request = parse_request(data)
+        if len(request.ranks) > 1 and not request.from_step:
+            request = replace(request, from_step=self.step + 2 * self._pace + 1)
+        self.rundir.storage.create(f"{PROFILE}/{name}", json.dumps(asdict(request)).encode())
         return {name: number}
 
     def _read(self, name: str) -> bytes:
@@ -137,8 +150,10 @@ class StepProfiler:
     ) -> None:
         """``step``: steps done so far."""
         self.rundir, self.reporter, self.device = rundir, reporter, device
-        self.requests = TraceRequests(rundir, reporter)
-        self._planned = (config.profile_from_step, config.profile_steps or 0)
+        self.requests = TraceRequests(rundir, reporter, step)
+        if config.profile_steps:
+            planned = TraceRequest(steps=config.profile_steps, from_step=config.profile_from_step)
+            self.requests.asked.append(planned)
         self._profile: torch.profiler.profile | None = None
         self._steps = self._left = 0
         self._writers: list[threading.Thread] = []
@@ -146,6 +161,7 @@ class StepProfiler:
 
     def step(self, step: int) -> None:
         """To be called after each step; so many are done."""
+        self.requests.step = step
         if self._profile is not None:
             self._left -= 1
             if self._left == 0:
@@ -162,22 +178,20 @@ class StepProfiler:
             writer.join(CLOSE_SECONDS)
 
     def _begin_if_due(self, step: int) -> None:
-        first, planned = self._planned
-        if planned and step >= first:
-            self._planned, steps = (0, 0), planned
-        else:
-            steps, self.requests.steps = self.requests.steps, 0
-        if steps:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if self.device.type == "cuda":
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-            profile = torch.profiler.profile(activities=activities)
-            try:
-                profile.start()
-            except RuntimeError as error:  # the user's own code may be tracing
-                self.reporter.emit("error", message=f"no trace at step {step}: {error}", fatal=False)
-                return
-            self._profile, self._steps, self._left = profile, steps, steps
+        due = next((item for item in tuple(self.requests.asked) if step >= item.from_step), None)
+        if due is None:
+            return
+        self.requests.asked.remove(due)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        if torch.autograd._profiler_enabled():  # two at once end in a crash
+            message = f"no trace at step {step}: the model's own code is tracing already"
+            self.reporter.emit("error", message=message, fatal=False)
+            return
+        profile = torch.profiler.profile(activities=activities)
+        profile.start()
+        self._profile, self._steps, self._left = profile, due.steps, due.steps
 
     def _end(self, step: int) -> None:
         profile, self._profile = self._profile, None

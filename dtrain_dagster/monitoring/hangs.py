@@ -1,7 +1,7 @@
 """From what each rank sees of a hang (``hang`` events, `trainer.watchdog`) to who keeps the others waiting. Pure.
 
-The number of a collective is the same on all ranks. So whoever has not entered the newest one is waited for, on any
-backend: on a GPU nobody waits *in* a collective, since the processor goes on until it asks for the result.
+The number of a collective is the same on all ranks. So whoever has not entered the newest one is waited for, also
+where nobody waits *in* a collective, since the processor is ahead of the GPU until it asks for a result.
 """
 
 from __future__ import annotations
@@ -45,22 +45,24 @@ def verdict(reports: Sequence[Report]) -> str:
     known = {item["rank"]: item for item in reports}
     silent = [rank for rank in range(len(nodes)) if rank not in known]
     furthest = max(_sequence(item) for item in reports)
-    missing = [item for item in reports if _sequence(item) < furthest]
     there = [item for item in reports if _sequence(item) == furthest]
+    behind = [item for item in reports if _sequence(item) < furthest]
+    # Who waits in an earlier one is no culprit as long as there is another: in a broadcast some are done before others.
+    missing = [item for item in behind if _is_busy(item)] or ([] if silent else behind)
+    waiting = [item for item in reports if item not in missing]
     step = f"step {reports[0]['step']}"
-    seconds = max(item.get("waited_seconds") or 0.0 for item in there)
-    collective = f"the {_name(there, furthest)} of {step}"
-    if missing:
-        first = min(_sequence(item) for item in missing) + 1  # the others may be further than just there
-        collective = f"the {_name(there, first)} of {step}"
-        stand = _stands(missing, furthest)
+    seconds = max(item.get("waited_seconds") or 0.0 for item in waiting)
+    if missing or silent:
+        first = min(map(_sequence, missing)) + 1 if missing else min(map(_sequence, waiting))
+        collective = f"the {_name(reports, first)} of {step}"
+        if not missing:
+            return f"{_silence(silent, nodes)}; {_waiting(waiting, seconds, f'in {collective}')}"
+        names, stand = _ranks([item["rank"] for item in missing], nodes), _stands(missing, furthest)
         also = f"; {_silence(silent, nodes)}" if silent else ""
-        names = _ranks([item["rank"] for item in missing], nodes)
-        return f"{names} never entered {collective}: {stand}{also}; {_waiting(there, seconds, 'there')}"
-    if silent:
-        return f"{_silence(silent, nodes)}; {_waiting(there, seconds, f'in {collective}')}"
-    waiting = [item for item in there if item.get("operation", NOTHING) != NOTHING]
-    gone_on = [item for item in there if item not in waiting]
+        return f"{names} never entered {collective}: {stand}{also}; {_waiting(waiting, seconds, 'there')}"
+    collective = f"the {_name(there, furthest)} of {step}"
+    gone_on = [item for item in there if _is_busy(item)]
+    waiting = [item for item in there if item not in gone_on]
     if waiting and gone_on:
         left = _ranks([item["rank"] for item in gone_on], nodes)
         has = "has" if len(gone_on) == 1 else "have"
@@ -104,11 +106,16 @@ def _sequence(item: Report) -> int:
     return item.get("sequence") or 0
 
 
+def _is_busy(item: Report) -> bool:
+    """Does it do something else than wait in a collective, as far as can be seen?"""
+    return item.get("operation", NOTHING) == NOTHING
+
+
 def _name(there: Sequence[Report], sequence: int) -> str:
     """What this collective is, without its size and whose it is."""
     recent = (entry for item in there for entry in item.get("recent") or [])
     names = [str(entry.get("what")) for entry in recent if entry.get("sequence") == sequence]
-    names += [item["operation"] for item in there if item.get("operation", NOTHING) != NOTHING]
+    names += [item["operation"] for item in there if not _is_busy(item)]
     return re.sub(r" \([\d,.]+ bytes\)$| of the step$", "", names[0]) if names else "next collective"
 
 
@@ -117,7 +124,7 @@ def _stands(items: Sequence[Report], furthest: int) -> str:
     found = []
     for item in items[:MOST_NAMES]:
         who = "it" if len(items) == 1 else f"rank {item['rank']}"
-        if item.get("operation", NOTHING) != NOTHING and _sequence(item) < furthest:
+        if not _is_busy(item) and _sequence(item) < furthest:
             found.append(f"{who} is still in the {_name([item], _sequence(item))} before it")
         else:
             found.append(f"{who} is in {item.get('where') or 'a place that it does not tell'}")

@@ -50,6 +50,11 @@ def report(rank: int, sequence: int, ended: bool = False, step: int = 17, genera
             "rank 1 (node 2) says nothing (it is frozen, cut off, in code that never lets go of the interpreter, or "
             "busy outside of a step); ranks 0 and 2 wait in the all-reduce of gradient bucket 0 of step 17 since 24 s",
         ),
+        (  # of a broadcast some are done before others: who never came is the one of whom nothing is heard
+            [report(0, 32), report(2, 33)],
+            "rank 1 (node 2) says nothing (it is frozen, cut off, in code that never lets go of the interpreter, or "
+            "busy outside of a step); ranks 0 and 2 wait in the all-reduce of step 17 since 24 s",
+        ),
         (
             [report(0, 33), report(1, 32), report(2, 33)],
             "rank 1 (node 2) never entered the all-reduce of gradient bucket 0 of step 17: it is still in the "

@@ -105,6 +105,27 @@ def test_a_request_reaches_ranks_that_did_not_take_it_but_none_that_come_later(r
     assert (event["rank"], event["steps"]) == (1, 1)
 
 
+def test_several_ranks_trace_the_same_steps_those_after_all_have_had_the_time_to_notice(rundir: RunDir) -> None:
+    rank = Rank(rundir)
+    rundir.request_trace(steps=2, ranks=[0, 1])
+    rank.train_until(lambda: bool(rank.traces()))
+    rank.end()
+    agreed = rundir.read_json("profile/request-000001.json") or {}
+    [event] = rundir.events("profile")
+    assert event["step"] == agreed["from_step"] + 2
+    assert agreed["from_step"] > 0
+
+
+def test_where_the_users_own_code_is_tracing_there_is_no_second_trace(rundir: RunDir) -> None:
+    with torch.profiler.profile():
+        rank = Rank(rundir, profile_steps=1)
+        rank.train(3)
+    rank.end()
+    [error] = rundir.events("error")
+    assert "tracing already" in error["message"]
+    assert not rank.traces()
+
+
 @pytest.mark.parametrize(
     ("request_", "complaint"),
     [
