@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.group import Collective, GroupError, TorchTransport, Transport
+from trainer.step import Step
 from trainer.timing import SEGMENTS, Mark, StepTimer, computed_at, durations, moments
 from trainer.world import World
 
@@ -56,6 +57,12 @@ class Window:
         """Exposed communication of each step (steps,), without waiting; a single rank has none."""
         exposed = self.field("exposed")
         return exposed.min(axis=0) if len(exposed) > 1 else np.zeros(exposed.shape[1])
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """Over ranks and steps; ``loss`` is that of a sample."""
+        loss_sum, samples = (float(self.field(name).sum()) for name in ("loss_sum", "samples"))
+        return {"loss_sum": loss_sum, "samples": samples, "loss": loss_sum / samples}
 
     @property
     def seconds(self) -> float:
@@ -99,13 +106,16 @@ class CommunicationProfiler:
         self._bandwidth = bandwidth_of(window, self.world.topology)
         return window
 
-    def report(self, window: Window) -> dict[str, Any]:
-        """What a ``timing`` event says of a window and of this world."""
+    def report(self, window: Window, step: Step) -> dict[str, Any]:
+        """What a ``timing`` event says of a window, of this world and of its work."""
         return {
             **summary(window, self.world.topology),
             "topology": "star" if self.world.topology == "star" else "all-reduce",
             "backend": self.world.backend,
             "device": self.world.device.type,
+            "local_samples_per_micro_batch": step.fit.chunk,
+            "micro_batches": step.config.micro_batches,
+            "parameters_bytes": sum(parameter.nbytes for parameter in step.parameters),
         }
 
     def probe(self, step: int) -> dict[str, Any] | None:

@@ -291,8 +291,7 @@ class DistributedTrainer:
         if measured is None:
             done = self.synchronize_metrics({"loss_sum": window.loss_sum, "samples": window.samples})
         else:
-            done = {name: float(measured.field(name).sum()) for name in ("loss_sum", "samples")}
-            done["loss"] = done["loss_sum"] / done["samples"]
+            done = measured.totals
             if self.monitor:
                 self.monitor.communication_time_ms = 1000 * float(measured.wire.mean())
         seconds = (self.window.began - window.began) / window.steps
@@ -310,18 +309,8 @@ class DistributedTrainer:
         if self.world.rank == 0 and self.reporter:
             self.reporter.emit("step", **fields)
             if measured is not None:
-                timing = {**self.communication.report(measured), **self._work}
-                self.reporter.emit("timing", step=self.progress.step, **timing)
-
-    @property
-    def _work(self) -> dict[str, Any]:
-        """What a ``timing`` event says of the work that was timed."""
-        return {
-            "nodes": self.nodes,
-            "local_samples_per_micro_batch": self.step.fit.chunk,
-            "micro_batches": self.config.micro_batches,
-            "parameters_bytes": sum(parameter.nbytes for parameter in self.step.parameters),
-        }
+                timing = self.communication.report(measured, self.step)
+                self.reporter.emit("timing", step=self.progress.step, nodes=self.nodes, **timing)
 
     def _probe_links(self) -> None:
         found = self.communication.probe(self.progress.step)
