@@ -176,6 +176,21 @@ def test_records_without_timing_are_not_judged_and_bad_ones_do_no_harm():
     assert diagnose([{"kind": "timing", "time": 0.0, "rank": 0}, bare, *rest]).cause is Cause.HEALTHY
 
 
+def test_the_first_window_of_a_generation_does_not_count_where_others_are_there():
+    events = Simulation(windows=5).events()
+    again = [item | {"time": item["time"] + 100, "generation": 2} for item in events[:3]]
+    kept = settled(windows([*events, *again]))
+    assert [(item.generation, item.step) for item in kept] == [
+        (1, 20),
+        (1, 30),
+        (1, 40),
+        (1, 50),
+        (2, 10),
+        (2, 20),
+        (2, 30),
+    ]
+
+
 def test_latency_and_bandwidth_are_found_again():
     [*_, last] = Simulation(noise=0.0, outliers=0.0, buckets=(100_000, 5_000_000)).events()
     fit = fit_wire(windows([last])[0].collectives)

@@ -78,6 +78,19 @@ def test_a_straggler_is_replaced_or_dealt_less_and_no_word_of_the_network():
     assert not {"more accumulation", "fp16 compression", "fewer nodes"} & set(found)
 
 
+def test_input_is_one_node_s_matter_or_everybody_s():
+    one = of(Simulation(windows=12, noise=0.0, outliers=0.0, late_input={2: 0.1}))
+    assert list(one)[:2] == ["replace node 12", "go on without node 12"], (
+        "the faster first, though the other is cheaper"
+    )
+    assert "quicker input" not in one
+    everybody = Simulation(windows=12, noise=0.0, outliers=0.0, input=0.05)
+    assert list(of(everybody)) == ["quicker input"]
+    assert of(everybody)["quicker input"].samples_per_second == pytest.approx(
+        rate(replace(everybody, input=0.0)), rel=0.1
+    )
+
+
 def test_checkpoints_as_seldom_as_the_budget_wants():
     simulation = Simulation(windows=24, noise=0.0, outliers=0.0, save_every=40, stall=0.6)
     found = of(simulation)["checkpoints less often"]
