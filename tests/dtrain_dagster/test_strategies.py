@@ -86,9 +86,8 @@ def test_input_is_one_node_s_matter_or_everybody_s():
     assert "quicker input" not in one
     everybody = Simulation(windows=12, noise=0.0, outliers=0.0, input=0.05)
     assert list(of(everybody)) == ["quicker input"]
-    assert of(everybody)["quicker input"].samples_per_second == pytest.approx(
-        rate(replace(everybody, input=0.0)), rel=0.1
-    )
+    promised, best = of(everybody)["quicker input"].samples_per_second, rate(replace(everybody, input=0.0))
+    assert 1.2 * rate(everybody) < promised <= best, "waiting for whose input takes longest would end as well"
 
 
 def test_checkpoints_as_seldom_as_the_budget_wants():
