@@ -48,7 +48,7 @@ class Strategy:
     note: str = ""
 
     @property
-    def rank(self) -> tuple[bool, float]:
+    def order(self) -> tuple[bool, float]:
         """To sort by: whatever is faster, by how much; then whatever is cheaper."""
         return (True, self.gain) if self.gain >= WORTH_IT else (False, self.cost_gain)
 
@@ -131,7 +131,7 @@ def strategies(
     if too_much_communication(world):
         ranked += communication_strategies(world, training)
     ranked += _memory(world, events, training)
-    return sorted(ranked, key=lambda item: item.rank, reverse=True)
+    return sorted(ranked, key=lambda item: item.order, reverse=True)
 
 
 def communication_strategies(world: Sequence[Window], training: Mapping[str, Any]) -> list[Strategy]:
