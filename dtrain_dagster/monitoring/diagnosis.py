@@ -114,6 +114,8 @@ def _nothing_found(found: Sequence[Window]) -> Diagnosis:
     if len(found) < FEWEST_WINDOWS:
         few = f"Too few steps were timed to tell a cause from noise ({sum(window.steps for window in found)}): {text}"
         return Diagnosis(cause=Cause.UNKNOWN, share=0.0, evidence=few)
+    if too_much_communication(found):
+        text += f" Wire is above {COMMUNICATION_LIMIT:.0%} in some windows, not in most."
     if part["waiting"] > TAKING_TURNS:
         text += " No rank is late persistently: they take turns, as on machines that do other work too."
     return Diagnosis(cause=Cause.HEALTHY, share=0.0, evidence=text)
@@ -177,7 +179,7 @@ def _wire(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> list[
     fit = fit_wire(collectives)
     latency = fit.latency_share(collectives) if fit else 0.0
     fixed = part["communication"] * latency + part["optimizer"] + part["other"]
-    if too_much_communication(world):
+    if too_much_communication(world) and typical > COMMUNICATION_LIMIT:
         slow = _slow_link(world, events)
         if slow:
             return [slow]

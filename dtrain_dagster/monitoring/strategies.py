@@ -137,8 +137,9 @@ def strategies(
 def communication_strategies(world: Sequence[Window], training: Mapping[str, Any]) -> list[Strategy]:
     """Against wire time. Waiting for a slow rank is another matter: none of these helps against it."""
     now = step_model(world)
-    collectives = typical_collectives(world)
-    fit = fit_wire(collectives)
+    if not now.samples:
+        return []
+    fit = fit_wire(typical_collectives(world))
     ranked = [*_more_work(now, training), *_fewer_nodes(now, world, fit)]
     if fit:
         ranked += _compression(now, world, fit) + _buckets(now, world, fit) + _hierarchy(now, world, fit)
@@ -251,10 +252,10 @@ def _with_ranks(now: StepModel, world: Sequence[Window], fit: WireFit | None, ra
 
 def waiting_strategies(world: Sequence[Window]) -> list[Strategy]:
     """Against a straggler: another node in its place, less work for it, or none."""
-    late = stragglers(world)
-    if not late:
+    late, now = stragglers(world), step_model(world)
+    if not late or not now.samples:
         return []
-    now, item = step_model(world), late[0]
+    item = late[0]
     lost = item.lost_seconds / seconds_of(world)
     ready = replace(now, waiting=max(0.0, now.waiting - lost * now.seconds))
     # What is late is longer on one rank of W: the mean over ranks counts a W-th of it, the others' waiting the rest.

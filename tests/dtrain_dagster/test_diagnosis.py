@@ -94,6 +94,13 @@ def test_a_late_rank_is_told_with_when_it_began_and_what_takes_longer():
     assert "wire itself takes" in found.evidence
 
 
+def test_wire_that_is_slow_now_and_then_is_told_but_is_not_the_cause():
+    slow, quick = (Simulation(windows=20, seed=5, buckets=(size,)).events() for size in (90_000_000, 18_000_000))
+    found = diagnose([*slow[:7], *quick[7:]])
+    assert found.cause is Cause.HEALTHY
+    assert "Wire is above 20% in some windows, not in most" in found.evidence
+
+
 def test_two_late_ranks_are_both_found_the_costlier_first():
     late = {1: 0.03, 3: 0.06}
     found = diagnose(Simulation(ranks=4, windows=20, late_compute=late).events())

@@ -134,6 +134,15 @@ def test_people_are_told_once_with_what_would_help_the_most_first():
     assert gains == sorted(gains, reverse=True)
 
 
+def test_records_without_samples_are_told_of_without_strategies():
+    late = Simulation(windows=12, buckets=(120_000_000,), late_compute={1: 0.1}).events()
+    bare = [{name: value for name, value in item.items() if name != "samples"} for item in late]
+    found = alerts(keep((), bare), (), TRAINING)
+    assert {item.key for item in found} == {"communication", "slow compute 11"}
+    assert not any(item.strategies for item in found)
+    assert strategies(settled(windows(bare)), bare, TRAINING) == []
+
+
 def test_waiting_for_a_slow_rank_is_no_alert_about_communication():
     events = Simulation(windows=12, late_compute={0: 0.1}, buckets=(40_000_000,)).events()
     assert COMMUNICATION_LIMIT / 2 < shares(windows(events))["communication"] < COMMUNICATION_LIMIT
