@@ -98,7 +98,7 @@ def test_wire_that_is_slow_now_and_then_is_told_but_is_not_the_cause():
     slow, quick = (Simulation(windows=20, seed=5, buckets=(size,)).events() for size in (90_000_000, 18_000_000))
     found = diagnose([*slow[:7], *quick[7:]])
     assert found.cause is Cause.HEALTHY
-    assert "Wire is above 20% in some windows, not in most" in found.evidence
+    assert "Wire is above 20% in some windows, but not steadily" in found.evidence
 
 
 def test_two_late_ranks_are_both_found_the_costlier_first():
