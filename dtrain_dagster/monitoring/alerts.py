@@ -88,7 +88,7 @@ def communication_alert(found: Sequence[Window], training: Mapping[str, Any] | N
 def best(ranked: Iterable[Strategy], count: int = 5) -> tuple[Strategy, ...]:
     """Those that are expected to gain something, the largest gain first."""
     useful = [item for item in ranked if item.is_worth_it]
-    return tuple(sorted(useful, key=lambda item: (item.gain, item.cost_gain), reverse=True)[:count])
+    return tuple(sorted(useful, key=lambda item: item.order, reverse=True)[:count])
 
 
 def told(item: Strategy) -> str:

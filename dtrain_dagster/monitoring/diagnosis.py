@@ -114,6 +114,8 @@ def _nothing_found(found: Sequence[Window]) -> Diagnosis:
     if len(found) < FEWEST_WINDOWS:
         few = f"Too few steps were timed to tell a cause from noise ({sum(window.steps for window in found)}): {text}"
         return Diagnosis(cause=Cause.UNKNOWN, share=0.0, evidence=few)
+    if too_much_communication(found):
+        text += f" Wire is above {COMMUNICATION_LIMIT:.0%} in some windows, but not steadily."
     if part["waiting"] > TAKING_TURNS:
         text += " No rank is late persistently: they take turns, as on machines that do other work too."
     return Diagnosis(cause=Cause.HEALTHY, share=0.0, evidence=text)
@@ -177,10 +179,10 @@ def _wire(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> list[
     fit = fit_wire(collectives)
     latency = fit.latency_share(collectives) if fit else 0.0
     fixed = part["communication"] * latency + part["optimizer"] + part["other"]
-    if too_much_communication(world):
-        slow = _slow_link(world, events)
-        if slow:
-            return [slow]
+    slow = _slow_link(world, events) if too_much_communication(world) else None
+    if slow:
+        return [slow]
+    if too_much_communication(world) and _is_steady(world):
         wire = sum(item.wire_seconds for item in collectives)
         measured = f"{len(collectives)} collectives a step take {_ms(wire)}, of which latency is {latency:.0%}"
         if latency >= 0.5:
@@ -203,6 +205,15 @@ def _wire(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> list[
 def too_much_communication(found: Sequence[Window], limit: float = COMMUNICATION_LIMIT) -> bool:
     """Does exposed wire take more of the time than the limit, and not just because of one window that hung (R3.2)?"""
     return shares(found).get("communication", 0.0) > limit and typical_share(found, "communication") > limit / 2
+
+
+def _is_steady(world: Sequence[Window]) -> bool:
+    """Is wire above the limit by more than its noise? On a machine that does other work too, processes that wait for a
+    processor look like a wire that is slow now and then."""
+    values = [window.mean("communication") / window.seconds for window in world]
+    middle = statistics.median(values)
+    spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    return middle - NOISE_FACTOR * 1.2533 * spread / math.sqrt(len(values)) > COMMUNICATION_LIMIT
 
 
 def _slow_link(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> Diagnosis | None:

@@ -94,6 +94,13 @@ def test_a_late_rank_is_told_with_when_it_began_and_what_takes_longer():
     assert "wire itself takes" in found.evidence
 
 
+def test_wire_that_is_slow_now_and_then_is_told_but_is_not_the_cause():
+    slow, quick = (Simulation(windows=20, seed=5, buckets=(size,)).events() for size in (90_000_000, 18_000_000))
+    found = diagnose([*slow[:7], *quick[7:]])
+    assert found.cause is Cause.HEALTHY
+    assert "Wire is above 20% in some windows, but not steadily" in found.evidence
+
+
 def test_two_late_ranks_are_both_found_the_costlier_first():
     late = {1: 0.03, 3: 0.06}
     found = diagnose(Simulation(ranks=4, windows=20, late_compute=late).events())
@@ -174,6 +181,21 @@ def test_records_without_timing_are_not_judged_and_bad_ones_do_no_harm():
     only_bare = diagnose([bare | {"time": bare["time"] + number} for number in range(8)])
     assert only_bare.cause is Cause.HEALTHY
     assert diagnose([{"kind": "timing", "time": 0.0, "rank": 0}, bare, *rest]).cause is Cause.HEALTHY
+
+
+def test_the_first_window_of_a_generation_does_not_count_where_others_are_there():
+    events = Simulation(windows=5).events()
+    again = [item | {"time": item["time"] + 100, "generation": 2} for item in events[:3]]
+    kept = settled(windows([*events, *again]))
+    assert [(item.generation, item.step) for item in kept] == [
+        (1, 20),
+        (1, 30),
+        (1, 40),
+        (1, 50),
+        (2, 10),
+        (2, 20),
+        (2, 30),
+    ]
 
 
 def test_latency_and_bandwidth_are_found_again():
