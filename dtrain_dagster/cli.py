@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dtrain_dagster.cli_endpoint import endpoint
+from dtrain_dagster.cli_monitoring import COMMANDS as MONITORING
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,7 +74,8 @@ def main() -> None:
     """
 
 
-main.add_command(endpoint)
+for _command in (endpoint, *MONITORING):
+    main.add_command(_command)
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
