@@ -231,13 +231,16 @@ def follow_job(
     rundir: RunDir,
     job_id: str,
     now: Callable[[], float] = time.time,
+    take: Callable[[list[dict[str, Any]]], object] = lambda events: None,
 ) -> Iterator[tuple[JobStatus, Progress]]:
-    """Yield the job's status and progress, again and again, until it has ended; the last one yielded is final."""
+    """Yield the job's status and progress, again and again, until it has ended; the last one yielded is final. ``take``
+    gets the events that have come since, before each."""
     seen: set[str] = set()
     progress = Progress()
     while True:
         status = manager.job_status(job_id)  # asked first, so that the final round reads all events
         events = rundir.follow(seen)
+        take(events)
         progress = replace(advance(progress, events), news=news(events))
         paid = sum(node.seconds(now()) for node in rundir.nodes())
         progress = replace(progress, nodes_alive=status.nodes_alive, node_seconds=paid)

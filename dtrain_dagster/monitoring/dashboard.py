@@ -193,9 +193,8 @@ class PerformanceDashboard:
         if take is not None:
             take(item)
         self.progress = advance(self.progress, [item])
-        said = {entry["text"] for entry in self.news}  # several ranks may tell the same
         for text in sentences(item):
-            if text not in said:
+            if all(entry["text"] != text for entry in self.news):  # several ranks may tell the same
                 self.news.append({"time": at, "kind": kind, "text": text})
 
     def _take_step(self, item: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ def live_page() -> str:
     """The page that asks its server for jobs and figures."""
     return Template(static("dashboard.html")).substitute(
         head='<link rel="stylesheet" href="dashboard.css">',
-        data=data_block("panels", [asdict(panel) for panel in PANELS]),
+        data=data_block("panels-data", [asdict(panel) for panel in PANELS]),
         scripts='<script src="plotly.js"></script>\n<script src="dashboard.js"></script>',
     )
 
@@ -54,7 +54,7 @@ def saved_page(snapshot: dict[str, Any]) -> str:
     policy = f'<meta http-equiv="Content-Security-Policy" content="{BASE_POLICY}; script-src {hashes}">'
     return Template(static("dashboard.html")).substitute(
         head=f"{policy}\n<style>{static('dashboard.css')}</style>",
-        data=data_block("panels", [asdict(panel) for panel in PANELS]) + data_block("snapshot", snapshot),
+        data=data_block("panels-data", [asdict(panel) for panel in PANELS]) + data_block("snapshot-data", snapshot),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
     )
 

@@ -92,7 +92,7 @@ PANELS = (
     ),
     Panel(
         key="memory", section="Nodes", title="Memory", unit="%", x="time",
-        about="Of the GPUs; without GPUs, of the machine.",
+        about="Of the GPUs; without GPUs, what the ranks hold of the machine's.",
         lines=(Line(EACH_NODE, "memory"),),
     ),
     Panel(

@@ -15,8 +15,8 @@ const MARKS = { membership: "triangle-down", checkpoint: "circle", hang: "x" };
 
 const element = id => document.getElementById(id);
 const embedded = id => element(id) && JSON.parse(element(id).textContent);
-const PANELS = embedded("panels");
-const saved = embedded("snapshot");
+const PANELS = embedded("panels-data");
+const saved = embedded("snapshot-data");
 const job = { id: null, token: "", version: 0, tracks: {}, look: null };
 
 function make(tag, className, text) {
@@ -30,7 +30,8 @@ function make(tag, className, text) {
 
 const escaped = text => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;");
 const local = seconds => (seconds - new Date(seconds * 1000).getTimezoneOffset() * 60) * 1000;
-const clock = seconds => new Date(seconds * 1000).toLocaleTimeString();
+const clock = seconds => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
+const moment = seconds => new Date(seconds * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "medium", hour12: false });
 const theme = () => document.documentElement.dataset.theme;
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const nodeColour = node => COLOURS[theme()][node % COLOURS[theme()].length];
@@ -160,7 +161,7 @@ const TRACES = {
 
 function layoutOf(panel, traces) {
   const axis = { gridcolor: css("--grid"), zeroline: false, linecolor: css("--border"), automargin: true, tickfont: { size: 11 } };
-  const title = text => ({ text, font: { size: 11 }, standoff: 8 });
+  const title = text => ({ text, font: { size: 11 }, standoff: 6 });
   const xaxis = { ...axis, showgrid: false };
   const yaxis = { ...axis, title: title(panel.unit) };
   if (panel.x === "time") xaxis.type = "date";
@@ -172,22 +173,26 @@ function layoutOf(panel, traces) {
     Object.assign(yaxis, { type: "category", categoryorder: "array", categoryarray: [...nodes, "events"] });
   }
   if (["ranks", "collectives"].includes(panel.kind)) xaxis.type = "category";
+  if (!traces.length) {
+    xaxis.visible = yaxis.visible = false;
+  }
   const waiting = job.look.job.step === null ? "waiting for the first step" : "not recorded";
   return {
     autosize: true, uirevision: job.id, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { family: "inherit", size: 12, color: css("--muted") }, margin: { l: 48, r: 12, t: 26, b: 34 },
+    font: { family: "inherit", size: 12, color: css("--muted") }, margin: { l: 48, r: 12, t: 24, b: 30 },
     hovermode: ["heatmap", "links", "timeline"].includes(panel.kind) ? "closest" : "x unified",
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--border"), font: { color: css("--ink"), size: 12 } },
     showlegend: traces.length > 1 && panel.kind !== "timeline",
-    legend: { orientation: "h", y: 1.0, yanchor: "bottom", x: 0, font: { size: 11 } },
+    legend: ["stack", "ranks"].includes(panel.kind)
+      ? { x: 1.01, y: 0.5, yanchor: "middle", traceorder: "reversed", font: { size: 11 } }
+      : { orientation: "h", x: 0, ...(panel.right_unit ? { entrywidth: 90 } : {}), y: 1, yanchor: "bottom", font: { size: 11 } },
     barmode: panel.kind === "ranks" ? "stack" : panel.kind === "timeline" ? "overlay" : "group", bargap: 0.35, xaxis, yaxis,
-    ...(panel.right_unit ? {
-      yaxis2: { ...axis, title: title(panel.right_unit), overlaying: "y", side: "right", showgrid: false, rangemode: "tozero" },
+    ...(panel.right_unit && traces.length ? {
+      yaxis2: { ...axis, title: title(panel.right_unit), overlaying: "y", side: "right", showgrid: false, rangemode: "tozero", tickmode: "auto", nticks: 5 },
     } : {}),
-    ...(traces.length ? {} : {
-      xaxis: { visible: false }, yaxis: { visible: false }, yaxis2: undefined,
-      annotations: [{ text: waiting, showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5, font: { size: 13 } }],
-    }),
+    annotations: traces.length ? [] : [
+      { text: waiting, showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5, font: { size: 13 } },
+    ],
   };
 }
 
@@ -204,7 +209,7 @@ function draw(changed) {
     if (box.hidden || (changed && !uses(panel, changed))) continue;
     if (panel.key === "busy" || panel.key === "memory") {
       box.querySelector("h3").textContent = `${panel.title} of ${job.look.has_gpus ? "the GPUs" : "the processors (no GPU here)"}`;
-      if (panel.key === "memory" && !job.look.has_gpus) box.querySelector("h3").textContent = "Memory of the machine (no GPU here)";
+      if (panel.key === "memory" && !job.look.has_gpus) box.querySelector("h3").textContent = "Memory of the ranks (no GPU here)";
     }
     Plotly.react(box.querySelector(".chart"), traces, layoutOf(panel, traces), { displayModeBar: false, responsive: true });
   }
@@ -213,8 +218,7 @@ function draw(changed) {
 function drawHeadline() {
   const { headline, job: row, news } = job.look;
   document.title = `${row.job_id} · dtrain`;
-  element("state").textContent = row.state;
-  element("state").dataset.state = row.state;
+  document.documentElement.dataset.state = row.state;
   element("headline").replaceChildren(...headline.map(({ label, value, note }) => {
     const figure = make("div", "figure");
     figure.dataset.label = label;
@@ -273,7 +277,7 @@ async function ask(path) {
 
 function listJobs(rows) {
   const options = rows.map(row => {
-    const started = row.started_at ? new Date(row.started_at * 1000).toLocaleString() : "not started";
+    const started = row.started_at ? moment(row.started_at) : "not started";
     const text = [row.job_id, row.state, started, row.model, row.step === null ? "" : `step ${row.step}`];
     const option = make("option", "", text.filter(Boolean).join(" · "));
     option.value = row.job_id;
@@ -310,8 +314,9 @@ async function update() {
   polling = true;
   try {
     await poll();
-    element("note").textContent = `updated ${new Date().toLocaleTimeString()}`;
+    element("note").textContent = `updated ${clock(Date.now() / 1000)}`;
   } catch (error) {
+    console.error(error);
     element("note").textContent = "the dashboard's server does not answer; the figures are old";
   } finally {
     polling = false;
@@ -332,7 +337,7 @@ setTheme(dark.matches ? "dark" : "light");
 if (saved) {
   document.querySelector("header label").hidden = element("jobs").hidden = true;
   job.id = saved.job.job_id;
-  element("note").textContent = `${job.id}, as it was ${new Date(saved.now * 1000).toLocaleString()}`;
+  element("note").textContent = `${job.id}, as it was ${moment(saved.now)}`;
   take(saved);
 } else {
   element("jobs").addEventListener("change", event => { choose(event.target.value); update(); });
