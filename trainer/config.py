@@ -126,6 +126,8 @@ class DistributedTrainingConfig:
     baselines."""
     monitor_interval_seconds: float = Field(default=2.0, gt=0)
     """Between two samples of a node's utilisation."""
+    timing: bool = True
+    """Measure where the time of each step goes on every rank, so that a slow network is told from a slow node."""
     profile_steps: int | None = Field(default=None, ge=1)
     """Trace this many of the first optimizer steps of every start, to ``<run_dir>/profile/trace-rank-<rank>.json``
     (Chrome's trace format); None does not trace (T5)."""

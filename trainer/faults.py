@@ -1,7 +1,8 @@
 """Faults to inject, from the environment: what the tests break is the real trainer, at an exact point of a step.
 
 DTRAIN_FAULTS is a JSON list of ``{"kind", "at", "step", "node"}``: when the process of that node reaches that point of
-that step (0-based, the one being done), the fault happens, once, in the node's first stay only (DTRAIN_STAY).
+that step (0-based, the one being done), the fault happens, once, in the node's first stay only (DTRAIN_STAY). With
+``"every": true`` it happens each time: a node that is slow in every step sleeps so.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from trainer.config import ConfigError
 
 Kind = Literal["kill", "stop", "oom", "raise", "sigterm", "sleep"]
-Point = Literal["forward", "backward", "all_reduce", "optimizer", "evaluate", "save", "regroup", "finish"]
+Point = Literal["input", "forward", "backward", "all_reduce", "optimizer", "evaluate", "save", "regroup", "finish"]
 
 
 class InjectedError(RuntimeError):
@@ -45,7 +46,7 @@ class Faults:
             return
         with self._lock:  # «save» and «all_reduce» are reached on threads of their own
             due = next((item for item in self._pending if item["at"] == at and item.get("step", step) == step), None)
-            if due is not None:
+            if due is not None and not due.get("every"):
                 self._pending.remove(due)
         if due is not None:  # the next one of the same place happens when the step is done again
             self._happen(due)

@@ -214,6 +214,12 @@ class TorchTransport:
         self.sum(table)
         return [json.loads(bytes(row[:size].tolist())) for row, size in zip(table, sizes.tolist(), strict=True)]
 
+    def send(self, tensor: torch.Tensor, target: int) -> None:
+        self.group.send([tensor], target, 0).wait()
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        self.group.recv([tensor], source, 0).wait()
+
     def barrier(self, seconds: float) -> None:
         self._patient.allreduce([torch.zeros(1)]).wait()
 

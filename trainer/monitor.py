@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 
 from trainer.metrics import Reporter
+from trainer.shards import default_cache_dir
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +32,7 @@ class TrainingMetrics:
     throughput_samples_per_sec: float | None
     """Of this node."""
     communication_time_ms: float | None
+    """Of a step, exposed, without waiting for slower ranks: see `trainer.communication`."""
     timestamp: datetime
 
 
@@ -52,6 +55,16 @@ class NetworkMetrics:
     bytes_received_per_second: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiskMetrics:
+    """Of the disk that holds the dataset's cache, how full it is; bytes per second since the sample before, over all
+    disks of the machine. None where the system does not tell."""
+
+    disk_used_percent: float | None = None
+    disk_read_bytes_per_second: float | None = None
+    disk_written_bytes_per_second: float | None = None
+
+
 class NodeMonitor:
     """Samples one node every few seconds while training runs. On local rank 0 only: one monitor per node.
 
@@ -65,9 +78,15 @@ class NodeMonitor:
         self._lock = threading.Lock()
         self._epoch, self._step, self._samples = 0, 0, 0
         self._loss: float | None = None
+        self._learning_rate: float | None = None
+        self._grad_norm: float | None = None
+        self.communication_time_ms: float | None = None
+        """Mean of the latest window of steps; who measures it sets it."""
         self._rate: float | None = None
         self._counted = (time.monotonic(), 0)
         self._network = (time.monotonic(), psutil.net_io_counters())
+        self._disk = (time.monotonic(), psutil.disk_io_counters())
+        self._folder = next(folder for folder in (default_cache_dir(), *default_cache_dir().parents) if folder.exists())
         self._processes = [psutil.Process(pid) for pid in pids]
         self._usage()  # the first call only sets the mark of the processors' time
         self._gpus = _gpu_handles()
@@ -82,39 +101,41 @@ class NodeMonitor:
         if self._thread.is_alive():
             self._thread.join()
 
-    def update(self, epoch: int, step: int, loss: float | None, samples: int) -> None:
+    def update(
+        self, epoch: int, step: int, loss: float | None, samples: int,
+        learning_rate: float | None = None, grad_norm: float | None = None,
+    ) -> None:  # fmt: skip
         """Tell the monitor of a step: its loss on this rank, and how many samples this node's ranks took in it."""
         with self._lock:
             self._epoch, self._step, self._loss = epoch, step, loss
+            self._learning_rate, self._grad_norm = learning_rate, grad_norm
             self._samples += samples
 
     def collect_gpu_metrics(self) -> GPUMetrics:
         """Utilisation, memory, temperature and power by NVML."""
+        return over_gpus(self.collect_each_gpu())
+
+    def collect_each_gpu(self) -> list[dict[str, Any]]:
+        """The same of every GPU of the machine by itself; empty where there is none."""
         if not self._gpus:
-            return GPUMetrics()
-        import pynvml
-
-        utilisation = self._of_gpus(lambda gpu: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
-        memory = self._of_gpus(pynvml.nvmlDeviceGetMemoryInfo)
-        warmth = self._of_gpus(lambda gpu: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU))
-        power = self._of_gpus(lambda gpu: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000)
-        used, total = (sum(getattr(entry, name) for entry in memory) for name in ("used", "total"))
-        return GPUMetrics(
-            gpu_utilization=sum(utilisation) / len(utilisation) if utilisation else None,
-            gpu_memory_used_bytes=float(used) if memory else None,
-            gpu_memory_percent=100 * used / total if memory else None,
-            gpu_temperature_celsius=float(max(warmth)) if warmth else None,
-            gpu_power_watts=sum(power) if power else None,
-        )
-
-    def _of_gpus(self, read: Callable[[Any], Any]) -> list[Any]:
-        """One value of every GPU; empty where the driver does not tell (a slice of a GPU has no temperature)."""
-        import pynvml
-
-        try:
-            return [read(gpu) for gpu in self._gpus]
-        except pynvml.NVMLError:
             return []
+        import pynvml
+
+        found = []
+        for index, gpu in enumerate(self._gpus):
+            memory = _told(pynvml.nvmlDeviceGetMemoryInfo, gpu)
+            power = _told(pynvml.nvmlDeviceGetPowerUsage, gpu)
+            found.append(
+                {
+                    "index": index,
+                    "utilization": getattr(_told(pynvml.nvmlDeviceGetUtilizationRates, gpu), "gpu", None),
+                    "memory_used_bytes": getattr(memory, "used", None),
+                    "memory_total_bytes": getattr(memory, "total", None),
+                    "temperature_celsius": _told(pynvml.nvmlDeviceGetTemperature, gpu, pynvml.NVML_TEMPERATURE_GPU),
+                    "power_watts": None if power is None else power / 1000,
+                }
+            )
+        return found
 
     def collect_network_metrics(self) -> NetworkMetrics:
         """Traffic since the last call."""
@@ -125,6 +146,23 @@ class NodeMonitor:
         return NetworkMetrics(
             bytes_sent_per_second=(new.bytes_sent - old.bytes_sent) / seconds,
             bytes_received_per_second=(new.bytes_recv - old.bytes_recv) / seconds,
+        )
+
+    def collect_disk_metrics(self) -> DiskMetrics:
+        """How full the disk is, and what was read and written since the last call."""
+        before, old = self._disk
+        now, new = time.monotonic(), psutil.disk_io_counters()
+        self._disk = (now, new)
+        used = None
+        with contextlib.suppress(OSError):
+            used = psutil.disk_usage(str(self._folder)).percent
+        if old is None or new is None:  # some containers tell nothing of disks
+            return DiskMetrics(disk_used_percent=used)
+        seconds = max(now - before, 1e-9)
+        return DiskMetrics(
+            disk_used_percent=used,
+            disk_read_bytes_per_second=(new.read_bytes - old.read_bytes) / seconds,
+            disk_written_bytes_per_second=(new.write_bytes - old.write_bytes) / seconds,
         )
 
     def collect_training_metrics(self) -> TrainingMetrics:
@@ -146,7 +184,7 @@ class NodeMonitor:
             gpu_utilization=gpu.gpu_utilization,
             gpu_memory_used=gpu.gpu_memory_used_bytes,
             throughput_samples_per_sec=self._rate,
-            communication_time_ms=None,
+            communication_time_ms=self.communication_time_ms,
             timestamp=datetime.now(UTC),
         )
 
@@ -156,18 +194,27 @@ class NodeMonitor:
 
     def sample(self) -> dict[str, Any]:
         """One ``node`` event's fields."""
-        training = self.collect_training_metrics()
+        training, gpus = self.collect_training_metrics(), self.collect_each_gpu()
         cpu_percent, memory = self._usage()
+        with self._lock:
+            learning_rate, grad_norm = self._learning_rate, self._grad_norm
         return {
             "node_id": self.node_id,
+            "hostname": socket.gethostname(),
             "epoch": training.epoch,
             "step": training.step,
+            "loss": training.loss,
+            "learning_rate": learning_rate,
+            "grad_norm": grad_norm,
             "samples_per_second": training.throughput_samples_per_sec,
+            "communication_time_ms": training.communication_time_ms,
             "cpu_percent": cpu_percent,
             "memory_used_bytes": memory,
             "memory_percent": 100 * memory / psutil.virtual_memory().total,
-            **asdict(self.collect_gpu_metrics()),
+            "gpus": gpus,
+            **asdict(over_gpus(gpus)),
             **asdict(self.collect_network_metrics()),
+            **asdict(self.collect_disk_metrics()),
         }
 
     def _usage(self) -> tuple[float, int]:
@@ -183,6 +230,31 @@ class NodeMonitor:
         while not self._stop.wait(self.interval_seconds):
             self.send_to_dashboard(self.sample())
         self.send_to_dashboard(self.sample())
+
+
+def over_gpus(gpus: Sequence[dict[str, Any]]) -> GPUMetrics:
+    """Means and sums over a node's GPUs, of those that tell (a slice of a GPU has no temperature)."""
+    utilisation, used, total, warmth, power = (
+        [gpu[name] for gpu in gpus if gpu[name] is not None]
+        for name in ("utilization", "memory_used_bytes", "memory_total_bytes", "temperature_celsius", "power_watts")
+    )
+    return GPUMetrics(
+        gpu_utilization=sum(utilisation) / len(utilisation) if utilisation else None,
+        gpu_memory_used_bytes=float(sum(used)) if used else None,
+        gpu_memory_percent=100 * sum(used) / sum(total) if total else None,
+        gpu_temperature_celsius=float(max(warmth)) if warmth else None,
+        gpu_power_watts=sum(power) if power else None,
+    )
+
+
+def _told(read: Callable[..., Any], *arguments: Any) -> Any:
+    """What the driver says; None where it does not tell."""
+    import pynvml
+
+    try:
+        return read(*arguments)
+    except pynvml.NVMLError:
+        return None
 
 
 def _gpu_handles() -> list[Any]:

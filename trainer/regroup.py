@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.checkpoint import BEST, CheckpointError, FencedError
+from trainer.communication import CommunicationProfiler
 from trainer.generation import START, Generation
 from trainer.group import GroupError
 from trainer.membership import NoGenerationError
@@ -121,9 +122,9 @@ def enter(trainer: DistributedTrainer, source: int | None, from_checkpoint: bool
     deal(trainer, world.rank, world.world_size)
     if trainer.loader is not None:
         trainer.loader.close()
-    trainer.loader = BatchLoader(trainer.shards, trainer.sampler, world)
+    trainer.loader = BatchLoader(trainer.shards, trainer.sampler, world, trainer.faults, trainer.step.timer)
     trainer.step.adopt(world)
-    trainer.window = StepWindow()
+    trainer.window, trainer.communication = StepWindow(), CommunicationProfiler(world, trainer.step.timer)
     if from_checkpoint:
         [folder, *_] = world.gather(folder)
         trainer.saved_step = trainer.progress.step
@@ -149,6 +150,7 @@ def report_as_this_rank(trainer: DistributedTrainer) -> None:
     world, facts = trainer.world, trainer.facts
     sinks = sinks_of(trainer.job, trainer.rundir, world.rank)
     ranks = world.gather((facts.node_rank, os.getpid()))
+    trainer.nodes = [node for node, _ in ranks]
     if trainer.reporter is None:
         trainer.reporter = Reporter(trainer.rundir, world.rank, world.generation, sinks)
         for name, seconds in trainer.seconds.items():

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoint import CheckpointManager
+from trainer.communication import CommunicationProfiler
 from trainer.config import ConfigError, JobConfig
 from trainer.elastic import Elastic
 from trainer.evaluate import EVAL_BATCH, evaluate
@@ -70,6 +71,9 @@ class DistributedTrainer:
         self.loader: BatchLoader | None = None
         self.sampler: Sampler
         self.world: World
+        self.nodes: list[int] = []
+        """The node of each rank."""
+        self.communication: CommunicationProfiler
 
     @property
     def progress(self) -> Progress:
@@ -173,6 +177,7 @@ class DistributedTrainer:
     def train_epoch(self, dataloader: Iterable[Batch], epoch: int = 0) -> dict[str, float]:
         """Train on the batches of (the rest of) an epoch; the mean loss over them and all ranks."""
         self.step.module.train()
+        self.step.timer.mark(None)
         totals = {"loss_sum": 0.0, "samples": 0.0}
         for batch in dataloader:
             rate = learning_rate(self.config, self.progress.step, self.total_steps)
@@ -182,12 +187,16 @@ class DistributedTrainer:
             totals["loss_sum"] += result.loss_sum
             totals["samples"] += batch.local_samples
             self.window.add(result.loss_sum, batch.local_samples)
+            self.communication.add(result.loss_sum, batch.local_samples)
             if self.monitor:
-                local = self.facts.local_world_size * batch.local_samples
-                self.monitor.update(epoch, self.progress.step, result.loss_sum / batch.local_samples, local)
-            if self.progress.step % self.config.log_frequency == 0 or self.progress.step == self.total_steps:
+                local, loss = self.facts.local_world_size * batch.local_samples, result.loss_sum / batch.local_samples
+                self.monitor.update(epoch, self.progress.step, loss, local, rate, result.grad_norm)
+            is_reported = self.progress.step % self.config.log_frequency == 0 or self.progress.step == self.total_steps
+            if is_reported:
                 self._report_step(epoch, rate, result.grad_norm)
             paused_at = time.monotonic()
+            if is_reported:
+                self._probe_links()
             self._catch_up()
             self.window.began += time.monotonic() - paused_at  # that is no part of a step's time
             self._heed(result)
@@ -266,9 +275,16 @@ class DistributedTrainer:
             raise Regroup(self.elastic.wants_regroup or again)
 
     def _report_step(self, epoch: int, rate: float, norm: float) -> None:
-        """A ``step`` event with means since the one before; the sum over ranks is a collective."""
+        """A ``step`` event with means since the one before, and a ``timing`` event beside it: one collective."""
         window, self.window = self.window, StepWindow()
-        done = self.synchronize_metrics({"loss_sum": window.loss_sum, "samples": window.samples})
+        measured = self.communication.exchange() if self.config.timing else None
+        if measured is None:
+            done = self.synchronize_metrics({"loss_sum": window.loss_sum, "samples": window.samples})
+        else:
+            done = {name: float(measured.field(name).sum()) for name in ("loss_sum", "samples")}
+            done["loss"] = done["loss_sum"] / done["samples"]
+            if self.monitor:
+                self.monitor.communication_time_ms = 1000 * float(measured.wire.mean())
         seconds = (self.window.began - window.began) / window.steps
         fields = {
             "step": self.progress.step,
@@ -283,6 +299,26 @@ class DistributedTrainer:
         self.recent_steps.append(fields)
         if self.world.rank == 0 and self.reporter:
             self.reporter.emit("step", **fields)
+            if measured is not None:
+                timing = {**self.communication.report(measured), **self._work}
+                self.reporter.emit("timing", step=self.progress.step, **timing)
+
+    @property
+    def _work(self) -> dict[str, Any]:
+        """What a ``timing`` event says of the work that was timed."""
+        return {
+            "nodes": self.nodes,
+            "local_samples_per_micro_batch": self.step.fit.chunk,
+            "micro_batches": self.config.micro_batches,
+            "parameters_bytes": sum(parameter.nbytes for parameter in self.step.parameters),
+        }
+
+    def _probe_links(self) -> None:
+        found = self.communication.probe(self.progress.step)
+        if found is not None:
+            self.step.timer.mark(None)
+            if self.world.rank == 0 and self.reporter:
+                self.reporter.emit("link", **found)
 
     def _is_over(self) -> bool:
         return self.progress.step >= self.total_steps or self.progress.early_stopped
@@ -301,6 +337,7 @@ class DistributedTrainer:
         assert self.state is not None
         self.phase("training")
         began = time.monotonic()
+        self.step.timer.mark("other")
         self.faults.reach("evaluate", self.progress.step)
         self.settle_buffers()
         result = evaluate(self.state.module, self.criterion, self.shards, "valid", self.world, EVAL_BATCH, self.device)
@@ -310,6 +347,7 @@ class DistributedTrainer:
                 seconds=time.monotonic() - began,
             )  # fmt: skip
         self.phase("evaluation")
+        self.step.timer.mark(None)
         progress = self.progress
         progress.evaluated_step = progress.step
         if result.loss < progress.best_loss:
@@ -333,6 +371,7 @@ class DistributedTrainer:
         written, the next one comes as planned; with ``wait`` it is this one that counts."""
         assert self.state is not None
         self.phase("training")
+        self.step.timer.mark("other")
         step = self.progress.step
         taken = True
         if self.world.rank == 0:
@@ -345,4 +384,5 @@ class DistributedTrainer:
                 self.checkpoints.wait(COMMIT_SECONDS)
         if taken:
             self.saved_step = step
+        self.step.timer.mark("checkpoint")
         self.phase("checkpoint")

@@ -195,9 +195,11 @@ def event(kind: str, rank: int, generation: int, **fields: Any) -> dict[str, Any
     """One event. ``time`` is Unix seconds; every other field carries its unit in its name.
 
     Kinds: ``phase`` (name), ``step`` (step, epoch, loss, learning_rate, grad_norm, samples_per_second, step_seconds,
-    eta_seconds), ``node`` (a sample of utilisation, see `trainer.monitor.NodeMonitor`), ``evaluation`` (step, split,
-    loss…), ``checkpoint`` (step, path, seconds, is_best), ``checkpoint_failed`` (step, attempt, message, gives_up),
-    ``resume`` (step, path), ``membership`` (a new generation: world_size, nodes, joined, lost, topology, reason, step,
+    eta_seconds), ``timing`` (of the steps since the one before, on each rank: steps, seconds, nodes, samples, segments,
+    typical, collectives, topology, backend, device…; see `trainer.timing` and `trainer.communication`), ``link`` (a
+    probe: step, bytes, seconds as [from rank, to rank, seconds], reason), ``node`` (a sample of utilisation, see
+    `trainer.monitor.NodeMonitor`), ``evaluation`` (step, split, loss…), ``checkpoint`` (step, path, seconds, is_best),
+    ``checkpoint_failed`` (step, attempt, message, gives_up), ``resume`` (step, path), ``membership`` (a new generation: world_size, nodes, joined, lost, topology, reason, step,
     seconds), ``communication_error`` (step, operation, waited_seconds, error, peers, attempt), ``out_of_memory``
     (step, samples, activation_checkpointing), ``error`` (message, fatal), ``end`` (status).
     """

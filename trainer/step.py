@@ -20,6 +20,7 @@ from trainer.memory import Fit, checkpoint_activations, chunks
 from trainer.sampler import MicroBatch, Sampler, micro_batch_seed
 from trainer.shards import DataShardManager
 from trainer.sync import GradientSynchronizer
+from trainer.timing import StepTimer
 from trainer.world import World
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,8 +75,10 @@ class BatchLoader:
     On a GPU the batch is copied from pinned memory without waiting.
     """
 
-    def __init__(self, shards: DataShardManager, sampler: Sampler, world: World) -> None:
-        self.shards, self.sampler, self.world = shards, sampler, world
+    def __init__(
+        self, shards: DataShardManager, sampler: Sampler, world: World, faults: Faults, timer: StepTimer
+    ) -> None:  # fmt: skip
+        self.shards, self.sampler, self.world, self.faults, self.timer = shards, sampler, world, faults, timer
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="gather", initializer=self._choose_gpu)
 
     def batches(self, epoch: int, first_step: int) -> Iterator[Batch]:
@@ -83,6 +86,8 @@ class BatchLoader:
         steps = range(first_step, self.sampler.steps_per_epoch)
         ahead: Future[Batch] | None = None
         for step in steps:
+            self.timer.mark("other")
+            self.faults.reach("input", epoch * self.sampler.steps_per_epoch + step)
             ready = ahead.result() if ahead is not None else self._gather(epoch, step)
             ahead = self._pool.submit(self._gather, epoch, step + 1) if step + 1 in steps else None
             yield ready
@@ -125,12 +130,13 @@ class Step:
         self.scaler = torch.amp.GradScaler(enabled=config.precision == "fp16")
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.fit = Fit(config.batch_size_per_gpu, False)
+        self.timer = StepTimer(config.timing, device)
 
     def adopt(self, world: World) -> None:
         """Work in this world from now on; waits for its group. All state must be equal on all its ranks already."""
         self.optimizer.zero_grad(set_to_none=True)  # the old ones are views into the buckets of the old group
         self.world = world
-        self.sync = GradientSynchronizer(world, self.faults)
+        self.sync = GradientSynchronizer(world, self.faults, self.timer)
         self.model = self.sync.wrap(self.module)
 
     def limit(self, fit: Fit) -> None:
@@ -147,6 +153,7 @@ class Step:
         `trainer.group.GroupError` where communication fails, and what the model raises: the step is not done then,
         and can be done again.
         """
+        self.timer.mark("input")
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.zero_grad(set_to_none=True)
@@ -162,8 +169,11 @@ class Step:
             grad_norm = float(norm)
             # With a scaler an overflow is usual: the scaler leaves that step out and lowers its scale.
             finite = math.isfinite(loss_sum) and (math.isfinite(grad_norm) or self.scaler.is_enabled())
+            self.timer.mark("optimizer")
             result = self._agree(batch, votes, not finite, loss_sum, grad_norm)
+            self.timer.mark("exposed")
         except BaseException as error:
+            self.timer.drop()
             for buffer, before in zip(self.module.buffers(), buffers, strict=True):
                 buffer.copy_(before)  # running statistics must not count a step twice
             peers = self.world.group
@@ -181,12 +191,14 @@ class Step:
         self.faults.reach("optimizer", step)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        self.timer.mark("optimizer")
         return result
 
     def _agree(self, batch: Batch, votes: Votes, broken: bool, loss_sum: float, grad_norm: float) -> StepResult | None:
         """The one small all-reduce with which a step is committed; None if any rank's numbers are broken."""
         mine = [broken, votes.leaving, votes.regroup, votes.cut_off, batch.local_samples, batch.digest]
-        total = self.world.sum(torch.tensor([int(value) for value in mine], dtype=torch.int64)).tolist()
+        counts = torch.tensor([int(value) for value in mine], dtype=torch.int64)
+        total = self.world.sum(counts, "commit of the step").tolist()
         if total[0]:
             return None
         if total[4] != batch.samples:
@@ -202,19 +214,25 @@ class Step:
             for number, windows, target in batch.micro_batches
             for part, rows in enumerate(chunks(len(target), self.fit.chunk))
         ]
+        self.timer.mark("other")
         for place, (number, part, windows, target) in enumerate(work):
             torch.manual_seed(micro_batch_seed(self.config.seed, step, number, part))
-            with self.sync.only_the_last(self.model, place == len(work) - 1):
+            is_last = place == len(work) - 1
+            with self.sync.only_the_last(self.model, is_last):
                 self.faults.reach("forward", step)
                 with torch.autocast(self.device.type, dtype=kind, enabled=kind is not None):
                     outputs = self.model(windows)
                 losses = self.criterion(outputs.float(), target)
                 # Summed over ranks, not averaged: that makes it the gradient of the mean over the global batch.
                 scaled = losses.sum() * (1.0 / batch.samples)
+                self.timer.mark("forward")
                 self.faults.reach("backward", step)
                 self.scaler.scale(scaled).backward()
+            self.timer.mark(self.sync.after_backward(self.model, is_last))
             total += losses.detach().double().sum()
-        return float(total)
+        loss_sum = float(total)
+        self.timer.mark("other")
+        return loss_sum
 
     def state_dict(self) -> dict[str, Any]:
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}

@@ -18,14 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.faults import Faults
 from trainer.group import GroupError, TorchTransport, Transport
+from trainer.timing import Segment, StepTimer
 from trainer.world import World
 
 
 class GradientSynchronizer:
     """Sums, not averages: the loss is scaled by the global batch, so the sum is the gradient of the mean over it."""
 
-    def __init__(self, world: World, faults: Faults) -> None:
-        self.world, self.faults = world, faults
+    def __init__(self, world: World, faults: Faults, timer: StepTimer) -> None:
+        self.world, self.faults, self.timer = world, faults, timer
         self.step = 0
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -51,6 +52,10 @@ class GradientSynchronizer:
             return contextlib.nullcontext()
         return wrapped.no_sync()
 
+    def after_backward(self, wrapped: nn.Module, is_last: bool) -> Segment:
+        """What a backward pass was doing when it returned: DDP's last one waits for the sums."""
+        return "exposed" if is_last and isinstance(wrapped, DistributedDataParallel) else "backward"
+
     def finish(self, wrapped: nn.Module) -> None:
         """After the last backward pass: in parameter-server mode, the gradients' way to rank 0 and back."""
         group = self.world.group
@@ -59,16 +64,17 @@ class GradientSynchronizer:
         self.faults.reach("all_reduce", self.step)
         parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
         used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int64)
-        group.run("which gradients there are", partial(_sum, used))
+        group.run("which gradients there are", partial(_sum, used), used.nbytes)
         known = [parameter for parameter, count in zip(parameters, used.tolist(), strict=True) if count]
         for bucket, part in enumerate(_parts(known)):
             grads = [torch.zeros_like(item) if item.grad is None else item.grad for item in part]
             flat = torch.cat([grad.reshape(-1) for grad in grads])
-            group.run(_bucket_name(bucket, flat), partial(_sum, flat))
+            group.run(_bucket_name(bucket, flat), partial(_sum, flat), flat.nbytes)
             at = 0
             for item, grad in zip(part, grads, strict=True):
                 item.grad = grad.copy_(flat[at : at + grad.numel()].view_as(grad))
                 at += grad.numel()
+        self.timer.mark("exposed")
 
     def _hook(self, _, bucket):  # no annotations: DDP wants real classes there, or nothing
         """Called by DDP on the thread of autograd, once per bucket, in the same order on all ranks."""
@@ -85,7 +91,9 @@ class GradientSynchronizer:
 
         assert self.world.group is not None
         what = _bucket_name(bucket.index(), buffer)
-        self.world.group.submit(what, partial(_sum, buffer)).add_done_callback(done)
+        if bucket.is_last():
+            self.timer.mark("backward")  # what is left of it is the others' and the network's
+        self.world.group.submit(what, partial(_sum, buffer), buffer.nbytes).add_done_callback(done)
         return result
 
 

@@ -136,10 +136,10 @@ class World:
         if self.group:
             self.group.run("barrier", lambda transport: transport.barrier(self.solo_timeout))
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place. Integers wrap."""
+    def sum(self, values: torch.Tensor, what: str = "all-reduce") -> torch.Tensor:
+        """Sum over ranks, in place. Integers wrap. ``what`` names it in times and failures."""
         if self.group:
-            self.group.run("all-reduce", lambda transport: transport.sum(values))
+            self.group.run(what, lambda transport: transport.sum(values), values.nbytes)
         return values
 
     def any(self, *flags: bool) -> tuple[bool, ...]:

@@ -17,6 +17,7 @@ from trainer.memory import Fit
 from trainer.sampler import Sampler
 from trainer.shards import DataShardManager
 from trainer.step import Batch, BatchLoader, NonFiniteError, Step, Votes, digest
+from trainer.timing import StepTimer
 from trainer.world import RankFacts, World
 
 CPU = torch.device("cpu")
@@ -179,7 +180,7 @@ def test_the_loader_gives_what_the_sampler_deals_from_any_step_on(dataset: Path,
     sampler = Sampler(
         samples=shards.count("train"), global_batch_size=240, micro_batches=6, seed=1, rank=1, world_size=2
     )
-    loader = BatchLoader(shards, sampler, ALONE)
+    loader = BatchLoader(shards, sampler, ALONE, Faults({}, 0), StepTimer(True, CPU))
     whole = list(loader.batches(2, 0))
     assert len(whole) == sampler.steps_per_epoch
     for step, found in enumerate(whole):
