@@ -18,7 +18,7 @@ import uvicorn
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from told_events import START, event, hang, membership, sample, timing, told
+from told_events import HOSTILE, START, event, hang, membership, sample, timing, told, write_run
 
 from dtrain_dagster.cli import main
 from dtrain_dagster.monitoring import page, prometheus
@@ -27,33 +27,15 @@ from dtrain_dagster.monitoring.dashboard_server import build_app
 from dtrain_dagster.monitoring.job_board import JobBoard, state_of
 from dtrain_dagster.monitoring.panels import PANELS
 from dtrain_dagster.terminal import live_nodes_table
-from trainer.config import DatasetRef, JobConfig
-from trainer.rundir import NodePresence, RunDir
+from trainer.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
-HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
 
 
 def folded(events: list[dict[str, Any]]) -> PerformanceDashboard:
     board = PerformanceDashboard()
     board.take(events)
     return board
-
-
-def write_run(jobs: Path, job_id: str, events: list[dict[str, Any]], state: str = "running") -> RunDir:
-    """A run directory as a cluster and a trainer leave it."""
-    rundir = RunDir(str(jobs / job_id))
-    rundir.write_job(JobConfig(job_id=job_id, run_dir=rundir.uri, dataset=DatasetRef(uri="nowhere")))
-    ended_at = time.time() if state != "running" else None
-    started_at = time.time() - 3600
-    rundir.write_json(
-        "status.json", {"state": state, "started_at": started_at, "ended_at": ended_at, "message": "", "launch": 1}
-    )
-    rundir.write_json("plan.json", {"tier": "dedicated", "price_words": "list price, not the bill"})
-    for node in range(3):
-        rundir.write_node(NodePresence(node_id=node, launch=1, started_at=started_at, ended_at=ended_at))
-    rundir.append_events(1, 0, 1, events)
-    return rundir
 
 
 # ---- the fold

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import time
+from pathlib import Path
 from typing import Any
+
+from trainer.config import DatasetRef, JobConfig
+from trainer.rundir import NodePresence, RunDir
 
 START = 1_790_000_000.0
 WINDOW = 5
 """Steps per report."""
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
 
 
 def told(windows: int, slow: int = 1, first: int = 0, gpus: bool = False) -> list[dict[str, Any]]:
@@ -75,3 +81,19 @@ def hang(at: float, operation: str = "all-reduce of bucket 1") -> dict[str, Any]
         "hang", at, rank=1, step=41, node_id=1, operation=operation, sequence=8, waited_seconds=31.0, stacks="…",
         recent=recent,
     )  # fmt: skip
+
+
+def write_run(jobs: Path, job_id: str, events: list[dict[str, Any]], state: str = "running") -> RunDir:
+    """A run directory as a cluster and a trainer leave it."""
+    rundir = RunDir(str(jobs / job_id))
+    rundir.write_job(JobConfig(job_id=job_id, run_dir=rundir.uri, dataset=DatasetRef(uri="nowhere")))
+    ended_at = time.time() if state != "running" else None
+    started_at = time.time() - 3600
+    rundir.write_json(
+        "status.json", {"state": state, "started_at": started_at, "ended_at": ended_at, "message": "", "launch": 1}
+    )
+    rundir.write_json("plan.json", {"tier": "dedicated", "price_words": "list price, not the bill"})
+    for node in range(3):
+        rundir.write_node(NodePresence(node_id=node, launch=1, started_at=started_at, ended_at=ended_at))
+    rundir.append_events(1, 0, 1, events)
+    return rundir
