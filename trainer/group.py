@@ -71,17 +71,24 @@ class Transport(Protocol):
 
 
 class Group:
-    """Ranks that talk to each other. ``open_transport`` is called on the communication thread."""
+    """Ranks that talk to each other. ``open_transport`` is called on the communication thread.
 
-    def __init__(self, rank: int, size: int, open_transport: Callable[[], Transport]) -> None:
-        self.rank, self.size = rank, size
+    With a ``gpu``, a collective begins when the GPU has come to where it was submitted, and is over when its result is
+    there: the communication thread waits for both, else the times would be those of asking for it. (That has not been
+    run on a GPU yet.)
+    """
+
+    def __init__(
+        self, rank: int, size: int, open_transport: Callable[[], Transport], gpu: torch.device | None = None
+    ) -> None:  # fmt: skip
+        self.rank, self.size, self._gpu = rank, size, gpu
         self.error: GroupError | None = None
         self.doing: tuple[str, float] = ("nothing", time.monotonic())
         self.collectives: deque[Collective] = deque(maxlen=REMEMBERED)
         """The latest ones, in order; the last few may be under way."""
         self._waiters: set[Future[Any]] = set()
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[tuple[Collective, Callable[[Transport], Any], Future[Any]] | None] = (
+        self._queue: queue.SimpleQueue[tuple[Collective, Callable[[Transport], Any], Future[Any], Any] | None] = (
             queue.SimpleQueue()
         )
         self._open = open_transport
@@ -93,6 +100,10 @@ class Group:
         """Have the communication thread do something, in order; the future fails with a `GroupError`. ``bytes_``: how
         much this rank gives to it."""
         future: Future[Any] = Future()
+        ready = None
+        if self._gpu is not None:
+            ready = torch.cuda.Event(blocking=True)
+            ready.record(torch.cuda.current_stream(self._gpu))
         with self._lock:
             if self.error is not None:
                 future.set_exception(self.error)
@@ -101,7 +112,7 @@ class Group:
             last = self.collectives[-1].sequence if self.collectives else 0
             collective = Collective(last + 1, what, bytes_, time.monotonic())
             self.collectives.append(collective)
-            self._queue.put((collective, action, future))
+            self._queue.put((collective, action, future, ready))
         return future
 
     def run(self, what: str, action: Callable[[Transport], Any], bytes_: int = 0) -> Any:
@@ -142,13 +153,17 @@ class Group:
             self._broken(error)
         self.doing = ("nothing", time.monotonic())
         while (item := self._queue.get()) is not None:
-            collective, action, future = item
+            collective, action, future, ready = item
             if self.error is not None or self.transport is None:
                 continue  # its future has failed already
-            collective.began = time.monotonic()
-            self.doing = (collective.what, collective.began)
             try:
+                if ready is not None:
+                    ready.synchronize()
+                collective.began = time.monotonic()
+                self.doing = (collective.what, collective.began)
                 result = action(self.transport)
+                if self._gpu is not None:
+                    torch.cuda.current_stream(self._gpu).synchronize()  # NCCL's wait() only holds up the stream
             except Exception as error:  # gloo and NCCL raise RuntimeError and its kin for anything
                 self._broken(error)
                 continue
@@ -195,6 +210,7 @@ class TorchTransport:
         group has to be the same on all ranks, so it must not share one with the communication thread."""
         if gpu is not None:
             torch.cuda.set_device(gpu)  # the communication thread's own choice
+            torch.cuda.set_stream(torch.cuda.Stream(gpu))  # in that of the computation, sums would wait for all of it
 
     def sum(self, tensor: torch.Tensor) -> None:
         self.group.allreduce([tensor]).wait()

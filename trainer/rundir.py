@@ -199,8 +199,9 @@ def event(kind: str, rank: int, generation: int, **fields: Any) -> dict[str, Any
     typical, collectives, topology, backend, device…; see `trainer.timing` and `trainer.communication`), ``link`` (a
     probe: step, bytes, seconds as [from rank, to rank, seconds], reason), ``node`` (a sample of utilisation, see
     `trainer.monitor.NodeMonitor`), ``evaluation`` (step, split, loss…), ``checkpoint`` (step, path, seconds, is_best),
-    ``checkpoint_failed`` (step, attempt, message, gives_up), ``resume`` (step, path), ``membership`` (a new generation: world_size, nodes, joined, lost, topology, reason, step,
-    seconds), ``communication_error`` (step, operation, waited_seconds, error, peers, attempt), ``out_of_memory``
-    (step, samples, activation_checkpointing), ``error`` (message, fatal), ``end`` (status).
+    ``checkpoint_failed`` (step, attempt, message, gives_up), ``resume`` (step, path), ``membership`` (a new generation:
+    world_size, nodes, joined, lost, topology, reason, step, seconds), ``communication_error`` (step, operation,
+    waited_seconds, error, peers, attempt), ``out_of_memory`` (step, samples, activation_checkpointing), ``error``
+    (message, fatal), ``end`` (status).
     """
     return {"kind": kind, "time": time.time(), "rank": rank, "generation": generation, **fields}

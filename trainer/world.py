@@ -222,7 +222,8 @@ def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | Non
 
     world = World(
         facts, device, backend,
-        group=Group(facts.rank, facts.world_size, open_transport), solo_timeout=config.solo_timeout_seconds,
+        group=Group(facts.rank, facts.world_size, open_transport, device if backend == "nccl" else None),
+        solo_timeout=config.solo_timeout_seconds,
     )  # fmt: skip
     try:
         world.gather(facts.rank)
@@ -277,7 +278,7 @@ def form(
                 config.collective_timeout_seconds, config.solo_timeout_seconds, generation.members[rank].host,
             )  # fmt: skip
 
-        group = Group(rank, size, open_transport)
+        group = Group(rank, size, open_transport, device if device.type == "cuda" else None)
     return World(facts, device, backend, generation.number, group, topology, config.solo_timeout_seconds)
 
 

@@ -115,6 +115,12 @@ def test_with_tls_the_same_training_goes_on_without_the_rank_0_that_is_killed(
         job.events("membership")[-2:] if len(job.events("membership")) > 1 else [None, *job.events("membership")]
     )
     assert told["topology"] == "star", "gloo of torch's own builds has no TLS"
+    timing = job.events("timing")
+    assert {item["topology"] for item in timing} == {"star"}
+    names = [[one["name"] for one in item["collectives"]] for item in timing]
+    assert names == [["which gradients there are", "bucket 0", "commit"]] * len(timing)
+    assert {one["bandwidth_bytes_per_second"] for item in timing for one in item["collectives"]} == {None}
+    assert not job.events("link")
     assert_same_training(job, whole)
 
 

@@ -192,7 +192,7 @@ def test_when_all_are_killed_a_new_launch_goes_on_from_the_checkpoint(begin: Cal
 
 
 def test_one_rank_that_runs_out_of_memory_makes_all_use_less(begin: Callable[..., Nodes]) -> None:
-    nodes = begin(max_steps=8)
+    nodes = begin(max_steps=8, log_frequency=4)
     nodes.start(faults=(fault("oom", "backward", 3, 1), fault("oom", "forward", 5, 0)))
     assert nodes.wait() == [0, 0, 0], nodes.log()
     told = [(item["samples"], item["activation_checkpointing"]) for item in nodes.job.events("out_of_memory")]
@@ -201,6 +201,10 @@ def test_one_rank_that_runs_out_of_memory_makes_all_use_less(begin: Callable[...
     assert [generation.chunk for generation in nodes.history()] == [None, 16, 8]
     result = nodes.job.result()
     assert (result["status"], result["steps"], result["samples_seen"]) == ("succeeded", 8, 8 * 192)
+    timing = nodes.job.events("timing")
+    assert [(item["step"], item["steps"]) for item in timing] == [(4, 1), (8, 3)], "each regroup begins a window anew"
+    assert [item["local_samples_per_micro_batch"] for item in timing] == [16, 8]
+    assert [sum(item["samples"]) for item in timing] == [192, 3 * 192]
 
 
 def test_no_memory_at_all_is_said_clearly(new_job: NewJob) -> None:

@@ -44,6 +44,14 @@ def test_a_fault_happens_once_at_its_point_of_its_step() -> None:
     assert happened(faults(always), *everywhere) == [("forward", 0)], "without a step: the first time"
 
 
+def test_one_that_is_to_happen_every_time_does() -> None:
+    places = [(at, step) for step in range(3) for at in ("input", "forward")]
+    always = {**RAISE, "at": "input", "every": True}
+    assert happened(faults(always), *places) == [], "in its step"
+    del always["step"]
+    assert happened(faults(always), *places) == [("input", 0), ("input", 1), ("input", 2)]
+
+
 def test_it_happens_to_its_node_in_its_first_stay_only() -> None:
     assert happened(faults(RAISE, node=1), ("forward", 3)) == []
     assert happened(faults(RAISE, stay="1"), ("forward", 3)) == [("forward", 3)]

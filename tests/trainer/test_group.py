@@ -12,16 +12,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from worlds import Job
 
 import trainer.group
+from trainer.communication import CommunicationProfiler, links, time_links
 from trainer.group import Group, GroupError, StarTransport, TorchTransport, Transport, abandoned, make_torch_transport
 from trainer.star import Star
+from trainer.timing import StepTimer
 from trainer.world import RankFacts, World, listen
 
 NEVER = 1000.0
@@ -196,6 +201,49 @@ def test_a_group_that_does_not_come_about_says_so() -> None:
     assert isinstance(error, GroupError)
     assert error.detail["operation"] == "forming the group"
     group.close()
+
+
+def test_a_link_that_is_slow_is_found(ranks: Callable[..., Ranks]) -> None:
+    world = ranks(size=3)
+    send = TorchTransport.send
+
+    def slow(transport: TorchTransport, tensor: torch.Tensor, target: int) -> None:
+        time.sleep(0.3 if (transport.group.rank(), target, len(tensor)) == (1, 0, 5000) else 0.0)
+        send(transport, tensor, target)
+
+    with mock.patch.object(TorchTransport, "send", slow):
+        look = lambda one: one.group.run("probe", partial(time_links, rank=one.rank, size=3, bytes_=5000))  # noqa: E731
+        [seconds, *others] = world.all(look)
+    assert others == [seconds] * 2
+    assert all(value > 0 for value in seconds)
+    assert links(3)[int(np.argmax(seconds))] == (1, 0)
+
+
+def test_ranks_that_mostly_communicate_look_at_their_links_once(ranks: Callable[..., Ranks]) -> None:
+    def work(world: World) -> list[Any]:
+        timer = StepTimer(True, world.device)
+        profiler = CommunicationProfiler(world, timer)
+        probes = []
+        for step in range(1, 7):
+            timer.mark("input")
+            timer.mark("backward")
+            world.sum(torch.ones(1000), "all-reduce of gradient bucket 0 (4,000 bytes)")
+            timer.mark("exposed")
+            profiler.add(0.5 * step, 8)
+            world.sum(torch.ones(3))  # between steps
+            if step % 2 == 0:
+                window = profiler.exchange()
+                assert window.collectives == (("bucket 0", 4000),)
+                assert window.field("loss_sum").tolist() == [[0.5 * (step - 1), 0.5 * step]] * 3
+                probes.append(profiler.probe(step))
+        return [*probes, profiler.probe(6)]
+
+    [one, *others] = ranks(size=3).all(work)
+    assert others == [one, one]
+    assert [found is None for found in one] == [True, True, False, True]
+    assert [tuple(row[:2]) for row in one[2]["seconds"]] == links(3)
+    assert one[2]["step"] == 6
+    assert one[2]["bytes"] >= 1 << 12
 
 
 def test_what_is_submitted_happens_in_order_and_an_error_ends_it_all() -> None:

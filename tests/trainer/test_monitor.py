@@ -6,12 +6,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from trainer.metrics import Reporter
-from trainer.monitor import NodeMonitor
+from trainer.monitor import NodeMonitor, over_gpus
 from trainer.rundir import RunDir
 
 
@@ -79,9 +80,34 @@ def test_it_samples_until_stopped_and_once_more(reporter: Reporter, tmp_path: Pa
     assert {
         "node_id", "epoch", "step", "samples_per_second", "cpu_percent", "memory_used_bytes", "memory_percent",
         "gpu_utilization", "gpu_memory_used_bytes", "gpu_memory_percent", "gpu_temperature_celsius",
-        "gpu_power_watts", "bytes_sent_per_second", "bytes_received_per_second",
+        "gpu_power_watts", "bytes_sent_per_second", "bytes_received_per_second", "loss", "learning_rate", "grad_norm",
+        "communication_time_ms", "hostname", "disk_used_percent", "disk_read_bytes_per_second",
+        "disk_written_bytes_per_second", "gpus",
     } <= set(samples[0])  # fmt: skip
     assert all(sample["bytes_sent_per_second"] >= 0 for sample in samples)
+    assert all(0 < sample["disk_used_percent"] <= 100 for sample in samples)
+
+
+def test_a_sample_tells_of_the_last_step_and_of_its_communication(reporter: Reporter) -> None:
+    monitor = NodeMonitor(0, reporter, 1.0, [os.getpid()])
+    assert monitor.collect_training_metrics().communication_time_ms is None
+    monitor.update(0, 7, 0.5, 64, 1e-3, 2.5)
+    monitor.communication_time_ms = 12.5
+    sample = monitor.sample()
+    assert [sample[name] for name in ("step", "loss", "learning_rate", "grad_norm")] == [7, 0.5, 1e-3, 2.5]
+    assert sample["communication_time_ms"] == monitor.collect_training_metrics().communication_time_ms == 12.5
+
+
+def test_over_the_gpus_of_a_node_only_those_count_that_tell() -> None:
+    def gpu(index: int, utilization: float | None, warmth: float | None) -> dict[str, Any]:
+        return {
+            "index": index, "utilization": utilization, "memory_used_bytes": 3, "memory_total_bytes": 4,
+            "temperature_celsius": warmth, "power_watts": None,
+        }  # fmt: skip
+
+    found = over_gpus([gpu(0, 90, 60), gpu(1, None, 70), gpu(2, 30, None)])
+    assert (found.gpu_utilization, found.gpu_temperature_celsius, found.gpu_power_watts) == (60, 70, None)
+    assert (found.gpu_memory_used_bytes, found.gpu_memory_percent) == (9, 75)
 
 
 def test_a_machine_without_a_gpu_has_nothing_to_say_of_one(reporter: Reporter) -> None:

@@ -1,0 +1,239 @@
+"""Where the time of a step went: what is made of measured times, and delays planted in real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from worlds import Job
+
+from trainer.communication import (
+    FIELDS,
+    PROBE_BYTES,
+    PROBE_EVERY,
+    PROBE_SECONDS,
+    Window,
+    is_probe_due,
+    links,
+    name_of,
+    probe_bytes,
+    row_of,
+    summary,
+)
+from trainer.group import Collective
+from trainer.timing import SEGMENTS, Mark, StepTimer, computed_at, durations, moments
+
+CPU = torch.device("cpu")
+STEP = {"input": 0.01, "forward": 0.2, "backward": 0.3, "optimizer": 0.05, "other": 0.01, "samples": 64}
+WIRE = 0.02
+
+
+def window(exposed: list[list[float]], collectives: Any = (), own: Any = None, **changes: Any) -> Window:
+    """``exposed``: (ranks, steps); a change is a value of a field for each rank."""
+    values = np.zeros((len(exposed), len(exposed[0]), len(FIELDS) + 2 * len(collectives)))
+    for name, value in {**STEP, **changes}.items():
+        values[:, :, FIELDS.index(name)] = np.reshape(value, (-1, 1))
+    values[:, :, FIELDS.index("exposed")] = exposed
+    if own is not None:
+        values[:, :, len(FIELDS) :] = own
+    return Window(values, collectives)
+
+
+def test_a_slow_rank_makes_the_others_wait_and_the_network_is_not_to_blame() -> None:
+    """Rank 1 takes 50 ms longer: the others' own clocks would blame the network for it."""
+    found = summary(window([[WIRE + 0.05] * 4, [WIRE] * 4, [WIRE + 0.05] * 4], forward=[0.2, 0.25, 0.2]), "mesh")
+    assert found["segments"]["communication"] == pytest.approx([WIRE] * 3)
+    assert found["segments"]["waiting"] == pytest.approx([0.05, 0, 0.05])
+    assert found["typical"]["late"] == pytest.approx([0, 0.05, 0])
+    assert found["typical"]["compute"] == pytest.approx([0.55, 0.6, 0.55])
+    assert found["segments"]["forward"] == pytest.approx([0.2, 0.25, 0.2])
+    sums = np.sum(list(found["segments"].values()), axis=0)
+    assert sums == pytest.approx([found["seconds"]] * 3), "segments leave no gap"
+    assert (found["steps"], found["samples"]) == (4, [256, 256, 256])
+
+
+def test_the_wire_is_the_least_of_each_step_though_ranks_take_turns_in_being_late() -> None:
+    exposed = np.full((3, 6), WIRE + 0.09)
+    for step in range(6):
+        exposed[step % 3, step] = WIRE
+    found = summary(window(exposed.tolist()), "mesh")
+    assert found["segments"]["communication"] == pytest.approx([WIRE] * 3), "a minimum of means would be 0.08"
+    assert found["segments"]["waiting"] == pytest.approx([0.06] * 3)
+    assert found["typical"]["late"] == pytest.approx([0] * 3), "no rank is late as a rule"
+
+
+def test_a_network_that_is_slow_for_all_is_no_rank_s_fault() -> None:
+    found = summary(window([[0.4] * 3] * 2), "mesh")
+    assert found["segments"]["communication"] == pytest.approx([0.4] * 2)
+    assert found["segments"]["waiting"] == found["typical"]["late"] == pytest.approx([0, 0])
+
+
+def test_ranks_with_more_work_are_late_by_it() -> None:
+    """Three micro-batches on two ranks: one has two of them."""
+    slow, fast = 0.4, 0.2
+    found = summary(window([[WIRE] * 5, [WIRE + 0.5] * 5], forward=[slow, fast], samples=[128, 64]), "mesh")
+    assert found["samples"] == [640, 320]
+    assert found["typical"]["late"] == pytest.approx([0.5, 0])
+    assert found["segments"]["waiting"] == pytest.approx([0, 0.5])
+
+
+def test_a_single_rank_neither_communicates_nor_waits() -> None:
+    found = summary(window([[0.001] * 2]), "mesh")
+    assert found["segments"]["communication"] == found["segments"]["waiting"] == found["typical"]["late"] == [0.0]
+    assert found["segments"]["other"] == pytest.approx([0.011])
+    assert found["collectives"] == []
+
+
+def test_each_collective_has_its_wire_its_waiting_and_what_the_backward_pass_hides() -> None:
+    """The second step has no «bucket 1»."""
+    sizes = (("bucket 0", 1000), ("bucket 1", 3000))
+    gone = np.nan
+    own = np.array([
+        [[0.5, 0.4, 0.30, 0.1], [0.6, 0.5, gone, gone], [0.1, 0.1, 0.20, 0.0]],
+        [[0.2, 0.2, 0.36, 0.0], [0.1, 0.1, gone, gone], [0.9, 0.3, 0.20, 0.0]],
+        [[0.2, 0.1, 0.30, 0.2], [0.1, 0.0, gone, gone], [0.1, 0.1, 0.23, 0.0]],
+    ])  # fmt: skip
+    first, second = summary(window([[0.1] * 3] * 3, sizes, own), "mesh")["collectives"]
+    wire = (0.2 + 0.1 + 0.1) / 3
+    assert (first["name"], first["bytes"]) == sizes[0]
+    assert first["wire_seconds"] == pytest.approx(wire, abs=1e-6)
+    assert first["waiting_seconds"] == pytest.approx([1.2 / 3 - wire, 1.2 / 3 - wire, 0.4 / 3 - wire], abs=1e-6)
+    assert first["overlapped_seconds"] == pytest.approx([1.0 / 3, 0.2, 0.2 / 3], abs=1e-6)
+    assert first["bandwidth_bytes_per_second"] == pytest.approx(2 * 2 / 3 * 1000 / wire, rel=1e-3)
+    assert second["wire_seconds"] == pytest.approx(0.25)
+    assert second["waiting_seconds"] == pytest.approx([0, 0.03, 0.015])
+    star, _ = summary(window([[0.1] * 3] * 3, sizes, own), "star")["collectives"]
+    assert star == {**first, "bandwidth_bytes_per_second": None}
+
+
+def test_one_step_of_one_rank_as_a_row() -> None:
+    def all_reduce(what: str, began: float, ended: float) -> Collective:
+        return Collective(1, what, 8, began, began, ended)
+
+    marks = [
+        Mark(None, 10.0), Mark("checkpoint", 10.5), Mark("other", 10.6), Mark(None, 50.0), Mark("input", 50.1),
+        Mark("other", 50.2), Mark("forward", 51.0), Mark("backward", 52.0), Mark("forward", 52.5),
+        Mark("backward", 53.5), Mark("exposed", 54.0), Mark("optimizer", 54.1), Mark("exposed", 54.3),
+        Mark("optimizer", 54.4),
+    ]  # fmt: skip
+    collectives = [
+        all_reduce("all-reduce of gradient bucket 0 (8 bytes)", 52.9, 53.4),
+        all_reduce("all-reduce of gradient bucket 1 (8 bytes)", 53.4, 54.0),
+        all_reduce("commit of the step", 54.1, 54.3),
+    ]
+    row = row_of(marks, collectives, -3.5, 64, ["bucket 0", "bucket 1", "which gradients there are", "commit"])
+    found = dict(zip(FIELDS, row, strict=False))
+    assert found == pytest.approx({
+        "input": 0.1, "forward": 1.3, "backward": 2.0, "exposed": 0.7, "optimizer": 0.2, "checkpoint": 0.5,
+        "other": 0.2, "loss_sum": -3.5, "samples": 64,
+    })  # fmt: skip
+    assert row[len(FIELDS) :] == pytest.approx([0.5, 0.5, 0.6, 0.1, np.nan, np.nan, 0.2, 0.0], nan_ok=True)
+
+
+@dataclass(frozen=True)
+class Event:
+    """In the place of one of CUDA: when the GPU came by, in milliseconds of its own clock."""
+
+    at: float
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, later: Event) -> float:
+        assert later.at >= self.at
+        return later.at - self.at
+
+
+def test_on_a_gpu_a_segment_is_what_the_gpu_spent_on_it_while_the_host_was_ahead() -> None:
+    """The host asks for 0.9 s of work within 0.04 s, and waits for it before it commits the step."""
+    marks = [
+        Mark(None, 100.00, Event(5000)), Mark("input", 100.01, Event(5010)), Mark("forward", 100.02, Event(5310)),
+        Mark("backward", 100.03, Event(5810)), Mark("exposed", 100.04, Event(5910)),
+        Mark("optimizer", 100.92, Event(5920)), Mark("exposed", 101.0, Event(6000)),
+        Mark("optimizer", 101.01, Event(6100)),
+    ]  # fmt: skip
+    when = moments(marks)
+    assert when == pytest.approx([100.0, 100.01, 100.31, 100.81, 100.91, 100.92, 101.0, 101.1])
+    assert computed_at(marks, when) == pytest.approx(100.81)
+    assert durations(marks, when) == pytest.approx({
+        "input": 0.01, "forward": 0.3, "backward": 0.5, "exposed": 0.18, "optimizer": 0.11, "checkpoint": 0, "other": 0,
+    })  # fmt: skip
+
+
+def test_a_step_that_failed_leaves_no_time_behind_and_one_that_is_done_ends_where_the_next_begins() -> None:
+    timer = StepTimer(True, CPU)
+    timer.mark("input")
+    timer.drop()
+    timer.mark("forward")
+    timer.mark("optimizer")
+    marks = timer.take()
+    assert [mark.segment for mark in marks] == [None, "forward", "optimizer"]
+    timer.mark("input")
+    after = timer.take()
+    assert [mark.segment for mark in after] == [None, "input"]
+    assert after[0].at == marks[-1].at
+    off = StepTimer(False, CPU)
+    off.mark("forward")
+    assert len(off.take()) == 1
+
+
+def test_links_are_probed_where_the_wire_takes_long_and_not_often() -> None:
+    assert not is_probe_due([0.9, 0.9], 20, None), "the first steps of a world say little"
+    assert is_probe_due([0.1, 0.3, 0.3], 30, None)
+    assert not is_probe_due([0.1, 0.1, 0.3], 30, None)
+    assert not is_probe_due([0.9] * 3, 30 + PROBE_EVERY - 1, 30)
+    assert is_probe_due([0.9] * 3, 30 + PROBE_EVERY, 30)
+    assert links(2) == [(0, 1), (1, 0)]
+    assert sorted(links(3)) == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    assert len(set(links(5))) == 10
+    assert probe_bytes(1e9, 6) == PROBE_BYTES
+    assert probe_bytes(1e5, 8) / 1e5 * 8 == pytest.approx(PROBE_SECONDS)
+    assert name_of("commit of the step") == "commit"
+    assert name_of("all-reduce of gradient bucket 12 (4 bytes)") == "bucket 12"
+
+
+PLANTED = 0.4
+PLANTS = [("input", 1, 2), ("forward", 1, 4), ("backward", 1, 6), ("optimizer", 1, 8), ("save", 0, 11)]
+"""Where, on which node, in which step; windows are of two steps, and what is late in the first of them is waited for in
+one of them."""
+
+
+@pytest.mark.slow
+def test_planted_delays_are_found_on_their_rank_in_their_segment(new_job: Callable[..., Job]) -> None:
+    faults = ", ".join(
+        f'{{"kind": "sleep", "at": "{at}", "node": {node}, "step": {step}, "seconds": {PLANTED}}}'
+        for at, node, step in PLANTS
+    )
+    nodes = {"DTRAIN_FAULTS": f"[{faults}]", "LOCAL_WORLD_SIZE": "1"}
+    job = new_job(
+        environment=nodes, world_size=2, gradient_accumulation_steps=1, max_steps=12, log_frequency=2,
+        checkpoint_frequency=11,
+    )  # fmt: skip
+    assert job.run(2) == [0, 0], job.log()
+    windows = {item["step"]: item for item in job.events("timing")}
+    assert sorted(windows) == [2, 4, 6, 8, 10, 12]
+    for (at, node, step), item in zip(PLANTS, list(windows.values())[1:], strict=True):
+        segments, other = item["segments"], 1 - node
+        assert item["step"] == step + (1 if at == "save" else 2)
+        assert segments["checkpoint" if at == "save" else at][node] >= PLANTED / 2, at
+        # Steps end together, so what one rank works longer the other waits longer: on a busy machine too, where this
+        # is not the only delay.
+        ahead = segments["waiting"][other] - segments["waiting"][node]
+        work = [sum(seconds[rank] for name, seconds in segments.items() if name != "waiting") for rank in range(2)]
+        assert ahead == pytest.approx(work[node] - work[other], abs=PLANTED / 4), at
+        late = item["typical"]["late"]
+        assert late[node] - late[other] == pytest.approx(ahead, abs=1e-6)
+        assert segments["communication"][0] == segments["communication"][1]
+        bucket, commit = item["collectives"]
+        assert (bucket["name"], bucket["bytes"], commit["name"]) == ("bucket 0", item["parameters_bytes"], "commit")
+        waited = bucket["waiting_seconds"][other] - bucket["waiting_seconds"][node]
+        assert waited == pytest.approx(ahead, abs=PLANTED / 4), at
+        assert bucket["bandwidth_bytes_per_second"] > 0
+        assert np.mean(np.sum(list(segments.values()), axis=0)) == pytest.approx(item["seconds"], abs=1e-6)
+        assert (item["steps"], item["nodes"], item["topology"]) == (2, [0, 1], "all-reduce")
+        assert sum(item["samples"]) == 2 * 64
+    assert min(item["segments"]["communication"][0] for item in windows.values()) < PLANTED / 4, "it was no network"
+    assert set(SEGMENTS) - {"exposed"} | {"communication", "waiting"} == set(segments)
