@@ -218,7 +218,7 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
     board, row = job.dashboard, job.row
     progress, phase = board.progress, board.progress.phase
     end = row.ended_at if not row.running else now
-    step = f"{progress.step:,}" + (f" / {board.total_steps:,}" if board.total_steps else "")
+    of = f"of {board.total_steps:,}, " if board.total_steps else ""
     silent = now - board.heard_at if board.heard_at and row.running else 0.0
     if row.running and not progress.step:
         note = "waiting for the first step"
@@ -230,13 +230,13 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
     there = len({stay.node_id for stay in job.stays})
     figures = [
         ("state", row.state, note),
-        ("step", step if progress.step else "–", f"epoch {progress.epoch + 1}" if progress.step else ""),
+        ("step", f"{progress.step:,}", f"{of}epoch {progress.epoch + 1}") if progress.step else ("step", "–", ""),
         (
             "time left" if row.running else "took",
             (duration(progress.eta_seconds) if progress.eta_seconds is not None else "–")
             if row.running
             else duration(max(0.0, (end or board.heard_at or now) - (row.started_at or now))),
-            f"since {duration(max(0.0, now - row.started_at))}" if row.running and row.started_at else "",
+            f"has run for {duration(max(0.0, now - row.started_at))}" if row.running and row.started_at else "",
         ),
         ("loss", number(progress.loss, 4), f"validation {number(progress.valid_loss, 4)}"),
         ("samples/s", number(progress.samples_per_second, 0), "all nodes"),

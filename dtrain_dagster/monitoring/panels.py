@@ -57,13 +57,13 @@ PANELS = (
         ),
     ),
     Panel(
-        key="throughput", section="Training", title="Throughput", unit="samples/s", x="time", wide=True,
+        key="throughput", section="Training", title="Throughput", unit="samples/s", x="time",
         about="All nodes together while they train, and each node.",
         lines=(Line("steps", "samples_per_second", "all nodes"), Line(EACH_NODE, "samples_per_second")),
     ),
     Panel(
         key="breakdown", section="Where the time goes", title="A step, by what it was spent on", unit="ms per step",
-        kind="stack",
+        kind="stack", wide=True,
         about="Mean over ranks. Communication: on the wire, hidden by no computation. Waiting: for slower ranks.",
         lines=tuple(Line("timing", name, name) for name in SEGMENTS),
     ),
@@ -73,6 +73,7 @@ PANELS = (
     ),
     Panel(
         key="late", section="Where the time goes", title="Who is late, and when", unit="ms late", kind="heatmap",
+        wide=True,
         about="Median per report of how much less a rank waited than the one that waited most.",
         lines=(Line("late", "*"),),
     ),

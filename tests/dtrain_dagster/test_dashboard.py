@@ -177,7 +177,7 @@ def test_the_server_tells_what_is_new(served: tuple[str, RunDir]):
     first = requests.get(f"{url}/jobs/newer.json", timeout=10).json()
     assert len(first["tracks"]["steps"]["rows"]) == 40
     figures = {figure["label"]: (figure["value"], figure["note"]) for figure in first["headline"]}
-    assert figures["step"][0] == "200 / 10,000"
+    assert figures["step"] == ("200", "of 10,000, epoch 1")
     assert figures["nodes alive"] == ("3", "of 3")
     # three hours of a node at the plan's price; there is no launch.json that names a size
     assert figures["cost"] == ("–", "no price is known")

@@ -98,7 +98,7 @@ def test_a_training_is_seen_while_it_runs(project: Project, url: str, page: Page
     write_run(project.jobs, "told", told_of, state="succeeded")
     page.locator('#jobs option[value="told"]').wait_for(state="attached")
     page.select_option("#jobs", "told")
-    page.get_by_text("200 / 10,000").wait_for()
+    page.get_by_text("of 10,000, epoch 1").wait_for()
     page.get_by_text(HOSTILE).wait_for()
     assert page.url.endswith("#told")
     assert figure(page, "state") == "succeeded"
@@ -126,7 +126,7 @@ def test_a_saved_report_opens_without_any_network(project: Project, page: Page, 
     page.context.set_offline(True)
     page.goto(file.as_uri())
     page.get_by_text(HOSTILE).wait_for()
-    assert figure(page, "step") == "200 / 10,000"
+    assert figure(page, "step") == "200"
     for key in ("loss", "breakdown", "ranks", "late", "collectives", "busy", "timeline"):
         assert page.locator(f"#panel-{key} svg.main-svg").first.is_visible(), key
     shot(page, "report")

@@ -3,6 +3,7 @@
 "use strict";
 
 const POLL_MILLISECONDS = 2000;
+const MANY = 12; // lines of a chart: more have no legend, and tell their name where one points at them
 const COLOURS = {
   light: ["#0969da", "#bf5700", "#1a7f37", "#8250df", "#cf222e", "#9a6700", "#0e7490", "#57606a"],
   dark: ["#58a6ff", "#f0883e", "#3fb950", "#bc8cff", "#ff7b72", "#d29922", "#39c5cf", "#8b949e"],
@@ -60,7 +61,7 @@ function lineTraces(panel) {
         x: rows.map(row => panel.x === "time" ? local(row.time) : row.step), y: rows.map(row => row[line.column]),
         customdata: rows.map(row => clock(row.time)), yaxis: line.right ? "y2" : "y",
         mode: line.marker || rows.length === 1 ? "lines+markers" : "lines", line: { color: colour, width: 1.6, dash: line.dash },
-        hovertemplate: panel.x === "time" ? "%{y:.4~g}" : "%{y:.4~g} (%{customdata})",
+        hovertemplate: `${escaped(line.label || name)}: %{y:.4~g} (%{customdata})<extra></extra>`,
       });
     }
   }
@@ -161,9 +162,9 @@ const TRACES = {
 
 function layoutOf(panel, traces) {
   const axis = { gridcolor: css("--grid"), zeroline: false, linecolor: css("--border"), automargin: true, tickfont: { size: 11 } };
-  const title = text => ({ text, font: { size: 11 }, standoff: 6 });
+  const title = (text, trace) => ({ text, font: { size: 11, ...(trace ? { color: trace.line.color } : {}) }, standoff: 6 });
   const xaxis = { ...axis, showgrid: false };
-  const yaxis = { ...axis, title: title(panel.unit) };
+  const yaxis = { ...axis, title: title(panel.unit, panel.right_unit && traces[0]) };
   if (panel.x === "time") xaxis.type = "date";
   else if (["lines", "stack", "heatmap"].includes(panel.kind)) xaxis.title = title("step");
   if (panel.key !== "loss" && panel.kind === "lines") yaxis.rangemode = "tozero";
@@ -179,16 +180,16 @@ function layoutOf(panel, traces) {
   const waiting = job.look.job.step === null ? "waiting for the first step" : "not recorded";
   return {
     autosize: true, uirevision: job.id, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { family: "inherit", size: 12, color: css("--muted") }, margin: { l: 48, r: 12, t: 24, b: 30 },
-    hovermode: ["heatmap", "links", "timeline"].includes(panel.kind) ? "closest" : "x unified",
+    font: { family: "inherit", size: 12, color: css("--muted") }, margin: { l: 44, r: 10, t: 6, b: 26 },
+    hovermode: ["heatmap", "links", "timeline"].includes(panel.kind) || traces.length > MANY ? "closest" : "x unified",
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--border"), font: { color: css("--ink"), size: 12 } },
-    showlegend: traces.length > 1 && panel.kind !== "timeline",
+    showlegend: traces.length > 1 && traces.length <= MANY && panel.kind !== "timeline" && !panel.right_unit,
     legend: ["stack", "ranks"].includes(panel.kind)
       ? { x: 1.01, y: 0.5, yanchor: "middle", traceorder: "reversed", font: { size: 11 } }
-      : { orientation: "h", x: 0, ...(panel.right_unit ? { entrywidth: 90 } : {}), y: 1, yanchor: "bottom", font: { size: 11 } },
+      : { orientation: "h", x: 0, y: 1, yanchor: "bottom", font: { size: 11 } },
     barmode: panel.kind === "ranks" ? "stack" : panel.kind === "timeline" ? "overlay" : "group", bargap: 0.35, xaxis, yaxis,
     ...(panel.right_unit && traces.length ? {
-      yaxis2: { ...axis, title: title(panel.right_unit), overlaying: "y", side: "right", showgrid: false, rangemode: "tozero", tickmode: "auto", nticks: 5 },
+      yaxis2: { ...axis, title: title(panel.right_unit, traces[1]), overlaying: "y", side: "right", showgrid: false, rangemode: "tozero", tickmode: "auto", nticks: 5 },
     } : {}),
     annotations: traces.length ? [] : [
       { text: waiting, showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5, font: { size: 13 } },
