@@ -1,4 +1,4 @@
-"""From the options of `dtrain` to the job that it runs: pure, but for looking at what is there."""
+"""From the options of `dtrain` to the job that it runs, with its dataset where the nodes read it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def dataset_config(settings: Settings, dataset: str) -> str:
     places = _dataset_places(settings)
     if dataset == "latest":
         dataset = _latest_dataset(places)
-    folder = os.path.abspath(dataset) if "://" not in dataset else dataset
-    for uri in (folder, *(f"{place}/{dataset}" for place in places)):
+    named = [os.path.abspath(dataset), *(f"{place}/{dataset}" for place in places)]
+    for uri in [dataset] if "://" in dataset else named:
         if Storage(uri).exists("manifest.json"):
             return json.dumps({"dataset": {"uri": uri}})
     known = ", ".join(sorted({name for place in places for name in Storage(place).list()}))
@@ -74,7 +74,7 @@ def with_reachable_data(job: JobConfig, settings: Settings) -> JobConfig:
 def plan_job(
     text: str, source: str, overrides: Sequence[str], nodes: int | None, settings: Settings
 ) -> tuple[JobConfig, int]:
-    """The job to run and the number of its nodes. Pure.
+    """The job to run and the number of its nodes.
 
     The planned world size follows the nodes that are asked for; where none are, a job.json that states its world size
     is taken at its word.

@@ -174,7 +174,7 @@ def train(
     steps = total_steps(job)
     job = as_begun(with_reachable_data(job, settings))
     if runs:
-        click.echo(f"job {job.job_id} is running already, and is followed", err=True)
+        click.echo(f"job {job.job_id} is running already: no other is started", err=True)
     else:
         _say_what_was_got(manager.provision_cluster(node_count, settings.gpu_type), settings)
     ensure_importable()  # for a manager that sends a user's modules to its nodes

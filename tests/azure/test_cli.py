@@ -96,6 +96,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
         folder = tmp_path / "work"
         folder.mkdir()
         monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "path", list(sys.path))
         (folder / "my_model.py").write_text(MODEL)
         yield Shell(folder, cloud, dict(os.environ) | cloud.environment)
 
@@ -113,7 +114,8 @@ def test_jobs_of_the_cloud_are_started_seen_and_cancelled_from_shells(shell: She
     assert "job first: 2 nodes\nhttps://" in err
     assert "step 4/4" in out
     assert "4 steps on 2 ranks" in out
-    second = shell.start("train", *few, "--name", "second", "--epochs", "999", "--set", 'model.args={"pause": 0.3}')
+    long = (*few, "--name", "second", "--epochs", "999", "--set", 'model.args={"pause": 0.3}')
+    second = shell.start("train", *long)
     assert RunDir(f"{JOBS}/first").read_job().dataset.uri.startswith("az://dtrain/team/datasets/")
     said = shell("status", "first")
     assert "job first: succeeded" in said
@@ -131,6 +133,7 @@ def test_jobs_of_the_cloud_are_started_seen_and_cancelled_from_shells(shell: She
     said = shell("status")
     assert "cluster dtrain: healthy" in said
     assert said.count("works on second-l1") == 2
+    assert shell("train", *long, "--detach") == "job second is running already: no other is started\nsecond\n"
     follower = shell.start("logs", "--follow", "second", "--node", "0")
     assert follower.stdout
     assert follower.stdout.readline() == "[node 0] --- launch 1, second-l1 ---\n"
