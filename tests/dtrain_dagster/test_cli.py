@@ -401,7 +401,7 @@ def test_logs_that_only_the_cluster_has_are_given_line_by_line():
 
 
 def test_a_node_that_is_silent_is_not_said_to_be_there():
-    heard = NodePresence(node_id=0, launch=1, started_at=0.0, last_seen_at=190.0)
+    heard = NodePresence(node_id=0, launch=1, started_at=0.0, last_seen_at=140.0)
     silent = NodePresence(node_id=1, launch=1, started_at=0.0, last_seen_at=79.0)
     left = NodePresence(node_id=2, launch=1, started_at=0.0, last_seen_at=9.0, ended_at=9.0, exit_codes=(3,))
     table = nodes_table((heard, silent, left), now=200.0, stale=120.0)
