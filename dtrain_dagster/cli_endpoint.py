@@ -6,10 +6,11 @@ Added to `dtrain` by `dtrain_dagster.cli`. Each command imports what it needs, s
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from dtrain_dagster.cli_common import Refusal, cluster_of, read_settings, refuses
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -17,33 +18,7 @@ if TYPE_CHECKING:
     from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint
     from dtrain_dagster.registry.versions import RegisteredModel
 
-EXIT_INCOMPATIBLE, EXIT_UNUSABLE = 1, 2
-
-
-class Refusal(click.ClickException):
-    """What was asked for cannot be done; the message says why and what to do instead."""
-
-    exit_code = EXIT_UNUSABLE
-
-
-def refuses(command: Callable[..., None]) -> Callable[..., None]:
-    """Errors that a user can cause, and refusals of the service, end the command with their message."""
-
-    @wraps(command)
-    def run(*args: Any, **options: Any) -> None:
-        from dtrain_dagster.clusters.base import ClusterError
-        from dtrain_dagster.registry.answers import AnswerError
-        from dtrain_dagster.registry.versions import RegistryError
-        from dtrain_dagster.secrets import SecretError
-        from dtrain_dagster.settings import SettingsError
-        from trainer.config import ConfigError
-
-        try:
-            command(*args, **options)
-        except (ClusterError, ConfigError, SettingsError, SecretError, RegistryError, AnswerError) as error:
-            raise Refusal(str(error)) from None
-
-    return run
+EXIT_INCOMPATIBLE = 1
 
 
 @click.group()
@@ -146,14 +121,11 @@ def _workspace() -> tuple[MLClient, Any]:
     """The client of the workspace that ``DTRAIN_AZURE_*`` names, and the audit log."""
     from dtrain_dagster.audit import AuditLog
     from dtrain_dagster.clusters.azure_ml.client import Service
-    from dtrain_dagster.resources import build_resources
-    from dtrain_dagster.settings import load_settings
 
-    settings = load_settings()
+    settings = read_settings()
     if settings.cluster != "azure_ml":
         raise Refusal("endpoints are Azure ML's: set DTRAIN_CLUSTER=azure_ml and DTRAIN_AZURE_* (docs/azure.md)")
-    cluster: Any = build_resources(settings)["cluster"]
-    return Service(cluster.azure_options()).ml, AuditLog(settings.home)
+    return Service(cluster_of(settings)[0].azure_options()).ml, AuditLog(settings.home)
 
 
 def _registered(run_dir: str) -> RegisteredModel:

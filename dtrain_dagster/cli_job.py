@@ -1,4 +1,4 @@
-"""From the options of `dtrain` to the job that it runs: pure, but for looking at what is there."""
+"""From the options of `dtrain` to the job that it runs, with its dataset where the nodes read it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.settings import Settings
 from trainer.config import ConfigError, JobConfig, parse_job
 from trainer.rundir import RunDir
@@ -28,39 +29,57 @@ def read_config(path: str) -> str:
 
 def dataset_config(settings: Settings, dataset: str) -> str:
     """A job.json that trains on a dataset, given by its folder, its id, or as ``latest``: the one built last."""
-    datasets = f"{settings.storage_uri}/datasets"
+    places = _dataset_places(settings)
     if dataset == "latest":
-        dataset = _latest_dataset(datasets)
-    for uri in (os.path.abspath(dataset) if "://" not in dataset else dataset, f"{datasets}/{dataset}"):
+        dataset = _latest_dataset(places)
+    named = [os.path.abspath(dataset), *(f"{place}/{dataset}" for place in places)]
+    for uri in [dataset] if "://" in dataset else named:
         if Storage(uri).exists("manifest.json"):
             return json.dumps({"dataset": {"uri": uri}})
-    known = ", ".join(Storage(datasets).list()) or "none yet; `make run` builds one"
+    known = ", ".join(sorted({name for place in places for name in Storage(place).list()}))
     raise ConfigError(
-        f"--dataset {dataset}: no folder with a manifest.json, and no id of a dataset in {datasets} ({known})"
+        f"--dataset {dataset}: no folder with a manifest.json, and no id of a dataset in {' or '.join(places)} "
+        f"({known or 'none yet; `make run` builds one'})"
     )
 
 
-def _latest_dataset(datasets: str) -> str:
-    storage = Storage(datasets)
-    built = [
-        (datetime.fromisoformat(json.loads(storage.read(f"{name}/manifest.json"))["created_at"]), name)
-        for name in storage.list()
-        if storage.exists(f"{name}/manifest.json")
-    ]
+def _dataset_places(settings: Settings) -> list[str]:
+    """Where datasets are built, and where nodes read them."""
+    return [f"{uri}/datasets" for uri in dict.fromkeys((settings.storage_uri, settings.shared_uri))]
+
+
+def _latest_dataset(places: Sequence[str]) -> str:
+    built = []
+    for place in places:
+        storage = Storage(place)
+        for name in storage.list():
+            if storage.exists(f"{name}/manifest.json"):
+                manifest = json.loads(storage.read(f"{name}/manifest.json"))
+                built.append((datetime.fromisoformat(manifest["created_at"]), f"{place}/{name}"))
     if not built:
-        raise ConfigError(f"--dataset latest: there is no dataset in {datasets} yet; `make run` builds one")
-    return f"{datasets}/{max(built)[1]}"
+        raise ConfigError(f"--dataset latest: there is no dataset in {' or '.join(places)} yet; `make run` builds one")
+    return max(built)[1]
+
+
+def with_reachable_data(job: JobConfig, settings: Settings) -> JobConfig:
+    """The job with its dataset where the nodes read it. One of this machine is copied there for nodes elsewhere."""
+    source = Storage(job.dataset.uri)
+    if Storage(settings.shared_uri).is_local or not source.is_local:
+        return job
+    folder = str(source.local_path())
+    uri, _ = publish_dataset(folder, json.loads(source.read("manifest.json"))["dataset_id"], settings.shared_uri)
+    return replace(job, dataset=replace(job.dataset, uri=uri))
 
 
 def plan_job(
-    text: str, source: str, overrides: Sequence[str], nodes: int | None, processes_per_node: int, settings: Settings
+    text: str, source: str, overrides: Sequence[str], nodes: int | None, settings: Settings
 ) -> tuple[JobConfig, int]:
     """The job to run and the number of its nodes.
 
     The planned world size follows the nodes that are asked for; where none are, a job.json that states its world size
-    is taken at its word. A job that is there already is gone on with as it was planned, on as many nodes as are asked
-    for now: its batches are dealt anew. `ConfigError` where it was planned otherwise.
+    is taken at its word.
     """
+    processes_per_node = settings.processes_per_node
     first = parse_job(text, [*overrides, 'run_dir="(to be set)"'], source)
     stated = "world_size" in json.loads(text).get("training", {})
     if nodes is None and stated:
@@ -72,25 +91,30 @@ def plan_job(
             )
     nodes = nodes or settings.nodes
     ranks = nodes * processes_per_node
+    # Nodes of this machine share its cores; of others the trainer finds out itself.
+    own_share = max(1, (os.cpu_count() or 1) // ranks) if settings.cluster == "local" else None
     own = any(override.startswith("training.world_size=") for override in overrides)
     training = replace(
         first.training,
         world_size=first.training.world_size if own else ranks,
-        threads_per_rank=first.training.threads_per_rank
-        or settings.threads_per_rank
-        or max(1, (os.cpu_count() or 1) // ranks),
+        threads_per_rank=first.training.threads_per_rank or settings.threads_per_rank or own_share,
     )
-    job = replace(first, run_dir=f"{settings.jobs_uri}/{first.job_id}", training=training)
+    return replace(first, run_dir=f"{settings.jobs_uri}/{first.job_id}", training=training), nodes
+
+
+def as_begun(job: JobConfig) -> JobConfig:
+    """A job that is there already is gone on with as it was planned, on as many nodes as are asked for now: its batches
+    are dealt anew. `ConfigError` where it was planned otherwise."""
     rundir = RunDir(job.run_dir)
     if not rundir.storage.exists("job.json"):
-        return job, nodes
-    before = rundir.read_job()
-    same = replace(training, world_size=before.training.world_size, threads_per_rank=before.training.threads_per_rank)
+        return job
+    before, asked = rundir.read_job(), job.training
+    same = replace(asked, world_size=before.training.world_size, threads_per_rank=before.training.threads_per_rank)
     if replace(job, training=same) != before:
         raise ConfigError(
             f"job {job.job_id} was planned with another configuration: choose another --name, or repeat it"
         )
-    return before, nodes
+    return before
 
 
 def total_steps(job: JobConfig) -> int:
@@ -119,9 +143,3 @@ def runnable(command: Sequence[str]) -> tuple[str, ...]:
     if program in ("python", "python3"):
         return (sys.executable, *command[1:])
     raise ConfigError(f"there is no program {program!r} on the PATH; to run a Python script: python {program}…")
-
-
-def job_environment(settings: Settings) -> dict[str, str]:
-    """What the processes get besides the shell's variables: the working directory's modules and the shard cache."""
-    paths = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "DTRAIN_CACHE": str(settings.cache_dir)}

@@ -118,13 +118,14 @@ class GPUClusterResource(dg.ConfigurableResource):
             price_of(entry.partition("@")[0])
         return options
 
-    def manager(self, run_id: str | None = None) -> GPUClusterManager:
+    def manager(self, run_id: str | None = None, tends: bool = False) -> GPUClusterManager:
         """The cluster behind the settings. ``run_id``: the Dagster run that it works for; None: one that only looks, as
-        sensors do, and leaves jobs to those who follow them."""
+        sensors do, and leaves jobs to those who follow them, unless a person does so with it (``tends``)."""
         if self.kind == "azure_ml":
             from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
 
-            return AzureMLClusterManager(self.azure_options(), Path(self.home), run_id, tends=run_id is not None)
+            tends = tends or run_id is not None
+            return AzureMLClusterManager(self.azure_options(), Path(self.home), run_id, tends)
         from dtrain_dagster.clusters.local import LocalClusterManager
 
         return LocalClusterManager(

@@ -8,17 +8,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dtrain_dagster.clusters.base import GPUClusterManager, JobState, JobStatus, NodeHealth
-from dtrain_dagster.jobs import Progress, follow_job
+from dtrain_dagster.clusters.base import ClusterHealth, GPUClusterManager, JobState, JobStatus, NodeHealth
+from dtrain_dagster.jobs import Progress, advance, follow_job
+from dtrain_dagster.logs import LogFollower
 from dtrain_dagster.monitoring.dashboard import PerformanceDashboard
-from trainer.rundir import EVENTS, NodePresence, RunDir
+from trainer.rundir import EVENTS, LAUNCH, NodePresence, RunDir, stale_seconds
 
 NODE_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 STATE_COLOURS = {
@@ -28,41 +28,10 @@ STATE_COLOURS = {
     JobState.FAILED: "red",
     JobState.CANCELLED: "yellow",
 }
-POLL_SECONDS = 0.1
 LINE_EVERY_SECONDS = 5.0
 """Between two lines of progress where there is no terminal."""
 SILENT_NODE_SECONDS = 20.0
 """A node tells how it does every few seconds (``training.monitor_interval_seconds``)."""
-
-
-@dataclass(slots=True)
-class LogFollower:
-    """Reads what was appended to the logs of a job's nodes since the last look, in whole lines."""
-
-    folder: Path
-    offsets: dict[Path, int] = field(default_factory=dict)
-
-    def skip_to_end(self, keep_lines: int = 0) -> None:
-        """Leave out what is there already, but for the last lines of each log."""
-        for path in self._paths(None):
-            data = path.read_bytes()
-            kept = data.splitlines(keepends=True)[-keep_lines:] if keep_lines else []
-            self.offsets[path] = len(data) - sum(map(len, kept))
-
-    def read(self, node_id: int | None = None, to_the_end: bool = False) -> Iterator[tuple[int, str]]:
-        """(node, line) of every line finished since; with ``to_the_end`` the unfinished one as well."""
-        for path in self._paths(node_id):
-            with open(path, "rb") as file:
-                file.seek(self.offsets.get(path, 0))
-                data = file.read()
-            end = len(data) if to_the_end else data.rfind(b"\n") + 1
-            self.offsets[path] = self.offsets.get(path, 0) + end
-            for line in data[:end].decode(errors="replace").splitlines():
-                yield int(path.stem.removeprefix("node-")), line
-
-    def _paths(self, node_id: int | None) -> list[Path]:
-        name = "*" if node_id is None else str(node_id)
-        return sorted(self.folder.glob(f"node-{name}.log"), key=lambda path: (len(path.name), path.name))
 
 
 def print_lines(console: Console, lines: Iterable[tuple[int, str]]) -> None:
@@ -81,7 +50,7 @@ def stream_job(
         print_lines(console, follower.read(node_id, to_the_end=status.state.is_final))
         if status.state.is_final:
             return status
-        time.sleep(POLL_SECONDS)
+        time.sleep(follower.poll_seconds)
 
 
 def watch_training(
@@ -191,6 +160,29 @@ def progress_line(progress: Progress, total_steps: int | None) -> str:
     return " · ".join([*parts, nodes])
 
 
+def print_health(console: Console, health: ClusterHealth) -> None:
+    """How the cluster and its nodes are."""
+    state = "healthy" if health.healthy else "unhealthy"
+    console.print(f"cluster {health.cluster_name}: {health.message or state}", markup=False, highlight=False)
+    if health.nodes:
+        console.print(health_table(health.nodes))
+    elif not health.message:
+        console.print("no nodes: it is at rest")
+
+
+def print_status(console: Console, status: JobStatus, rundir: RunDir, now: float) -> None:
+    """How a job stands, and when which of its nodes was there."""
+    console.print(f"job {status.job_id}: ", state_text(status.state), sep="")
+    console.print(f"started {time_of(status.started_at)}, {age(status, now)}", highlight=False)
+    if events := list(rundir.events()):
+        progress = replace(advance(Progress(), events), nodes_alive=status.nodes_alive)
+        console.print(progress_line(progress, None), highlight=False, markup=False)
+    console.print(nodes_table(rundir.nodes(), now, stale_seconds(rundir.storage)))
+    studio = (rundir.read_json(LAUNCH) or {}).get("studio_url")
+    for line in filter(None, (status.message, studio)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 def jobs_table(jobs: Iterable[tuple[JobStatus, int, tuple[int, float] | None]], now: float) -> Table:
     """A row for each (status, nodes, last step and its loss)."""
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -216,15 +208,20 @@ def jobs_table(jobs: Iterable[tuple[JobStatus, int, tuple[int, float] | None]], 
     return table
 
 
-def nodes_table(presences: Iterable[NodePresence], now: float) -> Table:
-    """When each node was there, and how it left; a row for each stay."""
+def nodes_table(presences: Iterable[NodePresence], now: float, stale: float) -> Table:
+    """When each node was there, and how it left; a row for each stay. Who is silent for ``stale`` seconds is not known
+    to be there."""
     from dtrain_dagster.assets.common import duration
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("LAUNCH", "NODE", "STAY", "FROM", "FOR", "EXIT CODES"):
         table.add_column(title)
     for node in presences:
-        codes = ", ".join(map(str, node.exit_codes)) if node.ended_at is not None else "there"
+        silent = now - (node.last_seen_at or node.started_at)
+        if node.ended_at is not None:
+            codes = ", ".join(map(str, node.exit_codes))
+        else:
+            codes = f"silent for {duration(silent)}" if silent > stale else "there"
         span = duration(node.seconds(now))
         numbers = (str(number) for number in (node.launch, node.node_id, node.stay))
         table.add_row(*numbers, time_of(node.started_at), span, codes)

@@ -20,11 +20,13 @@ from click.testing import CliRunner
 from small_job import write_dataset
 
 from dtrain_dagster.cli import main
-from dtrain_dagster.cli_job import dataset_config, plan_job, runnable, total_steps
+from dtrain_dagster.cli_job import as_begun, dataset_config, plan_job, runnable, total_steps
+from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.logs import FileFollower, LogPoller
 from dtrain_dagster.settings import Settings
-from dtrain_dagster.terminal import LogFollower, progress_line
+from dtrain_dagster.terminal import nodes_table, progress_line
 from trainer.config import ConfigError, parse_job
-from trainer.rundir import RunDir
+from trainer.rundir import NodePresence, RunDir
 
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
 SCRIPT = """
@@ -113,7 +115,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
 
 
 def test_help_imports_nothing_that_takes_time():
-    heavy = ("torch", "dagster", "pydantic", "rich", "fsspec", "numpy")
+    heavy = ("torch", "dagster", "pydantic", "rich", "fsspec", "numpy", "azure")
     code = f"import sys, dtrain_dagster.cli; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
@@ -285,31 +287,43 @@ class TestPlanJob:
     def settings(self, tmp_path: Path) -> Settings:
         return Settings(home=tmp_path, nodes=3)
 
-    def test_world_size_follows_the_nodes(self, settings: Settings):
-        job, nodes = plan_job(self.TEXT, "x", [], nodes=2, processes_per_node=2, settings=settings)
+    @pytest.fixture
+    def two(self, settings: Settings) -> Settings:
+        """Two processes on each node."""
+        return settings.model_copy(update={"processes_per_node": 2})
+
+    def test_world_size_follows_the_nodes(self, settings: Settings, two: Settings):
+        job, nodes = plan_job(self.TEXT, "x", [], 2, two)
         assert (nodes, job.training.world_size) == (2, 4)
         assert job.run_dir == str(settings.home / "storage" / "jobs" / "j")
 
-    def test_a_stated_world_size_decides_where_no_nodes_are_asked_for(self, settings: Settings):
-        job, nodes = plan_job(self.TEXT, "x", [], nodes=None, processes_per_node=2, settings=settings)
+    def test_a_stated_world_size_decides_where_no_nodes_are_asked_for(self, settings: Settings, two: Settings):
+        job, nodes = plan_job(self.TEXT, "x", [], None, two)
         assert (nodes, job.training.world_size) == (3, 6)
         with pytest.raises(ConfigError, match="world_size = 6 is no multiple of 4"):
-            plan_job(self.TEXT, "x", [], nodes=None, processes_per_node=4, settings=settings)
+            plan_job(self.TEXT, "x", [], None, settings.model_copy(update={"processes_per_node": 4}))
         text = json.dumps({"job_id": "j", "dataset": {"uri": "data"}})
-        job, nodes = plan_job(text, "x", [], nodes=None, processes_per_node=1, settings=settings)
+        job, nodes = plan_job(text, "x", [], None, settings)
         assert (nodes, job.training.world_size) == (3, 3)
 
     def test_an_override_has_the_last_word(self, settings: Settings):
-        job, nodes = plan_job(self.TEXT, "x", ["training.world_size=5"], 2, 1, settings)
+        job, nodes = plan_job(self.TEXT, "x", ["training.world_size=5"], 2, settings)
         assert (nodes, job.training.world_size) == (2, 5)
 
-    def test_a_job_goes_on_with_fewer_nodes_as_it_was_planned(self, settings: Settings):
-        job, _ = plan_job(self.TEXT, "x", [], 3, 2, settings)
+    def test_a_job_goes_on_with_fewer_nodes_as_it_was_planned(self, two: Settings):
+        job, _ = plan_job(self.TEXT, "x", [], 3, two)
+        assert as_begun(job) == job
         RunDir(job.run_dir).write_job(job)
-        again, nodes = plan_job(self.TEXT, "x", [], 1, 2, settings)
-        assert (again, nodes) == (job, 1)
+        again, nodes = plan_job(self.TEXT, "x", [], 1, two)
+        assert (as_begun(again), nodes) == (job, 1)
         with pytest.raises(ConfigError, match="another configuration"):
-            plan_job(self.TEXT, "x", ["training.epochs=99"], 3, 2, settings)
+            as_begun(plan_job(self.TEXT, "x", ["training.epochs=99"], 3, two)[0])
+
+    def test_nodes_elsewhere_find_out_their_own_cores(self, settings: Settings):
+        assert plan_job(self.TEXT, "x", [], 2, settings)[0].training.threads_per_rank is not None
+        elsewhere = settings.model_copy(update={"cluster": "azure_ml", "storage": "az://dtrain"})
+        job, _ = plan_job(self.TEXT, "x", [], 2, elsewhere)
+        assert (job.training.threads_per_rank, job.run_dir) == (None, "az://dtrain/jobs/j")
 
     def test_a_dataset_is_found_by_folder_and_by_id(self, settings: Settings):
         folder = settings.home / "storage" / "datasets" / "abc"
@@ -348,7 +362,7 @@ def test_a_python_script_runs_with_the_python_of_dtrain(tmp_path: Path):
 def test_logs_are_followed_in_whole_lines(tmp_path: Path):
     log = tmp_path / "node-0.log"
     log.write_bytes(b"old\nolder\n")
-    follower = LogFollower(tmp_path)
+    follower = FileFollower(tmp_path)
     follower.skip_to_end(keep_lines=1)
     with open(log, "ab", buffering=0) as file:
         file.write(b"one\ntw")
@@ -358,6 +372,40 @@ def test_logs_are_followed_in_whole_lines(tmp_path: Path):
         assert list(follower.read()) == [(0, "two")]
         assert list(follower.read(to_the_end=True)) == [(10, "ten")]
         assert list(follower.read(to_the_end=True)) == []
+
+
+def test_logs_that_only_the_cluster_has_are_given_line_by_line():
+    one, other = "=== node-0.log ===\n", "\n=== node-10.log ===\n"
+    looks = [
+        f"{one}a\nb{other}x",
+        f"{one}a\nb\nc",  # node 10 is not there, as between two launches
+        None,
+        f"{one}a\nb\ncc{other}x",
+        f"{one}a\nb\ncc{other}x",
+        f"{one}a\n2\n3{other}x\ny",  # written anew
+    ]
+
+    def ask() -> str:
+        if (text := looks.pop(0)) is None:
+            raise ClusterError("not now")
+        return text
+
+    follower = LogPoller(ask, 0.0)
+    said = [list(follower.read()) for _ in range(5)]
+    assert said == [[(0, "a")], [(0, "b")], [], [], [(0, "cc"), (10, "x")]]
+    assert list(follower.read(to_the_end=True)) == [(0, "2"), (0, "3"), (10, "y")]
+    looks += [f"{one}a\nb{other}x", f"{one}a\nb\nc{other}x\ny"]
+    follower = LogPoller(ask, 0.0)
+    follower.skip_to_end(keep_lines=1)
+    assert list(follower.read(node_id=0, to_the_end=True)) == [(0, "b"), (0, "c")]
+
+
+def test_a_node_that_is_silent_is_not_said_to_be_there():
+    heard = NodePresence(node_id=0, launch=1, started_at=0.0, last_seen_at=140.0)
+    silent = NodePresence(node_id=1, launch=1, started_at=0.0, last_seen_at=79.0)
+    left = NodePresence(node_id=2, launch=1, started_at=0.0, last_seen_at=9.0, ended_at=9.0, exit_codes=(3,))
+    table = nodes_table((heard, silent, left), now=200.0, stale=120.0)
+    assert list(table.columns[-1].cells) == ["there", "silent for 2 min 01 s", "3"]
 
 
 def test_a_line_of_progress_says_what_is_known():

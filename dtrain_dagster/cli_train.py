@@ -1,0 +1,272 @@
+"""`dtrain launch` and `dtrain train`: a job is started on the cluster, followed, and cancelled by Ctrl-C.
+
+Added to `dtrain` by `dtrain_dagster.cli`. Each command imports what it needs, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from dtrain_dagster.cli_common import (
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    Refusal,
+    cluster_of,
+    console,
+    print_summary,
+    read_settings,
+    refuses,
+    run_dir,
+)
+
+if TYPE_CHECKING:
+    from dtrain_dagster.clusters.base import ClusterConfig, GPUClusterManager, JobStatus
+    from dtrain_dagster.settings import Settings
+    from trainer.rundir import RunDir
+
+_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def _size_options(command: Callable[..., None]) -> Callable[..., None]:
+    command = click.option(
+        "--procs-per-node",
+        type=click.IntRange(min=1),
+        metavar="P",
+        help="Processes on each node.  [default: DTRAIN_PROCESSES_PER_NODE, else 1]",
+    )(command)
+    return click.option(
+        "--nodes", type=click.IntRange(min=1), metavar="N", help="Nodes.  [default: DTRAIN_NODES, else 3]"
+    )(command)
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@_size_options
+@click.option("--name", metavar="ID", help="Id of the job.  [default: made from the time]")
+@click.option("--master-port", type=click.IntRange(1, 65535), help="Port of rank 0.  [default: a free one]")
+@click.option("--detach", is_flag=True, help="Print the id of the job and leave it running.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@refuses
+def launch(
+    nodes: int | None,
+    procs_per_node: int | None,
+    name: str | None,
+    master_port: int | None,
+    detach: bool,
+    command: tuple[str, ...],
+) -> None:
+    """Run a script of your own on N nodes of the local cluster.
+
+    COMMAND runs once per process with the variables that torchrun sets: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT and so on. A path that ends in .py is run with the Python that runs dtrain. The exit code is that of the
+    process that failed first, 0 if none did. Ctrl-C cancels the job.
+
+    \b
+    Examples:
+      dtrain launch --nodes 2 --procs-per-node 2 -- python my_script.py --epochs 3
+      dtrain launch --nodes 3 --name trial-1 my_script.py
+      dtrain launch --detach --name night my_script.py && dtrain logs --follow night
+    """
+    from dtrain_dagster.cli_job import runnable
+    from dtrain_dagster.clusters.base import JobSpec
+    from dtrain_dagster.logs import FileFollower
+    from dtrain_dagster.terminal import stream_job
+
+    settings = read_settings(procs_per_node)
+    if settings.cluster != "local":
+        raise Refusal(
+            f"DTRAIN_CLUSTER={settings.cluster}: only the trainer and the modules of its model and loss are sent to "
+            "the nodes there, no script; make your model a module and start `dtrain train --model "
+            "package.module:factory` (docs/own-model-and-data.md), or unset DTRAIN_CLUSTER to run the script here"
+        )
+    cluster, project = cluster_of(settings)
+    manager = cluster.manager()
+    job_id = _job_id(name, "launch")
+    if _runs_already(manager, job_id):
+        raise Refusal(f"job {job_id} is running already: `dtrain logs --follow {job_id}` or `dtrain cancel {job_id}`")
+    manager.provision_cluster(nodes or settings.nodes, settings.gpu_type)
+    rundir = run_dir(settings, job_id)
+    follower = FileFollower(rundir.storage.local_path("logs"))
+    follower.skip_to_end()
+    spec = JobSpec(
+        job_id=job_id,
+        run_dir=rundir.uri,
+        command=runnable(command),
+        node_count=nodes or settings.nodes,
+        processes_per_node=settings.processes_per_node,
+        env=cluster.node_env(project),
+        master_port=master_port,
+    )
+    with _cancelled_by_signals(manager, job_id, unless=detach):
+        manager.submit_job(spec)
+        if detach:
+            click.echo(job_id)
+            return
+        _announce(rundir)
+        status = stream_job(console(), manager, job_id, follower)
+    _end(rundir, status)
+
+
+@click.command()
+@click.option("--config", metavar="JOB.JSON", help="A job.json, see trainer.config.")
+@click.option("--dataset", metavar="FOLDER|ID|latest", help="A dataset, instead of --config.")
+@click.option("--model", help="tcn, lstm, transformer, or your own as package.module:factory.")
+@click.option("--loss", help="student_t, gaussian, mse, or your own as package.module:factory.")
+@click.option("--epochs", type=click.IntRange(min=1))
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Any field, as training.epochs=2.")
+@_size_options
+@click.option("--name", metavar="ID", help="Id of the job.  [default: that of --config, or made from the time]")
+@click.option("--detach", is_flag=True, help="Print the id of the job and leave it running.")
+@refuses
+def train(
+    config: str | None,
+    dataset: str | None,
+    model: str | None,
+    loss: str | None,
+    epochs: int | None,
+    overrides: tuple[str, ...],
+    nodes: int | None,
+    procs_per_node: int | None,
+    name: str | None,
+    detach: bool,
+) -> None:
+    """Train a model with `python -m trainer` on N nodes.
+
+    A model of your own is found in the working directory and on PYTHONPATH; to nodes of Azure ML its modules are sent,
+    and a dataset of this machine is copied to where they read it. Started again under the same id, a job that failed
+    or was cancelled goes on from its latest checkpoint, and one that runs is followed. Ctrl-C cancels the job.
+
+    On Azure ML a job that has lost its nodes is submitted again by whoever follows it, so --detach leaves it alone.
+
+    \b
+    Examples:
+      dtrain train --dataset latest --nodes 3
+      dtrain train --dataset <id> --model my_models:make_model --epochs 2 --set training.learning_rate=1e-3
+      dtrain train --config job.json --nodes 2 --procs-per-node 2
+    """
+    from dtrain_dagster.cli_job import as_begun, dataset_config, plan_job, read_config, total_steps, with_reachable_data
+    from dtrain_dagster.jobs import start_job
+    from dtrain_dagster.registry.staging import ensure_importable
+    from dtrain_dagster.terminal import watch_training
+
+    settings = read_settings(procs_per_node)
+    cluster, project = cluster_of(settings)
+    manager = cluster.manager(tends=True)
+    if (config is None) == (dataset is None):
+        raise click.UsageError("give either --config or --dataset", click.get_current_context())
+    shortcuts = {"model.factory": model, "loss.factory": loss, "training.epochs": epochs}
+    given = [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
+    text = read_config(config) if config else dataset_config(settings, dataset or "")
+    if name or dataset:
+        given.append(f"job_id={json.dumps(_job_id(name, 'train'))}")
+    job, node_count = plan_job(text, config or "the command line", [*given, *overrides], nodes, settings)
+    rundir = run_dir(settings, _job_id(job.job_id, "train"))
+    runs = _runs_already(cluster.manager(), job.job_id)
+    steps = total_steps(job)
+    job = as_begun(with_reachable_data(job, settings))
+    if runs:
+        click.echo(f"job {job.job_id} is running already: no other is started", err=True)
+    else:
+        _say_what_was_got(manager.provision_cluster(node_count, settings.gpu_type), settings)
+    ensure_importable()  # for a manager that sends a user's modules to its nodes
+    with _cancelled_by_signals(manager, job.job_id, unless=detach):
+        start_job(manager, job, node_count, settings.processes_per_node, cluster.node_env(project))
+        if detach:
+            click.echo(job.job_id)
+            return
+        _announce(rundir)
+        status = watch_training(console(), manager, rundir, job.job_id, steps)
+    if status.state == "succeeded":
+        print_summary(rundir)
+    _end(rundir, status)
+
+
+def _job_id(name: str | None, kind: str) -> str:
+    """The id that a person gave, checked, or one made from the time."""
+    if name is None:
+        return f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+    if not _JOB_ID.fullmatch(name):
+        raise Refusal(f"--name {name!r}: letters, digits, dots, dashes and underscores, a letter or digit first")
+    return name
+
+
+def _runs_already(manager: GPUClusterManager, job_id: str) -> bool:
+    """`Refusal` for a job that is done."""
+    from dtrain_dagster.clusters.base import ClusterError, JobState
+
+    try:
+        state = manager.job_status(job_id).state
+    except ClusterError:
+        return False  # there is no such job
+    if state is JobState.SUCCEEDED:
+        raise Refusal(f"job {job_id} has succeeded already: choose another --name, or see `dtrain logs {job_id}`")
+    return not state.is_final
+
+
+class _Terminated(BaseException):
+    """SIGTERM came."""
+
+
+@contextmanager
+def _cancelled_by_signals(manager: GPUClusterManager, job_id: str, unless: bool) -> Iterator[None]:
+    """Ctrl-C or SIGTERM inside cancels the job and ends the command, ``unless`` it is to be left running."""
+
+    def terminate(*_: object) -> None:
+        raise _Terminated
+
+    if unless:
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except (KeyboardInterrupt, _Terminated) as error:
+        from dtrain_dagster.clusters.base import ClusterError
+
+        click.echo(f"cancelling job {job_id}", err=True)
+        try:
+            manager.cancel_job(job_id)
+        except ClusterError as why:  # it was not submitted yet, or may go on to cost money
+            click.echo(f"job {job_id} was not cancelled: {why}", err=True)
+        sys.exit(EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_STOPPED)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _say_what_was_got(got: ClusterConfig, settings: Settings) -> None:
+    """Where it is not what was asked for."""
+    if got.gpu_type != settings.gpu_type:
+        tier = f" ({got.tier})" if got.tier else ""
+        click.echo(f"{settings.gpu_type} was not to be had: {got.gpu_type}{tier} is taken", err=True)
+
+
+def _announce(rundir: RunDir) -> None:
+    """Say what was started, and where it can be seen."""
+    from trainer.rundir import LAUNCH
+
+    launched = rundir.read_json(LAUNCH) or {}
+    nodes, processes = launched["node_count"], launched["processes_per_node"]
+    each = "" if processes == 1 else f", {processes} processes on each"
+    click.echo(f"job {launched['job_id']}: {nodes} node{'s' if nodes > 1 else ''}{each}", err=True)
+    if studio := launched.get("studio_url"):
+        click.echo(studio, err=True)
+
+
+def _end(rundir: RunDir, status: JobStatus) -> None:
+    """Say how the job ended, and exit as it did."""
+    from trainer.rundir import STATUS
+
+    if status.state == "succeeded":
+        return
+    click.echo(f"job {status.job_id} {status.state}: {status.message}", err=True)
+    final = rundir.read_json(STATUS) or {}
+    sys.exit(final.get("exit_code") or 1)  # none was written where the disk is full

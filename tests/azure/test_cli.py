@@ -1,0 +1,158 @@
+"""`dtrain` on an emulated workspace: jobs that one shell starts are seen and ended from another."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from dtrain_dagster.cli import main
+from tests.azure.azurite import missing
+from tests.azure.emulator import ROOT, Emulator
+from tests.dtrain_dagster.small_job import write_dataset
+from trainer.rundir import RunDir
+
+pytestmark = pytest.mark.slow
+DTRAIN = str(Path(sys.executable).parent / "dtrain")
+JOBS = "az://dtrain/team/jobs"
+MODEL = """
+import time
+from torch import nn
+
+
+class Paced(nn.Linear):
+    pause = 0.0
+
+    def forward(self, x):
+        time.sleep(self.pause)
+        return super().forward(x.flatten(1))
+
+
+def make(spec, outputs, pause=0.0):
+    print("a model of my own", flush=True)
+    made = Paced(spec.window * len(spec.features), outputs)
+    made.pause = pause
+    return made
+"""
+
+
+@dataclass
+class Shell:
+    """A working folder with a home of its own, in front of the emulated workspace."""
+
+    folder: Path
+    cloud: Emulator
+    env: dict[str, str]
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        env = self.env | {"PYTHONPATH": os.pathsep.join([self.env["PYTHONPATH"], str(ROOT)])}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            [DTRAIN, *arguments],
+            cwd=self.folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+        )
+
+    def __call__(self, *arguments: str, code: int = 0) -> str:
+        """What a command says; in this process, for speed."""
+        done = CliRunner().invoke(main, arguments)
+        assert done.exit_code == code, done.output
+        return done.output
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
+    if why := missing():
+        pytest.skip(why)
+    with Emulator(tmp_path / "cloud") as cloud:
+        for name in [name for name in os.environ if name.startswith("DTRAIN_")]:
+            monkeypatch.delenv(name)
+        cloud.use(monkeypatch)
+        own = {
+            "DTRAIN_HOME": str(tmp_path / "home"),
+            "DTRAIN_CLUSTER": "azure_ml",
+            "DTRAIN_CLUSTER_NAME": "dtrain",
+            "DTRAIN_STORAGE": "az://dtrain/team",
+            "DTRAIN_AZURE_IMAGE": "emulated.azurecr.io/dtrain:1",
+            "DTRAIN_AZURE_POLL_SECONDS": "0.5",
+            "DTRAIN_THREADS_PER_RANK": "1",
+        }
+        for name, value in own.items():
+            monkeypatch.setenv(name, value)
+        folder = tmp_path / "work"
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        (folder / "my_model.py").write_text(MODEL)
+        yield Shell(folder, cloud, dict(os.environ) | cloud.environment)
+
+
+def test_jobs_of_the_cloud_are_started_seen_and_cancelled_from_shells(shell: Shell, tmp_path: Path) -> None:
+    write_dataset(tmp_path / "home" / "storage" / "datasets" / "walks")
+    few = ("--dataset", "latest", "--nodes", "2", "--model", "my_model:make", "--set", "training.log_frequency=1")
+    assert shell("jobs") == f"no jobs in {JOBS}\n"
+    assert "no script" in shell("launch", "train.py", code=2)
+    assert "no job 'first' on cluster 'dtrain'" in shell("cancel", "first", code=2)
+
+    first = shell.start("train", *few, "--name", "first", "--set", "training.max_steps=4")
+    out, err = first.communicate(timeout=120)
+    assert first.returncode == 0, out + err
+    assert "job first: 2 nodes\nhttps://" in err
+    assert "step 4/4" in out
+    assert "4 steps on 2 ranks" in out
+    long = (*few, "--name", "second", "--epochs", "999", "--set", 'model.args={"pause": 0.3}')
+    second = shell.start("train", *long)
+    assert RunDir(f"{JOBS}/first").read_job().dataset.uri.startswith("az://dtrain/team/datasets/")
+    said = shell("status", "first")
+    assert "job first: succeeded" in said
+    assert "https://" in said
+    assert "4 steps on 2 ranks" in shell("summary", "first")
+    [line] = shell("logs", "first", "--node", "1", "--tail", "1").splitlines()
+    assert line
+    assert shell("logs", "first").count("a model of my own") == 2
+    assert "has succeeded already" in shell("train", *few, "--name", "first", code=2)
+
+    job = RunDir(f"{JOBS}/second")
+    _wait(lambda: list(job.events("step")), second)
+    rows = [line.split()[:3] for line in shell("jobs").splitlines()]
+    assert rows == [["JOB", "STATE", "NODES"], ["second", "running", "2"], ["first", "succeeded", "2"]]
+    said = shell("status")
+    assert "cluster dtrain: healthy" in said
+    assert said.count("works on second-l1") == 2
+    assert shell("train", *long, "--detach") == "job second is running already: no other is started\nsecond\n"
+    follower = shell.start("logs", "--follow", "second", "--node", "0")
+    assert follower.stdout
+    assert follower.stdout.readline() == "[node 0] --- launch 1, second-l1 ---\n"
+    assert follower.stdout.readline() == "[node 0] a model of my own\n"
+    assert shell("cancel", "second") == "job second: cancelled\n"
+    out, err = second.communicate(timeout=60)
+    assert second.returncode == 143, out + err
+    assert "job second cancelled" in err
+    assert follower.wait(60) == 0
+    assert shell.cloud.control("state")["jobs"]["second-l1"]["status"] == "Canceled"
+    assert set(shell.cloud.control("bought")["jobs"]) == {"first-l1", "second-l1"}
+    [log] = (tmp_path / "home" / "audit").iterdir()
+    audit = [json.loads(line) for line in log.read_text().splitlines()]
+    done = [(line["operation"], line["target"]) for line in audit if line["operation"].startswith("job.")]
+    assert done == [("job.submit", "first-l1"), ("job.submit", "second-l1"), ("job.cancel", "second-l1")]
+    assert {line["who"] for line in audit} == {f"{getpass.getuser()}@{socket.gethostname()}"}
+
+
+def _wait(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.2)
