@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,9 @@ from typing import Any, Literal
 
 import trainer
 from dtrain_dagster.clusters.base import GPUClusterManager, JobSpec, JobState, JobStatus
+from dtrain_dagster.monitoring.alerts import LATEST_WINDOWS, keep
+from dtrain_dagster.monitoring.hangs import HangNews, unresolved, verdict
+from dtrain_dagster.monitoring.windows import settled, shares, windows
 from trainer.config import JobConfig
 from trainer.rundir import RunDir
 
@@ -166,10 +169,23 @@ class Progress:
     """Paid seconds so far, over all nodes."""
     news: tuple[str, ...] = ()
     """What has happened since the last look that a person should know: nodes lost and found, saves that failed."""
+    recent: tuple[Mapping[str, Any], ...] = ()
+    """The latest events that tell what holds the steps up, see `monitoring.alerts`."""
+    hang: tuple[dict[str, Any], ...] = ()
+    """What ranks report that see no progress, until there is some."""
+
+    def shares(self) -> dict[str, float]:
+        """Of the latest steps, the part of each segment (`monitoring.windows.SEGMENTS`); empty while not known."""
+        return shares(settled(windows(self.recent))[-LATEST_WINDOWS:])
+
+    def explained(self, message: str) -> str:
+        """The message, and who kept the others waiting, if that is how it came to it."""
+        return f"{message}; {verdict(self.hang)}" if self.hang else message
 
 
 def advance(progress: Progress, events: Sequence[dict[str, Any]]) -> Progress:
     """Progress after these events. Pure."""
+    progress = replace(progress, hang=unresolved(progress.hang, events), recent=keep(progress.recent, events))
     for item in events:
         if item["kind"] == "phase":
             progress = _after_phase(progress, item)
@@ -236,12 +252,14 @@ def follow_job(
     """Yield the job's status and progress, again and again, until it has ended; the last one yielded is final. ``take``
     gets the events that have come since, before each."""
     seen: set[str] = set()
-    progress = Progress()
+    progress, hang_news = Progress(), HangNews()
     while True:
         status = manager.job_status(job_id)  # asked first, so that the final round reads all events
         events = rundir.follow(seen)
         take(events)
-        progress = replace(advance(progress, events), news=news(events))
+        progress = advance(progress, events)
+        hang = hang_news.tell(progress.hang, now(), status.state.is_final)
+        progress = replace(progress, news=(*news(events), *hang))
         paid = sum(node.seconds(now()) for node in rundir.nodes())
         progress = replace(progress, nodes_alive=status.nodes_alive, node_seconds=paid)
         yield status, progress

@@ -18,6 +18,7 @@ from dtrain_dagster.clusters.base import ClusterHealth, GPUClusterManager, JobSt
 from dtrain_dagster.jobs import Progress, advance, follow_job
 from dtrain_dagster.logs import LogFollower
 from dtrain_dagster.monitoring.dashboard import PerformanceDashboard
+from dtrain_dagster.monitoring.hangs import verdict
 from trainer.rundir import EVENTS, LAUNCH, NodePresence, RunDir, stale_seconds
 
 NODE_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
@@ -177,6 +178,8 @@ def print_status(console: Console, status: JobStatus, rundir: RunDir, now: float
     if events := list(rundir.events()):
         progress = replace(advance(Progress(), events), nodes_alive=status.nodes_alive)
         console.print(progress_line(progress, None), highlight=False, markup=False)
+        if progress.hang:
+            console.print(f"! {verdict(progress.hang)}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(nodes_table(rundir.nodes(), now, stale_seconds(rundir.storage)))
     studio = (rundir.read_json(LAUNCH) or {}).get("studio_url")
     for line in filter(None, (status.message, studio)):

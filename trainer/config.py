@@ -128,9 +128,15 @@ class DistributedTrainingConfig:
     """Between two samples of a node's utilisation."""
     timing: bool = True
     """Measure where the time of each step goes on every rank, so that a slow network is told from a slow node."""
-    profile_steps: int | None = Field(default=None, ge=1)
-    """Trace this many of the first optimizer steps of every start, to ``<run_dir>/profile/trace-rank-<rank>.json``
-    (Chrome's trace format); None does not trace (T5)."""
+    hang_seconds: float | None = Field(default=None, gt=0)
+    """A rank whose step takes longer reports where it stands (`trainer.watchdog`). None: 20 s, or 20 times the median
+    step if that is longer. Never much later than half of ``collective_timeout_seconds``."""
+    profile_steps: int | None = Field(default=None, ge=1, le=1000)
+    """Trace this many optimizer steps of every start, on every rank, to ``<run_dir>/profile/trace-r<rank>-s<last
+    step>.json`` (Chrome's trace format); None does not trace, unless it is asked to while it runs: see
+    `trainer.profiling` (T5)."""
+    profile_from_step: int = Field(default=0, ge=0)
+    """Steps to be done before that trace begins; where a start has more behind it, it begins at once."""
 
     @property
     def micro_batches(self) -> int:

@@ -33,6 +33,8 @@ TENSORBOARD = "tensorboard"
 UPLOAD_SECONDS = 60.0
 FLUSH_SECONDS, REMOTE_FLUSH_SECONDS = 1.0, 5.0
 """How much time the events of one file span; every file on remote storage is paid for."""
+URGENT = "hang"
+"""Written at once: the timeout that ends this process may be near."""
 _log = logging.getLogger(__name__)
 
 
@@ -107,6 +109,8 @@ class Reporter:
             if item is None:
                 return batch, True
             batch.append(item)
+            if item["kind"] == URGENT:
+                break
         return batch, False
 
     def _write(self, batch: list[dict[str, Any]]) -> None:

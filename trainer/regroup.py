@@ -158,6 +158,7 @@ def report_as_this_rank(trainer: DistributedTrainer) -> None:
                 trainer.reporter.emit("phase", name=name, seconds=round(seconds, 3))
     else:
         trainer.reporter.move(world.rank, world.generation, sinks)
+    trainer.watchdog.attend(trainer.reporter, world.group, [node for node, _ in ranks], facts.node_rank)
     if facts.local_rank == 0 and trainer.monitor is None:
         pids = [pid for node, pid in ranks if node == facts.node_rank]
         interval = trainer.config.monitor_interval_seconds

@@ -44,6 +44,7 @@ from trainer.schedule import learning_rate
 from trainer.shards import DatasetError, DataShardManager
 from trainer.state import Progress, TrainingState
 from trainer.step import Batch, BatchLoader, Step, StepResult, Votes
+from trainer.watchdog import Watchdog
 from trainer.world import World, choose_device, join, rank_facts
 
 
@@ -67,6 +68,7 @@ class DistributedTrainer:
         self.elastic: Elastic | None = None
         self.reporter: Reporter | None = None
         self.monitor: NodeMonitor | None = None
+        self.watchdog = Watchdog(self.config)
         self.state: TrainingState | None = None
         self.loader: BatchLoader | None = None
         self.sampler: Sampler
@@ -177,12 +179,14 @@ class DistributedTrainer:
     def train_epoch(self, dataloader: Iterable[Batch], epoch: int = 0) -> dict[str, float]:
         """Train on the batches of (the rest of) an epoch; the mean loss over them and all ranks."""
         self.step.module.train()
+        self.watchdog.progress(self.progress.step)
         self.step.timer.mark(None)
         totals = {"loss_sum": 0.0, "samples": 0.0}
         for batch in dataloader:
             rate = learning_rate(self.config, self.progress.step, self.total_steps)
             result = self.step(batch, self.progress.step, rate, self._votes())
             self.progress.commit(epoch, batch.samples, result.digest)
+            self.watchdog.progress(self.progress.step)
             self.profiler.step()
             totals["loss_sum"] += result.loss_sum
             totals["samples"] += batch.local_samples
@@ -198,6 +202,7 @@ class DistributedTrainer:
             if is_reported:
                 self._probe_links()
             self._catch_up()
+            self.watchdog.progress(self.progress.step)
             self.window.began += time.monotonic() - paused_at  # that is no part of a step's time
             self._heed(result)
             if self._is_over():
@@ -216,6 +221,7 @@ class DistributedTrainer:
 
     def close(self, tracking_seconds: float = 60.0) -> None:
         """Stop the threads and leave the group; what was reported is on disk afterwards."""
+        self.watchdog.stop()
         if self.loader:
             self.loader.close()
         if hasattr(self, "checkpoints"):
@@ -238,6 +244,7 @@ class DistributedTrainer:
 
     def phase(self, name: str) -> None:
         """Book the time since the last mark on a phase, and say so."""
+        self.watchdog.rest()
         now = time.monotonic()
         self.seconds[name] += now - self._mark
         self._mark = now

@@ -6,10 +6,12 @@ value, and a parametrised one does not go together with check specs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import dagster as dg
 
+from dtrain_dagster.monitoring.strategies import Strategy
 from trainer.rundir import RunDir
 
 OWNERS = ["team:ml-platform"]
@@ -34,9 +36,27 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def rounded(value: Any) -> Any:
+    """A figure as metadata shows it; anything else as it is."""
+    return round(value, 6) if isinstance(value, float) else value
+
+
 def read_finished(rundir: RunDir, name: str) -> dict[str, Any]:
     """A document of a job that has succeeded. `dagster.Failure` where it is missing: the folder was changed since."""
     document = rundir.read_json(name)
     if document is None:
         raise dg.Failure(f"{rundir.uri} has no {name}: its job did not finish; materialize trained_checkpoint again")
     return document
+
+
+def strategy_table(strategies: Iterable[Strategy]) -> str:
+    """What to change as a Markdown table, in the order given, with what it is expected to gain."""
+    rows = [
+        "| what | change | samples/s | per dollar | step | wire then | mind |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for item in strategies:
+        speed = f"{item.gain:+.0%} ({item.samples_per_second:,.0f})"
+        step = f"{1000 * item.step_seconds:.3g} ms | {item.communication_share:.0%}"
+        rows.append(f"| **{item.name}** | {item.change} | {speed} | {item.cost_gain:+.0%} | {step} | {item.note} |")
+    return "\n".join(rows) if len(rows) > 2 else "Nothing that these figures speak for."

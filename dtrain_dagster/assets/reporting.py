@@ -1,16 +1,22 @@
 """Reporting: what each dollar was spent on, and how fast the nodes were."""
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, duration, read_finished
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, duration, read_finished, strategy_table
 from dtrain_dagster.assets.training import FinishedJob
+from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.tracker import CostTracker, overrun
-from dtrain_dagster.monitoring import charts
-from dtrain_dagster.monitoring.performance import NodePerformance, summarise
+from dtrain_dagster.monitoring import charts, charts_time
+from dtrain_dagster.monitoring.alerts import best, told
+from dtrain_dagster.monitoring.page import write_report
+from dtrain_dagster.monitoring.performance import NodePerformance, Performance, RankPerformance, summarise
+from dtrain_dagster.monitoring.windows import WireTime, windows
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.settings import load_settings
 from trainer.rundir import EVALUATION, RESULT, RunDir
@@ -114,39 +120,114 @@ def performance_report(
     rundir = RunDir(job.run_dir)
     result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
     usage = cluster.manager().node_usage(job.job_id)
-    paid = max(node.ended_at for node in usage) - min(node.started_at for node in usage)
     events = list(rundir.events())
-    performance = summarise(events, result["phase_seconds"], result["world_size"], paid)
+    performance = summarise(events, result["phase_seconds"], result["world_size"], usage, cost_estimate.job["training"])
     rundir.write_json(PERFORMANCE_REPORT, asdict(performance))
-    node_events = [item for item in events if item["kind"] == "node"]
-    rows = [dg.TableRecord(_node_row(node)) for node in performance.nodes]
+    wall = max(node.ended_at for node in usage) - min(node.started_at for node in usage)
     expected = cost_estimate.estimate.seconds
     metadata: dict[str, Any] = {
         "verdict": performance.verdict,
-        "samples_per_second": round(performance.samples_per_second, 1),
-        "step_milliseconds_median": round(performance.step_milliseconds_median, 2),
-        "step_milliseconds_p95": round(performance.step_milliseconds_p95, 2),
-        "wall_seconds": round(paid, 1),
-        "time_against_estimate": f"{duration(paid)}; estimated {duration(expected.expected)} "
+        **_figures(performance),
+        "wall_seconds": round(wall, 1),
+        "time_against_estimate": f"{duration(wall)}; estimated {duration(expected.expected)} "
         f"({duration(expected.low)} to {duration(expected.high)})",
+        "recommendations": dg.MarkdownMetadataValue(strategy_table(performance.recommendations)),
         "test": dg.JsonMetadataValue(evaluation["model"]),
+        "report_page": dg.MetadataValue.path(write_report(rundir, cost_estimate.tier)),
         "report": dg.MetadataValue.path(f"{rundir.uri}/{PERFORMANCE_REPORT}"),
+        "pictures": dg.MarkdownMetadataValue(_pictures(performance, usage, events)),
     }
-    pictures = [charts.markdown_image(charts.phase_chart(performance.phase_seconds), "Where the time went")]
-    if rows:
-        metadata["by_node"] = dg.TableMetadataValue(rows, _schema(rows))
-        pictures.append(charts.markdown_image(charts.node_charts(node_events), "Nodes over time"))
-    steps = [item for item in events if item["kind"] == "step"]
-    evaluations = [item for item in events if item["kind"] == "evaluation"]
-    pictures.append(charts.markdown_image(charts.training_curves(steps, evaluations), "Training curves"))
-    report = "\n\n".join([f"**{performance.verdict}**", *pictures])
-    metadata["pictures"] = dg.MarkdownMetadataValue(report)
+    for name, rows in (
+        ("by_rank", [_rank_row(rank) for rank in performance.ranks]),
+        ("by_collective", [_collective_row(item) for item in getattr(performance.communication, "collectives", ())]),
+        ("by_node", [_node_row(node) for node in performance.nodes]),
+    ):
+        if rows:
+            records = [dg.TableRecord(row) for row in rows]
+            metadata[name] = dg.TableMetadataValue(records, _schema(records))
     return dg.MaterializeResult(metadata=metadata)
 
 
+def _figures(performance: Performance) -> dict[str, Any]:
+    """What Dagster plots from run to run. What is not known is left out."""
+    figures: dict[str, Any] = {
+        "cause": performance.diagnosis.where,
+        "cause_percent": 100 * performance.diagnosis.share,
+        "samples_per_second": performance.samples_per_second,
+        "samples_per_second_per_rank": performance.samples_per_second_per_rank,
+        "step_milliseconds_median": performance.step_milliseconds_median,
+        "step_milliseconds_p95": performance.step_milliseconds_p95,
+        "goodput_percent": 100 * performance.goodput.share,
+        "scaling_basis": performance.scaling.basis,
+    }
+    if performance.scaling.efficiency is not None:
+        figures["scaling_efficiency_percent"] = 100 * performance.scaling.efficiency
+    if performance.segment_shares:
+        figures["input_percent"] = 100 * performance.segment_shares["input"]
+    communication = performance.communication
+    if communication:
+        figures["communication_percent"] = 100 * communication.wire_share
+        figures["waiting_percent"] = 100 * communication.waiting_share
+        if communication.overlap is not None:
+            figures["overlap_percent"] = 100 * communication.overlap
+        if communication.bandwidth_bytes_per_second:
+            figures["bandwidth_megabytes_per_second"] = communication.bandwidth_bytes_per_second / 1e6
+    also = [
+        f"- {item.where}, {item.share:.0%} of training time: {item.evidence}" for item in performance.diagnosis.also
+    ]
+    if also:
+        figures["also_found"] = dg.MarkdownMetadataValue("\n".join(also))
+    return {name: _short(value) for name, value in figures.items()}
+
+
+def _pictures(performance: Performance, usage: Sequence[NodeUsage], events: Sequence[dict[str, Any]]) -> str:
+    """All pictures in one piece of Markdown, below the verdict and what to change."""
+
+    def of(kind: str) -> list[dict[str, Any]]:
+        return [item for item in events if item["kind"] == kind]
+
+    pictures = {}
+    if performance.ranks:
+        pictures["A step of each rank"] = charts_time.step_chart(performance.ranks)
+    if performance.communication:
+        pictures["Communication"] = charts_time.communication_chart(windows(events), performance.communication)
+    pictures["Nodes and what happened"] = charts_time.timeline_chart(usage, events)
+    pictures["Where the time went"] = charts.phase_chart(performance.phase_seconds)
+    pictures["Throughput"] = charts_time.throughput_chart(of("step"), events)
+    if performance.nodes:
+        pictures["Nodes over time"] = charts.node_charts(of("node"))
+    pictures["Training curves"] = charts.training_curves(of("step"), of("evaluation"))
+    helpful = best(performance.recommendations)
+    text = [f"**{performance.verdict}**"]
+    text += (
+        ["What would help, the most first:\n\n" + "\n".join(f"- {told(item)}" for item in helpful)] if helpful else []
+    )
+    return "\n\n".join([*text, *(charts.markdown_image(picture, title) for title, picture in pictures.items())])
+
+
+def _rank_row(rank: RankPerformance) -> dict[str, Any]:
+    row = {"rank": rank.rank, "node": f"node {rank.node_id}", "samples_per_second": _or_none(rank.samples_per_second)}
+    return row | {f"{name}_ms": round(value, 3) for name, value in rank.milliseconds.items()}
+
+
+def _collective_row(item: WireTime) -> dict[str, Any]:
+    rate = item.bandwidth_bytes_per_second
+    return {
+        "collective": item.name,
+        "bytes": item.bytes,
+        "wire_ms": round(1000 * item.wire_seconds, 4),
+        "waiting_ms": round(1000 * statistics.fmean(item.waiting_seconds or (0.0,)), 4),
+        "hidden_percent": round(100 * item.overlap, 1),
+        "megabytes_per_second": _or_none(rate / 1e6 if rate else None),
+    }
+
+
 def _node_row(node: NodePerformance) -> dict[str, Any]:
-    row = asdict(node) | {"node_id": f"node {node.node_id}"}
-    return {name: "none" if value is None else _short(value) for name, value in row.items()}
+    return {name: _or_none(value) for name, value in (asdict(node) | {"node_id": f"node {node.node_id}"}).items()}
+
+
+def _or_none(value: Any) -> Any:
+    return "none" if value is None else _short(value)
 
 
 def _short(value: Any) -> Any:

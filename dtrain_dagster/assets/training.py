@@ -10,28 +10,25 @@ from typing import Any
 import dagster as dg
 
 from dtrain_dagster.assets.capacity import provision, provisioning
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, duration, read_finished
-from dtrain_dagster.clusters.base import GPUClusterManager, JobState
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, read_finished, rounded
+from dtrain_dagster.assets.following import communication_check, watch
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.jobs import (
     CLAIM,
     OWNER,
     PLAN,
     Choice,
-    Progress,
     choose_job,
     code_version,
-    follow_job,
     known_jobs,
     start_job,
 )
 from dtrain_dagster.monitoring import charts
+from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from trainer.config import JobConfig, TrackingConfig, parse_job
 from trainer.membership import Generation, generations
 from trainer.rundir import EVALUATION, LAUNCH, RESULT, RunDir
-
-OBSERVE_EVERY_SECONDS = 5.0
 
 gpu_cluster = dg.AssetSpec(
     "gpu_cluster",
@@ -78,6 +75,12 @@ class FinishedJob:
             "(R2.2, R2.4): the trainer's records of what it consumed equal those of the dataset's own count.",
         ),
         dg.AssetCheckSpec(
+            "communication_within_limits",
+            asset="trained_checkpoint",
+            description=f"Communication that nothing hides takes at most {COMMUNICATION_LIMIT:.0%} of the time (R3.2). "
+            "Told as soon as it does, while the job runs; judged over the whole job at its end.",
+        ),
+        dg.AssetCheckSpec(
             "no_baseline_is_better",
             asset="trained_checkpoint",
             description="No baseline's likelihood on the same test windows is better beyond chance (t above 2).",
@@ -105,7 +108,7 @@ def trained_checkpoint(
             job = planned_job(plan, choice, cluster, project, context.run.run_id)
             rundir.write_json(PLAN, asdict(plan))
             start_job(manager, job, plan.node_count, plan.processes_per_node, cluster.node_env(project))
-        _watch(context, manager, rundir, choice.job_id, plan)
+        watch(context, manager, rundir, choice.job_id, plan, project.notify_urls())
     except dg.DagsterExecutionInterruptedError:
         context.log.warning(f"terminated: cancelling job {choice.job_id}")
         manager.cancel_job(choice.job_id)
@@ -123,7 +126,12 @@ def trained_checkpoint(
         value=finished,
         data_version=dg.DataVersion(result["weights_sha256"]),
         metadata=_metadata(rundir, result, evaluation, plan) | provisioning(manager),
-        check_results=[_weights_check(result), _samples_check(result, plan), _baselines_check(evaluation)],
+        check_results=[
+            _weights_check(result),
+            _samples_check(result, plan),
+            communication_check(list(rundir.events()), plan.job["training"]),
+            _baselines_check(evaluation),
+        ],
     )
 
 
@@ -142,62 +150,6 @@ def planned_job(
     return parse_job(json.dumps({**plan.job, **fields}), source="the plan")
 
 
-def _watch(
-    context: dg.AssetExecutionContext, manager: GPUClusterManager, rundir: RunDir, job_id: str, plan: TrainingPlan
-) -> None:
-    """Follow the job to its end, with an observation every few seconds. `dagster.Failure` if it does not succeed."""
-    observed_at, phase = 0.0, ""
-    for status, progress in follow_job(manager, rundir, job_id):
-        if progress.phase != phase:
-            phase = progress.phase
-            context.log.info(f"{job_id}: {phase}")
-        for sentence in progress.news:
-            context.log.warning(f"{job_id}: {sentence}")
-        if time.monotonic() - observed_at >= OBSERVE_EVERY_SECONDS and progress.step:
-            observed_at = time.monotonic()
-            metadata = progress_metadata(progress, plan)
-            context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
-            context.log.info(progress_line(progress, plan))
-        if not status.state.is_final or status.state is JobState.SUCCEEDED:
-            continue
-        raise dg.Failure(
-            description=f"job {job_id} {status.state}: {status.message}",
-            metadata={"log": dg.MarkdownMetadataValue(f"```\n{manager.job_logs(job_id, tail=40)}\n```")},
-            allow_retries=status.state is JobState.FAILED,
-        )
-
-
-def progress_metadata(progress: Progress, plan: TrainingPlan) -> dict[str, Any]:
-    """What an observation of the running asset carries; numbers, so that the UI plots them."""
-    usd = progress.node_seconds / 3600 * plan.estimate.usd_per_node_hour
-    fields = {
-        "step": progress.step,
-        "steps_planned": plan.work.steps,
-        "epoch": progress.epoch,
-        "loss": progress.loss,
-        "valid_loss": progress.valid_loss,
-        "samples_per_second": progress.samples_per_second,
-        "eta_seconds": progress.eta_seconds,
-        "nodes_alive": progress.nodes_alive,
-        "cost_so_far_usd": usd,
-    }
-    return {name: _rounded(value) for name, value in fields.items() if value is not None}
-
-
-def progress_line(progress: Progress, plan: TrainingPlan) -> str:
-    """The same in one line of the log."""
-    share = progress.step / plan.work.steps if plan.work.steps else 0
-    parts = [f"step {progress.step}/{plan.work.steps} ({share:.0%})", f"epoch {progress.epoch}"]
-    if progress.loss is not None:
-        parts.append(f"loss {progress.loss:.4f}")
-    if progress.samples_per_second is not None:
-        parts.append(f"{progress.samples_per_second:,.0f} samples/s")
-    if progress.eta_seconds is not None:
-        parts.append(f"ETA {duration(progress.eta_seconds)}")
-    usd = progress.node_seconds / 3600 * plan.estimate.usd_per_node_hour
-    return " · ".join([*parts, f"{progress.nodes_alive} nodes", f"{dollars(usd)} so far ({plan.price_words})"])
-
-
 def _metadata(rundir: RunDir, result: dict[str, Any], evaluation: dict[str, Any], plan: TrainingPlan) -> dict[str, Any]:
     steps, evaluations = list(rundir.events("step")), list(rundir.events("evaluation"))
     model = evaluation["model"]
@@ -205,7 +157,7 @@ def _metadata(rundir: RunDir, result: dict[str, Any], evaluation: dict[str, Any]
         "job_id": rundir.uri.rsplit("/", 1)[-1],
         "run_dir": dg.MetadataValue.path(rundir.uri),
         "steps": result["steps"],
-        "train_seconds": _rounded(result["train_seconds"]),
+        "train_seconds": rounded(result["train_seconds"]),
         "world_size": result["world_size"],
         "weights_sha256": result["weights_sha256"],
         "dataset_id": plan.job["dataset"]["dataset_id"],
@@ -216,7 +168,7 @@ def _metadata(rundir: RunDir, result: dict[str, Any], evaluation: dict[str, Any]
     history = generations(rundir.storage)
     metadata["generations"] = len(history)
     metadata["membership"] = dg.MarkdownMetadataValue(membership_table(history))
-    metadata |= {f"test_{name}": _rounded(value) for name, value in model.items() if isinstance(value, float)}
+    metadata |= {f"test_{name}": rounded(value) for name, value in model.items() if isinstance(value, float)}
     if model.get("nll") is not None:
         metadata["skill"] = _picture(charts.skill_chart(model, evaluation["baselines"]), "Skill against the baselines")
         metadata["calibration"] = _picture(charts.calibration_chart(evaluation["calibration"]), "Calibration")
@@ -277,7 +229,3 @@ def _baselines_check(evaluation: dict[str, Any]) -> dg.AssetCheckResult:
 
 def _picture(svg: bytes, title: str) -> dg.MarkdownMetadataValue:
     return dg.MarkdownMetadataValue(charts.markdown_image(svg, title))
-
-
-def _rounded(value: Any) -> Any:
-    return round(value, 6) if isinstance(value, float) else value

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-INK, MUTED, GRID = "#24292f", "#6e7781", "#d8dee4"
-COLOURS = ("#0969da", "#bf5700", "#1a7f37", "#8250df", "#cf222e", "#9a6700", "#0e7490", "#57606a")
+from dtrain_dagster.monitoring.drawing import COLOURS, INK, label, line, new_figure, svg
 
 
 def markdown_image(svg: bytes, title: str) -> str:
@@ -23,12 +17,12 @@ def markdown_image(svg: bytes, title: str) -> str:
 
 def training_curves(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> bytes:
     """Loss of training and validation over optimizer steps, learning rate and gradient norm below."""
-    figure = _figure(9, 5.6)
+    figure = new_figure(9, 5.6)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
-    _line(upper, [(row["step"], row["loss"]) for row in steps], "training", COLOURS[0], width=1.1)
+    line(upper, [(row["step"], row["loss"]) for row in steps], "training", COLOURS[0], width=1.1)
     valid = [(row["step"], row["loss"]) for row in evaluations if row.get("split") == "valid"]
     if valid:
-        _line(upper, valid, "validation", COLOURS[1], marker="o")
+        line(upper, valid, "validation", COLOURS[1], marker="o")
         best = min(valid, key=lambda point: point[1])
         upper.annotate(
             f"best {best[1]:.4f}\nat step {best[0]}",
@@ -39,16 +33,16 @@ def training_curves(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Ma
             fontsize=8,
             color=COLOURS[1],
         )
-    _label(upper, "Loss over optimizer steps", "", "loss per sample")
-    _line(lower, [(row["step"], row["learning_rate"]) for row in steps], "learning rate", COLOURS[2])
+    label(upper, "Loss over optimizer steps", "", "loss per sample")
+    line(lower, [(row["step"], row["learning_rate"]) for row in steps], "learning rate", COLOURS[2])
     norms = lower.twinx()
-    _line(norms, [(row["step"], row["grad_norm"]) for row in steps], "gradient norm", COLOURS[3], width=0.9)
+    line(norms, [(row["step"], row["grad_norm"]) for row in steps], "gradient norm", COLOURS[3], width=0.9)
     norms.set_ylabel("gradient 2-norm", fontsize=9, color=COLOURS[3])
     norms.spines[["top"]].set_visible(False)
-    _label(lower, "", "optimizer step", "learning rate")
+    label(lower, "", "optimizer step", "learning rate")
     lines = lower.get_lines() + norms.get_lines()
     lower.legend(lines, [str(line.get_label()) for line in lines], frameon=False, fontsize=8, loc="upper right")
-    return _svg(figure)
+    return svg(figure)
 
 
 def node_charts(samples: Iterable[Mapping[str, Any]]) -> bytes:
@@ -65,17 +59,17 @@ def node_charts(samples: Iterable[Mapping[str, Any]]) -> bytes:
         (memory, f"{kind}: memory", "% of the node"),
         ("samples_per_second", "Throughput of the node", "samples/s"),
     )
-    figure = _figure(9, 6.2)
+    figure = new_figure(9, 6.2)
     axes = figure.subplots(3, 1, sharex=True)
     for axis, (field, title, unit) in zip(axes, panels, strict=True):
         for node, rows in sorted(by_node.items()):
             points = [(row["time"] - start, row[field]) for row in rows if row.get(field) is not None]
-            _line(axis, points, f"node {node}", COLOURS[node % len(COLOURS)])
-        _label(axis, title, "", unit)
+            line(axis, points, f"node {node}", COLOURS[node % len(COLOURS)])
+        label(axis, title, "", unit)
         axis.set_ylim(bottom=0)
     axes[-1].set_xlabel("seconds since the first sample", fontsize=9)
     axes[0].legend(frameon=False, fontsize=8, ncols=4, loc="lower right")
-    return _svg(figure)
+    return svg(figure)
 
 
 def skill_chart(model: Mapping[str, float], baselines: Mapping[str, Mapping[str, float]]) -> bytes:
@@ -84,7 +78,7 @@ def skill_chart(model: Mapping[str, float], baselines: Mapping[str, Mapping[str,
     rows = sorted([*rows, ("this model", model)], key=lambda row: row[1]["nll"], reverse=True)
     names = [name for name, _ in rows]
     colours = [COLOURS[0] if name == "this model" else "#afb8c1" for name in names]
-    figure = _figure(9, 1.3 + 0.42 * len(rows))
+    figure = new_figure(9, 1.3 + 0.42 * len(rows))
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.5, 1))
     nll = [metrics["nll"] for _, metrics in rows]
     span = max(nll) - min(nll) or 1.0
@@ -94,34 +88,34 @@ def skill_chart(model: Mapping[str, float], baselines: Mapping[str, Mapping[str,
         left.text(floor - value + 0.01 * span, index, f"{value:.4f}", va="center", fontsize=8, color=INK)
     left.set_xlim(0, (floor - min(nll)) * 1.18)
     left.set_xticks([])
-    _label(left, "Negative log-likelihood (longer bar: better)", "", "")
+    label(left, "Negative log-likelihood (longer bar: better)", "", "")
     right.axvspan(0.87, 0.93, color="#dafbe1", label="accepted")
     right.axvline(0.90, color=COLOURS[2], linewidth=1, linestyle="--", label="nominal")
     right.scatter([metrics["coverage_90"] for _, metrics in rows], names, color=colours, zorder=3, s=36)
     right.set_xlim(0.84, 0.96)
-    _label(right, "Coverage of the 90 % interval", "share of test windows inside", "")
+    label(right, "Coverage of the 90 % interval", "share of test windows inside", "")
     figure.legend(*right.get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside lower right", ncols=2)
-    return _svg(figure)
+    return svg(figure)
 
 
 def calibration_chart(quintiles: Sequence[Mapping[str, float]]) -> bytes:
     """Coverage of the 90 % interval within each fifth of the predicted scale, calm to stormy."""
-    figure = _figure(6, 3)
+    figure = new_figure(6, 3)
     axis = figure.subplots()
     labels = [f"{index + 1}" for index in range(len(quintiles))]
     axis.axhspan(0.87, 0.93, color="#dafbe1", label="accepted overall")
     axis.axhline(0.90, color=COLOURS[2], linewidth=1, linestyle="--", label="nominal")
     axis.plot(labels, [row["coverage_90"] for row in quintiles], "o-", color=COLOURS[0], label="this model")
     axis.set_ylim(0.80, 1.0)
-    _label(axis, "Calibration by predicted volatility", "quintile of predicted scale (1 calm … 5 stormy)", "coverage")
+    label(axis, "Calibration by predicted volatility", "quintile of predicted scale (1 calm … 5 stormy)", "coverage")
     axis.legend(frameon=False, fontsize=8, loc="lower left", ncols=3)
-    return _svg(figure)
+    return svg(figure)
 
 
 def cost_chart(periods: Sequence[Any], estimate: tuple[float, float, float], words: str) -> bytes:
     """Dollars by node and time, stacked and cumulative, against the estimate (low, expected, high). ``words``: what the
     dollars are, for the axis."""
-    figure = _figure(9, 3.6)
+    figure = new_figure(9, 3.6)
     axis = figure.subplots()
     first = min((row.started_at for row in periods), default=0.0)
     edges = sorted({round(row.ended_at - first, 6) for row in periods})
@@ -142,14 +136,14 @@ def cost_chart(periods: Sequence[Any], estimate: tuple[float, float, float], wor
     axis.axhline(expected, color=COLOURS[5], linewidth=1.2, linestyle="--", label="estimate")
     axis.set_ylim(bottom=0)
     axis.set_xlim(left=0)
-    _label(axis, "Cost so far, by node", "seconds since the first node", f"US dollars ({words})")
+    label(axis, "Cost so far, by node", "seconds since the first node", f"US dollars ({words})")
     figure.legend(frameon=False, fontsize=8, loc="outside right upper")
-    return _svg(figure)
+    return svg(figure)
 
 
 def phase_chart(seconds: Mapping[str, float]) -> bytes:
     """One bar: where the job's wall-clock time went."""
-    figure = _figure(9, 2.0)
+    figure = new_figure(9, 2.0)
     axis = figure.subplots()
     total = sum(seconds.values()) or 1.0
     left = 0.0
@@ -161,46 +155,7 @@ def phase_chart(seconds: Mapping[str, float]) -> bytes:
         left += value
     axis.set_yticks([])
     axis.set_xlim(0, left)
-    _label(axis, "Where the time went", "seconds since the first node", "")
+    label(axis, "Where the time went", "seconds since the first node", "")
     axis.grid(visible=False)
     figure.legend(frameon=False, fontsize=8, ncols=4, loc="outside lower center")
-    return _svg(figure)
-
-
-def _figure(width: float, height: float) -> Figure:
-    # Figure, not pyplot: no global state and no display, so any thread of any process may draw.
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
-
-
-def _line(
-    axis: Axes,
-    points: Sequence[tuple[float, float]],
-    label: str,
-    colour: str,
-    marker: str | None = None,
-    width: float = 1.5,
-) -> None:
-    horizontal, vertical = ([point[index] for point in points] for index in (0, 1))
-    axis.plot(horizontal, vertical, label=label, color=colour, linewidth=width, marker=marker, markersize=4)
-
-
-def _label(axis: Axes, title: str, horizontal: str, vertical: str) -> None:
-    axis.set_title(title, fontsize=10, color=INK, loc="left", fontweight="bold")
-    axis.set_xlabel(horizontal, fontsize=9, color=MUTED)
-    axis.set_ylabel(vertical, fontsize=9, color=MUTED)
-    axis.tick_params(labelsize=8, colors=MUTED)
-    axis.grid(visible=True, color=GRID, linewidth=0.6)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.spines[["left", "bottom"]].set_color(GRID)
-    if axis.get_legend_handles_labels()[0] and axis.get_legend() is None and title.startswith("Loss"):
-        axis.legend(frameon=False, fontsize=8)
-
-
-def _svg(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    # No date in the file: the same figures give the same bytes.
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()
+    return svg(figure)

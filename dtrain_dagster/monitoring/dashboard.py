@@ -18,6 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtrain_dagster.jobs import Progress, advance, news
+from dtrain_dagster.monitoring.alerts import best, told
+from dtrain_dagster.monitoring.diagnosis import Cause, diagnose
+from dtrain_dagster.monitoring.hangs import verdict
+from dtrain_dagster.monitoring.strategies import strategies
+from dtrain_dagster.monitoring.windows import settled, windows
 
 SEGMENTS = ("input", "forward", "backward", "communication", "waiting", "optimizer", "checkpoint", "other")
 """Where a step's time goes, in order of the step; they add up to it."""
@@ -144,13 +149,15 @@ class PerformanceDashboard:
             "tracks": {name: rows for name, rows in found.items() if rows},
         }
 
-    def details(self) -> dict[str, Any]:
-        """What is small and changes as a whole: the breakdown per rank, collectives, links, news, marks."""
+    def details(self, training: Mapping[str, Any]) -> dict[str, Any]:
+        """What is small and changes as a whole: the breakdown per rank, collectives, links, verdict, news, marks.
+        ``training``: the job's configuration."""
         return {
             "has_gpus": self.has_gpus,
             "ranks": self.ranks(),
             "collectives": list(self.collectives),
             "link": self.link,
+            "verdict": self.verdict(training),
             "news": list(self.news)[::-1],
             "marks": list(self.marks),
         }
@@ -171,6 +178,21 @@ class PerformanceDashboard:
             if all(name in window.segments for window in windows)
         }
         return {"labels": list(last.ranks), "nodes": list(last.nodes), "steps": steps, "milliseconds": segments}
+
+    def verdict(self, training: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What holds the latest steps up, and what would help, the best first; None while that is not known."""
+        recent = [*self.progress.recent, *self.progress.hang]
+        found = diagnose(recent)
+        if found.cause is Cause.UNKNOWN:
+            return None
+        share = f", {found.share:.0%} of the time" if found.share else ""
+        return {
+            "cause": found.cause,
+            "title": f"{found.where}{share}",
+            "evidence": found.evidence,
+            "also": [f"{item.where}, {item.share:.0%}: {item.evidence}" for item in found.also],
+            "advice": [told(item) for item in best(strategies(settled(windows(recent)), recent, training))],
+        }
 
     def shares(self, segment: str) -> dict[int, float]:
         """Node → share of the step that its ranks spent on a segment, over the newest windows."""
@@ -193,6 +215,8 @@ class PerformanceDashboard:
         if take is not None:
             take(item)
         self.progress = advance(self.progress, [item])
+        if kind == "hang":
+            self._tell_hang(item)
         for text in sentences(item):
             if all(entry["text"] != text for entry in self.news):  # several ranks may tell the same
                 self.news.append({"time": at, "kind": kind, "text": text})
@@ -255,8 +279,15 @@ class PerformanceDashboard:
     def _take_checkpoint(self, item: dict[str, Any]) -> None:
         self._mark(item, f"checkpoint of step {item['step']}")
 
-    def _take_hang(self, item: dict[str, Any]) -> None:
-        self._mark(item, sentences(item)[0])
+    def _tell_hang(self, item: dict[str, Any]) -> None:
+        """Who keeps the others waiting, as far as ranks have reported: what the next one says may change it."""
+        said = {"time": item["time"], "kind": "hang", "step": item["step"], "text": verdict(self.progress.hang)}
+        for entries in (self.news, self.marks):
+            before = [entry for entry in entries if (entry["kind"], entry.get("step")) == ("hang", item["step"])]
+            if before:
+                before[-1]["text"] = said["text"]
+            else:
+                entries.append(dict(said))
 
     def _mark(self, item: dict[str, Any], text: str) -> None:
         self.marks.append({"time": item["time"], "kind": item["kind"], "text": text})
@@ -294,9 +325,6 @@ def sentences(item: dict[str, Any]) -> tuple[str, ...]:
     if known:
         return known
     kind = item["kind"]
-    if kind == "hang":
-        waited = f"{item['waited_seconds']:.0f} s in {item['operation']}"
-        return (f"node {item['node_id']} hangs at step {item['step']}: {waited}",)
     if kind == "communication_error":
         return (f"communication failed at step {item['step']} ({item['operation']}): {item['error']}",)
     if kind == "error":

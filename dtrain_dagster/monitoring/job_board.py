@@ -67,6 +67,7 @@ class OpenJob:
         self.stays: list[NodePresence] = []
         self.cost: Cost | None = None
         self._tier = tier
+        self._training: Mapping[str, Any] = {}
         self._seen: set[str] = set()
         self._read_at = -1e9
         self._lock = threading.Lock()
@@ -81,6 +82,7 @@ class OpenJob:
             self.row = read_row(self.rundir)  # asked first, so that the last round reads everything
             self.dashboard.take(self.rundir.follow(self._seen))
             self.stays = self.rundir.nodes()
+            self._training = (self.rundir.read_json(JOB) or {}).get("training", {})
             self.cost = cost_so_far(self.rundir, self.stays, self.row.running, self._tier, now)
             self._read_at = time.monotonic()
             return self
@@ -91,7 +93,7 @@ class OpenJob:
             stays = [asdict(stay) for stay in self.stays]
             return {
                 **self.dashboard.changes(version, token),
-                **self.dashboard.details(),
+                **self.dashboard.details(self._training),
                 "job": asdict(self.row),
                 "headline": headline(self, now),
                 "stays": stays,

@@ -1,4 +1,4 @@
-"""What a finished job's records say about its speed: pure functions from events to figures and one verdict."""
+"""What a job's records say about its speed: pure functions from events to figures, one verdict, and what to change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dtrain_dagster.clusters.base import NodeUsage
+from dtrain_dagster.monitoring.diagnosis import Cause, Diagnosis, diagnose
+from dtrain_dagster.monitoring.strategies import Strategy, strategies
+from dtrain_dagster.monitoring.windows import (
+    SEGMENTS,
+    Window,
+    WireTime,
+    seconds_of,
+    settled,
+    shares,
+    typical_collectives,
+    windows,
+    worlds,
+)
+from dtrain_dagster.monitoring.wire import fit_wire
+
 PHASES = ("startup", "data", "training", "evaluation", "checkpoint", "regroup", "finalise")
+LOW_GOODPUT = 0.5
+"""Share of paid node-time below which the verdict says so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,23 +43,84 @@ class NodePerformance:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankPerformance:
+    """One rank of the world that trained longest: milliseconds per step of each segment, mean over the steps."""
+
+    rank: int
+    node_id: int
+    samples_per_second: float | None
+    milliseconds: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Communication:
+    """Of the world that trained longest; shares are of training time, over all worlds. None: not known."""
+
+    wire_share: float
+    waiting_share: float
+    overlap: float | None
+    """Share of the gradients' way that the backward pass hid."""
+    bandwidth_bytes_per_second: float | None
+    """Of the bus, in the largest collective."""
+    latency_milliseconds: float | None
+    """Of one collective, however few bytes it moves."""
+    collectives: tuple[WireTime, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaling:
+    """How many times as fast as one node, per node: 1.0 is as good as it gets."""
+
+    nodes: int
+    efficiency: float | None
+    one_node_samples_per_second: float | None
+    basis: str
+    """Where the figure comes from, in words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goodput:
+    """What share of the paid node-time trained. Steps that were done again count once."""
+
+    share: float
+    trained_node_seconds: float
+    paid_node_seconds: float
+    elsewhere: dict[str, float]
+    """Node-seconds that did not train, by what they did."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Performance:
     """One job."""
 
     verdict: str
     """The bottleneck in one sentence, with its evidence."""
+    diagnosis: Diagnosis
     samples_per_second: float
     """Over all nodes, in the training phase: median over the logged stretches."""
+    samples_per_second_per_rank: float
     step_milliseconds_median: float
     step_milliseconds_p95: float
+    segment_shares: dict[str, float]
+    """Of training time, mean over ranks; empty where the trainer recorded no timing."""
+    communication: Communication | None
+    scaling: Scaling
+    goodput: Goodput
+    recommendations: tuple[Strategy, ...]
     phase_seconds: dict[str, float]
+    ranks: tuple[RankPerformance, ...]
     nodes: tuple[NodePerformance, ...]
 
 
 def summarise(
-    events: Sequence[Mapping[str, Any]], phase_seconds: Mapping[str, float], world_size: int, paid_seconds: float
+    events: Sequence[Mapping[str, Any]],
+    phase_seconds: Mapping[str, float],
+    world_size: int,
+    usage: Sequence[NodeUsage],
+    training: Mapping[str, Any] | None = None,
 ) -> Performance:
-    """`Performance` of a job, from its records. ``paid_seconds``: first node's start to last node's end."""
+    """`Performance` of a job, from its records. ``usage``: the paid stays of its nodes; ``training``: its trainer's
+    configuration."""
     steps = [item for item in events if item["kind"] == "step"]
     if not steps:
         raise ValueError("the job recorded no step: there is nothing to report on")
@@ -50,29 +129,143 @@ def summarise(
         if item["kind"] == "node":
             by_node[int(item["node_id"])].append(item)
     milliseconds = sorted(1000 * item["step_seconds"] for item in steps)
+    wall = max(node.ended_at for node in usage) - min(node.started_at for node in usage)
     phases = {name: float(phase_seconds.get(name, 0.0)) for name in PHASES}
-    phases["outside the trainer"] = max(0.0, paid_seconds - sum(phases.values()))
+    phases["outside the trainer"] = max(0.0, wall - sum(phases.values()))
+    found = settled(windows(events))
+    diagnosis = diagnose(events)
+    good = goodput(windows(events), phases, usage)
+    rate = statistics.median(item["samples_per_second"] for item in steps)
     return Performance(
-        verdict=verdict(phases, world_size),
-        samples_per_second=statistics.median(item["samples_per_second"] for item in steps),
+        verdict=verdict(diagnosis, good),
+        diagnosis=diagnosis,
+        samples_per_second=rate,
+        samples_per_second_per_rank=rate / max(1, world_size),
         step_milliseconds_median=statistics.median(milliseconds),
         step_milliseconds_p95=milliseconds[min(len(milliseconds) - 1, int(0.95 * len(milliseconds)))],
+        segment_shares=shares(found),
+        communication=_communication(found),
+        scaling=scaling(found),
+        goodput=good,
+        recommendations=tuple(strategies(found, events, training)),
         phase_seconds=phases,
+        ranks=_ranks(found),
         nodes=tuple(_node(node, rows) for node, rows in sorted(by_node.items())),
     )
 
 
-def verdict(phases: Mapping[str, float], world_size: int) -> str:
-    """Which phase took most of the time that was paid for, and what that share is."""
-    total = sum(phases.values()) or 1.0
-    training = phases["training"] / total
-    name, seconds = max(phases.items(), key=lambda item: item[1])
-    if name == "training":
-        return f"Training itself took {training:.0%} of the {total:.0f} s that {world_size} rank(s) were paid for."
+def verdict(diagnosis: Diagnosis, good: Goodput) -> str:
+    """The bottleneck and its evidence; and what became of the paid time, where little of it trained."""
+    if diagnosis.cause is Cause.UNKNOWN:
+        first = diagnosis.evidence
+    elif diagnosis.cause is Cause.HEALTHY:
+        first = f"Healthy: nothing holds the steps up. {diagnosis.evidence}"
+    else:
+        cost = f", {diagnosis.share:.0%} of training time" if diagnosis.share >= 0.005 else ""
+        where = diagnosis.where
+        first = f"{where[0].upper()}{where[1:]}{cost}. {diagnosis.evidence}"
+    if good.share >= LOW_GOODPUT or not good.elsewhere:
+        return first
+    name, seconds = max(good.elsewhere.items(), key=lambda item: item[1])
     return (
-        f"Not training but «{name}» took most of the time: {seconds:.0f} of {total:.0f} s ({seconds / total:.0%}); "
-        f"training took {training:.0%}. A longer training would make that share smaller."
+        f"{first} Only {good.share:.0%} of the paid node-time trained: «{name}» took "
+        f"{seconds / good.paid_node_seconds:.0%}; a longer training makes that share smaller."
     )
+
+
+def goodput(found: Sequence[Window], phases: Mapping[str, float], usage: Sequence[NodeUsage]) -> Goodput:
+    """From the windows of steps and the nodes in them; where there are none, from the training phase of rank 0."""
+    paid = sum(node.ended_at - node.started_at for node in usage)
+    wall = max(node.ended_at for node in usage) - min(node.started_at for node in usage)
+    nodes = paid / wall if wall else 0.0
+    trained, earliest = 0.0, None
+    for window in reversed(found):  # what was done again after a loss counts as it was done last
+        steps = window.steps if earliest is None else max(0, min(window.steps, earliest - (window.step - window.steps)))
+        trained += steps * window.seconds * len(set(window.nodes))
+        first = window.step - window.steps
+        earliest = first if earliest is None else min(earliest, first)
+    if not found:
+        trained = phases["training"] * nodes
+    trained = min(trained, paid)
+    elsewhere = {name: seconds * nodes for name, seconds in phases.items() if name != "training" and seconds}
+    rest = paid - trained - sum(elsewhere.values())
+    if rest > 0:  # steps done again, nodes that were paid for and not in the world
+        elsewhere["redone or not in the world"] = rest
+    return Goodput(
+        share=trained / paid if paid else 0.0,
+        trained_node_seconds=trained,
+        paid_node_seconds=paid,
+        elsewhere=elsewhere,
+    )
+
+
+def scaling(found: Sequence[Window]) -> Scaling:
+    """Against one node: measured where the job has trained on one for some time, else bounded by what ranks lose to
+    each other."""
+    groups = sorted(worlds(found), key=lambda group: len(set(group[-1].nodes)), reverse=True)
+    nodes = len(set(groups[0][-1].nodes)) if groups else 0
+    alone = [window for window in found if len(set(window.nodes)) == 1]
+    if nodes == 1:
+        words = "one node: nothing to compare"
+        return Scaling(nodes=1, efficiency=None, one_node_samples_per_second=_rate(alone), basis=words)
+    if not groups:
+        return Scaling(nodes=nodes, efficiency=None, one_node_samples_per_second=None, basis="unknown: no timing")
+    one, rate = _rate(alone), _rate(groups[0])
+    if one and rate:
+        words = f"measured: {len(alone)} windows of this job were trained on one node"
+        return Scaling(nodes=nodes, efficiency=rate / (nodes * one), one_node_samples_per_second=one, basis=words)
+    part = shares(groups[0])
+    bound = 1 - part["communication"] - part["waiting"]
+    words = f"one node was not measured; wire and waiting leave at most {bound:.0%}"
+    return Scaling(nodes=nodes, efficiency=None, one_node_samples_per_second=None, basis=words)
+
+
+def _communication(found: Sequence[Window]) -> Communication | None:
+    groups = worlds(found)
+    if not groups or groups[0][-1].world_size < 2:
+        return None
+    part, collectives = shares(found), typical_collectives(groups[0])
+    fit = fit_wire(collectives)
+    buckets = [item for item in collectives if "bucket" in item.name]
+    wire = sum(item.wire_seconds for item in buckets)
+    largest = max(collectives, key=lambda item: item.bytes, default=None)
+    return Communication(
+        wire_share=part["communication"],
+        waiting_share=part["waiting"],
+        overlap=sum(item.overlap * item.wire_seconds for item in buckets) / wire if wire else None,
+        bandwidth_bytes_per_second=largest.bandwidth_bytes_per_second if largest else None,
+        latency_milliseconds=1000 * fit.latency_seconds if fit else None,
+        collectives=tuple(collectives),
+    )
+
+
+def _ranks(found: Sequence[Window]) -> tuple[RankPerformance, ...]:
+    groups = worlds(found)
+    if not groups:
+        return ()
+    world, seconds = groups[0], seconds_of(groups[0])
+    steps = sum(window.steps for window in world)
+    known = all(len(window.samples) == window.world_size for window in world)
+
+    def mean(segment: str, rank: int) -> float:
+        values = ((window.segments.get(segment) or (0.0,) * window.world_size)[rank] * window.steps for window in world)
+        return 1000 * sum(values) / steps
+
+    return tuple(
+        RankPerformance(
+            rank=rank,
+            node_id=node,
+            samples_per_second=sum(window.samples[rank] for window in world) / seconds if known else None,
+            milliseconds={segment: mean(segment, rank) for segment in SEGMENTS},
+        )
+        for rank, node in enumerate(world[-1].nodes)
+    )
+
+
+def _rate(found: Sequence[Window]) -> float | None:
+    """Samples per second over windows."""
+    seconds, samples = seconds_of(found), sum(sum(window.samples) for window in found)
+    return samples / seconds if seconds and samples else None
 
 
 def _node(node_id: int, rows: Sequence[Mapping[str, Any]]) -> NodePerformance:

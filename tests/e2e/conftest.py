@@ -257,5 +257,10 @@ def metadata(result: dg.ExecuteInProcessResult, asset: str) -> dict[str, Any]:
     }
 
 
+def evaluations(result: dg.ExecuteInProcessResult) -> list[dg.AssetCheckEvaluation]:
+    """Of asset checks, in order of time; one that is told while a job runs is judged again at its end."""
+    return list(result.get_asset_check_evaluations())
+
+
 def checks(result: dg.ExecuteInProcessResult) -> dict[str, bool]:
-    return {evaluation.check_name: evaluation.passed for evaluation in result.get_asset_check_evaluations()}
+    return {evaluation.check_name: evaluation.passed for evaluation in evaluations(result)}

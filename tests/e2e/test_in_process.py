@@ -8,7 +8,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from .conftest import checks, metadata, run
+from .conftest import checks, evaluations, metadata, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -50,7 +50,19 @@ def test_prices_model_and_loss_of_ones_own(job: dg.JobDefinition, tmp_path: Path
         assert sum(by_node) == pytest.approx(cost["total_usd"], abs=1e-4)
         report = metadata(result, "performance_report")
         assert report["samples_per_second"] > 0
-        assert len(report["by_node"]) == 2
+        assert len(report["by_node"]) == len(report["by_rank"]) == 2
+        assert {row["collective"] for row in report["by_collective"]} >= {"bucket 0", "commit"}
+        assert 0 < report["goodput_percent"] < 100
+        assert report["communication_percent"] > 0
+        assert report["pictures"].startswith(f"**{report['verdict']}**")
+        for picture in ("A step of each rank", "Communication", "Nodes and what happened", "Throughput"):
+            assert f"![{picture}](data:image/svg+xml" in report["pictures"]
+        # The whole job's figures, whatever this machine's wire is like; while it ran, people were told once at most.
+        judged = [item for item in evaluations(result) if item.check_name == "communication_within_limits"]
+        assert judged[-1].metadata["communication_percent"].value == pytest.approx(
+            report["communication_percent"], 0.01
+        )
+        assert len(judged) <= 2
 
         run_dir = Path(metadata(result, "trained_checkpoint")["run_dir"])
         assert json.loads((run_dir / "job.json").read_text())["model"]["factory"] == OWN["model"]

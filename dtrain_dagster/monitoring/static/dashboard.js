@@ -228,12 +228,26 @@ function drawHeadline() {
     figure.append(make("span", "label", label), make("span", "value", value), text);
     return figure;
   }));
+  drawVerdict(job.look.verdict);
   element("news-section").hidden = !news.length;
   element("news").replaceChildren(...news.map(({ time, kind, text }) => {
     const item = make("li", kind);
     item.append(make("time", "", clock(time)), make("span", "", text));
     return item;
   }));
+}
+
+function drawVerdict(verdict) {
+  const box = element("verdict");
+  box.hidden = !verdict;
+  if (!verdict) return;
+  const lines = [...verdict.also.map(text => `also: ${text}`), ...verdict.advice];
+  box.dataset.cause = verdict.cause;
+  box.querySelector("strong").textContent = `${verdict.title}:`;
+  box.querySelector("span").textContent = verdict.evidence;
+  box.querySelector("details").hidden = !lines.length;
+  box.querySelector("summary").textContent = verdict.advice.length ? "what would help" : "also found";
+  box.querySelector("ul").replaceChildren(...lines.map(text => make("li", "", text)));
 }
 
 function build() {

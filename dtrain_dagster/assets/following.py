@@ -1,0 +1,140 @@
+"""A job that runs, as people see it in Dagster: observations, news, and what they are told of its speed (R3.2)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import dagster as dg
+
+from dtrain_dagster.assets.common import dollars, duration, rounded, strategy_table
+from dtrain_dagster.clusters.base import GPUClusterManager, JobState
+from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.jobs import Progress, follow_job
+from dtrain_dagster.monitoring.alerts import COMMUNICATION, alerts, communication_alert
+from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
+from dtrain_dagster.notify import notify
+from trainer.rundir import RunDir
+
+OBSERVE_EVERY_SECONDS = 5.0
+TOLD = "alerts.json"
+"""In a run directory: of what people have been told, and when."""
+
+
+def watch(
+    context: dg.AssetExecutionContext,
+    manager: GPUClusterManager,
+    rundir: RunDir,
+    job_id: str,
+    plan: TrainingPlan,
+    notify_urls: Sequence[str],
+) -> None:
+    """Follow the job to its end, with an observation every few seconds. `dagster.Failure` if it does not succeed."""
+    observed_at, phase = 0.0, ""
+    judged: Sequence[Mapping[str, Any]] = ()
+    for status, progress in follow_job(manager, rundir, job_id):
+        if progress.phase != phase:
+            phase = progress.phase
+            context.log.info(f"{job_id}: {phase}")
+        for sentence in progress.news:
+            context.log.warning(f"{job_id}: {sentence}")
+        if progress.recent != judged:
+            judged = progress.recent
+            _tell(context, rundir, job_id, plan, judged, notify_urls)
+        if time.monotonic() - observed_at >= OBSERVE_EVERY_SECONDS and progress.step:
+            observed_at = time.monotonic()
+            metadata = progress_metadata(progress, plan)
+            context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
+            context.log.info(progress_line(progress, plan))
+        if not status.state.is_final or status.state is JobState.SUCCEEDED:
+            continue
+        raise dg.Failure(
+            description=progress.explained(f"job {job_id} {status.state}: {status.message}"),
+            metadata={"log": dg.MarkdownMetadataValue(f"```\n{manager.job_logs(job_id, tail=40)}\n```")},
+            allow_retries=status.state is JobState.FAILED,
+        )
+
+
+def _tell(
+    context: dg.AssetExecutionContext,
+    rundir: RunDir,
+    job_id: str,
+    plan: TrainingPlan,
+    recent: Sequence[Mapping[str, Any]],
+    notify_urls: Sequence[str],
+) -> None:
+    """Tell people what holds the job up: once per job, whoever follows it and how often."""
+    before = rundir.read_json(TOLD) or {}
+    for alert in alerts(recent, before, plan.job["training"]):
+        before[alert.key] = {"sentence": alert.sentence, "at": time.time()}
+        rundir.write_json(TOLD, before)
+        context.log.warning(f"{job_id}: {alert.text}")
+        if alert.key == COMMUNICATION:
+            check = dg.AssetCheckEvaluation(
+                asset_key=context.asset_key,
+                check_name="communication_within_limits",
+                passed=False,
+                severity=dg.AssetCheckSeverity.WARN,
+                metadata=_shares(alert.figures)
+                | {"strategies": dg.MarkdownMetadataValue(strategy_table(alert.strategies))},
+            )
+            context.log_event(check)
+        if lost := notify(notify_urls, f"dtrain: {job_id}: {alert.title}", alert.text):
+            context.log.warning(f"nobody could be told by {', '.join(lost)}; see DTRAIN_NOTIFY")
+
+
+def progress_metadata(progress: Progress, plan: TrainingPlan) -> dict[str, Any]:
+    """What an observation of the running asset carries; numbers, so that the UI plots them."""
+    usd = progress.node_seconds / 3600 * plan.estimate.usd_per_node_hour
+    fields = {
+        "step": progress.step,
+        "steps_planned": plan.work.steps,
+        "epoch": progress.epoch,
+        "loss": progress.loss,
+        "valid_loss": progress.valid_loss,
+        "samples_per_second": progress.samples_per_second,
+        "eta_seconds": progress.eta_seconds,
+        "nodes_alive": progress.nodes_alive,
+        "cost_so_far_usd": usd,
+        **_shares(progress.shares()),
+    }
+    return {name: rounded(value) for name, value in fields.items() if value is not None}
+
+
+def progress_line(progress: Progress, plan: TrainingPlan) -> str:
+    """The same in one line of the log."""
+    share = progress.step / plan.work.steps if plan.work.steps else 0
+    parts = [f"step {progress.step}/{plan.work.steps} ({share:.0%})", f"epoch {progress.epoch}"]
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.4f}")
+    if progress.samples_per_second is not None:
+        parts.append(f"{progress.samples_per_second:,.0f} samples/s")
+    if progress.eta_seconds is not None:
+        parts.append(f"ETA {duration(progress.eta_seconds)}")
+    if shares := progress.shares():
+        parts.append(f"wire {shares['communication']:.0%}, waiting {shares['waiting']:.0%}")
+    usd = progress.node_seconds / 3600 * plan.estimate.usd_per_node_hour
+    return " · ".join([*parts, f"{progress.nodes_alive} nodes", f"{dollars(usd)} so far ({plan.price_words})"])
+
+
+def communication_check(events: Sequence[dict[str, Any]], training: Mapping[str, Any]) -> dg.AssetCheckResult:
+    """The whole job's communication against its limit, with what would help."""
+    found = settled(windows(events))
+    alert = communication_alert(found, training)
+    metadata: dict[str, Any] = {"limit_percent": 100 * COMMUNICATION_LIMIT}
+    metadata |= _shares(shares(found)) if found else {"communication_percent": "not known: no timing was recorded"}
+    if alert:
+        metadata["strategies"] = dg.MarkdownMetadataValue(strategy_table(alert.strategies))
+    return dg.AssetCheckResult(
+        check_name="communication_within_limits",
+        passed=alert is None,
+        severity=dg.AssetCheckSeverity.WARN,
+        description=alert.sentence if alert else None,
+        metadata=metadata,
+    )
+
+
+def _shares(shares: Mapping[str, float]) -> dict[str, float]:
+    """The two shares that are easily mixed up, in percent."""
+    return {f"{name}_percent": round(100 * shares[name], 2) for name in ("communication", "waiting") if name in shares}

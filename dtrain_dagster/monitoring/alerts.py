@@ -1,0 +1,99 @@
+"""What people are told of a job's speed while it runs, once each: pure functions from its latest events."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtrain_dagster.monitoring.diagnosis import Cause, diagnose, too_much_communication
+from dtrain_dagster.monitoring.stragglers import FEWEST_WINDOWS
+from dtrain_dagster.monitoring.strategies import Strategy, communication_strategies, strategies
+from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, Window, settled, shares, windows, worlds
+
+KINDS = ("timing", "link", "checkpoint")
+"""Events that tell what holds steps up."""
+KEPT_WINDOWS, LATEST_WINDOWS = 40, 10
+"""Windows that are kept of a running job, and those that decide about communication."""
+COMMUNICATION = "communication"
+STRAGGLERS = (Cause.SLOW_COMPUTE, Cause.SLOW_INPUT, Cause.SLOW_RANK)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alert:
+    key: str
+    """What it is about: nobody is told of the same thing twice."""
+    title: str
+    sentence: str
+    figures: dict[str, float]
+    strategies: tuple[Strategy, ...]
+
+    @property
+    def text(self) -> str:
+        """The message: what is the matter, and what would help, the best first."""
+        return "\n".join([self.sentence, *(f"- {told(item)}" for item in self.strategies)])
+
+
+def keep(recent: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """The events to decide from: those kept so far and these, back to the oldest of the latest windows."""
+    found = [*recent, *(item for item in events if item["kind"] in KINDS)]
+    timing = [place for place, item in enumerate(found) if item["kind"] == "timing"]
+    return tuple(found[timing[-KEPT_WINDOWS] :] if len(timing) > KEPT_WINDOWS else found)
+
+
+def alerts(
+    recent: Sequence[Mapping[str, Any]], told_before: Collection[str] = (), training: Mapping[str, Any] | None = None
+) -> list[Alert]:
+    """What the latest events give reason to tell people, and has not been told. ``training``: the configuration."""
+    found = settled(windows(recent))
+    due = []
+    communication = communication_alert(found[-LATEST_WINDOWS:], training)
+    if communication and COMMUNICATION not in told_before:
+        due.append(communication)
+    diagnosis = diagnose(recent)
+    for item in (diagnosis, *diagnosis.also):
+        key = f"{item.cause} {item.node_id}"
+        if item.cause in STRAGGLERS and key not in told_before:
+            due.append(
+                Alert(
+                    key=key,
+                    title=item.where,
+                    sentence=f"{item.where}, {item.share:.0%} of training time: {item.evidence}",
+                    figures={"share": item.share},
+                    strategies=best(strategies(found, recent, training)),
+                )
+            )
+    return due
+
+
+def communication_alert(found: Sequence[Window], training: Mapping[str, Any] | None = None) -> Alert | None:
+    """Does exposed wire take more than its limit of the time of these windows (R3.2)? Waiting for a slow rank does not
+    count: the network has no part in it."""
+    if len(found) < FEWEST_WINDOWS or not too_much_communication(found):
+        return None
+    part = shares(found)
+    first, last = found[0], found[-1]
+    return Alert(
+        key=COMMUNICATION,
+        title=f"communication takes {part['communication']:.0%} of training time",
+        sentence=(
+            f"communication takes {part['communication']:.0%} of training time in steps {first.step - first.steps + 1} "
+            f"to {last.step} (limit {COMMUNICATION_LIMIT:.0%}), waiting for slower ranks {part['waiting']:.0%}"
+        ),
+        figures={"communication": part["communication"], "waiting": part["waiting"]},
+        strategies=best(communication_strategies(worlds(found)[0], training or {})),
+    )
+
+
+def best(ranked: Iterable[Strategy], count: int = 5) -> tuple[Strategy, ...]:
+    """Those that are expected to gain something, the largest gain first."""
+    useful = [item for item in ranked if item.is_worth_it]
+    return tuple(sorted(useful, key=lambda item: (item.gain, item.cost_gain), reverse=True)[:count])
+
+
+def told(item: Strategy) -> str:
+    """A strategy in a line: «more accumulation (…): +35 % samples/s, wire 14 %»."""
+    gain = f"{item.gain:+.0%} samples/s" if item.gain >= 0.005 else f"{item.cost_gain:+.0%} samples per dollar"
+    if item.gain < -0.005:
+        gain += f", {item.gain:+.0%} samples/s"
+    return f"{item.name}: {item.change}: {gain}, wire then {item.communication_share:.0%} of the step"

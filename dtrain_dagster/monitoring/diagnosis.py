@@ -1,0 +1,315 @@
+"""What holds a training up: from its events to one cause, what that costs, and the evidence in a sentence. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from dtrain_dagster.monitoring.hangs import unresolved, verdict
+from dtrain_dagster.monitoring.stragglers import LATE_SHARE, NOISE_FACTOR, Straggler, dealt_seconds, stragglers
+from dtrain_dagster.monitoring.windows import (
+    COMMUNICATION_LIMIT,
+    Window,
+    seconds_of,
+    settled,
+    shares,
+    typical_collectives,
+    typical_share,
+    windows,
+    worlds,
+)
+from dtrain_dagster.monitoring.wire import fit_wire
+
+INPUT_SHARE = 0.05
+"""Of the step, on all ranks. Batches are gathered while the step before computes: input costs next to nothing."""
+CHECKPOINT_SHARE = 0.02
+"""Of training time."""
+FIXED_SHARE = 0.50
+"""Of the step: what it costs however few samples it has."""
+SLOW_LINK = 2.0
+"""A link that takes so many times as long as the others is slow."""
+
+
+class Cause(StrEnum):
+    HEALTHY = "healthy"
+    HANG = "hang"
+    SLOW_COMPUTE = "slow compute"
+    SLOW_INPUT = "slow input"
+    SLOW_RANK = "slow rank"
+    """Late for another reason than input and computation."""
+    INPUT = "input slow on all ranks"
+    UNEVEN = "work dealt unevenly"
+    SLOW_LINK = "slow link"
+    COMMUNICATION = "communication-bound"
+    SMALL_BATCHES = "small batches"
+    CHECKPOINT = "checkpoint"
+    MEMORY = "memory"
+    UNKNOWN = "unknown"
+    """The records do not tell: no timing was recorded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosis:
+    cause: Cause
+    share: float
+    """Of training time: what it costs, or an upper bound of what can be won back."""
+    evidence: str
+    """One sentence, with figures."""
+    rank: int | None = None
+    node_id: int | None = None
+    since_step: int | None = None
+    """Where it began within the run; None: from the start."""
+    also: tuple[Diagnosis, ...] = ()
+    """What else was found, the costliest first."""
+
+    @property
+    def where(self) -> str:
+        """«slow compute on rank 1 (node 1)»."""
+        place = f" of rank {self.rank}" if self.cause is Cause.HANG else f" on rank {self.rank}"
+        return self.cause if self.rank is None else f"{self.cause}{place} (node {self.node_id})"
+
+
+def diagnose(events: Iterable[Mapping[str, Any]]) -> Diagnosis:
+    """The cause that costs most, and what else was found. A hang comes before everything: it costs all there is."""
+    events = list(events)
+    found = settled(windows(events))
+    total = seconds_of(found)
+    causes: dict[tuple[Cause, int | None], Diagnosis] = {}
+    for world in worlds(found):
+        weight = seconds_of(world) / total
+        for item in _of_world(world, events):
+            key = (item.cause, item.node_id)
+            known = causes.get(key)  # of the world that trained longest: it has the better evidence
+            share = item.share * weight
+            causes[key] = replace(known, share=known.share + share) if known else replace(item, share=share)
+    ranked = sorted(causes.values(), key=lambda item: item.share, reverse=True)
+    ranked = [*_hangs(events), *ranked, *_memory(events)]
+    if not ranked:
+        return _nothing_found(found)
+    return replace(ranked[0], also=tuple(ranked[1:]))
+
+
+def _nothing_found(found: Sequence[Window]) -> Diagnosis:
+    if not found:
+        return Diagnosis(cause=Cause.UNKNOWN, share=0.0, evidence="The trainer recorded no timing of its steps.")
+    part = shares(found)
+    own = part["forward"] + part["backward"] + part["optimizer"]
+    text = (
+        f"{own:.0%} of training time is computation; wire takes {part['communication']:.0%}, waiting for slower ranks "
+        f"{part['waiting']:.0%}, input {part['input']:.0%}."
+    )
+    return Diagnosis(cause=Cause.HEALTHY, share=0.0, evidence=text)
+
+
+def _of_world(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
+    late = stragglers(world)
+    found = [_straggler(item, world) for item in late]
+    found += _input(world, late) + _uneven(world) + _wire(world, events)
+    return found + _checkpoint(world, events)
+
+
+def _straggler(item: Straggler, world: Sequence[Window]) -> Diagnosis:
+    cause = {"input": Cause.SLOW_INPUT, "compute": Cause.SLOW_COMPUTE}.get(item.why, Cause.SLOW_RANK)
+    since = None if item.from_the_start else item.since_step
+    when = f"since step {since}" if since is not None else f"in {item.windows} of {item.of_windows} windows"
+    what = {"input": "input", "compute": "computation"}.get(item.why)
+    why = (
+        f"its {what} takes {_ms(item.own_seconds)} where others need {_ms(item.other_seconds)}"
+        if what
+        else "neither its input nor its computation takes longer"
+    )
+    often = "is" if item.typically else "pauses in some steps and is on average"
+    text = (
+        f"Rank {item.rank} (node {item.node_id}) {often} {_ms(item.late_seconds)} late in a step of "
+        f"{_ms(_step(world))} ({item.late_share:.0%}), {when}: {why}; "
+        f"wire itself takes {typical_share(world, 'communication'):.0%}."
+    )
+    share = item.lost_seconds / seconds_of(world)
+    return Diagnosis(cause=cause, share=share, evidence=text, rank=item.rank, node_id=item.node_id, since_step=since)
+
+
+def _input(world: Sequence[Window], late: Sequence[Straggler]) -> list[Diagnosis]:
+    """Input that holds up every rank: what even the quickest one waits for."""
+    rows = [window.typical.get("input") or window.segments.get("input") or (0.0,) for window in world]
+    share = statistics.median(min(row) / window.seconds for row, window in zip(rows, world, strict=True))
+    if share < INPUT_SHARE or len(world) < 3:
+        return []
+    each = ", ".join(_ms(statistics.median(column)) for column in zip(*rows, strict=True))
+    text = f"Every rank waits for its batch in every step: {each} of {_ms(_step(world))}."
+    return [Diagnosis(cause=Cause.INPUT, share=share, evidence=text)]
+
+
+def _uneven(world: Sequence[Window]) -> list[Diagnosis]:
+    window = world[-1]
+    extra = [dealt_seconds(item) for item in world]
+    share = statistics.median(
+        (max(row) - statistics.fmean(row)) / item.seconds for row, item in zip(extra, world, strict=True)
+    )
+    if share < LATE_SHARE:
+        return []
+    dealt = ", ".join(f"{samples / window.steps:.0f}" for samples in window.samples)
+    text = f"Ranks are dealt {dealt} samples a step: those with fewer wait for those with more."
+    return [Diagnosis(cause=Cause.UNEVEN, share=share, evidence=text)]
+
+
+def _wire(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
+    """Is it the network, and what of it?"""
+    part, typical = shares(world), typical_share(world, "communication")
+    collectives = typical_collectives(world)
+    fit = fit_wire(collectives)
+    latency = fit.latency_share(collectives) if fit else 0.0
+    fixed = part["communication"] * latency + part["optimizer"] + part["other"]
+    if too_much_communication(world):
+        slow = _slow_link(world, events)
+        if slow:
+            return [slow]
+        wire = sum(item.wire_seconds for item in collectives)
+        measured = f"{len(collectives)} collectives a step take {_ms(wire)}, of which latency is {latency:.0%}"
+        if latency >= 0.5:
+            text = (
+                f"Wire takes {typical:.0%} of a step of {_ms(_step(world))}: {measured}, however few bytes they move."
+            )
+            return [Diagnosis(cause=Cause.SMALL_BATCHES, share=part["communication"], evidence=text)]
+        text = f"Wire takes {typical:.0%} of a step of {_ms(_step(world))}"
+        text += f": {measured}." if fit else "."
+        return [Diagnosis(cause=Cause.COMMUNICATION, share=part["communication"], evidence=text)]
+    if fixed >= FIXED_SHARE:
+        text = (
+            f"{fixed:.0%} of a step of {_ms(_step(world))} is spent however few samples it has: the update, latency of "
+            f"collectives and bookkeeping; forward and backward take {part['forward'] + part['backward']:.0%}."
+        )
+        return [Diagnosis(cause=Cause.SMALL_BATCHES, share=fixed, evidence=text)]
+    return []
+
+
+def too_much_communication(found: Sequence[Window], limit: float = COMMUNICATION_LIMIT) -> bool:
+    """Does exposed wire take more of the time than the limit, and not just because of one window that hung (R3.2)?"""
+    return shares(found).get("communication", 0.0) > limit and typical_share(found, "communication") > limit / 2
+
+
+def _slow_link(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> Diagnosis | None:
+    """The rank whose links take much longer than those that it has no part in, by the trainer's own probes."""
+    nodes = world[-1].nodes
+    began, ended = world[0].time - world[0].total_seconds, world[-1].time
+    seconds: dict[tuple[int, int], list[float]] = {}
+    for item in events:
+        if item.get("kind") == "link" and began <= item.get("time", 0.0) <= ended + 60:
+            for source, target, value in item.get("seconds") or ():
+                seconds.setdefault((int(source), int(target)), []).append(float(value))
+    links = {link: statistics.median(values) for link, values in seconds.items() if max(link) < len(nodes)}
+    best: tuple[float, int, float, float] | None = None
+    for rank in range(len(nodes)):
+        own = [value for link, value in links.items() if rank in link]
+        others = [value for link, value in links.items() if rank not in link]
+        if own and others:
+            ratio = statistics.median(own) / max(statistics.median(others), 1e-9)
+            # All of its links, either way: one slow transfer says more of the machine's other work than of a link.
+            is_slow = ratio >= SLOW_LINK and min(own) > max(others)
+            if is_slow and (best is None or ratio > best[0]):
+                best = (ratio, rank, statistics.median(own), statistics.median(others))
+    if best is None:
+        return None
+    ratio, rank, own_seconds, other_seconds = best
+    text = (
+        f"Links of rank {rank} (node {nodes[rank]}) take {_ms(own_seconds)} where links between others take "
+        f"{_ms(other_seconds)}; wire is {typical_share(world, 'communication'):.0%} of the step."
+    )
+    share = shares(world)["communication"] * (1 - 1 / ratio)
+    return Diagnosis(cause=Cause.SLOW_LINK, share=share, evidence=text, rank=rank, node_id=nodes[rank])
+
+
+def _checkpoint(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
+    """What saves cost: they hold a rank up, and steps are slower while one is written in the background."""
+    began, ended = world[0].time - world[0].total_seconds, world[-1].time
+    saves = [
+        (item["time"] - float(item.get("seconds") or 0.0), item["time"])
+        for item in events
+        if item.get("kind") == "checkpoint" and began <= item["time"]
+    ]
+    stalled = sum(max(window.segments.get("checkpoint") or (0.0,)) * window.steps for window in world)
+    stall_share = stalled / seconds_of(world)
+    slower, writing = _slower_while_writing(world, [save for save in saves if save[0] <= ended])
+    if stall_share + slower < CHECKPOINT_SHARE:
+        return []
+    parts = []
+    if stall_share >= CHECKPOINT_SHARE / 2:
+        parts.append(f"saves hold the step up for {stall_share:.1%} of training time")
+    if slower:
+        parts.append(f"steps are slower while a write is under way, which it is {writing:.0%} of the time")
+    text = " and ".join(parts)
+    evidence = f"{text[0].upper()}{text[1:]} ({len(saves)} checkpoints)."
+    return [Diagnosis(cause=Cause.CHECKPOINT, share=stall_share + slower, evidence=evidence)]
+
+
+def _slower_while_writing(world: Sequence[Window], writes: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(share of training time lost because writes slow the steps, share of the time in which there is a write); the
+    first is 0 unless it stands out from the noise."""
+    overlaps = []
+    for window in world:
+        first, last = window.time - window.total_seconds, window.time
+        inside = sum(max(0.0, min(last, end) - max(first, start)) for start, end in writes)
+        overlaps.append(min(1.0, inside / (last - first)))
+    seconds = [_undisturbed(window) for window in world]
+    during = [(value, part) for value, part in zip(seconds, overlaps, strict=True) if part >= 0.3]
+    quiet = [value for value, part in zip(seconds, overlaps, strict=True) if part < 0.05]
+    total = statistics.fmean(overlaps)
+    if len(during) < 2 or len(quiet) < 3:
+        return 0.0, total
+    usual = statistics.median(quiet)
+    excess = statistics.median((value - usual) / part for value, part in during)
+    spread = max(1.4826 * statistics.median(abs(value - usual) for value in quiet), 0.01 * usual)
+    if excess < NOISE_FACTOR * 1.2533 * spread * math.hypot(1 / math.sqrt(len(during)), 1 / math.sqrt(len(quiet))):
+        return 0.0, total
+    return excess * total / _step(world), total
+
+
+def _undisturbed(window: Window) -> float:
+    """A step without what happens in few of them: medians over steps, where the trainer has recorded them."""
+    if "compute" not in window.typical:
+        return window.seconds - max(window.segments.get("checkpoint") or (0.0,))
+    busy = zip(window.typical["compute"], window.typical.get("input") or (0.0,) * window.world_size, strict=True)
+    return max(sum(values) for values in busy) + window.mean("communication")
+
+
+def _hangs(events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
+    """A hang that nothing has ended. Of one rank where just one has not come to where the others wait, or is silent."""
+    reports = unresolved((), map(dict, events))
+    if not reports:
+        return []
+    nodes = max((item.get("nodes") or [] for item in reports), key=len)
+    furthest = max(item.get("sequence") or 0 for item in reports)
+    waited_for = [item["rank"] for item in reports if (item.get("sequence") or 0) < furthest]
+    waited_for = waited_for or sorted(set(range(len(nodes))) - {item["rank"] for item in reports})
+    rank = waited_for[0] if len(waited_for) == 1 else None
+    node = nodes[rank] if rank is not None and rank < len(nodes) else None
+    waited = max(float(item.get("waited_seconds") or 0.0) for item in reports)
+    share = waited / (waited + seconds_of(windows(events)))
+    sentence = verdict(reports)
+    evidence = f"{sentence[0].upper()}{sentence[1:]}."
+    return [Diagnosis(cause=Cause.HANG, share=share, evidence=evidence, rank=rank, node_id=node)]
+
+
+def _memory(events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
+    short = [item for item in events if item.get("kind") == "out_of_memory"]
+    if not short:
+        return []
+    last = short[-1]
+    more = " and activations are computed twice" if last.get("activation_checkpointing") else ""
+    text = (
+        f"Memory ran out {len(short)} time(s), last at step {last.get('step')}: {last.get('samples')} samples go "
+        f"through the model at once since then{more}."
+    )
+    return [Diagnosis(cause=Cause.MEMORY, share=0.0, evidence=text)]
+
+
+def _step(world: Sequence[Window]) -> float:
+    return statistics.median(window.seconds for window in world)
+
+
+def _ms(seconds: float) -> str:
+    value = 1000 * seconds
+    return f"{value:.0f} ms" if value >= 10 else f"{value:.2g} ms"

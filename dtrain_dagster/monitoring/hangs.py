@@ -1,0 +1,141 @@
+"""From what each rank sees of a hang (``hang`` events, `trainer.watchdog`) to who keeps the others waiting. Pure.
+
+The number of a collective is the same on all ranks. So whoever has not entered the newest one is waited for, on any
+backend: on a GPU nobody waits *in* a collective, since the processor goes on until it asks for the result.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+SETTLE_SECONDS = 10.0
+"""All ranks of a hang report within a few seconds; who has not by then is silent."""
+SILENT = "frozen, cut off, or in code that never lets go of the interpreter"
+MOST_NAMES = 6
+"""Of more ranks only so many are named."""
+NOTHING = "no collective"
+START = "start"
+"""Why a launch formed its first generation (`trainer.generation`)."""
+Report = dict[str, Any]
+
+
+def unresolved(reports: Sequence[Report], events: Iterable[Report]) -> tuple[Report, ...]:
+    """The reports of the newest hang that nothing has ended, each rank's latest. ``reports``: those so far."""
+    events = list(events)
+    hangs = [*reports, *({key: item[key] for key in item if key != "stacks"} for item in _of(events, "hang"))]
+    if not hangs or any(item.get("status") == "succeeded" for item in _of(events, "end")):
+        return ()
+    newest = max(map(_position, hangs))
+    done = [_position(item) for item in _of(events, "step")]
+    # An evaluation comes after its step, and a new generation may do steps once more.
+    done += [(generation, step + 0.5) for generation, step in map(_position, _of(events, "evaluation"))]
+    done += [_position(item) for item in _of(events, "membership") if item["reason"] == START]
+    if any(position > newest for position in done):
+        return ()
+    latest = {item["rank"]: item for item in hangs if _position(item) == newest}
+    return tuple(latest[rank] for rank in sorted(latest))
+
+
+def verdict(reports: Sequence[Report]) -> str:
+    """One sentence: who never arrived where the others wait, and where it stands instead."""
+    nodes = max((item.get("nodes") or [] for item in reports), key=len)
+    known = {item["rank"]: item for item in reports}
+    silent = [rank for rank in range(len(nodes)) if rank not in known]
+    furthest = max(_sequence(item) for item in reports)
+    missing = [item for item in reports if _sequence(item) < furthest]
+    there = [item for item in reports if _sequence(item) == furthest]
+    step = f"step {reports[0]['step']}"
+    seconds = max(item.get("waited_seconds") or 0.0 for item in there)
+    collective = f"the {_name(there, furthest)} of {step}"
+    if missing:
+        stand = _stands(missing, furthest)
+        also = f"; {_silence(silent, nodes)}" if silent else ""
+        names = _ranks([item["rank"] for item in missing], nodes)
+        return f"{names} never entered {collective}: {stand}{also}; {_waiting(there, seconds, 'there')}"
+    if silent:
+        return f"{_silence(silent, nodes)}; {_waiting(there, seconds, f'in {collective}')}"
+    waiting = [item for item in there if item.get("operation", NOTHING) != NOTHING]
+    gone_on = [item for item in there if item not in waiting]
+    if waiting and gone_on:
+        left = _ranks([item["rank"] for item in gone_on], nodes)
+        has = "has" if len(gone_on) == 1 else "have"
+        return f"{left} {has} left {collective}, a message was lost: {_waiting(waiting, seconds, 'in it')}"
+    if waiting:
+        return f"all ranks are in {collective}, which does not end since {seconds:.0f} s: look at the network"
+    stand = _stands(there, furthest)
+    return f"{step} does not end since {seconds:.0f} s, and no rank waits for another: {stand}"
+
+
+@dataclass(slots=True)
+class HangNews:
+    """Says a verdict once, and again when it changes, after all ranks have spoken or have had the time to."""
+
+    began: float | None = None
+    told: set[str] = field(default_factory=set)
+
+    def tell(self, reports: Sequence[Report], now: float, is_final: bool) -> Iterator[str]:
+        if not reports:
+            self.began = None
+            return
+        self.began = now if self.began is None else self.began
+        members = max(len(item.get("nodes") or []) for item in reports)
+        if len(reports) < members and now - self.began < SETTLE_SECONDS and not is_final:
+            return
+        sentence = verdict(reports)
+        if sentence not in self.told:
+            self.told.add(sentence)
+            yield sentence
+
+
+def _of(events: Iterable[Report], kind: str) -> list[Report]:
+    return [item for item in events if item["kind"] == kind]
+
+
+def _position(item: Report) -> tuple[int, float]:
+    return item["generation"], item["step"]
+
+
+def _sequence(item: Report) -> int:
+    return item.get("sequence") or 0
+
+
+def _name(there: Sequence[Report], sequence: int) -> str:
+    """What this collective is, without its size and whose it is."""
+    recent = (entry for item in there for entry in item.get("recent") or [])
+    names = [str(entry.get("what")) for entry in recent if entry.get("sequence") == sequence]
+    names += [item["operation"] for item in there if item.get("operation", NOTHING) != NOTHING]
+    return re.sub(r" \([\d,.]+ bytes\)$| of the step$", "", names[0]) if names else "next collective"
+
+
+def _stands(items: Sequence[Report], furthest: int) -> str:
+    """Where each of them is, or the first few."""
+    found = []
+    for item in items[:MOST_NAMES]:
+        who = "it" if len(items) == 1 else f"rank {item['rank']}"
+        if item.get("operation", NOTHING) != NOTHING and _sequence(item) < furthest:
+            found.append(f"{who} is still in the {_name([item], _sequence(item))} before it")
+        else:
+            found.append(f"{who} is in {item.get('where') or 'a place that it does not tell'}")
+    return "; ".join(found)
+
+
+def _silence(ranks: Sequence[int], nodes: Sequence[int]) -> str:
+    return f"{_ranks(ranks, nodes)} {'says' if len(ranks) == 1 else 'say'} nothing ({SILENT})"
+
+
+def _waiting(items: Sequence[Report], seconds: float, where: str) -> str:
+    ranks = [item["rank"] for item in items]
+    return f"{_ranks(ranks, [])} {'waits' if len(ranks) == 1 else 'wait'} {where} since {seconds:.0f} s"
+
+
+def _ranks(ranks: Sequence[int], nodes: Sequence[int]) -> str:
+    """«rank 1 (node 2)», «ranks 0 and 2», «ranks 0, 1, 2, 3 and 60 more»; nodes where they are of use."""
+    names = [f"{rank} (node {nodes[rank]})" if rank < len(nodes) else str(rank) for rank in ranks]
+    if len(names) == 1:
+        return f"rank {names[0]}"
+    if len(names) > MOST_NAMES:
+        names = [*names[:MOST_NAMES], f"{len(names) - MOST_NAMES} more"]
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"

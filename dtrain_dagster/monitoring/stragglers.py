@@ -1,0 +1,201 @@
+"""Which rank is late, since when, and why: from windows of one world. Pure.
+
+Lateness is what the others wait for. It is judged window by window against the other ranks, so that what slows all of
+them, and noise that hits now this one and now that one, is nobody's fault.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from dtrain_dagster.monitoring.windows import Window
+
+LATE_SHARE = 0.03
+"""Of the step: who is later than that, and well above noise, is called a straggler."""
+NOISE_FACTOR = 4.0
+"""So many robust standard errors."""
+USUAL_NOISE, USUAL_WEIGHT = 0.02, 3
+"""Of the step, from window to window, on a shared machine. It counts as much as so many windows: a few of them may
+agree by chance better than any machine does."""
+DEAL_ERROR = 0.10
+"""How far the time of a rank that was dealt more samples may be off from proportional."""
+FEWEST_WINDOWS, FEWEST_AT_THE_END, FEWEST_OF_MEANS = 3, 5, 8
+"""Windows that a lateness must have lasted: at least, where it began within the run, and where it is not typical of
+steps but a mean, which one long step spoils."""
+MEANS_NOISE = 2.0
+"""How much noisier means are than the noise between medians tells."""
+
+Why = Literal["input", "compute", "outside input and compute"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Straggler:
+    rank: int
+    node_id: int
+    why: Why
+    typically: bool
+    """In most steps; False: on average, by pauses in some."""
+    late_seconds: float
+    """Per step, against the median of the other ranks."""
+    late_share: float
+    """Of the step."""
+    own_seconds: float
+    other_seconds: float
+    """What it takes for its input or computation, and what the others take."""
+    since_step: int
+    from_the_start: bool
+    windows: int
+    of_windows: int
+    lost_seconds: float
+    """Wall seconds that its lateness has cost."""
+
+
+def stragglers(windows: Sequence[Window]) -> list[Straggler]:
+    """Ranks that hold the others up, the costliest first. ``windows`` of one world, in order of time."""
+    if len(windows) < FEWEST_WINDOWS or windows[0].world_size < 2:
+        return []
+    found: dict[int, Straggler] = {}
+    for typically, lateness in ((True, _typically_late), (False, _late_on_average)):
+        rows = [_against_others(lateness(window)) for window in windows]
+        noise = _noise([[value / window.seconds for value in row] for row, window in zip(rows, windows, strict=True)])
+        for rank in range(windows[0].world_size):
+            if rank not in found:
+                series = [row[rank] for row in rows]
+                straggler = _judge(windows, rank, series, noise if typically else MEANS_NOISE * noise, typically)
+                if straggler:
+                    found[rank] = straggler
+    return sorted(found.values(), key=lambda item: item.lost_seconds, reverse=True)
+
+
+def dealt_seconds(window: Window) -> list[float]:
+    """Seconds per step by which each rank is expected to be later than the one with least work, for its samples."""
+    if len(window.samples) != window.world_size or len(set(window.samples)) == 1:
+        return [0.0] * window.world_size
+    computing = _segments(window, "forward", "backward")
+    rates = [seconds / samples for seconds, samples in zip(computing, window.samples, strict=True) if samples]
+    rate = statistics.median(rates) if rates else 0.0
+    return [rate * (samples - min(window.samples)) for samples in window.samples]
+
+
+def _judge(
+    windows: Sequence[Window], rank: int, series: Sequence[float], noise: float, typically: bool
+) -> Straggler | None:
+    """Is this rank late for a stretch of windows that counts? ``series``: its seconds in each, ``noise`` relative."""
+    late = [seconds / window.seconds for seconds, window in zip(series, windows, strict=True)]
+    first, last = _stretch([value - LATE_SHARE / 2 for value in late])
+    count = last - first
+    whole = count >= 0.6 * len(late)
+    fewest = FEWEST_WINDOWS if typically else FEWEST_OF_MEANS
+    if count < fewest or not (whole or (last == len(late) and count >= FEWEST_AT_THE_END)):
+        return None
+    share = statistics.median(late[first:last])
+    # The standard error of a median; of few values it is uncertain itself, and a stretch that was looked for is found.
+    error = 1.2533 * noise / math.sqrt(count) * (1 + 2 / count)
+    dealt = statistics.median(max(dealt_seconds(window)) / window.seconds for window in windows)
+    if share < LATE_SHARE + DEAL_ERROR * dealt or share < NOISE_FACTOR * error:
+        return None
+    stretch = windows[first:last]
+    why, own, others = _reason(stretch, rank, statistics.median(series[first:last]), typically)
+    return Straggler(
+        rank=rank,
+        node_id=windows[0].nodes[rank],
+        why=why,
+        typically=typically,
+        late_seconds=statistics.median(series[first:last]),
+        late_share=share,
+        own_seconds=own,
+        other_seconds=others,
+        since_step=stretch[0].step - stretch[0].steps,
+        from_the_start=first <= max(1, len(late) // 10),
+        windows=sum(value > LATE_SHARE / 2 for value in late),
+        of_windows=len(late),
+        lost_seconds=share * sum(window.total_seconds for window in stretch),
+    )
+
+
+def _reason(windows: Sequence[Window], rank: int, late: float, typically: bool) -> tuple[Why, float, float]:
+    """What explains the lateness best, with the rank's own seconds and those of the others."""
+    looks: dict[Why, Callable[[Window], list[float]]] = {"input": _input, "compute": _compute}
+    if not typically:
+        looks = {
+            "input": lambda window: _segments(window, "input"),
+            "compute": lambda window: _segments(window, "forward", "backward", "optimizer"),
+        }
+    best: tuple[Why, float, float] = ("outside input and compute", 0.0, 0.0)
+    most = late / 3
+    for name, look in looks.items():
+        rows = [look(window) for window in windows]
+        own = statistics.median(row[rank] for row in rows)
+        others = statistics.median(
+            statistics.median(value for place, value in enumerate(row) if place != rank) for row in rows
+        )
+        if own - others > most:
+            best, most = (name, own, others), own - others
+    return best
+
+
+def _typically_late(window: Window) -> list[float]:
+    late = window.typical.get("late")
+    return _explained(window, late) if late else _late_on_average(window)
+
+
+def _late_on_average(window: Window) -> list[float]:
+    """Lateness from means: who waits least is late."""
+    waiting = _segments(window, "waiting")
+    return _explained(window, [max(waiting) - value for value in waiting])
+
+
+def _explained(window: Window, late: Sequence[float]) -> list[float]:
+    """Without what more samples and saves account for: neither is the rank's fault. Saves that are in the mean and not
+    in the median must not make the rank look early, and the others late."""
+    late = _without(late, dealt_seconds(window))
+    saving = _segments(window, "checkpoint")
+    return [value - min(save, max(0.0, value)) for value, save in zip(late, saving, strict=True)]
+
+
+def _input(window: Window) -> list[float]:
+    return list(window.typical.get("input") or _segments(window, "input"))
+
+
+def _compute(window: Window) -> list[float]:
+    """As if all had the samples of the rank with least work."""
+    seconds = window.typical.get("compute") or _segments(window, "forward", "backward", "optimizer")
+    return _without(seconds, dealt_seconds(window))
+
+
+def _segments(window: Window, *names: str) -> list[float]:
+    empty = (0.0,) * window.world_size
+    return [sum(values) for values in zip(*(window.segments.get(name, empty) for name in names), strict=True)]
+
+
+def _without(values: Sequence[float], less: Sequence[float]) -> list[float]:
+    return [value - minus for value, minus in zip(values, less, strict=True)]
+
+
+def _against_others(values: Sequence[float]) -> list[float]:
+    return [value - statistics.median([*values[:rank], *values[rank + 1 :]]) for rank, value in enumerate(values)]
+
+
+def _noise(rows: Sequence[Sequence[float]]) -> float:
+    """Robust standard deviation of one rank's figure from window to window. From differences of neighbours, so that a
+    lateness that begins within the run does not count as noise."""
+    steps = [abs(b - a) for before, after in pairwise(rows) for a, b in zip(before, after, strict=True)]
+    measured = 1.4826 * statistics.median(steps) / math.sqrt(2)
+    return math.sqrt((len(rows) * measured**2 + USUAL_WEIGHT * USUAL_NOISE**2) / (len(rows) + USUAL_WEIGHT))
+
+
+def _stretch(values: Sequence[float]) -> tuple[int, int]:
+    """[first, last) of the consecutive values with the largest sum."""
+    best, best_sum, first, current = (0, 0), 0.0, 0, 0.0
+    for place, value in enumerate(values):
+        if current <= 0:
+            first, current = place, 0.0
+        current += value
+        if current > best_sum:
+            best, best_sum = (first, place + 1), current
+    return best

@@ -1,0 +1,389 @@
+"""What to change, ranked by what this run's own figures say it would gain (R3.2, R3.4). Pure.
+
+Every figure is a prediction from a simple model of a step: its segments, and latency + bytes / bandwidth for the wire.
+It holds as long as the rest stays as it is; what it leaves out is said in the strategy's note.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dtrain_dagster.monitoring.diagnosis import INPUT_SHARE, too_much_communication
+from dtrain_dagster.monitoring.stragglers import Straggler, stragglers
+from dtrain_dagster.monitoring.windows import (
+    COMMUNICATION_LIMIT,
+    Window,
+    seconds_of,
+    typical_collectives,
+    worlds,
+)
+from dtrain_dagster.monitoring.wire import WireFit, fit_wire
+
+WORTH_IT = 0.01
+"""A gain below this is none."""
+CHECKPOINT_BUDGET = 0.01
+"""Share of training time that checkpoints may cost."""
+MEMORY_LOW, MEMORY_TARGET = 0.70, 0.85
+"""Of a GPU's memory: below the first a larger batch is recommended (R3.4), one that needs the second."""
+KEPT = 0.01
+"""Share of a gradient's entries that top-k compression sends."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strategy:
+    name: str
+    change: str
+    """What to do, with the setting where there is one."""
+    gain: float
+    """Expected change of samples per second as a fraction: 0.25 is a quarter more."""
+    step_seconds: float
+    samples_per_second: float
+    communication_share: float
+    cost_gain: float
+    """Expected change of samples per node-second, that is, per dollar."""
+    note: str = ""
+
+    @property
+    def is_worth_it(self) -> bool:
+        return max(self.gain, self.cost_gain) >= WORTH_IT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepModel:
+    """A step as its parts, in seconds, mean over ranks. What it predicts is another one of these."""
+
+    input: float
+    computing: float
+    """Forward and backward."""
+    communication: float
+    waiting: float
+    fixed: float
+    """Update, saves and bookkeeping: the same however many samples there are."""
+    samples: float
+    nodes: int
+
+    @property
+    def seconds(self) -> float:
+        return self.input + self.computing + self.communication + self.waiting + self.fixed
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds
+
+    def with_work(self, factor: float) -> StepModel:
+        """So many times the work for each rank in every step."""
+        return replace(
+            self, input=factor * self.input, computing=factor * self.computing, waiting=factor * self.waiting
+        )
+
+    def to(self, other: StepModel, name: str, change: str, note: str = "") -> Strategy:
+        """The strategy that leads from this step to the other."""
+        gain = other.samples_per_second / self.samples_per_second
+        return Strategy(
+            name=name,
+            change=change,
+            gain=gain - 1,
+            step_seconds=other.seconds,
+            samples_per_second=other.samples_per_second,
+            communication_share=other.communication / other.seconds,
+            cost_gain=gain * self.nodes / other.nodes - 1,
+            note=note,
+        )
+
+
+def step_model(world: Sequence[Window]) -> StepModel:
+    """The mean step of windows of one world."""
+    steps = sum(window.steps for window in world)
+
+    def mean(*segments: str) -> float:
+        return sum(window.mean(segment) * window.steps for window in world for segment in segments) / steps
+
+    return StepModel(
+        input=mean("input"),
+        computing=mean("forward", "backward"),
+        communication=mean("communication"),
+        waiting=mean("waiting"),
+        fixed=mean("optimizer", "checkpoint", "other"),
+        samples=sum(sum(window.samples) for window in world) / steps,
+        nodes=len(set(world[-1].nodes)),
+    )
+
+
+def strategies(
+    found: Sequence[Window], events: Sequence[Mapping[str, Any]] = (), training: Mapping[str, Any] | None = None
+) -> list[Strategy]:
+    """What would help the world that trained longest in these windows, the largest gain first; those that would gain
+    nothing come last. ``training``: the trainer's configuration, for the present values of settings."""
+    groups = worlds(found)
+    if not groups or not step_model(groups[0]).samples:
+        return []
+    world, training = groups[0], training or {}
+    ranked = [*waiting_strategies(world), *_input(world), *_checkpoint(world, events, training)]
+    if too_much_communication(world):
+        ranked += communication_strategies(world, training)
+    ranked += _memory(world, events, training)
+    return sorted(ranked, key=lambda item: (item.gain >= WORTH_IT, max(item.gain, item.cost_gain)), reverse=True)
+
+
+def communication_strategies(world: Sequence[Window], training: Mapping[str, Any]) -> list[Strategy]:
+    """Against wire time. Waiting for a slow rank is another matter: none of these helps against it."""
+    now = step_model(world)
+    collectives = typical_collectives(world)
+    fit = fit_wire(collectives)
+    ranked = [*_more_work(now, training), *_fewer_nodes(now, world, fit)]
+    if fit:
+        ranked += _compression(now, world, fit) + _buckets(now, world, fit) + _hierarchy(now, world, fit)
+    return ranked
+
+
+def _more_work(now: StepModel, training: Mapping[str, Any]) -> list[Strategy]:
+    """Fewer all-reduces for each sample: the smallest of some factors that brings wire below the limit."""
+    for factor in (2, 4, 8):
+        then = replace(now.with_work(factor), samples=factor * now.samples)
+        if then.communication / then.seconds <= COMMUNICATION_LIMIT:
+            break
+    steps, batch = (_setting(name, training, factor) for name in ("gradient_accumulation_steps", "batch_size_per_gpu"))
+    larger = f"the global batch grows {factor}-fold: look at the learning rate (training.lr_scaling)"
+    fuller = f"at least as much, for larger operations are more efficient; needs memory; {larger}"
+    return [
+        now.to(then, "more accumulation", steps, f"needs no memory; {larger}"),
+        now.to(then, "larger micro-batch", batch, fuller),
+    ]
+
+
+def _compression(now: StepModel, world: Sequence[Window], fit: WireFit) -> list[Strategy]:
+    """Fewer bytes: gains on the part that bandwidth decides, and only on what the backward pass does not hide."""
+    size = world[-1].world_size
+    found = []
+    for name, change, left, note in (
+        ("fp16 compression", "send gradients as fp16 (a communication hook)", 0.5, "rounds gradients to 11 bits"),
+        (
+            "top-k compression", f"send the largest {KEPT:.0%} of each gradient, the rest later (a communication hook)",
+            min(1.0, KEPT * size), "choosing them costs time that is not counted here; look at the loss curve",
+        ),
+    ):  # fmt: skip
+        saved = sum((1 - left) * item.bytes * fit.seconds_per_byte for item in _buckets_of(world))
+        found.append(now.to(_less_wire(now, world, saved), name, change, note))
+    return found
+
+
+def _buckets(now: StepModel, world: Sequence[Window], fit: WireFit) -> list[Strategy]:
+    """Another number of buckets: few pay latency less often, many begin earlier. The best of some."""
+    buckets = _buckets_of(world)
+    total = sum(item.bytes for item in buckets)
+    if not buckets:
+        return []
+    commit = sum(item.wire_seconds for item in typical_collectives(world)) - sum(item.wire_seconds for item in buckets)
+    hidden = sum(item.wire_seconds * item.overlap for item in buckets)
+    # What a backward pass hides: all of its last micro-batch at most, and no less than what it does hide.
+    backward = statistics.median(window.mean("backward") for window in world) / _micro_batches(world)
+    if len(buckets) > 1:
+        backward = max(backward, hidden * len(buckets) / (len(buckets) - 1))
+
+    def exposed(count: int) -> float:
+        wire = count * fit.latency_seconds + total * fit.seconds_per_byte
+        return commit + max(wire / count, wire - backward * (count - 1) / count)
+
+    def then(count: int) -> StepModel:
+        """By the change that the model predicts, so that what it gets wrong about now does not count as a gain."""
+        change = exposed(count) - exposed(len(buckets))
+        return replace(now, communication=min(now.communication, max(0.0, now.communication + change)))
+
+    count = min((1, 2, 4, 8, 16), key=lambda number: (exposed(number), number))
+    change = (
+        f"{count} gradient bucket(s) of {_megabytes(total / count)} instead of {len(buckets)} (bucket_cap_mb of DDP)"
+    )
+    note = "at best: communication and backward pass share processors where there is no GPU"
+    return [now.to(then(count), "another bucket size", change, note)]
+
+
+def _hierarchy(now: StepModel, world: Sequence[Window], fit: WireFit) -> list[Strategy]:
+    """Sum within nodes first: only one rank of each node talks to other nodes."""
+    size, nodes = world[-1].world_size, now.nodes
+    if nodes == size or nodes == 1:
+        return []
+    latency, bandwidth = (nodes - 1) / (size - 1), ((nodes - 1) / nodes) / ((size - 1) / size)
+    saved = sum(
+        (1 - latency) * fit.latency_seconds + (1 - bandwidth) * item.bytes * fit.seconds_per_byte
+        for item in _buckets_of(world)
+    )
+    change = f"all-reduce within each node, then between {nodes} nodes (a communication hook)"
+    return [
+        now.to(_less_wire(now, world, saved), "hierarchical all-reduce", change, "at best: sums within a node are free")
+    ]
+
+
+def _fewer_nodes(now: StepModel, world: Sequence[Window], fit: WireFit | None) -> list[Strategy]:
+    """The same global batch on fewer nodes: more computing for each, less or no wire. The best number of them."""
+    if now.nodes < 2 or world[-1].world_size % now.nodes:
+        return []
+    per_node = world[-1].world_size // now.nodes
+    options = [_with_ranks(now, world, fit, count * per_node, count) for count in range(1, now.nodes)]
+    best = max(options, key=lambda model: (model.samples_per_second, -model.nodes))
+    cheapest = max(options, key=lambda model: model.samples_per_second / model.nodes)
+    note = "the global batch stays: planned micro-batches are dealt to the nodes that are there"
+    found = [now.to(best, "fewer nodes", f"{best.nodes} node(s) instead of {now.nodes} (DTRAIN_NODES)", note)]
+    if found[0].gain < WORTH_IT:  # not faster: then as cheap as possible
+        found = [
+            now.to(cheapest, "fewer nodes", f"{cheapest.nodes} node(s) instead of {now.nodes} (DTRAIN_NODES)", note)
+        ]
+    return found
+
+
+def _with_ranks(now: StepModel, world: Sequence[Window], fit: WireFit | None, ranks: int, nodes: int) -> StepModel:
+    size = world[-1].world_size
+    work = size / ranks
+    collectives = typical_collectives(world)
+    latency = fit.latency_share(collectives) if fit else 0.0
+    ratio = latency * (ranks - 1) / (size - 1) + (1 - latency) * ((ranks - 1) / ranks) / ((size - 1) / size)
+    then = replace(now.with_work(work), communication=now.communication * ratio, nodes=nodes)
+    return replace(then, waiting=0.0) if ranks == 1 else then
+
+
+def waiting_strategies(world: Sequence[Window]) -> list[Strategy]:
+    """Against a straggler: another node in its place, less work for it, or none."""
+    late = stragglers(world)
+    if not late:
+        return []
+    now, item = step_model(world), late[0]
+    lost = item.lost_seconds / seconds_of(world)
+    ready = replace(now, waiting=max(0.0, now.waiting - lost * now.seconds))
+    # What is late is longer on one rank of W: the mean over ranks counts a W-th of it, the others' waiting the rest.
+    rest = max(0.0, lost * now.seconds - (now.waiting - ready.waiting))
+    part = min(rest, ready.input if item.why == "input" else ready.computing)
+    ready = (
+        replace(ready, input=ready.input - part)
+        if item.why == "input"
+        else replace(ready, computing=ready.computing - part)
+    )
+    what = {"input": "look at its disk and at what else runs there, or "}.get(item.why, "")
+    found = [
+        now.to(
+            ready, f"replace node {item.node_id}", f"{what}let another node take the place of node {item.node_id}",
+            f"rank {item.rank} would be as fast as the others",
+        )
+    ]  # fmt: skip
+    if item.typically and item.why == "compute":
+        found += _deal_less(now, world, item)
+    if world[-1].world_size > 2:
+        size = world[-1].world_size
+        without = replace(ready.with_work(size / (size - 1)), nodes=max(1, now.nodes - 1))
+        found.append(now.to(without, f"go on without node {item.node_id}", "its work is dealt to the others"))
+    return found
+
+
+def _deal_less(now: StepModel, world: Sequence[Window], item: Straggler) -> list[Strategy]:
+    """The deal of whole micro-batches with which all ranks are done soonest."""
+    count, size = int(world[-1].facts.get("micro_batches") or 0), world[-1].world_size
+    if not count or count <= size or not item.other_seconds:
+        return []
+    speed = [1.0] * size
+    speed[item.rank] = item.other_seconds / item.own_seconds
+    dealt = [0] * size
+    for _ in range(count):
+        rank = min(range(size), key=lambda number: (dealt[number] + 1) / speed[number])
+        dealt[rank] += 1
+    longest = max(share / pace for share, pace in zip(dealt, speed, strict=True))
+    today = max(-(-count // size) / pace for pace in speed)
+    saved = (1 - longest / today) * item.own_seconds
+    then = replace(now, computing=now.computing - min(saved, now.computing))
+    text = " : ".join(map(str, dealt))
+    return [
+        now.to(
+            then, f"deal rank {item.rank} less", f"deal the {count} micro-batches {text}",
+            "finer with more and smaller micro-batches; the trainer deals evenly",
+        )
+    ]  # fmt: skip
+
+
+def _input(world: Sequence[Window]) -> list[Strategy]:
+    now = step_model(world)
+    if now.input / now.seconds < INPUT_SHARE:
+        return []
+    change = "put the dataset on a local disk of each node; fewer processes per node share a disk and processors"
+    note = "the next batch is gathered during a step, on one thread: input that is quicker than a step costs nothing"
+    return [now.to(replace(now, input=0.0), "quicker input", change, note)]
+
+
+def _checkpoint(
+    world: Sequence[Window], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
+) -> list[Strategy]:
+    """As seldom as it takes for saves to cost less than the budget."""
+    stalled = sum(max(window.segments.get("checkpoint") or (0.0,)) * window.steps for window in world)
+    count = sum(item.get("kind") == "checkpoint" for item in events)
+    every = training.get("checkpoint_frequency")
+    share = stalled / seconds_of(world)
+    if share <= CHECKPOINT_BUDGET or not count or not every:
+        return []
+    now = step_model(world)
+    step = now.seconds * (1 - share)
+    steps = math.ceil(stalled / count * (1 / CHECKPOINT_BUDGET - 1) / step / 10) * 10
+    saved = (share - CHECKPOINT_BUDGET) * now.seconds
+    then = replace(now, fixed=max(0.0, now.fixed - saved))
+    then = replace(then, waiting=max(0.0, then.waiting - max(0.0, saved - (now.fixed - then.fixed))))
+    change = f"training.checkpoint_frequency = {steps} (now {every})"
+    note = f"a save holds up for {stalled / count:.2g} s; a lost node costs up to {steps * step:.0f} s of work then"
+    return [now.to(then, "checkpoints less often", change, note)]
+
+
+def _memory(
+    world: Sequence[Window], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
+) -> list[Strategy]:
+    """A batch size from measured memory, where the GPU is less than 70 % full at its fullest (R3.4)."""
+    batch = training.get("batch_size_per_gpu") or world[-1].facts.get("local_samples_per_micro_batch")
+    nodes = [item for item in events if item.get("kind") == "node" and item.get("gpu_memory_percent")]
+    if not batch or not nodes:
+        return []
+    gpus = [gpu for item in nodes for gpu in item.get("gpus") or () if gpu.get("memory_total_bytes")]
+    fullest = max((gpu["memory_used_bytes"] / gpu["memory_total_bytes"] for gpu in gpus), default=None)
+    fullest = max(item["gpu_memory_percent"] for item in nodes) / 100 if fullest is None else fullest
+    if fullest >= MEMORY_LOW:
+        return []
+    total = max((gpu["memory_total_bytes"] for gpu in gpus), default=0)
+    # Weights, gradients and the two moments of Adam do not grow with the batch; the rest is taken to.
+    state = 4 * float(world[-1].facts.get("parameters_bytes") or 0) / total if total else 0.0
+    larger = batch_for_memory(int(batch), fullest, min(state, 0.9 * fullest))
+    now = step_model(world)
+    factor = larger / int(batch)
+    then = replace(now.with_work(factor), samples=factor * now.samples)
+    note = f"GPU memory is {fullest:.0%} full at its fullest: about {MEMORY_TARGET:.0%} then; look at the learning rate"
+    change = f"training.batch_size_per_gpu = {larger} (now {batch})"
+    return [now.to(then, "use the GPU's memory", change, note)]
+
+
+def batch_for_memory(batch: int, used: float, state: float = 0.0, target: float = MEMORY_TARGET) -> int:
+    """The batch size that fills ``target`` of a GPU's memory, where this one fills ``used`` of it and ``state`` of that
+    does not grow with the batch; a multiple of 8, never smaller than now."""
+    room = (target - state) / max(used - state, 1e-6)
+    return max(batch, int(batch * min(room, 64)) // 8 * 8)
+
+
+def _less_wire(now: StepModel, world: Sequence[Window], saved: float) -> StepModel:
+    """So many seconds less of wire come off what is exposed; the commit and a last bucket always are."""
+    buckets = _buckets_of(world)
+    wire = sum(item.wire_seconds for item in buckets)
+    last = (1 - saved / wire) * buckets[-1].wire_seconds if wire else 0.0
+    floor = min(now.communication, max(0.0, last))
+    return replace(now, communication=max(floor, now.communication - saved))
+
+
+def _buckets_of(world: Sequence[Window]) -> list[Any]:
+    return [item for item in typical_collectives(world) if "bucket" in item.name]
+
+
+def _micro_batches(world: Sequence[Window]) -> int:
+    count = world[-1].facts.get("micro_batches")
+    return -(-int(count) // world[-1].world_size) if count else 1
+
+
+def _setting(name: str, training: Mapping[str, Any], factor: int) -> str:
+    now = training.get(name)
+    return f"training.{name} = {factor * int(now)} (now {now})" if now else f"{factor} times training.{name}"
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:.3g} MB"

@@ -1,0 +1,172 @@
+"""Does the diagnosis name what was planted, and nothing where nothing was? On simulated steps, with known truth."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.monitoring.diagnosis import Cause, diagnose
+from dtrain_dagster.monitoring.stragglers import stragglers
+from dtrain_dagster.monitoring.windows import settled, windows
+from dtrain_dagster.monitoring.wire import fit_wire
+from trainer.rundir import event
+
+from .simulated_timing import Simulation
+
+COMPUTING = 0.1
+STEP = COMPUTING + 0.006
+"""Of a healthy simulated step, about."""
+
+
+def chosen(seed: int, shortest: int = 3) -> dict[str, Any]:
+    """Ranks, length and noise of a run, by chance. The short ones are as noisy as the long ones."""
+    chance = random.Random(seed)
+    return {
+        "seed": seed,
+        "ranks": chance.choice((2, 3, 4)),
+        "windows": chance.randint(shortest, 30),
+        "noise": chance.choice((0.02, 0.05)),
+        "outliers": chance.choice((0.0, 0.01, 0.03)),
+        "computing": COMPUTING,
+    }
+
+
+def lost(share: float) -> float:
+    """Seconds more per step that make up this share of it."""
+    return STEP * share / (1 - share)
+
+
+def plants(seed: int) -> list[tuple[Cause, int | None, dict[str, Any]]]:
+    """What is planted in runs of at least 12 windows, from 5 % of the step on."""
+    run = chosen(seed, shortest=12)
+    chance = random.Random(seed + 1)
+    rank, share = chance.randrange(run["ranks"]), chance.choice((0.05, 0.07, 0.1, 0.3))
+    seconds = lost(share)
+    few = {"computing": 0.003, "latency": 0.001, "optimizer": 0.0005, "buckets": (40_000, 40_000)}
+    result: list[tuple[Cause, int | None, dict[str, Any]]] = [
+        (Cause.SLOW_COMPUTE, rank, {"late_compute": {rank: seconds}}),
+        (Cause.SLOW_INPUT, rank, {"late_input": {rank: seconds}}),
+        (Cause.INPUT, None, {"input": 1.4 * seconds}),
+        (Cause.COMMUNICATION, None, {"buckets": (60_000_000, 60_000_000)}),
+        (Cause.SMALL_BATCHES, None, few),
+        (Cause.CHECKPOINT, None, {"save_every": chance.choice((2, 6, 40)), "stall": 0.0, "stall_share": seconds}),
+        (Cause.CHECKPOINT, None, {"save_every": 40, "write_slows": 4 * seconds}),
+    ]
+    if run["ranks"] > 2:
+        result.append((Cause.SLOW_LINK, rank, {"slow_link_of": rank, "buckets": (24_000_000, 24_000_000)}))
+    for _, _, extra in result:
+        if "stall_share" in extra:
+            extra["stall"] = extra["save_every"] * extra.pop("stall_share")
+    return [(cause, place, run | extra) for cause, place, extra in result]
+
+
+def test_planted_causes_are_named_with_their_rank():
+    right, wrong = 0, []
+    for seed in range(16):
+        for cause, rank, fields in plants(seed):
+            found = diagnose(Simulation(**fields).events())
+            if (found.cause, found.rank) == (cause, rank):
+                right += 1
+            else:
+                wrong.append((cause, rank, found, fields))
+    assert right / (right + len(wrong)) >= 0.95, wrong
+
+
+def test_healthy_runs_raise_no_alarm():
+    wrong = []
+    for seed in range(100, 200):
+        fields = chosen(seed) | {"noise": random.Random(seed).choice((0.02, 0.05, 0.1))}
+        found = diagnose(Simulation(**fields).events())
+        if found.cause is not Cause.HEALTHY:
+            wrong.append((found, fields))
+    assert not wrong
+
+
+def test_a_late_rank_is_told_with_when_it_began_and_what_takes_longer():
+    found = diagnose(Simulation(windows=20, since=12, late_compute={1: 0.05}).events())
+    assert (found.cause, found.rank, found.node_id) == (Cause.SLOW_COMPUTE, 1, 11)
+    assert found.since_step == pytest.approx(120, abs=10)
+    assert found.share == pytest.approx(0.05 / 0.156 * 8 / 19 * 1.2, rel=0.35)
+    assert found.where == "slow compute on rank 1 (node 11)"
+    assert "since step" in found.evidence
+    assert "wire itself takes" in found.evidence
+
+
+def test_two_late_ranks_are_both_found_the_costlier_first():
+    late = {1: 0.03, 3: 0.06}
+    found = diagnose(Simulation(ranks=4, windows=20, late_compute=late).events())
+    assert [item.rank for item in (found, *found.also)] == [3, 1]
+
+
+def test_pauses_in_one_of_ten_steps_are_found_though_no_median_sees_them():
+    found = diagnose(Simulation(windows=24, late_compute={2: 0.03}, pauses_only=True, outliers=0.0).events())
+    assert (found.cause, found.rank) == (Cause.SLOW_COMPUTE, 2)
+    assert "pauses in some steps" in found.evidence
+
+
+def test_a_slow_spell_that_is_over_is_not_a_straggler():
+    slow, quick = (Simulation(windows=20, seed=5, late_compute=late).events() for late in ({1: 0.04}, {}))
+    assert diagnose([*slow[:4], *quick[4:]]).cause is Cause.HEALTHY
+
+
+@pytest.mark.parametrize("dealt", [(2, 1, 1), (2, 2, 1, 1), (3, 2)])
+def test_who_is_dealt_more_is_not_blamed(dealt: tuple[int, ...]):
+    events = Simulation(ranks=len(dealt), windows=20, micro_batches=dealt).events()
+    found = diagnose(events)
+    assert (found.cause, found.rank) == (Cause.UNEVEN, None)
+    assert not found.also
+    # but who is slow beyond that is found, even if it has the least work
+    least = len(dealt) - 1
+    late = Simulation(ranks=len(dealt), windows=20, micro_batches=dealt, late_compute={least: 0.1}).events()
+    assert least in {item.rank for item in stragglers(settled(windows(late)))}
+
+
+def test_the_wire_of_a_run_with_a_straggler_is_not_blamed():
+    """The trap: with rank 1 late, every other rank's communication looks slow to itself."""
+    found = diagnose(Simulation(windows=20, late_compute={1: 0.1}).events())
+    assert found.cause is Cause.SLOW_COMPUTE
+    assert not [item for item in found.also if item.cause in (Cause.COMMUNICATION, Cause.SLOW_LINK)]
+
+
+def test_a_hang_comes_first_with_the_rank_that_is_waited_for():
+    events = Simulation(windows=6, late_compute={0: 0.1}).events()
+    at = events[-1]["time"] + 30
+    for rank, sequence in ((0, 200), (1, 199), (2, 200)):
+        operation = "no collective" if rank == 1 else "all-reduce of gradient bucket 0"
+        hang = event(
+            "hang", rank, 1, step=60, node_id=10 + rank, operation=operation, sequence=sequence, waited_seconds=25.0,
+            stacks="", recent=[], nodes=[10, 11, 12], where="model.py:12",
+        )  # fmt: skip
+        events.append(hang | {"time": at + rank})
+    found = diagnose(events)
+    assert (found.cause, found.rank, found.node_id) == (Cause.HANG, 1, 11)
+    assert found.where == "hang of rank 1 (node 11)"
+    assert [item.cause for item in found.also] == [Cause.SLOW_COMPUTE]
+
+
+def test_memory_that_ran_out_is_told():
+    events = Simulation(windows=6).events()
+    events.append(event("out_of_memory", 1, 1, step=7, samples=64, activation_checkpointing=True))
+    found = diagnose(events)
+    assert found.cause is Cause.MEMORY
+    assert "64 samples" in found.evidence
+
+
+def test_records_without_timing_are_not_judged_and_bad_ones_do_no_harm():
+    assert diagnose([]).cause is Cause.UNKNOWN
+    assert diagnose([event("step", 0, 1, step=10)]).cause is Cause.UNKNOWN
+    [first, *rest] = Simulation(windows=8).events()
+    bare = {name: first[name] for name in ("kind", "time", "rank", "generation", "step", "steps", "seconds", "nodes")}
+    only_bare = diagnose([bare | {"time": bare["time"] + number} for number in range(8)])
+    assert only_bare.cause is Cause.HEALTHY
+    assert diagnose([{"kind": "timing", "time": 0.0, "rank": 0}, bare, *rest]).cause is Cause.HEALTHY
+
+
+def test_latency_and_bandwidth_are_found_again():
+    [*_, last] = Simulation(noise=0.0, outliers=0.0, buckets=(100_000, 5_000_000)).events()
+    fit = fit_wire(windows([last])[0].collectives)
+    assert fit is not None
+    assert fit.latency_seconds == pytest.approx(0.0004, rel=0.05)
+    assert 1 / fit.seconds_per_byte == pytest.approx(1.2e9, rel=0.05)

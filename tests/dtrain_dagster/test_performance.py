@@ -1,0 +1,121 @@
+"""The report's figures: what paid time came to, how it scales, and the sentence on top."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.clusters.base import NodeUsage
+from dtrain_dagster.monitoring import charts_time
+from dtrain_dagster.monitoring.diagnosis import Cause
+from dtrain_dagster.monitoring.performance import goodput, scaling, summarise
+from dtrain_dagster.monitoring.windows import windows
+from trainer.rundir import event
+
+from .simulated_timing import STEPS_PER_WINDOW, Simulation
+
+NO_PHASES = {"training": 0.0}
+
+
+def stay(node: int, started_at: float, ended_at: float) -> NodeUsage:
+    return NodeUsage(node_id=node, sku="Standard_NC6s_v3", started_at=started_at, ended_at=ended_at)
+
+
+def with_steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """And the ``step`` event beside each ``timing`` event."""
+    steps = [
+        event("step", 0, 1, step=item["step"], epoch=0, loss=1.0, learning_rate=1e-3, grad_norm=1.0,
+              samples_per_second=sum(item["samples"]) / STEPS_PER_WINDOW / item["seconds"],
+              step_seconds=item["seconds"], eta_seconds=0.0) | {"time": item["time"]}
+        for item in events
+        if item["kind"] == "timing"
+    ]  # fmt: skip
+    return sorted([*events, *steps], key=lambda item: item["time"])
+
+
+def whole(events: list[dict[str, Any]], nodes: int) -> list[NodeUsage]:
+    """Stays of nodes that are paid for twice as long as they train."""
+    timing = windows(events)
+    trained = sum(item.total_seconds for item in timing)
+    return [stay(10 + node, timing[-1].time - 1.5 * trained, timing[-1].time + 0.5 * trained) for node in range(nodes)]
+
+
+def test_the_report_of_a_job_with_a_slow_node():
+    events = with_steps(Simulation(windows=20, late_compute={1: 0.05}).events())
+    usage = whole(events, 3)
+    report = summarise(events, {"training": 30.0, "startup": 20.0}, 3, usage, {"gradient_accumulation_steps": 2})
+    assert report.diagnosis.cause is Cause.SLOW_COMPUTE
+    assert report.verdict.startswith("Slow compute on rank 1 (node 11), ")
+    assert report.goodput.share == pytest.approx(0.5, abs=0.02)
+    assert report.samples_per_second_per_rank == pytest.approx(report.samples_per_second / 3)
+    assert sum(report.segment_shares.values()) == pytest.approx(1)
+    assert report.communication is not None
+    assert report.communication.wire_share < 0.05 < report.communication.waiting_share
+    assert report.communication.latency_milliseconds == pytest.approx(0.4, rel=0.1)
+    assert report.communication.overlap == pytest.approx(0.5, abs=0.1)
+    assert [rank.node_id for rank in report.ranks] == [10, 11, 12]
+    assert report.ranks[1].milliseconds["waiting"] < report.ranks[0].milliseconds["waiting"]
+    assert report.recommendations[0].name == "replace node 11"
+    again = json.loads(json.dumps(asdict(report), allow_nan=False))
+    assert again["diagnosis"]["cause"] == "slow compute"
+    assert again["recommendations"][0]["gain"] > 0.2
+
+
+def test_records_of_older_trainers_still_make_a_report():
+    events = [item for item in with_steps(Simulation(windows=6).events()) if item["kind"] != "timing"]
+    usage = [stay(0, 0.0, 100.0), stay(1, 0.0, 50.0)]
+    report = summarise(events, {"training": 20.0, "startup": 60.0}, 2, usage)
+    assert report.communication is None
+    assert report.ranks == ()
+    assert report.goodput.share == pytest.approx(0.2)
+    assert "«startup» took 60%" in report.verdict
+    with pytest.raises(ValueError, match="no step"):
+        summarise([], {}, 1, usage)
+
+
+def test_steps_that_were_done_again_trained_once():
+    first = Simulation(windows=10).events()
+    again = [item | {"time": item["time"] + 1000, "generation": 2} for item in first[4:]]
+    found = windows([*first, *again])
+    usage = [stay(10, 0.0, 1000.0), stay(11, 0.0, 1000.0), stay(12, 0.0, 1000.0)]
+    once = goodput(windows(first), NO_PHASES, usage)
+    assert goodput(found, NO_PHASES, usage).trained_node_seconds == pytest.approx(once.trained_node_seconds)
+    assert once.elsewhere == {"redone or not in the world": pytest.approx(3000 - once.trained_node_seconds)}
+
+
+def test_scaling_is_measured_where_one_node_has_trained_alone():
+    three = Simulation(windows=10).events()
+    alone = Simulation(ranks=1, windows=5, micro_batches=(6,)).events()
+    later = three[-1]["time"]
+    both = [*three, *(item | {"time": item["time"] + later, "generation": 2} for item in alone)]
+    found = scaling(windows(both))
+    assert found.nodes == 3
+    assert found.efficiency == pytest.approx(0.9, abs=0.1)
+    assert found.basis.startswith("measured")
+    unknown = scaling(windows(three))
+    assert unknown.efficiency is None
+    assert "at most 9" in unknown.basis
+
+
+def test_pictures_are_drawings_with_a_bar_for_every_node():
+    events = with_steps(Simulation(ranks=4, windows=8).events())
+    usage = whole(events, 4)
+    report = summarise(events, {"training": 10.0}, 4, usage)
+    assert report.communication is not None
+    members = [
+        event("membership", 0, 1, world_size=4, nodes=[10, 11, 12, 13], lost=[], joined=[], topology="mesh"),
+        event("membership", 0, 2, world_size=3, nodes=[10, 11, 12], lost=[13], joined=[], topology="star", step=40),
+    ]
+    at = [item["time"] for item in events]
+    members = [item | {"time": at[place]} for item, place in zip(members, (0, 4), strict=True)]
+    for picture in (
+        charts_time.step_chart(report.ranks),
+        charts_time.communication_chart(windows(events), report.communication),
+        charts_time.timeline_chart(usage, [*events, *members]),
+        charts_time.throughput_chart([item for item in events if item["kind"] == "step"], members),
+    ):
+        assert ElementTree.fromstring(picture).tag.endswith("svg")

@@ -1,0 +1,146 @@
+"""Strategies: what they promise is what the simulated training then does; and what cannot help is not promised."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.monitoring.alerts import KEPT_WINDOWS, alerts, keep, told
+from dtrain_dagster.monitoring.strategies import Strategy, batch_for_memory, step_model, strategies
+from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
+from trainer.rundir import event
+
+from .simulated_timing import Simulation
+
+TRAINING = {"gradient_accumulation_steps": 2, "batch_size_per_gpu": 128, "checkpoint_frequency": 40}
+LARGE = Simulation(windows=12, noise=0.0, outliers=0.0, buckets=(60_000_000,))
+SMALL = Simulation(windows=12, noise=0.0, outliers=0.0, computing=0.003, latency=0.001, buckets=(40_000, 40_000))
+
+
+def of(simulation: Simulation, extra: list[dict[str, Any]] | None = None) -> dict[str, Strategy]:
+    events = [*simulation.events(), *(extra or [])]
+    return {item.name: item for item in strategies(settled(windows(events)), events, TRAINING)}
+
+
+def rate(simulation: Simulation) -> float:
+    return step_model(settled(windows(simulation.events()))).samples_per_second
+
+
+def test_where_bandwidth_is_short_bytes_are_saved_and_the_promise_is_kept():
+    found = of(LARGE)
+    halved = replace(LARGE, buckets=(30_000_000,))
+    assert found["fp16 compression"].samples_per_second == pytest.approx(rate(halved), rel=0.03)
+    assert found["top-k compression"].gain > found["fp16 compression"].gain > 0.1
+    # as many micro-batches more in each step as the change says
+    change = found["more accumulation"].change
+    assert change == "training.gradient_accumulation_steps = 4 (now 2)"
+    doubled = replace(LARGE, micro_batches=(4, 4, 4))
+    assert found["more accumulation"].samples_per_second == pytest.approx(rate(doubled), rel=0.05)
+    assert found["more accumulation"].communication_share <= COMMUNICATION_LIMIT
+    assert "hierarchical all-reduce" not in found, "each node has one rank"
+
+
+def test_where_latency_counts_fewer_bytes_are_promised_nothing():
+    found = of(SMALL)
+    assert not found["fp16 compression"].is_worth_it
+    assert not found["top-k compression"].is_worth_it
+    assert found["more accumulation"].gain > 0.4
+    assert not found["another bucket size"].is_worth_it
+    many = of(replace(SMALL, buckets=(10_000,) * 8))["another bucket size"]
+    assert many.change.startswith("1 gradient bucket(s) of 0.08 MB instead of 8")
+    assert many.samples_per_second == pytest.approx(rate(replace(SMALL, buckets=(80_000,))), rel=0.05)
+    assert found["fewer nodes"].cost_gain > 0
+    ranked = [item.gain for item in found.values() if item.gain >= 0.01]
+    assert ranked == sorted(ranked, reverse=True)
+    useful = [item.is_worth_it for item in found.values()]
+    assert useful == sorted(useful, reverse=True), "what gains nothing comes last"
+
+
+def test_sums_within_nodes_are_for_several_ranks_on_each():
+    events = replace(LARGE, ranks=4).events()
+    for item in events:
+        item["nodes"] = [0, 0, 1, 1]
+    found = {item.name: item for item in strategies(settled(windows(events)), events, TRAINING)}
+    assert found["hierarchical all-reduce"].gain > 0.1
+    assert found["fewer nodes"].change.startswith("1 node(s) instead of 2")
+
+
+def test_a_straggler_is_replaced_or_dealt_less_and_no_word_of_the_network():
+    late = Simulation(windows=16, noise=0.0, outliers=0.0, micro_batches=(4, 4, 4), late_compute={1: 0.1})
+    found = of(late)
+    assert next(iter(found)) == "replace node 11"
+    assert found["replace node 11"].samples_per_second == pytest.approx(rate(replace(late, late_compute={})), rel=0.03)
+    assert found["deal rank 1 less"].change == "deal the 12 micro-batches 5 : 3 : 4"
+    assert found["deal rank 1 less"].gain < found["replace node 11"].gain
+    assert "go on without node 11" in found
+    assert not {"more accumulation", "fp16 compression", "fewer nodes"} & set(found)
+
+
+def test_checkpoints_as_seldom_as_the_budget_wants():
+    simulation = Simulation(windows=24, noise=0.0, outliers=0.0, save_every=40, stall=0.6)
+    found = of(simulation)["checkpoints less often"]
+    assert found.change.startswith("training.checkpoint_frequency = ")
+    assert found.change.endswith("(now 40)")
+    every = int(found.change.split()[2])
+    assert 0.6 / (every * 0.108) == pytest.approx(0.01, rel=0.25)
+
+
+@pytest.mark.parametrize(("used", "expected"), [(0.35, 256), (0.69, None), (0.71, None)])
+def test_a_batch_for_memory_that_is_not_used(used: float, expected: int | None):
+    gpu = {"memory_used_bytes": used * 16e9, "memory_total_bytes": 16e9}
+    node = event("node", 0, 1, node_id=0, gpu_memory_percent=100 * used, gpus=[gpu])
+    found = of(Simulation(windows=8), [node])
+    assert ("use the GPU's memory" in found) is (used < 0.7)
+    if expected:
+        size = int(found["use the GPU's memory"].change.split()[2])
+        assert size == pytest.approx(128 * 0.85 / used, rel=0.03)
+
+
+def test_a_batch_grows_with_what_grows_with_it_only():
+    assert batch_for_memory(100, used=0.5, state=0.3, target=0.8) == 248
+    assert batch_for_memory(100, used=0.5, state=0.0, target=0.8) == 160
+    assert batch_for_memory(100, used=0.9, target=0.8) == 100
+
+
+def test_people_are_told_once_with_what_would_help_the_most_first():
+    recent: tuple[Any, ...] = ()
+    told_of: dict[str, Any] = {}
+    texts = []
+    for item in LARGE.events():
+        recent = keep(recent, [item])
+        for alert in alerts(recent, told_of, TRAINING):
+            told_of[alert.key] = alert
+            texts.append(alert.text)
+    [text] = texts
+    first, *help_ = text.splitlines()
+    assert first.startswith("communication takes 32% of training time")
+    assert "limit 20%" in first
+    assert len(help_) == 5
+    gains = [int(line.split("+")[1].split("%")[0]) for line in help_]
+    assert gains == sorted(gains, reverse=True)
+
+
+def test_waiting_for_a_slow_rank_is_no_alert_about_communication():
+    events = Simulation(windows=12, late_compute={0: 0.1}).events()
+    found = alerts(keep((), events), (), TRAINING)
+    assert [item.key for item in found] == ["slow compute 10"]
+    assert found[0].strategies[0].name == "replace node 10"
+    assert "samples/s" in told(found[0].strategies[0])
+    assert shares(windows(events))["waiting"] > COMMUNICATION_LIMIT
+
+
+def test_one_window_that_hangs_is_no_alert():
+    events = Simulation(windows=12).events()
+    segments = events[6]["segments"]
+    segments["communication"] = [2.0] * 3
+    assert shares(windows(events))["communication"] > COMMUNICATION_LIMIT
+    assert not alerts(keep((), events), (), TRAINING)
+
+
+def test_of_a_long_job_only_the_latest_windows_are_kept():
+    events = Simulation(windows=KEPT_WINDOWS + 9, save_every=40).events()
+    kept = keep(keep((), events[:30]), events[30:])
+    assert sum(item["kind"] == "timing" for item in kept) == KEPT_WINDOWS
+    assert kept[-1] == events[-1]
