@@ -33,6 +33,8 @@ VALUES = 60_000
 LATEST_WINDOWS = 20
 """So many of the newest windows make the breakdown per rank."""
 NEWS, MARKS = 60, 200
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError)
+"""What comes of an event that was written to another contract."""
 
 Row = dict[str, float]
 
@@ -136,7 +138,7 @@ class PerformanceDashboard:
         events = list(events)
         self.version += bool(events)
         for item in events:
-            with suppress(KeyError, TypeError, ValueError, AttributeError, IndexError):  # written to another contract
+            with suppress(*UNREADABLE):
                 self._take(dict(item))
 
     def changes(self, version: int, token: str) -> dict[str, Any]:
@@ -182,7 +184,11 @@ class PerformanceDashboard:
     def verdict(self, training: Mapping[str, Any]) -> dict[str, Any] | None:
         """What holds the latest steps up, and what would help, the best first; None while that is not known."""
         recent = [*self.progress.recent, *self.progress.hang]
-        found = diagnose(recent)
+        try:
+            found = diagnose(recent)
+            advice = [told(item) for item in best(strategies(settled(windows(recent)), recent, training))]
+        except UNREADABLE:
+            return None
         if found.cause is Cause.UNKNOWN:
             return None
         share = f", {found.share:.0%} of the time" if found.share else ""
@@ -191,7 +197,7 @@ class PerformanceDashboard:
             "title": f"{found.where}{share}",
             "evidence": found.evidence,
             "also": [f"{item.where}, {item.share:.0%}: {item.evidence}" for item in found.also],
-            "advice": [told(item) for item in best(strategies(settled(windows(recent)), recent, training))],
+            "advice": advice,
         }
 
     def shares(self, segment: str) -> dict[int, float]:

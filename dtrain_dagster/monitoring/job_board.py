@@ -82,7 +82,7 @@ class OpenJob:
             self.row = read_row(self.rundir)  # asked first, so that the last round reads everything
             self.dashboard.take(self.rundir.follow(self._seen))
             self.stays = self.rundir.nodes()
-            self._training = (self.rundir.read_json(JOB) or {}).get("training", {})
+            self._training = self._training or (self.rundir.read_json(JOB) or {}).get("training", {})
             self.cost = cost_so_far(self.rundir, self.stays, self.row.running, self._tier, now)
             self._read_at = time.monotonic()
             return self

@@ -76,6 +76,9 @@ def test_the_straggler_is_who_waits_least():
     assert sum(values[0] for values in ranks["milliseconds"].values()) == pytest.approx(205)
     shares = board.shares("waiting")
     assert min(shares, key=lambda node: shares[node]) == 1
+    verdict = board.verdict({})
+    assert verdict is not None
+    assert verdict["title"].startswith("slow input on rank 1 (node 1)")
     assert [board.tracks["late"].rows[-1][f"node {node}"] for node in range(3)] == [0, pytest.approx(50), 0]
 
 
@@ -101,7 +104,7 @@ def test_what_cannot_be_understood_takes_nothing_else_away():
     assert board.progress.step == 50
     assert len(board.tracks["steps"].rows) == 10
     assert board.ranks() is None
-    assert board.details()["collectives"] == []
+    assert board.details({})["collectives"] == []
 
 
 def test_every_column_that_a_panel_names_is_recorded():

@@ -203,6 +203,11 @@ function uses(panel, changed) {
 }
 
 function draw(changed) {
+  const alone = !job.look.link; // the panel of links is there only after a probe; it takes half of this one's place
+  if (element("panel-late").classList.contains("wide") !== alone) {
+    element("panel-late").classList.toggle("wide", alone);
+    changed = null;
+  }
   for (const panel of PANELS) {
     const traces = TRACES[panel.kind](panel);
     const box = element(`panel-${panel.key}`);
