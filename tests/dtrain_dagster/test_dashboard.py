@@ -233,6 +233,18 @@ def test_a_saved_report_needs_nothing_and_runs_nothing_but_its_own_scripts(serve
     assert json.loads(data[1])["news"][0]["text"] == HOSTILE
 
 
+def test_jobs_on_remote_storage_are_read_the_same_way():
+    """Nothing but the verbs of storage: no folder, no lock."""
+    jobs = f"memory://dashboard-{time.time_ns()}/jobs"
+    write_run(jobs, "far", told(5))
+    board = JobBoard(jobs, "dedicated")
+    assert [(row.job_id, row.state, row.step) for row in board.jobs()] == [("far", "running", 25)]
+    job = board.open("far", time.time())
+    assert job is not None
+    assert len(job.snapshot(0, "", time.time())["tracks"]["steps"]["rows"]) == 5
+    assert page.write_report(job.rundir, "dedicated") == f"{jobs}/far/{page.REPORT}"
+
+
 # ---- Prometheus and Grafana
 
 

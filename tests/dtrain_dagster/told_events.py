@@ -83,9 +83,9 @@ def hang(at: float, operation: str = "all-reduce of bucket 1") -> dict[str, Any]
     )  # fmt: skip
 
 
-def write_run(jobs: Path, job_id: str, events: list[dict[str, Any]], state: str = "running") -> RunDir:
+def write_run(jobs: Path | str, job_id: str, events: list[dict[str, Any]], state: str = "running") -> RunDir:
     """A run directory as a cluster and a trainer leave it."""
-    rundir = RunDir(str(jobs / job_id))
+    rundir = RunDir(f"{jobs}/{job_id}")
     rundir.write_job(JobConfig(job_id=job_id, run_dir=rundir.uri, dataset=DatasetRef(uri="nowhere")))
     ended_at = time.time() if state != "running" else None
     started_at = time.time() - 3600
