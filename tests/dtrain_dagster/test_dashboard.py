@@ -85,8 +85,9 @@ def test_the_straggler_is_who_waits_least():
 def test_ranks_of_an_older_generation_are_not_mixed_with_those_of_now():
     shrunk = timing(400, START + 99, slow=1)
     shrunk |= {"nodes": [0, 1], "segments": {name: values[:2] for name, values in shrunk["segments"].items()}}
-    board = folded([*told(30), shrunk])
-    assert board.ranks()["labels"] == ["node 0", "node 1"]  # type: ignore[index]
+    ranks = folded([*told(30), shrunk]).ranks()
+    assert ranks is not None
+    assert (ranks["labels"], ranks["steps"]) == (["node 0", "node 1"], 5)
 
 
 def test_what_cannot_be_understood_takes_nothing_else_away():
