@@ -16,7 +16,7 @@ PORT ?= 3000
 # Dagster's console without its debug events.
 QUIET := {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
 
-.PHONY: help setup run ui test test-fast lint format train tensorboard mlflow clean
+.PHONY: help setup run ui test test-fast lint format train dashboard tensorboard mlflow clean
 
 help:  ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ lint: setup  ## ruff and mypy
 
 format: setup  ## let ruff put the code into shape
 	@ruff check --fix . && ruff format .
+
+dashboard: setup  ## the live dashboard of all jobs on http://127.0.0.1:8060
+	@dtrain dashboard
 
 mlflow: setup  ## the MLflow UI on http://127.0.0.1:5000
 	@mkdir -p $(DTRAIN_HOME)

@@ -244,13 +244,16 @@ def follow_job(
     rundir: RunDir,
     job_id: str,
     now: Callable[[], float] = time.time,
+    take: Callable[[list[dict[str, Any]]], object] = lambda events: None,
 ) -> Iterator[tuple[JobStatus, Progress]]:
-    """Yield the job's status and progress, again and again, until it has ended; the last one yielded is final."""
+    """Yield the job's status and progress, again and again, until it has ended; the last one yielded is final. ``take``
+    gets the events that have come since, before each."""
     seen: set[str] = set()
     progress, hang_news = Progress(), HangNews()
     while True:
         status = manager.job_status(job_id)  # asked first, so that the final round reads all events
         events = rundir.follow(seen)
+        take(events)
         progress = advance(progress, events)
         hang = hang_news.tell(progress.hang, now(), status.state.is_final)
         progress = replace(progress, news=(*news(events), *hang))

@@ -17,6 +17,7 @@ from rich.text import Text
 from dtrain_dagster.clusters.base import ClusterHealth, GPUClusterManager, JobState, JobStatus, NodeHealth
 from dtrain_dagster.jobs import Progress, advance, follow_job
 from dtrain_dagster.logs import LogFollower
+from dtrain_dagster.monitoring.dashboard import PerformanceDashboard
 from dtrain_dagster.monitoring.hangs import verdict
 from trainer.rundir import EVENTS, LAUNCH, NodePresence, RunDir, stale_seconds
 
@@ -30,6 +31,8 @@ STATE_COLOURS = {
 }
 LINE_EVERY_SECONDS = 5.0
 """Between two lines of progress where there is no terminal."""
+SILENT_NODE_SECONDS = 20.0
+"""A node tells how it does every few seconds (``training.monitor_interval_seconds``)."""
 
 
 def print_lines(console: Console, lines: Iterable[tuple[int, str]]) -> None:
@@ -54,9 +57,11 @@ def stream_job(
 def watch_training(
     console: Console, manager: GPUClusterManager, rundir: RunDir, job_id: str, total_steps: int | None
 ) -> JobStatus:
-    """Show a training's progress until it has ended."""
-    show = _show_in_place if console.is_terminal else _show_lines
-    return show(console, follow_job(manager, rundir, job_id), total_steps)
+    """Show a training's progress until it has ended; on a terminal with a line for each node."""
+    if not console.is_terminal:
+        return _show_lines(console, follow_job(manager, rundir, job_id), total_steps)
+    board = PerformanceDashboard()
+    return _show_in_place(console, follow_job(manager, rundir, job_id, take=board.take), board, total_steps)
 
 
 def _show_lines(console: Console, looks: Iterator[tuple[JobStatus, Progress]], total_steps: int | None) -> JobStatus:
@@ -73,19 +78,62 @@ def _show_lines(console: Console, looks: Iterator[tuple[JobStatus, Progress]], t
             return status
 
 
-def _show_in_place(console: Console, looks: Iterator[tuple[JobStatus, Progress]], total_steps: int | None) -> JobStatus:
+def _show_in_place(
+    console: Console, looks: Iterator[tuple[JobStatus, Progress]], board: PerformanceDashboard, total_steps: int | None
+) -> JobStatus:
+    from rich.console import Group
+    from rich.live import Live
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
     text = TextColumn("{task.description}", markup=False)
-    with Bar(SpinnerColumn(), BarColumn(bar_width=20), text, TimeElapsedColumn(), console=console) as bar:
-        task = bar.add_task("waiting for nodes", total=total_steps)
+    bar = Bar(SpinnerColumn(), BarColumn(bar_width=20), text, TimeElapsedColumn(), console=console)
+    task = bar.add_task("waiting for nodes", total=total_steps)
+    with Live(bar, console=console, refresh_per_second=4) as live:
         while True:
             status, progress = next(looks)
-            _print_news(bar.console, progress)
-            bar.update(task, completed=progress.step, description=progress_line(progress, total_steps))
+            _print_news(console, progress)
+            total = total_steps or board.total_steps
+            bar.update(task, total=total, completed=progress.step, description=progress_line(progress, total))
+            live.update(Group(bar, live_nodes_table(board, time.time())) if board.nodes else bar)
             if status.state.is_final:
                 return status
+
+
+def live_nodes_table(board: PerformanceDashboard, now: float) -> Table:
+    """A row for each node that has been heard: how it does, and what it spends a step on. Pure."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("NODE", "STATE", "GPU" if board.has_gpus else "CPU", "MEMORY", "SAMPLES/S", "WAITS", "TEMPERATURE"):
+        table.add_column(title, justify="left" if title in ("NODE", "STATE") else "right")
+    waiting = board.shares("waiting")
+
+    def shown(value: object, form: str) -> str:
+        return form.format(value) if value is not None else "–"
+
+    for node, sample in sorted(board.nodes.items()):
+        gpu = sample.get("gpu_utilization") is not None
+        table.add_row(
+            Text(str(node), style=NODE_COLOURS[node % len(NODE_COLOURS)]),
+            node_state(board, node, now),
+            shown(sample.get("gpu_utilization" if gpu else "cpu_percent"), "{:.0f} %"),
+            shown(sample.get("gpu_memory_percent" if gpu else "memory_percent"), "{:.1f} %"),
+            shown(sample.get("samples_per_second"), "{:,.0f}"),
+            shown(waiting.get(node), "{:.0%}"),
+            shown(sample.get("gpu_temperature_celsius"), "{:.0f} °C"),
+        )
+    return table
+
+
+def node_state(board: PerformanceDashboard, node: int, now: float) -> Text:
+    """In a word: lost to the others, silent, training, or between trainings (evaluating, saving, waiting to join)."""
+    silent = now - float(board.nodes[node]["time"])
+    if node in board.lost:
+        return Text("lost", style="red")
+    if silent > SILENT_NODE_SECONDS:
+        return Text(f"silent for {silent:.0f} s", style="yellow")
+    if node in board.members and board.nodes[node].get("samples_per_second") is not None:
+        return Text("training", style="green")
+    return Text("there", style="default")
 
 
 def _print_news(console: Console, progress: Progress) -> None:

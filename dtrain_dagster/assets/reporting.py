@@ -14,6 +14,7 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.tracker import CostTracker, overrun
 from dtrain_dagster.monitoring import charts, charts_time
 from dtrain_dagster.monitoring.alerts import best, told
+from dtrain_dagster.monitoring.page import write_report
 from dtrain_dagster.monitoring.performance import NodePerformance, Performance, RankPerformance, summarise
 from dtrain_dagster.monitoring.windows import WireTime, windows
 from dtrain_dagster.resources import GPUClusterResource
@@ -132,6 +133,7 @@ def performance_report(
         f"({duration(expected.low)} to {duration(expected.high)})",
         "recommendations": dg.MarkdownMetadataValue(strategy_table(performance.recommendations)),
         "test": dg.JsonMetadataValue(evaluation["model"]),
+        "report_page": dg.MetadataValue.path(write_report(rundir, cost_estimate.tier)),
         "report": dg.MetadataValue.path(f"{rundir.uri}/{PERFORMANCE_REPORT}"),
         "pictures": dg.MarkdownMetadataValue(_pictures(performance, usage, events)),
     }

@@ -105,6 +105,9 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "logs": ["--follow", "--node", "--tail", "-f", "job_id"],
         "cancel": ["job_id"],
         "summary": ["job_id"],
+        "dashboard": ["--allow", "--host", "--job", "--port"],
+        "report": ["--output", "-o", "job_id"],
+        "watch": ["job_id"],
     }
     endpoint = main.commands["endpoint"]  # type: ignore[attr-defined]
     assert isinstance(endpoint, click.Group)

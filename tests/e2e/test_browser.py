@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page
 
+from .chromium import BROWSER_TEST, chromium, shot
 from .conftest import Dagster, wait_for
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-SHOTS = os.environ.get("DTRAIN_SCREENSHOTS")
-"""A folder to leave screenshots in; the README's pictures are made this way."""
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.browser,
-    pytest.mark.timeout(420),
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: install the package chromium"),
-]
+pytestmark = [*BROWSER_TEST, pytest.mark.timeout(420)]
 ENDED = ("SUCCESS", "FAILURE", "CANCELED")
 
 
 @pytest.fixture(scope="module")
 def page(dagster: Dagster) -> Iterator[Page]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=CHROMIUM,
-            args=["--no-sandbox", "--disable-background-networking", "--disable-component-update", "--disable-sync"],
-        )
+    with chromium() as browser:
         page = browser.new_page(viewport={"width": 1600, "height": 1000})
         page.set_default_timeout(30_000)
         yield page
-        browser.close()
-
-
-def shot(page: Page, name: str) -> None:
-    if SHOTS:
-        page.wait_for_timeout(1500)
-        page.screenshot(path=Path(SHOTS) / f"{name}.png")
 
 
 def runs(dagster: Dagster) -> list[dict[str, str]]:

@@ -1,0 +1,254 @@
+"""The jobs of a storage and how each of them does, from run directories alone, whoever started them and wherever."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from dtrain_dagster.assets.common import dollars, duration
+from dtrain_dagster.clusters import presence as presences
+from dtrain_dagster.clusters.base import JobState
+from dtrain_dagster.clusters.lock import is_held
+from dtrain_dagster.costs.plan import LISTED, STAND_IN
+from dtrain_dagster.costs.prices import PriceError, Tier
+from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.jobs import PLAN
+from dtrain_dagster.monitoring.dashboard import PerformanceDashboard
+from dtrain_dagster.terminal import last_step
+from trainer.rundir import EVENTS, JOB, LAUNCH, RESULT, STATUS, NodePresence, RunDir
+from trainer.storage import Storage
+
+JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+OPEN_JOBS = 16
+"""So many are held in memory; the one that nobody has looked at for longest makes room."""
+RECENT_SECONDS = 3600.0
+SILENT_SECONDS = 60.0
+"""Who trains says something more often, unless a report takes longer to come."""
+ENDED = frozenset(state.value for state in JobState if state.is_final)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRow:
+    """One job in the list. Times are Unix seconds."""
+
+    job_id: str
+    state: str
+    """A `JobState`."""
+    started_at: float | None
+    ended_at: float | None
+    model: str
+    step: int | None
+    """The last one that was reported."""
+
+    @property
+    def running(self) -> bool:
+        return self.state not in ENDED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    usd: float
+    words: str
+    """What the dollars are."""
+
+
+class OpenJob:
+    """A job that somebody looks at: its run directory, folded as far as it was written."""
+
+    def __init__(self, rundir: RunDir, tier: Tier) -> None:
+        self.rundir = rundir
+        self.dashboard = PerformanceDashboard()
+        self.row: JobRow
+        self.stays: list[NodePresence] = []
+        self.cost: Cost | None = None
+        self._tier = tier
+        self._training: Mapping[str, Any] = {}
+        self._seen: set[str] = set()
+        self._read_at = -1e9
+        self._lock = threading.Lock()
+        self.looked_at = 0.0
+
+    def refresh(self, now: float) -> OpenJob:
+        """Read what was written since, at most once a second, or in ten where storage is remote."""
+        with self._lock:
+            self.looked_at = time.monotonic()
+            if time.monotonic() - self._read_at < refresh_seconds(self.rundir.storage):
+                return self
+            self.row = read_row(self.rundir)  # asked first, so that the last round reads everything
+            self.dashboard.take(self.rundir.follow(self._seen))
+            self.stays = self.rundir.nodes()
+            self._training = self._training or (self.rundir.read_json(JOB) or {}).get("training", {})
+            self.cost = cost_so_far(self.rundir, self.stays, self.row.running, self._tier, now)
+            self._read_at = time.monotonic()
+            return self
+
+    def snapshot(self, version: int, token: str, now: float) -> dict[str, Any]:
+        """What the page shows of it: tracks from a version on, and everything small as a whole."""
+        with self._lock:
+            stays = [asdict(stay) for stay in self.stays]
+            return {
+                **self.dashboard.changes(version, token),
+                **self.dashboard.details(self._training),
+                "job": asdict(self.row),
+                "headline": headline(self, now),
+                "stays": stays,
+                "now": now,
+            }
+
+
+class JobBoard:
+    """All jobs in ``jobs_uri``. Any number of threads may ask."""
+
+    def __init__(self, jobs_uri: str, tier: Tier) -> None:
+        self.jobs_uri, self.tier = jobs_uri, tier
+        self._storage = Storage(jobs_uri)
+        self._open: dict[str, OpenJob] = {}
+        self._rows: dict[str, JobRow] = {}
+        self._listed: tuple[float, list[JobRow]] = (-1e9, [])
+        self._lock = threading.Lock()
+
+    def jobs(self) -> list[JobRow]:
+        """Every training, newest first."""
+        with self._lock:
+            listed_at, rows = self._listed
+            if time.monotonic() - listed_at < 2 * refresh_seconds(self._storage):
+                return rows
+            for name in self._storage.list():
+                if not JOB_ID.fullmatch(name):
+                    continue
+                rundir = RunDir(f"{self.jobs_uri}/{name}")
+                known = self._rows.get(name)
+                if known and not known.running and (rundir.read_json(STATUS) or {}).get("ended_at") == known.ended_at:
+                    continue  # it was not started again
+                if rundir.storage.exists(JOB):
+                    self._rows[name] = read_row(rundir)
+            rows = sorted(self._rows.values(), key=lambda row: row.started_at or 0.0, reverse=True)
+            self._listed = (time.monotonic(), rows)
+            return rows
+
+    def open(self, job_id: str, now: float) -> OpenJob | None:
+        """A job, as it stands now; None where there is none of that name."""
+        if not JOB_ID.fullmatch(job_id):
+            return None
+        with self._lock:
+            job = self._open.get(job_id)
+            if job is None:
+                rundir = RunDir(f"{self.jobs_uri}/{job_id}")
+                if not rundir.storage.exists(JOB):
+                    return None
+                job = self._open[job_id] = OpenJob(rundir, self.tier)
+                job.looked_at = time.monotonic()
+            while len(self._open) > OPEN_JOBS:
+                del self._open[min(self._open, key=lambda name: self._open[name].looked_at)]
+        return job.refresh(now)
+
+    def recent(self, now: float) -> list[OpenJob]:
+        """Jobs that run, or that ended within the last hour; no more than are held in memory."""
+        rows = [row for row in self.jobs() if row.running or (row.ended_at or 0.0) > now - RECENT_SECONDS]
+        found = [self.open(row.job_id, now) for row in rows[:OPEN_JOBS]]
+        return [job for job in found if job is not None]
+
+
+def refresh_seconds(storage: Storage) -> float:
+    """Between two looks; remote ones are paid for."""
+    return 1.0 if storage.is_local else 10.0
+
+
+def read_row(rundir: RunDir) -> JobRow:
+    """A run directory as a line of the list."""
+    launch = rundir.read_json(LAUNCH)
+    status = rundir.read_json(STATUS) or {}
+    if launch and rundir.storage.is_local and status.get("state") not in ENDED:
+        here = is_held(rundir.storage.local_path())
+        # Read again after the lock was looked at: an end in between is no death.
+        status = rundir.read_json(STATUS) or {}
+        if not here and status.get("state") not in ENDED:
+            status = {**status, "state": JobState.FAILED, "ended_at": status.get("ended_at")}
+    job, result = rundir.read_json(JOB) or {}, rundir.read_json(RESULT) or {}
+    step = result.get("steps")
+    if step is None and (last := last_step(rundir)):
+        step = last[0]
+    return JobRow(
+        job_id=rundir.uri.rsplit("/", 1)[-1],
+        state=state_of(status, result, launched=launch is not None),
+        started_at=status.get("started_at") or (launch or {}).get("submitted_at") or first_event_at(rundir),
+        ended_at=status.get("ended_at"),
+        model=str((job.get("model") or {}).get("factory", "")),
+        step=step,
+    )
+
+
+def state_of(status: Mapping[str, Any], result: Mapping[str, Any], launched: bool) -> str:
+    """What the cluster says counts; for a job without one, what the trainer says. Pure."""
+    if status or launched:
+        return str(status.get("state", JobState.QUEUED))
+    return str(result["status"]) if result.get("status") in ENDED else str(JobState.RUNNING)
+
+
+def first_event_at(rundir: RunDir) -> float | None:
+    """When a job that no cluster started began to speak."""
+    for name in rundir.storage.list(EVENTS)[:1]:
+        return float(json.loads(rundir.storage.read(f"{EVENTS}/{name}").splitlines()[0])["time"])
+    return None
+
+
+def cost_so_far(
+    rundir: RunDir, stays: Sequence[NodePresence], running: bool, default_tier: Tier, now: float
+) -> Cost | None:
+    """What the nodes have cost, None where their price is not known. On Azure with what each launch was given."""
+    launch, plan = rundir.read_json(LAUNCH) or {}, rundir.read_json(PLAN) or {}
+    given = {item["launch"]: item for item in [*launch.get("history", ()), launch] if "launch" in item}
+    usage = []
+    for stay, item in zip(stays, presences.usage(stays, "", running, now), strict=True):
+        kind = given.get(stay.launch, launch)
+        usage.append(replace(item, sku=kind.get("sku", ""), tier=kind.get("tier")))
+    try:
+        tracker = CostTracker("", usage, plan.get("tier", default_tier))
+    except PriceError:
+        return None
+    words = plan.get("price_words", STAND_IN if "history" not in launch else LISTED)
+    return Cost(usd=tracker.total_usd, words=words)
+
+
+def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
+    """The figures at the top of the page: label, value, and a note under it."""
+    board, row = job.dashboard, job.row
+    progress, phase = board.progress, board.progress.phase
+    end = row.ended_at if not row.running else now
+    of = f"of {board.total_steps:,}, " if board.total_steps else ""
+    silent = now - board.heard_at if board.heard_at and row.running else 0.0
+    if row.running and not progress.step:
+        note = "waiting for the first step"
+    elif silent > SILENT_SECONDS:
+        note = f"nothing heard for {duration(silent)}"
+    else:
+        note = phase if row.running else ""
+    alive = sum(stay.ended_at is None for stay in presences.latest(job.stays)) if row.running else 0
+    there = len({stay.node_id for stay in job.stays})
+    figures = [
+        ("state", row.state, note),
+        ("step", f"{progress.step:,}", f"{of}epoch {progress.epoch + 1}") if progress.step else ("step", "–", ""),
+        (
+            "time left" if row.running else "took",
+            (duration(progress.eta_seconds) if progress.eta_seconds is not None else "–")
+            if row.running
+            else duration(max(0.0, (end or board.heard_at or now) - (row.started_at or now))),
+            f"has run for {duration(max(0.0, now - row.started_at))}" if row.running and row.started_at else "",
+        ),
+        ("loss", number(progress.loss, 4), f"validation {number(progress.valid_loss, 4)}"),
+        ("samples/s", number(progress.samples_per_second, 0), "all nodes"),
+        ("nodes alive", str(alive), f"of {there}" if there else ""),
+        ("cost so far" if row.running else "cost", dollars(job.cost.usd), job.cost.words)
+        if job.cost
+        else ("cost", "–", "no price is known"),
+    ]
+    return [{"label": label, "value": value, "note": note} for label, value, note in figures]
+
+
+def number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"

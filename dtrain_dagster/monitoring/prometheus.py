@@ -1,0 +1,176 @@
+"""``/metrics``: how jobs do, for Prometheus. Jobs that run or that ended within the last hour.
+
+Names follow its conventions: base units, ratios instead of percents, ``_total`` for what only grows. Nothing is kept
+between two scrapes but what `JobBoard` has folded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
+from prometheus_client.registry import Collector
+
+from dtrain_dagster.clusters import presence as presences
+from dtrain_dagster.monitoring.dashboard import is_number
+from dtrain_dagster.monitoring.job_board import JobBoard, OpenJob
+
+__all__ = ["CONTENT_TYPE", "exposition"]
+
+Family = GaugeMetricFamily | CounterMetricFamily
+JOB: dict[str, tuple[str, Callable[[OpenJob], Any]]] = {
+    "dtrain_job_running": ("1 while the job has not ended", lambda job: int(job.row.running)),
+    "dtrain_job_start_timestamp_seconds": ("When it was started", lambda job: job.row.started_at),
+    "dtrain_last_event_timestamp_seconds": ("When it was last heard of", lambda job: job.dashboard.heard_at),
+    "dtrain_step": ("Last optimizer step that was reported", lambda job: job.dashboard.progress.step),
+    "dtrain_planned_steps": ("Optimizer steps that it will take", lambda job: job.dashboard.total_steps),
+    "dtrain_epoch": ("Epoch, counted from 0", lambda job: job.dashboard.progress.epoch),
+    "dtrain_loss": ("Training loss per sample", lambda job: job.dashboard.progress.loss),
+    "dtrain_validation_loss": ("Validation loss per sample", lambda job: job.dashboard.progress.valid_loss),
+    "dtrain_learning_rate": ("Learning rate", lambda job: _last_step(job, "learning_rate")),
+    "dtrain_gradient_norm": ("2-norm of the gradient before clipping", lambda job: _last_step(job, "grad_norm")),
+    "dtrain_samples_per_second": ("Over all nodes", lambda job: job.dashboard.progress.samples_per_second),
+    "dtrain_step_seconds": ("Wall seconds of an optimizer step", lambda job: _last_step(job, "step_seconds")),
+    "dtrain_time_left_seconds": ("Estimate of the training left", lambda job: job.dashboard.progress.eta_seconds),
+    "dtrain_nodes_alive": (
+        "Nodes that are there",
+        lambda job: sum(stay.ended_at is None for stay in presences.latest(job.stays)) if job.row.running else 0,
+    ),
+    "dtrain_cost_dollars": ("Node-hours at the price of the plan, not a bill", lambda job: job.cost and job.cost.usd),
+}
+NODE: dict[str, tuple[str, str, float]] = {
+    "dtrain_node_samples_per_second": ("Of the node's ranks", "samples_per_second", 1.0),
+    "dtrain_node_cpu_utilization_ratio": ("The ranks' share of the machine's processors", "cpu_percent", 0.01),
+    "dtrain_node_memory_used_bytes": ("Resident memory of the ranks", "memory_used_bytes", 1.0),
+    "dtrain_node_memory_utilization_ratio": ("The same as a share of the machine's", "memory_percent", 0.01),
+    "dtrain_node_disk_used_ratio": ("Share of the disk that is in use", "disk_used_percent", 0.01),
+    "dtrain_node_network_transmit_bytes_per_second": ("All interfaces", "bytes_sent_per_second", 1.0),
+    "dtrain_node_network_receive_bytes_per_second": ("All interfaces", "bytes_received_per_second", 1.0),
+    "dtrain_node_disk_read_bytes_per_second": ("All disks", "disk_read_bytes_per_second", 1.0),
+    "dtrain_node_disk_written_bytes_per_second": ("All disks", "disk_written_bytes_per_second", 1.0),
+}
+GPU: dict[str, tuple[str, str, float]] = {
+    "dtrain_gpu_utilization_ratio": ("Utilisation of a GPU", "utilization", 0.01),
+    "dtrain_gpu_memory_used_bytes": ("Memory in use", "memory_used_bytes", 1.0),
+    "dtrain_gpu_memory_total_bytes": ("Memory that it has", "memory_total_bytes", 1.0),
+    "dtrain_gpu_temperature_celsius": ("Temperature", "temperature_celsius", 1.0),
+    "dtrain_gpu_power_watts": ("Power", "power_watts", 1.0),
+}
+COUNTERS = {
+    "dtrain_nodes_lost_total": ("Nodes that the others went on without", "nodes_lost"),
+    "dtrain_hangs_total": ("Times that a rank was found hanging", "hang"),
+    "dtrain_checkpoint_failures_total": ("Tries to save a checkpoint that failed", "checkpoint_failed"),
+    "dtrain_communication_errors_total": ("Failures of communication, as ranks saw them", "communication_error"),
+    "dtrain_out_of_memory_total": ("Times that memory ran out", "out_of_memory"),
+}
+
+
+def exposition(board: JobBoard) -> bytes:
+    """The metrics in Prometheus' text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(JobCollector(board))
+    return generate_latest(registry)
+
+
+class JobCollector(Collector):
+    """Asks the jobs when it is scraped."""
+
+    def __init__(self, board: JobBoard) -> None:
+        self.board = board
+
+    def collect(self) -> Iterator[Family]:
+        jobs = self.board.recent(time.time())
+        info = GaugeMetricFamily("dtrain_job_info", "A job and how it stands", labels=("job", "model", "state"))
+        for job in jobs:
+            info.add_metric((job.row.job_id, job.row.model, job.row.state), 1.0)
+        yield info
+        for name, (about, read) in JOB.items():
+            yield _gauge(name, about, ("job",), (((job.row.job_id,), read(job)) for job in jobs))
+        for name, (about, kind) in COUNTERS.items():
+            counter = CounterMetricFamily(name, about, labels=("job",))
+            for job in jobs:
+                counter.add_metric((job.row.job_id,), float(job.dashboard.counts[kind]))
+            yield counter
+        for name, (about, column, unit) in NODE.items():
+            yield _gauge(name, about, ("job", "node"), _of_nodes(jobs, column, unit))
+        for name, (about, column, unit) in GPU.items():
+            yield _gauge(name, about, ("job", "node", "gpu"), _of_gpus(jobs, column, unit))
+        yield _gauge(
+            "dtrain_step_segment_seconds", "Where an optimizer step's time goes; segments add up to the step",
+            ("job", "node", "rank", "segment"), _segments(jobs),
+        )  # fmt: skip
+        yield _gauge(
+            "dtrain_rank_lateness_seconds", "How much less a rank waited than the one that waited most, median",
+            ("job", "node", "rank"), _lateness(jobs),
+        )  # fmt: skip
+        yield _gauge(
+            "dtrain_collective_seconds", "Time of a collective per step: on the wire, waiting, hidden by computation",
+            ("job", "collective", "part"), _collectives(jobs),
+        )  # fmt: skip
+        yield _gauge(
+            "dtrain_collective_bandwidth_bytes_per_second", "Bus bandwidth", ("job", "collective"),
+            (
+                ((job.row.job_id, entry["name"]), entry["bandwidth_bytes_per_second"])
+                for job in jobs for entry in job.dashboard.collectives
+            ),
+        )  # fmt: skip
+
+
+def _gauge(name: str, about: str, labels: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], Any]]) -> Family:
+    """A gauge of what is known; what is not is absent."""
+    gauge = GaugeMetricFamily(name, about, labels=labels)
+    for key, value in values:
+        if is_number(value):
+            gauge.add_metric(key, float(value))
+    return gauge
+
+
+def _last_step(job: OpenJob, column: str) -> float | None:
+    track = job.dashboard.tracks.get("steps")
+    return track.rows[-1].get(column) if track and track.rows else None
+
+
+def _scaled(sample: Mapping[str, Any], column: str, unit: float) -> float | None:
+    value = sample.get(column)
+    return float(value) * unit if value is not None and is_number(value) else None
+
+
+def _of_nodes(jobs: Iterable[OpenJob], column: str, unit: float) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for job in jobs:
+        for node, sample in job.dashboard.nodes.items():
+            yield (job.row.job_id, str(node)), _scaled(sample, column, unit)
+
+
+def _of_gpus(jobs: Iterable[OpenJob], column: str, unit: float) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for job in jobs:
+        for node, sample in job.dashboard.nodes.items():
+            for gpu in sample.get("gpus") or ():
+                yield (job.row.job_id, str(node), str(gpu["index"])), _scaled(gpu, column, unit)
+
+
+def _segments(jobs: Iterable[OpenJob]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for job in jobs:
+        if job.dashboard.windows:
+            window = job.dashboard.windows[-1]
+            for segment, values in window.segments.items():
+                for rank, (node, seconds) in enumerate(zip(window.nodes, values, strict=True)):
+                    yield (job.row.job_id, str(node), str(rank), segment), seconds
+
+
+def _lateness(jobs: Iterable[OpenJob]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for job in jobs:
+        if job.dashboard.windows:
+            window = job.dashboard.windows[-1]
+            for rank, (node, late) in enumerate(zip(window.nodes, window.late, strict=False)):
+                yield (job.row.job_id, str(node), str(rank)), late
+
+
+def _collectives(jobs: Iterable[OpenJob]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for job in jobs:
+        for entry in job.dashboard.collectives:
+            for part in ("wire", "waiting", "overlapped"):
+                yield (job.row.job_id, entry["name"], part), entry[f"{part}_milliseconds"] / 1000

@@ -1,0 +1,294 @@
+"""What the page, the saved report, Prometheus and the terminal show of a job."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import uvicorn
+from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from told_events import HOSTILE, START, event, hang, membership, sample, timing, told, write_run
+
+from dtrain_dagster.cli import main
+from dtrain_dagster.monitoring import page, prometheus
+from dtrain_dagster.monitoring.dashboard import POINTS, PerformanceDashboard
+from dtrain_dagster.monitoring.dashboard_server import build_app
+from dtrain_dagster.monitoring.job_board import JobBoard, state_of
+from dtrain_dagster.monitoring.panels import PANELS
+from dtrain_dagster.terminal import live_nodes_table
+from trainer.rundir import RunDir
+
+ROOT = Path(__file__).parents[2]
+
+
+def folded(events: list[dict[str, Any]]) -> PerformanceDashboard:
+    board = PerformanceDashboard()
+    board.take(events)
+    return board
+
+
+# ---- the fold
+
+
+def test_a_reader_that_asks_for_what_is_new_has_the_same_as_one_that_asks_for_all():
+    """Also over steps that are done anew, and where rows were merged since the reader asked last."""
+    events = told(900) + told(700, first=800) + told(40, first=1500)
+    board, known, version, token = PerformanceDashboard(), {}, 0, ""
+    for at in range(0, len(events), 431):
+        board.take(events[at : at + 431])
+        answer = board.changes(version, token)
+        version, token = answer["version"], answer["token"]
+        for name, change in answer["tracks"].items():
+            known[name] = known.get(name, [])[: change["from"]] + change["rows"]
+    assert known == {name: track.rows for name, track in board.tracks.items()}
+    assert board.changes(version, token)["tracks"] == {}
+    steps = [row["step"] for row in known["steps"]]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 5 * 1540
+
+
+def test_a_long_training_takes_no_more_room_than_a_short_one():
+    board = PerformanceDashboard()
+    for first in range(0, 2500, 500):
+        board.take(told(500, first=first))
+    assert {len(track.rows) <= POINTS for track in board.tracks.values()} == {True}
+    loss = board.tracks["steps"].rows
+    assert loss[0]["step"] < 100 < 12_000 < loss[-1]["step"], "all of the training is still there"
+    assert board.tracks["timing"].rows[-1]["forward"] == pytest.approx(50)
+
+
+def test_the_straggler_is_who_waits_least():
+    board = folded(told(30, slow=1))
+    ranks = board.ranks()
+    assert ranks is not None
+    assert ranks["labels"] == ["node 0", "node 1", "node 2"]
+    assert sum(values[0] for values in ranks["milliseconds"].values()) == pytest.approx(205)
+    shares = board.shares("waiting")
+    assert min(shares, key=lambda node: shares[node]) == 1
+    verdict = board.verdict({})
+    assert verdict is not None
+    assert verdict["title"].startswith("slow input on rank 1 (node 1)")
+    assert [board.tracks["late"].rows[-1][f"node {node}"] for node in range(3)] == [0, pytest.approx(50), 0]
+
+
+def test_ranks_of_an_older_generation_are_not_mixed_with_those_of_now():
+    shrunk = timing(400, START + 99, slow=1)
+    shrunk |= {"nodes": [0, 1], "segments": {name: values[:2] for name, values in shrunk["segments"].items()}}
+    ranks = folded([*told(30), shrunk]).ranks()
+    assert ranks is not None
+    assert (ranks["labels"], ranks["steps"]) == (["node 0", "node 1"], 5)
+
+
+def test_what_cannot_be_understood_takes_nothing_else_away():
+    """Run directories of before, and events of a trainer that is newer."""
+    strange = [
+        event("timing", START + 50),
+        event("timing", START + 50, step=1, steps=5, seconds=1, nodes=[0, 1], segments={"input": [1.0]}),
+        event("link", START + 50, step=9),
+        event("hologram", START + 50),
+        event("node", START + 50, node_id="three"),
+        {"kind": "step"},
+    ]
+    old = [item for item in told(10) if item["kind"] != "timing"]
+    board = folded([*old, *strange])
+    assert board.progress.step == 50
+    assert len(board.tracks["steps"].rows) == 10
+    assert board.ranks() is None
+    assert board.details({})["collectives"] == []
+
+
+def test_every_column_that_a_panel_names_is_recorded():
+    board = folded([*told(3, gpus=True), event("evaluation", START + 9, split="valid", loss=1.0, step=9)])
+    names = {name: set().union(*(row.keys() for row in track.rows)) for name, track in board.tracks.items()}
+    for panel in PANELS:
+        for line in panel.lines:
+            track = line.track.replace("*", "0")
+            assert line.column == "*" or line.column in names[track], f"{panel.key}: {line.track}.{line.column}"
+            assert panel.x in names[track]
+
+
+@pytest.mark.parametrize(
+    ("status", "result", "launched", "state"),
+    [
+        ({}, {}, True, "queued"),
+        ({"state": "running"}, {"status": "failed"}, True, "running"),
+        ({"state": "cancelled"}, {"status": "succeeded"}, True, "cancelled"),
+        ({}, {}, False, "running"),
+        ({}, {"status": "succeeded"}, False, "succeeded"),
+        ({}, {"status": "stopped"}, False, "running"),
+    ],
+)
+def test_the_cluster_has_the_last_word_on_how_a_job_stands(status, result, launched, state):
+    assert state_of(status, result, launched) == state
+
+
+def test_the_terminal_has_a_line_for_each_node():
+    events = [*told(5, slow=2, gpus=True), membership(2, START + 5, nodes=[0, 2], lost=[1], joined=[])]
+    table = live_nodes_table(folded([*events, sample(2, 30, START + 40, gpus=True)]), now=START + 41)
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(table)
+    lines = [line.split() for line in capture.get().splitlines() if line[:1].isdigit()]
+    assert {line[0]: line[1] for line in lines} == {"0": "silent", "1": "lost", "2": "training"}
+    assert lines[0][-2:] == ["61", "°C"]
+    assert [line[-3] for line in lines] == ["24%", "24%", "0%"], "who holds the others up does not wait"
+
+
+# ---- the page
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[str, RunDir]]:
+    """A real server on loopback over two jobs."""
+    write_run(tmp_path, "older", told(5), state="succeeded")
+    told_of = [
+        *told(40, gpus=True),
+        membership(2, START + 41, nodes=[0, 1], lost=[2], joined=[]),
+        hang(START + 42),
+        event("error", START + 43, message=HOSTILE, fatal=False),
+    ]
+    rundir = write_run(tmp_path, "newer", told_of)
+    server = uvicorn.Server(uvicorn.Config(build_app(JobBoard(str(tmp_path), "dedicated")), port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield f"http://127.0.0.1:{port}", rundir
+    server.should_exit = True
+    thread.join(10)
+
+
+def test_the_server_tells_what_is_new(served: tuple[str, RunDir]):
+    url, rundir = served
+    jobs = requests.get(f"{url}/jobs.json", timeout=10).json()["jobs"]
+    assert {job["job_id"]: (job["state"], job["model"], job["step"]) for job in jobs} == {
+        "newer": ("running", "tcn", 200),
+        "older": ("succeeded", "tcn", 25),
+    }
+    first = requests.get(f"{url}/jobs/newer.json", timeout=10).json()
+    assert len(first["tracks"]["steps"]["rows"]) == 40
+    figures = {figure["label"]: (figure["value"], figure["note"]) for figure in first["headline"]}
+    assert figures["step"] == ("200", "of 10,000, epoch 1")
+    assert figures["nodes alive"] == ("3", "of 3")
+    # three hours of a node at the plan's price; there is no launch.json that names a size
+    assert figures["cost"] == ("–", "no price is known")
+    assert [item["kind"] for item in first["news"]] == ["error", "hang", "membership"]
+
+    rundir.append_events(1, 0, 2, told(2, first=40))
+    rundir.write_json("launch.json", {"sku": "Standard_NC6s_v3", "submitted_at": START})
+    time.sleep(1.1)  # how often it looks at local storage
+    since = f"since={first['version']}&token={first['token']}"
+    second = requests.get(f"{url}/jobs/newer.json?{since}", timeout=10).json()
+    assert [row["step"] for row in second["tracks"]["steps"]["rows"]] == [205, 210]
+    restarted = requests.get(f"{url}/jobs/newer.json?since=99&token=another", timeout=10).json()
+    assert len(restarted["tracks"]["steps"]["rows"]) == 42
+    figures = {figure["label"]: (figure["value"], figure["note"]) for figure in second["headline"]}
+    assert figures["cost"][1] == "list price, not the bill"
+    assert second["job"]["state"] == "failed", "a local job without a supervisor runs no more, whatever its status says"
+
+
+def test_the_server_answers_nobody_else(served: tuple[str, RunDir]):
+    url, rundir = served
+    (Path(rundir.uri).parent.parent / "job.json").write_text("{}")
+    for path in ("jobs/..%2fjobs.json", "jobs/%2e%2e.json", "jobs/newer%2f..%2folder.json", "jobs/nobody.json"):
+        assert requests.get(f"{url}/{path}", timeout=10).status_code == 404, path
+    for host in ("evil.example", "127.0.0.1.evil.example", ""):
+        assert requests.get(f"{url}/jobs.json", headers={"Host": host}, timeout=10).status_code == 400
+    assert requests.get(f"{url}/jobs.json", headers={"Host": "localhost:8060"}, timeout=10).status_code == 200
+    answer = requests.get(url, headers={"Origin": "http://evil.example"}, timeout=10)
+    assert "access-control-allow-origin" not in answer.headers
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "script-src 'self';" in policy
+    assert requests.post(f"{url}/jobs.json", timeout=10).status_code == 405
+
+
+def test_a_saved_report_needs_nothing_and_runs_nothing_but_its_own_scripts(served: tuple[str, RunDir]):
+    _, rundir = served
+    assert page.write_report(rundir, "dedicated") == f"{rundir.uri}/{page.REPORT}"
+    html = rundir.storage.read(page.REPORT).decode()
+    assert HOSTILE not in html
+    assert "\\u003c/script>\\u003cscript>alert(1)" in html
+    assert not re.search(r"<(?:script|link|img)[^>]* (?:src|href)=\"(?!data:)", html)
+    scripts = re.findall(r"<script>(.*?)</script>", html, flags=re.DOTALL)
+    allowed = re.search(r"script-src ([^;\"]*)", html)
+    assert allowed
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    assert allowed[1] == " ".join(f"'sha256-{digest}'" for digest in digests)
+    assert len(scripts) == 2
+    data = re.search(r'id="snapshot-data">(.*?)</script>', html, flags=re.DOTALL)
+    assert data
+    assert json.loads(data[1])["news"][0]["text"] == HOSTILE
+
+
+def test_jobs_on_remote_storage_are_read_the_same_way():
+    """Nothing but the verbs of storage: no folder, no lock."""
+    jobs = f"memory://dashboard-{time.time_ns()}/jobs"
+    write_run(jobs, "far", told(5))
+    board = JobBoard(jobs, "dedicated")
+    assert [(row.job_id, row.state, row.step) for row in board.jobs()] == [("far", "running", 25)]
+    job = board.open("far", time.time())
+    assert job is not None
+    assert len(job.snapshot(0, "", time.time())["tracks"]["steps"]["rows"]) == 5
+    assert page.write_report(job.rundir, "dedicated") == f"{jobs}/far/{page.REPORT}"
+
+
+# ---- Prometheus and Grafana
+
+
+def test_metrics_follow_prometheus_conventions_and_feed_the_grafana_dashboard(served: tuple[str, RunDir]):
+    url, _ = served
+    answer = requests.get(f"{url}/metrics", timeout=10)
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    samples = [one for family in text_string_to_metric_families(answer.text) for one in family.samples]
+    values = {(one.name, *sorted(one.labels.values())): one.value for one in samples}
+    assert values["dtrain_step", "newer"] == 200
+    assert values["dtrain_job_info", "newer", "running", "tcn"] == 1
+    assert values["dtrain_gpu_utilization_ratio", "0", "1", "newer"] == pytest.approx(0.89)
+    assert values["dtrain_rank_lateness_seconds", "1", "1", "newer"] == pytest.approx(0.05)
+    assert values["dtrain_nodes_lost_total", "newer"] == 1
+    assert values["dtrain_hangs_total", "newer"] == 1
+    recorded = {one.name for one in samples}
+    assert not [name for name in recorded if re.search(r"percent|milli|_ms$|_gib", name)]
+    declared = {*prometheus.JOB, *prometheus.NODE, *prometheus.GPU, *prometheus.COUNTERS}
+    assert declared - recorded == {"dtrain_validation_loss", "dtrain_cost_dollars"}, "not known of this job"
+
+    grafana = json.loads((ROOT / "deploy/grafana/dtrain.json").read_text())
+    queries = [target["expr"] for panel in grafana["panels"] for target in panel["targets"]]
+    queries += [variable["query"]["query"] for variable in grafana["templating"]["list"] if variable["type"] == "query"]
+    for query in queries:
+        names = re.findall(r"\bdtrain_\w+", query)
+        assert names
+        assert set(names) <= recorded | declared, query
+
+
+# ---- the commands
+
+
+def test_report_saves_a_file_and_refuses_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "storage" / "jobs", "mine", told(3), state="succeeded")
+    done = CliRunner().invoke(main, ["report", "mine"])
+    assert (done.exit_code, done.output) == (0, "mine.html\n")
+    assert (tmp_path / "mine.html").stat().st_size > 4e6
+    for arguments in (["report", "other"], ["watch", "other"], ["dashboard", "--job", "../mine"]):
+        refused = CliRunner().invoke(main, arguments)
+        assert refused.exit_code == 2, refused.output
+        assert "no training" in refused.output
+    refused = CliRunner().invoke(main, ["report", "mine", "-o", "missing/mine.html"])
+    assert refused.exit_code == 2
+    assert "-o missing/mine.html" in refused.output

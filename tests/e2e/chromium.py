@@ -1,0 +1,38 @@
+"""The system's Chromium for browser tests; without one they skip and say so."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SHOTS = os.environ.get("DTRAIN_SCREENSHOTS")
+"""A folder to leave screenshots in; the pictures of README and docs are made this way."""
+BROWSER_TEST = [
+    pytest.mark.slow,
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: install the package chromium"),
+]
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM,
+            args=["--no-sandbox", "--disable-background-networking", "--disable-component-update", "--disable-sync"],
+        )
+        yield browser
+        browser.close()
+
+
+def shot(page: Page, name: str) -> None:
+    if SHOTS:
+        page.wait_for_timeout(1500)
+        page.screenshot(path=Path(SHOTS) / f"{name}.png")

@@ -1,0 +1,134 @@
+"""`dtrain dashboard` in a real Chromium, while a real training runs; and the report that it leaves behind."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page
+
+from tests.dtrain_dagster.small_job import write_dataset
+from tests.dtrain_dagster.told_events import HOSTILE, START, event, told, write_run
+
+from .chromium import BROWSER_TEST, chromium, shot
+from .conftest import BIN, ROOT, Project, make_project, wait_for
+
+pytestmark = [*BROWSER_TEST, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Project]:
+    made = make_project(tmp_path / "home")
+    yield made
+    made.cli("dtrain", "cancel", "live")
+    for process in made.processes():
+        process.kill()
+
+
+@pytest.fixture
+def url(project: Project) -> Iterator[str]:
+    """The dashboard as a process of its own, on a free port of loopback."""
+    command = [str(BIN / "dtrain"), "dashboard", "--port", "0"]
+    process = subprocess.Popen(command, cwd=ROOT, env=project.env, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    yield process.stdout.readline().strip()
+    process.terminate()
+    assert process.wait(20) is not None
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    """A laptop's window. Whatever the page complains of, and whomever it asks, is kept in ``page.complaints``."""
+    with chromium() as browser:
+        page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
+        page.set_default_timeout(60_000)
+        page.complaints = []  # type: ignore[attr-defined]
+        page.on("console", lambda message: message.type == "error" and complain(page, message.text))
+        page.on("pageerror", lambda error: complain(page, str(error)))
+        page.on("dialog", lambda dialog: complain(page, f"a script of an event ran: {dialog.message}"))
+        yield page
+
+
+def complain(page: Page, text: str) -> None:
+    page.complaints.append(text)  # type: ignore[attr-defined]
+
+
+def figure(page: Page, label: str) -> str:
+    return page.locator(f'.figure[data-label="{label}"] .value').inner_text()
+
+
+def points(page: Page, panel: str) -> list[int]:
+    """How many points each trace of a panel has. (Playwright's own waiting would need a policy that lets it eval.)"""
+    traces = "(document.querySelector(selector).data || []).map(trace => trace.x.length)"
+    return page.evaluate(f"selector => {traces}", f"#panel-{panel} .chart")
+
+
+def background(page: Page) -> str:
+    return page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+
+def test_a_training_is_seen_while_it_runs(project: Project, url: str, page: Page, tmp_path: Path):
+    asked: set[str] = set()
+    page.on("request", lambda request: asked.add(request.url))
+    page.goto(url)
+    page.get_by_text("There is no training yet").wait_for()
+
+    dataset = write_dataset(tmp_path / "dataset")
+    options = ("--set", "training.log_frequency=2", "--set", "training.monitor_interval_seconds=0.5")
+    started = project.cli(
+        *("dtrain", "train", "--dataset", str(dataset), "--nodes", "2", "--name", "live", "--epochs", "2000"),
+        *(*options, "--detach"),
+    )
+    assert started.returncode == 0, started.stdout
+    page.get_by_text("waiting for the first step").first.wait_for()
+    before = wait_for(lambda: points(page, "loss"), 90, "the first step"), figure(page, "step")
+    wait_for(lambda: points(page, "loss") > before[0], 60, "more steps")
+    assert figure(page, "step") != before[1]
+    assert figure(page, "state") == "running"
+    assert figure(page, "nodes alive") == "2"
+    wait_for(lambda: len(points(page, "throughput")) == 3, 60, "both nodes in the panel of throughput")
+    assert len(points(page, "breakdown")) == 8
+    assert page.locator("#panel-busy h3").inner_text() == "Utilisation of the processors (no GPU here)"
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+    shot(page, "dashboard-live")
+
+    told_of = [*told(40), event("error", START + 43, message=HOSTILE, fatal=False)]
+    write_run(project.jobs, "told", told_of, state="succeeded")
+    page.locator('#jobs option[value="told"]').wait_for(state="attached")
+    page.select_option("#jobs", "told")
+    page.get_by_text("of 10,000, epoch 1").wait_for()
+    page.get_by_text(HOSTILE).wait_for()
+    assert page.url.endswith("#told")
+    assert figure(page, "state") == "succeeded"
+
+    light = background(page)
+    page.locator("#theme").click()
+    assert background(page) != light
+    page.locator("#theme").click()
+    page.emulate_media(color_scheme="dark")
+    wait_for(lambda: background(page) != light, 10, "the page to become dark with the system")
+    shot(page, "dashboard-dark")
+
+    assert page.complaints == []  # type: ignore[attr-defined]
+    assert {address for address in asked if not address.startswith((url, "data:"))} == set()
+
+
+def test_a_saved_report_opens_without_any_network(project: Project, page: Page, tmp_path: Path):
+    told_of = [*told(40), event("error", START + 43, message=HOSTILE, fatal=False)]
+    write_run(project.jobs, "live", told_of, state="succeeded")
+    file = tmp_path / "report.html"
+    done = project.cli("dtrain", "report", "live", "-o", str(file))
+    assert done.returncode == 0, done.stdout
+    asked: set[str] = set()
+    page.on("request", lambda request: asked.add(request.url))
+    page.context.set_offline(True)
+    page.goto(file.as_uri())
+    page.get_by_text(HOSTILE).wait_for()
+    assert figure(page, "step") == "200"
+    for key in ("loss", "breakdown", "ranks", "late", "collectives", "busy", "timeline"):
+        assert page.locator(f"#panel-{key} svg.main-svg").first.is_visible(), key
+    shot(page, "report")
+    assert page.complaints == []  # type: ignore[attr-defined]
+    assert {address for address in asked if not address.startswith(("file:", "data:"))} == set()
