@@ -19,7 +19,9 @@ from trainer.rundir import RunDir
 from trainer.storage import Storage
 
 STUDIES = "studies"
+"""Folder beside the jobs where studies are kept."""
 GROUP = "studies"
+STEPS, LOG_EVERY = 96, 4
 
 
 class ScalingOptions(dg.Config):
@@ -27,7 +29,7 @@ class ScalingOptions(dg.Config):
 
     nodes: list[int] = []
     """Node counts; empty: from one to all that the plan has."""
-    steps: int = probe.PROBE_STEPS
+    steps: int = STEPS
     """Optimizer steps of each short run."""
 
 
@@ -58,10 +60,10 @@ def scaling_study(
 ):  # no annotation, see assets.common
     plan = cost_estimate
     counts = sorted(set(config.nodes)) or list(range(1, plan.node_count + 1))
-    if counts[0] < 1 or counts[-1] > plan.node_count or config.steps < 3 * probe.LOG_EVERY:
+    if counts[0] < 1 or counts[-1] > plan.node_count or config.steps < 3 * LOG_EVERY:
         raise dg.Failure(
             f"scaling_study: nodes = {config.nodes} and steps = {config.steps} cannot be measured; nodes go from 1 to "
-            f"{plan.node_count} (DTRAIN_NODES), steps from {3 * probe.LOG_EVERY}"
+            f"{plan.node_count} (DTRAIN_NODES), steps from {3 * LOG_EVERY}"
         )
     manager = cluster.manager(context.run.run_id)
     provision(context, manager, cluster, project, plan.sku)
@@ -116,7 +118,7 @@ def short_job(
         "max_steps": steps,
         "eval_frequency": steps,
         "checkpoint_frequency": steps,
-        "log_frequency": probe.LOG_EVERY,
+        "log_frequency": LOG_EVERY,
     }
     job_id = f"scaling-{plan.fingerprint}-{mode}-{nodes}of{most}-{steps}"
     fields = {"job_id": job_id, "run_dir": f"{jobs_uri}/{job_id}", "tracking": {"tensorboard": False}}
