@@ -7,8 +7,8 @@ means over rounds with the outermost tenth cut off at both ends, and their stand
 
     overhead_percent       by which the wall-clock time of a stretch is longer with timing and monitor
     cpu_overhead_percent   by which the CPU time of all ranks is more; less disturbed by other work than the clock
-    code_percent           CPU time in the added code itself, counted in one more stretch, of the ranks' CPU time: what
-                           the other two would be without any noise, but for effects on caches
+    code_percent           CPU time in the added code itself, counted in three more stretches, of the CPU time of one
+                           without: hardly disturbed by other work; it holds what the sum of losses takes anyway
     same_losses            two short trainings, timed and not, have the same losses and weights, bit for bit
 
 The monitor samples every second here, twice as often as by default.
@@ -47,7 +47,7 @@ from trainer.step import Batch  # noqa: E402
 from trainer.timing import StepTimer  # noqa: E402
 
 RANKS, WARM_UP, FLUSH_SECONDS = 2, 20, 1.5
-DAYS, TICKERS = 3000, 20
+DAYS, TICKERS, WINDOW = 3000, 20, 60
 ADDED = (
     (StepTimer, "mark"), (CommunicationProfiler, "add"), (CommunicationProfiler, "exchange"),
     (CommunicationProfiler, "report"), (NodeMonitor, "sample"), (NodeMonitor, "update"), (Reporter, "emit"),
@@ -67,7 +67,7 @@ class Trial(DistributedTrainer):
         self.modes, self.stretch_steps = ["on", *modes], steps
         self.found: list[dict[str, Any]] = []
         self._ends_at, self._before = WARM_UP, (0.0, 0.0)
-        self._counted = 0.0
+        self._counted, self._clock_cost = 0.0, clock_cost()
         self._patches: list[Any] = []
 
     def train_epoch(self, dataloader: Iterable[Batch], epoch: int = 0) -> dict[str, float]:
@@ -114,10 +114,18 @@ class Trial(DistributedTrainer):
         def wrapped(*arguments: Any, **more: Any) -> Any:
             began = time.thread_time()
             result = real(*arguments, **more)
-            self._counted += time.thread_time() - began
+            self._counted += time.thread_time() - began - self._clock_cost
             return result
 
         return wrapped
+
+
+def clock_cost() -> float:
+    """Seconds that reading the clock adds to what it measures."""
+    began = time.thread_time()
+    for _ in range(9999):
+        time.thread_time()
+    return (time.thread_time() - began) / 10000
 
 
 def be_a_rank(config: str, modes: list[str], steps: int) -> None:
@@ -134,7 +142,7 @@ def be_a_rank(config: str, modes: list[str], steps: int) -> None:
 
 def measure(folder: Path, dataset: Path, rounds: int, steps: int) -> dict[str, Any]:
     order = random.Random(0)
-    modes = [mode for _ in range(rounds) for mode in order.sample(("on", "off"), 2)] + ["count"]
+    modes = [mode for _ in range(rounds) for mode in order.sample(("on", "off"), 2)] + ["count"] * 3
     job = new_job(folder / "run", dataset, max_steps=WARM_UP + len(modes) * steps + 1)
     program = f"from benchmarks.overhead import be_a_rank; import sys; be_a_rank(sys.argv[2], {modes!r}, {steps})"
     codes = job.start(RANKS, program=("-c", program)).wait(36000)
@@ -143,13 +151,14 @@ def measure(folder: Path, dataset: Path, rounds: int, steps: int) -> dict[str, A
     ranks = [json.loads((job.run_dir / f"found-{rank}.json").read_text())[1:] for rank in range(RANKS)]
     wall = [max(found["seconds"] for found in stretch) for stretch in zip(*ranks, strict=True)]
     cpu = [sum(found["cpu_seconds"] for found in stretch) for stretch in zip(*ranks, strict=True)]
-    counted = sum(rank[-1]["counted_seconds"] for rank in ranks)
+    counted = sum(found["counted_seconds"] for rank in ranks for found in rank) / 3
+    plain = trimmed([cpu[at] for at in indices(modes, "off")])[0]
     result: dict[str, Any] = {"step_seconds": trimmed([wall[at] / steps for at in indices(modes, "off")])[0]}
     for name, values in (("", wall), ("cpu_", cpu)):
         pairs = zip(indices(modes, "on"), indices(modes, "off"), strict=True)
         ratios = [100 * (values[on] / values[off] - 1) for on, off in pairs]
         result[f"{name}overhead_percent"], result[f"{name}overhead_error_percent"] = trimmed(ratios)
-    return {**result, "code_percent": 100 * counted / cpu[-1]}
+    return {**result, "code_percent": 100 * counted / plain}
 
 
 def indices(modes: list[str], mode: str) -> list[int]:
@@ -188,7 +197,7 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="overhead-") as name:
         folder = Path(name)
         with mock.patch.multiple(worlds, DAYS=DAYS, TICKERS=TICKERS):
-            dataset = worlds.build(folder)
+            dataset = worlds.build(folder, window=WINDOW)
         figures = measure(folder, dataset, options.rounds, options.steps)
         figures["same_losses"] = same_losses(folder, dataset)
     result = {

@@ -36,6 +36,7 @@ PROBE_SHARE = 0.2
 PROBE_EVERY, PROBE_WINDOWS = 200, 3
 """Steps between two probes at least, and the windows whose mean decides."""
 PROBE_BYTES, PROBE_SECONDS = 1 << 20, 2.0
+DIGITS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class CommunicationProfiler:
         self.world.sum(torch.from_numpy(values))
         window = Window(values, tuple(sizes.items()))
         self._shares.append(float(window.wire.mean()) / max(window.seconds, 1e-9))
-        self._bandwidth = bandwidth_of(window, self.world.topology)
+        self._bandwidth = bandwidth_of(window)
         return window
 
     def report(self, window: Window, step: Step) -> dict[str, Any]:
@@ -134,7 +135,7 @@ class CommunicationProfiler:
         return {
             "step": step,
             "bytes": bytes_,
-            "seconds": [[*link, rounded(value)] for link, value in zip(links(size), seconds, strict=True)],
+            "seconds": [[*link, round(value, DIGITS)] for link, value in zip(links(size), seconds, strict=True)],
             "reason": f"exposed communication takes {np.mean(self._shares):.0%} of a step",
         }
 
@@ -177,53 +178,58 @@ def row_of(
 def summary(window: Window, topology: str) -> dict[str, Any]:
     """What a window says of each rank: the ``timing`` event's figures."""
     exposed, wire = window.field("exposed"), window.wire
-    segments: dict[str, Any] = {name: window.field(name) for name in SEGMENTS if name != "exposed"}
-    segments["communication"] = np.broadcast_to(wire, exposed.shape)
-    segments["waiting"] = exposed - wire if len(exposed) > 1 else np.zeros_like(exposed)
-    if len(exposed) == 1:
-        segments["other"] = segments["other"] + exposed  # nobody to talk to: what is left is bookkeeping
-    typical = {
-        "input": segments["input"],
-        "compute": segments["forward"] + segments["backward"] + segments["optimizer"],
-        "late": exposed.max(axis=0) - exposed,
-    }
+    means = dict(zip(FIELDS, window.values.mean(axis=1).T, strict=False))
+    alone, own = len(exposed) == 1, means.pop("exposed")
+    communication = np.full_like(own, wire.mean())
+    segments: dict[str, Any] = {name: means[name] for name in SEGMENTS if name != "exposed"}
+    segments |= {"communication": communication, "waiting": np.zeros_like(own) if alone else own - communication}
+    if alone:
+        segments["other"] = segments["other"] + own  # nobody to talk to: what is left is bookkeeping
+    compute = window.field("forward") + window.field("backward") + window.field("optimizer")
+    medians = np.median([window.field("input"), compute, exposed.max(axis=0) - exposed], axis=2)
     return {
         "steps": exposed.shape[1],
-        "seconds": rounded(window.seconds),
+        "seconds": round(window.seconds, DIGITS),
         "samples": [int(value) for value in window.field("samples").sum(axis=1)],
-        "segments": {name: _listed(values.mean(axis=1)) for name, values in segments.items()},
-        "typical": {name: _listed(np.median(values, axis=1)) for name, values in typical.items()},
-        "collectives": [_collective(window, number, topology) for number in range(len(window.collectives))],
+        "segments": dict(zip(segments, rounded(np.stack(list(segments.values()))), strict=True)),
+        "typical": dict(zip(("input", "compute", "late"), rounded(medians), strict=True)),
+        "collectives": collectives_of(window, topology),
     }
 
 
-def bandwidth_of(window: Window, topology: str) -> float | None:
+def collectives_of(window: Window, topology: str) -> list[dict[str, Any]]:
+    """Each collective over the steps that had it. Its bandwidth is that of the bus: what each rank's link carries in an
+    all-reduce, 2 (W - 1) / W of the data, for each second of wire. Through one host that is no measure of a link."""
+    own, hidden = window.values[:, :, len(FIELDS) :: 2], window.values[:, :, len(FIELDS) + 1 :: 2]
+    wires = own.min(axis=0)
+    had = ~np.isnan(wires)
+    counts = had.sum(axis=0)
+    wire = np.where(had, wires, 0.0).sum(axis=0) / counts
+    waiting = np.where(had, own - wires, 0.0).sum(axis=1) / counts
+    overlapped = np.where(had, hidden, 0.0).sum(axis=1) / counts
+    carried = 2 * (len(own) - 1) / len(own)
+    return [
+        {
+            "name": name,
+            "bytes": bytes_,
+            "wire_seconds": seconds,
+            "waiting_seconds": waited,
+            "overlapped_seconds": covered,
+            "bandwidth_bytes_per_second": round(carried * bytes_ / seconds) if seconds and topology != "star" else None,
+        }
+        for (name, bytes_), seconds, waited, covered in zip(
+            window.collectives, rounded(wire), rounded(waiting.T), rounded(overlapped.T), strict=True
+        )
+    ]
+
+
+def bandwidth_of(window: Window) -> float | None:
     """Bytes per second of the window's largest all-reduce; None where there is none."""
     if not window.collectives:
         return None
-    largest = max(range(len(window.collectives)), key=lambda number: window.collectives[number][1])
-    return _collective(window, largest, topology)["bandwidth_bytes_per_second"]
-
-
-def _collective(window: Window, number: int, topology: str) -> dict[str, Any]:
-    """One collective over the steps that had it. Its bandwidth is that of the bus: what each rank's link carries in an
-    all-reduce, 2 (W - 1) / W of the data, for each second of wire. Through one host that is no measure of a link."""
-    name, bytes_ = window.collectives[number]
-    at = len(FIELDS) + 2 * number
-    own, hidden = window.values[:, :, at], window.values[:, :, at + 1]
-    had = ~np.isnan(own[0])
-    own, hidden = own[:, had], hidden[:, had]
-    wire = own.min(axis=0)
-    size, seconds = len(own), float(wire.mean())
-    carried = 2 * (size - 1) / size * bytes_
-    return {
-        "name": name,
-        "bytes": bytes_,
-        "wire_seconds": rounded(seconds),
-        "waiting_seconds": _listed((own - wire).mean(axis=1)),
-        "overlapped_seconds": _listed(hidden.mean(axis=1)),
-        "bandwidth_bytes_per_second": round(carried / seconds) if seconds > 0 and topology != "star" else None,
-    }
+    number = max(range(len(window.collectives)), key=lambda number: window.collectives[number][1])
+    size, seconds = len(window.values), np.nanmean(window.values[:, :, len(FIELDS) + 2 * number].min(axis=0))
+    return float(2 * (size - 1) / size * window.collectives[number][1] / max(seconds, 1e-9))
 
 
 def is_probe_due(shares: Sequence[float], step: int, probed_at: int | None) -> bool:
@@ -268,10 +274,6 @@ def time_links(transport: Transport, rank: int, size: int, bytes_: int) -> list[
     return seconds.tolist()
 
 
-def rounded(seconds: float) -> float:
+def rounded(seconds: NDArray[np.float64]) -> list[Any]:
     """To a tenth of a microsecond: events are read over and over."""
-    return round(float(seconds), 7)
-
-
-def _listed(seconds: NDArray[np.float64]) -> list[float]:
-    return [rounded(value) for value in seconds]
+    return seconds.round(DIGITS).tolist()

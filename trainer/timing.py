@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -27,8 +26,7 @@ Segment = Literal["input", "forward", "backward", "exposed", "optimizer", "check
 SEGMENTS: tuple[Segment, ...] = get_args(Segment)
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """Where a segment ends. None is time that belongs to no step."""
 
     segment: Segment | None

@@ -226,7 +226,7 @@ def test_a_learning_rate_that_explodes_fails_clearly(new_job: NewJob) -> None:
 
 def test_training_goes_on_when_the_disk_fills_up_and_the_end_fails_clearly(new_job: NewJob) -> None:
     """Checkpoints are tried again and reported; the result cannot be written, and the reason is not hidden."""
-    job = new_job()
+    job = new_job(log_frequency=5)  # so that the events of a second have room
     codes = job.run(2, program=("-c", FULL_DISK))
     assert codes == [1, 75], job.log()
     assert max(job.losses()) == 30, "a checkpoint that fails stops nothing"
