@@ -174,28 +174,26 @@ def _uneven(world: Sequence[Window]) -> list[Diagnosis]:
 
 def _wire(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
     """Is it the network, and what of it?"""
-    part, typical = shares(world), typical_share(world, "communication")
+    part, typical, step = shares(world), typical_share(world, "communication"), _step(world)
     collectives = typical_collectives(world)
     fit = fit_wire(collectives)
-    latency = fit.latency_share(collectives) if fit else 0.0
+    latency = fit.latency_share(collectives, typical * step) if fit else 0.0
+    if too_much_communication(world):
+        if slow := _slow_link(world, events):
+            return [slow]
+        if _is_steady(world):
+            text = f"Wire takes {typical:.0%} of a step of {_ms(step)}"
+            if fit:
+                text += (
+                    f": {latency:.0%} of that is latency of {len(collectives)} collectives, the same however few bytes "
+                    f"they move, and {1 - latency:.0%} are the bytes"
+                )
+            cause = Cause.SMALL_BATCHES if latency >= 0.5 else Cause.COMMUNICATION
+            return [Diagnosis(cause=cause, share=part["communication"], evidence=f"{text}.")]
     fixed = part["communication"] * latency + part["optimizer"] + part["other"]
-    slow = _slow_link(world, events) if too_much_communication(world) else None
-    if slow:
-        return [slow]
-    if too_much_communication(world) and _is_steady(world):
-        wire = sum(item.wire_seconds for item in collectives)
-        measured = f"{len(collectives)} collectives a step take {_ms(wire)}, of which latency is {latency:.0%}"
-        if latency >= 0.5:
-            text = (
-                f"Wire takes {typical:.0%} of a step of {_ms(_step(world))}: {measured}, however few bytes they move."
-            )
-            return [Diagnosis(cause=Cause.SMALL_BATCHES, share=part["communication"], evidence=text)]
-        text = f"Wire takes {typical:.0%} of a step of {_ms(_step(world))}"
-        text += f": {measured}." if fit else "."
-        return [Diagnosis(cause=Cause.COMMUNICATION, share=part["communication"], evidence=text)]
     if fixed >= FIXED_SHARE:
         text = (
-            f"{fixed:.0%} of a step of {_ms(_step(world))} is spent however few samples it has: the update, latency of "
+            f"{fixed:.0%} of a step of {_ms(step)} is spent however few samples it has: the update, latency of "
             f"collectives and bookkeeping; forward and backward take {part['forward'] + part['backward']:.0%}."
         )
         return [Diagnosis(cause=Cause.SMALL_BATCHES, share=fixed, evidence=text)]

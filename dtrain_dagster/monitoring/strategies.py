@@ -244,7 +244,7 @@ def _with_ranks(now: StepModel, world: Sequence[Window], fit: WireFit | None, ra
     size = world[-1].world_size
     work = size / ranks
     collectives = typical_collectives(world)
-    latency = fit.latency_share(collectives) if fit else 0.0
+    latency = fit.latency_share(collectives, now.communication) if fit else 0.0
     ratio = latency * (ranks - 1) / (size - 1) + (1 - latency) * ((ranks - 1) / ranks) / ((size - 1) / size)
     then = replace(now.with_work(work), communication=now.communication * ratio, nodes=nodes)
     return replace(then, waiting=0.0) if ranks == 1 else then
