@@ -41,6 +41,8 @@ TAKING_TURNS = 0.10
 """Waiting, as a share of training time, that deserves a word though nobody is to blame."""
 SLOW_LINK = 2.0
 """A link that takes so many times as long as the others is slow."""
+LINK_EXPLAINS = 0.08
+"""Of the exposed wire time: what a step's gradients must take over a slow link, if that link is to be the cause."""
 
 
 class Cause(StrEnum):
@@ -219,10 +221,13 @@ def _slow_link(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> 
     nodes = world[-1].nodes
     began, ended = world[0].time - world[0].total_seconds, world[-1].time
     seconds: dict[tuple[int, int], list[float]] = {}
+    gradients = sum(item.bytes for item in typical_collectives(world))
+    exposed = typical_share(world, "communication") * _step(world)
     for item in events:
         if item.get("kind") == "link" and began <= item.get("time", 0.0) <= ended + 60:
             for source, target, value in item.get("seconds") or ():
-                seconds.setdefault((int(source), int(target)), []).append(float(value))
+                per_byte = float(value) / float(item.get("bytes") or math.inf)
+                seconds.setdefault((int(source), int(target)), []).append(per_byte * gradients)
     links = {link: statistics.median(values) for link, values in seconds.items() if max(link) < len(nodes)}
     best: tuple[float, int, float, float] | None = None
     for rank in range(len(nodes)):
@@ -232,14 +237,17 @@ def _slow_link(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> 
             ratio = statistics.median(own) / max(statistics.median(others), 1e-9)
             # All of its links, either way: one slow transfer says more of the machine's other work than of a link.
             is_slow = ratio >= SLOW_LINK and min(own) > max(others)
+            # In a ring each link carries 2 (W - 1) / W of what is summed.
+            carried = 2 * (len(nodes) - 1) / len(nodes) * statistics.median(own)
+            is_slow = is_slow and carried > LINK_EXPLAINS * exposed
             if is_slow and (best is None or ratio > best[0]):
                 best = (ratio, rank, statistics.median(own), statistics.median(others))
     if best is None:
         return None
     ratio, rank, own_seconds, other_seconds = best
     text = (
-        f"Links of rank {rank} (node {nodes[rank]}) take {_ms(own_seconds)} where links between others take "
-        f"{_ms(other_seconds)}; wire is {typical_share(world, 'communication'):.0%} of the step."
+        f"Links of rank {rank} (node {nodes[rank]}) take {_ms(own_seconds)} for the gradients of a step where links "
+        f"between others take {_ms(other_seconds)}; wire is {typical_share(world, 'communication'):.0%} of the step."
     )
     share = shares(world)["communication"] * (1 - 1 / ratio)
     return Diagnosis(cause=Cause.SLOW_LINK, share=share, evidence=text, rank=rank, node_id=nodes[rank])
