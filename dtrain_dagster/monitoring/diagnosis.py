@@ -41,6 +41,8 @@ TAKING_TURNS = 0.10
 """Waiting, as a share of training time, that deserves a word though nobody is to blame."""
 SLOW_LINK = 2.0
 """A link that takes so many times as long as the others is slow."""
+LINK_EXPLAINS = 0.08
+"""Of the exposed wire time: what a step's gradients must take over a slow link, if that link is to be the cause."""
 
 
 class Cause(StrEnum):
@@ -174,28 +176,26 @@ def _uneven(world: Sequence[Window]) -> list[Diagnosis]:
 
 def _wire(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
     """Is it the network, and what of it?"""
-    part, typical = shares(world), typical_share(world, "communication")
+    part, typical, step = shares(world), typical_share(world, "communication"), _step(world)
     collectives = typical_collectives(world)
     fit = fit_wire(collectives)
-    latency = fit.latency_share(collectives) if fit else 0.0
+    latency = fit.latency_share(collectives, typical * step) if fit else 0.0
+    if too_much_communication(world):
+        if slow := _slow_link(world, events):
+            return [slow]
+        if _is_steady(world):
+            text = f"Wire takes {typical:.0%} of a step of {_ms(step)}"
+            if fit:
+                text += (
+                    f": {latency:.0%} of that is latency of {len(collectives)} collectives, the same however few bytes "
+                    f"they move, and {1 - latency:.0%} are the bytes"
+                )
+            cause = Cause.SMALL_BATCHES if latency >= 0.5 else Cause.COMMUNICATION
+            return [Diagnosis(cause=cause, share=part["communication"], evidence=f"{text}.")]
     fixed = part["communication"] * latency + part["optimizer"] + part["other"]
-    slow = _slow_link(world, events) if too_much_communication(world) else None
-    if slow:
-        return [slow]
-    if too_much_communication(world) and _is_steady(world):
-        wire = sum(item.wire_seconds for item in collectives)
-        measured = f"{len(collectives)} collectives a step take {_ms(wire)}, of which latency is {latency:.0%}"
-        if latency >= 0.5:
-            text = (
-                f"Wire takes {typical:.0%} of a step of {_ms(_step(world))}: {measured}, however few bytes they move."
-            )
-            return [Diagnosis(cause=Cause.SMALL_BATCHES, share=part["communication"], evidence=text)]
-        text = f"Wire takes {typical:.0%} of a step of {_ms(_step(world))}"
-        text += f": {measured}." if fit else "."
-        return [Diagnosis(cause=Cause.COMMUNICATION, share=part["communication"], evidence=text)]
     if fixed >= FIXED_SHARE:
         text = (
-            f"{fixed:.0%} of a step of {_ms(_step(world))} is spent however few samples it has: the update, latency of "
+            f"{fixed:.0%} of a step of {_ms(step)} is spent however few samples it has: the update, latency of "
             f"collectives and bookkeeping; forward and backward take {part['forward'] + part['backward']:.0%}."
         )
         return [Diagnosis(cause=Cause.SMALL_BATCHES, share=fixed, evidence=text)]
@@ -221,10 +221,13 @@ def _slow_link(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> 
     nodes = world[-1].nodes
     began, ended = world[0].time - world[0].total_seconds, world[-1].time
     seconds: dict[tuple[int, int], list[float]] = {}
+    gradients = sum(item.bytes for item in typical_collectives(world))
+    exposed = typical_share(world, "communication") * _step(world)
     for item in events:
         if item.get("kind") == "link" and began <= item.get("time", 0.0) <= ended + 60:
             for source, target, value in item.get("seconds") or ():
-                seconds.setdefault((int(source), int(target)), []).append(float(value))
+                per_byte = float(value) / float(item.get("bytes") or math.inf)
+                seconds.setdefault((int(source), int(target)), []).append(per_byte * gradients)
     links = {link: statistics.median(values) for link, values in seconds.items() if max(link) < len(nodes)}
     best: tuple[float, int, float, float] | None = None
     for rank in range(len(nodes)):
@@ -234,14 +237,17 @@ def _slow_link(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> 
             ratio = statistics.median(own) / max(statistics.median(others), 1e-9)
             # All of its links, either way: one slow transfer says more of the machine's other work than of a link.
             is_slow = ratio >= SLOW_LINK and min(own) > max(others)
+            # In a ring each link carries 2 (W - 1) / W of what is summed.
+            carried = 2 * (len(nodes) - 1) / len(nodes) * statistics.median(own)
+            is_slow = is_slow and carried > LINK_EXPLAINS * exposed
             if is_slow and (best is None or ratio > best[0]):
                 best = (ratio, rank, statistics.median(own), statistics.median(others))
     if best is None:
         return None
     ratio, rank, own_seconds, other_seconds = best
     text = (
-        f"Links of rank {rank} (node {nodes[rank]}) take {_ms(own_seconds)} where links between others take "
-        f"{_ms(other_seconds)}; wire is {typical_share(world, 'communication'):.0%} of the step."
+        f"Links of rank {rank} (node {nodes[rank]}) take {_ms(own_seconds)} for the gradients of a step where links "
+        f"between others take {_ms(other_seconds)}; wire is {typical_share(world, 'communication'):.0%} of the step."
     )
     share = shares(world)["communication"] * (1 - 1 / ratio)
     return Diagnosis(cause=Cause.SLOW_LINK, share=share, evidence=text, rank=rank, node_id=nodes[rank])

@@ -244,7 +244,7 @@ def _with_ranks(now: StepModel, world: Sequence[Window], fit: WireFit | None, ra
     size = world[-1].world_size
     work = size / ranks
     collectives = typical_collectives(world)
-    latency = fit.latency_share(collectives) if fit else 0.0
+    latency = fit.latency_share(collectives, now.communication) if fit else 0.0
     ratio = latency * (ranks - 1) / (size - 1) + (1 - latency) * ((ranks - 1) / ranks) / ((size - 1) / size)
     then = replace(now.with_work(work), communication=now.communication * ratio, nodes=nodes)
     return replace(then, waiting=0.0) if ranks == 1 else then
@@ -256,16 +256,14 @@ def waiting_strategies(world: Sequence[Window]) -> list[Strategy]:
     if not late or not now.samples:
         return []
     item = late[0]
-    lost = item.lost_seconds / seconds_of(world)
-    ready = replace(now, waiting=max(0.0, now.waiting - lost * now.seconds))
-    # What is late is longer on one rank of W: the mean over ranks counts a W-th of it, the others' waiting the rest.
-    rest = max(0.0, lost * now.seconds - (now.waiting - ready.waiting))
-    part = min(rest, ready.input if item.why == "input" else ready.computing)
-    ready = (
-        replace(ready, input=ready.input - part)
-        if item.why == "input"
-        else replace(ready, computing=ready.computing - part)
-    )
+    size = world[-1].world_size
+    saved = item.lost_seconds / seconds_of(world) * now.seconds
+    # In means over ranks: a W-th of the lateness is the late rank's own time, the rest is waiting of the others.
+    ready = replace(now, waiting=max(0.0, now.waiting - saved * (size - 1) / size))
+    if item.why == "input":
+        ready = replace(ready, input=max(0.0, ready.input - saved / size))
+    else:
+        ready = replace(ready, computing=max(0.0, ready.computing - saved / size))
     what = {"input": "look at its disk and at what else runs there, or "}.get(item.why, "")
     found = [
         now.to(
@@ -275,8 +273,7 @@ def waiting_strategies(world: Sequence[Window]) -> list[Strategy]:
     ]  # fmt: skip
     if item.typically and item.why == "compute":
         found += _deal_less(now, world, item)
-    if world[-1].world_size > 2:
-        size = world[-1].world_size
+    if size > 2:
         without = replace(ready.with_work(size / (size - 1)), nodes=max(1, now.nodes - 1))
         found.append(now.to(without, f"go on without node {item.node_id}", "its work is dealt to the others"))
     return found

@@ -101,6 +101,16 @@ def test_wire_that_is_slow_now_and_then_is_told_but_is_not_the_cause():
     assert "Wire is above 20% in some windows, but not steadily" in found.evidence
 
 
+def test_a_slow_probe_of_a_link_that_carries_next_to_nothing_is_not_the_cause():
+    """Latency makes this wire slow; that one rank's megabytes were slow to arrive once explains nothing."""
+    few = {"computing": 0.003, "latency": 0.001, "optimizer": 0.0005, "buckets": (40_000, 40_000)}
+    events = Simulation(windows=16, slow_link_of=1, **few).events()
+    [link] = [item for item in events if item["kind"] == "link"]
+    assert diagnose(events).cause is Cause.SMALL_BATCHES
+    link["seconds"] = [[source, target, 50 * seconds] for source, target, seconds in link["seconds"]]
+    assert diagnose(events).cause is Cause.SLOW_LINK
+
+
 def test_two_late_ranks_are_both_found_the_costlier_first():
     late = {1: 0.03, 3: 0.06}
     found = diagnose(Simulation(ranks=4, windows=20, late_compute=late).events())
