@@ -10,6 +10,12 @@ from dtrain_dagster.secrets import resolve
 _log = logging.getLogger(__name__)
 
 
+def tell(urls: Sequence[str], title: str, body: str, log: logging.Logger) -> None:
+    """`notify`, and whom it did not reach is said in this log, which the person who looks for the message reads."""
+    if lost := notify(urls, title, body):
+        log.warning(f"nobody could be told by {', '.join(lost)}; see DTRAIN_NOTIFY")
+
+
 def notify(urls: Sequence[str], title: str, body: str) -> tuple[str, ...]:
     """Send a message to every address; the kinds of those that it did not reach (``slack``, ``mailto``…). An address
     may be a reference to a secret, ``keyvault://…`` or ``env:…``.

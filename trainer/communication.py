@@ -90,11 +90,11 @@ class CommunicationProfiler:
         sizes: dict[str, int] = {}
         for _, collectives, _, _ in steps:
             sizes |= {name_of(item.what): item.bytes for item in collectives}
-        values = torch.zeros(self.world.world_size, len(steps), len(FIELDS) + 2 * len(sizes), dtype=torch.float64)
-        for number, (marks, collectives, loss_sum, samples) in enumerate(steps):
-            row = row_of(marks, collectives, loss_sum, samples, list(sizes))
-            values[self.world.rank, number] = torch.tensor(row, dtype=torch.float64)
-        window = Window(self.world.sum(values).numpy(), tuple(sizes.items()))
+        names = list(sizes)
+        values = np.zeros((self.world.world_size, len(steps), len(FIELDS) + 2 * len(names)))
+        values[self.world.rank] = [row_of(*step, names) for step in steps]
+        self.world.sum(torch.from_numpy(values))
+        window = Window(values, tuple(sizes.items()))
         self._shares.append(float(window.wire.mean()) / max(window.seconds, 1e-9))
         self._bandwidth = bandwidth_of(window, self.world.topology)
         return window

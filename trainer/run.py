@@ -199,7 +199,7 @@ class DistributedTrainer:
             if is_reported:
                 self._report_step(epoch, rate, result.grad_norm)
             paused_at = time.monotonic()
-            if is_reported:
+            if is_reported and self.config.timing:
                 self._probe_links()
             self._catch_up()
             self.watchdog.progress(self.progress.step)

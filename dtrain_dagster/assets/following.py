@@ -14,7 +14,7 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.jobs import Progress, follow_job
 from dtrain_dagster.monitoring.alerts import COMMUNICATION, alerts, communication_alert
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
-from dtrain_dagster.notify import notify
+from dtrain_dagster.notify import tell
 from trainer.rundir import RunDir
 
 OBSERVE_EVERY_SECONDS = 5.0
@@ -32,6 +32,7 @@ def watch(
 ) -> None:
     """Follow the job to its end, with an observation every few seconds. `dagster.Failure` if it does not succeed."""
     observed_at, phase = 0.0, ""
+    told = rundir.read_json(TOLD) or {}
     judged: Sequence[Mapping[str, Any]] = ()
     for status, progress in follow_job(manager, rundir, job_id):
         if progress.phase != phase:
@@ -41,7 +42,7 @@ def watch(
             context.log.warning(f"{job_id}: {sentence}")
         if progress.recent != judged:
             judged = progress.recent
-            _tell(context, rundir, job_id, plan, judged, notify_urls)
+            tell_of(judged, told, context, rundir, plan.job["training"], notify_urls)
         if time.monotonic() - observed_at >= OBSERVE_EVERY_SECONDS and progress.step:
             observed_at = time.monotonic()
             metadata = progress_metadata(progress, plan)
@@ -56,19 +57,20 @@ def watch(
         )
 
 
-def _tell(
+def tell_of(
+    recent: Sequence[Mapping[str, Any]],
+    told: dict[str, Any],
     context: dg.AssetExecutionContext,
     rundir: RunDir,
-    job_id: str,
-    plan: TrainingPlan,
-    recent: Sequence[Mapping[str, Any]],
+    training: Mapping[str, Any],
     notify_urls: Sequence[str],
 ) -> None:
-    """Tell people what holds the job up: once per job, whoever follows it and how often."""
-    before = rundir.read_json(TOLD) or {}
-    for alert in alerts(recent, before, plan.job["training"]):
-        before[alert.key] = {"sentence": alert.sentence, "at": time.time()}
-        rundir.write_json(TOLD, before)
+    """Tell people what holds the job up, if something does: once per job, whoever follows it and how often. ``told``:
+    the content of `TOLD`, which is added to."""
+    job_id = rundir.uri.rsplit("/", 1)[-1]
+    for alert in alerts(recent, told, training):
+        told[alert.key] = {"sentence": alert.sentence, "at": time.time()}
+        rundir.write_json(TOLD, told)
         context.log.warning(f"{job_id}: {alert.text}")
         if alert.key == COMMUNICATION:
             check = dg.AssetCheckEvaluation(
@@ -80,8 +82,7 @@ def _tell(
                 | {"strategies": dg.MarkdownMetadataValue(strategy_table(alert.strategies))},
             )
             context.log_event(check)
-        if lost := notify(notify_urls, f"dtrain: {job_id}: {alert.title}", alert.text):
-            context.log.warning(f"nobody could be told by {', '.join(lost)}; see DTRAIN_NOTIFY")
+        tell(notify_urls, f"dtrain: {job_id}: {alert.title}", alert.text, context.log)
 
 
 def progress_metadata(progress: Progress, plan: TrainingPlan) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dtrain_dagster.monitoring.diagnosis import Cause, diagnose, too_much_communication
 from dtrain_dagster.monitoring.stragglers import FEWEST_WINDOWS
-from dtrain_dagster.monitoring.strategies import Strategy, communication_strategies, strategies
+from dtrain_dagster.monitoring.strategies import Strategy, communication_strategies, waiting_strategies
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, Window, settled, shares, windows, worlds
 
 KINDS = ("timing", "link", "checkpoint")
@@ -60,7 +60,7 @@ def alerts(
                     title=item.where,
                     sentence=f"{item.where}, {item.share:.0%} of training time: {item.evidence}",
                     figures={"share": item.share},
-                    strategies=best(strategies(found, recent, training)),
+                    strategies=best(waiting_strategies(worlds(found)[0])),
                 )
             )
     return due
@@ -88,7 +88,7 @@ def communication_alert(found: Sequence[Window], training: Mapping[str, Any] | N
 def best(ranked: Iterable[Strategy], count: int = 5) -> tuple[Strategy, ...]:
     """Those that are expected to gain something, the largest gain first."""
     useful = [item for item in ranked if item.is_worth_it]
-    return tuple(sorted(useful, key=lambda item: (item.gain, item.cost_gain), reverse=True)[:count])
+    return tuple(sorted(useful, key=lambda item: item.order, reverse=True)[:count])
 
 
 def told(item: Strategy) -> str:

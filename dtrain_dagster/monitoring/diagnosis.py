@@ -10,7 +10,14 @@ from enum import StrEnum
 from typing import Any
 
 from dtrain_dagster.monitoring.hangs import unresolved, verdict
-from dtrain_dagster.monitoring.stragglers import LATE_SHARE, NOISE_FACTOR, Straggler, dealt_seconds, stragglers
+from dtrain_dagster.monitoring.stragglers import (
+    FEWEST_WINDOWS,
+    LATE_SHARE,
+    NOISE_FACTOR,
+    Straggler,
+    dealt_seconds,
+    stragglers,
+)
 from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
     Window,
@@ -30,6 +37,8 @@ CHECKPOINT_SHARE = 0.02
 """Of training time."""
 FIXED_SHARE = 0.50
 """Of the step: what it costs however few samples it has."""
+TAKING_TURNS = 0.10
+"""Waiting, as a share of training time, that deserves a word though nobody is to blame."""
 SLOW_LINK = 2.0
 """A link that takes so many times as long as the others is slow."""
 
@@ -49,7 +58,7 @@ class Cause(StrEnum):
     CHECKPOINT = "checkpoint"
     MEMORY = "memory"
     UNKNOWN = "unknown"
-    """The records do not tell: no timing was recorded."""
+    """The records do not tell: no timing was recorded, or hardly any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +79,7 @@ class Diagnosis:
     def where(self) -> str:
         """«slow compute on rank 1 (node 1)»."""
         place = f" of rank {self.rank}" if self.cause is Cause.HANG else f" on rank {self.rank}"
-        return self.cause if self.rank is None else f"{self.cause}{place} (node {self.node_id})"
+        return str(self.cause) if self.rank is None else f"{self.cause}{place} (node {self.node_id})"
 
 
 def diagnose(events: Iterable[Mapping[str, Any]]) -> Diagnosis:
@@ -102,6 +111,13 @@ def _nothing_found(found: Sequence[Window]) -> Diagnosis:
         f"{own:.0%} of training time is computation; wire takes {part['communication']:.0%}, waiting for slower ranks "
         f"{part['waiting']:.0%}, input {part['input']:.0%}."
     )
+    if len(found) < FEWEST_WINDOWS:
+        few = f"Too few steps were timed to tell a cause from noise ({sum(window.steps for window in found)}): {text}"
+        return Diagnosis(cause=Cause.UNKNOWN, share=0.0, evidence=few)
+    if too_much_communication(found):
+        text += f" Wire is above {COMMUNICATION_LIMIT:.0%} in some windows, but not steadily."
+    if part["waiting"] > TAKING_TURNS:
+        text += " No rank is late persistently: they take turns, as on machines that do other work too."
     return Diagnosis(cause=Cause.HEALTHY, share=0.0, evidence=text)
 
 
@@ -158,28 +174,26 @@ def _uneven(world: Sequence[Window]) -> list[Diagnosis]:
 
 def _wire(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
     """Is it the network, and what of it?"""
-    part, typical = shares(world), typical_share(world, "communication")
+    part, typical, step = shares(world), typical_share(world, "communication"), _step(world)
     collectives = typical_collectives(world)
     fit = fit_wire(collectives)
-    latency = fit.latency_share(collectives) if fit else 0.0
-    fixed = part["communication"] * latency + part["optimizer"] + part["other"]
+    latency = fit.latency_share(collectives, typical * step) if fit else 0.0
     if too_much_communication(world):
-        slow = _slow_link(world, events)
-        if slow:
+        if slow := _slow_link(world, events):
             return [slow]
-        wire = sum(item.wire_seconds for item in collectives)
-        measured = f"{len(collectives)} collectives a step take {_ms(wire)}, of which latency is {latency:.0%}"
-        if latency >= 0.5:
-            text = (
-                f"Wire takes {typical:.0%} of a step of {_ms(_step(world))}: {measured}, however few bytes they move."
-            )
-            return [Diagnosis(cause=Cause.SMALL_BATCHES, share=part["communication"], evidence=text)]
-        text = f"Wire takes {typical:.0%} of a step of {_ms(_step(world))}"
-        text += f": {measured}." if fit else "."
-        return [Diagnosis(cause=Cause.COMMUNICATION, share=part["communication"], evidence=text)]
+        if _is_steady(world):
+            text = f"Wire takes {typical:.0%} of a step of {_ms(step)}"
+            if fit:
+                text += (
+                    f": {latency:.0%} of that is latency of {len(collectives)} collectives, the same however few bytes "
+                    f"they move, and {1 - latency:.0%} are the bytes"
+                )
+            cause = Cause.SMALL_BATCHES if latency >= 0.5 else Cause.COMMUNICATION
+            return [Diagnosis(cause=cause, share=part["communication"], evidence=f"{text}.")]
+    fixed = part["communication"] * latency + part["optimizer"] + part["other"]
     if fixed >= FIXED_SHARE:
         text = (
-            f"{fixed:.0%} of a step of {_ms(_step(world))} is spent however few samples it has: the update, latency of "
+            f"{fixed:.0%} of a step of {_ms(step)} is spent however few samples it has: the update, latency of "
             f"collectives and bookkeeping; forward and backward take {part['forward'] + part['backward']:.0%}."
         )
         return [Diagnosis(cause=Cause.SMALL_BATCHES, share=fixed, evidence=text)]
@@ -189,6 +203,15 @@ def _wire(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> list[
 def too_much_communication(found: Sequence[Window], limit: float = COMMUNICATION_LIMIT) -> bool:
     """Does exposed wire take more of the time than the limit, and not just because of one window that hung (R3.2)?"""
     return shares(found).get("communication", 0.0) > limit and typical_share(found, "communication") > limit / 2
+
+
+def _is_steady(world: Sequence[Window]) -> bool:
+    """Is wire above the limit by more than its noise? On a machine that does other work too, processes that wait for a
+    processor look like a wire that is slow now and then."""
+    values = [window.mean("communication") / window.seconds for window in world]
+    middle = statistics.median(values)
+    spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    return middle - NOISE_FACTOR * 1.2533 * spread / math.sqrt(len(values)) > COMMUNICATION_LIMIT
 
 
 def _slow_link(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> Diagnosis | None:

@@ -17,7 +17,7 @@ from dtrain_dagster.monitoring.windows import Window
 
 LATE_SHARE = 0.03
 """Of the step: who is later than that, and well above noise, is called a straggler."""
-NOISE_FACTOR = 4.0
+NOISE_FACTOR = 3.5
 """So many robust standard errors."""
 USUAL_NOISE, USUAL_WEIGHT = 0.02, 3
 """Of the step, from window to window, on a shared machine. It counts as much as so many windows: a few of them may

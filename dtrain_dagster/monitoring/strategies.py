@@ -48,6 +48,11 @@ class Strategy:
     note: str = ""
 
     @property
+    def order(self) -> tuple[bool, float]:
+        """To sort by: whatever is faster, by how much; then whatever is cheaper."""
+        return (True, self.gain) if self.gain >= WORTH_IT else (False, self.cost_gain)
+
+    @property
     def is_worth_it(self) -> bool:
         return max(self.gain, self.cost_gain) >= WORTH_IT
 
@@ -126,14 +131,15 @@ def strategies(
     if too_much_communication(world):
         ranked += communication_strategies(world, training)
     ranked += _memory(world, events, training)
-    return sorted(ranked, key=lambda item: (item.gain >= WORTH_IT, max(item.gain, item.cost_gain)), reverse=True)
+    return sorted(ranked, key=lambda item: item.order, reverse=True)
 
 
 def communication_strategies(world: Sequence[Window], training: Mapping[str, Any]) -> list[Strategy]:
     """Against wire time. Waiting for a slow rank is another matter: none of these helps against it."""
     now = step_model(world)
-    collectives = typical_collectives(world)
-    fit = fit_wire(collectives)
+    if not now.samples:
+        return []
+    fit = fit_wire(typical_collectives(world))
     ranked = [*_more_work(now, training), *_fewer_nodes(now, world, fit)]
     if fit:
         ranked += _compression(now, world, fit) + _buckets(now, world, fit) + _hierarchy(now, world, fit)
@@ -238,7 +244,7 @@ def _with_ranks(now: StepModel, world: Sequence[Window], fit: WireFit | None, ra
     size = world[-1].world_size
     work = size / ranks
     collectives = typical_collectives(world)
-    latency = fit.latency_share(collectives) if fit else 0.0
+    latency = fit.latency_share(collectives, now.communication) if fit else 0.0
     ratio = latency * (ranks - 1) / (size - 1) + (1 - latency) * ((ranks - 1) / ranks) / ((size - 1) / size)
     then = replace(now.with_work(work), communication=now.communication * ratio, nodes=nodes)
     return replace(then, waiting=0.0) if ranks == 1 else then
@@ -246,20 +252,18 @@ def _with_ranks(now: StepModel, world: Sequence[Window], fit: WireFit | None, ra
 
 def waiting_strategies(world: Sequence[Window]) -> list[Strategy]:
     """Against a straggler: another node in its place, less work for it, or none."""
-    late = stragglers(world)
-    if not late:
+    late, now = stragglers(world), step_model(world)
+    if not late or not now.samples:
         return []
-    now, item = step_model(world), late[0]
-    lost = item.lost_seconds / seconds_of(world)
-    ready = replace(now, waiting=max(0.0, now.waiting - lost * now.seconds))
-    # What is late is longer on one rank of W: the mean over ranks counts a W-th of it, the others' waiting the rest.
-    rest = max(0.0, lost * now.seconds - (now.waiting - ready.waiting))
-    part = min(rest, ready.input if item.why == "input" else ready.computing)
-    ready = (
-        replace(ready, input=ready.input - part)
-        if item.why == "input"
-        else replace(ready, computing=ready.computing - part)
-    )
+    item = late[0]
+    size = world[-1].world_size
+    saved = item.lost_seconds / seconds_of(world) * now.seconds
+    # In means over ranks: a W-th of the lateness is the late rank's own time, the rest is waiting of the others.
+    ready = replace(now, waiting=max(0.0, now.waiting - saved * (size - 1) / size))
+    if item.why == "input":
+        ready = replace(ready, input=max(0.0, ready.input - saved / size))
+    else:
+        ready = replace(ready, computing=max(0.0, ready.computing - saved / size))
     what = {"input": "look at its disk and at what else runs there, or "}.get(item.why, "")
     found = [
         now.to(
@@ -269,8 +273,7 @@ def waiting_strategies(world: Sequence[Window]) -> list[Strategy]:
     ]  # fmt: skip
     if item.typically and item.why == "compute":
         found += _deal_less(now, world, item)
-    if world[-1].world_size > 2:
-        size = world[-1].world_size
+    if size > 2:
         without = replace(ready.with_work(size / (size - 1)), nodes=max(1, now.nodes - 1))
         found.append(now.to(without, f"go on without node {item.node_id}", "its work is dealt to the others"))
     return found
@@ -302,11 +305,12 @@ def _deal_less(now: StepModel, world: Sequence[Window], item: Straggler) -> list
 
 def _input(world: Sequence[Window]) -> list[Strategy]:
     now = step_model(world)
-    if now.input / now.seconds < INPUT_SHARE:
+    common = statistics.median(min(window.segments.get("input") or (0.0,)) for window in world)
+    if common / now.seconds < INPUT_SHARE:  # what one rank waits for beyond that is this rank's matter
         return []
     change = "put the dataset on a local disk of each node; fewer processes per node share a disk and processors"
     note = "the next batch is gathered during a step, on one thread: input that is quicker than a step costs nothing"
-    return [now.to(replace(now, input=0.0), "quicker input", change, note)]
+    return [now.to(replace(now, input=now.input - common), "quicker input", change, note)]
 
 
 def _checkpoint(

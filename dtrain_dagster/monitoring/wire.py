@@ -18,10 +18,11 @@ class WireFit:
     latency_seconds: float
     seconds_per_byte: float
 
-    def latency_share(self, collectives: Sequence[WireTime]) -> float:
-        """Of the wire time of these collectives, how much is there however few bytes they move."""
-        total = sum(item.wire_seconds for item in collectives)
-        return min(1.0, self.latency_seconds * len(collectives) / total) if total > 0 else 0.0
+    def latency_share(self, collectives: Sequence[WireTime], exposed_seconds: float) -> float:
+        """Of the wire time of a step that nothing hides, how much is there however few bytes are moved: latency of the
+        network, and handing over from thread to thread."""
+        moving = sum(item.bytes * self.seconds_per_byte * (1 - item.overlap) for item in collectives)
+        return 1 - min(1.0, moving / exposed_seconds) if exposed_seconds > 0 else 0.0
 
 
 def fit_wire(collectives: Sequence[WireTime]) -> WireFit | None:

@@ -94,6 +94,13 @@ def test_a_late_rank_is_told_with_when_it_began_and_what_takes_longer():
     assert "wire itself takes" in found.evidence
 
 
+def test_wire_that_is_slow_now_and_then_is_told_but_is_not_the_cause():
+    slow, quick = (Simulation(windows=20, seed=5, buckets=(size,)).events() for size in (90_000_000, 18_000_000))
+    found = diagnose([*slow[:7], *quick[7:]])
+    assert found.cause is Cause.HEALTHY
+    assert "Wire is above 20% in some windows, but not steadily" in found.evidence
+
+
 def test_two_late_ranks_are_both_found_the_costlier_first():
     late = {1: 0.03, 3: 0.06}
     found = diagnose(Simulation(ranks=4, windows=20, late_compute=late).events())
@@ -107,8 +114,16 @@ def test_pauses_in_one_of_ten_steps_are_found_though_no_median_sees_them():
 
 
 def test_a_slow_spell_that_is_over_is_not_a_straggler():
-    slow, quick = (Simulation(windows=20, seed=5, late_compute=late).events() for late in ({1: 0.04}, {}))
-    assert diagnose([*slow[:4], *quick[4:]]).cause is Cause.HEALTHY
+    slow, quick = (Simulation(windows=24, seed=5, late_compute=late).events() for late in ({1: 0.04}, {}))
+    assert diagnose([*slow[:8], *quick[8:]]).cause is Cause.HEALTHY
+    assert diagnose([*slow[:16], *quick[16:]]).cause is Cause.SLOW_COMPUTE, "most windows are too many for a spell"
+
+
+@pytest.mark.parametrize("save_every", [2, 6, 40])
+def test_saves_make_neither_their_rank_late_nor_the_others(save_every: int):
+    found = diagnose(Simulation(ranks=2, windows=26, save_every=save_every, stall=0.03 * save_every).events())
+    assert found.cause is Cause.CHECKPOINT
+    assert not found.also
 
 
 @pytest.mark.parametrize("dealt", [(2, 1, 1), (2, 2, 1, 1), (3, 2)])
@@ -151,17 +166,36 @@ def test_memory_that_ran_out_is_told():
     events.append(event("out_of_memory", 1, 1, step=7, samples=64, activation_checkpointing=True))
     found = diagnose(events)
     assert found.cause is Cause.MEMORY
+    assert type(found.where) is str, "Dagster's metadata takes no enumeration"
     assert "64 samples" in found.evidence
 
 
 def test_records_without_timing_are_not_judged_and_bad_ones_do_no_harm():
     assert diagnose([]).cause is Cause.UNKNOWN
     assert diagnose([event("step", 0, 1, step=10)]).cause is Cause.UNKNOWN
+    few = diagnose(Simulation(windows=2, late_compute={1: 0.1}).events())
+    assert few.cause is Cause.UNKNOWN
+    assert "Too few steps were timed" in few.evidence
     [first, *rest] = Simulation(windows=8).events()
     bare = {name: first[name] for name in ("kind", "time", "rank", "generation", "step", "steps", "seconds", "nodes")}
     only_bare = diagnose([bare | {"time": bare["time"] + number} for number in range(8)])
     assert only_bare.cause is Cause.HEALTHY
     assert diagnose([{"kind": "timing", "time": 0.0, "rank": 0}, bare, *rest]).cause is Cause.HEALTHY
+
+
+def test_the_first_window_of_a_generation_does_not_count_where_others_are_there():
+    events = Simulation(windows=5).events()
+    again = [item | {"time": item["time"] + 100, "generation": 2} for item in events[:3]]
+    kept = settled(windows([*events, *again]))
+    assert [(item.generation, item.step) for item in kept] == [
+        (1, 20),
+        (1, 30),
+        (1, 40),
+        (1, 50),
+        (2, 10),
+        (2, 20),
+        (2, 30),
+    ]
 
 
 def test_latency_and_bandwidth_are_found_again():

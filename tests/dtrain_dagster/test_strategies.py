@@ -78,6 +78,18 @@ def test_a_straggler_is_replaced_or_dealt_less_and_no_word_of_the_network():
     assert not {"more accumulation", "fp16 compression", "fewer nodes"} & set(found)
 
 
+def test_input_is_one_node_s_matter_or_everybody_s():
+    one = of(Simulation(windows=12, noise=0.0, outliers=0.0, late_input={2: 0.1}))
+    assert list(one)[:2] == ["replace node 12", "go on without node 12"], (
+        "the faster first, though the other is cheaper"
+    )
+    assert "quicker input" not in one
+    everybody = Simulation(windows=12, noise=0.0, outliers=0.0, input=0.05)
+    assert list(of(everybody)) == ["quicker input"]
+    promised, best = of(everybody)["quicker input"].samples_per_second, rate(replace(everybody, input=0.0))
+    assert 1.2 * rate(everybody) < promised <= best, "waiting for whose input takes longest would end as well"
+
+
 def test_checkpoints_as_seldom_as_the_budget_wants():
     simulation = Simulation(windows=24, noise=0.0, outliers=0.0, save_every=40, stall=0.6)
     found = of(simulation)["checkpoints less often"]
@@ -122,8 +134,18 @@ def test_people_are_told_once_with_what_would_help_the_most_first():
     assert gains == sorted(gains, reverse=True)
 
 
+def test_records_without_samples_are_told_of_without_strategies():
+    late = Simulation(windows=12, buckets=(120_000_000,), late_compute={1: 0.1}).events()
+    bare = [{name: value for name, value in item.items() if name != "samples"} for item in late]
+    found = alerts(keep((), bare), (), TRAINING)
+    assert {item.key for item in found} == {"communication", "slow compute 11"}
+    assert not any(item.strategies for item in found)
+    assert strategies(settled(windows(bare)), bare, TRAINING) == []
+
+
 def test_waiting_for_a_slow_rank_is_no_alert_about_communication():
-    events = Simulation(windows=12, late_compute={0: 0.1}).events()
+    events = Simulation(windows=12, late_compute={0: 0.1}, buckets=(40_000_000,)).events()
+    assert COMMUNICATION_LIMIT / 2 < shares(windows(events))["communication"] < COMMUNICATION_LIMIT
     found = alerts(keep((), events), (), TRAINING)
     assert [item.key for item in found] == ["slow compute 10"]
     assert found[0].strategies[0].name == "replace node 10"

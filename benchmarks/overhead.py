@@ -1,0 +1,216 @@
+"""What it costs a training to be timed and watched: segments of every step, ``timing`` and ``node`` events.
+
+Two ranks on this machine train the stock model. In each round two stretches of steps follow each other in random order,
+one with timing and the node's monitor and one without, in the same processes: other work on the machine disturbs them
+alike. Between stretches the ranks wait until all events are written, so that each stretch pays for its own. Given are
+means over rounds with the outermost tenth cut off at both ends, and their standard errors.
+
+    overhead_percent       by which the wall-clock time of a stretch is longer with timing and monitor
+    cpu_overhead_percent   by which the CPU time of all ranks is more; less disturbed by other work than the clock
+    code_percent           CPU time in the added code itself, counted in one more stretch, of the ranks' CPU time: what
+                           the other two would be without any noise, but for effects on caches
+    same_losses            two short trainings, timed and not, have the same losses and weights, bit for bit
+
+The monitor samples every second here, twice as often as by default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "trainer"))
+
+import worlds  # noqa: E402
+
+from benchmarks.checkpoint import RESULTS, _cpu, trimmed  # noqa: E402
+from trainer.communication import CommunicationProfiler  # noqa: E402
+from trainer.config import parse_job  # noqa: E402
+from trainer.metrics import Reporter  # noqa: E402
+from trainer.monitor import NodeMonitor  # noqa: E402
+from trainer.run import DistributedTrainer  # noqa: E402
+from trainer.step import Batch  # noqa: E402
+from trainer.timing import StepTimer  # noqa: E402
+
+RANKS, WARM_UP, FLUSH_SECONDS = 2, 20, 1.5
+DAYS, TICKERS = 3000, 20
+ADDED = (
+    (StepTimer, "mark"), (CommunicationProfiler, "add"), (CommunicationProfiler, "exchange"),
+    (CommunicationProfiler, "report"), (NodeMonitor, "sample"), (NodeMonitor, "update"), (Reporter, "emit"),
+)  # fmt: skip
+SETTINGS = {
+    "world_size": RANKS, "batch_size_per_gpu": 128, "gradient_accumulation_steps": 2, "epochs": 1000,
+    "log_frequency": 10, "checkpoint_frequency": 10**9, "eval_frequency": 10**9, "monitor_interval_seconds": 1.0,
+    "schedule": "constant",
+}  # fmt: skip
+
+
+class Trial(DistributedTrainer):
+    """A training in stretches: ``modes`` says which of them are timed and watched ("on"), are not ("off"), or are with
+    the CPU time of the added code counted ("count")."""
+
+    def plan(self, modes: list[str], steps: int) -> None:
+        self.modes, self.stretch_steps = ["on", *modes], steps
+        self.found: list[dict[str, Any]] = []
+        self._ends_at, self._before = WARM_UP, (0.0, 0.0)
+        self._counted = 0.0
+        self._patches: list[Any] = []
+
+    def train_epoch(self, dataloader: Iterable[Batch], epoch: int = 0) -> dict[str, float]:
+        return super().train_epoch(self._in_stretches(dataloader), epoch)
+
+    def _in_stretches(self, dataloader: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in dataloader:
+            if self.progress.step == self._ends_at and self.modes:
+                self._turn()
+            yield batch
+
+    def _turn(self) -> None:
+        clock, cpu = time.monotonic(), time.process_time()
+        self.found.append({
+            "mode": self.modes.pop(0), "seconds": clock - self._before[0], "cpu_seconds": cpu - self._before[1],
+            "counted_seconds": self._counted,
+        })  # fmt: skip
+        for patch in self._patches:
+            patch.stop()
+        mode = self.modes[0] if self.modes else "on"
+        self._watch(mode != "off")
+        time.sleep(FLUSH_SECONDS)
+        self.world.meet()
+        self._patches = [mock.patch.object(*place, self._counting(*place)) for place in ADDED if mode == "count"]
+        for patch in self._patches:
+            patch.start()
+        self._counted, self._ends_at = 0.0, self._ends_at + self.stretch_steps
+        self.step.timer.drop()
+        self._before = time.monotonic(), time.process_time()
+
+    def _watch(self, on: bool) -> None:
+        self.config.timing = self.step.timer.enabled = on
+        if self.monitor is not None:
+            self.monitor.stop()
+        assert self.reporter is not None
+        self.monitor = NodeMonitor(self.facts.node_rank, self.reporter, 1.0, [os.getpid()]) if on else None
+        if self.monitor is not None:
+            self.monitor.start()
+
+    def _counting(self, place: type, name: str) -> Any:
+        real = getattr(place, name)
+
+        @functools.wraps(real)
+        def wrapped(*arguments: Any, **more: Any) -> Any:
+            began = time.thread_time()
+            result = real(*arguments, **more)
+            self._counted += time.thread_time() - began
+            return result
+
+        return wrapped
+
+
+def be_a_rank(config: str, modes: list[str], steps: int) -> None:
+    """One rank of the training; writes what it found beside the configuration."""
+    job = parse_job(Path(config).read_text())
+    trainer = Trial(job)
+    trainer.plan(modes, steps)
+    trainer.initialize_distributed()
+    trainer.setup()
+    trainer.train()
+    (Path(config).parent / f"found-{trainer.world.rank}.json").write_text(json.dumps(trainer.found))
+    trainer.close()
+
+
+def measure(folder: Path, dataset: Path, rounds: int, steps: int) -> dict[str, Any]:
+    order = random.Random(0)
+    modes = [mode for _ in range(rounds) for mode in order.sample(("on", "off"), 2)] + ["count"]
+    job = new_job(folder / "run", dataset, max_steps=WARM_UP + len(modes) * steps + 1)
+    program = f"from benchmarks.overhead import be_a_rank; import sys; be_a_rank(sys.argv[2], {modes!r}, {steps})"
+    codes = job.start(RANKS, program=("-c", program)).wait(36000)
+    if codes != [0] * RANKS:
+        raise RuntimeError(f"the training ended with {codes}: {job.result().get('error')}")
+    ranks = [json.loads((job.run_dir / f"found-{rank}.json").read_text())[1:] for rank in range(RANKS)]
+    wall = [max(found["seconds"] for found in stretch) for stretch in zip(*ranks, strict=True)]
+    cpu = [sum(found["cpu_seconds"] for found in stretch) for stretch in zip(*ranks, strict=True)]
+    counted = sum(rank[-1]["counted_seconds"] for rank in ranks)
+    result: dict[str, Any] = {"step_seconds": trimmed([wall[at] / steps for at in indices(modes, "off")])[0]}
+    for name, values in (("", wall), ("cpu_", cpu)):
+        pairs = zip(indices(modes, "on"), indices(modes, "off"), strict=True)
+        ratios = [100 * (values[on] / values[off] - 1) for on, off in pairs]
+        result[f"{name}overhead_percent"], result[f"{name}overhead_error_percent"] = trimmed(ratios)
+    return {**result, "code_percent": 100 * counted / cpu[-1]}
+
+
+def indices(modes: list[str], mode: str) -> list[int]:
+    return [number for number, value in enumerate(modes) if value == mode]
+
+
+def same_losses(folder: Path, dataset: Path) -> bool:
+    jobs = [new_job(folder / str(timing), dataset, max_steps=30, timing=timing) for timing in (True, False)]
+    for job in jobs:
+        if (codes := job.run(RANKS)) != [0] * RANKS:
+            raise RuntimeError(f"a training ended with {codes}: {job.result().get('error')}")
+    [one, other] = [(job.losses(), job.result()["weights_sha256"]) for job in jobs]
+    return one == other
+
+
+def new_job(folder: Path, dataset: Path, **training: Any) -> worlds.Job:
+    # A node for each rank: each has a monitor.
+    environment = {"DTRAIN_CACHE": str(dataset.parent / "cache"), "LOCAL_WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)}
+    return worlds.Job(folder, dataset, training={**SETTINGS, **training}, environment=environment)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=60, help="pairs of stretches (60)")
+    parser.add_argument("--steps", type=int, default=60, help="in a stretch, a multiple of 10 (60)")
+    parser.add_argument("--folder", help="where to train (a temporary folder)")
+    parser.add_argument(
+        "--out", nargs="?", const="overhead.json", help="also write the line to benchmarks/results/OUT (overhead.json)"
+    )
+    options = parser.parse_args(arguments)
+    if options.rounds < 2 or options.steps % 10:
+        parser.error("--rounds must be 2 or more, and --steps a multiple of 10")
+    load_before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="overhead-") as name:
+        folder = Path(name)
+        with mock.patch.multiple(worlds, DAYS=DAYS, TICKERS=TICKERS):
+            dataset = worlds.build(folder)
+        figures = measure(folder, dataset, options.rounds, options.steps)
+        figures["same_losses"] = same_losses(folder, dataset)
+    result = {
+        "benchmark": "overhead",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "ranks": RANKS,
+        "rounds": options.rounds,
+        "steps_per_stretch": options.steps,
+        "steps_per_report": SETTINGS["log_frequency"],
+        **{key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()},
+        "load_before": round(load_before, 2),
+        "load_after": round(os.getloadavg()[0], 2),
+    }
+    line = json.dumps(result)
+    print(line)
+    if options.out:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / options.out).write_text(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

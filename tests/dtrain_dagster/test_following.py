@@ -1,0 +1,98 @@
+"""A job that is followed in Dagster: what people are told, by what way, and how often."""
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from dtrain_dagster.assets.following import TOLD, communication_check, tell_of
+from dtrain_dagster.jobs import Progress, advance
+from trainer.rundir import RunDir
+
+from .simulated_timing import Simulation
+
+TRAINING = {"gradient_accumulation_steps": 2, "batch_size_per_gpu": 128}
+SLOW_WIRE = Simulation(windows=14, buckets=(60_000_000,), late_compute={1: 0.06})
+
+
+@pytest.fixture
+def heard() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The address of a web hook, and what it was sent."""
+    messages: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            messages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"json://127.0.0.1:{server.server_port}", messages
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_first_to_see_it_tells_by_log_check_and_message_and_nobody_tells_again(
+    tmp_path: Path, heard: tuple[str, list[dict[str, Any]]]
+):
+    address, messages = heard
+    rundir = RunDir(str(tmp_path / "train-1"))
+    rundir.make()
+
+    @dg.asset(name="job", check_specs=[dg.AssetCheckSpec("communication_within_limits", asset="job")])
+    def followed(context: dg.AssetExecutionContext):
+        progress, told = Progress(), rundir.read_json(TOLD) or {}
+        for item in SLOW_WIRE.events():
+            progress = advance(progress, [item])
+            tell_of(progress.recent, told, context, rundir, TRAINING, [address])
+        return dg.MaterializeResult(check_results=[communication_check(SLOW_WIRE.events(), TRAINING)])
+
+    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+        first, again = (dg.materialize([followed], instance=instance) for _ in range(2))
+        key = dg.AssetCheckKey(dg.AssetKey("job"), "communication_within_limits")
+        records = [*instance.all_logs(first.run_id), *instance.all_logs(again.run_id)]
+        kept = instance.event_log_storage.get_asset_check_execution_history(key, limit=9)
+
+    live, final = first.get_asset_check_evaluations()
+    assert not live.passed
+    assert not final.passed
+    assert live.severity is dg.AssetCheckSeverity.WARN
+    assert live.metadata["communication_percent"].value > 20
+    assert "**more accumulation**" in str(live.metadata["strategies"].value)
+    assert len(again.get_asset_check_evaluations()) == 1, "told before: only the job's end is judged again"
+    assert len(kept) == 2, "one for each run"
+
+    titles = [item["title"] for item in messages]
+    assert len(titles) == 2
+    assert any("communication takes" in title for title in titles)
+    assert any("slow compute on rank 1 (node 11)" in title for title in titles)
+    warnings = [record.user_message for record in records if record.level == logging.WARNING]
+    assert [text.split(": ")[1].split(" ")[0] for text in warnings] == ["communication", "slow"]
+    assert set(rundir.read_json(TOLD) or {}) == {"communication", "slow compute 11"}
+
+
+def test_a_job_within_the_limit_passes_and_one_without_timing_is_not_judged():
+    good = communication_check(Simulation(windows=8, late_compute={1: 0.2}).events(), TRAINING)
+    assert good.passed
+    assert good.metadata["communication_percent"].value < 20 < good.metadata["waiting_percent"].value
+    unknown = communication_check([], TRAINING)
+    assert unknown.passed
+    assert "not known" in str(unknown.metadata["communication_percent"].value)
+
+
+def test_progress_knows_the_shares_of_the_latest_steps_only():
+    events = Simulation(windows=30, late_compute={1: 0.1}, since=15).events()
+    assert advance(Progress(), events).shares()["waiting"] > 0.2
+    assert advance(Progress(), events[:15]).shares()["waiting"] < 0.1
+    assert advance(Progress(), []).shares() == {}
