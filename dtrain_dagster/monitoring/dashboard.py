@@ -220,7 +220,8 @@ class PerformanceDashboard:
         take = getattr(self, f"_take_{kind}", None)
         if take is not None:
             take(item)
-        self.progress = advance(self.progress, [item])
+        if kind != "node":  # most events are, and tell nothing of progress
+            self.progress = advance(self.progress, [item])
         if kind == "hang":
             self._tell_hang(item)
         for text in sentences(item):
