@@ -20,7 +20,7 @@ from dtrain_dagster.cli_common import (
     run_dir,
 )
 from dtrain_dagster.cli_endpoint import endpoint
-from dtrain_dagster.cli_monitoring import dashboard, report, watch
+from dtrain_dagster.cli_monitoring import dashboard, profile, report, watch
 from dtrain_dagster.cli_train import launch, train
 
 READERS = 16
@@ -37,7 +37,7 @@ def main() -> None:
     """
 
 
-for command in (launch, train, endpoint, dashboard, report, watch):
+for command in (launch, train, endpoint, dashboard, report, watch, profile):
     main.add_command(command)
 
 

@@ -1,8 +1,9 @@
-"""`dtrain dashboard`, `dtrain report` and `dtrain watch`: to look at jobs. Each imports what it needs."""
+"""`dtrain dashboard`, `report`, `watch` and `profile`: to look at jobs. Each imports what it needs."""
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,6 +88,47 @@ def watch(job_id: str) -> None:
     if status.state != "succeeded":
         click.echo(f"job {job_id} {status.state}: {status.message}", err=True)
         sys.exit(1)
+
+
+@click.command()
+@click.argument("job_id", metavar="JOB")
+@click.option("--steps", type=click.IntRange(1, 1000), default=5, show_default=True, help="Optimizer steps to trace.")
+@click.option(
+    "--rank", "ranks", type=click.IntRange(min=0), multiple=True, metavar="R", help="May be repeated.  [default: 0]"
+)
+@click.option(
+    "--wait", type=click.FloatRange(min=0), default=120.0, show_default=True, help="Seconds for the trace to come."
+)
+@refuses
+def profile(job_id: str, steps: int, ranks: tuple[int, ...], wait: float) -> None:
+    """Trace the next steps of a job that trains, and say which operations take the time.
+
+    The trace opens in Perfetto (ui.perfetto.dev) or chrome://tracing. The job goes on; these steps are slower.
+    """
+    from dtrain_dagster.terminal import operations_table
+
+    settings = read_settings()
+    rundir = _training(settings, job_id)
+    manager = cluster_of(settings)[0].manager()
+    if (state := manager.job_status(job_id).state).is_final:
+        raise Refusal(f"job {job_id} has {state}: only a job that runs can be traced; `dtrain jobs` lists them")
+    seen: set[str] = set()
+    rundir.follow(seen)
+    asked = sorted(set(ranks)) or [0]
+    try:
+        rundir.request_trace(steps, asked)
+    except FileExistsError:
+        raise Refusal(f"somebody else's request for a trace of {job_id} is still waiting: try again soon") from None
+    left, deadline = set(asked), time.monotonic() + wait
+    while left and time.monotonic() < deadline and not manager.job_status(job_id).state.is_final:
+        for item in rundir.follow(seen):
+            if item["kind"] == "profile" and item["rank"] in left:
+                left.remove(item["rank"])
+                console().print(operations_table(item))
+                click.echo(f"{rundir.uri}/{item['path']}")
+        time.sleep(manager.poll_seconds)
+    if left:
+        raise Refusal(f"no trace came from rank(s) {', '.join(map(str, sorted(left)))} within {wait:g} s")
 
 
 def _training(settings: Settings, job_id: str) -> RunDir:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -277,3 +278,16 @@ def age(status: JobStatus, now: float) -> str:
     if status.started_at is None:
         return ""
     return duration(max(0.0, (status.ended_at or now) - status.started_at))
+
+
+def operations_table(trace: Mapping[str, Any]) -> Table:
+    """The operations that took most of a trace, as a ``profile`` event tells them."""
+    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
+    table.title = f"rank {trace['rank']}, {trace['steps']} steps up to {trace['step']}"
+    table.add_column("OPERATION", no_wrap=True)
+    for title in ("ITS OWN TIME", "SHARE", "CALLS"):
+        table.add_column(title, justify="right")
+    for entry in trace["top"]:
+        own = f"{1000 * entry['self_seconds']:.2f} ms"
+        table.add_row(entry["name"], own, f"{entry['share']:.0%}", str(entry["calls"]))
+    return table

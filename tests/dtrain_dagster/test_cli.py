@@ -108,6 +108,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "dashboard": ["--allow", "--host", "--job", "--port"],
         "report": ["--output", "-o", "job_id"],
         "watch": ["job_id"],
+        "profile": ["--rank", "--steps", "--wait", "job_id"],
     }
     endpoint = main.commands["endpoint"]  # type: ignore[attr-defined]
     assert isinstance(endpoint, click.Group)
