@@ -180,18 +180,18 @@ def _wire(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> list[
     collectives = typical_collectives(world)
     fit = fit_wire(collectives)
     latency = fit.latency_share(collectives, typical * step) if fit else 0.0
-    if too_much_communication(world):
-        if slow := _slow_link(world, events):
-            return [slow]
-        if _is_steady(world):
-            text = f"Wire takes {typical:.0%} of a step of {_ms(step)}"
-            if fit:
-                text += (
-                    f": {latency:.0%} of that is latency of {len(collectives)} collectives, the same however few bytes "
-                    f"they move, and {1 - latency:.0%} are the bytes"
-                )
-            cause = Cause.SMALL_BATCHES if latency >= 0.5 else Cause.COMMUNICATION
-            return [Diagnosis(cause=cause, share=part["communication"], evidence=f"{text}.")]
+    slow = _slow_link(world, events)
+    if slow and slow.share >= LATE_SHARE:  # looked at one by one, links need not be above the limit to be told apart
+        return [slow]
+    if too_much_communication(world) and _is_steady(world):
+        text = f"Wire takes {typical:.0%} of a step of {_ms(step)}"
+        if fit:
+            text += (
+                f": {latency:.0%} of that is latency of {len(collectives)} collectives, the same however few bytes "
+                f"they move, and {1 - latency:.0%} are the bytes"
+            )
+        cause = Cause.SMALL_BATCHES if latency >= 0.5 else Cause.COMMUNICATION
+        return [Diagnosis(cause=cause, share=part["communication"], evidence=f"{text}.")]
     fixed = part["communication"] * latency + part["optimizer"] + part["other"]
     if fixed >= FIXED_SHARE:
         text = (
