@@ -96,8 +96,7 @@ def make(seed: int, gradient_bytes: int) -> Plant:
         at = chance.choice(("forward", "backward"))
         return Plant(seed, cause, share, node, faults=[_sleep(at, node, seconds / MICRO_BATCHES)])
     if cause is Cause.SLOW_INPUT:
-        # Batches are gathered a step ahead: what a gather takes beyond a step is what training waits for.
-        return Plant(seed, cause, share, node, faults=[_sleep("input", node, (1 + share) * STEP_SECONDS)])
+        return Plant(seed, cause, share, node, faults=[_sleep("input", node, seconds)])
     if cause is Cause.SLOW_LINK:
         rate = 2 * (NODES - 1) / NODES * gradient_bytes / seconds
         return Plant(seed, cause, share, node, bytes_per_second=rate)
