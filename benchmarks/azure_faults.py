@@ -134,12 +134,13 @@ class Run:
         self.job_id = f"faults-{seed}"
         own = {name.removeprefix("DTRAIN_AZURE_").lower(): value for name, value in emulator.environment.items()}
         self.options = AzureMLOptions(
-            **{name: own[name] for name in ("subscription_id", "resource_group", "workspace", "container")},
+            **{name: own[name] for name in ("subscription_id", "resource_group", "workspace")},
+            storage_uri=emulator.environment["DTRAIN_STORAGE"],
             cluster_name=f"s{seed % 10**6}", image="emulated/dtrain:1", poll_seconds=0.3, polling_interval_seconds=1,
             queue_deadline_seconds=15, allocation_patience_seconds=6, silence_seconds=20, start_seconds=15,
             patience_seconds=20, look_patience_seconds=5, operation_seconds=10, cancel_seconds=30, max_resubmissions=4,
         )  # fmt: skip
-        self.rundir = RunDir(f"az://{self.options.container}/jobs/{self.job_id}")
+        self.rundir = RunDir(f"{self.options.jobs_uri}/{self.job_id}")
         training = DistributedTrainingConfig(
             world_size=NODES, max_steps=STEPS, epochs=100, checkpoint_frequency=10, warmup_steps=5, threads_per_rank=1
         )

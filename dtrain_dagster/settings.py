@@ -88,9 +88,9 @@ class Settings(BaseSettings):
         "alerts, separated by spaces",
     )
     orphan_policy: Literal["notify", "cancel"] = Field(
-        default="notify", description="What happens to a job whose Dagster run has ended"
+        default="notify", description="What happens to jobs and computes whose Dagster run has ended"
     )
-    orphan_minutes: float = Field(default=30, gt=0, description="How long such a job may go on before that")
+    orphan_minutes: float = Field(default=30, gt=0, description="How long they may go on before that")
 
     @field_validator("home")
     @classmethod

@@ -18,7 +18,7 @@ def test_an_identity_opens_storage_without_a_key(
     monkeypatch.setattr(blob, "BLOCK_BYTES", 1000)
     caplog.set_level(logging.INFO)
     emulator.use(monkeypatch)
-    storage = Storage(f"az://{emulator.environment['DTRAIN_AZURE_CONTAINER']}/jobs/one")
+    storage = Storage(f"{emulator.environment['DTRAIN_STORAGE']}/jobs/one")
     storage.write("large", b"x" * 4500)
     storage.create("a/once", b"1")
     with pytest.raises(FileExistsError):

@@ -10,6 +10,7 @@ import pytest
 import requests
 
 from tests.azure.emulator import Emulator
+from tests.azure.emulator.state import CONTAINER
 
 pytestmark = pytest.mark.slow
 SIZE = "Standard_NC6s_v3"
@@ -219,7 +220,7 @@ def test_storage_takes_the_identity_and_nothing_less(emulator: Emulator, client:
     from azure.identity import DefaultAzureCredential
     from azure.storage.blob import BlobServiceClient
 
-    url, container = (emulator.environment[n] for n in ("AZURE_STORAGE_ACCOUNT_URL", "DTRAIN_AZURE_CONTAINER"))
+    url, container = emulator.environment["AZURE_STORAGE_ACCOUNT_URL"], CONTAINER
     with BlobServiceClient(url, DefaultAzureCredential()) as account:
         account.get_blob_client(container, "who").upload_blob(b"me")
         assert account.get_blob_client(container, "who").download_blob().readall() == b"me"

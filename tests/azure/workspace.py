@@ -15,7 +15,7 @@ def options(emulator: Emulator, **fields: Any) -> AzureMLOptions:
         "subscription_id": environment["DTRAIN_AZURE_SUBSCRIPTION_ID"],
         "resource_group": environment["DTRAIN_AZURE_RESOURCE_GROUP"],
         "workspace": environment["DTRAIN_AZURE_WORKSPACE"],
-        "container": environment["DTRAIN_AZURE_CONTAINER"],
+        "storage_uri": environment["DTRAIN_STORAGE"],
         "image": "registry.example/dtrain:1",
         "poll_seconds": 0.2,
         "polling_interval_seconds": 1,

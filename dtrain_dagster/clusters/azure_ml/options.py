@@ -11,7 +11,6 @@ from dtrain_dagster.clusters.base import ClusterError
 _GUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 _CLUSTER_NAME = re.compile(r"[A-Za-z]([A-Za-z0-9-]{0,10}[A-Za-z0-9])?")
 _SKU = re.compile(r"Standard_[A-Za-z0-9_]+")
-_CONTAINER = re.compile(r"[a-z0-9](-?[a-z0-9]){2,62}")
 _IDENTITY = re.compile(
     r"(?i)/subscriptions/[^/]+/resourcegroups/[^/]+/providers/Microsoft\.ManagedIdentity/userAssignedIdentities/[^/]+"
 )
@@ -28,12 +27,10 @@ class AzureMLOptions:
     subscription_id: str
     resource_group: str
     workspace: str
-    cluster_name: str = "dtrain"
     """Computes are called ``<cluster_name>-<size>``, with ``-lp`` for low priority: one for each kind that was got."""
-    container: str = "dtrain"
-    """Blob container of the run directories."""
-    storage_uri: str | None = None
-    """Where run directories are, below ``jobs/``; None: ``az://<container>``. All nodes must be able to reach it."""
+    storage_uri: str
+    """``az://container/path``: where run directories are, below ``jobs/``."""
+    cluster_name: str = "dtrain"
 
     image: str = ""
     """Prebuilt image that the nodes run (``registry.azurecr.io/dtrain:1``), or an environment of the workspace
@@ -97,8 +94,6 @@ class AzureMLOptions:
         _require(bool(_CLUSTER_NAME.fullmatch(self.cluster_name)), "DTRAIN_CLUSTER_NAME", self.cluster_name,
                  "must be 1 to 12 letters, digits and hyphens, a letter first and no hyphen last: what is bought "
                  "is called <name>-<size>, of which the service takes 24 characters")  # fmt: skip
-        _require(bool(_CONTAINER.fullmatch(self.container)), "DTRAIN_AZURE_CONTAINER", self.container,
-                 "is no name of a container: 3 to 63 small letters, digits and single hyphens")  # fmt: skip
         _require(
             self.processes_per_node >= 1, "DTRAIN_PROCESSES_PER_NODE", self.processes_per_node, "must be 1 or more"
         )
@@ -131,7 +126,7 @@ class AzureMLOptions:
 
     @property
     def root_uri(self) -> str:
-        return (self.storage_uri or f"az://{self.container}").rstrip("/")
+        return self.storage_uri.rstrip("/")
 
     @property
     def studio_url(self) -> str:

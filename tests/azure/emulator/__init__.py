@@ -144,7 +144,7 @@ def environment(addresses: Addresses, ca: Path, resolver: Path, identity_header:
         "DTRAIN_AZURE_SUBSCRIPTION_ID": SUBSCRIPTION,
         "DTRAIN_AZURE_RESOURCE_GROUP": RESOURCE_GROUP,
         "DTRAIN_AZURE_WORKSPACE": WORKSPACE,
-        "DTRAIN_AZURE_CONTAINER": CONTAINER,
+        "DTRAIN_STORAGE": f"az://{CONTAINER}",
         "DTRAIN_EMULATOR_CONTROL": f"{addresses.control}/control",
         "PYTHONPATH": str(resolver),
     }

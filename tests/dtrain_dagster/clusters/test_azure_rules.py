@@ -49,6 +49,7 @@ SIZES = {
 def options(**fields: Any) -> AzureMLOptions:
     required = {
         "subscription_id": "00000000-0000-4000-8000-000000000001", "resource_group": "group", "workspace": "space",
+        "storage_uri": "az://dtrain",
     }  # fmt: skip
     return AzureMLOptions(**{**required, **fields})
 
@@ -158,7 +159,6 @@ class TestOptions:
             ({"subscription_id": "mine"}, "DTRAIN_AZURE_SUBSCRIPTION_ID"),
             ({"resource_group": ""}, "DTRAIN_AZURE_RESOURCE_GROUP"),
             ({"cluster_name": "a-name-that-is-too-long"}, "DTRAIN_CLUSTER_NAME"),
-            ({"container": "No"}, "DTRAIN_AZURE_CONTAINER"),
             ({"chain": ("NC6",)}, "chain"),
             ({"tiers": ("spot",)}, "tiers"),
             ({"idle_seconds": 0}, "idle_seconds"),
@@ -185,6 +185,7 @@ class TestOptions:
             from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
             AzureMLClusterManager(AzureMLOptions(
                 subscription_id="00000000-0000-4000-8000-000000000001", resource_group="g", workspace="w",
+                storage_uri="az://dtrain",
             ), Path({str(tmp_path)!r}))
             print([name for name in sys.modules if name.split(".")[0] in ("azure", "requests", "torch", "mlflow")])
         """
