@@ -98,7 +98,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
         monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "path", list(sys.path))
         (folder / "my_model.py").write_text(MODEL)
-        yield Shell(folder, cloud, dict(os.environ) | cloud.environment)
+        yield Shell(folder, cloud, dict(os.environ) | cloud.environment | own)
 
 
 def test_jobs_of_the_cloud_are_started_seen_and_cancelled_from_shells(shell: Shell, tmp_path: Path) -> None:

@@ -30,7 +30,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tests.azure.ending import end
-from trainer import blob_account
 
 if TYPE_CHECKING:
     import pytest
@@ -113,7 +112,6 @@ class Emulator:
         for name, value in self.environment.items():
             if name != "PYTHONPATH":
                 monkeypatch.setenv(name, value)
-        blob_account._service.cache_clear()  # another emulator's account has the same name, and maybe a connection
         monkeypatch.setattr(socket, "getaddrinfo", socket.getaddrinfo)
         runpy.run_path(str(ROOT / "tests/azure/resolver/sitecustomize.py"))
 
