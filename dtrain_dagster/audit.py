@@ -91,7 +91,7 @@ class AuditLog:
             yield entry
             line["result"] = DONE
         except BaseException as error:  # an interruption too is a result that somebody will want to know of
-            line |= {"result": FAILED, "code": error_code(error), "message": str(error)[:_LONGEST]}
+            line |= {"result": FAILED, "code": error_code(error), "message": redact(str(error))[:_LONGEST]}
             entry.request_id = entry.request_id or getattr(error, "request_id", None)
             raise
         finally:

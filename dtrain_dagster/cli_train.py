@@ -106,6 +106,7 @@ def launch(
         env=cluster.node_env(project),
         master_port=master_port,
     )
+    _take_over(rundir)
     with _cancelled_by_signals(manager, job_id, unless=detach):
         manager.submit_job(spec)
         if detach:
@@ -178,6 +179,7 @@ def train(
     else:
         _say_what_was_got(manager.provision_cluster(node_count, settings.gpu_type), settings)
     ensure_importable()  # for a manager that sends a user's modules to its nodes
+    _take_over(rundir)
     with _cancelled_by_signals(manager, job.job_id, unless=detach):
         start_job(manager, job, node_count, settings.processes_per_node, cluster.node_env(project))
         if detach:
@@ -210,6 +212,14 @@ def _runs_already(manager: GPUClusterManager, job_id: str) -> bool:
     if state is JobState.SUCCEEDED:
         raise Refusal(f"job {job_id} has succeeded already: choose another --name, or see `dtrain logs {job_id}`")
     return not state.is_final
+
+
+def _take_over(rundir: RunDir) -> None:
+    """A job of a Dagster run is a person's own from here on, and no orphan when that run has ended."""
+    from dtrain_dagster.clusters.base import OWNER
+
+    if rundir.read_json(OWNER) is not None:
+        rundir.write_json(OWNER, {"dagster_run_id": None, "since": time.time()})
 
 
 class _Terminated(BaseException):

@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Literal
 
+from trainer.rundir import RunDir
+
 OWNER = "owner.json"
-"""In a run directory: the Dagster run that started or follows the job. Absent for jobs of the command line."""
+"""In a run directory: the Dagster run that started or followed the job last; None once a person has gone on with it.
+Absent for jobs that only the command line has known."""
 
 
 class ClusterError(RuntimeError):
@@ -30,6 +33,10 @@ class NoCapacityError(ClusterError):
         """What was tried, in order: sku, tier, node_count, code, message, decision, at."""
         self.retry_at = retry_at
         """The earliest time at which asking again is sensible. Unix seconds."""
+
+
+class NoOrphanError(ClusterError):
+    """Somebody wants it by now: it is not ended."""
 
 
 class JobState(StrEnum):
@@ -144,6 +151,15 @@ class Orphan:
     tier: str | None = None
     """Tier that is paid for, where the cluster decides; None: the one that was asked for."""
     studio_url: str | None = None
+    is_busy: bool = False
+    """Work that this project does not know is on it, so it may be told and never ended."""
+
+    def refuse_new_owner(self, rundir: RunDir) -> None:
+        """`NoOrphanError` for a job that somebody has taken over since it was found."""
+        known = rundir.read_json(OWNER)
+        if known is not None and known["dagster_run_id"] != self.dagster_run_id:
+            by = f"run {known['dagster_run_id']}" if known["dagster_run_id"] else "a person"
+            raise NoOrphanError(f"job {self.job_id} is followed by {by} by now")
 
 
 class GPUClusterManager(ABC):
@@ -205,4 +221,4 @@ class GPUClusterManager(ABC):
     @abstractmethod
     def end_orphan(self, orphan: Orphan) -> bool:
         """Stop what an orphan spends. False if its end was asked for and is not there yet: ask again. It returns within
-        half a minute, since a sensor has one."""
+        half a minute, since a sensor has one. `NoOrphanError`, and nothing is ended, where somebody wants it by now."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -47,6 +48,8 @@ FORCE_SECONDS = 15.0
 """How much longer than its grace a supervisor may take to end a job before it is killed itself."""
 SWEEP_SECONDS = 10.0
 """How long processes may take to die whose supervisor and reaper were both killed."""
+END_SECONDS = 25.0
+"""How long the end of an orphan is waited for, at one tick of a sensor."""
 POLL_SECONDS = 0.02
 
 CLUSTER = "cluster.json"
@@ -261,16 +264,24 @@ class LocalClusterManager(GPUClusterManager):
         return sorted(jobs, key=lambda job: job.started_at or 0.0, reverse=True)
 
     def cancel_job(self, job_id: str) -> None:
+        self._end(job_id)
+
+    def _end(self, job_id: str, patience_seconds: float = math.inf) -> bool:
+        """Have a job ended, and wait so long for it; whether it has."""
         self.job_status(job_id)  # is there such a job?
         rundir = self._rundir(job_id)
         folder = rundir.storage.local_path()
         grace = (rundir.read_json(STATUS) or {}).get("stop_grace_seconds", STOP_GRACE[1])
-        deadline = time.monotonic() + grace + FORCE_SECONDS
+        asked_at = time.monotonic()
         while is_held(folder):
-            late = time.monotonic() > deadline  # its reaper then kills what it leaves
+            waited = time.monotonic() - asked_at
+            if waited > patience_seconds:
+                return False
+            late = waited > grace + FORCE_SECONDS  # its reaper then kills what it leaves
             _signal_supervisor(rundir, signal.SIGKILL if late else signal.SIGTERM)
             time.sleep(POLL_SECONDS)
         self._observe(rundir)  # settles it, had the supervisor to be killed
+        return True
 
     def job_logs(self, job_id: str, node_id: int | None = None, tail: int | None = None) -> str:
         self.job_status(job_id)  # is there such a job?
@@ -317,8 +328,8 @@ class LocalClusterManager(GPUClusterManager):
         return found
 
     def end_orphan(self, orphan: Orphan) -> bool:
-        self.cancel_job(orphan.name)
-        return True
+        orphan.refuse_new_owner(self._rundir(orphan.name))
+        return self._end(orphan.name, END_SECONDS)
 
     def _folder(self, spec: JobSpec) -> Path:
         storage = Storage(spec.run_dir)

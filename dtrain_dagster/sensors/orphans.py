@@ -14,7 +14,7 @@ from typing import Any
 import dagster as dg
 
 from dtrain_dagster.assets.common import dollars, duration
-from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, Orphan
+from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, NoOrphanError, Orphan
 from dtrain_dagster.costs.plan import LISTED, STAND_IN
 from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
 from dtrain_dagster.notify import tell
@@ -23,6 +23,7 @@ from dtrain_dagster.settings import Settings
 
 LIVE = [status for status in dg.DagsterRunStatus if status.name not in ("SUCCESS", "FAILURE", "CANCELED")]
 LEFT, FOREIGN = "left as it is", "left as it is: its run is not of this Dagster, so it may be somebody else's"
+BUSY = "left as it is: somebody else's work is on its nodes"
 ENDED, ENDING, FAILED = "ended", "its end was asked for", "could not be ended"
 
 
@@ -49,16 +50,21 @@ def build_orphan_sensor(settings: Settings) -> dg.SensorDefinition:
             return dg.SensorResult(skip_reason=f"orphans cannot be looked for now: {error}", cursor=context.cursor)
         known = {key: seen.get(key, {"since": now, "tried": 0.0, "told": ""}) for key in found}
         due = {key: found[key] for key in found if now - known[key]["since"] >= grace}
-        own = {key for key, orphan in due.items() if _is_own(context.instance, orphan)}
-        turn = choose({key: known[key]["tried"] for key in own}) if cancels else None
+        spared = {key: why_spared(orphan, _is_own(context.instance, orphan)) for key, orphan in due.items()}
+        turn = choose({key: known[key]["tried"] for key in due if not spared[key]}) if cancels else None
+        outcome = (LEFT, "")
+        if turn is not None:  # before anything is told, which takes seconds: nobody shall take it over meanwhile
+            known[turn]["tried"] = now
+            try:
+                outcome = _end(manager, due[turn])
+            except NoOrphanError as error:
+                context.log.info(f"left as it is: {error}")
+                del known[turn], due[turn]
         events: list[Any] = []
         for key, orphan in due.items():
-            if cancels and key in own and key != turn:
+            if cancels and not spared[key] and key != turn:
                 continue
-            done, problem = LEFT if key in own else FOREIGN, ""
-            if key == turn:
-                known[key]["tried"] = now
-                done, problem = _end(manager, orphan)
+            done, problem = (spared[key], "") if spared[key] else outcome
             if done != known[key]["told"]:
                 known[key]["told"] = done
                 facts = describe(orphan, cluster, done + problem, now - known[key]["since"])
@@ -66,7 +72,7 @@ def build_orphan_sensor(settings: Settings) -> dg.SensorDefinition:
                 context.log.warning(message)
                 tell(project.notify_urls(), f"dtrain: nobody waits for {orphan.name}", message, context.log)
                 events.append(_check(facts))
-        if not found and any(item["told"] for item in seen.values()):
+        if any(item["told"] for item in seen.values()) and not any(item["told"] for item in known.values()):
             events.append(_check({}))
         return dg.SensorResult(
             asset_events=events,
@@ -124,10 +130,17 @@ def _is_own(instance: dg.DagsterInstance, orphan: Orphan) -> bool:
     return orphan.dagster_run_id is None or instance.has_run(orphan.dagster_run_id)
 
 
+def why_spared(orphan: Orphan, is_own: bool) -> str:
+    """Why it is told and never ended from here; "" if it may be ended."""
+    return BUSY if orphan.is_busy else "" if is_own else FOREIGN
+
+
 def _end(manager: GPUClusterManager, orphan: Orphan) -> tuple[str, str]:
-    """What was done, and what went wrong."""
+    """What was done, and what went wrong. `NoOrphanError` where somebody wants it by now."""
     try:
         return (ENDED if manager.end_orphan(orphan) else ENDING), ""
+    except NoOrphanError:
+        raise
     except (ClusterError, OSError) as error:
         return FAILED, f": {error}"
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from dtrain_dagster.clusters.azure_ml.traces import PROVISIONING
-from dtrain_dagster.clusters.base import ClusterError, JobState, JobStatus
+from dtrain_dagster.clusters.base import ClusterError, JobState, JobStatus, NoOrphanError, Orphan
 from tests.azure.stage import A100, DONE, FOREVER, LAST_ONE_DONE, V100, Stage, end, wait_for
-from trainer.rundir import LAUNCH, NodePresence, RunDir
+from trainer.rundir import LAUNCH, STATUS, NodePresence, RunDir
 
 pytestmark = pytest.mark.slow
 
@@ -230,9 +231,16 @@ def test_orphans_are_found_and_ended(stage: Stage) -> None:
     assert health.healthy
     assert len(health.nodes) == 2
     assert health.running_jobs == (spec.job_id,)
-    manager.end_orphan(orphan)
+    (compute,) = stage.computes()
+    with pytest.raises(NoOrphanError, match="is at work by now"):
+        manager.end_orphan(Orphan(kind="compute", name=compute, reason="idle when it was found"))
+    with pytest.raises(NoOrphanError, match="followed by run run-2"):
+        manager.end_orphan(replace(orphan, dagster_run_id="run-1"))
+    rundir = RunDir(spec.run_dir)
+    rundir.write_json(STATUS, rundir.read_json(STATUS) | {"state": "failed"})  # and its nodes run on
+    assert manager.end_orphan(orphan)
     assert stage.jobs()[orphan.name]["status"] == "Canceled"
-    (left,) = manager.find_orphans({"run-1"})
+    (left,) = wait_for(lambda: [it for it in manager.find_orphans({"run-1"}) if not it.is_busy], "idle nodes")
     assert (left.kind, left.node_count) == ("compute", 2)
     manager.end_orphan(left)
     assert not stage.computes()

@@ -21,7 +21,7 @@ from small_job import write_dataset
 
 from dtrain_dagster.cli import main
 from dtrain_dagster.cli_job import as_begun, dataset_config, plan_job, runnable, total_steps
-from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.base import OWNER, ClusterError
 from dtrain_dagster.logs import FileFollower, LogPoller
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.terminal import nodes_table, progress_line
@@ -263,7 +263,9 @@ def test_ctrl_c_cancels_a_training_that_then_goes_on_where_it_was(shell: Shell):
     assert shell.processes() == []
     assert job.read_json("status.json")["state"] == "cancelled"
     assert job.read_json("result.json")["status"] == "stopped"
+    job.write_json(OWNER, {"dagster_run_id": "ended"})  # as if Dagster had begun it
     assert "100 steps on 1 rank" in shell(*command)
+    assert job.read_json(OWNER)["dagster_run_id"] is None, "it is a person's by now"
     assert job.read_json("status.json")["launch"] == 2
     [resumed] = job.events("resume")
     assert resumed["step"] > 0

@@ -6,20 +6,22 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pytest
 
-from dtrain_dagster.clusters.base import OWNER, GPUClusterManager, JobSpec
+from dtrain_dagster.clusters.base import OWNER, GPUClusterManager, JobSpec, Orphan
+from dtrain_dagster.clusters.local import LocalClusterManager
 from dtrain_dagster.definitions import RETRAINING
 from dtrain_dagster.jobs import PLAN
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
 from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
 from dtrain_dagster.sensors.new_data import build_new_data_sensor
-from dtrain_dagster.sensors.orphans import build_orphan_sensor
+from dtrain_dagster.sensors.orphans import build_orphan_sensor, why_spared
 from dtrain_dagster.settings import Settings
 from trainer.rundir import RunDir
 
@@ -118,7 +120,9 @@ def test_a_changed_price_file_retrains(tmp_path: Path):
     assert "does not change" in evaluate(build_new_data_sensor(bundled, RETRAINING), bundled).skip_message
 
 
-def test_a_job_without_a_live_run_is_told_once_or_cancelled(manager: GPUClusterManager, settings: Settings):
+def test_a_job_without_a_live_run_is_told_once_or_cancelled(
+    manager: GPUClusterManager, settings: Settings, monkeypatch: pytest.MonkeyPatch
+):
     manager.provision_cluster(2, "Standard_NC6s_v3")
     job_id = run_sleeper(manager, settings, 60)
     owner = RunDir(f"{settings.jobs_uri}/{job_id}")
@@ -150,8 +154,24 @@ def test_a_job_without_a_live_run_is_told_once_or_cancelled(manager: GPUClusterM
         ended = instance.add_run(dg.DagsterRun(job_name="graph", status=dg.DagsterRunStatus.FAILURE))
         owner.write_json(OWNER, {"dagster_run_id": ended.run_id})
         first = look(cancels, told.cursor)
-        assert not first.asset_events, "the clock starts anew: its run may be about to be tried again"
+        [check] = first.asset_events
+        assert check.passed, "the clock starts anew: its run may be about to be tried again"
         late = an_hour_later(first.cursor)
+
+        def find_and_be_late(self: LocalClusterManager, live_runs: Any) -> list[Orphan]:
+            found = find(self, live_runs)
+            owner.write_json(OWNER, {"dagster_run_id": live.run_id})
+            return found
+
+        find = LocalClusterManager.find_orphans
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalClusterManager, "find_orphans", find_and_be_late)
+            taken_over = look(cancels, late)
+        assert not taken_over.asset_events
+        assert json.loads(taken_over.cursor) == {"orphans": {}}
+        assert not manager.job_status(job_id).state.is_final, "a run has taken it over while it was looked at"
+
+        owner.write_json(OWNER, {"dagster_run_id": ended.run_id})
         told = look(notifies, late)
         [check] = told.asset_events
         assert not check.passed
@@ -165,3 +185,10 @@ def test_a_job_without_a_live_run_is_told_once_or_cancelled(manager: GPUClusterM
         assert manager.job_status(job_id).state.is_final
         [check] = look(cancels, ended_now.cursor).asset_events
         assert check.passed
+
+
+def test_what_may_be_somebody_elses_is_never_ended():
+    compute = Orphan(kind="compute", name="c", reason="3 are at work")
+    assert not why_spared(compute, is_own=True)
+    assert "Dagster" in why_spared(compute, is_own=False)
+    assert "work" in why_spared(replace(compute, is_busy=True), is_own=True)

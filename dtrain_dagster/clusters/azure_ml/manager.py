@@ -35,6 +35,7 @@ from dtrain_dagster.clusters.base import (
     JobStatus,
     NodeHealth,
     NodeUsage,
+    NoOrphanError,
     Orphan,
 )
 from dtrain_dagster.secrets import redact
@@ -219,7 +220,7 @@ class AzureMLClusterManager(GPUClusterManager):
                     Orphan(
                         kind="compute", name=name, reason=reason, dagster_run_id=(compute.tags or {}).get(RUN_TAG),
                         state=state, node_count=idle + busy, sku=str(compute.size), tier=compute_tier(compute),
-                        studio_url=self.options.studio_url,
+                        studio_url=self.options.studio_url, is_busy=busy > 0,
                     )
                 )  # fmt: skip
         return found
@@ -227,25 +228,39 @@ class AzureMLClusterManager(GPUClusterManager):
     def end_orphan(self, orphan: Orphan) -> bool:
         """Cancel the job, or delete the compute."""
         patience = self.options.look_patience_seconds
+        deadline = time.monotonic() + patience
         try:
             if orphan.kind == "compute":
-                if orphan.state != "Deleting":
-                    self.provisioner.delete(orphan.name, patience)
-                return orphan.state != "Deleting"
-            if orphan.job_id and (self._record(orphan.job_id) or {}).get("job_name") == orphan.name:
-                self._known(orphan.job_id).cancel(patience)
+                if orphan.state == "Deleting":
+                    return False
+                self._refuse_work(orphan.name, patience)
+                self.provisioner.delete(orphan.name, patience)
                 return True
+            if orphan.job_id:
+                orphan.refuse_new_owner(RunDir(f"{self.jobs_uri}/{orphan.job_id}"))
+                if (self._record(orphan.job_id) or {}).get("job_name") == orphan.name:
+                    self._known(orphan.job_id).cancel(patience)
         except ServiceError as error:
             if error.code in (TIMED_OUT, "NotCancelled", "NotDeleted"):
                 return False
             raise
-        self.jobs.cancel(orphan.name, orphan.reason, patience)
-        deadline = time.monotonic() + patience
+        # Also where its run directory says that it has ended: only the service knows whether it still costs money.
+        is_asked = False
         while (job := self.jobs.get(orphan.name, patience)) is not None and not job.is_over:
-            if time.monotonic() > deadline:
+            if not is_asked:
+                self.jobs.cancel(orphan.name, orphan.reason, patience)
+                is_asked = True
+            elif time.monotonic() > deadline:
                 return False
             time.sleep(min(self.options.poll_seconds, 2.0))
         return True
+
+    def _refuse_work(self, compute: str, patience: float) -> None:
+        """`NoOrphanError` for a compute that somebody uses: what runs on it would be ended with it."""
+        jobs = [job.name for job in self.jobs.active(patience) if job.compute == compute]
+        busy = [node for node, state, _ in self.provisioner.nodes(compute, patience) if state == "running"]
+        if jobs or busy:
+            raise NoOrphanError(f"compute {compute} is at work by now: {', '.join(jobs or busy)}")
 
     def _orphan(self, job: ServiceJob, live_runs: Collection[str]) -> Orphan | None:
         job_id = job.tags.get(JOB_TAG)
@@ -262,7 +277,8 @@ class AzureMLClusterManager(GPUClusterManager):
                 and status.get("launch") == record["launch"]
                 and JobState(status["state"]).is_final
             )  # fmt: skip
-            owner = (rundir.read_json(OWNER) or {}).get("dagster_run_id") or owner
+            known_owner = rundir.read_json(OWNER)
+            owner = owner if known_owner is None else known_owner["dagster_run_id"]
         reason = orphanage.why_orphaned(job.name, record, settled, owner, live_runs)
         if not reason:
             return None

@@ -33,11 +33,14 @@ def why_orphaned(
 
 
 def why_compute_orphaned(state: str, idle_nodes: int, busy_nodes: int, minimum: int, wanted: bool) -> str:
-    """Why a compute costs money for nobody; "" if it does not. Pure. ``wanted``: a job of ours waits for it or runs."""
+    """Why a compute costs money for nobody; "" if it does not. Pure. ``wanted``: a job of ours waits for it or runs,
+    which goes on and would be ended with the compute, whatever state that is in."""
+    if wanted:
+        return ""
     if state in ("Failed", "Canceled"):
         return f"it is {state}"
-    if minimum > 0 and not wanted:
+    if minimum > 0:
         return f"it keeps {minimum} nodes whatever there is to do"
-    if idle_nodes + busy_nodes and not wanted:
+    if idle_nodes + busy_nodes:
         return f"{idle_nodes} nodes idle and {busy_nodes} are at work, and no job of ours is there"
     return ""

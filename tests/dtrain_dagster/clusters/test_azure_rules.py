@@ -29,11 +29,12 @@ from dtrain_dagster.clusters.azure_ml.capacity import (
     retry_at,
 )
 from dtrain_dagster.clusters.azure_ml.code import stage_code
-from dtrain_dagster.clusters.azure_ml.jobs import command_line, parse_time
+from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_DIR_TAG, RUN_TAG, ServiceJob, command_line, parse_time
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager, refuse_secrets
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.states import Decision, Facts, Look, Patience, decide, loss
-from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState
+from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState
+from trainer.rundir import LAUNCH, RunDir
 
 V100 = Choice(sku="Standard_NC6s_v3", tier="dedicated")
 SIZES = {
@@ -314,11 +315,24 @@ class TestOrphans:
         assert "cancelled" in why("j-l2", {**RECORD, "cancel_asked_at": 1.0})
 
     def test_nobodys_computes(self) -> None:
-        assert orphans.why_compute_orphaned("Failed", 0, 0, 0, wanted=True)
+        assert orphans.why_compute_orphaned("Failed", 0, 0, 0, wanted=False)
+        assert not orphans.why_compute_orphaned("Failed", 0, 3, 0, wanted=True), "its job would be ended with it"
         assert orphans.why_compute_orphaned("Succeeded", 2, 0, 0, wanted=False)
         assert orphans.why_compute_orphaned("Succeeded", 0, 0, 1, wanted=False)
         assert not orphans.why_compute_orphaned("Succeeded", 2, 1, 0, wanted=True)
         assert not orphans.why_compute_orphaned("Succeeded", 0, 0, 0, wanted=False)
+
+    def test_what_a_person_goes_on_with_is_no_orphan_whatever_its_tag_says(self, tmp_path: Path) -> None:
+        manager = AzureMLClusterManager(options(storage_uri=str(tmp_path)), tmp_path)
+        rundir = RunDir(f"{manager.jobs_uri}/j")
+        rundir.write_json(LAUNCH, RECORD)
+        tags = {JOB_TAG: "j", RUN_DIR_TAG: rundir.uri, RUN_TAG: "ended"}
+        look = Look(status="Running")
+        job = ServiceJob(name="j-l2", look=look, tags=tags, studio_url=None, compute="c", created_at=None)
+        assert getattr(manager._orphan(job, {"live"}), "dagster_run_id", None) == "ended"
+        for owner, is_orphan in (("other", True), ("live", False), (None, False)):
+            rundir.write_json(OWNER, {"dagster_run_id": owner})
+            assert (manager._orphan(job, {"live"}) is not None) is is_orphan
 
 
 class TestCode:
@@ -422,6 +436,12 @@ class TestAudit:
         written = next((tmp_path / "audit").iterdir()).read_text()
         assert "PLANTED" not in written
         assert json.loads(written)["result"] == "failed"
+
+    def test_a_secret_at_the_end_of_a_long_message_is_struck_out_before_that_is_cut(self, tmp_path: Path) -> None:
+        log = AuditLog(tmp_path)
+        with pytest.raises(RuntimeError), log.operation("put", "x"):
+            raise RuntimeError("x" * 1980 + "https://user:PLANTED@host/path")
+        assert "PLA" not in log.lines()[0]["message"]
 
 
 def test_a_job_takes_no_secrets_along() -> None:

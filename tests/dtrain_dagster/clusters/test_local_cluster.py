@@ -14,7 +14,7 @@ import threading
 import psutil
 import pytest
 
-from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState
+from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, Orphan
 from dtrain_dagster.clusters.local import LocalClusterManager
 from dtrain_dagster.clusters.lock import acquire
 from trainer.rundir import RunDir
@@ -215,6 +215,8 @@ def test_a_stuck_supervisor_is_ended_by_force(cluster, monkeypatch):
     for rank in range(2):
         cluster.wait_for_file(f"up-{rank}")
     os.kill(cluster.status_file("stuck")["pid"], signal.SIGSTOP)
+    monkeypatch.setattr("dtrain_dagster.clusters.local.END_SECONDS", 0.1)
+    assert not cluster.manager.end_orphan(Orphan(kind="job", name="stuck", reason="")), "a sensor has no time to wait"
     monkeypatch.setattr("dtrain_dagster.clusters.local.FORCE_SECONDS", 0.5)
     cluster.manager.cancel_job("stuck")
     assert cluster.processes() == []
