@@ -8,13 +8,14 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import dollars, duration, rounded, strategy_table
+from dtrain_dagster.assets.common import rounded, strategy_table
 from dtrain_dagster.clusters.base import GPUClusterManager, JobState
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.jobs import Progress, follow_job
 from dtrain_dagster.monitoring.alerts import COMMUNICATION, alerts, communication_alert
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
 from dtrain_dagster.notify import tell
+from dtrain_dagster.wording import dollars, duration
 from trainer.rundir import RunDir
 
 OBSERVE_EVERY_SECONDS = 5.0

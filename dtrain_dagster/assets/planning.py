@@ -8,13 +8,14 @@ import dagster as dg
 
 from dtrain_dagster import probe
 from dtrain_dagster.assets.capacity import provision, provisioning
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, duration
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS
 from dtrain_dagster.costs.estimate import Estimate, estimate_cost, estimate_seconds, work_of
 from dtrain_dagster.costs.plan import LISTED, STAND_IN, TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs import fingerprint
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.wording import dollars, duration
 from trainer.config import DistributedTrainingConfig, JobConfig, parse_job
 
 _DEFAULT = DistributedTrainingConfig()

@@ -9,11 +9,12 @@ import dagster as dg
 
 from dtrain_dagster import probe
 from dtrain_dagster.assets.capacity import provision
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.monitoring import charts, charts_scaling, scaling
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.wording import dollars
 from trainer.config import JobConfig, parse_job
 from trainer.rundir import RunDir
 from trainer.storage import Storage
