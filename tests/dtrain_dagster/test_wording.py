@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 from dtrain_dagster.wording import dollars, duration
 
 
