@@ -60,10 +60,15 @@ def alerts(
                     title=item.where,
                     sentence=f"{item.where}, {item.share:.0%} of training time: {item.evidence}",
                     figures={"share": item.share},
-                    strategies=best(waiting_strategies(worlds(found)[0])),
+                    strategies=best(_against(item.node_id, found)),
                 )
             )
     return due
+
+
+def _against(node_id: int | None, found: Sequence[Window]) -> list[Strategy]:
+    """What would help against this straggler, in the world that trained longest of those in which it is one."""
+    return next(filter(None, (waiting_strategies(world, node_id) for world in worlds(found))), [])
 
 
 def communication_alert(found: Sequence[Window], training: Mapping[str, Any] | None = None) -> Alert | None:

@@ -250,24 +250,25 @@ def _with_ranks(now: StepModel, world: Sequence[Window], fit: WireFit | None, ra
     return replace(then, waiting=0.0) if ranks == 1 else then
 
 
-def waiting_strategies(world: Sequence[Window]) -> list[Strategy]:
-    """Against a straggler: another node in its place, less work for it, or none."""
-    late, now = stragglers(world), step_model(world)
+def waiting_strategies(world: Sequence[Window], node_id: int | None = None) -> list[Strategy]:
+    """Against a straggler: another node in its place, less work for it, or none. ``node_id``: against this one, and not
+    the costliest."""
+    found, now = stragglers(world), step_model(world)
+    late = [item for item in found if node_id in (None, item.node_id)]
     if not late or not now.samples:
         return []
-    item = late[0]
+    item, costliest, besides = late[0], found[0], ""
     size = world[-1].world_size
-    saved = item.lost_seconds / seconds_of(world) * now.seconds
-    # In means over ranks: a W-th of the lateness is the late rank's own time, the rest is waiting of the others.
-    ready = replace(now, waiting=max(0.0, now.waiting - saved * (size - 1) / size))
-    if item.why == "input":
-        ready = replace(ready, input=max(0.0, ready.input - saved / size))
-    else:
-        ready = replace(ready, computing=max(0.0, ready.computing - saved / size))
+    per_step = now.seconds / seconds_of(world)
+    if costliest.node_id != item.node_id:  # who is later still holds the step up: the gain is that on top of its end
+        now = _on_time(now, costliest, (costliest.lost_seconds - item.lost_seconds) * per_step, size)
+        besides = f", besides that of node {costliest.node_id}"
+    ready = _on_time(now, item, item.lost_seconds * per_step, size)
     what = {"input": "look at its disk and at what else runs there, or "}.get(item.why, "")
     found = [
         now.to(
-            ready, f"replace node {item.node_id}", f"{what}let another node take the place of node {item.node_id}",
+            ready, f"replace node {item.node_id}",
+            f"{what}let another node take the place of node {item.node_id}{besides}",
             f"rank {item.rank} would be as fast as the others",
         )
     ]  # fmt: skip
@@ -275,8 +276,18 @@ def waiting_strategies(world: Sequence[Window]) -> list[Strategy]:
         found += _deal_less(now, world, item)
     if size > 2:
         without = replace(ready.with_work(size / (size - 1)), nodes=max(1, now.nodes - 1))
-        found.append(now.to(without, f"go on without node {item.node_id}", "its work is dealt to the others"))
+        found.append(now.to(without, f"go on without node {item.node_id}", f"its work is dealt to the others{besides}"))
     return found
+
+
+def _on_time(now: StepModel, item: Straggler, saved: float, size: int) -> StepModel:
+    """The step when a straggler is late by so many seconds less. In means over ranks: a W-th of the lateness is the
+    late rank's own time, the rest is waiting of the others (less of it, where others are late as well)."""
+    waited = min(now.waiting, saved * (size - 1) / size)
+    now, own = replace(now, waiting=now.waiting - waited), saved - waited
+    if item.why == "input":
+        return replace(now, input=max(0.0, now.input - own))
+    return replace(now, computing=max(0.0, now.computing - own))
 
 
 def _deal_less(now: StepModel, world: Sequence[Window], item: Straggler) -> list[Strategy]:

@@ -78,6 +78,16 @@ def test_a_straggler_is_replaced_or_dealt_less_and_no_word_of_the_network():
     assert not {"more accumulation", "fp16 compression", "fewer nodes"} & set(found)
 
 
+def test_each_straggler_s_alert_is_about_its_own_node():
+    both = Simulation(ranks=5, windows=16, noise=0.0, outliers=0.0, late_compute={1: 0.1, 2: 0.04})
+    found = {item.key: item for item in alerts(both.events())}
+    first, second = found["slow compute 11"].strategies[0], found["slow compute 12"].strategies[0]
+    assert (first.name, second.name) == ("replace node 11", "replace node 12")
+    assert second.change.endswith("the place of node 12, besides that of node 11")
+    alone, neither = replace(both, late_compute={2: 0.04}), replace(both, late_compute={})
+    assert second.gain == pytest.approx(rate(neither) / rate(alone) - 1, rel=0.05), "on top of what the other gains"
+
+
 def test_input_is_one_node_s_matter_or_everybody_s():
     one = of(Simulation(windows=12, noise=0.0, outliers=0.0, late_input={2: 0.1}))
     assert list(one)[:2] == ["replace node 12", "go on without node 12"], (

@@ -14,7 +14,7 @@ from dtrain_dagster.assets.following import TOLD
 from dtrain_dagster.assets.training import trained_checkpoint
 from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.jobs import CLAIM, PLAN
+from dtrain_dagster.jobs import CLAIM
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings import Settings
 from trainer.consumed import digest_of_all
