@@ -327,9 +327,11 @@ def _input(world: Sequence[Window]) -> list[Strategy]:
 def _checkpoint(
     world: Sequence[Window], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
 ) -> list[Strategy]:
-    """As seldom as it takes for saves to cost less than the budget."""
+    """As seldom as it takes for saves to cost less than the budget. Both what they cost and how many there were is
+    that of these windows: a job has saves in other worlds as well."""
     stalled = sum(max(window.segments.get("checkpoint") or (0.0,)) * window.steps for window in world)
-    count = sum(item.get("kind") == "checkpoint" for item in events)
+    began = [item["time"] - float(item.get("seconds") or 0.0) for item in events if item.get("kind") == "checkpoint"]
+    count = sum(any(window.time - window.total_seconds <= at <= window.time for window in world) for at in began)
     every = training.get("checkpoint_frequency")
     share = stalled / seconds_of(world)
     if share <= CHECKPOINT_BUDGET or not count or not every:
@@ -337,6 +339,8 @@ def _checkpoint(
     now = step_model(world)
     step = now.seconds * (1 - share)
     steps = math.ceil(stalled / count * (1 / CHECKPOINT_BUDGET - 1) / step / 10) * 10
+    if steps <= int(every):
+        return []
     saved = (share - CHECKPOINT_BUDGET) * now.seconds
     then = replace(now, fixed=max(0.0, now.fixed - saved))
     then = replace(then, waiting=max(0.0, then.waiting - max(0.0, saved - (now.fixed - then.fixed))))
