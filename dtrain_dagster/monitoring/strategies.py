@@ -14,13 +14,7 @@ from typing import Any
 
 from dtrain_dagster.monitoring.diagnosis import INPUT_SHARE, too_much_communication
 from dtrain_dagster.monitoring.stragglers import Straggler, stragglers
-from dtrain_dagster.monitoring.windows import (
-    COMMUNICATION_LIMIT,
-    Window,
-    seconds_of,
-    typical_collectives,
-    worlds,
-)
+from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, Window, seconds_of, typical_collectives, worlds
 from dtrain_dagster.monitoring.wire import WireFit, fit_wire
 
 WORTH_IT = 0.01
