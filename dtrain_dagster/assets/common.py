@@ -11,12 +11,21 @@ from typing import Any
 
 import dagster as dg
 
+from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.monitoring.strategies import Strategy
+from dtrain_dagster.resources import GPUClusterResource
 from trainer.rundir import RunDir
 
 OWNERS = ["team:ml-platform"]
 CODE_VERSION = "1"
 """Raise it when an asset's meaning changes: Dagster then marks what was made before as out of date."""
+
+
+def hardware_mark(cluster: GPUClusterResource, gpu_type: str) -> str:
+    """What the id of a short run says of the nodes that it measures: "-nc6sv3"; nothing where all are this machine."""
+    if cluster.kind == "local":
+        return ""
+    return "-" + price_of(gpu_type).sku.removeprefix("Standard_").replace("_", "").lower()
 
 
 def rounded(value: Any) -> Any:

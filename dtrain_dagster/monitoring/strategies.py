@@ -247,11 +247,11 @@ def _with_ranks(now: StepModel, world: Sequence[Window], fit: WireFit | None, ra
 def waiting_strategies(world: Sequence[Window], node_id: int | None = None) -> list[Strategy]:
     """Against a straggler: another node in its place, less work for it, or none. ``node_id``: against this one, and not
     the costliest."""
-    found, now = stragglers(world), step_model(world)
-    late = [item for item in found if node_id in (None, item.node_id)]
+    ranked, now = stragglers(world), step_model(world)
+    late = [item for item in ranked if node_id in (None, item.node_id)]
     if not late or not now.samples:
         return []
-    item, costliest, besides = late[0], found[0], ""
+    item, costliest, besides = late[0], ranked[0], ""
     size = world[-1].world_size
     per_step = now.seconds / seconds_of(world)
     if costliest.node_id != item.node_id:  # who is later still holds the step up: the gain is that on top of its end
