@@ -77,7 +77,7 @@ def scaling_study(
     if uneven:
         context.log.warning(
             f"no strong scaling for {uneven} node(s): the step of {counts[-1]} cannot be shared out evenly among them; "
-            f"another gradient_accumulation_steps may"
+            "another gradient_accumulation_steps may"
         )
     points = []
     for mode, nodes in runs:

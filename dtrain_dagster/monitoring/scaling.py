@@ -388,7 +388,7 @@ def verdict(points: Sequence[ScalingPoint], checks: Sequence[Check], cores: floa
     }
     if cores is not None and largest > cores:
         crowded = 1 - cores / largest / min(1.0, cores / base)
-        said += f"; they share {cores:g} core(s), which alone can cost {crowded:.0%} of that pace"
+        said += f"; they share {cores:g} core(s), which alone can cost up to {crowded:.0%} of that pace"
     name, seconds = max(causes.items(), key=lambda item: item[1])
     said += f"; {name} takes {seconds / point.step_seconds:.0%} of a step."
     if checks:
