@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from dtrain_dagster.assets.common import dollars, duration
 from dtrain_dagster.costs.plan import STAND_IN
 from dtrain_dagster.jobs import CLAIM, PLAN, REGISTRATION
 from dtrain_dagster.settings import Settings
+from dtrain_dagster.wording import dollars, duration
 from trainer.rundir import EVALUATION, RESULT, RunDir
 from trainer.storage import Storage
 

@@ -20,6 +20,7 @@ from dtrain_dagster.jobs import Progress, advance, follow_job
 from dtrain_dagster.logs import LogFollower
 from dtrain_dagster.monitoring.dashboard import PerformanceDashboard
 from dtrain_dagster.monitoring.hangs import verdict
+from dtrain_dagster.wording import duration
 from trainer.rundir import EVENTS, LAUNCH, NodePresence, RunDir, stale_seconds
 
 NODE_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
@@ -144,8 +145,6 @@ def _print_news(console: Console, progress: Progress) -> None:
 
 def progress_line(progress: Progress, total_steps: int | None) -> str:
     """Phase, step, epoch, loss, speed, time left and nodes, as far as they are known. Pure."""
-    from dtrain_dagster.assets.common import duration
-
     parts = [progress.phase]
     if progress.step:
         parts.append(f"step {progress.step}" + (f"/{total_steps}" if total_steps else ""))
@@ -215,8 +214,6 @@ def jobs_table(jobs: Iterable[tuple[JobStatus, int, tuple[int, float] | None]], 
 def nodes_table(presences: Iterable[NodePresence], now: float, stale: float) -> Table:
     """When each node was there, and how it left; a row for each stay. Who is silent for ``stale`` seconds is not known
     to be there."""
-    from dtrain_dagster.assets.common import duration
-
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("LAUNCH", "NODE", "STAY", "FROM", "FOR", "EXIT CODES"):
         table.add_column(title)
@@ -273,8 +270,6 @@ def time_of(seconds: float | None) -> str:
 
 def age(status: JobStatus, now: float) -> str:
     """How long a job took, or has been running."""
-    from dtrain_dagster.assets.common import duration
-
     if status.started_at is None:
         return ""
     return duration(max(0.0, (status.ended_at or now) - status.started_at))

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import duration
 from dtrain_dagster.clusters.base import ClusterConfig, NoCapacityError
 from dtrain_dagster.notify import tell
 from dtrain_dagster.waiting import TICKET_TAG, Ticket, WaitingList, new_ticket, refused_again
+from dtrain_dagster.wording import duration
 
 if TYPE_CHECKING:
     from dtrain_dagster.clusters.base import GPUClusterManager

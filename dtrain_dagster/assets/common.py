@@ -1,4 +1,4 @@
-"""What all assets share: owners, code version, and how figures are written for people.
+"""What all assets share: owners, code version, and what metadata is made of.
 
 Assets that pass a value on have no return annotation: Dagster takes a bare ``MaterializeResult`` for one without a
 value, and a parametrised one does not go together with check specs.
@@ -11,7 +11,9 @@ from typing import Any
 
 import dagster as dg
 
+from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.monitoring.strategies import Strategy
+from dtrain_dagster.resources import GPUClusterResource
 from trainer.rundir import RunDir
 
 OWNERS = ["team:ml-platform"]
@@ -19,21 +21,11 @@ CODE_VERSION = "1"
 """Raise it when an asset's meaning changes: Dagster then marks what was made before as out of date."""
 
 
-def dollars(usd: float) -> str:
-    """``$0.0042``, ``$1.23``, ``$1,234``: enough digits to be a figure, not more."""
-    if abs(usd) >= 1000:
-        return f"${usd:,.0f}"
-    return f"${usd:.2f}" if abs(usd) >= 1 else f"${usd:.4f}"
-
-
-def duration(seconds: float) -> str:
-    """``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
+def hardware_mark(cluster: GPUClusterResource, gpu_type: str) -> str:
+    """What the id of a short run says of the nodes that it measures: "-nc6sv3"; nothing where all are this machine."""
+    if cluster.kind == "local":
+        return ""
+    return "-" + price_of(gpu_type).sku.removeprefix("Standard_").replace("_", "").lower()
 
 
 def rounded(value: Any) -> Any:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import dollars, duration, rounded, strategy_table
+from dtrain_dagster.assets.common import rounded, strategy_table
 from dtrain_dagster.clusters.base import GPUClusterManager, JobState
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.jobs import Progress, follow_job
 from dtrain_dagster.monitoring.alerts import COMMUNICATION, alerts, communication_alert
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
 from dtrain_dagster.notify import tell
+from dtrain_dagster.wording import dollars, duration
 from trainer.rundir import RunDir
 
 OBSERVE_EVERY_SECONDS = 5.0
@@ -32,7 +34,7 @@ def watch(
 ) -> None:
     """Follow the job to its end, with an observation every few seconds. `dagster.Failure` if it does not succeed."""
     observed_at, phase = 0.0, ""
-    told = rundir.read_json(TOLD) or {}
+    told: dict[str, Any] | None = None
     judged: Sequence[Mapping[str, Any]] = ()
     for status, progress in follow_job(manager, rundir, job_id):
         if progress.phase != phase:
@@ -40,14 +42,19 @@ def watch(
             context.log.info(f"{job_id}: {phase}")
         for sentence in progress.news:
             context.log.warning(f"{job_id}: {sentence}")
-        if progress.recent != judged:
-            judged = progress.recent
-            tell_of(judged, told, context, rundir, plan.job["training"], notify_urls)
-        if time.monotonic() - observed_at >= OBSERVE_EVERY_SECONDS and progress.step:
-            observed_at = time.monotonic()
-            metadata = progress_metadata(progress, plan)
-            context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
-            context.log.info(progress_line(progress, plan))
+        try:
+            if progress.recent != judged:
+                judged = progress.recent
+                told = (rundir.read_json(TOLD) or {}) if told is None else told
+                tell_of(judged, told, context, rundir, plan.job["training"], notify_urls)
+            if time.monotonic() - observed_at >= OBSERVE_EVERY_SECONDS and progress.step:
+                observed_at = time.monotonic()
+                metadata = progress_metadata(progress, plan)
+                context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
+                context.log.info(progress_line(progress, plan))
+        except Exception:  # of whatever kind: what people are told of a job must not end the run that follows it
+            error = traceback.format_exc()  # in the message: Dagster keeps no other part of a record
+            context.log.warning(f"{job_id}: how it does could not be told; it is followed further\n{error}")
         if not status.state.is_final or status.state is JobState.SUCCEEDED:
             continue
         raise dg.Failure(
@@ -70,7 +77,6 @@ def tell_of(
     job_id = rundir.uri.rsplit("/", 1)[-1]
     for alert in alerts(recent, told, training):
         told[alert.key] = {"sentence": alert.sentence, "at": time.time()}
-        rundir.write_json(TOLD, told)
         context.log.warning(f"{job_id}: {alert.text}")
         if alert.key == COMMUNICATION:
             check = dg.AssetCheckEvaluation(
@@ -83,6 +89,7 @@ def tell_of(
             )
             context.log_event(check)
         tell(notify_urls, f"dtrain: {job_id}: {alert.title}", alert.text, context.log)
+        rundir.write_json(TOLD, told)  # last: where it fails, people have been told all the same
 
 
 def progress_metadata(progress: Progress, plan: TrainingPlan) -> dict[str, Any]:

@@ -8,13 +8,14 @@ import dagster as dg
 
 from dtrain_dagster import probe
 from dtrain_dagster.assets.capacity import provision, provisioning
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, duration
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, hardware_mark
 from dtrain_dagster.costs.estimate import Estimate, estimate_cost, estimate_seconds, work_of
 from dtrain_dagster.costs.plan import LISTED, STAND_IN, TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs import fingerprint
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.wording import dollars, duration
 from trainer.config import DistributedTrainingConfig, JobConfig, parse_job
 
 _DEFAULT = DistributedTrainingConfig()
@@ -88,8 +89,7 @@ def cost_estimate(
     price = price_of(got.gpu_type)
     tier = tier_of(got.tier or cluster.tier)
     usd_per_hour = price.usd_per_hour(tier)
-    hardware = "" if cluster.kind == "local" else "-" + price.sku.removeprefix("Standard_").replace("_", "").lower()
-    short = probe.probe_job(job, project.jobs_uri, mark + hardware)
+    short = probe.probe_job(job, project.jobs_uri, mark + hardware_mark(cluster, got.gpu_type))
     context.log.info(f"probing: {short.training.max_steps} steps on {cluster.node_count} nodes, job {short.job_id}")
     measured, ran = probe.measure(
         manager, short, cluster.node_count, cluster.processes_per_node, cluster.node_env(project)

@@ -2,7 +2,7 @@
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, read_finished
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, read_finished
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -11,6 +11,7 @@ from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs import REGISTRATION, code_version
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.secrets import SecretError
+from dtrain_dagster.wording import dollars
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
 

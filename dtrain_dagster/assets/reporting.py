@@ -7,7 +7,7 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars, duration, read_finished, strategy_table
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, read_finished, strategy_table
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -19,6 +19,7 @@ from dtrain_dagster.monitoring.performance import NodePerformance, Performance, 
 from dtrain_dagster.monitoring.windows import WireTime, windows
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.settings import load_settings
+from dtrain_dagster.wording import dollars, duration
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
 COST_REPORT = "reports/cost_breakdown.json"

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -9,11 +10,13 @@ import dagster as dg
 
 from dtrain_dagster import probe
 from dtrain_dagster.assets.capacity import provision
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, dollars
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, hardware_mark
 from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.costs.prices import price_of, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.monitoring import charts, charts_scaling, scaling
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.wording import dollars
 from trainer.config import JobConfig, parse_job
 from trainer.rundir import RunDir
 from trainer.storage import Storage
@@ -66,18 +69,25 @@ def scaling_study(
             f"{plan.node_count} (DTRAIN_NODES), steps from {3 * LOG_EVERY}"
         )
     manager = cluster.manager(context.run.run_id)
-    provision(context, manager, cluster, project, plan.sku)
+    got = provision(context, manager, cluster, project, plan.sku)
+    usd_per_node_hour = price_of(got.gpu_type).usd_per_hour(tier_of(got.tier or plan.tier))
+    mark = plan.fingerprint + hardware_mark(cluster, got.gpu_type)
+    runs = short_runs(counts, plan.job["training"]["gradient_accumulation_steps"])
+    uneven = [count for count in counts[:-1] if ("strong", count) not in runs]
+    if uneven:
+        context.log.warning(
+            f"no strong scaling for {uneven} node(s): the step of {counts[-1]} cannot be shared out evenly among them; "
+            "another gradient_accumulation_steps may"
+        )
     points = []
-    runs: list[tuple[scaling.Mode, int]] = [("weak", count) for count in counts]
-    runs += [("strong", count) for count in counts[:-1]]
     for mode, nodes in runs:
-        job = short_job(plan, project.jobs_uri, mode, nodes, counts[-1], config.steps, cluster.kind == "local")
+        job = short_job(plan, project.jobs_uri, mark, mode, nodes, counts[-1], config.steps, cluster.kind == "local")
         context.log.info(f"{mode} scaling, {nodes} node(s): job {job.job_id}")
         probe.run(manager, job, nodes, plan.processes_per_node, cluster.node_env(project))
         rundir = RunDir(job.run_dir)
         events, _ = probe.of_last_launch(list(rundir.events()), rundir.nodes())
         point = scaling.read_point(
-            events, mode, nodes, asdict(job.training), sharded_dataset.samples["train"], plan.estimate.usd_per_node_hour
+            events, mode, nodes, asdict(job.training), sharded_dataset.samples["train"], usd_per_node_hour
         )
         context.log.info(f"{point.step_seconds * 1000:.1f} ms a step, {point.samples_per_second:,.0f} samples/s")
         points.append(point)
@@ -85,8 +95,9 @@ def scaling_study(
     # Local nodes share this machine: more of them than cores is a shortage of cores, not a cost of distribution.
     cores = (os.cpu_count() or 1) / (job.training.threads_per_rank or 1) if cluster.kind == "local" else None
     study = scaling.study(points, cores)
-    uri = f"{project.shared_uri}/{STUDIES}/{plan.fingerprint}.json"
-    Storage(f"{project.shared_uri}/{STUDIES}").write(f"{plan.fingerprint}.json", json.dumps(asdict(study)).encode())
+    uri = f"{project.shared_uri}/{STUDIES}/{mark}.json"
+    text = json.dumps(scaling.document(study), allow_nan=False)
+    Storage(f"{project.shared_uri}/{STUDIES}").write(f"{mark}.json", text.encode())
     rows = [dg.TableRecord(row(point)) for point in points]
     pictures = [charts.markdown_image(charts_scaling.measured_chart(points), "Scaling as measured")]
     if study.curves:
@@ -98,16 +109,25 @@ def scaling_study(
             "measured": dg.TableMetadataValue(rows, dg.TableSchema([dg.TableColumn(name) for name in rows[0].data])),
             "pictures": dg.MarkdownMetadataValue("\n\n".join([f"**{study.verdict}**", *pictures])),
             "study": dg.MetadataValue.path(uri),
+            "no_strong_scaling_with_nodes": uneven,
         },
         check_results=[model_check(study)],
     )
 
 
+def short_runs(counts: Sequence[int], accumulation: int) -> list[tuple[scaling.Mode, int]]:
+    """What to measure with these node counts. Strong scaling has only those that share out the step of all nodes
+    evenly: a smaller step would not be the same work. With all nodes the two are one and the same run."""
+    runs: list[tuple[scaling.Mode, int]] = [("weak", count) for count in counts]
+    return runs + [("strong", count) for count in counts[:-1] if accumulation * counts[-1] % count == 0]
+
+
 def short_job(
-    plan: TrainingPlan, jobs_uri: str, mode: scaling.Mode, nodes: int, most: int, steps: int, shares_machine: bool
-) -> JobConfig:
+    plan: TrainingPlan, jobs_uri: str, mark: str, mode: scaling.Mode, nodes: int, most: int, steps: int,
+    shares_machine: bool,
+) -> JobConfig:  # fmt: skip
     """The planned training, cut to some steps and as many nodes. Weak: each rank does what it would do in the plan.
-    Strong: the step of ``most`` nodes is shared out among fewer."""
+    Strong: the step of ``most`` nodes is shared out among fewer. ``mark``: of the training and what it runs on."""
     training = dict(plan.job["training"])
     if mode == "strong":
         training["gradient_accumulation_steps"] = training["gradient_accumulation_steps"] * most // nodes
@@ -120,7 +140,7 @@ def short_job(
         "checkpoint_frequency": steps,
         "log_frequency": LOG_EVERY,
     }
-    job_id = f"scaling-{plan.fingerprint}-{mode}-{nodes}of{most}-{steps}"
+    job_id = f"scaling-{mark}-{mode}-{nodes}of{most}-{steps}"
     fields = {"job_id": job_id, "run_dir": f"{jobs_uri}/{job_id}", "tracking": {"tensorboard": False}}
     return parse_job(json.dumps({**plan.job, "training": training, **fields}), source="the plan")
 

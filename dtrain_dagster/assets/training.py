@@ -121,8 +121,7 @@ def trained_checkpoint(
         node_count=plan.node_count,
         processes_per_node=plan.processes_per_node,
     )
-    rundir.write_json(CLAIM, {"dagster_run_id": context.run.run_id, "claimed_at": time.time()})
-    return dg.MaterializeResult(
+    outcome = dg.MaterializeResult(
         value=finished,
         data_version=dg.DataVersion(result["weights_sha256"]),
         metadata=_metadata(rundir, result, evaluation, plan) | provisioning(manager),
@@ -133,6 +132,9 @@ def trained_checkpoint(
             _baselines_check(evaluation),
         ],
     )
+    # The very last thing: whatever raises above leaves a job that the next run can adopt, not train again.
+    rundir.write_json(CLAIM, {"dagster_run_id": context.run.run_id, "claimed_at": time.time()})
+    return outcome
 
 
 def planned_job(

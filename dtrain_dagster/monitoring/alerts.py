@@ -15,6 +15,8 @@ KINDS = ("timing", "link", "checkpoint")
 """Events that tell what holds steps up."""
 KEPT_WINDOWS, LATEST_WINDOWS = 40, 10
 """Windows that are kept of a running job, and those that decide about communication."""
+KEPT_EVENTS = 10 * KEPT_WINDOWS
+"""At most: saves and links are reported where no windows are (``training.timing``)."""
 COMMUNICATION = "communication"
 STRAGGLERS = (Cause.SLOW_COMPUTE, Cause.SLOW_INPUT, Cause.SLOW_RANK)
 
@@ -36,7 +38,7 @@ class Alert:
 
 def keep(recent: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
     """The events to decide from: those kept so far and these, back to the oldest of the latest windows."""
-    found = [*recent, *(item for item in events if item["kind"] in KINDS)]
+    found = [*recent, *(item for item in events if item["kind"] in KINDS)][-KEPT_EVENTS:]
     timing = [place for place, item in enumerate(found) if item["kind"] == "timing"]
     return tuple(found[timing[-KEPT_WINDOWS] :] if len(timing) > KEPT_WINDOWS else found)
 
@@ -60,10 +62,15 @@ def alerts(
                     title=item.where,
                     sentence=f"{item.where}, {item.share:.0%} of training time: {item.evidence}",
                     figures={"share": item.share},
-                    strategies=best(waiting_strategies(worlds(found)[0])),
+                    strategies=best(_against(item.node_id, found)),
                 )
             )
     return due
+
+
+def _against(node_id: int | None, found: Sequence[Window]) -> list[Strategy]:
+    """What would help against this straggler, in the world that trained longest of those in which it is one."""
+    return next(filter(None, (waiting_strategies(world, node_id) for world in worlds(found))), [])
 
 
 def communication_alert(found: Sequence[Window], training: Mapping[str, Any] | None = None) -> Alert | None:

@@ -18,6 +18,8 @@ def measured_chart(points: Sequence[ScalingPoint]) -> bytes:
     speed.plot(worlds, [world / worlds[0] for world in worlds], "--", color=MUTED, linewidth=1, label="ideal")
     for mode, colour in zip(MODES, COLOURS, strict=False):
         share = efficiency(points, mode)
+        if worlds[0] not in share:  # nothing to compare with: the smallest world was not measured in this mode
+            continue
         speed.plot(list(share), [share[world] * world / worlds[0] for world in share], "o-", color=colour, label=mode)
     speed.set_ylim(bottom=0)
     speed.set_xticks(worlds)

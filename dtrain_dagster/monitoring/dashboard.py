@@ -22,10 +22,8 @@ from dtrain_dagster.monitoring.alerts import best, told
 from dtrain_dagster.monitoring.diagnosis import Cause, diagnose
 from dtrain_dagster.monitoring.hangs import verdict
 from dtrain_dagster.monitoring.strategies import strategies
-from dtrain_dagster.monitoring.windows import settled, windows
+from dtrain_dagster.monitoring.windows import SEGMENTS, settled, windows
 
-SEGMENTS = ("input", "forward", "backward", "communication", "waiting", "optimizer", "checkpoint", "other")
-"""Where a step's time goes, in order of the step; they add up to it."""
 POINTS = 1000
 """Rows of a track at most."""
 VALUES = 60_000

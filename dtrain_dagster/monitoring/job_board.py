@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dtrain_dagster.assets.common import dollars, duration
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.lock import is_held
@@ -20,6 +19,7 @@ from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs import PLAN
 from dtrain_dagster.monitoring.dashboard import PerformanceDashboard
 from dtrain_dagster.terminal import last_step
+from dtrain_dagster.wording import dollars, duration
 from trainer.rundir import EVENTS, JOB, LAUNCH, RESULT, STATUS, NodePresence, RunDir
 from trainer.storage import Storage
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dtrain_dagster.monitoring.dashboard import SEGMENTS
+from dtrain_dagster.monitoring.windows import SEGMENTS
 
 EACH_NODE = "node *"
 """In place of a track's name: that of every node, each a line of its own."""

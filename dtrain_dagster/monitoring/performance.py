@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -129,18 +131,22 @@ def summarise(
         if item["kind"] == "node":
             by_node[int(item["node_id"])].append(item)
     milliseconds = sorted(1000 * item["step_seconds"] for item in steps)
-    wall = max(node.ended_at for node in usage) - min(node.started_at for node in usage)
+    timed = windows(events)
     phases = {name: float(phase_seconds.get(name, 0.0)) for name in PHASES}
-    phases["outside the trainer"] = max(0.0, wall - sum(phases.values()))
-    found = settled(windows(events))
+    # They are those of the process that was rank 0 at the end; others, of earlier launches as well, trained before it.
+    began = max(item["time"] for item in events) - sum(phases.values())
+    phases["training"] += seconds_of([window for window in timed if window.time <= began])
+    phases["outside the trainer"] = max(0.0, paid_wall_seconds(usage) - sum(phases.values()))
+    found = settled(timed)
     diagnosis = diagnose(events)
-    good = goodput(windows(events), phases, usage)
-    rate = statistics.median(item["samples_per_second"] for item in steps)
+    good = goodput(timed, phases, usage)
+    ranks = ranks_at(events, [item["time"] for item in steps], world_size)
+    rates = [item["samples_per_second"] for item in steps]
     return Performance(
         verdict=verdict(diagnosis, good),
         diagnosis=diagnosis,
-        samples_per_second=rate,
-        samples_per_second_per_rank=rate / max(1, world_size),
+        samples_per_second=statistics.median(rates),
+        samples_per_second_per_rank=statistics.median(rate / size for rate, size in zip(rates, ranks, strict=True)),
         step_milliseconds_median=statistics.median(milliseconds),
         step_milliseconds_p95=milliseconds[min(len(milliseconds) - 1, int(0.95 * len(milliseconds)))],
         segment_shares=shares(found),
@@ -152,6 +158,23 @@ def summarise(
         ranks=_ranks(found),
         nodes=tuple(_node(node, rows) for node, rows in sorted(by_node.items())),
     )
+
+
+def ranks_at(events: Sequence[Mapping[str, Any]], times: Sequence[float], final: int) -> list[int]:
+    """How many ranks there were at each of these times; ``final`` where no change was recorded before it."""
+    changes = sorted((item["time"], int(item["world_size"])) for item in events if item["kind"] == "membership")
+    since = [time for time, _ in changes]
+    places = [bisect_right(since, time) for time in times]
+    return [max(1, changes[place - 1][1] if place else final) for place in places]
+
+
+def paid_wall_seconds(usage: Sequence[NodeUsage]) -> float:
+    """How long at least one node was paid for: what lies between two launches is not."""
+    total, until = 0.0, -math.inf
+    for node in sorted(usage, key=lambda node: node.started_at):
+        total += max(0.0, node.ended_at - max(until, node.started_at))
+        until = max(until, node.ended_at)
+    return total
 
 
 def verdict(diagnosis: Diagnosis, good: Goodput) -> str:
@@ -174,9 +197,10 @@ def verdict(diagnosis: Diagnosis, good: Goodput) -> str:
 
 
 def goodput(found: Sequence[Window], phases: Mapping[str, float], usage: Sequence[NodeUsage]) -> Goodput:
-    """From the windows of steps and the nodes in them; where there are none, from the training phase of rank 0."""
+    """From the windows of steps and the nodes in them; where there are none, from the training phase of rank 0. What
+    trained and what did not add up to what was paid."""
     paid = sum(node.ended_at - node.started_at for node in usage)
-    wall = max(node.ended_at for node in usage) - min(node.started_at for node in usage)
+    wall = paid_wall_seconds(usage)
     nodes = paid / wall if wall else 0.0
     trained, earliest = 0.0, None
     for window in reversed(found):  # what was done again after a loss counts as it was done last
@@ -187,10 +211,13 @@ def goodput(found: Sequence[Window], phases: Mapping[str, float], usage: Sequenc
     if not found:
         trained = phases["training"] * nodes
     trained = min(trained, paid)
-    elsewhere = {name: seconds * nodes for name, seconds in phases.items() if name != "training" and seconds}
-    rest = paid - trained - sum(elsewhere.values())
-    if rest > 0:  # steps done again, nodes that were paid for and not in the world
-        elsewhere["redone or not in the world"] = rest
+    elsewhere, left = {}, paid - trained
+    for name, seconds in phases.items():
+        if name != "training" and (part := min(left, seconds * nodes)) > 0:
+            elsewhere[name] = part
+            left -= part
+    if left > 0:  # steps done again, nodes that were paid for and not in the world
+        elsewhere["redone or not in the world"] = left
     return Goodput(
         share=trained / paid if paid else 0.0,
         trained_node_seconds=trained,

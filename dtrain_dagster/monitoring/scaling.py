@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 Mode = Literal["weak", "strong"]
@@ -365,20 +365,30 @@ def study(points: Sequence[ScalingPoint], cores: float | None) -> Study:
     )
 
 
+def document(result: Study) -> dict[str, Any]:
+    """The study as JSON knows it: null for the bandwidth of a link that bytes do not slow down."""
+
+    def finite(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: None if value == math.inf else value for name, value in fields}
+
+    return asdict(result, dict_factory=finite)
+
+
 def verdict(points: Sequence[ScalingPoint], checks: Sequence[Check], cores: float | None) -> str:
     """How well it scales here, why not better, and how far the model can be trusted; in a few sentences."""
     weak = efficiency(points, "weak")
-    largest = max(weak)
-    if largest == 1:
-        return "One rank only: there is nothing to compare with."
+    base, largest = min(weak), max(weak)
+    if largest == base:
+        return f"{'One rank' if base == 1 else f'{base} ranks'} only: there is nothing to compare with."
     point = next(item for item in points if item.world_size == largest)
-    said = f"{largest} ranks work at {weak[largest]:.0%} of one rank's pace each (weak scaling)"
+    said = f"{largest} ranks work at {weak[largest]:.0%} of the pace of {base} rank(s) each (weak scaling)"
     causes = {
         "communication": point.wire_seconds,
         "waiting for slower ranks": point.waiting_seconds,
     }
     if cores is not None and largest > cores:
-        said += f"; they share {cores:g} core(s), so {1 - min(1.0, cores / largest):.0%} of the loss is this machine's"
+        crowded = 1 - cores / largest / min(1.0, cores / base)
+        said += f"; they share {cores:g} core(s), which alone can cost up to {crowded:.0%} of that pace"
     name, seconds = max(causes.items(), key=lambda item: item[1])
     said += f"; {name} takes {seconds / point.step_seconds:.0%} of a step."
     if checks:

@@ -14,13 +14,7 @@ from typing import Any
 
 from dtrain_dagster.monitoring.diagnosis import INPUT_SHARE, too_much_communication
 from dtrain_dagster.monitoring.stragglers import Straggler, stragglers
-from dtrain_dagster.monitoring.windows import (
-    COMMUNICATION_LIMIT,
-    Window,
-    seconds_of,
-    typical_collectives,
-    worlds,
-)
+from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, Window, seconds_of, typical_collectives, worlds
 from dtrain_dagster.monitoring.wire import WireFit, fit_wire
 
 WORTH_IT = 0.01
@@ -250,24 +244,25 @@ def _with_ranks(now: StepModel, world: Sequence[Window], fit: WireFit | None, ra
     return replace(then, waiting=0.0) if ranks == 1 else then
 
 
-def waiting_strategies(world: Sequence[Window]) -> list[Strategy]:
-    """Against a straggler: another node in its place, less work for it, or none."""
-    late, now = stragglers(world), step_model(world)
+def waiting_strategies(world: Sequence[Window], node_id: int | None = None) -> list[Strategy]:
+    """Against a straggler: another node in its place, less work for it, or none. ``node_id``: against this one, and not
+    the costliest."""
+    ranked, now = stragglers(world), step_model(world)
+    late = [item for item in ranked if node_id in (None, item.node_id)]
     if not late or not now.samples:
         return []
-    item = late[0]
+    item, costliest, besides = late[0], ranked[0], ""
     size = world[-1].world_size
-    saved = item.lost_seconds / seconds_of(world) * now.seconds
-    # In means over ranks: a W-th of the lateness is the late rank's own time, the rest is waiting of the others.
-    ready = replace(now, waiting=max(0.0, now.waiting - saved * (size - 1) / size))
-    if item.why == "input":
-        ready = replace(ready, input=max(0.0, ready.input - saved / size))
-    else:
-        ready = replace(ready, computing=max(0.0, ready.computing - saved / size))
+    per_step = now.seconds / seconds_of(world)
+    if costliest.node_id != item.node_id:  # who is later still holds the step up: the gain is that on top of its end
+        now = _on_time(now, costliest, (costliest.lost_seconds - item.lost_seconds) * per_step, size)
+        besides = f", besides that of node {costliest.node_id}"
+    ready = _on_time(now, item, item.lost_seconds * per_step, size)
     what = {"input": "look at its disk and at what else runs there, or "}.get(item.why, "")
     found = [
         now.to(
-            ready, f"replace node {item.node_id}", f"{what}let another node take the place of node {item.node_id}",
+            ready, f"replace node {item.node_id}",
+            f"{what}let another node take the place of node {item.node_id}{besides}",
             f"rank {item.rank} would be as fast as the others",
         )
     ]  # fmt: skip
@@ -275,8 +270,18 @@ def waiting_strategies(world: Sequence[Window]) -> list[Strategy]:
         found += _deal_less(now, world, item)
     if size > 2:
         without = replace(ready.with_work(size / (size - 1)), nodes=max(1, now.nodes - 1))
-        found.append(now.to(without, f"go on without node {item.node_id}", "its work is dealt to the others"))
+        found.append(now.to(without, f"go on without node {item.node_id}", f"its work is dealt to the others{besides}"))
     return found
+
+
+def _on_time(now: StepModel, item: Straggler, saved: float, size: int) -> StepModel:
+    """The step when a straggler is late by so many seconds less. In means over ranks: a W-th of the lateness is the
+    late rank's own time, the rest is waiting of the others (less of it, where others are late as well)."""
+    waited = min(now.waiting, saved * (size - 1) / size)
+    now, own = replace(now, waiting=now.waiting - waited), saved - waited
+    if item.why == "input":
+        return replace(now, input=max(0.0, now.input - own))
+    return replace(now, computing=max(0.0, now.computing - own))
 
 
 def _deal_less(now: StepModel, world: Sequence[Window], item: Straggler) -> list[Strategy]:
@@ -316,9 +321,11 @@ def _input(world: Sequence[Window]) -> list[Strategy]:
 def _checkpoint(
     world: Sequence[Window], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
 ) -> list[Strategy]:
-    """As seldom as it takes for saves to cost less than the budget."""
+    """As seldom as it takes for saves to cost less than the budget. Both what they cost and how many there were is
+    that of these windows: a job has saves in other worlds as well."""
     stalled = sum(max(window.segments.get("checkpoint") or (0.0,)) * window.steps for window in world)
-    count = sum(item.get("kind") == "checkpoint" for item in events)
+    began = [item["time"] - float(item.get("seconds") or 0.0) for item in events if item.get("kind") == "checkpoint"]
+    count = sum(any(window.time - window.total_seconds <= at <= window.time for window in world) for at in began)
     every = training.get("checkpoint_frequency")
     share = stalled / seconds_of(world)
     if share <= CHECKPOINT_BUDGET or not count or not every:
@@ -326,6 +333,8 @@ def _checkpoint(
     now = step_model(world)
     step = now.seconds * (1 - share)
     steps = math.ceil(stalled / count * (1 / CHECKPOINT_BUDGET - 1) / step / 10) * 10
+    if steps <= int(every):
+        return []
     saved = (share - CHECKPOINT_BUDGET) * now.seconds
     then = replace(now, fixed=max(0.0, now.fixed - saved))
     then = replace(then, waiting=max(0.0, then.waiting - max(0.0, saved - (now.fixed - then.fixed))))

@@ -4,13 +4,13 @@ import json
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import dollars
 from dtrain_dagster.costs.plan import STAND_IN
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs import PLAN
 from dtrain_dagster.monitoring.advice import decide_overrun
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings import Settings
+from dtrain_dagster.wording import dollars
 from trainer.rundir import RunDir
 
 

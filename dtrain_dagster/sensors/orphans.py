@@ -13,13 +13,13 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import dollars, duration
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, NoOrphanError, Orphan
 from dtrain_dagster.costs.plan import LISTED, STAND_IN
 from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
 from dtrain_dagster.notify import tell
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings import Settings
+from dtrain_dagster.wording import dollars, duration
 
 LIVE = [status for status in dg.DagsterRunStatus if status.name not in ("SUCCESS", "FAILURE", "CANCELED")]
 LEFT, FOREIGN = "left as it is", "left as it is: its run is not of this Dagster, so it may be somebody else's"

@@ -10,11 +10,11 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import duration
 from dtrain_dagster.notify import tell
 from dtrain_dagster.resources import ProjectResource
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.waiting import ATTEMPT_TAG, TICKET_TAG, Ticket, WaitingList, decide
+from dtrain_dagster.wording import duration
 
 
 def build_queue_sensor(settings: Settings) -> dg.SensorDefinition:

@@ -87,6 +87,35 @@ def test_steps_that_were_done_again_trained_once():
     assert once.elsewhere == {"redone or not in the world": pytest.approx(3000 - once.trained_node_seconds)}
 
 
+def test_after_a_second_launch_paid_time_still_adds_up():
+    """Between the launches nothing was paid for, and the phases are those of the second launch alone."""
+    first = Simulation(windows=10).events()
+    pause = 10_000.0
+    second = [item | {"time": item["time"] + pause, "step": item["step"] + 100} for item in first]
+    trained = first[-1]["time"] - windows(first)[0].time + windows(first)[0].total_seconds
+    began, ended = first[-1]["time"] - trained, first[-1]["time"]
+    usage = [stay(node, began + at - 10, ended + at) for node in (10, 11, 12) for at in (0.0, pause)]
+    report = summarise(with_steps([*first, *second]), {"startup": 10.0, "training": trained}, 3, usage)
+    good = report.goodput
+    assert good.trained_node_seconds + sum(good.elsewhere.values()) == pytest.approx(good.paid_node_seconds)
+    assert good.share == pytest.approx(trained / (trained + 10), rel=0.01)
+    assert [good.elsewhere[name] for name in ("startup", "outside the trainer")] == pytest.approx([30, 30], rel=0.03)
+    assert sum(report.phase_seconds.values()) == pytest.approx(2 * (trained + 10))
+    assert goodput([], {"training": 60.0, "evaluation": 90.0}, [stay(0, 0.0, 100.0)]).elsewhere == {"evaluation": 40.0}
+
+
+def test_the_pace_of_a_rank_is_that_of_the_world_it_was_in():
+    events = with_steps(Simulation(windows=12, noise=0.0, outliers=0.0).events())
+    alone = with_steps(Simulation(ranks=1, windows=3, noise=0.0, outliers=0.0).events())
+    later = events[-1]["time"] - alone[0]["time"] + 1
+    fields = {"lost": [11, 12], "joined": [], "topology": "mesh"}
+    lost = event("membership", 0, 2, world_size=1, nodes=[10], **fields) | {"time": events[-1]["time"] + 0.5}
+    formed = event("membership", 0, 1, world_size=3, nodes=[10, 11, 12], **fields) | {"time": 0.0}
+    both = [formed, *events, lost, *(item | {"time": item["time"] + later, "generation": 2} for item in alone)]
+    report = summarise(both, {}, 1, whole(events, 3))
+    assert report.samples_per_second_per_rank == pytest.approx(report.samples_per_second / 3, rel=0.05)
+
+
 def test_scaling_is_measured_where_one_node_has_trained_alone():
     three = Simulation(windows=10).events()
     alone = Simulation(ranks=1, windows=5, micro_batches=(6,)).events()

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dtrain_dagster.assets.common import hardware_mark
+from dtrain_dagster.assets.scaling import short_job, short_runs
+from dtrain_dagster.costs.estimate import Estimate, Interval, Work
+from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.monitoring.charts_scaling import measured_chart
+from dtrain_dagster.monitoring.drawing import COLOURS
 from dtrain_dagster.monitoring.scaling import (
     CLAIMED,
     LINKS,
@@ -16,6 +25,7 @@ from dtrain_dagster.monitoring.scaling import (
     ScalingPoint,
     StepModel,
     all_reduce_seconds,
+    document,
     efficiency,
     fit_link,
     modelled,
@@ -23,6 +33,9 @@ from dtrain_dagster.monitoring.scaling import (
     read_point,
     study,
 )
+from dtrain_dagster.resources import GPUClusterResource, build_resources
+from dtrain_dagster.settings import Settings
+from trainer.config import DatasetRef, JobConfig
 
 SLOW = Link(name="slow", latency_seconds=2e-4, bytes_per_second=1e8, source="made up")
 BUCKETS = (1_000_000, 400_000)
@@ -123,6 +136,53 @@ def test_two_node_counts_are_measured_but_not_checked() -> None:
     assert not result.checks
     assert result.curves
     assert study([point_of(1, "weak")], cores=None).verdict.startswith("One rank only")
+
+
+def test_the_verdict_compares_with_what_was_measured_and_calls_no_bound_a_share_of_the_loss() -> None:
+    result = study([point_of(world, "weak", crowded=world / 2) for world in (2, 3)], cores=2.0)
+    assert "3 ranks work at 67% of the pace of 2 rank(s) each" in result.verdict
+    assert "they share 2 core(s), which alone can cost up to 33% of that pace" in result.verdict
+    fewer = study([point_of(world, "weak") for world in (4, 6)], cores=2.0).verdict
+    assert "alone can cost up to 33% of that pace" in fewer, "with 4 ranks they were short of cores already"
+    assert study([point_of(2, "weak")], cores=None).verdict.startswith("2 ranks only")
+
+
+def test_strong_scaling_is_measured_where_the_step_stays_the_same() -> None:
+    assert [count for mode, count in short_runs([1, 2, 3, 4], 1) if mode == "strong"] == [1, 2]
+    assert [count for mode, count in short_runs([1, 2, 3, 4], 3) if mode == "strong"] == [1, 2, 3]
+    assert [count for mode, count in short_runs([3, 4], 1) if mode == "weak"] == [3, 4]
+    uncompared = [point_of(3, "weak"), point_of(4, "weak"), replace(point_of(4, "weak"), mode="strong")]
+    line = f"stroke: {COLOURS[1]}".encode()
+    assert line not in measured_chart(uncompared), "no speed-up against a world that was not measured"
+    assert line in measured_chart([*uncompared, point_of(3, "strong")])
+
+
+def test_points_of_other_hardware_are_measured_anew(tmp_path: Path) -> None:
+    cluster = build_resources(Settings(home=tmp_path))["cluster"]
+    assert isinstance(cluster, GPUClusterResource)
+    assert hardware_mark(cluster, "Standard_NC6s_v3") == "", "local nodes are this machine, whatever stands in"
+    cloud = cluster.model_copy(update={"kind": "azure_ml"})
+    marks = [hardware_mark(cloud, sku) for sku in ("Standard_NC6s_v3", "Standard_NC4as_T4_v3")]
+    assert marks == ["-nc6sv3", "-nc4ast4v3"]
+    job = asdict(JobConfig(job_id="a", run_dir="b", dataset=DatasetRef(uri="here")))
+    sections = {name: job[name] for name in ("dataset", "model", "loss", "training")}
+    range_ = Interval(low=1.0, expected=1.0, high=1.0)
+    plan = TrainingPlan(
+        fingerprint="0a1b2c3d", job=sections, sku="Standard_NC6s_v3", tier="dedicated", node_count=2,
+        processes_per_node=1, work=Work(steps=1, evaluations=1, checkpoints=1),
+        estimate=Estimate(seconds=range_, usd=range_, usd_per_node_hour=3.06, node_count=2), basis="", price_note="",
+    )  # fmt: skip
+    jobs = [short_job(plan, "jobs", f"{plan.fingerprint}{mark}", "weak", 1, 2, 96, False) for mark in marks]
+    assert len({job.run_dir for job in jobs}) == 2
+
+
+def test_a_study_is_json_where_bytes_do_not_slow_the_link_down() -> None:
+    points = [point_of(world, "weak") for world in (1, 2, 3)]
+    flat = [replace(point, all_reduces=tuple((size, 0.001) for size, _ in point.all_reduces)) for point in points]
+    result = study(flat, cores=None)
+    assert result.links[0].bytes_per_second == math.inf
+    again = json.loads(json.dumps(document(result), allow_nan=False))
+    assert [link["bytes_per_second"] for link in again["links"][:2]] == [None, 3e9]
 
 
 def test_curves_fall_stay_in_their_range_and_reach_256() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.monitoring.alerts import KEPT_WINDOWS, alerts, keep, told
+from dtrain_dagster.monitoring.alerts import KEPT_EVENTS, KEPT_WINDOWS, alerts, keep, told
 from dtrain_dagster.monitoring.strategies import Strategy, batch_for_memory, step_model, strategies
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
 from trainer.rundir import event
@@ -78,6 +78,16 @@ def test_a_straggler_is_replaced_or_dealt_less_and_no_word_of_the_network():
     assert not {"more accumulation", "fp16 compression", "fewer nodes"} & set(found)
 
 
+def test_each_straggler_s_alert_is_about_its_own_node():
+    both = Simulation(ranks=5, windows=16, noise=0.0, outliers=0.0, late_compute={1: 0.1, 2: 0.04})
+    found = {item.key: item for item in alerts(both.events())}
+    first, second = found["slow compute 11"].strategies[0], found["slow compute 12"].strategies[0]
+    assert (first.name, second.name) == ("replace node 11", "replace node 12")
+    assert second.change.endswith("the place of node 12, besides that of node 11")
+    alone, neither = replace(both, late_compute={2: 0.04}), replace(both, late_compute={})
+    assert second.gain == pytest.approx(rate(neither) / rate(alone) - 1, rel=0.05), "on top of what the other gains"
+
+
 def test_input_is_one_node_s_matter_or_everybody_s():
     one = of(Simulation(windows=12, noise=0.0, outliers=0.0, late_input={2: 0.1}))
     assert list(one)[:2] == ["replace node 12", "go on without node 12"], (
@@ -97,6 +107,22 @@ def test_checkpoints_as_seldom_as_the_budget_wants():
     assert found.change.endswith("(now 40)")
     every = int(found.change.split()[2])
     assert 0.6 / (every * 0.108) == pytest.approx(0.01, rel=0.25)
+
+
+def test_saves_of_other_worlds_do_not_make_those_of_this_one_cheap():
+    """Many more saves in another, shorter world: the advice is the same as without it."""
+    simulation = Simulation(windows=24, noise=0.0, outliers=0.0, save_every=40, stall=0.6)
+    other = replace(simulation, ranks=2, computing=0.01, save_every=11, stall=0.0).events()
+    other = [item | {"time": item["time"] - 10_000, "generation": 0} for item in other]
+    assert of(simulation, other)["checkpoints less often"].change == of(simulation)["checkpoints less often"].change
+
+
+def test_no_advice_to_save_less_often_that_means_more_often():
+    simulation = Simulation(windows=24, noise=0.0, outliers=0.0, save_every=40, stall=0.6)
+    events = simulation.events()
+    seldom = TRAINING | {"checkpoint_frequency": 5000}  # changed since, as when a job is gone on with
+    found = [item.name for item in strategies(settled(windows(events)), events, seldom)]
+    assert "checkpoints less often" not in found
 
 
 @pytest.mark.parametrize(("used", "expected"), [(0.35, 256), (0.69, None), (0.71, None)])
@@ -166,3 +192,5 @@ def test_of_a_long_job_only_the_latest_windows_are_kept():
     kept = keep(keep((), events[:30]), events[30:])
     assert sum(item["kind"] == "timing" for item in kept) == KEPT_WINDOWS
     assert kept[-1] == events[-1]
+    saves = [event("checkpoint", 0, 1, step=step) for step in range(KEPT_EVENTS + 9)]
+    assert len(keep((), saves)) == KEPT_EVENTS, "nor does what is kept grow where no timing is recorded"

@@ -1,0 +1,88 @@
+"""What becomes of a job that has succeeded when something goes wrong with whoever takes it over."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from dtrain_dagster.assets.following import TOLD
+from dtrain_dagster.assets.training import trained_checkpoint
+from dtrain_dagster.costs.estimate import Estimate, Interval, Work
+from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.jobs import CLAIM
+from dtrain_dagster.resources import build_resources
+from dtrain_dagster.settings import Settings
+from trainer.consumed import digest_of_all
+from trainer.rundir import EVALUATION, RESULT, RunDir
+
+from .told_events import told, write_run
+
+MARK = "0a1b2c3d"
+RANGE = Interval(low=1.0, expected=1.0, high=1.0)
+EVALUATED: dict[str, Any] = {"model": {"mse": 1.0}, "baselines": {}, "notes": []}
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    """Of a job that has succeeded and that nobody has taken over, with a straggler that people are to be told of."""
+    found = write_run(tmp_path / "storage" / "jobs", f"train-{MARK}-22222222", told(12), "succeeded")
+    result = {
+        "steps": 60, "epochs": 1, "train_seconds": 12.0, "world_size": 3, "weights_sha256": "ab",
+        "weights_equal_on_ranks": True, "consumed": [{"epoch": 0, "samples": 9, "digest": digest_of_all(9)}],
+    }  # fmt: skip
+    found.write_json(RESULT, result)
+    found.write_json(EVALUATION, EVALUATED)
+    return found
+
+
+def adopt(home: Path) -> tuple[dg.ExecuteInProcessResult, list[str]]:
+    """Materialize `trained_checkpoint` as a run does whose training has been carried out before; with its warnings."""
+    (home / "manifest.json").write_text(json.dumps({"samples": {"train": 9}}))
+    plan = TrainingPlan(
+        fingerprint=MARK,
+        job={"dataset": {"uri": str(home), "dataset_id": "cd"}, "training": {"gradient_accumulation_steps": 2}},
+        sku="Standard_NC6s_v3",
+        tier="dedicated",
+        node_count=1,
+        processes_per_node=1,
+        work=Work(steps=60, evaluations=1, checkpoints=1),
+        estimate=Estimate(seconds=RANGE, usd=RANGE, usd_per_node_hour=3.06, node_count=1),
+        basis="",
+        price_note="",
+    )
+
+    @dg.asset
+    def cost_estimate() -> TrainingPlan:
+        return plan
+
+    resources = build_resources(Settings(home=home))
+    with dg.DagsterInstance.local_temp(str(home)) as instance:
+        found = dg.materialize(
+            [cost_estimate, trained_checkpoint],
+            instance=instance,
+            resources={**resources, "io_manager": dg.mem_io_manager},
+            raise_on_error=False,
+        )
+        records = instance.all_logs(found.run_id)
+    return found, [record.user_message for record in records if record.level == logging.WARNING]
+
+
+def test_a_job_is_claimed_once_nothing_can_fail_any_more(tmp_path: Path, rundir: RunDir):
+    rundir.write_json(EVALUATION, {"model": {"mse": 1.0}, "notes": []})
+    assert not adopt(tmp_path)[0].success, "there is something to fail"
+    assert rundir.read_json(CLAIM) is None, "else the next run would train it a second time"
+    rundir.write_json(EVALUATION, EVALUATED)
+    assert adopt(tmp_path)[0].success
+    assert rundir.read_json(CLAIM) is not None
+
+
+def test_a_run_goes_on_where_people_cannot_be_told(tmp_path: Path, rundir: RunDir):
+    (Path(rundir.uri) / TOLD).mkdir()
+    found, warnings = adopt(tmp_path)
+    assert found.success
+    assert any("could not be told" in text and "Traceback" in text for text in warnings), warnings
