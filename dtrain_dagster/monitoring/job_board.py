@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -166,7 +167,10 @@ class JobBoard:
                 job.looked_at = time.monotonic()
             while len(self._open) > OPEN_JOBS:
                 del self._open[min(self._open, key=lambda name: self._open[name].looked_at)]
-        return job.refresh(now)
+        try:
+            return job.refresh(now)
+        except FileNotFoundError:  # deleted meanwhile
+            return None
 
     def recent(self, now: float) -> list[OpenJob]:
         """Jobs that run, or that ended within the last hour; the newest `RECENT_JOBS`."""
@@ -185,12 +189,12 @@ class JobBoard:
             ended, row = self._ended.get(name, ({}, None))
             if row is not None and status == ended:
                 return row  # it was not started again
-            if not rundir.storage.exists(JOB):
-                return None
             row = read_row(rundir)
             if status.get("state") in ENDED:
                 self._ended[name] = (status, row)
             return row
+        except FileNotFoundError:
+            return None
         except CANNOT_READ:
             return JobRow(job_id=name, state=DAMAGED, started_at=None, ended_at=None, model="", step=None)
 
@@ -201,7 +205,9 @@ def refresh_seconds(storage: Storage) -> float:
 
 
 def read_row(rundir: RunDir) -> JobRow:
-    """A run directory as a line of the list. One of `CANNOT_READ` where it is damaged."""
+    """A run directory as a line of the list. FileNotFoundError where it is none, one of `CANNOT_READ` where it is
+    damaged."""
+    job = json.loads(rundir.storage.read(JOB))
     launch, here = rundir.read_json(LAUNCH), False
     status = rundir.read_json(STATUS) or {}
     if launch and rundir.storage.is_local and status.get("state") not in ENDED:
@@ -210,7 +216,7 @@ def read_row(rundir: RunDir) -> JobRow:
         status = rundir.read_json(STATUS) or {}
         if not here and status.get("state") not in ENDED:
             status = {**status, "state": JobState.FAILED, "ended_at": status.get("ended_at")}
-    job, result = rundir.read_json(JOB) or {}, rundir.read_json(RESULT) or {}
+    result = rundir.read_json(RESULT) or {}
     step = result.get("steps")
     if step is None and (last := last_step(rundir)):
         step = last[0]

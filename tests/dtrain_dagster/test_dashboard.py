@@ -310,8 +310,10 @@ def test_a_deleted_job_is_gone(remote: str):
     assert board.open("deleted", time.time())
     Storage(remote).delete("deleted")
     board._listed = (-1e9, [])  # time goes by
-    assert [row.job_id for row in board.jobs()] == ["kept"]
+    board._open["deleted"]._read_at = -1e9
     assert board.open("deleted", time.time()) is None
+    assert [row.job_id for row in board.jobs()] == ["kept"]
+    assert list(board._open) == []
 
 
 def test_remote_storage_is_asked_no_more_than_it_takes(remote: str, monkeypatch: pytest.MonkeyPatch):
