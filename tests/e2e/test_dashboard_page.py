@@ -116,7 +116,7 @@ def test_a_training_is_seen_while_it_runs(project: Project, url: str, page: Page
     assert {address for address in asked if not address.startswith((url, "data:"))} == set()
 
     shutil.rmtree(project.jobs / "told")
-    wait_for(lambda: page.url.endswith("#live"), 20, "the page to show another job than the deleted one")
+    wait_for(lambda: page.evaluate("location.hash") == "#live", 20, "the page to show another job than the deleted one")
 
 
 def test_a_saved_report_opens_without_any_network(project: Project, page: Page, tmp_path: Path):
