@@ -292,6 +292,7 @@ def test_a_damaged_run_directory_takes_no_other_away(tmp_path: Path):
         rundir = write_run(tmp_path, name, told(5))
         for file, data in files.items():
             rundir.storage.write(file, data)
+    RunDir(str(tmp_path / "command")).write_json("launch.json", {"launch": 1})  # of `dtrain launch`: no training
     with serving(tmp_path) as url:
         jobs = requests.get(f"{url}/jobs.json", timeout=10).json()["jobs"]
         metrics = requests.get(f"{url}/metrics", timeout=10).text
@@ -359,7 +360,8 @@ def test_metrics_are_of_nodes_that_are_there_and_survive_strange_figures(remote:
             return super().__iter__()
 
     strange = [
-        event("node", START + 8, node_id=1, cpu_percent=10**400, gpus=[{}]),
+        event("node", START + 8, node_id=0, cpu_percent=40.0, memory_percent=10**400),
+        event("node", START + 8, node_id=1, cpu_percent=10**400, memory_percent=2.0, gpus=[{}]),
         event("step", START + 8, step=6, loss=10**400),
         event("step", 10**400, step=7),
         timing(30, START + 9, slow=1) | {"steps": 0},
@@ -372,11 +374,13 @@ def test_metrics_are_of_nodes_that_are_there_and_survive_strange_figures(remote:
     job.dashboard.nodes[0]["gpus"] = Cards([{"index": 0, "utilization": 50.0}])
     metrics = prometheus.exposition(board).decode()
     assert 'dtrain_node_cpu_utilization_ratio{job="mine",node="0"} 0.4' in metrics
+    assert 'dtrain_node_memory_utilization_ratio{job="mine",node="1"} 0.02' in metrics
     assert re.findall(r'dtrain_node_cpu_utilization_ratio{job="mine",node="([12])"}', metrics) == []
     assert 'dtrain_gpu_utilization_ratio{gpu="0",job="mine",node="0"} 0.5' in metrics
     assert held
     assert all(held)
     assert job.snapshot(0, "", time.time())["ranks"]["steps"] == 25
+    assert folded([timing(30, START, slow=1) | {"steps": 0}]).ranks() is None
 
 
 def test_nodes_that_no_training_has_take_no_room():
