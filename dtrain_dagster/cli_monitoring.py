@@ -15,12 +15,10 @@ if TYPE_CHECKING:
     from dtrain_dagster.settings import Settings
     from trainer.rundir import RunDir
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
 
 @click.command()
 @click.option("--port", type=click.IntRange(0, 65535), default=8060, show_default=True, help="0 takes a free one.")
-@click.option("--host", default=LOOPBACK[0], show_default=True, help="Address to listen on. There is no password.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on. There is no password.")
 @click.option("--allow", "names", multiple=True, metavar="NAME", help="A further name that it may be asked by.")
 @click.option("--job", "job_id", metavar="JOB", help="The job to show first.  [default: the newest]")
 @refuses
@@ -33,7 +31,7 @@ def dashboard(port: int, host: str, names: tuple[str, ...], job_id: str | None) 
 
     import uvicorn
 
-    from dtrain_dagster.monitoring.dashboard_server import build_app
+    from dtrain_dagster.monitoring.dashboard_server import LOOPBACK, build_app
     from dtrain_dagster.monitoring.job_board import JobBoard
 
     settings = read_settings()
@@ -106,14 +104,14 @@ def profile(job_id: str, steps: int, ranks: tuple[int, ...], wait: float) -> Non
     The trace opens in Perfetto (ui.perfetto.dev) or chrome://tracing. The job goes on; these steps are slower.
     """
     from dtrain_dagster.terminal import operations_table
+    from trainer.rundir import EVENTS
 
     settings = read_settings()
     rundir = _training(settings, job_id)
     manager = cluster_of(settings)[0].manager()
     if (state := manager.job_status(job_id).state).is_final:
         raise Refusal(f"job {job_id} has {state}: only a job that runs can be traced; `dtrain jobs` lists them")
-    seen: set[str] = set()
-    rundir.follow(seen)
+    seen = set(rundir.storage.list(EVENTS))
     asked = sorted(set(ranks)) or [0]
     try:
         rundir.request_trace(steps, asked)
@@ -133,7 +131,7 @@ def profile(job_id: str, steps: int, ranks: tuple[int, ...], wait: float) -> Non
 
 def _training(settings: Settings, job_id: str) -> RunDir:
     """The run directory of a training. `Refusal` where there is none."""
-    from dtrain_dagster.monitoring.job_board import JOB_ID
+    from trainer.config import JOB_ID
     from trainer.rundir import JOB
 
     if JOB_ID.fullmatch(job_id) and run_dir(settings, job_id).storage.exists(JOB):

@@ -6,7 +6,6 @@ Added to `dtrain` by `dtrain_dagster.cli`. Each command imports what it needs, s
 from __future__ import annotations
 
 import json
-import re
 import signal
 import sys
 import time
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from dtrain_dagster.clusters.base import ClusterConfig, GPUClusterManager, JobStatus
     from dtrain_dagster.settings import Settings
     from trainer.rundir import RunDir
-
-_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def _size_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -194,10 +191,14 @@ def train(
 
 def _job_id(name: str | None, kind: str) -> str:
     """The id that a person gave, checked, or one made from the time."""
+    from trainer.config import JOB_ID
+
     if name is None:
         return f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-    if not _JOB_ID.fullmatch(name):
-        raise Refusal(f"--name {name!r}: letters, digits, dots, dashes and underscores, a letter or digit first")
+    if not JOB_ID.fullmatch(name):
+        raise Refusal(
+            f"--name {name!r}: letters, digits, dots, dashes and underscores, a letter or digit first, at most 200"
+        )
     return name
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +12,11 @@ from typing import Protocol
 from dtrain_dagster.clusters.base import ClusterError
 
 _NODE = re.compile(r"=== node-(\d+)\.log ===")
+_PART = re.compile(r"--- (launch \d+, .*|rank \d+) ---")
+"""Begins what a launch printed (`clusters.azure_ml.traces`), or a rank (`by_node`): each part grows at its own end."""
+
+Part = tuple[int, str, str]
+"""Node, and the lines that name the launch and the rank, where there are such."""
 
 
 class LogFollower(Protocol):
@@ -59,39 +65,58 @@ class LogPoller:
 
     def __init__(self, ask: Callable[[], str], poll_seconds: float) -> None:
         self.ask, self.poll_seconds = ask, poll_seconds
-        self._last: dict[int, list[str]] = {}
-        self._given: dict[int, list[str]] = {}
+        self._last: dict[Part, list[str]] = {}
+        self._given: dict[Part, list[str]] = {}
 
     def skip_to_end(self, keep_lines: int = 0) -> None:
-        self._last = by_node(self.ask())
-        self._given = {node: lines[: max(0, len(lines) - keep_lines)] for node, lines in self._last.items()}
+        self._last = by_part(self.ask())
+        kept: Counter[int] = Counter()
+        for part, lines in reversed(self._last.items()):
+            left_out = max(0, len(lines) - (keep_lines - kept[part[0]]))
+            self._given[part] = lines[:left_out]
+            kept[part[0]] += len(lines) - left_out
 
     def read(self, node_id: int | None = None, to_the_end: bool = False) -> Iterator[tuple[int, str]]:
         try:
-            found = by_node(self.ask())
+            found = by_part(self.ask())
         except ClusterError:
             if to_the_end:
                 raise
             return  # asked again at the next look
         before, self._last = self._last, found
-        for node, lines in found.items():
+        for part, lines in found.items():
             # Whether a line is finished is not said: the last one is, where two looks find it the same.
-            finished = lines if to_the_end or lines == before.get(node) else lines[:-1]
-            new = new_lines(self._given.get(node, []), finished)
-            if new and node_id in (None, node):
-                self._given[node] = finished
-                yield from ((node, line) for line in new)
+            finished = lines if to_the_end or lines == before.get(part) else lines[:-1]
+            new = new_lines(self._given.get(part, []), finished)
+            if new and node_id in (None, part[0]):
+                self._given[part] = finished
+                yield from ((part[0], line) for line in new)
 
 
-def by_node(text: str) -> dict[int, list[str]]:
-    """Node → its lines, from what `GPUClusterManager.job_logs` gives of all nodes. Pure."""
-    found: dict[int, list[str]] = {}
+def by_node(texts: Mapping[int, str], processes_per_node: int) -> dict[int, str]:
+    """Node → what its ranks printed, one after the other, of several each under a line that names it. Pure."""
+    found: dict[int, str] = {}
+    for rank, text in sorted(texts.items()):
+        header = f"--- rank {rank} ---\n" if processes_per_node > 1 else ""
+        node_id = rank // processes_per_node
+        found[node_id] = found.get(node_id, "") + header + text.rstrip("\n") + "\n"
+    return found
+
+
+def by_part(text: str) -> dict[Part, list[str]]:
+    """Part → its lines, from what `GPUClusterManager.job_logs` gives of all nodes. Pure."""
+    found: dict[Part, list[str]] = {}
     lines: list[str] = []
+    node, launch, rank = 0, "", ""
     for line in text.splitlines():
         if match := _NODE.fullmatch(line):
-            lines = found.setdefault(int(match[1]), [])
-        else:
-            lines.append(line)
+            node, launch, rank = int(match[1]), "", ""
+            lines = found.setdefault((node, launch, rank), [])
+            continue
+        if match := _PART.fullmatch(line):
+            launch, rank = (launch, line) if match[1].startswith("rank") else (line, "")
+            lines = found.setdefault((node, launch, rank), [])
+        lines.append(line)
     return found
 
 

@@ -5,7 +5,6 @@ On a terminal in colours and in place; into a file or a pipe as plain lines.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -21,7 +20,7 @@ from dtrain_dagster.logs import LogFollower
 from dtrain_dagster.monitoring.dashboard import PerformanceDashboard
 from dtrain_dagster.monitoring.hangs import verdict
 from dtrain_dagster.wording import duration
-from trainer.rundir import EVENTS, LAUNCH, NodePresence, RunDir, stale_seconds
+from trainer.rundir import EVENTS, LAUNCH, NodePresence, RunDir, parsed, stale_seconds
 
 NODE_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 STATE_COLOURS = {
@@ -252,9 +251,9 @@ def last_step(rundir: RunDir) -> tuple[int, float] | None:
     for file in reversed(rundir.storage.list(EVENTS)):
         if "-r00000-" not in file:
             continue
-        for line in reversed(rundir.storage.read(f"{EVENTS}/{file}").splitlines()):
-            event = json.loads(line)
-            if event["kind"] == "step":
+        events, _ = parsed(rundir.storage.read(f"{EVENTS}/{file}"))
+        for event in reversed(events):
+            if event["kind"] == "step" and event.keys() >= {"step", "loss"}:
                 return event["step"], event["loss"]
     return None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from dataclasses import asdict, fields
 from typing import Any, Literal
 
@@ -15,6 +16,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
+JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+"""What a job may be called: a folder of its run directory, and a part of what clusters call it."""
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
@@ -167,7 +170,7 @@ class JobConfig:
     """The whole of ``job.json``."""
 
     schema_version: Literal[1] = 1
-    job_id: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    job_id: str = Field(pattern=f"^{JOB_ID.pattern}$")
     run_dir: str
     """Folder of this job; a path or any fsspec address. What happens is written here, see `trainer.rundir`."""
     dataset: DatasetRef

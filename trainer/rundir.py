@@ -22,6 +22,7 @@ A *generation* counts the worlds that worked in this run directory: 1 for the fi
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import time
@@ -46,6 +47,7 @@ LOGS = "logs"
 PROFILE = "profile"
 PROFILE_REQUEST = "profile/request.json"
 
+_log = logging.getLogger(__name__)
 _GENERATION = re.compile(r"g(\d+)[-.]")
 _EVENT_FILE = re.compile(r"g(\d+)-r(\d+)-(\d+)\.jsonl$")
 
@@ -119,17 +121,18 @@ class RunDir:
         return max((int(match[1]) for name in names if (match := _GENERATION.match(name))), default=0)
 
     def follow(self, seen: set[str]) -> list[dict[str, Any]]:
-        """Events of the files not in ``seen`` yet, in order of time; adds those files to ``seen``."""
-        events: list[dict[str, Any]] = []
-        new: list[str] = []
-        for name in self.storage.list(EVENTS):
-            if name in seen or not _EVENT_FILE.match(name):
-                continue
-            new.append(name)
-        for name, data in zip(new, self.storage.read_all([f"{EVENTS}/{name}" for name in new]), strict=True):
-            seen.add(name)
-            events += (json.loads(line) for line in data.splitlines())
-        return sorted(events, key=lambda event: event["time"])
+        """Events of the files not in ``seen`` yet, in order of time; adds those files to ``seen``. What is no event is
+        left out, with a warning."""
+        new = [name for name in self.storage.list(EVENTS) if name not in seen and _EVENT_FILE.match(name)]
+        found = [parsed(data) for data in self.storage.read_all([f"{EVENTS}/{name}" for name in new])]
+        seen.update(new)
+        damaged = [name for name, (_, left_out) in zip(new, found, strict=True) if left_out]
+        if damaged:
+            count = sum(left_out for _, left_out in found)
+            _log.warning(
+                "%s/%s: %d line(s) are no events and left out: %s", self.uri, EVENTS, count, ", ".join(damaged)
+            )
+        return sorted((event for events, _ in found for event in events), key=lambda event: event["time"])
 
     def events(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
         """All events in order of time, or those of one kind."""
@@ -141,7 +144,7 @@ class RunDir:
         for name in reversed(self.storage.list(EVENTS)):
             match = _EVENT_FILE.match(name)
             if match and int(match[2]) == 0:
-                events = map(json.loads, self.storage.read(f"{EVENTS}/{name}").splitlines())
+                events, _ = parsed(self.storage.read(f"{EVENTS}/{name}"))
                 found |= {event["step"] for event in events if event["kind"] == "step"}
                 if found and min(found) <= down_to:
                     break
@@ -182,6 +185,22 @@ class RunDir:
                     data["launch"] = data.pop("generation")
                 presences.append(NodePresence(**{**data, "exit_codes": tuple(data["exit_codes"])}))
         return presences
+
+
+def parsed(data: bytes) -> tuple[list[dict[str, Any]], int]:
+    """The events of a file, and how many of its lines are none. Pure."""
+    events, left_out = [], 0
+    for line in data.splitlines():
+        try:
+            event = json.loads(line)
+            is_event = isinstance(event["kind"], str) and isinstance(event["time"], int | float)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            is_event = False
+        if is_event:
+            events.append(event)
+        else:
+            left_out += 1
+    return events, left_out
 
 
 def heartbeat_seconds(storage: Storage) -> float:

@@ -6,6 +6,7 @@ A presence is written by the supervisor, and what it says is paid for.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,11 @@ def latest(nodes: Iterable[NodePresence]) -> list[NodePresence]:
 def end_of(node: NodePresence) -> float:
     """When a node ended; for one whose supervisor died, when it was last seen."""
     return node.ended_at or node.last_seen_at or node.started_at
+
+
+def is_here(node: NodePresence, now: float, stale: float) -> bool:
+    """Is it there, as far as it says itself? ``stale``: who was silent for so many seconds is not."""
+    return node.ended_at is None and now - (node.last_seen_at or node.started_at) < stale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,15 +78,18 @@ def newest_generation(rundir: RunDir) -> Generation | None:
     )
 
 
-def usage(nodes: Sequence[NodePresence], sku: str, running: bool, now: float) -> list[NodeUsage]:
-    """Every stay as paid time; if the job is ``running``, a node that is still there counts until now."""
+def usage(
+    nodes: Sequence[NodePresence], sku: str, running: bool, now: float, stale: float = math.inf
+) -> list[NodeUsage]:
+    """Every stay as paid time; if the job is ``running``, a node that is still there counts until now. ``stale``: see
+    `is_here`."""
     here = set(latest(nodes)) if running else set()
     return [
         NodeUsage(
             node_id=node.node_id,
             sku=sku,
             started_at=node.started_at,
-            ended_at=now if node in here and node.ended_at is None else end_of(node),
+            ended_at=now if node in here and is_here(node, now, stale) else end_of(node),
         )
         for node in nodes
     ]

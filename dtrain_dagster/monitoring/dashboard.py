@@ -31,7 +31,9 @@ VALUES = 60_000
 LATEST_WINDOWS = 20
 """So many of the newest windows make the breakdown per rank."""
 NEWS, MARKS = 60, 200
-UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError)
+MOST_NODES = 2048
+"""So many are kept; of further ones, which no training has, nothing is."""
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
 """What comes of an event that was written to another contract."""
 
 Row = dict[str, float]
@@ -84,7 +86,11 @@ class Track:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """One that a float can hold."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def merged(row: Row, sample: Row, weight: int, x: str) -> Row:
@@ -238,6 +244,8 @@ class PerformanceDashboard:
 
     def _take_node(self, item: dict[str, Any]) -> None:
         node = int(item["node_id"])
+        if node not in self.nodes and len(self.nodes) >= MOST_NODES:
+            return
         gpu = item.get("gpu_utilization") is not None
         self.has_gpus |= gpu
         self.nodes[node] = item
@@ -260,9 +268,11 @@ class PerformanceDashboard:
         segments = {name: [float(v) for v in values] for name, values in item["segments"].items() if name in SEGMENTS}
         if any(len(values) != len(nodes) for values in segments.values()):
             raise ValueError("a segment needs a value of each rank")
+        if (steps := int(item["steps"])) < 1:
+            raise ValueError("a window has at least one step")
         late = (item.get("typical") or {}).get("late") or ()
         ranks = rank_labels(nodes)
-        self.windows.append(Window(int(item["steps"]), ranks, nodes, float(item["seconds"]), segments, late))
+        self.windows.append(Window(steps, ranks, nodes, float(item["seconds"]), segments, late))
         self.collectives = tuple(collective(entry) for entry in item.get("collectives") or ())
         place = {"step": item["step"], "time": item["time"]}
         means = {name: 1000 * statistics.fmean(values) for name, values in segments.items()}

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dtrain_dagster.monitoring import page, prometheus
-from dtrain_dagster.monitoring.job_board import JobBoard
+from dtrain_dagster.monitoring.job_board import CANNOT_READ, JobBoard
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 HEADERS = {
@@ -51,7 +51,10 @@ def build_app(board: JobBoard, hosts: Sequence[str] = ()) -> Starlette:
 
     def job(request: Request) -> Response:
         now = time.time()
-        found = board.open(request.path_params["job_id"], now)
+        try:
+            found = board.open(request.path_params["job_id"], now)
+        except CANNOT_READ as error:
+            return PlainTextResponse(f"its run directory cannot be read: {type(error).__name__}: {error}", 500)
         if found is None:
             return PlainTextResponse("there is no job of that name", 404)
         since = request.query_params.get("since", "0")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,19 +18,27 @@ from dtrain_dagster.costs.plan import LISTED, STAND_IN
 from dtrain_dagster.costs.prices import PriceError, Tier
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs import PLAN
-from dtrain_dagster.monitoring.dashboard import PerformanceDashboard
+from dtrain_dagster.monitoring.dashboard import UNREADABLE, PerformanceDashboard, is_number
 from dtrain_dagster.terminal import last_step
 from dtrain_dagster.wording import dollars, duration
-from trainer.rundir import EVENTS, JOB, LAUNCH, RESULT, STATUS, NodePresence, RunDir
+from trainer.config import JOB_ID
+from trainer.rundir import EVENTS, JOB, LAUNCH, RESULT, STATUS, NodePresence, RunDir, parsed, stale_seconds
 from trainer.storage import Storage
 
-JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-OPEN_JOBS = 16
-"""So many are held in memory; the one that nobody has looked at for longest makes room."""
+RECENT_JOBS = 16
+"""So many are told of at once under ``/metrics``."""
+OPEN_JOBS = RECENT_JOBS + 8
+"""So many are held in memory, for pages show others besides; the one that nobody has looked at for longest makes
+room."""
+READERS = 16
+"""Run directories that are read side by side."""
 RECENT_SECONDS = 3600.0
 SILENT_SECONDS = 60.0
 """Who trains says something more often, unless a report takes longer to come."""
 ENDED = frozenset(state.value for state in JobState if state.is_final)
+DAMAGED = "unreadable"
+"""In place of a `JobState`: of a run directory that is not as its contract has it."""
+CANNOT_READ = (*UNREADABLE, OSError, RecursionError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +47,7 @@ class JobRow:
 
     job_id: str
     state: str
-    """A `JobState`."""
+    """A `JobState`, or `DAMAGED`."""
     started_at: float | None
     ended_at: float | None
     model: str
@@ -47,7 +56,7 @@ class JobRow:
 
     @property
     def running(self) -> bool:
-        return self.state not in ENDED
+        return self.state not in ENDED and self.state != DAMAGED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,26 +79,39 @@ class OpenJob:
         self._training: Mapping[str, Any] = {}
         self._seen: set[str] = set()
         self._read_at = -1e9
-        self._lock = threading.Lock()
+        self._end: dict[str, Any] | None = None
+        """What the cluster said of the end, once everything until then has been read."""
+        self.lock = threading.Lock()
+        """Held by whoever reads several of the figures, or changes them."""
         self.looked_at = 0.0
 
     def refresh(self, now: float) -> OpenJob:
         """Read what was written since, at most once a second, or in ten where storage is remote."""
-        with self._lock:
+        with self.lock:
             self.looked_at = time.monotonic()
             if time.monotonic() - self._read_at < refresh_seconds(self.rundir.storage):
                 return self
-            self.row = read_row(self.rundir)  # asked first, so that the last round reads everything
+            status = self.rundir.read_json(STATUS) or {}  # asked first, so that the last round reads everything
+            if self._end is not None and status == self._end:
+                self._read_at = time.monotonic()
+                return self
+            self.row = read_row(self.rundir)
             self.dashboard.take(self.rundir.follow(self._seen))
             self.stays = self.rundir.nodes()
             self._training = self._training or (self.rundir.read_json(JOB) or {}).get("training", {})
             self.cost = cost_so_far(self.rundir, self.stays, self.row.running, self._tier, now)
+            self._end = status if status.get("state") in ENDED else None
             self._read_at = time.monotonic()
             return self
 
+    def nodes_alive(self, now: float) -> int:
+        """Nodes that are there, as they say themselves."""
+        stale = stale_seconds(self.rundir.storage)
+        return sum(presences.is_here(stay, now, stale) for stay in presences.latest(self.stays)) * self.row.running
+
     def snapshot(self, version: int, token: str, now: float) -> dict[str, Any]:
         """What the page shows of it: tracks from a version on, and everything small as a whole."""
-        with self._lock:
+        with self.lock:
             stays = [asdict(stay) for stay in self.stays]
             return {
                 **self.dashboard.changes(version, token),
@@ -108,31 +130,31 @@ class JobBoard:
         self.jobs_uri, self.tier = jobs_uri, tier
         self._storage = Storage(jobs_uri)
         self._open: dict[str, OpenJob] = {}
-        self._rows: dict[str, JobRow] = {}
-        self._listed: tuple[float, list[JobRow]] = (-1e9, [])
         self._lock = threading.Lock()
+        self._ended: dict[str, tuple[dict[str, Any], JobRow]] = {}
+        """Of jobs whose end the cluster has told: what it said, and their row."""
+        self._listed: tuple[float, list[JobRow]] = (-1e9, [])
+        self._listing = threading.Lock()
 
     def jobs(self) -> list[JobRow]:
         """Every training, newest first."""
-        with self._lock:
+        with self._listing:
             listed_at, rows = self._listed
             if time.monotonic() - listed_at < 2 * refresh_seconds(self._storage):
                 return rows
-            for name in self._storage.list():
-                if not JOB_ID.fullmatch(name):
-                    continue
-                rundir = RunDir(f"{self.jobs_uri}/{name}")
-                known = self._rows.get(name)
-                if known and not known.running and (rundir.read_json(STATUS) or {}).get("ended_at") == known.ended_at:
-                    continue  # it was not started again
-                if rundir.storage.exists(JOB):
-                    self._rows[name] = read_row(rundir)
-            rows = sorted(self._rows.values(), key=lambda row: row.started_at or 0.0, reverse=True)
+            names = [name for name in self._storage.list() if JOB_ID.fullmatch(name)]
+            with ThreadPoolExecutor(READERS) as pool:
+                found = [row for row in pool.map(self._row, names) if row is not None]
+            rows = sorted(found, key=lambda row: row.started_at or 0.0, reverse=True)
             self._listed = (time.monotonic(), rows)
+            there = {row.job_id for row in rows}
+            self._ended = {name: end for name, end in self._ended.items() if name in there}
+            with self._lock:
+                self._open = {name: job for name, job in self._open.items() if name in there}
             return rows
 
     def open(self, job_id: str, now: float) -> OpenJob | None:
-        """A job, as it stands now; None where there is none of that name."""
+        """A job, as it stands now; None where there is none of that name. One of `CANNOT_READ` where it is damaged."""
         if not JOB_ID.fullmatch(job_id):
             return None
         with self._lock:
@@ -145,13 +167,36 @@ class JobBoard:
                 job.looked_at = time.monotonic()
             while len(self._open) > OPEN_JOBS:
                 del self._open[min(self._open, key=lambda name: self._open[name].looked_at)]
-        return job.refresh(now)
+        try:
+            return job.refresh(now)
+        except FileNotFoundError:  # deleted meanwhile
+            return None
 
     def recent(self, now: float) -> list[OpenJob]:
-        """Jobs that run, or that ended within the last hour; no more than are held in memory."""
+        """Jobs that run, or that ended within the last hour; the newest `RECENT_JOBS`."""
         rows = [row for row in self.jobs() if row.running or (row.ended_at or 0.0) > now - RECENT_SECONDS]
-        found = [self.open(row.job_id, now) for row in rows[:OPEN_JOBS]]
+        found = []
+        for row in rows[:RECENT_JOBS]:
+            with suppress(*CANNOT_READ):
+                found.append(self.open(row.job_id, now))
         return [job for job in found if job is not None]
+
+    def _row(self, name: str) -> JobRow | None:
+        """A folder as a line of the list, None where it is no training."""
+        rundir = RunDir(f"{self.jobs_uri}/{name}")
+        try:
+            status = rundir.read_json(STATUS) or {}
+            ended, row = self._ended.get(name, ({}, None))
+            if row is not None and status == ended:
+                return row  # it was not started again
+            row = read_row(rundir)
+            if status.get("state") in ENDED:
+                self._ended[name] = (status, row)
+            return row
+        except FileNotFoundError:
+            return None
+        except CANNOT_READ:
+            return JobRow(job_id=name, state=DAMAGED, started_at=None, ended_at=None, model="", step=None)
 
 
 def refresh_seconds(storage: Storage) -> float:
@@ -160,51 +205,65 @@ def refresh_seconds(storage: Storage) -> float:
 
 
 def read_row(rundir: RunDir) -> JobRow:
-    """A run directory as a line of the list."""
-    launch = rundir.read_json(LAUNCH)
+    """A run directory as a line of the list. FileNotFoundError where it is none, one of `CANNOT_READ` where it is
+    damaged."""
+    job = json.loads(rundir.storage.read(JOB))
+    launch, here = rundir.read_json(LAUNCH), False
     status = rundir.read_json(STATUS) or {}
     if launch and rundir.storage.is_local and status.get("state") not in ENDED:
-        here = is_held(rundir.storage.local_path())
+        here = is_held(rundir.storage.local_path())  # then it is its supervisor that says how it ends
         # Read again after the lock was looked at: an end in between is no death.
         status = rundir.read_json(STATUS) or {}
         if not here and status.get("state") not in ENDED:
             status = {**status, "state": JobState.FAILED, "ended_at": status.get("ended_at")}
-    job, result = rundir.read_json(JOB) or {}, rundir.read_json(RESULT) or {}
+    result = rundir.read_json(RESULT) or {}
     step = result.get("steps")
     if step is None and (last := last_step(rundir)):
         step = last[0]
+    state = state_of(status, {} if here else result, launch)
+    ended_at = status.get("ended_at")
+    if ended_at is None and state in ENDED:  # nobody was there to say
+        ended_at = max(map(presences.end_of, rundir.nodes()), default=None)
+    started_at = status.get("started_at") or (launch or {}).get("submitted_at") or first_event_at(rundir)
+    for figure in (started_at, ended_at, step):
+        if figure is not None and not is_number(figure):
+            raise ValueError(f"{rundir.uri}: {figure!r} is no number")
     return JobRow(
         job_id=rundir.uri.rsplit("/", 1)[-1],
-        state=state_of(status, result, launched=launch is not None),
-        started_at=status.get("started_at") or (launch or {}).get("submitted_at") or first_event_at(rundir),
-        ended_at=status.get("ended_at"),
+        state=state,
+        started_at=started_at,
+        ended_at=ended_at,
         model=str((job.get("model") or {}).get("factory", "")),
         step=step,
     )
 
 
-def state_of(status: Mapping[str, Any], result: Mapping[str, Any], launched: bool) -> str:
-    """What the cluster says counts; for a job without one, what the trainer says. Pure."""
-    if status or launched:
-        return str(status.get("state", JobState.QUEUED))
-    return str(result["status"]) if result.get("status") in ENDED else str(JobState.RUNNING)
+def state_of(status: Mapping[str, Any], result: Mapping[str, Any], launch: Mapping[str, Any] | None) -> str:
+    """What the cluster says counts where it says that the job has ended. Else what the trainer says of its end: there
+    may be no cluster, or nobody who looks after the job any more. Pure."""
+    said = str(status.get("state", JobState.RUNNING if launch is None else JobState.QUEUED))
+    # One of an earlier launch says nothing of this one; trainers that do not regroup know of no launches.
+    counts = launch is None or result.get("launch") in (None, launch.get("launch"))
+    return str(result["status"]) if said not in ENDED and result.get("status") in ENDED and counts else said
 
 
 def first_event_at(rundir: RunDir) -> float | None:
     """When a job that no cluster started began to speak."""
     for name in rundir.storage.list(EVENTS)[:1]:
-        return float(json.loads(rundir.storage.read(f"{EVENTS}/{name}").splitlines()[0])["time"])
+        events, _ = parsed(rundir.storage.read(f"{EVENTS}/{name}"))
+        return float(events[0]["time"]) if events else None
     return None
 
 
 def cost_so_far(
     rundir: RunDir, stays: Sequence[NodePresence], running: bool, default_tier: Tier, now: float
 ) -> Cost | None:
-    """What the nodes have cost, None where their price is not known. On Azure with what each launch was given."""
+    """What the nodes have cost, None where their price is not known. On Azure with what each launch was given. A node
+    that is silent has cost until it was last heard of: nobody may be there to write its end."""
     launch, plan = rundir.read_json(LAUNCH) or {}, rundir.read_json(PLAN) or {}
     given = {item["launch"]: item for item in [*launch.get("history", ()), launch] if "launch" in item}
-    usage = []
-    for stay, item in zip(stays, presences.usage(stays, "", running, now), strict=True):
+    usage, seen = [], presences.usage(stays, "", running, now, stale_seconds(rundir.storage))
+    for stay, item in zip(stays, seen, strict=True):
         kind = given.get(stay.launch, launch)
         usage.append(replace(item, sku=kind.get("sku", ""), tier=kind.get("tier")))
     try:
@@ -228,7 +287,6 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
         note = f"nothing heard for {duration(silent)}"
     else:
         note = phase if row.running else ""
-    alive = sum(stay.ended_at is None for stay in presences.latest(job.stays)) if row.running else 0
     there = len({stay.node_id for stay in job.stays})
     figures = [
         ("state", row.state, note),
@@ -242,7 +300,7 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
         ),
         ("loss", number(progress.loss, 4), f"validation {number(progress.valid_loss, 4)}"),
         ("samples/s", number(progress.samples_per_second, 0), "all nodes"),
-        ("nodes alive", str(alive), f"of {there}" if there else ""),
+        ("nodes alive", str(job.nodes_alive(now)), f"of {there}" if there else ""),
         ("cost so far" if row.running else "cost", dollars(job.cost.usd), job.cost.words)
         if job.cost
         else ("cost", "–", "no price is known"),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -15,13 +17,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 from prometheus_client.registry import Collector
 
-from dtrain_dagster.clusters import presence as presences
-from dtrain_dagster.monitoring.dashboard import is_number
+from dtrain_dagster.monitoring.dashboard import UNREADABLE, is_number
 from dtrain_dagster.monitoring.job_board import JobBoard, OpenJob
 
 __all__ = ["CONTENT_TYPE", "exposition"]
 
 Family = GaugeMetricFamily | CounterMetricFamily
+Value = tuple[tuple[str, ...], Any]
+"""Labels besides the job's, and the figure."""
 JOB: dict[str, tuple[str, Callable[[OpenJob], Any]]] = {
     "dtrain_job_running": ("1 while the job has not ended", lambda job: int(job.row.running)),
     "dtrain_job_start_timestamp_seconds": ("When it was started", lambda job: job.row.started_at),
@@ -36,10 +39,7 @@ JOB: dict[str, tuple[str, Callable[[OpenJob], Any]]] = {
     "dtrain_samples_per_second": ("Over all nodes", lambda job: job.dashboard.progress.samples_per_second),
     "dtrain_step_seconds": ("Wall seconds of an optimizer step", lambda job: _last_step(job, "step_seconds")),
     "dtrain_time_left_seconds": ("Estimate of the training left", lambda job: job.dashboard.progress.eta_seconds),
-    "dtrain_nodes_alive": (
-        "Nodes that are there",
-        lambda job: sum(stay.ended_at is None for stay in presences.latest(job.stays)) if job.row.running else 0,
-    ),
+    "dtrain_nodes_alive": ("Nodes that are there", lambda job: job.nodes_alive(time.time())),
     "dtrain_cost_dollars": ("Node-hours at the price of the plan, not a bill", lambda job: job.cost and job.cost.usd),
 }
 NODE: dict[str, tuple[str, str, float]] = {
@@ -88,44 +88,44 @@ class JobCollector(Collector):
         for job in jobs:
             info.add_metric((job.row.job_id, job.row.model, job.row.state), 1.0)
         yield info
-        for name, (about, read) in JOB.items():
-            yield _gauge(name, about, ("job",), (((job.row.job_id,), read(job)) for job in jobs))
+        for name, (about, figure) in JOB.items():
+            yield _gauge(name, about, (), jobs, partial(_of_job, figure=figure))
         for name, (about, kind) in COUNTERS.items():
             counter = CounterMetricFamily(name, about, labels=("job",))
             for job in jobs:
                 counter.add_metric((job.row.job_id,), float(job.dashboard.counts[kind]))
             yield counter
         for name, (about, column, unit) in NODE.items():
-            yield _gauge(name, about, ("job", "node"), _of_nodes(jobs, column, unit))
+            yield _gauge(name, about, ("node",), jobs, partial(_of_nodes, column=column, unit=unit))
         for name, (about, column, unit) in GPU.items():
-            yield _gauge(name, about, ("job", "node", "gpu"), _of_gpus(jobs, column, unit))
+            yield _gauge(name, about, ("node", "gpu"), jobs, partial(_of_gpus, column=column, unit=unit))
         yield _gauge(
             "dtrain_step_segment_seconds", "Where an optimizer step's time goes; segments add up to the step",
-            ("job", "node", "rank", "segment"), _segments(jobs),
+            ("node", "rank", "segment"), jobs, _segments,
         )  # fmt: skip
         yield _gauge(
             "dtrain_rank_lateness_seconds", "How much less a rank waited than the one that waited most, median",
-            ("job", "node", "rank"), _lateness(jobs),
+            ("node", "rank"), jobs, _lateness,
         )  # fmt: skip
         yield _gauge(
             "dtrain_collective_seconds", "Time of a collective per step: on the wire, waiting, hidden by computation",
-            ("job", "collective", "part"), _collectives(jobs),
+            ("collective", "part"), jobs, _collectives,
         )  # fmt: skip
         yield _gauge(
-            "dtrain_collective_bandwidth_bytes_per_second", "Bus bandwidth", ("job", "collective"),
-            (
-                ((job.row.job_id, entry["name"]), entry["bandwidth_bytes_per_second"])
-                for job in jobs for entry in job.dashboard.collectives
-            ),
-        )  # fmt: skip
+            "dtrain_collective_bandwidth_bytes_per_second", "Bus bandwidth", ("collective",), jobs, _bandwidths
+        )
 
 
-def _gauge(name: str, about: str, labels: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], Any]]) -> Family:
-    """A gauge of what is known; what is not is absent."""
-    gauge = GaugeMetricFamily(name, about, labels=labels)
-    for key, value in values:
-        if is_number(value):
-            gauge.add_metric(key, float(value))
+def _gauge(
+    name: str, about: str, labels: tuple[str, ...], jobs: Iterable[OpenJob], read: Callable[[OpenJob], Iterable[Value]]
+) -> Family:
+    """A gauge of what is known of each job; what is not, or cannot be understood, is absent."""
+    gauge = GaugeMetricFamily(name, about, labels=("job", *labels))
+    for job in jobs:
+        with suppress(*UNREADABLE), job.lock:  # events that come meanwhile change what is read
+            for key, value in read(job):
+                if is_number(value):
+                    gauge.add_metric((job.row.job_id, *key), float(value))
     return gauge
 
 
@@ -139,38 +139,46 @@ def _scaled(sample: Mapping[str, Any], column: str, unit: float) -> float | None
     return float(value) * unit if value is not None and is_number(value) else None
 
 
-def _of_nodes(jobs: Iterable[OpenJob], column: str, unit: float) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for job in jobs:
-        for node, sample in job.dashboard.nodes.items():
-            yield (job.row.job_id, str(node)), _scaled(sample, column, unit)
+def _of_job(job: OpenJob, figure: Callable[[OpenJob], Any]) -> Iterator[Value]:
+    yield (), figure(job)
 
 
-def _of_gpus(jobs: Iterable[OpenJob], column: str, unit: float) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for job in jobs:
-        for node, sample in job.dashboard.nodes.items():
-            for gpu in sample.get("gpus") or ():
-                yield (job.row.job_id, str(node), str(gpu["index"])), _scaled(gpu, column, unit)
+def _of_nodes(job: OpenJob, column: str, unit: float) -> Iterator[Value]:
+    for node, sample in _samples(job):
+        yield (str(node),), _scaled(sample, column, unit)
 
 
-def _segments(jobs: Iterable[OpenJob]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for job in jobs:
-        if job.dashboard.windows:
-            window = job.dashboard.windows[-1]
-            for segment, values in window.segments.items():
-                for rank, (node, seconds) in enumerate(zip(window.nodes, values, strict=True)):
-                    yield (job.row.job_id, str(node), str(rank), segment), seconds
+def _of_gpus(job: OpenJob, column: str, unit: float) -> Iterator[Value]:
+    for node, sample in _samples(job):
+        for gpu in sample.get("gpus") or ():
+            yield (str(node), str(gpu["index"])), _scaled(gpu, column, unit)
 
 
-def _lateness(jobs: Iterable[OpenJob]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for job in jobs:
-        if job.dashboard.windows:
-            window = job.dashboard.windows[-1]
-            for rank, (node, late) in enumerate(zip(window.nodes, window.late, strict=False)):
-                yield (job.row.job_id, str(node), str(rank)), late
+def _samples(job: OpenJob) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The newest of each node that the others have not gone on without."""
+    board = job.dashboard
+    return ((node, sample) for node, sample in board.nodes.items() if node not in board.lost)
 
 
-def _collectives(jobs: Iterable[OpenJob]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for job in jobs:
-        for entry in job.dashboard.collectives:
-            for part in ("wire", "waiting", "overlapped"):
-                yield (job.row.job_id, entry["name"], part), entry[f"{part}_milliseconds"] / 1000
+def _segments(job: OpenJob) -> Iterator[Value]:
+    for window in list(job.dashboard.windows)[-1:]:
+        for segment, values in window.segments.items():
+            for rank, (node, seconds) in enumerate(zip(window.nodes, values, strict=True)):
+                yield (str(node), str(rank), segment), seconds
+
+
+def _lateness(job: OpenJob) -> Iterator[Value]:
+    for window in list(job.dashboard.windows)[-1:]:
+        for rank, (node, late) in enumerate(zip(window.nodes, window.late, strict=False)):
+            yield (str(node), str(rank)), late
+
+
+def _collectives(job: OpenJob) -> Iterator[Value]:
+    for entry in job.dashboard.collectives:
+        for part in ("wire", "waiting", "overlapped"):
+            yield (entry["name"], part), entry[f"{part}_milliseconds"] / 1000
+
+
+def _bandwidths(job: OpenJob) -> Iterator[Value]:
+    for entry in job.dashboard.collectives:
+        yield (entry["name"],), entry["bandwidth_bytes_per_second"]

@@ -22,7 +22,7 @@ from small_job import write_dataset
 from dtrain_dagster.cli import main
 from dtrain_dagster.cli_job import as_begun, dataset_config, plan_job, runnable, total_steps
 from dtrain_dagster.clusters.base import OWNER, ClusterError
-from dtrain_dagster.logs import FileFollower, LogPoller
+from dtrain_dagster.logs import FileFollower, LogPoller, by_node
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.terminal import nodes_table, progress_line
 from trainer.config import ConfigError, parse_job
@@ -140,6 +140,7 @@ def test_launch_refuses_what_cannot_be_run(shell: Shell):
     assert "no script 'nothing.py'" in shell.refused("launch", "nothing.py")
     assert "DTRAIN_NODES=999" in shell.refused("launch", "--nodes", "999", "s.py")
     assert "--name '../x'" in shell.refused("launch", "--name", "../x", "s.py")
+    assert "at most 200" in shell.refused("launch", "--name", 201 * "x", "s.py")
     assert not (shell.folder / "home" / "storage").exists()
 
 
@@ -404,6 +405,21 @@ def test_logs_that_only_the_cluster_has_are_given_line_by_line():
     follower = LogPoller(ask, 0.0)
     follower.skip_to_end(keep_lines=1)
     assert list(follower.read(node_id=0, to_the_end=True)) == [(0, "b"), (0, "c")]
+
+
+def test_a_line_of_one_rank_does_not_repeat_those_of_the_next():
+    texts = {0: "a\n", 1: "x\n"}
+    before = "--- launch 1, j-l1 ---\nold\n"  # kept of a launch that has ended
+    follower = LogPoller(
+        lambda: f"=== node-0.log ===\n{before}--- launch 2, j-l2 ---\n{by_node(texts, 2)[0]}".rstrip("\n"), 0.0
+    )
+    follower.skip_to_end(keep_lines=1)
+    assert list(follower.read(to_the_end=True)) == [(0, "x")]
+    texts |= {0: "a\nb\n", 2: "of node 1\n"}
+    assert list(follower.read(to_the_end=True)) == [(0, "b")]
+    texts[1] = "x\ny\n"
+    assert list(follower.read()) == []
+    assert list(follower.read()) == [(0, "y")]
 
 
 def test_a_node_that_is_silent_is_not_said_to_be_there():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,13 @@ from told_events import HOSTILE, START, event, hang, membership, sample, timing,
 
 from dtrain_dagster.cli import main
 from dtrain_dagster.monitoring import page, prometheus
-from dtrain_dagster.monitoring.dashboard import POINTS, PerformanceDashboard
+from dtrain_dagster.monitoring.dashboard import MOST_NODES, POINTS, PerformanceDashboard
 from dtrain_dagster.monitoring.dashboard_server import build_app
-from dtrain_dagster.monitoring.job_board import JobBoard, state_of
+from dtrain_dagster.monitoring.job_board import RECENT_JOBS, JobBoard, state_of
 from dtrain_dagster.monitoring.panels import PANELS
 from dtrain_dagster.terminal import live_nodes_table
-from trainer.rundir import RunDir
+from trainer.rundir import NodePresence, RunDir
+from trainer.storage import Storage
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,18 +122,21 @@ def test_every_column_that_a_panel_names_is_recorded():
 
 
 @pytest.mark.parametrize(
-    ("status", "result", "launched", "state"),
+    ("status", "result", "launch", "state"),
     [
-        ({}, {}, True, "queued"),
-        ({"state": "running"}, {"status": "failed"}, True, "running"),
-        ({"state": "cancelled"}, {"status": "succeeded"}, True, "cancelled"),
-        ({}, {}, False, "running"),
-        ({}, {"status": "succeeded"}, False, "succeeded"),
-        ({}, {"status": "stopped"}, False, "running"),
+        ({}, {}, {"launch": 1}, "queued"),
+        ({"state": "running"}, {"status": "failed", "launch": 1}, {"launch": 2}, "running"),
+        ({"state": "running"}, {"status": "failed", "launch": 2}, {"launch": 2}, "failed"),
+        ({"state": "running"}, {"status": "succeeded"}, {"launch": 2}, "succeeded"),
+        ({"state": "cancelled"}, {"status": "succeeded"}, {"launch": 1}, "cancelled"),
+        ({}, {}, None, "running"),
+        ({}, {"status": "succeeded", "launch": 1}, None, "succeeded"),
+        ({}, {"status": "stopped"}, None, "running"),
     ],
 )
-def test_the_cluster_has_the_last_word_on_how_a_job_stands(status, result, launched, state):
-    assert state_of(status, result, launched) == state
+def test_the_cluster_has_the_last_word_on_how_a_job_stands(status, result, launch, state):
+    """And the trainer where the cluster has not spoken it: nobody may look after the job any more."""
+    assert state_of(status, result, launch) == state
 
 
 def test_the_terminal_has_a_line_for_each_node():
@@ -159,14 +165,20 @@ def served(tmp_path: Path) -> Iterator[tuple[str, RunDir]]:
         event("error", START + 43, message=HOSTILE, fatal=False),
     ]
     rundir = write_run(tmp_path, "newer", told_of)
-    server = uvicorn.Server(uvicorn.Config(build_app(JobBoard(str(tmp_path), "dedicated")), port=0, log_level="error"))
+    with serving(tmp_path) as url:
+        yield url, rundir
+
+
+@contextmanager
+def serving(jobs: Path) -> Iterator[str]:
+    server = uvicorn.Server(uvicorn.Config(build_app(JobBoard(str(jobs), "dedicated")), port=0, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
         assert thread.is_alive()
         time.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
-    yield f"http://127.0.0.1:{port}", rundir
+    yield f"http://127.0.0.1:{port}"
     server.should_exit = True
     thread.join(10)
 
@@ -234,19 +246,146 @@ def test_a_saved_report_needs_nothing_and_runs_nothing_but_its_own_scripts(serve
     assert json.loads(data[1])["news"][0]["text"] == HOSTILE
 
 
-def test_jobs_on_remote_storage_are_read_the_same_way():
+@pytest.fixture
+def remote() -> str:
+    return f"memory://dashboard-{time.time_ns()}/jobs"
+
+
+def test_jobs_on_remote_storage_are_read_the_same_way(remote: str):
     """Nothing but the verbs of storage: no folder, no lock."""
-    jobs = f"memory://dashboard-{time.time_ns()}/jobs"
-    write_run(jobs, "far", told(5))
-    board = JobBoard(jobs, "dedicated")
+    write_run(remote, "far", told(5))
+    board = JobBoard(remote, "dedicated")
     assert [(row.job_id, row.state, row.step) for row in board.jobs()] == [("far", "running", 25)]
     job = board.open("far", time.time())
     assert job is not None
     assert len(job.snapshot(0, "", time.time())["tracks"]["steps"]["rows"]) == 5
-    assert page.write_report(job.rundir, "dedicated") == f"{jobs}/far/{page.REPORT}"
+    assert page.write_report(job.rundir, "dedicated") == f"{remote}/far/{page.REPORT}"
+
+
+def test_a_job_that_nobody_looks_after_does_not_cost_for_ever(remote: str):
+    rundir = write_run(remote, "alone", told(5))
+    now = time.time()
+    rundir.write_json("launch.json", {"launch": 1, "sku": "Standard_NC6s_v3", "submitted_at": now})
+    rundir.write_node(NodePresence(node_id=0, launch=1, started_at=now - 7200, last_seen_at=now - 3600))
+    for node in (1, 2):
+        rundir.write_node(NodePresence(node_id=node, launch=1, started_at=now, last_seen_at=now))
+    silent = JobBoard(remote, "dedicated").open("alone", now)
+    assert silent is not None
+    assert silent.cost is not None
+    assert (silent.nodes_alive(now), silent.cost.usd) == (2, pytest.approx(3.06, abs=0.02)), "one hour, not two"
+    rundir.write_json("result.json", {"status": "succeeded", "launch": 1, "steps": 25})
+    (row,) = JobBoard(remote, "dedicated").jobs()
+    assert (row.state, row.ended_at) == ("succeeded", pytest.approx(now))
+
+
+def test_a_damaged_run_directory_takes_no_other_away(tmp_path: Path):
+    damages = {
+        "cut": {"status.json": b'{"state": "runn'},
+        "list": {"job.json": b"[1]"},
+        "date": {"status.json": b'{"state": "running", "started_at": "yesterday"}'},
+        "infinite": {"status.json": b'{"state": "running", "started_at": Infinity}'},
+        "node": {"nodes/l0001-n000-s001.json": b"{"},
+        "events": {"status.json": b"{}", "events/g0001-r00000-000000.jsonl": b"", "nodes/x.json": b"[]"},
+    }
+    write_run(tmp_path, "sound", told(5))
+    for name, files in damages.items():
+        rundir = write_run(tmp_path, name, told(5))
+        for file, data in files.items():
+            rundir.storage.write(file, data)
+    RunDir(str(tmp_path / "command")).write_json("launch.json", {"launch": 1})  # of `dtrain launch`: no training
+    with serving(tmp_path) as url:
+        jobs = requests.get(f"{url}/jobs.json", timeout=10).json()["jobs"]
+        metrics = requests.get(f"{url}/metrics", timeout=10).text
+        answer = requests.get(f"{url}/jobs/cut.json", timeout=10)
+    whole = {"sound": "running", "node": "running", "events": "running"}
+    assert {row["job_id"]: row["state"] for row in jobs} == dict.fromkeys(damages, "unreadable") | whole
+    assert 'dtrain_step{job="sound"} 25.0' in metrics
+    assert (answer.status_code, "cannot be read" in answer.text) == (500, True)
+
+
+def test_a_deleted_job_is_gone(remote: str):
+    for name in ("kept", "deleted"):
+        write_run(remote, name, told(1), state="succeeded")
+    board = JobBoard(remote, "dedicated")
+    assert {row.job_id for row in board.jobs()} == {"kept", "deleted"}
+    assert board.open("deleted", time.time())
+    Storage(remote).delete("deleted")
+    board._listed = (-1e9, [])  # time goes by
+    board._open["deleted"]._read_at = -1e9
+    assert board.open("deleted", time.time()) is None
+    assert [row.job_id for row in board.jobs()] == ["kept"]
+    assert list(board._open) == []
+
+
+def test_remote_storage_is_asked_no_more_than_it_takes(remote: str, monkeypatch: pytest.MonkeyPatch):
+    """Rows side by side; of a job that has ended only whether it was started again; nothing twice for /metrics."""
+    for number in range(RECENT_JOBS + 2):
+        write_run(remote, f"job-{number}", told(1), state="succeeded")
+    board = JobBoard(remote, "dedicated")
+    read, meet, count, asked = Storage.read, threading.Barrier(2), itertools.count(), list[str]()
+
+    def noted(storage: Storage, name: str) -> bytes:
+        asked.append(name)
+        if next(count) < 2:
+            meet.wait(10)
+        return read(storage, name)
+
+    monkeypatch.setattr(Storage, "read", noted)
+    board.jobs()
+    folds = {job.row.job_id: job for job in board.recent(time.time())}
+    for number in range(RECENT_JOBS + 2):
+        board.open(f"job-{number}", time.time())
+    assert {job.row.job_id: job for job in board.recent(time.time())} == folds, "none was folded anew"
+    job = folds.popitem()[1]
+    job._read_at = -1e9  # time goes by
+    asked.clear()
+    job.refresh(time.time())
+    assert asked == ["status.json"]
+    job.rundir.write_json("status.json", {"state": "running", "started_at": START})
+    job.rundir.append_events(1, 0, 2, told(1, first=1))
+    job._read_at = -1e9
+    assert (job.refresh(time.time()).row.state, job.dashboard.progress.step) == ("running", 10)
 
 
 # ---- Prometheus and Grafana
+
+
+def test_metrics_are_of_nodes_that_are_there_and_survive_strange_figures(remote: str):
+    """While they are read, nothing is folded in."""
+    held = []
+
+    class Cards(list):
+        def __iter__(self):
+            held.append(job.lock.locked())
+            return super().__iter__()
+
+    strange = [
+        event("node", START + 8, node_id=0, cpu_percent=40.0, memory_percent=10**400),
+        event("node", START + 8, node_id=1, cpu_percent=10**400, memory_percent=2.0, gpus=[{}]),
+        event("step", START + 8, step=6, loss=10**400),
+        event("step", 10**400, step=7),
+        timing(30, START + 9, slow=1) | {"steps": 0},
+        membership(2, START + 9, nodes=[0, 1], lost=[2], joined=[]),
+    ]
+    write_run(remote, "mine", [*told(5), *strange])
+    board = JobBoard(remote, "dedicated")
+    job = board.open("mine", time.time())
+    assert job is not None
+    job.dashboard.nodes[0]["gpus"] = Cards([{"index": 0, "utilization": 50.0}])
+    metrics = prometheus.exposition(board).decode()
+    assert 'dtrain_node_cpu_utilization_ratio{job="mine",node="0"} 0.4' in metrics
+    assert 'dtrain_node_memory_utilization_ratio{job="mine",node="1"} 0.02' in metrics
+    assert re.findall(r'dtrain_node_cpu_utilization_ratio{job="mine",node="([12])"}', metrics) == []
+    assert 'dtrain_gpu_utilization_ratio{gpu="0",job="mine",node="0"} 0.5' in metrics
+    assert held
+    assert all(held)
+    assert job.snapshot(0, "", time.time())["ranks"]["steps"] == 25
+    assert folded([timing(30, START, slow=1) | {"steps": 0}]).ranks() is None
+
+
+def test_nodes_that_no_training_has_take_no_room():
+    board = folded([event("node", START, node_id=node, cpu_percent=1.0) for node in range(MOST_NODES + 5)])
+    assert (len(board.nodes), len(board.tracks)) == (MOST_NODES, MOST_NODES)
 
 
 def test_metrics_follow_prometheus_conventions_and_feed_the_grafana_dashboard(served: tuple[str, RunDir]):

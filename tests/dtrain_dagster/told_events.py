@@ -94,6 +94,7 @@ def write_run(jobs: Path | str, job_id: str, events: list[dict[str, Any]], state
     )
     rundir.write_json("plan.json", {"tier": "dedicated", "price_words": "list price, not the bill"})
     for node in range(3):
-        rundir.write_node(NodePresence(node_id=node, launch=1, started_at=started_at, ended_at=ended_at))
+        stay = NodePresence(node_id=node, launch=1, started_at=started_at, ended_at=ended_at, last_seen_at=time.time())
+        rundir.write_node(stay)
     rundir.append_events(1, 0, 1, events)
     return rundir

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,6 +114,9 @@ def test_a_training_is_seen_while_it_runs(project: Project, url: str, page: Page
 
     assert page.complaints == []  # type: ignore[attr-defined]
     assert {address for address in asked if not address.startswith((url, "data:"))} == set()
+
+    shutil.rmtree(project.jobs / "told")
+    wait_for(lambda: page.evaluate("location.hash") == "#live", 20, "the page to show another job than the deleted one")
 
 
 def test_a_saved_report_opens_without_any_network(project: Project, page: Page, tmp_path: Path):

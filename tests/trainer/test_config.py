@@ -41,6 +41,7 @@ def test_overrides_are_json_or_plain_text_and_reach_any_depth() -> None:
         ("training.epoch=3", "training.epoch = 3: .*did you mean epochs"),
         ("training.master_port=70000", "training.master_port = 70000: .*65535"),
         ("job_id=../elsewhere", "job_id = '../elsewhere': .*pattern"),
+        (f"job_id={'x' * 201}", "job_id = 'x+': .*pattern"),
         ("training=3", "training = 3: .*object"),
         ("epochs", "dotted.key=value, such as training.epochs=3"),
         ("job_id.part=1", "'job_id' is not a section of job.json"),

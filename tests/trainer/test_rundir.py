@@ -33,6 +33,23 @@ def test_events_come_in_order_of_time_and_each_once(rundir: RunDir) -> None:
     assert [item["step"] for item in rundir.events("step")] == [1, 2]
 
 
+def test_a_damaged_line_takes_no_other_away(rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    events = [event("step", 0, 1, step=number) for number in range(3)]
+    for number, told in enumerate(events):
+        rundir.append_events(1, 0, number, [told])
+    for number, damage in enumerate(
+        (b'{"kind": "step", "ti', b"[]", b'{"kind": "step"}', b'\xff{"kind": 3, "time": 1}')
+    ):
+        rundir.storage.write(f"events/g0001-r00001-{number:06d}.jsonl", damage)
+    rundir.storage.write("events/g0001-r00001-000009.jsonl", b"")
+    seen: set[str] = set()
+    assert rundir.follow(seen) == events
+    assert rundir.follow(seen) == []
+    assert [record.getMessage().split(": ")[1][:7] for record in caplog.records] == ["4 line("]
+    rundir.storage.write("events/g0001-r00000-000003.jsonl", b"{")
+    assert rundir.steps_reported(0) == {0, 1, 2}
+
+
 def test_a_number_is_used_once(rundir: RunDir) -> None:
     rundir.append_events(1, 0, 1, [event("step", 0, 1)])
     with pytest.raises(FileExistsError):

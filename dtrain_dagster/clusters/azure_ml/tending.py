@@ -19,9 +19,10 @@ from dtrain_dagster.clusters.azure_ml.jobs import Jobs, NameTaken, ServiceJob
 from dtrain_dagster.clusters.azure_ml.launches import Launches, Record
 from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, Provisioned, Provisioner
 from dtrain_dagster.clusters.azure_ml.states import Decision, Facts, Look, Patience, decide, phase_of
-from dtrain_dagster.clusters.azure_ml.traces import Traces, is_here
+from dtrain_dagster.clusters.azure_ml.traces import Traces
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus, NoCapacityError
 from dtrain_dagster.clusters.policy import is_failure
+from dtrain_dagster.clusters.presence import is_here
 from dtrain_dagster.clusters.supervisor import how_to_go_on
 from trainer.rundir import RESULT, STATUS, RunDir
 

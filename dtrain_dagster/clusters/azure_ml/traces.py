@@ -15,7 +15,8 @@ from dtrain_dagster.clusters.azure_ml.launches import Record, kinds
 from dtrain_dagster.clusters.azure_ml.states import Look
 from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.clusters.policy import is_failure
-from trainer.rundir import LOGS, NodePresence, RunDir, stale_seconds
+from dtrain_dagster.logs import by_node
+from trainer.rundir import LOGS, RunDir, stale_seconds
 
 PROVISIONING = "provisioning.json"
 """In a run directory: for each launch, what was tried to get its nodes."""
@@ -44,7 +45,7 @@ class Traces:
         found = []
         for node in self.rundir.nodes():
             sku, tier = bought.get(node.launch) or (record["sku"] if record else "", None)
-            here = running and node.launch == launch and is_here(node, now, self.stale)
+            here = running and node.launch == launch and presences.is_here(node, now, self.stale)
             end = now if here else presences.end_of(node)
             found.append(NodeUsage(node_id=node.node_id, sku=sku, started_at=node.started_at, ended_at=end, tier=tier))
         return found
@@ -70,12 +71,8 @@ class Traces:
 
     def printed(self, record: Record) -> dict[int, str]:
         """What a launch printed so far, by node, as the service has it. `ServiceError` if that cannot be told."""
-        found: dict[int, str] = {}
         texts = self.jobs.logs(record["job_name"], self.jobs.options.look_patience_seconds)
-        for rank, text in sorted(texts.items()):
-            node_id = rank // record["processes_per_node"]
-            found[node_id] = found.get(node_id, "") + text.rstrip("\n") + "\n"
-        return found
+        return by_node(texts, record["processes_per_node"])
 
     def kept(self, node_id: int) -> str:
         """What launches that have ended printed on a node."""
@@ -93,13 +90,13 @@ class Traces:
         """The end of the log that most likely says why a job failed, for its message."""
         texts = {node_id: self.kept(node_id) for node_id in range(node_count)}
         failed = [node.node_id for node in self.rundir.nodes() if any(map(is_failure, node.exit_codes))]
-        node_id = next((node_id for node_id in [*failed, *texts] if texts.get(node_id)), None)
+        node_id = next((node_id for node_id in [*failed, *texts] if _has_words(texts.get(node_id, ""))), None)
         if node_id is None:
             return ""
         end = "\n".join(texts[node_id].splitlines()[-LOG_TAIL_LINES:])
         return f"; the end of the log of node {node_id}:\n{end}"
 
 
-def is_here(node: NodePresence, now: float, stale: float) -> bool:
-    """Is it there, as far as it says itself? ``stale``: who was silent for so many seconds is not."""
-    return node.ended_at is None and now - (node.last_seen_at or node.started_at) < stale
+def _has_words(text: str) -> bool:
+    """Is there more in a log than headers? A rank that was killed because another one failed may have said nothing."""
+    return any(line and not line.startswith("--- ") for line in text.splitlines())

@@ -289,9 +289,11 @@ function take(answer) {
   if (!nothingNew) draw(first ? null : Object.keys(answer.tracks));
 }
 
+class Refused extends Error {}
+
 async function ask(path) {
   const response = await fetch(path);
-  if (!response.ok) throw new Error(`${path}: ${response.status}`);
+  if (!response.ok) throw new Refused(await response.text());
   return response.json();
 }
 
@@ -320,7 +322,7 @@ async function poll() {
   element("empty").textContent = "There is no training yet. `dtrain train --dataset latest` or `make run` starts one.";
   element("panels").hidden = !jobs.length;
   if (!jobs.length) return;
-  if (!job.id || (wanted !== job.id && known.includes(wanted))) choose(known.includes(wanted) ? wanted : known[0]);
+  if (!known.includes(job.id) || (wanted !== job.id && known.includes(wanted))) choose(known.includes(wanted) ? wanted : known[0]);
   listJobs(jobs);
   const id = job.id;
   const answer = await ask(`jobs/${encodeURIComponent(id)}.json?since=${job.version}&token=${job.token}`);
@@ -337,7 +339,8 @@ async function update() {
     element("note").textContent = `updated ${clock(Date.now() / 1000)}`;
   } catch (error) {
     console.error(error);
-    element("note").textContent = "the dashboard's server does not answer; the figures are old";
+    const why = error instanceof Refused ? error.message : "the dashboard's server does not answer";
+    element("note").textContent = `${why}; the figures are old`;
   } finally {
     polling = false;
   }
