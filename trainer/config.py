@@ -16,6 +16,8 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+MOST_TRACED_STEPS = 50
+"""What a trace costs the training grows with it: see `trainer.profiling`."""
 
 
 class ConfigError(ValueError):
@@ -131,7 +133,7 @@ class DistributedTrainingConfig:
     hang_seconds: float | None = Field(default=None, gt=0)
     """A rank whose step takes longer reports where it stands (`trainer.watchdog`). None: 20 s, or 20 times the median
     step if that is longer. Never much later than half of ``collective_timeout_seconds``."""
-    profile_steps: int | None = Field(default=None, ge=1, le=1000)
+    profile_steps: int | None = Field(default=None, ge=1, le=MOST_TRACED_STEPS)
     """Trace this many optimizer steps of every start, on every rank, to ``<run_dir>/profile/trace-r<rank>-s<last
     step>.json`` (Chrome's trace format); None does not trace, unless it is asked to while it runs: see
     `trainer.profiling` (T5)."""
