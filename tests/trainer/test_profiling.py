@@ -131,7 +131,11 @@ def test_a_request_to_several_ranks_waits_until_steps_are_done(rundir: RunDir) -
 def test_a_profiler_that_fails_costs_its_trace_and_nothing_else(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    def broken(_: object) -> None:
+    stop = torch.profiler.profile.stop
+
+    def broken(profile: torch.profiler.profile) -> None:
+        if method == "stop":
+            stop(profile)
         raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
 
     with monkeypatch.context() as patch:
@@ -140,8 +144,6 @@ def test_a_profiler_that_fails_costs_its_trace_and_nothing_else(
         rank.train(1)
         rank.profiler.close(rank.done)
         rank.end()
-    if torch.autograd._profiler_enabled():  # what was not stopped
-        torch.autograd._disable_profiler()
     [error] = rundir.events("error")
     assert (error["fatal"], "INSUFFICIENT_PRIVILEGES" in error["message"]) == (False, True)
     assert not rank.traces()
