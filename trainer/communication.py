@@ -87,8 +87,8 @@ class CommunicationProfiler:
     """
 
     def __init__(self, world: World, timer: StepTimer, probe_at: int = 0) -> None:
-        self.world, self.timer, self.probe_at = world, timer, probe_at
         """``probe_at``: steps to be done before links are probed; the same on all ranks."""
+        self.world, self.timer, self.probe_at = world, timer, probe_at
         self._steps: deque[tuple[list[Mark], list[Collective], int]] = deque(maxlen=MOST_STEPS)
         self._totals = (0.0, 0)
         self._shares: deque[float] = deque(maxlen=PROBE_WINDOWS)
@@ -256,18 +256,20 @@ def time_links(transport: Transport, rank: int, size: int) -> tuple[int, list[fl
     seconds that all of it took. The same on all ranks.
 
     How fast a link is is not known before, and no all-reduce says so of those that are not in its ring. So it begins
-    with few bytes, and goes on with more only where that is sure to fit in `PROBE_SECONDS`, as far as one can tell from
-    those before.
+    with few bytes, and goes on with more only where that is expected to fit in `PROBE_SECONDS`, by what those before
+    took.
     """
     if not isinstance(transport, TorchTransport):
         raise GroupError("links can be probed in a group of torch's only")
-    bytes_, took = PROBE_LEAST, 0.0
+    bytes_, took, before = PROBE_LEAST, 0.0, 0.0
     while True:
         *seconds, last = _send_over_links(transport, rank, size, bytes_)
         took += last
-        if bytes_ >= PROBE_BYTES or took + PROBE_GROWTH * last > PROBE_SECONDS:
+        # What bytes take grows with them; latency does not.
+        expected = last + PROBE_GROWTH * max(0.0, sum(seconds) - before)
+        if bytes_ >= PROBE_BYTES or took + expected > PROBE_SECONDS:
             return bytes_, seconds, took
-        bytes_ *= PROBE_GROWTH
+        bytes_, before = PROBE_GROWTH * bytes_, sum(seconds)
 
 
 def _send_over_links(transport: TorchTransport, rank: int, size: int, bytes_: int) -> list[float]:

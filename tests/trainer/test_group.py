@@ -222,7 +222,7 @@ def test_a_link_that_is_slow_is_found(ranks: Callable[..., Ranks]) -> None:
         time.sleep(0.3 if (transport.group.rank(), target, len(tensor)) == (1, 0, PROBE_BYTES) else 0.0)
         send(transport, tensor, target)
 
-    with mock.patch.object(TorchTransport, "send", slow):
+    with mock.patch.object(TorchTransport, "send", slow), mock.patch.object(communication, "PROBE_SECONDS", NEVER):
         look = lambda one: one.group.run("probe", partial(time_links, rank=one.rank, size=3))  # noqa: E731
         [(bytes_, seconds, took), *others] = world.all(look)
     assert others == [(bytes_, seconds, took)] * 2
