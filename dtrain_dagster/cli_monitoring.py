@@ -90,7 +90,7 @@ def watch(job_id: str) -> None:
 
 @click.command()
 @click.argument("job_id", metavar="JOB")
-@click.option("--steps", type=click.IntRange(1, 1000), default=5, show_default=True, help="Optimizer steps to trace.")
+@click.option("--steps", type=click.IntRange(1, 50), default=5, show_default=True, help="Optimizer steps to trace.")
 @click.option(
     "--rank", "ranks", type=click.IntRange(min=0), multiple=True, metavar="R", help="May be repeated.  [default: 0]"
 )

@@ -13,6 +13,7 @@ means would be too large where ranks take turns in being late. Every rank measur
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import deque
@@ -30,24 +31,32 @@ from trainer.step import Step
 from trainer.timing import SEGMENTS, Mark, StepTimer, computed_at, durations, moments
 from trainer.world import World
 
-FIELDS = (*SEGMENTS, "loss_sum", "samples")
+FIELDS = (*SEGMENTS, "samples")
+MOST_STEPS = 1000
+"""In a window: of a longer one, the last so many steps are looked at."""
 PROBE_SHARE = 0.2
 """Exposed wire time, as a share of a step's, above which links are looked at one by one."""
 PROBE_EVERY, PROBE_WINDOWS = 200, 3
-"""Steps between two probes at least, and the windows whose mean decides."""
-PROBE_BYTES, PROBE_SECONDS = 1 << 20, 2.0
+"""Steps between two probes at least, as many as last this many times as long as the probe; and the windows whose mean
+decides."""
+PROBE_LEAST, PROBE_BYTES, PROBE_GROWTH, PROBE_SECONDS = 1 << 12, 1 << 20, 4, 2.0
+"""A probe sends the least first, and more as long as that is expected to take no longer than this."""
 DIGITS = 7
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What all ranks measured in the steps since the last report; the same on every rank."""
+    """What all ranks measured in the steps since the last report, of these the last `MOST_STEPS`; the same on every
+    rank."""
 
     values: NDArray[np.float64]
     """(ranks, steps, fields), seconds: `FIELDS`, then for each collective its own duration and the part of it that the
     backward computation hid; NaN in a step that had no such collective."""
     collectives: tuple[tuple[str, int], ...] = ()
     """(name, bytes)"""
+    loss_sum: float = 0.0
+    samples: float = 0.0
+    """Over ranks and all steps."""
 
     def field(self, name: str) -> NDArray[np.float64]:
         """(ranks, steps)"""
@@ -61,9 +70,8 @@ class Window:
 
     @property
     def totals(self) -> dict[str, float]:
-        """Over ranks and steps; ``loss`` is that of a sample."""
-        loss_sum, samples = (float(self.field(name).sum()) for name in ("loss_sum", "samples"))
-        return {"loss_sum": loss_sum, "samples": samples, "loss": loss_sum / samples}
+        """``loss`` is that of a sample."""
+        return {"loss_sum": self.loss_sum, "samples": self.samples, "loss": self.loss_sum / self.samples}
 
     @property
     def seconds(self) -> float:
@@ -78,33 +86,38 @@ class CommunicationProfiler:
     the device, so that they are the collectives' own there too.
     """
 
-    def __init__(self, world: World, timer: StepTimer) -> None:
-        self.world, self.timer = world, timer
-        self._steps: list[tuple[list[Mark], list[Collective], float, int]] = []
+    def __init__(self, world: World, timer: StepTimer, probe_at: int = 0) -> None:
+        """``probe_at``: steps to be done before links are probed; the same on all ranks."""
+        self.world, self.timer, self.probe_at = world, timer, probe_at
+        self._steps: deque[tuple[list[Mark], list[Collective], int]] = deque(maxlen=MOST_STEPS)
+        self._totals = (0.0, 0)
         self._shares: deque[float] = deque(maxlen=PROBE_WINDOWS)
-        self._probed_at: int | None = None
-        self._bandwidth: float | None = None
+        self._step_seconds = 0.0
         timer.drop()
 
     def add(self, loss_sum: float, samples: int) -> None:
         """A step is done. ``loss_sum`` and ``samples`` are this rank's."""
         if self.timer.enabled:
             marks = self.timer.take()
-            self._steps.append((marks, self._collectives_of(marks), loss_sum, samples))
+            self._steps.append((marks, self._collectives_of(marks), samples))
+            self._totals = (self._totals[0] + loss_sum, self._totals[1] + samples)
 
     def exchange(self) -> Window:
         """The steps since the last call, of all ranks: one collective."""
-        steps, self._steps = self._steps, []
         sizes: dict[str, int] = {}
-        for _, collectives, _, _ in steps:
+        for _, collectives, _ in self._steps:
             sizes |= {name_of(item.what): item.bytes for item in collectives}
         names = list(sizes)
-        values = np.zeros((self.world.world_size, len(steps), len(FIELDS) + 2 * len(names)))
-        values[self.world.rank] = [row_of(*step, names) for step in steps]
-        self.world.sum(torch.from_numpy(values))
-        window = Window(values, tuple(sizes.items()))
-        self._shares.append(float(window.wire.mean()) / max(window.seconds, 1e-9))
-        self._bandwidth = bandwidth_of(window)
+        shape = (self.world.world_size, len(self._steps), len(FIELDS) + 2 * len(names))
+        numbers = np.zeros(2 + math.prod(shape))
+        numbers[:2], values = self._totals, numbers[2:].reshape(shape)
+        values[self.world.rank] = [row_of(*step, names) for step in self._steps]
+        self._steps.clear()
+        self._totals = (0.0, 0)
+        self.world.sum(torch.from_numpy(numbers))
+        window = Window(values, tuple(sizes.items()), *numbers[:2].tolist())
+        self._step_seconds = max(window.seconds, 1e-9)
+        self._shares.append(float(window.wire.mean()) / self._step_seconds)
         return window
 
     def report(self, window: Window, step: Step) -> dict[str, Any]:
@@ -122,16 +135,18 @@ class CommunicationProfiler:
     def probe(self, step: int) -> dict[str, Any] | None:
         """At the end of a window: a ``link`` event's fields, where the links are worth a look; a collective then.
 
-        All ranks decide alike, for all have the same windows. In parameter-server mode there is one host to look at
-        whatever the links are, and nothing is done."""
-        if self.world.topology == "star" or not is_probe_due(self._shares, step, self._probed_at):
+        All ranks decide alike, for all have the same windows. Nothing is done in parameter-server mode, where there is
+        one host to look at whatever the links are, nor with NCCL, which goes other ways than gloo's messages."""
+        if self.world.topology == "star" or self.world.backend != "gloo":
+            return None
+        if not is_probe_due(self._shares, step, self.probe_at):
             return None
         assert self.world.group is not None
-        self._probed_at = step
+        self.probe_at = step + PROBE_EVERY  # where the probe fails too
         size = self.world.world_size
-        bytes_ = probe_bytes(self._bandwidth, len(links(size)))
-        look = partial(time_links, rank=self.world.rank, size=size, bytes_=bytes_)
-        seconds = self.world.group.run("probe of the links", look)
+        look = partial(time_links, rank=self.world.rank, size=size)
+        bytes_, seconds, took = self.world.group.run("probe of the links", look)
+        self.probe_at = next_probe(step, took, self._step_seconds)
         return {
             "step": step,
             "bytes": bytes_,
@@ -158,9 +173,7 @@ def name_of(what: str) -> str:
     return found[0] if found else what
 
 
-def row_of(
-    marks: Sequence[Mark], collectives: Sequence[Collective], loss_sum: float, samples: int, names: Sequence[str]
-) -> list[float]:
+def row_of(marks: Sequence[Mark], collectives: Sequence[Collective], samples: int, names: Sequence[str]) -> list[float]:
     """One step of one rank, as in `Window.values`; ``names``: of the window's collectives."""
     when = moments(marks)
     computed = computed_at(marks, when)
@@ -172,7 +185,7 @@ def row_of(
         own[name_of(item.what)] = item.ended - item.began, hidden
     nothing = (np.nan, np.nan)
     pairs = [value for name in names for value in own.get(name, nothing)]
-    return [*durations(marks, when).values(), loss_sum, samples, *pairs]
+    return [*durations(marks, when).values(), samples, *pairs]
 
 
 def summary(window: Window, topology: str) -> dict[str, Any]:
@@ -223,20 +236,14 @@ def collectives_of(window: Window, topology: str) -> list[dict[str, Any]]:
     ]
 
 
-def bandwidth_of(window: Window) -> float | None:
-    """Bytes per second of the window's largest all-reduce; None where there is none."""
-    if not window.collectives:
-        return None
-    number = max(range(len(window.collectives)), key=lambda number: window.collectives[number][1])
-    size, seconds = len(window.values), np.nanmean(window.values[:, :, len(FIELDS) + 2 * number].min(axis=0))
-    return float(2 * (size - 1) / size * window.collectives[number][1] / max(seconds, 1e-9))
-
-
-def is_probe_due(shares: Sequence[float], step: int, probed_at: int | None) -> bool:
+def is_probe_due(shares: Sequence[float], step: int, probe_at: int) -> bool:
     """Are the links worth a look? ``shares``: exposed wire time of the latest windows, as a share of a step's."""
-    if len(shares) < PROBE_WINDOWS or (probed_at is not None and step - probed_at < PROBE_EVERY):
-        return False
-    return sum(shares) / len(shares) > PROBE_SHARE
+    return len(shares) == PROBE_WINDOWS and step >= probe_at and sum(shares) / len(shares) > PROBE_SHARE
+
+
+def next_probe(step: int, took: float, step_seconds: float) -> int:
+    """The step before which there is no other probe, after one that took so many seconds."""
+    return step + max(PROBE_EVERY, math.ceil(PROBE_EVERY * took / step_seconds))
 
 
 def links(size: int) -> list[tuple[int, int]]:
@@ -244,20 +251,32 @@ def links(size: int) -> list[tuple[int, int]]:
     return [(rank, (rank + offset) % size) for offset in (1, 2)[: size - 1] for rank in range(size)]
 
 
-def probe_bytes(bandwidth: float | None, transfers: int) -> int:
-    """How much to send over each link, so that all of them take `PROBE_SECONDS` at most. An all-reduce is as fast as
-    the slowest link in it, so ``bandwidth`` is on the safe side."""
-    if bandwidth is None:
-        return 1 << 14
-    return max(1 << 12, min(PROBE_BYTES, int(bandwidth * PROBE_SECONDS / transfers)))
+def time_links(transport: Transport, rank: int, size: int) -> tuple[int, list[float], float]:
+    """Bytes; the seconds that so many and a short answer take over each of the `links`, one after the other; and the
+    seconds that all of it took. The same on all ranks.
 
-
-def time_links(transport: Transport, rank: int, size: int, bytes_: int) -> list[float]:
-    """Seconds that so many bytes and a short answer take over each of the `links`, one after the other."""
+    How fast a link is is not known before, and no all-reduce says so of those that are not in its ring. So it begins
+    with few bytes, and goes on with more only where that is expected to fit in `PROBE_SECONDS`, by what those before
+    took.
+    """
     if not isinstance(transport, TorchTransport):
         raise GroupError("links can be probed in a group of torch's only")
-    seconds = torch.zeros(len(links(size)), dtype=torch.float64)
+    bytes_, took, before = PROBE_LEAST, 0.0, 0.0
+    while True:
+        *seconds, last = _send_over_links(transport, rank, size, bytes_)
+        took += last
+        # What bytes take grows with them; latency does not.
+        expected = last + PROBE_GROWTH * max(0.0, sum(seconds) - before)
+        if bytes_ >= PROBE_BYTES or took + expected > PROBE_SECONDS:
+            return bytes_, seconds, took
+        bytes_, before = PROBE_GROWTH * bytes_, sum(seconds)
+
+
+def _send_over_links(transport: TorchTransport, rank: int, size: int, bytes_: int) -> list[float]:
+    """Seconds of each link, then of all of it, by rank 0's clock."""
+    seconds = torch.zeros(len(links(size)) + 1, dtype=torch.float64)
     data, word = torch.zeros(bytes_, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    all_began = time.monotonic()
     for number, (source, target) in enumerate(links(size)):
         transport.sum(torch.zeros(1))  # nobody else is talking
         if rank == source:
@@ -270,6 +289,9 @@ def time_links(transport: Transport, rank: int, size: int, bytes_: int) -> list[
             for message in (word, data):
                 transport.receive(message, source)
                 transport.send(word, source)
+    transport.sum(torch.zeros(1))  # the last of them is done
+    if rank == 0:
+        seconds[-1] = time.monotonic() - all_began
     transport.sum(seconds)
     return seconds.tolist()
 

@@ -19,6 +19,8 @@ from pydantic_core import ErrorDetails
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """What a job may be called: a folder of its run directory, and a part of what clusters call it."""
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+MOST_TRACED_STEPS = 50
+"""What a trace costs the training grows with it: see `trainer.profiling`."""
 
 
 class ConfigError(ValueError):
@@ -134,7 +136,7 @@ class DistributedTrainingConfig:
     hang_seconds: float | None = Field(default=None, gt=0)
     """A rank whose step takes longer reports where it stands (`trainer.watchdog`). None: 20 s, or 20 times the median
     step if that is longer. Never much later than half of ``collective_timeout_seconds``."""
-    profile_steps: int | None = Field(default=None, ge=1, le=1000)
+    profile_steps: int | None = Field(default=None, ge=1, le=MOST_TRACED_STEPS)
     """Trace this many optimizer steps of every start, on every rank, to ``<run_dir>/profile/trace-r<rank>-s<last
     step>.json`` (Chrome's trace format); None does not trace, unless it is asked to while it runs: see
     `trainer.profiling` (T5)."""

@@ -37,7 +37,9 @@ UPLOAD_SECONDS = 60.0
 FLUSH_SECONDS, REMOTE_FLUSH_SECONDS = 1.0, 5.0
 """How much time the events of one file span; every file on remote storage is paid for."""
 OTHERS_SECONDS, REMOTE_OTHERS_SECONDS = 5.0, 60.0
-"""Between two looks at what other nodes have reported, for the curves that rank 0 draws of them."""
+"""Between two looks at what other nodes have reported, for the curves that rank 0 draws of them…"""
+LOOKS_SHARE = 0.02
+"""…and what looks may take of the time: each lists all files of events, of which an old run has many."""
 URGENT = "hang"
 """Written at once: the timeout that ends this process may be near."""
 _log = logging.getLogger(__name__)
@@ -62,7 +64,9 @@ class Reporter:
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._numbers: dict[tuple[int, int], int] = {}
         self._known: set[str] = set()
-        """Files of events that need not be looked at for what others report."""
+        """Files of events that need not be looked at for what others report; kept where there are sinks."""
+        self.has_other_nodes = True
+        """Is there anybody else whose samples are to be drawn? Whoever knows that there is not says so."""
         self._tracking: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, name="reporter", daemon=True)]
         self._threads[0].start()
@@ -128,7 +132,8 @@ class Reporter:
     def _append(self, place: tuple[int, int], events: list[dict[str, Any]]) -> None:
         while True:
             number = self._numbers[place] = self._numbers.get(place, 0) + 1
-            self._known.add(event_file(*place, number))
+            if len(self._threads) > 1:
+                self._known.add(event_file(*place, number))
             try:
                 return self.rundir.append_events(*place, number, events)
             except FileExistsError:  # of an earlier start that was given the same generation
@@ -141,11 +146,16 @@ class Reporter:
         self._known.update(self._try("read the events for", lambda: self.rundir.storage.list(EVENTS)) or ())
         sinks = [sink for factory in factories if (sink := self._try("open", factory))]
         seconds = OTHERS_SECONDS if self.rundir.storage.is_local else REMOTE_OTHERS_SECONDS
-        looked_at = time.monotonic()
+        look_at = time.monotonic() + seconds
         while (batch := self._wait_for_batch(seconds)) is not None:
             is_last = any(item["kind"] == "end" for item in batch)  # a sink may take nothing after it
-            if sinks and (is_last or time.monotonic() - looked_at > seconds):
-                batch, looked_at = self._samples_of_others() + batch, time.monotonic()
+            began = time.monotonic()
+            # At the end of all, remote storage may take longer than there is time, and the end itself comes first.
+            is_due = self.rundir.storage.is_local if is_last else began > look_at
+            if sinks and self.has_other_nodes and is_due:
+                batch = self._samples_of_others() + batch
+                ended = time.monotonic()
+                look_at = ended + max(seconds, (ended - began) / LOOKS_SHARE)
             for sink in list(sinks) if batch else []:
                 if not self._try("write to", functools.partial(_write_to, sink, batch)):
                     sinks.remove(sink)
@@ -163,7 +173,7 @@ class Reporter:
         """New samples of nodes whose events other processes write."""
         try:
             return [item for item in self.rundir.follow(self._known) if item["kind"] == "node"]
-        except (OSError, ValueError) as error:
+        except Exception as error:  # storage, or an event that is none
             _log.warning("what other nodes report cannot be read: %s", error)
             return []
 
@@ -189,6 +199,8 @@ def _write_to(sink: Sink, batch: list[dict[str, Any]]) -> bool:
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

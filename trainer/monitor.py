@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import socket
 import threading
 import time
@@ -15,6 +17,8 @@ import psutil
 
 from trainer.metrics import Reporter
 from trainer.shards import default_cache_dir
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +53,10 @@ class GPUMetrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkMetrics:
-    """Bytes per second since the sample before, over all interfaces of the machine."""
+    """Bytes per second since the sample before, over all interfaces of the machine; None where it does not tell."""
 
-    bytes_sent_per_second: float
-    bytes_received_per_second: float
+    bytes_sent_per_second: float | None = None
+    bytes_received_per_second: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,9 +88,10 @@ class NodeMonitor:
         """Mean of the latest window of steps; who measures it sets it."""
         self._rate: float | None = None
         self._counted = (time.monotonic(), 0)
-        self._network = (time.monotonic(), psutil.net_io_counters())
-        self._disk = (time.monotonic(), psutil.disk_io_counters())
-        self._folder = next(folder for folder in (default_cache_dir(), *default_cache_dir().parents) if folder.exists())
+        self._network = (time.monotonic(), _counters(psutil.net_io_counters))
+        self._disk = (time.monotonic(), _counters(psutil.disk_io_counters))
+        folders = (default_cache_dir(), *default_cache_dir().parents)
+        self._folder = next(folder for folder in folders if os.path.exists(folder))  # Path.exists() may raise
         self._processes = [psutil.Process(pid) for pid in pids]
         self._usage()  # the first call only sets the mark of the processors' time
         self._gpus = _gpu_handles()
@@ -140,8 +145,10 @@ class NodeMonitor:
     def collect_network_metrics(self) -> NetworkMetrics:
         """Traffic since the last call."""
         before, old = self._network
-        now, new = time.monotonic(), psutil.net_io_counters()
+        now, new = time.monotonic(), _counters(psutil.net_io_counters)
         self._network = (now, new)
+        if old is None or new is None:
+            return NetworkMetrics()
         seconds = max(now - before, 1e-9)
         return NetworkMetrics(
             bytes_sent_per_second=(new.bytes_sent - old.bytes_sent) / seconds,
@@ -151,12 +158,12 @@ class NodeMonitor:
     def collect_disk_metrics(self) -> DiskMetrics:
         """How full the disk is, and what was read and written since the last call."""
         before, old = self._disk
-        now, new = time.monotonic(), psutil.disk_io_counters()
+        now, new = time.monotonic(), _counters(psutil.disk_io_counters)
         self._disk = (now, new)
         used = None
         with contextlib.suppress(OSError):
             used = psutil.disk_usage(str(self._folder)).percent
-        if old is None or new is None:  # some containers tell nothing of disks
+        if old is None or new is None:
             return DiskMetrics(disk_used_percent=used)
         seconds = max(now - before, 1e-9)
         return DiskMetrics(
@@ -165,9 +172,9 @@ class NodeMonitor:
             disk_written_bytes_per_second=(new.write_bytes - old.write_bytes) / seconds,
         )
 
-    def collect_training_metrics(self) -> TrainingMetrics:
-        """Where training stands on this node, with the throughput since the last call."""
-        gpu = self.collect_gpu_metrics()
+    def collect_training_metrics(self, gpu: GPUMetrics | None = None) -> TrainingMetrics:
+        """Where training stands on this node, with the throughput since the last call. ``gpu``: where it is known."""
+        gpu = gpu or self.collect_gpu_metrics()
         with self._lock:
             epoch, step, loss, samples = self._epoch, self._step, self._loss, self._samples
         now, (before, counted) = time.monotonic(), self._counted
@@ -194,7 +201,9 @@ class NodeMonitor:
 
     def sample(self) -> dict[str, Any]:
         """One ``node`` event's fields."""
-        training, gpus = self.collect_training_metrics(), self.collect_each_gpu()
+        gpus = self.collect_each_gpu()
+        over_all = over_gpus(gpus)
+        training = self.collect_training_metrics(over_all)
         cpu_percent, memory = self._usage()
         with self._lock:
             learning_rate, grad_norm = self._learning_rate, self._grad_norm
@@ -212,7 +221,7 @@ class NodeMonitor:
             "memory_used_bytes": memory,
             "memory_percent": 100 * memory / psutil.virtual_memory().total,
             "gpus": gpus,
-            **asdict(over_gpus(gpus)),
+            **asdict(over_all),
             **asdict(self.collect_network_metrics()),
             **asdict(self.collect_disk_metrics()),
         }
@@ -227,9 +236,15 @@ class NodeMonitor:
         return percent / (psutil.cpu_count() or 1), memory
 
     def _work(self) -> None:
-        while not self._stop.wait(self.interval_seconds):
-            self.send_to_dashboard(self.sample())
-        self.send_to_dashboard(self.sample())
+        is_last = failed = False
+        while not is_last:
+            is_last = self._stop.wait(self.interval_seconds)
+            try:
+                self.send_to_dashboard(self.sample())
+            except Exception:  # what cannot be measured now may be the next time
+                if not failed:
+                    _log.exception("this node could not be sampled")
+                failed = True
 
 
 def over_gpus(gpus: Sequence[dict[str, Any]]) -> GPUMetrics:
@@ -245,6 +260,14 @@ def over_gpus(gpus: Sequence[dict[str, Any]]) -> GPUMetrics:
         gpu_temperature_celsius=float(max(warmth)) if warmth else None,
         gpu_power_watts=sum(power) if power else None,
     )
+
+
+def _counters(read: Callable[[], Any]) -> Any | None:
+    """psutil's; None where the system does not tell, as in some containers."""
+    try:
+        return read()
+    except Exception:  # what psutil raises then depends on what is missing under /proc and /sys
+        return None
 
 
 def _told(read: Callable[..., Any], *arguments: Any) -> Any:

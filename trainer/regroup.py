@@ -124,7 +124,10 @@ def enter(trainer: DistributedTrainer, source: int | None, from_checkpoint: bool
         trainer.loader.close()
     trainer.loader = BatchLoader(trainer.shards, trainer.sampler, world, trainer.faults, trainer.step.timer)
     trainer.step.adopt(world)
-    trainer.window, trainer.communication = StepWindow(), CommunicationProfiler(world, trainer.step.timer)
+    probe_at = trainer.communication.probe_at if hasattr(trainer, "communication") else 0
+    probe_at = max(world.gather(probe_at))  # who has come has heard of no probe
+    trainer.window = StepWindow()
+    trainer.communication = CommunicationProfiler(world, trainer.step.timer, probe_at)
     if from_checkpoint:
         [folder, *_] = world.gather(folder)
         trainer.saved_step = trainer.progress.step
@@ -158,6 +161,7 @@ def report_as_this_rank(trainer: DistributedTrainer) -> None:
                 trainer.reporter.emit("phase", name=name, seconds=round(seconds, 3))
     else:
         trainer.reporter.move(world.rank, world.generation, sinks)
+    trainer.reporter.has_other_nodes = len(set(trainer.nodes)) > 1
     trainer.watchdog.attend(trainer.reporter, world.group, [node for node, _ in ranks], facts.node_rank)
     if facts.local_rank == 0 and trainer.monitor is None:
         pids = [pid for node, pid in ranks if node == facts.node_rank]

@@ -116,7 +116,8 @@ class DistributedTrainer:
 
     def setup_data_parallel(self, model: nn.Module) -> nn.Module:
         """The model on this rank's device, its gradients summed over ranks; as it is in a world of one."""
-        step = Step(model.to(self.device), self.criterion, self.config, self.device, self.faults)
+        untimed = replace(self.config, timing=False)  # nobody takes the marks away
+        step = Step(model.to(self.device), self.criterion, untimed, self.device, self.faults)
         step.adopt(self.world)
         return step.model
 
@@ -223,12 +224,12 @@ class DistributedTrainer:
     def close(self, tracking_seconds: float = 60.0) -> None:
         """Stop the threads and leave the group; what was reported is on disk afterwards."""
         self.watchdog.stop()
-        if hasattr(self, "profiler"):
-            self.profiler.close(self.progress.step)
         if self.loader:
             self.loader.close()
         if hasattr(self, "checkpoints"):
             self.checkpoints.close(5.0)
+        if hasattr(self, "profiler"):
+            self.profiler.close(self.progress.step)
         if self.monitor:
             self.monitor.stop()
         if self.reporter:

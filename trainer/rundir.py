@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from trainer.config import ConfigError, JobConfig, parse_job
+from trainer.config import MOST_TRACED_STEPS, ConfigError, JobConfig, parse_job
 from trainer.storage import Storage
 
 JOB = "job.json"
@@ -152,7 +152,9 @@ class RunDir:
 
     def request_trace(self, steps: int = 5, ranks: Iterable[int] = (0,)) -> None:
         """Have a job that runs trace its next steps on these ranks. FileExistsError where a request is waiting, which
-        is taken within seconds by a job that trains."""
+        is taken within seconds by a job that trains; ValueError for more than `MOST_TRACED_STEPS` steps, or none."""
+        if not 1 <= steps <= MOST_TRACED_STEPS:
+            raise ValueError(f"steps = {steps}: a trace has 1 to {MOST_TRACED_STEPS} steps (`trainer.profiling`)")
         self.storage.create(PROFILE_REQUEST, json.dumps({"steps": steps, "ranks": list(ranks)}).encode())
 
     def latest_checkpoint(self) -> tuple[str, int] | None:

@@ -173,12 +173,12 @@ class Step:
             result = self._agree(batch, votes, not finite, loss_sum, grad_norm)
             self.timer.mark("exposed")
         except BaseException as error:
-            self.timer.drop()
-            for buffer, before in zip(self.module.buffers(), buffers, strict=True):
-                buffer.copy_(before)  # running statistics must not count a step twice
             peers = self.world.group
             if peers is not None and is_communication(error):  # DDP has a group of its own for what it says
-                peers.fail(in_short(error))
+                peers.fail(in_short(error))  # before all that a broken GPU may refuse
+            for buffer, before in zip(self.module.buffers(), buffers, strict=True):
+                buffer.copy_(before)  # running statistics must not count a step twice
+            self.timer.drop()
             if peers is not None and peers.error is not None:
                 raise peers.error from error  # whatever DDP made of it
             raise

@@ -62,7 +62,8 @@ class StepTimer:
 
     def drop(self) -> None:
         """The step is not done, and will be done again: what was noted of it does not count."""
-        self._marks = [self._now(None)]
+        if self.enabled:
+            self._marks = [self._now(None)]
 
     def _now(self, segment: Segment | None) -> Mark:
         if not self._on_gpu:

@@ -39,14 +39,14 @@ _log = logging.getLogger(__name__)
 
 
 def limit_seconds(given: float | None, usual: float | None, timeout: float) -> float:
-    """How long a step may take. ``given``: as configured; ``usual``: the median step, None before the first; it
-    knows no measure but the timeout then, for it may compile the model.
+    """How long a step may take. ``given``: as configured; ``usual``: the median step, None before the first, which may
+    compile the model for as long as that takes; ``timeout``: infinite where there is nobody to wait for.
 
     Whoever makes the others wait does so after about a usual step, and half of the timeout is left for the report.
     """
-    if given is None:
-        given = math.inf if usual is None else max(LEAST_SECONDS, STEPS * usual)
-    return min(given, (usual or 0.0) + timeout / 2)
+    if usual is None:
+        return math.inf if given is None else given
+    return min(max(LEAST_SECONDS, STEPS * usual) if given is None else given, usual + timeout / 2)
 
 
 class Watchdog:
@@ -87,10 +87,12 @@ class Watchdog:
 
     def _limit(self) -> float:
         seconds = list(self._seconds)
-        return limit_seconds(self._given, statistics.median(seconds) if seconds else None, self._timeout)
+        is_alone = self._world is not None and self._world[1] is None
+        timeout = math.inf if is_alone else self._timeout
+        return limit_seconds(self._given, statistics.median(seconds) if seconds else None, timeout)
 
     def _work(self) -> None:
-        while not self._stop.wait(min(1.0, self._limit() / 10)):
+        while not self._stop.wait(min(1.0, self._limit() / 10, self._timeout / 20)):
             try:
                 self._look()
             except Exception:  # a watchdog that fails must not be what ends a training
@@ -105,13 +107,12 @@ class Watchdog:
         recent = [item for item in (list(group.collectives) if group else []) if item.began is not None]
         failed = group is not None and group.error is not None  # then nobody waits any more for what did not end
         waits_in = recent[-1] if recent and recent[-1].ended is None and not failed else None
-        if began is not None:
-            if now - began <= self._limit():
-                return
-        elif waits_in is None or waits_in.what == PATIENT or now - _began(waits_in) <= self._timeout / 2:
+        is_late = began is not None and now - began > self._limit()
+        waited = now - (_began(waits_in) if waits_in else began or now)
+        is_waiting = waits_in is not None and waits_in.what != PATIENT and waited > self._timeout / 2
+        if not is_late and not is_waiting:
             return
         self._told = mark
-        waited = now - (_began(waits_in) if waits_in else began or now)
         fields: dict[str, Any] = {
             "step": step + (began is not None),
             "node_id": node_id,

@@ -90,6 +90,7 @@ def test_a_node_that_is_killed_at_any_point_changes_nothing(
     unreported = set(range(1, STEPS + 1)) - nodes.job.losses().keys()
     assert unreported <= {step + 1}, "whoever is rank 0 reports; the sum for that one step may have died with the node"
     assert not nodes.job.events("resume"), "no step was done anew from a checkpoint"
+    assert len(nodes.job.events("link")) <= 1, "survivors know that they have looked at their links"
 
 
 def test_nodes_that_are_killed_one_after_the_other_and_while_they_regroup(

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -23,7 +24,17 @@ import torch.distributed as dist
 from worlds import Job
 
 import trainer.group
-from trainer.communication import CommunicationProfiler, links, time_links
+from trainer import communication
+from trainer.communication import (
+    FIELDS,
+    MOST_STEPS,
+    PROBE_BYTES,
+    PROBE_EVERY,
+    PROBE_LEAST,
+    CommunicationProfiler,
+    links,
+    time_links,
+)
 from trainer.group import Group, GroupError, StarTransport, TorchTransport, Transport, abandoned, make_torch_transport
 from trainer.star import Star
 from trainer.timing import StepTimer
@@ -208,15 +219,37 @@ def test_a_link_that_is_slow_is_found(ranks: Callable[..., Ranks]) -> None:
     send = TorchTransport.send
 
     def slow(transport: TorchTransport, tensor: torch.Tensor, target: int) -> None:
-        time.sleep(0.3 if (transport.group.rank(), target, len(tensor)) == (1, 0, 5000) else 0.0)
+        time.sleep(0.3 if (transport.group.rank(), target, len(tensor)) == (1, 0, PROBE_BYTES) else 0.0)
         send(transport, tensor, target)
 
-    with mock.patch.object(TorchTransport, "send", slow):
-        look = lambda one: one.group.run("probe", partial(time_links, rank=one.rank, size=3, bytes_=5000))  # noqa: E731
-        [seconds, *others] = world.all(look)
-    assert others == [seconds] * 2
+    with mock.patch.object(TorchTransport, "send", slow), mock.patch.object(communication, "PROBE_SECONDS", NEVER):
+        look = lambda one: one.group.run("probe", partial(time_links, rank=one.rank, size=3))  # noqa: E731
+        [(bytes_, seconds, took), *others] = world.all(look)
+    assert others == [(bytes_, seconds, took)] * 2
+    assert bytes_ == PROBE_BYTES
+    assert took > sum(seconds)
     assert all(value > 0 for value in seconds)
     assert links(3)[int(np.argmax(seconds))] == (1, 0)
+
+
+def test_of_a_network_that_turns_out_to_be_slow_no_more_is_asked_than_it_can_carry_in_time(
+    ranks: Callable[..., Ranks],
+) -> None:
+    """Links from rank 2 carry 40 KB/s, after which a megabyte takes longer than a collective may."""
+    world, send, sent = ranks(size=3), TorchTransport.send, list[int]()
+
+    def slow(transport: TorchTransport, tensor: torch.Tensor, target: int) -> None:
+        if transport.group.rank() == 2:
+            sent.append(len(tensor))
+            time.sleep(len(tensor) / 40_000)
+        send(transport, tensor, target)
+
+    with mock.patch.object(TorchTransport, "send", slow), mock.patch.object(communication, "PROBE_SECONDS", 0.6):
+        look = lambda one: one.group.run("probe", partial(time_links, rank=one.rank, size=3))  # noqa: E731
+        [(bytes_, seconds, _), *_] = world.all(look)
+    assert bytes_ == PROBE_LEAST
+    assert max(sent) == PROBE_LEAST, "what is known of the first few bytes forbids more"
+    assert {links(3)[number] for number in np.argsort(seconds)[-2:]} == {(2, 0), (2, 1)}
 
 
 def test_ranks_that_mostly_communicate_look_at_their_links_once(ranks: Callable[..., Ranks]) -> None:
@@ -234,16 +267,36 @@ def test_ranks_that_mostly_communicate_look_at_their_links_once(ranks: Callable[
             if step % 2 == 0:
                 window = profiler.exchange()
                 assert window.collectives == (("bucket 0", 4000),)
-                assert window.field("loss_sum").tolist() == [[0.5 * (step - 1), 0.5 * step]] * 3
+                assert window.totals["loss_sum"] == 3 * 0.5 * (2 * step - 1)
+                assert window.totals["samples"] == 3 * 2 * 8
                 probes.append(profiler.probe(step))
-        return [*probes, profiler.probe(6)]
+        assert profiler.probe_at >= 6 + PROBE_EVERY
+        after = CommunicationProfiler(world, timer, profiler.probe_at)
+        after._shares.extend(profiler._shares)
+        profiler.probe_at, profiler.world = 0, replace(world, backend="nccl")
+        return [*probes, after.probe(6), profiler.probe(6)]
 
     [one, *others] = ranks(size=3).all(work)
     assert others == [one, one]
-    assert [found is None for found in one] == [True, True, False, True]
+    assert [found is None for found in one] == [True, True, False, True, True]
     assert [tuple(row[:2]) for row in one[2]["seconds"]] == links(3)
     assert one[2]["step"] == 6
     assert one[2]["bytes"] >= 1 << 12
+
+
+def test_of_a_long_window_the_last_steps_are_told_and_all_of_them_counted() -> None:
+    world = World(RankFacts(), torch.device("cpu"), "gloo")
+    timer = StepTimer(True, world.device)
+    profiler = CommunicationProfiler(world, timer)
+    for step in range(MOST_STEPS + 5):
+        timer.mark("input")
+        timer.mark("backward")
+        profiler.add(0.5, 8 if step < 10 else 4)
+    window = profiler.exchange()
+    assert window.values.shape == (1, MOST_STEPS, len(FIELDS))
+    assert window.field("samples").sum() == 4 * MOST_STEPS + 5 * 4
+    assert window.totals["loss_sum"] == 0.5 * (MOST_STEPS + 5)
+    assert window.totals["samples"] == 4 * (MOST_STEPS + 5) + 10 * 4
 
 
 def test_what_is_submitted_happens_in_order_and_an_error_ends_it_all() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,11 +90,13 @@ def test_nothing_is_lost_at_the_end_and_a_number_taken_is_left_alone(tmp_path: P
 def test_a_number_that_is_not_finite_costs_no_event(tmp_path: Path) -> None:
     rundir = RunDir(str(tmp_path))
     reporter = Reporter(rundir, 0, 1, [])
-    reporter.emit("evaluation", step=1, split="valid", loss=math.nan, metrics={"nll": math.inf, "pinball": 0.5})
+    reporter.emit("evaluation", step=1, split="valid", loss=math.nan, metrics={"nll": math.inf, "pinball": 0.5},
+                  curve=[1.0, (math.nan, 2)])  # fmt: skip
     steps(reporter, 2)
     reporter.close()
     evaluation, step = rundir.events()
     assert (evaluation["loss"], evaluation["metrics"]) == (None, {"nll": None, "pinball": 0.5})
+    assert evaluation["curve"] == [1.0, [None, 2]]
     assert step["step"] == 2
 
 
@@ -148,16 +151,56 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert {"train/grad_norm", "train/step_seconds", "train/learning_rate", "valid/pinball"} <= set(scalars)
 
 
+class Kept:
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def write(self, events: list[dict[str, Any]]) -> None:
+        self.events += events
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("why_not", ["remote", "alone", "damaged"])
+def test_the_end_is_told_whatever_can_be_seen_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why_not: str
+) -> None:
+    """To read what they say takes too long at the end on remote storage; of nobody there is nothing to be read."""
+    monkeypatch.setattr(metrics, "REMOTE_FLUSH_SECONDS", 0.2)
+    kept, remote = Kept(), f"memory://{uuid.uuid4().hex}"
+    rundir, other = (RunDir(remote if why_not == "remote" else str(tmp_path)) for _ in range(2))
+    follow, looks = rundir.follow, list[set[str]]()
+    rundir.follow = lambda seen: (looks.append(seen), follow(seen))[1]  # type: ignore[method-assign]
+    reporter = Reporter(rundir, 0, 1, [lambda: kept])
+    reporter.has_other_nodes = why_not != "alone"
+    steps(reporter, 1)
+    until(lambda: len(kept.events) == 1)
+    other.append_events(1, 1, 1, [{"what": "is this?"}, {"kind": "node", "node_id": 1}])
+    reporter.emit("end", status="succeeded")
+    reporter.close(5.0)
+    assert [item["kind"] for item in kept.events] == ["step", "end"]
+    assert len(looks) == (why_not == "damaged")
+
+
+def test_looks_at_what_others_report_take_a_small_part_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, rundir = list[float](), RunDir(str(tmp_path))
+
+    def slow(seen: set[str]) -> list[dict[str, Any]]:
+        looks.append(time.monotonic())
+        time.sleep(0.02)
+        return []
+
+    monkeypatch.setattr(metrics, "OTHERS_SECONDS", 0.01)
+    rundir.follow = slow  # type: ignore[method-assign]
+    reporter = Reporter(rundir, 0, 1, [Kept])
+    until(lambda: len(looks) == 2)
+    reporter.close()
+    assert looks[1] - looks[0] >= 50 * 0.02
+
+
 def test_rank_0_draws_what_other_nodes_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Kept:
-        def __init__(self) -> None:
-            self.events: list[dict[str, Any]] = []
-
-        def write(self, events: list[dict[str, Any]]) -> None:
-            self.events += events
-
-        def close(self) -> None: ...
-
     monkeypatch.setattr(metrics, "OTHERS_SECONDS", 0.2)
     kept, rundir = Kept(), RunDir(str(tmp_path))
     other = Reporter(rundir, 1, 1, [])

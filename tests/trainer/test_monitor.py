@@ -88,6 +88,30 @@ def test_it_samples_until_stopped_and_once_more(reporter: Reporter, tmp_path: Pa
     assert all(0 < sample["disk_used_percent"] <= 100 for sample in samples)
 
 
+def test_a_system_that_does_not_tell_costs_no_training_and_one_bad_sample_not_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rundir = RunDir(str(tmp_path))
+    reporter = Reporter(rundir, 0, 1, [])
+
+    def hidden(*_: object, **__: object) -> None:
+        raise NotImplementedError("neither /proc/diskstats nor /sys/block here")
+
+    monkeypatch.setattr(psutil, "disk_io_counters", hidden)
+    monkeypatch.setattr(psutil, "net_io_counters", hidden)
+    monitor = NodeMonitor(4, reporter, 0.02, [os.getpid()])
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil, "virtual_memory", hidden)
+        monitor.start()
+        time.sleep(0.2)
+    time.sleep(0.2)
+    monitor.stop()
+    reporter.close()
+    [sample, *_] = rundir.events("node")
+    assert sample["disk_read_bytes_per_second"] is sample["bytes_sent_per_second"] is None
+    assert sample["disk_used_percent"] > 0
+
+
 def test_a_sample_tells_of_the_last_step_and_of_its_communication(reporter: Reporter) -> None:
     monitor = NodeMonitor(0, reporter, 1.0, [os.getpid()])
     assert monitor.collect_training_metrics().communication_time_ms is None

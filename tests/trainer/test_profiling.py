@@ -116,6 +116,46 @@ def test_several_ranks_trace_the_same_steps_those_after_all_have_had_the_time_to
     assert agreed["from_step"] > 0
 
 
+def test_a_request_to_several_ranks_waits_until_steps_are_done(rundir: RunDir) -> None:
+    """Between two looks without one nobody can tell when all will have noticed."""
+    rank = Rank(rundir)
+    rundir.request_trace(steps=1, ranks=[0, 1])
+    time.sleep(0.2)
+    assert rundir.storage.exists(PROFILE_REQUEST)
+    rank.train_until(lambda: bool(rank.traces()))
+    rank.end()
+    assert not rundir.storage.exists(PROFILE_REQUEST)
+
+
+@pytest.mark.parametrize("method", ["start", "stop"])
+def test_a_profiler_that_fails_costs_its_trace_and_nothing_else(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    stop = torch.profiler.profile.stop
+
+    def broken(profile: torch.profiler.profile) -> None:
+        if method == "stop":
+            stop(profile)
+        raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.profiler.profile, method, broken)
+        rank = Rank(rundir, profile_steps=2)
+        rank.train(1)
+        rank.profiler.close(rank.done)
+        rank.end()
+    [error] = rundir.events("error")
+    assert (error["fatal"], "INSUFFICIENT_PRIVILEGES" in error["message"]) == (False, True)
+    assert not rank.traces()
+
+
+def test_more_steps_than_a_training_can_bear_are_refused(rundir: RunDir) -> None:
+    with pytest.raises(ValueError, match="1 to 50"):
+        rundir.request_trace(steps=51)
+    with pytest.raises(ValueError, match="profile_steps"):
+        DistributedTrainingConfig(profile_steps=51)
+
+
 def test_where_the_users_own_code_is_tracing_there_is_no_second_trace(rundir: RunDir) -> None:
     with torch.profiler.profile():
         rank = Rank(rundir, profile_steps=1)
@@ -130,7 +170,7 @@ def test_where_the_users_own_code_is_tracing_there_is_no_second_trace(rundir: Ru
     ("request_", "complaint"),
     [
         (b"{", "Invalid JSON"),
-        (b'{"steps": 10000000}', "steps: "),
+        (b'{"steps": 51}', "steps: "),
         (b'{"steps": true, "ranks": "all"}', "ranks: "),
         (b'{"path": "/etc/passwd"}', "unexpected"),
         (b"[" * 9_000, "recursion"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,8 @@ HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 @pytest.mark.parametrize(
     ("given", "usual", "timeout", "limit"),
     [
-        (None, None, 60, 30),  # the first step may compile the model: only the timeout is a measure
+        (None, None, 60, math.inf),  # the first step may compile the model
+        (None, 5.0, math.inf, 100),  # nobody waits for a rank that is alone
         (None, 0.1, 60, 20),
         (None, 1.2, 60, 24),
         (None, 5.0, 60, 35),  # who waits in a collective since about a usual step has half of its timeout left
@@ -110,6 +112,15 @@ def test_outside_of_steps_only_who_waits_in_a_collective_for_long_reports(tmp_pa
     watched.block("all-reduce", 0.9)
     [report] = watched.end()
     assert (report["step"], report["operation"], report["sequence"]) == (5, "all-reduce", 3)
+
+
+def test_a_first_step_that_takes_long_is_no_hang_but_for_who_waits_in_it(tmp_path: Path) -> None:
+    watched = _Watched(tmp_path, collective_timeout_seconds=0.4)
+    watched.dog.progress(0)
+    time.sleep(0.5)
+    watched.block("all-reduce", 0.5)
+    [report] = watched.end()
+    assert (report["step"], report["operation"]) == (1, "all-reduce")
 
 
 def test_stacks_are_bounded_and_begin_with_the_main_thread() -> None:
