@@ -93,12 +93,14 @@ class GPUClusterResource(dg.ConfigurableResource):
         """What the trainer finds in its environment on the nodes, besides what the kind of cluster gives it."""
         return project.trainer_env() if self.kind == "local" else {"DTRAIN_CACHE": NODE_CACHE}
 
-    def registry(self, project: ProjectResource) -> Registry:
-        """Where models and metrics go: on Azure ML to the workspace, unless DTRAIN_MLFLOW_TRACKING_URI is set."""
+    def registry(self, project: ProjectResource, run_id: str | None = None) -> Registry:
+        """Where models and metrics go: on Azure ML to the workspace, unless DTRAIN_MLFLOW_TRACKING_URI is set.
+        ``run_id``: the Dagster run that it works for."""
         if self.kind == "azure_ml" and project.tracks_in_workspace:
+            from dtrain_dagster.audit import AuditLog
             from dtrain_dagster.registry.azure import AzureMLRegistry
 
-            return AzureMLRegistry(self.service().ml)
+            return AzureMLRegistry(self.service().ml, AuditLog(Path(self.home), run_id))
         from dtrain_dagster.registry.local import MLflowRegistry
 
         return MLflowRegistry(project.tracking_uri)

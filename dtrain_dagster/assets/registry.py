@@ -69,7 +69,7 @@ def registered_model(
     card = registry.model_card(
         project.model_name, rundir.read_job(), result, evaluation, sharded_dataset.manifest(), provenance, gate
     )
-    models = cluster.registry(project)
+    models = cluster.registry(project, context.run.run_id)
     model = models.register_model(
         job.run_dir,
         project.model_name,

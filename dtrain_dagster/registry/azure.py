@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtrain_dagster.audit import AuditLog
 from dtrain_dagster.clusters.azure_ml.client import request_id_of, request_note
 from dtrain_dagster.registry import promotion, server, versions
 from dtrain_dagster.registry.promotion import Comparison, Decision
@@ -38,9 +39,10 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class AzureMLRegistry:
-    """Models of one workspace. ``client`` is an ``azure.ai.ml.MLClient``."""
+    """Models of one workspace. ``client`` is an ``azure.ai.ml.MLClient``; what is changed there goes into ``audit``."""
 
     client: MLClient
+    audit: AuditLog
 
     @cached_property
     def tracking_uri(self) -> str:
@@ -85,8 +87,10 @@ class AzureMLRegistry:
             versions.save_pyfunc(rundir, folder, Path(scratch), run_id, cache_dir)
             (folder / versions.CARD).write_text(redact(card))
             (folder / EVALUATION).write_bytes(rundir.storage.read(EVALUATION))
-            with _explained(f"registering {model_name}"):
+            operation = self.audit.operation("model.register", model_name, job_id=job.job_id)
+            with _explained(f"registering {model_name}"), operation as entry:
                 created = self._create(model_name, folder, fit_tags({**all_tags, RUN_TAG: run_id}), redact(card))
+                entry.details["version"] = str(created.version)
                 return self._settle(created, job.job_id, result["weights_sha256"])
 
     def check_serving(self, run_dir: str, model: RegisteredModel, *, cache_dir: str | None) -> ServingCheck:
@@ -192,7 +196,8 @@ class AzureMLRegistry:
     def _tag(self, name: str, version: str, tags: Mapping[str, str]) -> None:
         model = self.client.models.get(name=name, version=version)
         model.tags = fit_tags({**(model.tags or {}), **tags})
-        self.client.models.create_or_update(model)
+        with self.audit.operation("model.tag", f"{name}:{version}", alias=tags[ALIAS_TAG]):
+            self.client.models.create_or_update(model)
 
     def _track(
         self,

@@ -106,7 +106,11 @@ class Workspace:
 
     @property
     def registry(self) -> AzureMLRegistry:
-        return AzureMLRegistry(self.client)
+        return AzureMLRegistry(self.client, self.audit)
+
+    @property
+    def audit(self) -> AuditLog:
+        return AuditLog(self.path / "registry")
 
     def train(self, job_id: str, tracking_uri: str | None = None, steps: int = 10) -> str:
         if job_id not in self.runs:
@@ -287,6 +291,13 @@ def test_a_champion_is_beaten_on_the_same_windows_and_keeps_its_tag_until_then(w
     assert tags[one.version]["alias"] == "former champion"
     assert tags[two.version]["alias_reason"] == "better"
     assert tags[two.version]["job_id"] == "job-second"
+    audit = [line for line in workspace.audit.lines() if line["target"].startswith("rivals")]
+    assert [(line["operation"], line["target"], line["details"].get("alias")) for line in audit] == [
+        ("model.register", "rivals", None), ("model.tag", f"rivals:{one.version}", "champion"),
+        ("model.register", "rivals", None), ("model.tag", f"rivals:{two.version}", "challenger"),
+        ("model.tag", f"rivals:{two.version}", "champion"), ("model.tag", f"rivals:{one.version}", "former champion"),
+    ]  # fmt: skip
+    assert all(line["result"] == "done" and line["request_id"] for line in audit)
 
 
 class Book:

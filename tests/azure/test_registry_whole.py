@@ -39,7 +39,7 @@ def test_nodes_report_by_their_identity_and_the_model_carries_it(
     monkeypatch.setenv("MLFLOW_TRACKING_AUTH", "")
     azure_token.credential.cache_clear()
     manager = AzureMLClusterManager(options(emulator), home=tmp_path / "home")
-    models = AzureMLRegistry(manager.service.ml)
+    models = AzureMLRegistry(manager.service.ml, manager.audit)
     data = Storage(f"{manager.options.root_uri}/data")
     folder = small_job.write_dataset(tmp_path / "dataset")
     for path in folder.rglob("*"):

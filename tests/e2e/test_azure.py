@@ -22,6 +22,8 @@ SENT = {
     "compute.delete": {"compute.delete"},
     "job.submit": {"job.put"},
     "job.cancel": {"job.cancel"},
+    "model.register": {"models.put"},
+    "model.tag": {"models.put"},
 }
 """Operation of the audit log → what it is in the workspace's own words."""
 FAULTS = [
