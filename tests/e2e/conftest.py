@@ -87,6 +87,13 @@ class Project:
             check=False,
         )
 
+    def logged(self) -> str:
+        """What the latest run said, by Dagster's records. Its console may lose what a step says just before it ends,
+        since that goes through a `tail` that is ended with the step."""
+        with dg.DagsterInstance.from_config(self.env["DAGSTER_HOME"]) as instance:
+            [run] = instance.get_runs(limit=1)
+            return "\n".join(entry.user_message for entry in instance.all_logs(run.run_id))
+
     @property
     def jobs(self) -> Path:
         return self.home / "storage" / "jobs"
