@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dtrain_dagster.monitoring.drawing import COLOURS, MUTED, label, new_figure, svg
-from dtrain_dagster.monitoring.scaling import CLAIMED, Curve, Mode, ScalingPoint, efficiency
+from dtrain_dagster.monitoring.scaling import CLAIMED, SIZES, Curve, Mode, ScalingPoint, efficiency
 
 MODES: tuple[Mode, ...] = ("weak", "strong")
+TITLES = {"weak": "Weak scaling", "strong": f"Strong scaling (modelled: a step of {max(SIZES)} micro-batches)"}
 
 
 def measured_chart(points: Sequence[ScalingPoint]) -> bytes:
@@ -71,7 +72,7 @@ def modelled_chart(curves: Sequence[Curve], points: Sequence[ScalingPoint]) -> b
         axis.set_xticks(sorted({size for curve in curves for size, *_ in curve.rows}))
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.set_ylim(0, 1.08)
-        label(axis, f"{mode.capitalize()} scaling", "ranks (log scale)", "efficiency per rank (1 = perfect)")
+        label(axis, TITLES[mode], "ranks (log scale)", "efficiency per rank (1 = perfect)")
     handles = {
         text: handle for axis in axes.values() for handle, text in zip(*axis.get_legend_handles_labels(), strict=True)
     }
