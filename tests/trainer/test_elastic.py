@@ -168,14 +168,17 @@ def test_one_is_evicted_then_all_and_a_new_launch_goes_on_with_fewer(begin: Call
         again.kill()
     assert [item["step"] for item in nodes.job.events("resume")] == [stopped["steps"]] * 2
     assert nodes.job.result()["launch"] == 2
-    assert [item.launch for item in again.history()] == [1, 1, 2]
+    launches = [item.launch for item in again.history()]
+    assert launches in ([1, 1, 2], [1, 1, 1, 2]), "one of the two may hear of its end a step before the other"
     steps = [item["step"] for item in nodes.job.events("step")]
     assert steps == sorted(set(steps)), "no step was done twice"
     assert_undisturbed(again, paced)
 
 
 def test_when_all_are_killed_a_new_launch_goes_on_from_the_checkpoint(begin: Callable[..., Nodes], whole: Job) -> None:
-    nodes = begin().start(faults=tuple(fault("kill", "forward", 17, node) for node in range(3)))
+    pauses = tuple(fault("sleep", "forward", 16, node, seconds=2.0) for node in range(3))  # a checkpoint is written
+    kills = tuple(fault("kill", "forward", 17, node) for node in range(3))
+    nodes = begin().start(faults=pauses + kills)
     assert nodes.wait() == [KILLED] * 3, nodes.log()
     kept = (nodes.job.rundir.read_json(LATEST) or {})["step"]
     assert kept >= 5
