@@ -18,6 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from dtrain_dagster.monitoring.wire import non_negative_fit
+
 Mode = Literal["weak", "strong"]
 WARM_UP = 1
 """Logged stretches of a short run that are left out: the first steps warm caches up."""
@@ -185,17 +187,8 @@ def fit_link(observed: Sequence[tuple[int, int, float]], name: str) -> Link:
     ]  # fmt: skip
     if not rows:
         raise ValueError("no all-reduce was measured: a link can only be fitted to runs of two ranks or more")
-    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = sum(row[0] for row in rows), sum(row[1] for row in rows)
-    determinant = aa * bb - ab * ab
-    latency, per_byte = 0.0, 0.0
-    if determinant > 1e-12 * aa * bb:
-        latency, per_byte = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
-    if latency <= 0 or per_byte <= 0:  # the sizes do not tell the two apart: the one that explains more
-        only_latency, only_bytes = a / aa, b / bb if bb else 0.0
-        off = [sum((x * row[0] + y * row[1] - 1) ** 2 for row in rows) for x, y in ((only_latency, 0), (0, only_bytes))]
-        latency, per_byte = (only_latency, 0.0) if off[0] <= off[1] else (0.0, only_bytes)
-    speed = 1 / per_byte if per_byte else math.inf
+    latency, per_byte = non_negative_fit(rows)
+    speed = 1 / per_byte if per_byte > 1e-15 else math.inf  # a petabyte a second is what rounding leaves of nothing
     return Link(
         name=name, latency_seconds=latency, bytes_per_second=speed, source=f"fitted to {len(rows)} measured all-reduces"
     )

@@ -26,21 +26,24 @@ class WireFit:
 
 
 def fit_wire(collectives: Sequence[WireTime]) -> WireFit | None:
-    """Least squares of relative errors, both parts at least 0. None where sizes are too much alike to tell."""
+    """Latency and seconds per byte, both at least 0. None where sizes are too much alike to tell."""
     points = [
         (float(item.bytes), item.wire_seconds) for item in collectives if item.bytes > 0 and item.wire_seconds > 0
     ]
     sizes = [size for size, _ in points]
     if not points or max(sizes) < SIZES_APART * min(sizes):
         return None
-    # Weights 1/seconds²: a bucket of megabytes must not drown what a few bytes say about latency.
-    rows = [(1 / seconds, size / seconds) for size, seconds in points]
-    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    ya, yb = sum(row[0] for row in rows), sum(row[1] for row in rows)
-    determinant = aa * bb - ab * ab
-    latency, slope = ((ya * bb - yb * ab) / determinant, (yb * aa - ya * ab) / determinant)
-    if slope <= 0:
-        return WireFit(latency_seconds=ya / aa, seconds_per_byte=0.0)
-    if latency <= 0:
-        return WireFit(latency_seconds=0.0, seconds_per_byte=yb / bb)
-    return WireFit(latency_seconds=latency, seconds_per_byte=slope)
+    # Of relative errors: a bucket of megabytes must not drown what a few bytes say about latency.
+    latency, per_byte = non_negative_fit([(1 / seconds, size / seconds) for size, seconds in points])
+    return WireFit(latency_seconds=latency, seconds_per_byte=per_byte)
+
+
+def non_negative_fit(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The two coefficients, neither below 0, with which the sums of all rows come closest to 1 (least squares)."""
+    import numpy as np
+    from scipy.optimize import nnls  # here, not above: loading it takes time, and few fits are asked for
+
+    matrix = np.array(rows)
+    scale = np.linalg.norm(matrix, axis=0)  # latencies and bytes are many orders of magnitude apart
+    found = nnls(matrix / scale, np.ones(len(rows)))[0] / scale
+    return float(found[0]), float(found[1])
