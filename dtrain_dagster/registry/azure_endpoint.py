@@ -212,7 +212,7 @@ def _ensure_endpoint(client: MLClient, config: EndpointConfig, audit: Audit | No
         name=config.name,
         auth_mode=config.auth_mode,
         identity=identity,
-        public_network_access="enabled" if config.public_network_access else "disabled",
+        public_network_access="Enabled" if config.public_network_access else "Disabled",
         tags=fit_tags(config.tags, MAX_RESOURCE_TAG),
         traffic={},
     )
@@ -245,7 +245,7 @@ def _ensure_deployment(
         environment=_environment(config.image) if config.image else None,
         instance_type=config.instance_type,
         instance_count=config.instance_count,
-        egress_public_network_access=None if config.public_network_access else "disabled",
+        egress_public_network_access=None if config.public_network_access else "Disabled",
         tags=fit_tags({**config.tags, "model": model.name, "version": model.version}, MAX_RESOURCE_TAG),
     )
     begin = lambda: client.online_deployments.begin_create_or_update(wanted)  # noqa: E731

@@ -345,6 +345,7 @@ def test_a_deployment_gets_traffic_once_it_answers_and_is_taken_back_when_it_doe
     assert (first.created, first.deployment, first.removed, first.kept) == (True, name, (), ())
     assert [item.name for item in first.check.findings][-1] == "authorisation"
     assert traffic(workspace, config.name) == {name: 100}
+    assert workspace.client.online_endpoints.get(config.name).public_network_access == "Disabled"  # as Azure spells it
     assert first.usd_per_hour == pytest.approx(2 * 0.23)
     asked = {"name": model.name, "version": model.version, "run_dir": run_dir}
     resources = configured(workspace, monkeypatch, config.name)
