@@ -28,7 +28,7 @@ $(VENV)/.ready: pyproject.toml
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing packages (once; about 2 minutes)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check "torch==2.13.0" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[azure,dev]"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[azure,postgres,dev]"
 	@touch $@
 
 $(DAGSTER_HOME)/dagster.yaml: dagster.yaml

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import dagster as dg
 
-from dtrain_dagster.assets import dataset, planning, registry, reporting, scaling, training
+from dtrain_dagster.assets import costs, dataset, planning, registry, reporting, scaling, training
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
 from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
@@ -21,7 +21,7 @@ ASSETS: list[dg.AssetsDefinition | dg.AssetSpec] = [
     training.gpu_cluster,
     training.trained_checkpoint,
     registry.registered_model,
-    reporting.cost_breakdown,
+    costs.cost_breakdown,
     reporting.performance_report,
     scaling.scaling_study,
 ]

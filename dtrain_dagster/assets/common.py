@@ -52,3 +52,12 @@ def strategy_table(strategies: Iterable[Strategy]) -> str:
         step = f"{1000 * item.step_seconds:.3g} ms | {item.communication_share:.0%}"
         rows.append(f"| **{item.name}** | {item.change} | {speed} | {item.cost_gain:+.0%} | {step} | {item.note} |")
     return "\n".join(rows) if len(rows) > 2 else "Nothing that these figures speak for."
+
+
+def table_schema(rows: list[dg.TableRecord]) -> dg.TableSchema:
+    """The columns of the first row; text where a value is not a number."""
+    kinds = {int: "int", float: "float"}
+    first = rows[0].data if rows else {}
+    return dg.TableSchema(
+        columns=[dg.TableColumn(name, kinds.get(type(value), "string")) for name, value in first.items()]
+    )

@@ -1,4 +1,4 @@
-"""Reporting: what each dollar was spent on, and how fast the nodes were."""
+"""How fast the nodes were, and what held them up."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,104 +7,20 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, read_finished, strategy_table
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, read_finished, strategy_table, table_schema
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.costs.tracker import CostTracker, overrun
 from dtrain_dagster.monitoring import charts, charts_time
 from dtrain_dagster.monitoring.alerts import best, told
 from dtrain_dagster.monitoring.page import write_report
 from dtrain_dagster.monitoring.performance import NodePerformance, Performance, RankPerformance, summarise
 from dtrain_dagster.monitoring.windows import WireTime, windows
 from dtrain_dagster.resources import GPUClusterResource
-from dtrain_dagster.settings import load_settings
-from dtrain_dagster.wording import dollars, duration
+from dtrain_dagster.wording import duration
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
-COST_REPORT = "reports/cost_breakdown.json"
 PERFORMANCE_REPORT = "reports/performance_report.json"
-
-
-@dg.asset(
-    group_name="reporting",
-    kinds={"python"},
-    owners=OWNERS,
-    code_version=CODE_VERSION,
-    description="What the training cost, by node and by time, against what was estimated (R5.2).",
-    check_specs=[
-        dg.AssetCheckSpec(
-            "within_estimate",
-            asset="cost_breakdown",
-            description="The cost is no further above the estimate than DTRAIN_OVERRUN_FRACTION allows (R5.4).",
-        )
-    ],
-)
-def cost_breakdown(
-    cluster: GPUClusterResource, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob
-) -> dg.MaterializeResult:
-    plan, job = cost_estimate, trained_checkpoint
-    rundir = RunDir(job.run_dir)
-    tracker = CostTracker(job.cluster_name, cluster.manager().node_usage(job.job_id), plan.tier)
-    result = read_finished(rundir, RESULT)
-    metrics = tracker.metrics(result["epochs"], plan.estimate.usd.expected)
-    above = overrun(metrics.total_cost_usd, metrics.estimated_total_cost)
-    periods = tracker.by_period()
-    rundir.write_json(
-        COST_REPORT,
-        {
-            "metrics": asdict(metrics),
-            "nodes": [asdict(node) for node in tracker.nodes],
-            "periods": [asdict(period) for period in periods],
-            "price": plan.price_note,
-        },
-    )
-    estimate = plan.estimate.usd
-    rows = [
-        dg.TableRecord(
-            {
-                "node": f"node {node.node_id}",
-                "sku": node.sku,
-                "seconds": round(node.hours * 3600, 1),
-                "node_hours": round(node.hours, 5),
-                "usd": round(node.usd, 5),
-            }
-        )
-        for node in tracker.nodes
-    ]
-    return dg.MaterializeResult(
-        metadata={
-            "total_usd": round(metrics.total_cost_usd, 5),
-            "estimated_usd": round(metrics.estimated_total_cost, 5),
-            "above_estimate_percent": round(100 * above, 1),
-            "node_hours": round(tracker.node_hours, 5),
-            "usd_per_epoch": round(metrics.cost_per_epoch, 5),
-            "usd_per_1000_samples": round(1000 * metrics.total_cost_usd / max(1, result["samples_seen"]), 7),
-            "by_node": dg.TableMetadataValue(rows, _schema(rows)),
-            "over_time": dg.MarkdownMetadataValue(
-                charts.markdown_image(
-                    charts.cost_chart(
-                        periods, (estimate.low, estimate.expected, estimate.high), words=plan.price_words
-                    ),
-                    "Cost over time",
-                )
-            ),
-            "price": plan.price_note,
-            "report": dg.MetadataValue.path(f"{rundir.uri}/{COST_REPORT}"),
-        },
-        check_results=[
-            dg.AssetCheckResult(
-                check_name="within_estimate",
-                passed=above <= load_settings().overrun_fraction,
-                severity=dg.AssetCheckSeverity.WARN,
-                metadata={
-                    "actual": dollars(metrics.total_cost_usd),
-                    "estimate": dollars(metrics.estimated_total_cost),
-                    "above_estimate_percent": round(100 * above, 1),
-                },
-            )
-        ],
-    )
 
 
 @dg.asset(
@@ -145,7 +61,7 @@ def performance_report(
     ):
         if rows:
             records = [dg.TableRecord(row) for row in rows]
-            metadata[name] = dg.TableMetadataValue(records, _schema(records))
+            metadata[name] = dg.TableMetadataValue(records, table_schema(records))
     return dg.MaterializeResult(metadata=metadata)
 
 
@@ -233,12 +149,3 @@ def _or_none(value: Any) -> Any:
 
 def _short(value: Any) -> Any:
     return round(value, 2) if isinstance(value, float) else value
-
-
-def _schema(rows: list[dg.TableRecord]) -> dg.TableSchema:
-    """The columns of the first row; text where a value is not a number."""
-    kinds = {int: "int", float: "float"}
-    first = rows[0].data if rows else {}
-    return dg.TableSchema(
-        columns=[dg.TableColumn(name, kinds.get(type(value), "string")) for name, value in first.items()]
-    )
