@@ -1,0 +1,149 @@
+"""The picture of the choices: dollars against time, which of them no other beats, and the one that is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dtrain_dagster.costs.choices import Choices, misses, tier_words
+from dtrain_dagster.monitoring.drawing import COLOURS, INK, label, new_figure, svg
+from dtrain_dagster.wording import dollars, duration
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_NUMBERED = 12
+"""Choices that get a number and a line in the list beside the picture."""
+CHOSEN, LIMIT = "#1a7f37", "#cf222e"
+ROOM, LEAST_SPAN = 1.4, 4.0
+"""Factors: around the outermost figures, and from the lowest to the highest that an axis shows at least."""
+FAR = 5.0
+"""A limit that is so many times beyond all choices is told of and not drawn."""
+HOUR, DAY = 3600, 86400
+TIMES = (
+    *(1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800),
+    *(hours * HOUR for hours in (1, 2, 4, 8, 12)),
+    *(days * DAY for days in (1, 2, 4, 7, 14, 30, 60, 120, 365)),
+)
+"""Where an axis of time may have its marks: powers of ten are no times that people think in."""
+
+
+def choices_chart(table: Choices) -> bytes:
+    """Cost against time of every choice, both on log scales. A line through a point is its interval: dollars follow
+    time. Pale is what may not keep the deadline or the budget."""
+    figure = new_figure(11, 4.8)
+    axis = figure.subplots()
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    _points(axis, table)
+    front = table.pareto
+    axis.plot(
+        [row.seconds.expected for row in front], [row.usd.expected for row in front],
+        color=INK, linewidth=1.1, linestyle="--", zorder=2, label="Pareto front: no other is cheaper and quicker",
+    )  # fmt: skip
+    _limits(axis, table)
+    kinds = axis.get_legend_handles_labels()
+    _numbers(axis, table)
+    numbers = [pair[len(kinds[0]) :] for pair in axis.get_legend_handles_labels()]
+    label(axis, _title(table), "time until trained (log scale)", f"US dollars, log scale ({table.price_words})")
+    axis.grid(visible=False, which="minor")
+    # One legend each for what a number and what a colour means.
+    listed = figure.legend(*numbers, frameon=False, fontsize=8, loc="outside right upper", handletextpad=0.2)
+    for text in listed.get_texts():
+        if text.get_text().endswith("chosen"):
+            text.set(color=CHOSEN, fontweight="bold")
+    figure.legend(*kinds, frameon=False, fontsize=8, loc="outside lower center", ncols=4)
+    return svg(figure)
+
+
+def _points(axis: Axes, table: Choices) -> None:
+    kinds = sorted({row.gpu for row in table.rows})
+    for gpu, tier in sorted({(row.gpu, row.tier) for row in table.rows}):
+        colour = COLOURS[kinds.index(gpu) % len(COLOURS)]
+        rows = [row for row in table.rows if (row.gpu, row.tier) == (gpu, tier)]
+        # One that fits decides how strong the legend's mark is: the first.
+        rows.sort(key=lambda row: bool(misses(row, table.deadline_seconds, table.budget_usd)))
+        for place, row in enumerate(rows):
+            strength = 0.25 if misses(row, table.deadline_seconds, table.budget_usd) else 1.0
+            axis.plot(
+                [row.seconds.low, row.seconds.high], [row.usd.low, row.usd.high],
+                color=colour, linewidth=1.2, alpha=0.5 * strength, zorder=1,
+            )  # fmt: skip
+            axis.plot(
+                [row.seconds.expected], [row.usd.expected], "o", color=colour, markersize=6, alpha=strength, zorder=3,
+                markerfacecolor=colour if tier == "dedicated" else "white",
+                label=f"{gpu}, {tier_words(tier)}" if not place else None,
+            )  # fmt: skip
+
+
+def _numbers(axis: Axes, table: Choices) -> None:
+    """A number on the chosen one and on those of the front, thinned out where it is long; on all where they are few."""
+    front = [row for row in table.pareto if not row.is_chosen]
+    kept = MOST_NUMBERED - 1
+    if len(front) > kept:
+        front = [front[round(place * (len(front) - 1) / (kept - 1))] for place in range(kept)]
+    few = len(table.rows) <= MOST_NUMBERED // 2
+    for number, row in enumerate((row for row in table.rows if few or row.is_chosen or row in front), start=1):
+        place = (row.seconds.expected, row.usd.expected)
+        words = f"{row.name}: {duration(row.seconds.expected)}, {dollars(row.usd.expected)}"
+        front_most = 2 * row.is_chosen  # where numbers cover each other
+        axis.plot(
+            *([value] for value in place), color=CHOSEN if row.is_chosen else INK, marker=f"${number}$", markersize=7,
+            linestyle="none", label=f"{words}, chosen" if row.is_chosen else words, zorder=8 + front_most,
+        )  # fmt: skip
+        axis.plot(
+            *([value] for value in place), "o", markersize=16 if row.is_chosen else 13, markerfacecolor="white",
+            markeredgecolor=CHOSEN if row.is_chosen else INK, markeredgewidth=2.4 if row.is_chosen else 0.9,
+            zorder=7 + front_most,
+        )  # fmt: skip
+
+
+def _limits(axis: Axes, table: Choices) -> None:
+    """Both axes' ranges and marks, and the limits in them, with what is beyond shaded."""
+    for which, intervals, limit, write, name in (
+        ("x", [row.seconds for row in table.rows], table.deadline_seconds, duration, "deadline"),
+        ("y", [row.usd for row in table.rows], table.budget_usd, dollars, "budget"),
+    ):
+        low, high = min(item.low for item in intervals), max(item.high for item in intervals)
+        near = limit is not None and low / FAR < limit < high * FAR
+        if limit is not None and near:
+            low, high = min(low, limit), max(high, limit)
+        widen = max(ROOM, (LEAST_SPAN * low / high) ** 0.5)
+        low, high = low / widen, high * widen
+        if limit is not None:
+            line, span = (axis.axvline, axis.axvspan) if which == "x" else (axis.axhline, axis.axhspan)
+            words = f"{name}: {write(limit)}" + ("" if near else ", beyond this picture")
+            line(limit if near else high * FAR, color=LIMIT, linewidth=1.4, label=words)
+            if limit < high:
+                span(max(limit, low), high, color=LIMIT, alpha=0.06, zorder=0)
+        (axis.set_xlim if which == "x" else axis.set_ylim)(low, high)
+        ours = axis.xaxis if which == "x" else axis.yaxis
+        ours.set_ticks(_times(low, high) if which == "x" else _sums(low, high))
+        ours.set_ticks([], minor=True)
+        ours.set_major_formatter(lambda value, _, write=_time if which == "x" else _sum: write(value))
+
+
+def _times(low: float, high: float) -> Sequence[float]:
+    marks = [seconds for seconds in TIMES if low <= seconds <= high]
+    return marks[:: 1 + len(marks) // 8]
+
+
+def _sums(low: float, high: float) -> Sequence[float]:
+    marks = [digit * 10.0**power for power in range(-7, 9) for digit in (1, 2, 5)]
+    marks = [usd for usd in marks if low <= usd <= high]
+    return marks if len(marks) <= 8 else [usd for usd in marks if f"{usd:e}"[0] == "1"]
+
+
+def _time(seconds: float) -> str:
+    for unit, name in ((DAY, "d"), (HOUR, "h"), (60, "min")):
+        if seconds >= unit:
+            return f"{seconds / unit:g} {name}"
+    return f"{seconds:g} s"
+
+
+def _sum(usd: float) -> str:
+    return f"${usd:,.0f}" if usd >= 1 else f"${usd:g}"
+
+
+def _title(table: Choices) -> str:
+    return f"{len(table.rows)} choices: cost against time" + ("" if table.chosen else "; none fits")
