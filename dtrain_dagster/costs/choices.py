@@ -367,9 +367,7 @@ def _assumptions(rows: Sequence[Choice], measured: Measured) -> tuple[str, ...]:
             f"{duration(EVICTION_SECONDS)} until each is replaced. Assumed, not measured."
         )
     if any(row.sku != measured.sku and row.gpus > 1 for row in rows):
-        found.append(
-            "SKUs with several GPUs: one rank for each GPU. Sums within a node count as free: times at best."
-        )
+        found.append("SKUs with several GPUs: one rank for each GPU. Sums within a node count as free: times at best.")
     return tuple(found)
 
 

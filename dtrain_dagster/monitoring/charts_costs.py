@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dtrain_dagster.costs.choices import Choices, misses, tier_words
-from dtrain_dagster.monitoring.drawing import COLOURS, INK, label, new_figure, svg
+from dtrain_dagster.monitoring.drawing import COLOURS, INK, MUTED, label, new_figure, svg
 from dtrain_dagster.wording import dollars, duration
 
 if TYPE_CHECKING:
@@ -39,41 +40,45 @@ def choices_chart(table: Choices) -> bytes:
     front = table.pareto
     axis.plot(
         [row.seconds.expected for row in front], [row.usd.expected for row in front],
-        color=INK, linewidth=1.1, linestyle="--", zorder=2, label="Pareto front: no other is cheaper and quicker",
+        color=INK, linewidth=1.1, linestyle="--", zorder=2, label="Pareto front",
     )  # fmt: skip
     _limits(axis, table)
     kinds = axis.get_legend_handles_labels()
     _numbers(axis, table)
     numbers = [pair[len(kinds[0]) :] for pair in axis.get_legend_handles_labels()]
-    label(axis, _title(table), "time until trained (log scale)", f"US dollars, log scale ({table.price_words})")
+    label(axis, _title(table), "time until trained (log scale)", "US dollars (log scale)")
     axis.grid(visible=False, which="minor")
     # One legend each for what a number and what a colour means.
     listed = figure.legend(*numbers, frameon=False, fontsize=8, loc="outside right upper", handletextpad=0.2)
     for text in listed.get_texts():
         if text.get_text().endswith("chosen"):
             text.set(color=CHOSEN, fontweight="bold")
-    figure.legend(*kinds, frameon=False, fontsize=8, loc="outside lower center", ncols=4)
+    figure.legend(*kinds, frameon=False, fontsize=8, loc="lower right", ncols=2)
     return svg(figure)
 
 
 def _points(axis: Axes, table: Choices) -> None:
     kinds = sorted({row.gpu for row in table.rows})
     for gpu, tier in sorted({(row.gpu, row.tier) for row in table.rows}):
-        colour = COLOURS[kinds.index(gpu) % len(COLOURS)]
-        rows = [row for row in table.rows if (row.gpu, row.tier) == (gpu, tier)]
-        # One that fits decides how strong the legend's mark is: the first.
-        rows.sort(key=lambda row: bool(misses(row, table.deadline_seconds, table.budget_usd)))
-        for place, row in enumerate(rows):
-            strength = 0.25 if misses(row, table.deadline_seconds, table.budget_usd) else 1.0
+        colour, words = COLOURS[kinds.index(gpu) % len(COLOURS)], f"{gpu}, {tier_words(tier)}"
+        mine = [row for row in table.rows if (row.gpu, row.tier) == (gpu, tier)]
+        for pale in (False, True):
+            rows = [row for row in mine if bool(misses(row, table.deadline_seconds, table.budget_usd)) is pale]
+            if not rows:
+                continue
+            strength, gap = 0.25 if pale else 1.0, math.nan  # a gap, so that all intervals are one line
             axis.plot(
-                [row.seconds.low, row.seconds.high], [row.usd.low, row.usd.high],
+                [at for row in rows for at in (row.seconds.low, row.seconds.high, gap)],
+                [at for row in rows for at in (row.usd.low, row.usd.high, gap)],
                 color=colour, linewidth=1.2, alpha=0.5 * strength, zorder=1,
             )  # fmt: skip
             axis.plot(
-                [row.seconds.expected], [row.usd.expected], "o", color=colour, markersize=6, alpha=strength, zorder=3,
-                markerfacecolor=colour if tier == "dedicated" else "white",
-                label=f"{gpu}, {tier_words(tier)}" if not place else None,
+                [row.seconds.expected for row in rows], [row.usd.expected for row in rows], "o", color=colour,
+                markersize=6, alpha=strength, zorder=3, markerfacecolor=colour if tier == "dedicated" else "white",
+                label=words,
             )  # fmt: skip
+            words = "_"  # named once
+    axis.plot([], [], color=MUTED, linewidth=1.2, label="interval")
 
 
 def _numbers(axis: Axes, table: Choices) -> None:
@@ -146,4 +151,5 @@ def _sum(usd: float) -> str:
 
 
 def _title(table: Choices) -> str:
-    return f"{len(table.rows)} choices: cost against time" + ("" if table.chosen else "; none fits")
+    pale = "; pale: may miss a limit" if table.deadline_seconds or table.budget_usd else ""
+    return f"{len(table.rows)} choices ({table.price_words}){pale}"
