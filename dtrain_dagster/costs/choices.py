@@ -377,5 +377,6 @@ def _told(choice: Choice) -> str:
 
 def _rounded_up(value: float) -> str:
     """To cents, and below 1 to three digits: what is set is never less than what is needed."""
+    value *= 1 + 1e-9  # floats: what is set is multiplied again before it is compared
     digits = 2 if value >= 1 else 2 - math.floor(math.log10(max(value, 1e-9)))
     return f"{math.ceil(value * 10**digits) / 10**digits:.{digits}f}"

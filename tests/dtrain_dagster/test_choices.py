@@ -1,0 +1,263 @@
+"""The table of choices: arithmetic by hand, and what must hold whatever the figures are."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from itertools import combinations
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtrain_dagster.assets.choosing import choices_metadata
+from dtrain_dagster.costs.choices import (
+    EVICTION_SECONDS,
+    EVICTIONS_PER_NODE_HOUR,
+    Choices,
+    Measured,
+    PlanError,
+    busy_share,
+    choices,
+    choose,
+    misses,
+    with_evictions,
+)
+from dtrain_dagster.costs.estimate import Interval
+from dtrain_dagster.costs.prices import SkuPrice, Tier, price_of, price_table
+
+V100, T4, A100, QUAD = (f"Standard_{name}" for name in ("NC6s_v3", "NC4as_T4_v3", "NC24ads_A100_v4", "NC96ads_A100_v4"))
+SPEEDS = {V100: 1.0, T4: 0.5, A100: 2.0, QUAD: 8.0}
+BOTH: tuple[Tier, ...] = ("dedicated", "low_priority")
+HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Amdahl:
+    """A training of which some is computed, on all nodes, and some is not."""
+
+    fixed: float = 0.1 * HOUR
+    computing: float = 12 * HOUR
+    spread: float = 0.1
+    basis: str = "probe"
+    basis_words: str = "a probe of 24 steps on 2 nodes"
+
+    def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
+        whole = self.fixed + self.computing / node_count / speed
+        return Interval(low=(1 - self.spread) * whole, expected=whole, high=(1 + self.spread) * whole)
+
+
+def table_of(forecast: Amdahl | None = None, **other: Any) -> Choices:
+    given: dict[str, Any] = {
+        "measured": Measured(sku=V100, node_count=2, ranks_per_node=1, micro_batches=24),
+        "prices": [replace(price_of(sku), retired_on=None) for sku in SPEEDS],
+        "node_counts": (1, 2, 3),
+        "tiers": ("dedicated",),
+        "speeds": SPEEDS,
+        "epochs": 6,
+        "today": date(2026, 3, 1),
+    } | other
+    return choices(forecast or Amdahl(), **given)
+
+
+def row_of(table: Choices, sku: str, nodes: int, tier: str = "dedicated") -> Any:
+    return next(row for row in table.rows if (row.sku, row.node_count, row.tier) == (sku, nodes, tier))
+
+
+def test_time_and_dollars_by_hand_and_where_they_come_from():
+    table = table_of(Amdahl(fixed=HOUR))
+    two = row_of(table, V100, 2)
+    assert two.seconds == Interval(low=0.9 * 7 * HOUR, expected=7 * HOUR, high=pytest.approx(1.1 * 7 * HOUR))
+    assert two.usd.expected == pytest.approx(7 * 2 * 3.06)
+    assert two.usd_per_epoch == pytest.approx(7 * 2 * 3.06 / 6)
+    assert two.efficiency == pytest.approx(13 / 14), "an hour that does not get shorter with nodes"
+    assert (two.origin, row_of(table, V100, 3).origin, row_of(table, T4, 2).origin) == ("measured", "scaled", "guessed")
+    assert "0.5 times as fast as one of Standard_NC6s_v3" in row_of(table, T4, 2).time_from
+    assert row_of(table, T4, 2).seconds.expected == pytest.approx(13 * HOUR)
+    assert "recorded 2025-11-04" in two.price_from
+    assert row_of(table_of(Amdahl(basis="table")), V100, 2).origin == "guessed"
+    twin = "Standard_NC8as_T4_v3"  # as quick as a T4 node with fewer processors, and dearer
+    front = table_of(prices=[price_of(T4), price_of(twin)], speeds=SPEEDS | {twin: 0.5}).pareto
+    assert [row.sku for row in front] == [T4] * 3
+    costs = [row.usd.expected for row in table.rows]
+    assert costs == sorted(costs)
+
+
+@pytest.mark.parametrize(
+    ("limits", "chosen"),
+    [
+        ({}, (T4, 1)),
+        ({"deadline_seconds": 9 * HOUR}, (T4, 3)),  # 8.1 h, and a tenth more at most
+        ({"deadline_seconds": 8.8 * HOUR}, (A100, 1)),  # what is expected in 8.1 h may not keep it
+        ({"deadline_seconds": 1.8 * HOUR, "budget_usd": 30.0}, (QUAD, 1)),
+        ({"deadline_seconds": 8 * HOUR, "budget_usd": 23.0}, None),
+    ],
+)
+def test_the_cheapest_that_keeps_both_limits_is_chosen(limits: dict[str, float], chosen: tuple[str, int] | None):
+    table = table_of(**limits)
+    found = table.chosen
+    assert (found and (found.sku, found.node_count)) == chosen
+    assert sum(row.is_chosen for row in table.rows) == (chosen is not None)
+    for row in table.rows:
+        assert bool(row.why_not) is not row.is_chosen
+
+
+def test_nodes_that_may_be_taken_away_are_for_those_who_can_wait():
+    limits = {"tiers": BOTH, "prices": [replace(price_of(V100), retired_on=None)], "node_counts": (1,)}
+    assert choose(table_of(**limits)).tier == "low_priority"
+    # 12.1 hours and a tenth more, and 1.33 evictions and two standard deviations of ten minutes each: 13.92 h.
+    assert choose(table_of(**limits, deadline_seconds=14.0 * HOUR)).tier == "low_priority"
+    assert choose(table_of(**limits, deadline_seconds=13.8 * HOUR)).tier == "dedicated"
+    slow = with_evictions(Interval(low=HOUR, expected=2 * HOUR, high=3 * HOUR), node_count=4)
+    assert slow.low == HOUR
+    assert slow.expected == pytest.approx(2 * HOUR + 8 * EVICTIONS_PER_NODE_HOUR * EVICTION_SECONDS)
+    assert any("Assumed, not measured" in line for line in table_of(**limits).assumptions)
+    assert not any("Assumed" in line for line in table_of().assumptions)
+
+
+def test_what_cannot_be_had_is_listed_with_why_and_never_taken():
+    table = table_of(prices=price_table().values(), tiers=BOTH, speeds=SPEEDS)
+    missing = {(item.sku, item.tier): item.why for item in table.not_available}
+    assert missing[V100, "dedicated"] == "retired on 2025-09-30"
+    assert missing["Standard_NC64as_T4_v3", "low_priority"] == "not offered as low priority in eastus"
+    assert missing["Standard_NC40ads_H100_v5", "dedicated"] == "its speed against Standard_NC6s_v3 is not known"
+    assert not {(row.sku, row.tier) for row in table.rows} & set(missing)
+    for day, there in ((29, True), (30, False)):
+        assert (V100 in {row.sku for row in table_of(prices=[price_of(V100)], today=date(2025, 9, day)).rows}) is there
+    assert V100 in {row.sku for row in table_of(prices=[price_of(V100)], stand_in=V100).rows}, "nothing is bought"
+    with pytest.raises(PlanError, match=r"nothing to choose from: Standard_NC6s_v3 \(dedicated\): retired on 2025"):
+        choose(table_of(prices=[price_of(V100)]))
+
+
+def test_no_gpu_computes_without_a_micro_batch():
+    assert busy_share(micro_batches=6, ranks=8) == pytest.approx(6 / 8)
+    assert busy_share(micro_batches=6, ranks=4) == pytest.approx(6 / 8), "two ranks have two, the others have one"
+    assert busy_share(micro_batches=24, ranks=8) == 1
+    few = Measured(sku=V100, node_count=2, ranks_per_node=1, micro_batches=6)
+    quad = row_of(table_of(Amdahl(fixed=0), measured=few), QUAD, 2)
+    assert quad.seconds.expected == pytest.approx(12 * HOUR / 2 / 8 / (6 / 8)), "as long as on six of its eight GPUs"
+    assert "2 of 8 GPUs get none of the 6 micro-batches" in quad.time_from
+    three = row_of(table_of(Amdahl(fixed=0), measured=few), QUAD, 3)
+    assert three.efficiency == pytest.approx(2 / 3), (
+        "twelve GPUs do what six could; four of one node did what three could"
+    )
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        (
+            {"deadline_seconds": 8 * HOUR, "budget_usd": 20.0},
+            r"none of 12 choices keeps the deadline of 8 h 00 min and the budget of \$20.00\. "
+            r"The cheapest within the deadline is 1 × NC24ads_A100_v4 \(dedicated\): up to 6 h 42 min and \$24.63: "
+            r"set budget_usd = 24.63\. "
+            r"The fastest within the budget is 3 × NC4as_T4_v3 \(dedicated\): up to 8 h 54 min and \$14.17: "
+            r"set deadline_hours = 8.92\.",
+        ),
+        ({"budget_usd": 1.0}, r"The cheapest is 1 × NC4as_T4_v3 .*: set budget_usd = 14.06\. Or train less"),
+        ({"deadline_seconds": 60.0}, r"The fastest is 3 × NC96ads_A100_v4 .*: set deadline_hours = 0.661\. Or"),
+        ({"deadline_seconds": 60.0, "budget_usd": 1.0}, r"The fastest is 3 × NC96.*, the cheapest 1 × NC4as.*: raise"),
+    ],
+)
+def test_where_nothing_fits_the_nearest_and_the_setting_are_named(limits: dict[str, float], words: str):
+    with pytest.raises(PlanError, match=words):
+        choose(table_of(**limits))
+
+
+def test_the_limit_that_is_named_is_enough():
+    limits = {"deadline_seconds": 8 * HOUR, "budget_usd": 20.0}
+    with pytest.raises(PlanError) as refused:
+        choose(table_of(**limits))
+    named = dict(re.findall(r"set (\w+) = ([\d.]+)\.", str(refused.value)))
+    assert choose(table_of(**limits | {"budget_usd": float(named["budget_usd"])})).sku == A100
+    assert choose(table_of(**limits | {"deadline_seconds": float(named["deadline_hours"]) * HOUR})).sku == T4
+
+
+prices = st.lists(
+    st.builds(
+        lambda name, usd, share, gpus: SkuPrice(
+            sku=f"Standard_{name}", gpu="X", gpus=gpus, gpu_memory_gib=16, vcpus=4, memory_gib=28, infiniband=False,
+            dedicated_usd_per_hour=usd, low_priority_usd_per_hour=usd * share, low_priority_capable=share < 0.9,
+            retired_on=None, region="here", recorded_on="2026-01-01", source="made up",
+        ),
+        st.sampled_from("ABCDEFGH"), st.floats(0.1, 100), st.floats(0.1, 1), st.sampled_from((1, 2, 4, 8)),
+    ),
+    min_size=1, max_size=6, unique_by=lambda price: price.sku,
+)  # fmt: skip
+limit = st.none() | st.floats(1, 1e6)
+tables = st.fixed_dictionaries(
+    {
+        "prices": prices,
+        "node_counts": st.sets(st.integers(1, 9), min_size=1),
+        "tiers": st.sampled_from((("dedicated",), BOTH)),
+        "deadline_seconds": limit,
+        "budget_usd": limit,
+        "speeds": st.fixed_dictionaries({f"Standard_{name}": st.floats(0.1, 20) for name in "ABCDEFGH"}),
+        "measured": st.builds(
+            Measured,
+            sku=st.just("Standard_A"),
+            node_count=st.integers(1, 4),
+            ranks_per_node=st.integers(1, 2),
+            micro_batches=st.integers(1, 40),
+        ),
+    }
+)
+forecasts = st.builds(Amdahl, fixed=st.floats(0, 1e4), computing=st.floats(1, 1e6), spread=st.floats(0, 0.5))
+
+
+@given(forecasts, tables)
+def test_what_holds_of_every_table(forecast: Amdahl, given: dict[str, Any]):
+    table = table_of(forecast, **given)
+    for one, other in combinations(table.rows, 2):
+        no_worse = other.usd.expected <= one.usd.expected and other.seconds.expected <= one.seconds.expected
+        better = other.usd.expected < one.usd.expected or other.seconds.expected < one.seconds.expected
+        assert not (one.is_pareto and no_worse and better)
+    if table.rows:
+        assert table.pareto
+    for row in table.rows:
+        assert 0 <= row.usd.low <= row.usd.expected <= row.usd.high
+        assert row.efficiency > 0
+        if not row.is_pareto:
+            assert any(
+                other.usd.expected <= row.usd.expected and other.seconds.expected <= row.seconds.expected
+                for other in table.pareto
+            )
+    if table.chosen:
+        assert not misses(table.chosen, table.deadline_seconds, table.budget_usd)
+    else:
+        assert all(misses(row, table.deadline_seconds, table.budget_usd) for row in table.rows)
+        with pytest.raises(PlanError):
+            choose(table)
+
+
+@given(forecasts, tables, st.integers(1, 9))
+def test_more_to_choose_from_never_costs_more(forecast: Amdahl, given: dict[str, Any], nodes: int):
+    before = table_of(forecast, **given).chosen
+    if before:
+        more_nodes = {"node_counts": {*given["node_counts"], nodes}}
+        for more in (more_nodes, {"tiers": BOTH}, {"deadline_seconds": None}, {"budget_usd": None}):
+            assert choose(table_of(forecast, **(given | more))).usd.expected <= before.usd.expected
+
+
+@given(forecasts, tables)
+def test_a_budget_refuses_and_makes_nothing_slower(forecast: Amdahl, given: dict[str, Any]):
+    given |= {
+        "tiers": ("dedicated",)
+    }  # with evictions, intervals differ in width: the cheaper may be the dearer at most
+    before = table_of(forecast, **given).chosen
+    assert before is None or choose(table_of(forecast, **(given | {"budget_usd": None}))) == before
+
+
+def test_metadata_shows_the_chosen_row_and_is_json():
+    metadata = choices_metadata(table_of(tiers=BOTH, deadline_seconds=5 * HOUR, budget_usd=100.0))
+    assert set(metadata) == {"choices_rest_on", "choice", "choices", "choices_picture"}
+    rows = [record.data for record in metadata["choices"].records]
+    [chosen] = [row for row in rows if "chosen" in row["mark"]]
+    assert metadata["choice"].startswith(f"{chosen['nodes']} × ")
+    assert [row["usd"] for row in rows] == sorted(row["usd"] for row in rows)
+    assert metadata["choices_picture"].md_str.startswith("![Cost against time")
+    none = choices_metadata(table_of(prices=[price_of(V100)]))
+    assert set(none) == {"choices_rest_on", "choices_not_available"}
+    assert asdict(table_of())["rows"][0]["sku"] == T4
