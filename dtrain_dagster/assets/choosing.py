@@ -57,6 +57,7 @@ def _row(choice: Choice) -> dict[str, str | int | float]:
         "time": duration(seconds.expected),
         "time_range": f"{duration(seconds.low)} to {duration(seconds.high)}",
         "usd_per_epoch": round(choice.usd_per_epoch, 5),
+        "global_batch": choice.global_batch,
         "efficiency_percent": round(100 * choice.efficiency, 1),
         "why_not": choice.why_not,
         "time_from": choice.time_from,

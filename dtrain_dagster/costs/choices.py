@@ -1,8 +1,8 @@
 """What a training could be run on: SKUs × nodes × tiers, each with time and dollars, and the one to take. Pure.
 
-The training is the same in every choice: the same global batch, whose micro-batches are dealt to the ranks that are
-there. A node has one rank for each of its GPUs. Where a figure comes from stands beside it: measured, scaled from what
-was measured, or guessed from a table of speeds.
+Every GPU of a node is a rank, and each rank keeps its batch: more of them make larger and fewer steps of the same
+epochs. Where a figure comes from stands beside it: measured, scaled from what was measured, or guessed from a table of
+speeds.
 
 The one to take is the cheapest that keeps the deadline and the budget with the upper ends of its intervals.
 """
@@ -45,18 +45,19 @@ class Forecast(Protocol):
 
     def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
         """Wall-clock seconds of the whole training on so many nodes, each of which computes ``speed`` times as fast as
-        those that were measured."""
+        those that the forecast is for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """What the forecast was measured on, or is made for where nothing was measured."""
+class Baseline:
+    """What the forecast is made for: the plan as it stands."""
 
     sku: str
-    node_count: int
     ranks_per_node: int
-    micro_batches: int
-    """Of one optimizer step, over all ranks: of more ranks than these, some have nothing to do."""
+    batch_size_per_rank: int
+    """Samples of one rank in one optimizer step."""
+    measured_nodes: tuple[int, ...] = ()
+    """Counts of nodes on which this training has been measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +70,8 @@ class Choice:
     """Of one node."""
     node_count: int
     tier: Tier
+    global_batch: int
+    """Samples in one optimizer step."""
     seconds: Interval
     usd: Interval
     usd_per_node_hour: float
@@ -125,7 +128,7 @@ class Choices:
 
 def choices(
     forecast: Forecast,
-    measured: Measured,
+    baseline: Baseline,
     prices: Iterable[SkuPrice],
     node_counts: Iterable[int],
     tiers: Iterable[Tier],
@@ -146,11 +149,11 @@ def choices(
     counts, offered, missing = sorted(set(node_counts)), [], []
     for price in prices:
         for tier in tiers:
-            why = _why_not_available(price, tier, measured, speeds, today, stand_in)
+            why = _why_not_available(price, tier, baseline, speeds, today, stand_in)
             if why:
                 missing.append(NotAvailable(sku=price.sku, tier=tier, why=why))
             else:
-                offered += [_choice(forecast, measured, price, count, tier, speeds, epochs) for count in counts]
+                offered += [_choice(forecast, baseline, price, count, tier, speeds, epochs) for count in counts]
     rows = sorted(offered, key=_by_cost)
     front = _front(rows)
     fitting = [row for row in rows if not misses(row, deadline_seconds, budget_usd)]
@@ -169,7 +172,7 @@ def choices(
         deadline_seconds=deadline_seconds,
         budget_usd=budget_usd,
         basis=forecast.basis_words,
-        assumptions=_assumptions(rows, measured),
+        assumptions=_assumptions(rows, baseline),
         price_words=price_words,
     )
 
@@ -238,30 +241,23 @@ def tier_words(tier: str) -> str:
     return tier.replace("_", " ")
 
 
-def busy_share(micro_batches: int, ranks: int) -> float:
-    """Share of the ranks' time in which they have a micro-batch: 6 of them keep 8 ranks busy for 3/4 of it."""
-    return micro_batches / (ranks * math.ceil(micro_batches / ranks))
-
-
 def _choice(
     forecast: Forecast,
-    measured: Measured,
+    baseline: Baseline,
     price: SkuPrice,
     node_count: int,
     tier: Tier,
     speeds: Mapping[str, float],
     epochs: float,
 ) -> Choice:
-    own = price.sku == measured.sku
-    ranks_per_node = measured.ranks_per_node if own else price.gpus
-    relative = speeds[price.sku] / speeds[measured.sku]
+    own = price.sku == baseline.sku
+    ranks_per_node = baseline.ranks_per_node if own else price.gpus
+    relative = speeds[price.sku] / speeds[baseline.sku]
 
     def seconds_at(count: int) -> Interval:
-        dealt = busy_share(measured.micro_batches, count * ranks_per_node)
-        # The forecast knows how evenly the measured ranks are dealt to; what remains is that these ones are others.
-        return forecast.seconds_at(
-            count, relative * dealt / busy_share(measured.micro_batches, count * measured.ranks_per_node)
-        )
+        """As on so many of the baseline's nodes that there are as many ranks, of the speed that is left for each."""
+        alike = max(1, round(count * ranks_per_node / baseline.ranks_per_node))
+        return forecast.seconds_at(alike, relative * count / alike)
 
     seconds, alone = seconds_at(node_count), seconds_at(1)
     efficiency = alone.expected / (node_count * seconds.expected)
@@ -271,49 +267,38 @@ def _choice(
     usd = seconds.scaled(node_count * usd_per_hour / 3600)
     origin: Origin = "guessed"
     if own and forecast.basis != "table":
-        origin = "measured" if node_count == measured.node_count else "scaled"
+        origin = "measured" if node_count in baseline.measured_nodes else "scaled"
     return Choice(
         sku=price.sku,
         gpu=price.gpu,
         gpus=price.gpus,
         node_count=node_count,
         tier=tier,
+        global_batch=node_count * ranks_per_node * baseline.batch_size_per_rank,
         seconds=seconds,
         usd=usd,
         usd_per_node_hour=usd_per_hour,
         usd_per_epoch=usd.expected / epochs if epochs else usd.expected,
         efficiency=efficiency,
         origin=origin,
-        time_from=_time_from(origin, forecast, measured, own, relative, node_count * ranks_per_node),
+        time_from=_time_from(origin, forecast, baseline, own, relative),
         price_from=f"{usd_per_hour:g} USD per node-hour, {price.region}, recorded {price.recorded_on}: {price.source}",
     )
 
 
-def _time_from(origin: Origin, forecast: Forecast, measured: Measured, own: bool, relative: float, ranks: int) -> str:
-    if origin == "measured":
-        words = f"measured: {forecast.basis_words}"
-    elif origin == "scaled":
-        words = f"scaled from {measured.node_count} node(s): {forecast.basis_words}"
-    elif own:
-        words = f"guessed: {forecast.basis_words}"
-    else:
-        words = (
-            f"guessed: a node is taken to compute {relative:.3g} times as fast as one of {measured.sku}, by the table "
-            "of speeds; network, start-up and disks are taken to be the same"
-        )
-    idle = ranks - measured.micro_batches
-    if idle > 0:
-        words += (
-            f"; {idle} of {ranks} GPUs get none of the {measured.micro_batches} micro-batches of a step: "
-            "halve training.batch_size_per_gpu and double training.gradient_accumulation_steps"
-        )
-    return words
+def _time_from(origin: Origin, forecast: Forecast, baseline: Baseline, own: bool, relative: float) -> str:
+    if own:
+        return f"{origin}{' to other nodes' if origin == 'scaled' else ''}: {forecast.basis_words}"
+    return (
+        f"guessed: a node is taken to compute {relative:.3g} times as fast as one of {baseline.sku}, by the table of "
+        "speeds; network, start-up and disks are taken to be the same"
+    )
 
 
 def _why_not_available(
     price: SkuPrice,
     tier: Tier,
-    measured: Measured,
+    baseline: Baseline,
     speeds: Mapping[str, float],
     today: date,
     stand_in: str | None,
@@ -324,8 +309,8 @@ def _why_not_available(
         price.usd_per_hour(tier)
     except PriceError:
         return f"not offered as {tier_words(tier)} in {price.region}"
-    if price.sku not in speeds or measured.sku not in speeds:
-        return f"its speed against {measured.sku} is not known"
+    if price.sku not in speeds or baseline.sku not in speeds:
+        return f"its speed against {baseline.sku} is not known"
     return ""
 
 
@@ -353,21 +338,23 @@ def _why_not(row: Choice, chosen: Choice | None, deadline_seconds: float | None,
     return f"{words} and {duration(abs(slower))} {'longer' if slower >= 0 else 'shorter'} than the chosen one"
 
 
-def _assumptions(rows: Sequence[Choice], measured: Measured) -> tuple[str, ...]:
+def _assumptions(rows: Sequence[Choice], baseline: Baseline) -> tuple[str, ...]:
     found = [
         "A choice fits when the upper ends of its intervals keep the deadline and the budget; the cheapest of those is "
         "taken.",
-        f"The training is the same in each: {measured.micro_batches} micro-batches in a step. Set "
-        f"more.world_size = {measured.node_count * measured.ranks_per_node} beside DTRAIN_NODES, or the global batch "
-        "changes with the nodes.",
+        f"Each rank keeps its {baseline.batch_size_per_rank} samples of a step: with more GPUs the global batch grows, "
+        "and what that does to the model is not judged here (training.lr_scaling, gradient_accumulation_steps).",
     ]
     if any(row.tier != "dedicated" for row in rows):
         found.append(
             f"Nodes that can be taken away: {EVICTIONS_PER_NODE_HOUR:.0%} of them in each hour, and "
             f"{duration(EVICTION_SECONDS)} until each is replaced. Assumed, not measured."
         )
-    if any(row.sku != measured.sku and row.gpus > 1 for row in rows):
-        found.append("SKUs with several GPUs: one rank for each GPU. Sums within a node count as free: times at best.")
+    if any(row.sku != baseline.sku and row.gpus > 1 for row in rows):
+        found.append(
+            "SKUs with several GPUs: one rank for each GPU, and as much communication as between as many nodes; within "
+            "a node it is quicker than that."
+        )
     return tuple(found)
 
 

@@ -121,11 +121,14 @@ def _limits(axis: Axes, table: Choices) -> None:
             line(limit if near else high * FAR, color=LIMIT, linewidth=1.4, label=words)
             if limit < high:
                 span(max(limit, low), high, color=LIMIT, alpha=0.06, zorder=0)
-        (axis.set_xlim if which == "x" else axis.set_ylim)(low, high)
-        ours = axis.xaxis if which == "x" else axis.yaxis
-        ours.set_ticks(_times(low, high) if which == "x" else _sums(low, high))
-        ours.set_ticks([], minor=True)
-        ours.set_major_formatter(lambda value, _, write=_time if which == "x" else _sum: write(value))
+        if which == "x":
+            axis.set_xlim(low, high)
+            axis.set_xticks(_times(low, high), labels=[_time(mark) for mark in _times(low, high)])
+            axis.set_xticks([], minor=True)
+        else:
+            axis.set_ylim(low, high)
+            axis.set_yticks(_sums(low, high), labels=[_sum(mark) for mark in _sums(low, high)])
+            axis.set_yticks([], minor=True)
 
 
 def _times(low: float, high: float) -> Sequence[float]:

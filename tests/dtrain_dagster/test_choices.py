@@ -16,17 +16,16 @@ from dtrain_dagster.assets.choosing import choices_metadata
 from dtrain_dagster.costs.choices import (
     EVICTION_SECONDS,
     EVICTIONS_PER_NODE_HOUR,
+    Baseline,
     Choices,
-    Measured,
     PlanError,
-    busy_share,
     choices,
     choose,
     misses,
     with_evictions,
 )
 from dtrain_dagster.costs.estimate import Interval
-from dtrain_dagster.costs.prices import SkuPrice, Tier, price_of, price_table
+from dtrain_dagster.costs.prices import Tier, price_of, price_table
 
 V100, T4, A100, QUAD = (f"Standard_{name}" for name in ("NC6s_v3", "NC4as_T4_v3", "NC24ads_A100_v4", "NC96ads_A100_v4"))
 SPEEDS = {V100: 1.0, T4: 0.5, A100: 2.0, QUAD: 8.0}
@@ -51,7 +50,7 @@ class Amdahl:
 
 def table_of(forecast: Amdahl | None = None, **other: Any) -> Choices:
     given: dict[str, Any] = {
-        "measured": Measured(sku=V100, node_count=2, ranks_per_node=1, micro_batches=24),
+        "baseline": Baseline(sku=V100, ranks_per_node=1, batch_size_per_rank=256, measured_nodes=(2,)),
         "prices": [replace(price_of(sku), retired_on=None) for sku in SPEEDS],
         "node_counts": (1, 2, 3),
         "tiers": ("dedicated",),
@@ -131,18 +130,27 @@ def test_what_cannot_be_had_is_listed_with_why_and_never_taken():
         choose(table_of(prices=[price_of(V100)]))
 
 
-def test_no_gpu_computes_without_a_micro_batch():
-    assert busy_share(micro_batches=6, ranks=8) == pytest.approx(6 / 8)
-    assert busy_share(micro_batches=6, ranks=4) == pytest.approx(6 / 8), "two ranks have two, the others have one"
-    assert busy_share(micro_batches=24, ranks=8) == 1
-    few = Measured(sku=V100, node_count=2, ranks_per_node=1, micro_batches=6)
-    quad = row_of(table_of(Amdahl(fixed=0), measured=few), QUAD, 2)
-    assert quad.seconds.expected == pytest.approx(12 * HOUR / 2 / 8 / (6 / 8)), "as long as on six of its eight GPUs"
-    assert "2 of 8 GPUs get none of the 6 micro-batches" in quad.time_from
-    three = row_of(table_of(Amdahl(fixed=0), measured=few), QUAD, 3)
-    assert three.efficiency == pytest.approx(2 / 3), (
-        "twelve GPUs do what six could; four of one node did what three could"
-    )
+def test_each_gpu_of_a_node_is_a_rank():
+    asked: list[tuple[int, float]] = []
+
+    @dataclass(frozen=True)
+    class Listening(Amdahl):
+        def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
+            asked.append((node_count, speed))
+            return super().seconds_at(node_count, speed)
+
+    quad = table_of(Listening(), prices=[price_of(QUAD)], node_counts=(2,)).rows[0]
+    assert asked[0] == (8, 2.0), "eight ranks on GPUs of twice the speed"
+    assert quad.seconds.expected == pytest.approx(0.1 * HOUR + 12 * HOUR / 2 / 8)
+    assert quad.global_batch == 2 * 4 * 256
+    assert any("several GPUs" in line for line in table_of(prices=[price_of(QUAD)]).assumptions)
+    # The baseline's own nodes have the ranks that they were given, whatever the SKU that stands in for their price has.
+    asked.clear()
+    two = Baseline(sku=T4, ranks_per_node=2, batch_size_per_rank=256)
+    table = table_of(Listening(), baseline=two, prices=[price_of(T4), price_of(A100)], node_counts=(3,))
+    assert row_of(table, T4, 3).global_batch == 3 * 2 * 256
+    assert asked[0] == (3, 1.0)
+    assert asked[2] == (2, 6.0), "three ranks make two such nodes nearly; the speed of all of them stays"
 
 
 @pytest.mark.parametrize(
@@ -175,17 +183,8 @@ def test_the_limit_that_is_named_is_enough():
     assert choose(table_of(**limits | {"deadline_seconds": float(named["deadline_hours"]) * HOUR})).sku == T4
 
 
-prices = st.lists(
-    st.builds(
-        lambda name, usd, share, gpus: SkuPrice(
-            sku=f"Standard_{name}", gpu="X", gpus=gpus, gpu_memory_gib=16, vcpus=4, memory_gib=28, infiniband=False,
-            dedicated_usd_per_hour=usd, low_priority_usd_per_hour=usd * share, low_priority_capable=share < 0.9,
-            retired_on=None, region="here", recorded_on="2026-01-01", source="made up",
-        ),
-        st.sampled_from("ABCDEFGH"), st.floats(0.1, 100), st.floats(0.1, 1), st.sampled_from((1, 2, 4, 8)),
-    ),
-    min_size=1, max_size=6, unique_by=lambda price: price.sku,
-)  # fmt: skip
+ROWS = [replace(price, retired_on=None) for price in price_table().values()]
+prices = st.lists(st.sampled_from(ROWS), min_size=1, max_size=6, unique_by=lambda price: price.sku)
 limit = st.none() | st.floats(1, 1e6)
 tables = st.fixed_dictionaries(
     {
@@ -194,13 +193,9 @@ tables = st.fixed_dictionaries(
         "tiers": st.sampled_from((("dedicated",), BOTH)),
         "deadline_seconds": limit,
         "budget_usd": limit,
-        "speeds": st.fixed_dictionaries({f"Standard_{name}": st.floats(0.1, 20) for name in "ABCDEFGH"}),
-        "measured": st.builds(
-            Measured,
-            sku=st.just("Standard_A"),
-            node_count=st.integers(1, 4),
-            ranks_per_node=st.integers(1, 2),
-            micro_batches=st.integers(1, 40),
+        "speeds": st.fixed_dictionaries({price.sku: st.floats(0.1, 20) for price in ROWS}),
+        "baseline": st.builds(
+            Baseline, sku=st.just(V100), ranks_per_node=st.integers(1, 2), batch_size_per_rank=st.just(256)
         ),
     }
 )
