@@ -67,8 +67,9 @@ def show(sku: str) -> None:
 def refresh(regions: tuple[str, ...], skus: tuple[str, ...], url: str | None) -> None:
     """Ask Azure's public price list for newer ones.
 
-    It needs no account. What it says is kept in DTRAIN_HOME/prices.json. Where these are newer than what comes with the package they count from then on. If something goes wrong, or a price
-    cannot be true, nothing is changed. Delete the file to go back to the prices of the package.
+    It needs no account. What it says is kept in DTRAIN_HOME/prices.json, and counts from then on where it is newer than
+    what comes with the package. If something goes wrong, or a price cannot be true, nothing is changed. Delete the file
+    to go back to the prices of the package.
 
     \b
     Examples:
