@@ -10,7 +10,7 @@ The one to take is the cheapest that keeps the deadline and the budget with the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Literal, Protocol
@@ -52,7 +52,8 @@ class Forecast(Protocol):
 class Baseline:
     """What the forecast is made for: the plan as it stands."""
 
-    sku: str
+    price: SkuPrice
+    """Of its nodes. On a local cluster: the price that stands in, of nodes that nobody has to offer."""
     ranks_per_node: int
     batch_size_per_rank: int
     """Samples of one rank in one optimizer step."""
@@ -133,27 +134,25 @@ def choices(
     node_counts: Iterable[int],
     tiers: Iterable[Tier],
     *,
-    speeds: Mapping[str, float],
     epochs: float,
     today: date,
     deadline_seconds: float | None = None,
     budget_usd: float | None = None,
-    stand_in: str | None = None,
+    is_stand_in: bool = False,
     price_words: str = LISTED,
 ) -> Choices:
     """Every choice there is, with the Pareto front and the cheapest that fits marked; none is, where none fits.
 
-    ``speeds``: how fast a node of each SKU computes, relative to each other. ``stand_in``: the SKU as which local nodes
-    are priced; nothing is bought there, so it may be retired.
+    ``is_stand_in``: the baseline's nodes are local ones and only priced as its SKU, which may be retired then.
     """
     counts, offered, missing = sorted(set(node_counts)), [], []
     for price in prices:
         for tier in tiers:
-            why = _why_not_available(price, tier, baseline, speeds, today, stand_in)
+            why = _why_not_available(price, tier, today, is_stand_in and price.sku == baseline.price.sku)
             if why:
                 missing.append(NotAvailable(sku=price.sku, tier=tier, why=why))
             else:
-                offered += [_choice(forecast, baseline, price, count, tier, speeds, epochs) for count in counts]
+                offered += [_choice(forecast, baseline, price, count, tier, epochs) for count in counts]
     rows = sorted(offered, key=_by_cost)
     front = _front(rows)
     fitting = [row for row in rows if not misses(row, deadline_seconds, budget_usd)]
@@ -242,17 +241,11 @@ def tier_words(tier: str) -> str:
 
 
 def _choice(
-    forecast: Forecast,
-    baseline: Baseline,
-    price: SkuPrice,
-    node_count: int,
-    tier: Tier,
-    speeds: Mapping[str, float],
-    epochs: float,
+    forecast: Forecast, baseline: Baseline, price: SkuPrice, node_count: int, tier: Tier, epochs: float
 ) -> Choice:
-    own = price.sku == baseline.sku
+    own = price.sku == baseline.price.sku
     ranks_per_node = baseline.ranks_per_node if own else price.gpus
-    relative = speeds[price.sku] / speeds[baseline.sku]
+    relative = price.speed / baseline.price.speed
 
     def seconds_at(count: int) -> Interval:
         """As on so many of the baseline's nodes that there are as many ranks, of the speed that is left for each."""
@@ -263,8 +256,8 @@ def _choice(
     efficiency = alone.expected / (node_count * seconds.expected)
     if tier != "dedicated":
         seconds = with_evictions(seconds, node_count)
-    usd_per_hour = price.usd_per_hour(tier)
-    usd = seconds.scaled(node_count * usd_per_hour / 3600)
+    figure = price.figure(tier)
+    usd = seconds.scaled(node_count * figure.usd_per_hour / 3600)
     origin: Origin = "guessed"
     if own and forecast.basis != "table":
         origin = "measured" if node_count in baseline.measured_nodes else "scaled"
@@ -277,40 +270,32 @@ def _choice(
         global_batch=node_count * ranks_per_node * baseline.batch_size_per_rank,
         seconds=seconds,
         usd=usd,
-        usd_per_node_hour=usd_per_hour,
+        usd_per_node_hour=figure.usd_per_hour,
         usd_per_epoch=usd.expected / epochs if epochs else usd.expected,
         efficiency=efficiency,
         origin=origin,
-        time_from=_time_from(origin, forecast, baseline, own, relative),
-        price_from=f"{usd_per_hour:g} USD per node-hour, {price.region}, recorded {price.recorded_on}: {price.source}",
+        time_from=_time_from(origin, forecast, baseline, price),
+        price_from=f"{figure.usd_per_hour:g} USD per node-hour in {price.region}, {figure.how} {figure.recorded_on}: "
+        f"{figure.source}",
     )
 
 
-def _time_from(origin: Origin, forecast: Forecast, baseline: Baseline, own: bool, relative: float) -> str:
-    if own:
+def _time_from(origin: Origin, forecast: Forecast, baseline: Baseline, price: SkuPrice) -> str:
+    if price.sku == baseline.price.sku:
         return f"{origin}{' to other nodes' if origin == 'scaled' else ''}: {forecast.basis_words}"
     return (
-        f"guessed: a node is taken to compute {relative:.3g} times as fast as one of {baseline.sku}, by the table of "
-        "speeds; network, start-up and disks are taken to be the same"
+        f"guessed: a node is taken to compute {price.speed / baseline.price.speed:.3g} times as fast as one of "
+        f"{baseline.price.sku}; network, start-up and disks are taken to be the same"
     )
 
 
-def _why_not_available(
-    price: SkuPrice,
-    tier: Tier,
-    baseline: Baseline,
-    speeds: Mapping[str, float],
-    today: date,
-    stand_in: str | None,
-) -> str:
-    if price.retired_on and date.fromisoformat(price.retired_on) <= today and price.sku != stand_in:
+def _why_not_available(price: SkuPrice, tier: Tier, today: date, is_stand_in: bool) -> str:
+    if price.retired_on and date.fromisoformat(price.retired_on) <= today and not is_stand_in:
         return f"retired on {price.retired_on}"
     try:
-        price.usd_per_hour(tier)
-    except PriceError:
-        return f"not offered as {tier_words(tier)} in {price.region}"
-    if price.sku not in speeds or baseline.sku not in speeds:
-        return f"its speed against {baseline.sku} is not known"
+        price.figure(tier)
+    except PriceError as error:
+        return str(error)
     return ""
 
 
@@ -345,12 +330,14 @@ def _assumptions(rows: Sequence[Choice], baseline: Baseline) -> tuple[str, ...]:
         f"Each rank keeps its {baseline.batch_size_per_rank} samples of a step: with more GPUs the global batch grows, "
         "and what that does to the model is not judged here (training.lr_scaling, gradient_accumulation_steps).",
     ]
+    if any(row.sku != baseline.price.sku for row in rows):
+        found.append(f"How fast other SKUs compute is {baseline.price.speed_note}.")
     if any(row.tier != "dedicated" for row in rows):
         found.append(
             f"Nodes that can be taken away: {EVICTIONS_PER_NODE_HOUR:.0%} of them in each hour, and "
             f"{duration(EVICTION_SECONDS)} until each is replaced. Assumed, not measured."
         )
-    if any(row.sku != baseline.sku and row.gpus > 1 for row in rows):
+    if any(row.sku != baseline.price.sku and row.gpus > 1 for row in rows):
         found.append(
             "SKUs with several GPUs: one rank for each GPU, and as much communication as between as many nodes; within "
             "a node it is quicker than that."
