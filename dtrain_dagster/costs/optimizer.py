@@ -57,6 +57,16 @@ class Recommendation:
     """Negative: it would be quicker."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Optimization:
+    """All that is said of one job."""
+
+    utilization: Utilization | None
+    recommendations: tuple[Recommendation, ...]
+    not_known: tuple[str, ...]
+    """What nothing is recommended about, and why."""
+
+
 class ResourceOptimizer:
     """Looks at one finished job. ``prices``: of the SKUs that may be had instead; ``training``: the trainer's
     configuration."""
@@ -101,6 +111,11 @@ class ResourceOptimizer:
             return "the job recorded no timing of its steps"
         return gpu_memory(self._world, self._events, self.training)
 
+    def optimization(self) -> Optimization:
+        return Optimization(
+            utilization=self.utilization, recommendations=self.recommendations(), not_known=self.not_known()
+        )
+
     def recommendations(self) -> tuple[Recommendation, ...]:
         """What is worth it, the most dollars first."""
         used = self.utilization
@@ -133,9 +148,11 @@ class ResourceOptimizer:
         if not rows:
             return []
         usd, seconds, model = min(rows, key=lambda row: row[0])
-        parts = [f"{1000 * item.seconds:.3g} ms, {item.communication / item.seconds:.0%} of it communication"
-                 for item in (self._now, model)]  # fmt: skip
-        why = f"{_low(used)} A step takes {parts[0]} on {self._now.nodes} nodes and {parts[1]} on {model.nodes}"
+        parts = [
+            f"{1000 * item.seconds:.3g} ms on {item.nodes} ({item.communication / item.seconds:.0%} communication)"
+            for item in (self._now, model)
+        ]
+        why = f"{_low(used)} A step takes {parts[0]} and {parts[1]} node(s)"
         return self._worth_it(f"{model.nodes} node(s)", why, self._nodes_setting(model.nodes), usd, seconds)
 
     def _nodes_setting(self, count: int) -> str:
@@ -166,7 +183,7 @@ class ResourceOptimizer:
         now, then = (dollars(item.usd_per_hour(self.tier)) for item in (self.price, price))
         why = (
             f"{_low(used)} A node with {price.gpu} costs {then} an hour instead of {now} and computes "
-            f"{price.speed / self.price.speed:.2g} times as fast, {price.speed_note.split(':')[0]}"
+            f"{price.speed / self.price.speed:.2g} times as fast, {price.speed_note.split(':')[0]}; at most"
         )
         return self._worth_it(price.sku, why, f"DTRAIN_GPU_TYPE = {price.sku}", usd, seconds)
 

@@ -76,8 +76,10 @@ def test_less_than_half_used_is_answered_with_dollars_and_seconds_that_come_true
     t4 = price_of("Standard_NC4as_T4_v3")
     slow = AROUND + seconds_of_steps(replace(RUN, computing=0.02 / t4.speed))
     assert smaller.title == t4.sku
-    assert smaller.lost_seconds == pytest.approx(slow - wall, rel=0.1)
-    assert smaller.saved_usd == pytest.approx(usd - 3 * slow / 3600 * t4.usd_per_hour("dedicated"), rel=0.02)
+    # At most: a longer backward pass hides more of the communication.
+    assert slow - wall <= smaller.lost_seconds < 1.6 * (slow - wall)
+    best = usd - 3 * slow / 3600 * t4.usd_per_hour("dedicated")
+    assert 0.95 * best < smaller.saved_usd <= best
 
     taken_away = EVICTIONS_PER_NODE_HOUR * 3 * wall / 3600 * EVICTION_SECONDS
     assert found["DTRAIN_TIER"].lost_seconds == pytest.approx(taken_away)
