@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import date
+from datetime import UTC, datetime
 from typing import Any
 
 import dagster as dg
@@ -56,7 +56,7 @@ def performance_report(
         tier=cost_estimate.tier,
         training=cost_estimate.job["training"],
         prices=price_table().values(),
-        today=date.today(),
+        today=datetime.now(UTC).date(),
         price_words=cost_estimate.price_words,
     ).optimization()
     rundir.write_json(PERFORMANCE_REPORT, asdict(performance) | {"optimization": asdict(optimization)})
