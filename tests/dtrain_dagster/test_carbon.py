@@ -81,7 +81,7 @@ def test_nodes_on_one_machine_share_its_power():
     assert this_machine().memory_gib > 0.1
 
 
-watts = st.one_of(st.none(), st.floats(0, 800))
+watts = st.one_of(st.none(), st.floats(0, 800), st.just(float("inf")))
 percent = st.one_of(st.none(), st.floats(-5000, 140), st.just(float("nan")))
 nodes = st.integers(0, 2)
 events = st.lists(
