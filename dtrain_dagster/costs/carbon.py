@@ -83,7 +83,7 @@ def footprint(
     once for them all, and is not what the SKU would draw whose price stands in for them. `PriceError` for a SKU of
     which nothing is known.
     """
-    stretches = [stretch for stretch in usage if stretch.ended_at > stretch.started_at]
+    stretches = list(usage)
     samples = _samples(events)
     total = _Sum()
     if machine is not None:
@@ -119,7 +119,7 @@ def _add(
     usual_load: float,
 ) -> None:
     """Add up what one machine drew while any of these stretches lasted. Between two neighbouring points of time at
-    which something changes all is constant."""
+    which something changes all is constant. A stretch that ends before it begins, as clocks step, is none."""
     points = {point for stretch in stretches for point in (stretch.started_at, stretch.ended_at)}
     for stretch in stretches:
         points.update(_changes(samples.get(stretch.node_id, ()), stretch.started_at, stretch.ended_at))

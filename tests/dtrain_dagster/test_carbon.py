@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from itertools import pairwise
 from typing import Any
@@ -13,6 +14,9 @@ from hypothesis import strategies as st
 from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.carbon import HOLD_SECONDS, Machine, footprint, this_machine
 from dtrain_dagster.costs.prices import PriceError, known_regions
+from trainer.metrics import Reporter
+from trainer.monitor import NodeMonitor
+from trainer.rundir import RunDir
 
 SKU = "Standard_NC6s_v3"  # 6 vCPUs, 112 GiB, one V100 of 250 W
 MEMORY_WATTS = 112 * 2**30 / 1e9 * 0.392
@@ -81,8 +85,24 @@ def test_nodes_on_one_machine_share_its_power():
     assert this_machine().memory_gib > 0.1
 
 
-watts = st.one_of(st.none(), st.floats(0, 800))
-percent = st.one_of(st.none(), st.floats(-5, 140), st.just(float("nan")))
+def test_what_nodes_report_is_what_is_read(tmp_path):
+    """A real monitor and its events as others read them; only the GPU's power is put in, for there may be no GPU."""
+    rundir = RunDir(str(tmp_path))
+    reporter = Reporter(rundir, 0, 1, [])
+    monitor = NodeMonitor(0, reporter, 60.0, [os.getpid()])
+    monitor.send_to_dashboard(monitor.sample() | {"cpu_percent": 50.0, "gpu_power_watts": 123.0})
+    reporter.close()
+    told = list(rundir.events())
+    figures = {"gpu_power_watts", "gpu_utilization", "cpu_percent", "node_id", "time"}
+    assert figures <= monitor.sample().keys() | told[0].keys()
+    now = told[0]["time"]
+    found = footprint([there(0, now - 100, now)], told, None, LAPTOP)
+    assert found.kwh == pytest.approx(100 * (123 + host_watts(0.5, cores=8)) / 3.6e6)
+    assert found.measured_share == 1
+
+
+watts = st.one_of(st.none(), st.floats(0, 800), st.just(float("inf")))
+percent = st.one_of(st.none(), st.floats(-5000, 140), st.just(float("nan")))
 nodes = st.integers(0, 2)
 events = st.lists(
     st.builds(
