@@ -44,7 +44,8 @@ def in_words(choice: Choice) -> str:
 
 
 def _row(choice: Choice) -> dict[str, str | int | float]:
-    marks = [word for word, holds in (("chosen", choice.is_chosen), ("Pareto", choice.is_pareto)) if holds]
+    told = (("chosen", choice.is_chosen), ("as planned", choice.is_planned), ("Pareto", choice.is_pareto))
+    marks = [word for word, holds in told if holds]
     seconds, usd = choice.seconds, choice.usd
     return {
         "mark": ("➜ " if choice.is_chosen else "") + ", ".join(marks),

@@ -54,6 +54,8 @@ class Baseline:
 
     price: SkuPrice
     """Of its nodes. On a local cluster: the price that stands in, of nodes that nobody has to offer."""
+    node_count: int
+    tier: Tier
     ranks_per_node: int
     batch_size_per_rank: int
     """Samples of one rank in one optimizer step."""
@@ -87,6 +89,8 @@ class Choice:
     is_pareto: bool = False
     """No other choice is both as cheap and as quick, and better in one of them."""
     is_chosen: bool = False
+    is_planned: bool = False
+    """What the settings say."""
     why_not: str = ""
     """What speaks against it; empty for the chosen one."""
 
@@ -275,6 +279,7 @@ def _choice(
         efficiency=efficiency,
         origin=origin,
         time_from=_time_from(origin, forecast, baseline, price),
+        is_planned=own and (node_count, tier) == (baseline.node_count, baseline.tier),
         price_from=f"{figure.usd_per_hour:g} USD per node-hour in {price.region}, {figure.how} {figure.recorded_on}: "
         f"{figure.source}",
     )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dtrain_dagster.costs.choices import Choices, misses, tier_words
+from dtrain_dagster.costs.choices import Choice, Choices, misses, tier_words
 from dtrain_dagster.monitoring.drawing import COLOURS, INK, MUTED, label, new_figure, svg
 from dtrain_dagster.wording import dollars, duration
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 MOST_NUMBERED = 12
 """Choices that get a number and a line in the list beside the picture."""
+MANY = 40
+"""Of more choices, only those of the front, the chosen and the planned one show their intervals."""
 CHOSEN, LIMIT = "#1a7f37", "#cf222e"
 ROOM, LEAST_SPAN = 1.4, 4.0
 """Factors: around the outermost figures, and from the lowest to the highest that an axis shows at least."""
@@ -58,48 +60,54 @@ def choices_chart(table: Choices) -> bytes:
 
 
 def _points(axis: Axes, table: Choices) -> None:
-    kinds = sorted({row.gpu for row in table.rows})
-    for gpu, tier in sorted({(row.gpu, row.tier) for row in table.rows}):
-        colour, words = COLOURS[kinds.index(gpu) % len(COLOURS)], f"{gpu}, {tier_words(tier)}"
-        mine = [row for row in table.rows if (row.gpu, row.tier) == (gpu, tier)]
+    kinds = sorted({_kind(row) for row in table.rows})
+    for kind, tier in sorted({(_kind(row), row.tier) for row in table.rows}):
+        colour, words = COLOURS[kinds.index(kind) % len(COLOURS)], f"{kind}, {tier_words(tier)}"
+        mine = [row for row in table.rows if (_kind(row), row.tier) == (kind, tier)]
         for pale in (False, True):
             rows = [row for row in mine if bool(misses(row, table.deadline_seconds, table.budget_usd)) is pale]
-            if not rows:
-                continue
             strength, gap = 0.25 if pale else 1.0, math.nan  # a gap, so that all intervals are one line
+            known = [row for row in rows if len(table.rows) <= MANY or row.is_pareto or row.is_chosen or row.is_planned]
             axis.plot(
-                [at for row in rows for at in (row.seconds.low, row.seconds.high, gap)],
-                [at for row in rows for at in (row.usd.low, row.usd.high, gap)],
+                [at for row in known for at in (row.seconds.low, row.seconds.high, gap)],
+                [at for row in known for at in (row.usd.low, row.usd.high, gap)],
                 color=colour, linewidth=1.2, alpha=0.5 * strength, zorder=1,
             )  # fmt: skip
             axis.plot(
                 [row.seconds.expected for row in rows], [row.usd.expected for row in rows], "o", color=colour,
                 markersize=6, alpha=strength, zorder=3, markerfacecolor=colour if tier == "dedicated" else "white",
-                label=words,
+                label=words if rows else None,
             )  # fmt: skip
-            words = "_"  # named once
+            words = "_" if rows else words  # named once
     axis.plot([], [], color=MUTED, linewidth=1.2, label="interval")
 
 
+def _kind(row: Choice) -> str:
+    """``A100`` of ``A100 SXM4 80GB``: there are more makes of a GPU than colours that can be told apart."""
+    return row.gpu.split()[0]
+
+
 def _numbers(axis: Axes, table: Choices) -> None:
-    """A number on the chosen one and on those of the front, thinned out where it is long; on all where they are few."""
-    front = [row for row in table.pareto if not row.is_chosen]
-    kept = MOST_NUMBERED - 1
+    """A number on the chosen one, the planned one and those of the front, thinned out where it is long; on all where
+    they are few."""
+    front = [row for row in table.pareto if not (row.is_chosen or row.is_planned)]
+    kept = MOST_NUMBERED - 2
     if len(front) > kept:
         front = [front[round(place * (len(front) - 1) / (kept - 1))] for place in range(kept)]
     few = len(table.rows) <= MOST_NUMBERED // 2
-    for number, row in enumerate((row for row in table.rows if few or row.is_chosen or row in front), start=1):
-        place = (row.seconds.expected, row.usd.expected)
+    for number, row in enumerate(
+        (row for row in table.rows if few or row.is_chosen or row.is_planned or row in front), start=1
+    ):
+        at = [row.seconds.expected], [row.usd.expected]
         words = f"{row.name}: {duration(row.seconds.expected)}, {dollars(row.usd.expected)}"
-        front_most = 2 * row.is_chosen  # where numbers cover each other
+        words += ", as planned" * row.is_planned + ", chosen" * row.is_chosen
+        colour, size, edge, front_most = (CHOSEN, 16, 2.4, 2) if row.is_chosen else (INK, 13, 0.9, 0)
         axis.plot(
-            *([value] for value in place), color=CHOSEN if row.is_chosen else INK, marker=f"${number}$", markersize=7,
-            linestyle="none", label=f"{words}, chosen" if row.is_chosen else words, zorder=8 + front_most,
-        )  # fmt: skip
+            *at, color=colour, marker=f"${number}$", markersize=7, linestyle="none", label=words, zorder=8 + front_most
+        )
         axis.plot(
-            *([value] for value in place), "o", markersize=16 if row.is_chosen else 13, markerfacecolor="white",
-            markeredgecolor=CHOSEN if row.is_chosen else INK, markeredgewidth=2.4 if row.is_chosen else 0.9,
-            zorder=7 + front_most,
+            *at, "s" if row.is_planned else "o", markersize=size, markerfacecolor="white", markeredgecolor=colour,
+            markeredgewidth=edge, zorder=7 + front_most,
         )  # fmt: skip
 
 

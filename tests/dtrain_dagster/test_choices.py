@@ -8,6 +8,7 @@ from datetime import date
 from itertools import combinations
 from typing import Any
 
+import matplotlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,10 +27,19 @@ from dtrain_dagster.costs.choices import (
 )
 from dtrain_dagster.costs.estimate import Interval
 from dtrain_dagster.costs.prices import Tier, price_of, price_table
+from dtrain_dagster.monitoring.charts_costs import MOST_NUMBERED, choices_chart
 
 V100, T4, A100, QUAD = (f"Standard_{name}" for name in ("NC6s_v3", "NC4as_T4_v3", "NC24ads_A100_v4", "NC96ads_A100_v4"))
 SPEEDS = {V100: 1.0, T4: 0.5, A100: 2.0, QUAD: 8.0}
 PRICES = {sku: replace(price_of(sku), retired_on=None, speed=speed) for sku, speed in SPEEDS.items()}
+PLANNED = Baseline(
+    price=PRICES[V100],
+    node_count=2,
+    tier="dedicated",
+    ranks_per_node=1,
+    batch_size_per_rank=256,
+    measured_nodes=(2,),
+)
 BOTH: tuple[Tier, ...] = ("dedicated", "low_priority")
 HOUR = 3600.0
 
@@ -51,7 +61,7 @@ class Amdahl:
 
 def table_of(forecast: Amdahl | None = None, **other: Any) -> Choices:
     given: dict[str, Any] = {
-        "baseline": Baseline(price=PRICES[V100], ranks_per_node=1, batch_size_per_rank=256, measured_nodes=(2,)),
+        "baseline": PLANNED,
         "prices": PRICES.values(),
         "node_counts": (1, 2, 3),
         "tiers": ("dedicated",),
@@ -68,6 +78,7 @@ def row_of(table: Choices, sku: str, nodes: int, tier: str = "dedicated") -> Any
 def test_time_and_dollars_by_hand_and_where_they_come_from():
     table = table_of(Amdahl(fixed=HOUR))
     two = row_of(table, V100, 2)
+    assert [row for row in table.rows if row.is_planned] == [two]
     assert two.seconds == Interval(low=0.9 * 7 * HOUR, expected=7 * HOUR, high=pytest.approx(1.1 * 7 * HOUR))
     assert two.usd.expected == pytest.approx(7 * 2 * 3.06)
     assert two.usd_per_epoch == pytest.approx(7 * 2 * 3.06 / 6)
@@ -145,7 +156,7 @@ def test_each_gpu_of_a_node_is_a_rank():
     assert any("several GPUs" in line for line in table_of(prices=[PRICES[QUAD]]).assumptions)
     # The baseline's own nodes have the ranks that they were given, whatever the SKU that stands in for their price has.
     asked.clear()
-    two = Baseline(price=PRICES[T4], ranks_per_node=2, batch_size_per_rank=256)
+    two = replace(PLANNED, price=PRICES[T4], ranks_per_node=2)
     table = table_of(Listening(), baseline=two, prices=[PRICES[T4], PRICES[A100]], node_counts=(3,))
     assert row_of(table, T4, 3).global_batch == 3 * 2 * 256
     assert asked[0] == (3, 1.0)
@@ -193,7 +204,9 @@ tables = st.fixed_dictionaries(
         "deadline_seconds": limit,
         "budget_usd": limit,
         "baseline": st.builds(
-            Baseline, price=st.sampled_from(ROWS), ranks_per_node=st.integers(1, 2), batch_size_per_rank=st.just(256)
+            lambda price, ranks: replace(PLANNED, price=price, ranks_per_node=ranks),
+            st.sampled_from(ROWS),
+            st.integers(1, 2),
         ),
     }
 )
@@ -241,6 +254,24 @@ def test_a_budget_refuses_and_makes_nothing_slower(forecast: Amdahl, given: dict
     }  # with evictions, intervals differ in width: the cheaper may be the dearer at most
     before = table_of(forecast, **given).chosen
     assert before is None or choose(table_of(forecast, **(given | {"budget_usd": None}))) == before
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        {"prices": [PRICES[T4]], "node_counts": (1,)},
+        {"deadline_seconds": 1.0, "budget_usd": 1e6},
+        {"prices": ROWS, "tiers": BOTH, "deadline_seconds": 5 * HOUR, "budget_usd": 40.0},
+    ],
+)
+def test_the_picture_of_few_and_many_choices_names_what_matters(shown: dict[str, Any]):
+    table = table_of(**shown)
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        text = choices_chart(table).decode()
+    assert ("chosen" in text) is (table.chosen is not None)
+    assert table.pareto[0].name in text
+    assert ("deadline: 1 s, beyond this picture" in text) is (table.deadline_seconds == 1.0)
+    assert len(re.findall(r"\d × \w+ \([\w ]+\): ", text)) <= MOST_NUMBERED
 
 
 def test_metadata_shows_the_chosen_row_and_is_json():
