@@ -38,6 +38,8 @@ class SkuPrice:
     region: str
     recorded_on: str
     source: str
+    speed: float = 1.0
+    """Of training on one node, relative to Standard_NC6s_v3."""
 
     def usd_per_hour(self, tier: Tier) -> float:
         """Price of one node-hour. `PriceError` where the SKU is not offered on that tier."""
