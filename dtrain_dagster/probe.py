@@ -74,7 +74,7 @@ def forecast(
     ``cores``: where nodes are processes of one machine, which share its cores and its cache of shards; None elsewhere.
     """
     jobs_uri = job.run_dir.rpartition("/")[0]
-    measured, words, reused = [], [], True
+    measured, words, jobs, reused = [], [], [], True
     for count in counts:
         short = probe_job(job, jobs_uri, mark, count, sizes)
         reused &= not run(manager, short, count, sizes.processes_per_node, env)
@@ -85,6 +85,7 @@ def forecast(
         tracking = TRACKING_SHARE * alone * item.startup_seconds
         item = replace(item, warm_up_seconds=item.warm_up_seconds + tracking)
         measured.append(item)
+        jobs.append(short.job_id)
         words.append(f"{done.max_steps} steps on {count} node(s)")
     return Forecast(
         measured=tuple(reversed(measured)),
@@ -93,6 +94,7 @@ def forecast(
         basis_words=f"a probe of {', '.join(words)}"
         + (", measured before and reused: nothing that matters to it has changed since" if reused else ""),
         learned=learned,
+        rests_on=tuple(reversed(jobs)),
     )
 
 

@@ -28,8 +28,10 @@ CONFIDENCE_90 = 1.645
 PRIOR_SPREAD = 0.12
 """Standard deviation of log(actual / estimated) before anything has been scored: shared machines and clouds vary by
 more than a short probe can see."""
+MINIMUM_MARGIN = 0.07
+"""However well it went so far, no interval is narrower to either side."""
 DOUBLING_SPREAD = 0.10
-"""What is added to it for each doubling of the nodes away from what was measured…"""
+"""Added to the spread for each doubling of the nodes away from what was measured…"""
 SPEED_SPREAD = 0.25
 """…and for another GPU, whose speed is a guess of the price table."""
 
@@ -216,6 +218,8 @@ class Forecast:
     learned: Learned = field(default_factory=Learned)
     measured_speed: float = 1.0
     """Of the GPUs that the figures come from, to those that the estimate is for: not 1 where the table was asked."""
+    rests_on: tuple[str, ...] = ()
+    """Ids of the jobs that ``measured`` comes from."""
     totals: tuple[float, ...] = ()
     """Wall seconds of past runs of exactly this training, on the nodes of the first of ``measured``."""
 
@@ -227,7 +231,7 @@ class Forecast:
             expected = self.learned.factor * statistics.median(self.totals)
         else:
             expected = self.learned.factor * self.parts(node_count, speed).total
-        factor = math.exp(CONFIDENCE_90 * self._spread(node_count, speed))
+        factor = max(1 + MINIMUM_MARGIN, math.exp(CONFIDENCE_90 * self._spread(node_count, speed)))
         low = expected
         if self.sizes.early_stopping_patience is not None:
             least = self._parts(node_count, self.sizes.least_work(node_count), speed).total

@@ -156,27 +156,27 @@ def from_history(
     if totals and not any(run.measured.node_count == node_count for run in same):
         steps = sizes.work(node_count).steps
         lump = Measured(node_count=node_count, startup_seconds=0.0, step_seconds=totals[-1] / steps)
-        return _history(f"{len(totals)} past run(s) of this very training", (lump,), sizes, totals, learned_of)
+        return _history(f"{len(totals)} past run(s) of this very training", (lump,), (), sizes, totals, learned_of)
     if same:
-        counts = _newest_of_each_count(same, node_count)
-        words = (
-            f"run {same[0].job_id} and {len(same) - 1} more of the same pace" if same[1:] else f"run {same[0].job_id}"
-        )
+        chosen = _newest_of_each_count(same, node_count)
+        words = f"{len(same)} past run(s) of the same pace, the latest {same[0].job_id}"
         if totals:
-            words = f"{len(totals)} past run(s) of this very training, {words}"
-        elif counts[0].node_count != node_count:
-            words += f", on {counts[0].node_count} node(s) instead of {node_count}"
-        return _history(words, counts, sizes, totals, learned_of)
+            words = f"{len(totals)} past run(s) of this very training"
+        elif chosen[0].measured.node_count != node_count:
+            words += f", on {chosen[0].measured.node_count} node(s) instead of {node_count}"
+        return _history(words, *_parts(chosen), sizes, totals, learned_of)
     if others:
         nearest = [run for run in others if run.sku == others[0].sku]
         speed = speed_of(nearest[0].sku) / speed_of(sku)
+        measured, jobs = _parts(_newest_of_each_count(nearest, node_count))
         return Forecast(
-            measured=_newest_of_each_count(nearest, node_count),
+            measured=measured,
             sizes=sizes,
             basis="table",
-            basis_words=f"run {nearest[0].job_id} on {nearest[0].sku}, which the price table calls {speed:.2g} times "
-            f"as fast as {sku}: a rough guess",
+            basis_words=f"run {jobs[0]} on {nearest[0].sku}, which the price table calls {speed:.2g} times as fast as "
+            f"{sku}: a rough guess",
             learned=learned_of("table"),
+            rests_on=jobs,
             measured_speed=speed,
         )
     return None
@@ -190,22 +190,32 @@ def knows(forecast: Forecast | None, node_count: int) -> bool:
 def _history(
     words: str,
     measured: tuple[Measured, ...],
+    jobs: tuple[str, ...],
     sizes: Sizes,
     totals: Sequence[float],
     learned_of: Callable[[Basis], Learned],
 ) -> Forecast:
-    learned = learned_of("history")
     return Forecast(
-        measured=measured, sizes=sizes, basis="history", basis_words=words, learned=learned, totals=tuple(totals)
+        measured=measured,
+        sizes=sizes,
+        basis="history",
+        basis_words=words,
+        learned=learned_of("history"),
+        rests_on=jobs,
+        totals=tuple(totals),
     )
 
 
-def _newest_of_each_count(runs: Sequence[PastRun], first: int) -> tuple[Measured, ...]:
-    """One for each node count; the planned one, or else the one nearest to it, comes first."""
-    newest: dict[int, Measured] = {}
+def _newest_of_each_count(runs: Sequence[PastRun], planned: int) -> list[PastRun]:
+    """One run for each node count; that of the planned one, or else of the nearest, comes first."""
+    newest: dict[int, PastRun] = {}
     for run in runs:
-        newest.setdefault(run.measured.node_count, run.measured)
-    return tuple(sorted(newest.values(), key=lambda item: abs(item.node_count - first)))
+        newest.setdefault(run.measured.node_count, run)
+    return sorted(newest.values(), key=lambda run: abs(run.measured.node_count - planned))
+
+
+def _parts(runs: Sequence[PastRun]) -> tuple[tuple[Measured, ...], tuple[str, ...]]:
+    return tuple(run.measured for run in runs), tuple(run.job_id for run in runs)
 
 
 def _materializations(

@@ -34,6 +34,8 @@ class TrainingPlan:
     pace: str = ""
     """Of what decides how long a step takes, see `dtrain_dagster.costs.history.pace_mark`."""
     basis_kind: Basis = "probe"
+    rests_on: tuple[str, ...] = ()
+    """Ids of the jobs that the estimate rests on, probes or past runs; the one on as many nodes as planned first."""
     learned_factor: float = 1.0
     """What past estimates have taught, which is in the estimate."""
     budget_usd: float = 0.0

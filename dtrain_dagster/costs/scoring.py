@@ -19,8 +19,6 @@ MOST_RUNS = 30
 """Only so many runs count, the latest: machines and code change."""
 LARGEST_ERROR = 0.7
 """Of the logarithm. A run that took longer than twice its estimate had an accident; it counts, but no more than so."""
-LEAST_SPREAD = 0.04
-"""However well it went so far: no interval is narrower than about 7 % to either side."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +72,7 @@ def learn(scores: Sequence[Score], basis: Basis, sku: str) -> Learned:
     squares = PRIOR_RUNS * PRIOR_SPREAD**2 + sum((error - bias) ** 2 for error in errors)
     if errors:
         squares += PRIOR_RUNS * bias**2  # as far as the prior is away from the bias, it is not certain
-    spread = max(LEAST_SPREAD, math.sqrt(squares / count * (1 + 1 / count)))
+    spread = math.sqrt(squares / count * (1 + 1 / count))
     return Learned(factor=math.exp(bias), spread=spread if errors else PRIOR_SPREAD, runs=len(errors))
 
 
