@@ -171,7 +171,7 @@ class Course:
             ),
             tracking=TrackingConfig(mlflow_tracking_uri=f"sqlite:///{self.home}/mlflow.db"),
         )
-        sizes = sizes_of(job, data.samples, processes_per_node=1)
+        sizes = sizes_of(job, data.samples, 1, os.cpu_count())
         steps_per_epoch = replace(sizes, epochs=1).work(training.nodes).steps
         epochs = max(1, round(training.steps / steps_per_epoch))
         job = replace(job, training=replace(job.training, epochs=epochs))
@@ -179,7 +179,7 @@ class Course:
 
     def _probe(self, job: JobConfig, sizes: Sizes, count: int, learned: Learned) -> Forecast:
         counts = probe.probe_counts(count, has_limits=False)
-        return probe.forecast(self.manager, job, sizes, counts, pace_mark(job, 1), self.env, learned, os.cpu_count())
+        return probe.forecast(self.manager, job, sizes, counts, pace_mark(job, 1), self.env, learned)
 
     def _learn(self, job_id: str, expected: Interval, actual: float, nodes: Sequence[Any], learned: Learned) -> None:
         per_second = USD_PER_NODE_HOUR / 3600

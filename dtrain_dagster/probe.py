@@ -67,12 +67,8 @@ def forecast(
     mark: str,
     env: dict[str, str],
     learned: Learned,
-    cores: int | None,
 ) -> Forecast:
-    """Probe the training on so many nodes (the planned count last), or read probes that were run before.
-
-    ``cores``: where nodes are processes of one machine, which share its cores and its cache of shards; None elsewhere.
-    """
+    """Probe the training on so many nodes (the planned count last), or read probes that were run before."""
     jobs_uri = job.run_dir.rpartition("/")[0]
     measured, words, jobs, reused = [], [], [], True
     for count in counts:
@@ -80,9 +76,8 @@ def forecast(
         reused &= not run(manager, short, count, sizes.processes_per_node, env)
         rundir = RunDir(short.run_dir)
         done = rundir.read_job().training  # an earlier probe may have had more steps
-        item = read_measured(list(rundir.events()), rundir.nodes(), count, done.global_batch_size, bool(cores))
-        alone = min(1.0, cores / (count * sizes.processes_per_node)) if cores else 1.0
-        tracking = TRACKING_SHARE * alone * item.startup_seconds
+        item = read_measured(list(rundir.events()), rundir.nodes(), count, done.global_batch_size, bool(sizes.cores))
+        tracking = TRACKING_SHARE * item.startup_seconds / sizes.crowding(count)
         item = replace(item, warm_up_seconds=item.warm_up_seconds + tracking)
         measured.append(item)
         jobs.append(short.job_id)

@@ -91,7 +91,8 @@ def cost_estimate(
         "training": config.training(cluster.node_count * cluster.processes_per_node, cluster.threads_per_rank),
     }
     job = job_config(sections, job_id="plan", run_dir=f"{project.jobs_uri}/plan")
-    sizes = sizes_of(job, sharded_dataset.samples, cluster.processes_per_node)
+    cores = os.cpu_count() if cluster.kind == "local" else None
+    sizes = sizes_of(job, sharded_dataset.samples, cluster.processes_per_node, cores)
     mark = fingerprint(job, cluster.node_count, cluster.processes_per_node)
     pace = pace_mark(job, cluster.processes_per_node)
     runs = past_runs(context.instance, pace, keeps_cache=cluster.kind == "local")
@@ -136,7 +137,6 @@ def cost_estimate(
             pace + hardware_mark(cluster, price.sku),
             cluster.node_env(project),
             learned("probe", price.sku),
-            cores=os.cpu_count() if cluster.kind == "local" else None,
         )
     assert forecast is not None
     estimate = estimate_cost(forecast.seconds_at(cluster.node_count), price, tier, cluster.node_count)
@@ -194,8 +194,8 @@ def cost_estimate(
     )
 
 
-def sizes_of(job: JobConfig, samples: Mapping[str, int], processes_per_node: int) -> Sizes:
-    """How much the job has to do. ``samples``: of each split."""
+def sizes_of(job: JobConfig, samples: Mapping[str, int], processes_per_node: int, cores: int | None) -> Sizes:
+    """How much the job has to do. ``samples``: of each split; ``cores``: see `Sizes`."""
     training = job.training
     return Sizes(
         train_samples=samples["train"],
@@ -209,6 +209,7 @@ def sizes_of(job: JobConfig, samples: Mapping[str, int], processes_per_node: int
         eval_frequency=training.eval_frequency,
         checkpoint_frequency=training.checkpoint_frequency,
         early_stopping_patience=training.early_stopping_patience,
+        cores=cores,
     )
 
 

@@ -86,6 +86,13 @@ class Sizes:
     eval_frequency: int | None
     checkpoint_frequency: int
     early_stopping_patience: int | None = None
+    cores: int | None = None
+    """Of the one machine whose processes all nodes are; None where each node is a machine of its own."""
+
+    def crowding(self, node_count: int) -> float:
+        """How much slower a rank is for sharing its cores with the others."""
+        ranks = node_count * self.processes_per_node
+        return max(1.0, ranks / self.cores) if self.cores else 1.0
 
     def work(self, node_count: int) -> Work:
         """All of it. Early stopping is not counted on: it can only make it cheaper."""
@@ -286,21 +293,23 @@ def interpolated(measured: Sequence[Measured], node_count: int, sizes: Sizes) ->
 
 def _extrapolated(from_: Measured, node_count: int, sizes: Sizes) -> Measured:
     before, ranks = (count * sizes.processes_per_node for count in (from_.node_count, node_count))
+    crowding = sizes.crowding(node_count) / sizes.crowding(from_.node_count)
     growth = math.log2(ranks) / math.log2(before) if before > 1 else 1.0
-    step = from_.step_seconds * (1 + from_.communication_share * (growth - 1))
-    shrunk = from_.step_seconds / step if step else 1.0
-    evaluation = from_.evaluation_seconds * before / ranks  # ranks share the split
+    step = from_.step_seconds * crowding * (1 + from_.communication_share * (growth - 1))
+    shrunk = from_.step_seconds * crowding / step if step else 1.0
+    share = crowding * before / ranks  # ranks share a split
     test = from_.evaluation_seconds * sizes.test_samples / max(1, sizes.valid_samples)
     test = min(test, from_.finish_seconds)
     return replace(
         from_,
         node_count=node_count,
+        startup_seconds=from_.startup_seconds * crowding,
         step_seconds=step,
         sample_share=from_.sample_share * shrunk,
         compute_share=from_.compute_share * shrunk,
         communication_share=from_.communication_share * growth * shrunk,
-        evaluation_seconds=evaluation,
-        finish_seconds=from_.finish_seconds - test + test * before / ranks,
+        evaluation_seconds=from_.evaluation_seconds * share,
+        finish_seconds=from_.finish_seconds - test + test * share,
     )
 
 

@@ -19,6 +19,8 @@ from trainer.rundir import LAUNCH, RESULT, RunDir
 
 LOOK_BACK = 60
 """Materializations of an asset that are looked at, the latest."""
+MOST_READ = 5
+"""Run directories whose events are read: of a long training there are many."""
 _log = logging.getLogger(__name__)
 
 
@@ -68,8 +70,8 @@ def pace_mark(job: JobConfig, processes_per_node: int) -> str:
 
 
 def past_runs(instance: dg.DagsterInstance, pace: str, keeps_cache: bool) -> list[PastRun]:
-    """Runs of the same pace, the newest first, that went through without losing a node or starting again. Folders that
-    are gone or cannot be read do not count."""
+    """The latest runs of the same pace, the newest first, that went through without losing a node or starting again.
+    Folders that are gone or cannot be read do not count."""
     found = []
     for _, _, metadata in _materializations(instance, "trained_checkpoint"):
         try:
@@ -79,6 +81,8 @@ def past_runs(instance: dg.DagsterInstance, pace: str, keeps_cache: bool) -> lis
             continue
         if run is not None:
             found.append(run)
+        if len(found) == MOST_READ:
+            break
     return found
 
 

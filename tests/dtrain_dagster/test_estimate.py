@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import statistics
 from dataclasses import replace
 from typing import Any
@@ -28,7 +29,7 @@ from dtrain_dagster.costs.estimate import (
 from dtrain_dagster.costs.limits import Limits, least, most_epochs, objection, remedies
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.scoring import Score, learn, summarise
-from dtrain_dagster.probe import TRACKING_SHARE, probe_counts, read_measured
+from dtrain_dagster.probe import probe_counts, read_measured
 from trainer.rundir import NodePresence, event
 
 PRICE = price_of("Standard_NC6s_v3")
@@ -91,6 +92,8 @@ def test_node_counts_that_were_not_measured():
     one = interpolated((TWO,), 1, SIZES)
     assert one.step_seconds == pytest.approx(0.25 * 0.8), "without communication"
     assert one.communication_share == 0
+    shared = interpolated((replace(TWO, node_count=4),), 1, replace(SIZES, cores=2))
+    assert shared.step_seconds == pytest.approx(0.25 * 0.8 / 2), "four ranks on two cores get half a core each"
     near, far = forecast(TWO).seconds_at(2), forecast(TWO).seconds_at(16)
     assert far.high / far.expected > near.high / near.expected, "a guess says that it is one"
     other = forecast(TWO).seconds_at(2, speed=1.5)
@@ -127,6 +130,7 @@ sizes = st.builds(
     batch_size_per_rank=st.integers(1, 200), micro_batches_per_rank=st.just(1), processes_per_node=st.integers(1, 3),
     epochs=st.integers(1, 9), max_steps=st.none() | st.integers(1, 900), eval_frequency=st.none() | st.integers(1, 99),
     checkpoint_frequency=st.integers(1, 99), early_stopping_patience=st.none() | st.integers(1, 5),
+    cores=st.none() | st.integers(1, 9),
 )  # fmt: skip
 
 
@@ -187,7 +191,6 @@ def test_a_run_is_read_from_the_records_of_its_last_launch():
     run = replace(SIZES, train_samples=110, batch_size_per_rank=5, epochs=1, checkpoint_frequency=11)
     parts = forecast(cold, sizes=replace(run, train_samples=120)).parts(2)
     assert parts.startup + cold.finish_seconds + 4.5 + 0.5 + 0.3 == pytest.approx(31), "all of its wall time"
-    assert TRACKING_SHARE > 0
 
 
 def score(actual: float, expected: float, half_width: float = 0.2, **more: Any) -> Score:
@@ -252,8 +255,6 @@ def test_a_plan_keeps_to_budget_and_deadline(budget, hours, at_least, said):
     if said is None:
         assert found is None
     else:
-        import re
-
         assert re.search(said, found or "")
 
 
