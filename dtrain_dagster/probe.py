@@ -132,7 +132,7 @@ def read_measured(
     global_batch_size: int,
     keeps_cache: bool,
 ) -> Measured:
-    """What a finished run took, from its records: those of the last launch. Its parts sum to its wall time. Pure.
+    """What a finished run took, from its records: those of the last launch. Pure.
 
     ``keeps_cache``: shards that it had to unpack are there for the next one.
     """

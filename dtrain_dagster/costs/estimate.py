@@ -155,7 +155,8 @@ def _due(steps: int, first: int, second: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What one run on so many nodes took, in parts that sum to its wall time. Shares are of a step."""
+    """What one run on so many nodes took, in parts that sum to its wall time, unless its first steps were its fastest.
+    Shares are of a step."""
 
     node_count: int
     startup_seconds: float

@@ -246,6 +246,7 @@ def test_learning_shrinks_the_error_of_a_biased_prober(seed, bias):
         (0.030, 0.0, False, r"about \$0.0374 .* budget_usd is \$0.0300"),
         (0.030, 0.0, True, r"at least \$0.0307, and budget_usd is \$0.0300"),
         (0.033, 0.0, True, None),
+        (0.033, 0.0, False, r"about \$0.0374"),
         (1.0, 0.01, False, r"about 44 s \(36 s to 54 s\), and deadline_hours is 0.01"),
     ],
 )
