@@ -21,21 +21,24 @@ from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
+from dtrain_dagster.clusters.active import ActiveJobs, ClusterUse
 from dtrain_dagster.clusters.base import (
     OWNER,
     ClusterConfig,
     ClusterError,
     ClusterHealth,
     GPUClusterManager,
+    InUseError,
     JobSpec,
     JobState,
     JobStatus,
     NodeHealth,
+    NodePool,
     NodeUsage,
     Orphan,
 )
 from dtrain_dagster.clusters.linelog import last_lines
-from dtrain_dagster.clusters.lock import acquire, is_held
+from dtrain_dagster.clusters.lock import acquire, is_held, undisturbed
 from dtrain_dagster.clusters.processes import MARK, kill_all, marked
 from dtrain_dagster.clusters.supervisor import STOP_GRACE
 from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
@@ -79,10 +82,13 @@ class LocalClusterManager(GPUClusterManager):
         self.processes_per_node, self.threads_per_rank = processes_per_node, threads_per_rank
         self.max_replacements, self.replacement_delay_seconds = max_replacements, replacement_delay_seconds
         self.state = Storage(str(self.home / "clusters" / cluster_name))
+        self.use = ClusterUse(self.state)
         self.jobs_dir = self.home / "storage" / "jobs"
+        self.active = ActiveJobs(str(self.home / "storage" / "active"))
 
     def provision_cluster(self, node_count: int, gpu_type: str) -> ClusterConfig:
         check_size(node_count, self.processes_per_node)
+        self.use.begin("provisioned")
         config = ClusterConfig(
             cluster_name=self.cluster_name,
             node_count=node_count,
@@ -113,7 +119,7 @@ class LocalClusterManager(GPUClusterManager):
     def monitor_health(self) -> ClusterHealth:
         """A node that a running job has lost, or that is silent, is unhealthy; one without work is healthy."""
         config = self._config()
-        running = [status.job_id for status in self.list_jobs() if not status.state.is_final]
+        running = [status.job_id for status in self.active_jobs()]
         seen: dict[int, list[NodeHealth]] = {node_id: [] for node_id in range(config.node_count if config else 0)}
         for job_id in running:
             rundir = self._rundir(job_id)
@@ -135,6 +141,36 @@ class LocalClusterManager(GPUClusterManager):
             running_jobs=tuple(running),
             message="" if config else "not provisioned",
         )
+
+    def pools(self) -> list[NodePool]:
+        """One; none where nothing is provisioned and nothing runs."""
+        config, jobs = self._config(), self.active_jobs()
+        at_work = sum(job.nodes_alive for job in jobs)
+        nodes = max(at_work, config.node_count if config else 0)
+        if not nodes and not jobs:
+            return []
+        return [
+            NodePool(
+                name=self.cluster_name,
+                sku=config.gpu_type if config else self.gpu_type,
+                states={"running": at_work, "idle": nodes - at_work},
+                node_count=nodes,
+                work=tuple(job.job_id for job in jobs),
+                used_at=self.use.used_at(),
+            )
+        ]
+
+    def scale_down(self, pool: NodePool, force: bool = False) -> bool:
+        """Forget the cluster: there are no nodes without a job. Every run directory is opened before, whatever the
+        marks say."""
+        with self.use.giving_back(pool.used_at):
+            running = [job.job_id for job in self.list_jobs() if not job.state.is_final]
+            for job_id in running:
+                self.active.enter(job_id)
+            if running:
+                raise InUseError(f"{', '.join(running)} runs by now")
+            self.state.delete(CLUSTER)
+        return True
 
     def cleanup_cluster(self) -> None:
         running = [status.job_id for status in self.list_jobs() if not status.state.is_final]
@@ -169,6 +205,8 @@ class LocalClusterManager(GPUClusterManager):
 
     def _launch(self, spec: JobSpec, folder: Path, rundir: RunDir, lock: int) -> None:
         """Start a supervisor in a session of its own, hand it the lock, and wait until it says that it has the job."""
+        self.active.enter(spec.job_id)
+        self.use.begin(spec.job_id)
         rundir.storage.delete(STATUS)  # from here on, only the new supervisor says how the job stands
         launch: dict[str, Any] = {
             "job_id": spec.job_id,
@@ -256,12 +294,40 @@ class LocalClusterManager(GPUClusterManager):
                 finally:
                     os.close(lock)
 
-    def list_jobs(self) -> list[JobStatus]:
+    def list_jobs(self, prefix: str = "") -> list[JobStatus]:
         jobs = []
         for name in Storage(str(self.jobs_dir)).list():
-            with contextlib.suppress(ClusterError, NotADirectoryError):  # something that is no job
-                jobs.append(self.job_status(name))
+            if name.startswith(prefix):
+                with contextlib.suppress(ClusterError, NotADirectoryError):  # something that is no job
+                    jobs.append(self.job_status(name))
         return sorted(jobs, key=lambda job: job.started_at or 0.0, reverse=True)
+
+    def active_jobs(self) -> list[JobStatus]:
+        if (marks := self.active.marks()) is None:
+            marks = [job.job_id for job in self.list_jobs() if not job.state.is_final]
+            for job_id in marks:
+                self.active.enter(job_id)
+            self.active.complete()
+        jobs = []
+        for job_id in marks:
+            try:
+                status = self.job_status(job_id)
+            except (ClusterError, NotADirectoryError):  # its run directory is gone, or is just being made
+                self._forget(job_id, None)
+            else:
+                if status.state.is_final:
+                    self._forget(job_id, status.ended_at)
+                else:
+                    jobs.append(status)
+        return sorted(jobs, key=lambda job: job.started_at or 0.0, reverse=True)
+
+    def _forget(self, job_id: str, ended_at: float | None) -> None:
+        """Remove the mark of a job that has ended, unless it is being started again."""
+        with undisturbed(self.jobs_dir / job_id) as is_free:
+            if is_free:
+                if ended_at is not None:
+                    self.use.note_end(ended_at, job_id)
+                self.active.leave(job_id)
 
     def cancel_job(self, job_id: str) -> None:
         self._end(job_id)
@@ -306,10 +372,10 @@ class LocalClusterManager(GPUClusterManager):
 
     def find_orphans(self, live_runs: Collection[str]) -> list[Orphan]:
         found = []
-        for status in self.list_jobs():
+        for status in self.active_jobs():
             rundir = self._rundir(status.job_id)
             owner = (rundir.read_json(OWNER) or {}).get("dagster_run_id")
-            if status.state.is_final or owner is None or owner in live_runs:
+            if owner is None or owner in live_runs:
                 continue
             launch = rundir.read_json(LAUNCH) or {}
             found.append(
