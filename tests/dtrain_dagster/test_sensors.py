@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
@@ -20,11 +18,11 @@ from dtrain_dagster.clusters.local import LocalClusterManager
 from dtrain_dagster.definitions import RETRAINING
 from dtrain_dagster.jobs import PLAN
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.sensors import idle_cluster
 from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
 from dtrain_dagster.sensors.new_data import build_new_data_sensor
 from dtrain_dagster.sensors.orphans import build_orphan_sensor, why_spared
 from dtrain_dagster.settings import Settings
+from tests.ticks import Daemon
 from trainer.rundir import RunDir
 from trainer.storage import Storage
 
@@ -53,32 +51,6 @@ def run_sleeper(manager: GPUClusterManager, settings: Settings, seconds: float) 
     run_dir = f"{settings.jobs_uri}/{job_id}"
     manager.submit_job(JobSpec(job_id=job_id, run_dir=run_dir, command=command, node_count=2))
     return job_id
-
-
-class Daemon:
-    """Ticks of the idle sensor by a clock that can be set, with the messages that it sends."""
-
-    def __init__(self, settings: Settings, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.settings, self.instance = settings, instance
-        self.now, self.cursor, self.told = time.time(), "", list[str]()
-        monkeypatch.setattr(idle_cluster, "time", SimpleNamespace(time=lambda: self.now))
-        monkeypatch.setattr(idle_cluster, "tell", lambda urls, title, body, log: self.told.append(body))
-
-    def tick(self, seconds: float = 60.0) -> dict[str, Any] | None:
-        """Metadata of what was recorded, with ``passed``, the check's verdict; None where nothing was."""
-        self.now += seconds
-        sensor, resources = idle_cluster.build_idle_cluster_sensor(self.settings), build_resources(self.settings)
-        with dg.build_sensor_context(instance=self.instance, cursor=self.cursor, resources=resources) as context:
-            result = sensor.evaluate_tick(context)
-        self.cursor = result.cursor or ""
-        if not result.asset_events:
-            return None
-        observed, check = result.asset_events
-        return {name: item.value for name, item in observed.metadata.items()} | {"passed": check.passed}
-
-    def ticks(self, count: int, seconds: float = 60.0) -> list[dict[str, Any]]:
-        """What was recorded in so many ticks."""
-        return [found for _ in range(count) if (found := self.tick(seconds)) is not None]
 
 
 @pytest.fixture

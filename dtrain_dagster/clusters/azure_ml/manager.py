@@ -24,7 +24,14 @@ from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_DIR_TAG, RUN_TAG,
 from dtrain_dagster.clusters.azure_ml.launches import Launches, mark_of, read_mark
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.pools import ANYWHERE, Pools
-from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, TIMED_OUT, Provisioned, Provisioner, compute_tier
+from dtrain_dagster.clusters.azure_ml.provision import (
+    NODES_THERE,
+    TIMED_OUT,
+    Provisioned,
+    Provisioner,
+    compute_tier,
+    word_of,
+)
 from dtrain_dagster.clusters.azure_ml.tending import Tender
 from dtrain_dagster.clusters.base import (
     OWNER,
@@ -127,7 +134,7 @@ class AzureMLClusterManager(GPUClusterManager):
             ]
         except ServiceError as error:
             return ClusterHealth(cluster_name=self.cluster_name, healthy=False, nodes=(), message=str(error))
-        broken = [f"{name} is {_word(it.provisioning_state)}" for name, it in computes.items() if _is_broken(it)]
+        broken = [f"{name} is {word_of(it.provisioning_state)}" for name, it in computes.items() if _is_broken(it)]
         nodes = tuple(
             NodeHealth(
                 node_id=index, healthy=state in NODES_THERE | {"leaving"}, message=_about(name, node, state, job)
@@ -261,7 +268,7 @@ class AzureMLClusterManager(GPUClusterManager):
             states = [state for _, state, _ in self.provisioner.nodes(name, patience)]
             busy = states.count("running")
             idle = sum(state in NODES_THERE for state in states) - busy
-            state = _word(compute.provisioning_state)
+            state = word_of(compute.provisioning_state)
             minimum = int(compute.min_instances or 0)
             reason = orphanage.why_compute_orphaned(state, idle, busy, minimum, name in wanted)
             if reason:
@@ -429,11 +436,6 @@ def _problem(do: Any) -> list[str]:
     except ClusterError as error:
         return [str(error)]
     return []
-
-
-def _word(state: Any) -> str:
-    """The service's word, which the client gives as an enum, or as it is where that does not know it."""
-    return str(getattr(state, "value", state) or "")
 
 
 def _is_broken(compute: Any) -> bool:

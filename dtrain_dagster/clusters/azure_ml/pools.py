@@ -18,6 +18,7 @@ from dtrain_dagster.clusters.azure_ml.provision import (
     TIMED_OUT,
     Provisioner,
     compute_tier,
+    word_of,
 )
 from dtrain_dagster.clusters.base import InUseError, NodePool
 
@@ -41,7 +42,7 @@ class Pools:
             nodes = self.provisioner.nodes(name, self.patience)
             states = Counter(state for _, state, _ in nodes)
             trouble, grace = why_nodes_stay(
-                compute.provisioning_state or "", int(compute.min_instances or 0), self.options.operation_seconds
+                word_of(compute.provisioning_state), int(compute.min_instances or 0), self.options.operation_seconds
             )
             at_work = [job or node for node, state, job in nodes if state == "running" or job]
             found.append(
