@@ -37,9 +37,10 @@ from dtrain_dagster.clusters.base import (
     NodeUsage,
     Orphan,
 )
+from dtrain_dagster.clusters.claim import POLL_SECONDS, SUPERVISOR_LOG, claim, settle, signal_supervisor, sweep
 from dtrain_dagster.clusters.linelog import last_lines
 from dtrain_dagster.clusters.lock import acquire, is_held, undisturbed
-from dtrain_dagster.clusters.processes import MARK, kill_all, marked
+from dtrain_dagster.clusters.processes import MARK
 from dtrain_dagster.clusters.supervisor import STOP_GRACE
 from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
 from trainer.storage import Storage
@@ -49,14 +50,10 @@ START_SECONDS = 30.0
 """How long a supervisor may take to say that it has the job."""
 FORCE_SECONDS = 15.0
 """How much longer than its grace a supervisor may take to end a job before it is killed itself."""
-SWEEP_SECONDS = 10.0
-"""How long processes may take to die whose supervisor and reaper were both killed."""
 END_SECONDS = 25.0
 """How long the end of an orphan is waited for, at one tick of a sensor."""
-POLL_SECONDS = 0.02
 
 CLUSTER = "cluster.json"
-SUPERVISOR_LOG = "supervisor.log"
 NEVER_STARTED = "it never started: whoever submitted it ended before it could; submit it again"
 
 
@@ -175,7 +172,7 @@ class LocalClusterManager(GPUClusterManager):
     def cleanup_cluster(self) -> None:
         running = [status.job_id for status in self.list_jobs() if not status.state.is_final]
         for job_id in running:
-            _signal_supervisor(self._rundir(job_id), signal.SIGTERM)  # all at once, then wait for each
+            signal_supervisor(self._rundir(job_id), signal.SIGTERM)  # all at once, then wait for each
         for job_id in running:
             self.cancel_job(job_id)
         self.state.delete(CLUSTER)
@@ -188,11 +185,11 @@ class LocalClusterManager(GPUClusterManager):
         rundir = RunDir(str(folder))
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = _claim(folder, rundir)
+            lock = claim(folder, rundir)
             if lock is None:
                 return
             try:
-                status = _settle(rundir)
+                status = settle(rundir)
                 if status is None or status["state"] != JobState.SUCCEEDED:
                     self._launch(spec, folder, rundir, lock)
             finally:
@@ -249,7 +246,7 @@ class LocalClusterManager(GPUClusterManager):
                     f"of {log_path}:\n{last_lines(log_path, 12)}"
                 )
             if time.monotonic() > deadline:
-                _sweep(launch)
+                sweep(launch)
                 raise ClusterError(
                     f"the supervisor of job {spec.job_id!r} did not start in {START_SECONDS:.0f} s; see {log_path}"
                 )
@@ -290,7 +287,7 @@ class LocalClusterManager(GPUClusterManager):
             lock = acquire(folder)  # nobody may start it while its end is being written
             if lock is not None:
                 try:
-                    return _settle(rundir), False
+                    return settle(rundir), False
                 finally:
                     os.close(lock)
 
@@ -344,7 +341,7 @@ class LocalClusterManager(GPUClusterManager):
             if waited > patience_seconds:
                 return False
             late = waited > grace + FORCE_SECONDS  # its reaper then kills what it leaves
-            _signal_supervisor(rundir, signal.SIGKILL if late else signal.SIGTERM)
+            signal_supervisor(rundir, signal.SIGKILL if late else signal.SIGTERM)
             time.sleep(POLL_SECONDS)
         self._observe(rundir)  # settles it, had the supervisor to be killed
         return True
@@ -448,46 +445,3 @@ def with_package(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _python_path(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in ("PYTHONPATH",) if name in environment}
-
-
-def _claim(folder: Path, rundir: RunDir) -> int | None:
-    """The job's lock; None if it runs already. A supervisor that has said how it ended is waited for."""
-    while (lock := acquire(folder)) is None:
-        status = rundir.read_json(STATUS)
-        if status is None or not JobState(status["state"]).is_final:
-            return None
-        time.sleep(POLL_SECONDS)
-    return lock
-
-
-def _settle(rundir: RunDir) -> dict[str, Any] | None:
-    """With the job's lock in hand: if the last supervisor died, write the end that it could not. ``status.json``."""
-    status = rundir.read_json(STATUS)
-    if status is None or JobState(status["state"]).is_final:
-        return status
-    _sweep(rundir.read_json(LAUNCH) or {})  # its reaper may have died with it
-    left = presences.latest(rundir.nodes())
-    ended_at = max(map(presences.end_of, left), default=status["started_at"])
-    said = last_lines(rundir.storage.local_path(f"{LOGS}/{SUPERVISOR_LOG}"), 12)
-    message = "the supervisor died, and its processes were ended with it" + (f"; it said:\n{said}" if said else "")
-    status |= {"state": JobState.FAILED, "message": message, "ended_at": ended_at, "exit_code": 1}
-    try:
-        presences.close(rundir)
-        rundir.write_json(STATUS, status)
-    except OSError as error:  # likely what the supervisor died of
-        status["message"] += f"\n{rundir.uri} cannot be written ({error.strerror or error}): make room there"
-    return status
-
-
-def _sweep(launch: Mapping[str, Any]) -> None:
-    """Kill what a launch has left on this machine."""
-    if token := launch.get("token"):
-        kill_all(lambda: marked(token), SWEEP_SECONDS)
-
-
-def _signal_supervisor(rundir: RunDir, number: signal.Signals) -> None:
-    """Send a signal to the supervisor that has said that it has the job."""
-    status = rundir.read_json(STATUS)
-    if status and not JobState(status["state"]).is_final:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(status["pid"], number)

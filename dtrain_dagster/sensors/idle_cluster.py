@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -39,16 +40,17 @@ class Watched:
 
     pool: NodePool
     idling: Idling
-    usd_per_node_hour: float
+    usd_per_node_hour: float | None
+    """None where the price table does not know."""
     is_over: bool
     """Has it idled beyond the limit?"""
     reason: str = ""
     """Why the last try came to nothing."""
 
     @property
-    def usd_per_hour(self) -> float:
-        """What its nodes cost for nothing."""
-        return 0.0 if self.pool.work else self.pool.node_count * self.usd_per_node_hour
+    def idle_nodes(self) -> int:
+        """Nodes that cost money for nothing."""
+        return 0 if self.pool.work else self.pool.node_count
 
 
 def build_idle_cluster_sensor(settings: Settings) -> dg.SensorDefinition:
@@ -73,7 +75,7 @@ def build_idle_cluster_sensor(settings: Settings) -> dg.SensorDefinition:
         watched = []
         for pool in pools:
             usd = _usd_per_node_hour(pool, cluster)
-            idling = look(before.get(pool.name), pool, usd, now)
+            idling = look(before.get(pool.name), pool, usd or 0.0, now)
             over = is_over(idling, pool, limit_seconds)
             watched.append(Watched(pool=pool, idling=idling, usd_per_node_hour=usd, is_over=over))
         messages = [_gone(name, before[name], cluster) for name in gone(before, pools)]
@@ -90,7 +92,7 @@ def build_idle_cluster_sensor(settings: Settings) -> dg.SensorDefinition:
         for message in messages:
             tell(project.notify_urls(), f"dtrain: cluster {cluster.cluster_name} stood idle", message, context.log)
         facts = [state_of(item) for item in watched if item.pool.node_count]
-        pause = IDLE_EVERY_SECONDS if any(item.usd_per_hour for item in watched) else BUSY_EVERY_SECONDS
+        pause = IDLE_EVERY_SECONDS if any(item.idle_nodes for item in watched) else BUSY_EVERY_SECONDS
         late = bool(facts) and abs(now - cursor["recorded_at"]) >= pause
         is_news = facts != cursor["facts"] or late
         return dg.SensorResult(
@@ -134,30 +136,31 @@ def sentence(item: Watched, cluster: GPUClusterResource) -> str:
     pool = item.pool
     trouble = f" ({pool.trouble})" if pool.trouble else ""
     reason = f": {item.reason}" if item.reason else ""
+    money = "at a price that the table does not know"
+    if item.usd_per_node_hour is not None:
+        per_hour, so_far = item.idle_nodes * item.usd_per_node_hour, item.idling.wasted_usd
+        money = f"{dollars(per_hour)} per hour, {dollars(so_far)} so far ({_words(cluster)})"
     return (
         f"{pool.name}: {pool.node_count} x {pool.sku} without work for {duration(item.idling.idle_seconds)}{trouble}, "
-        f"{dollars(item.usd_per_hour)} per hour, {dollars(item.idling.wasted_usd)} so far ({_words(cluster)}); "
-        f"{WORDS[item.idling.outcome]}{reason}"
+        f"{money}; {WORDS[item.idling.outcome]}{reason}"
     )
 
 
 def _gone(name: str, idling: Idling, cluster: GPUClusterResource) -> str:
-    return (
-        f"{name}: its nodes are gone now, after {duration(idling.idle_seconds)} without work and "
-        f"{dollars(idling.wasted_usd)} for nothing ({_words(cluster)})"
-    )
+    money = f" and {dollars(idling.wasted_usd)} for nothing ({_words(cluster)})" if idling.wasted_usd else ""
+    return f"{name}: its nodes are gone now, after {duration(idling.idle_seconds)} without work{money}"
 
 
 def _words(cluster: GPUClusterResource) -> str:
     return STAND_IN if cluster.kind == "local" else LISTED
 
 
-def _usd_per_node_hour(pool: NodePool, cluster: GPUClusterResource) -> float:
-    """0 where the price table does not know: it is given back all the same."""
+def _usd_per_node_hour(pool: NodePool, cluster: GPUClusterResource) -> float | None:
+    """None where the price table does not know: it is given back all the same."""
     try:
         return price_of(pool.sku).usd_per_hour(tier_of(pool.tier or cluster.tier))
     except PriceError:
-        return 0.0
+        return None
 
 
 def _run_at_work(instance: dg.DagsterInstance, now: float) -> str:
@@ -186,16 +189,21 @@ def _scale_down(manager: GPUClusterManager, item: Watched, run_id: str) -> Watch
 
 
 def _events(watched: Sequence[Watched], cluster: GPUClusterResource) -> list[Any]:
+    states = sum((Counter(item.pool.states) for item in watched), Counter[str]())
     metadata: dict[str, Any] = {
         "nodes": sum(item.pool.node_count for item in watched),
+        **{f"nodes_{state}": count for state, count in sorted(states.items())},
         "states": "; ".join(_states(item.pool) for item in watched if item.pool.node_count) or "none",
         "running_jobs": ", ".join(dict.fromkeys(job for item in watched for job in item.pool.work)) or "none",
         "idle_seconds": round(max((item.idling.idle_seconds for item in watched), default=0.0), 1),
-        "idle_usd_per_hour": round(sum(item.usd_per_hour for item in watched), 4),
-        "wasted_usd": round(sum(item.idling.wasted_usd for item in watched), 6),
-        "dollars": _words(cluster),
         "scaled_down": any(item.idling.outcome == "scaled down" for item in watched),
     }
+    if all(item.usd_per_node_hour is not None for item in watched):
+        metadata |= {
+            "idle_usd_per_hour": round(sum(item.idle_nodes * (item.usd_per_node_hour or 0.0) for item in watched), 4),
+            "wasted_usd": round(sum(item.idling.wasted_usd for item in watched), 6),
+            "prices": _words(cluster),
+        }
     idle = [sentence(item, cluster) for item in watched if item.is_over]
     if idle:
         metadata["idle"] = dg.MarkdownMetadataValue("\n".join(f"- {line}" for line in idle))

@@ -63,7 +63,7 @@ def test_an_idle_cluster_is_given_back_and_told_once(manager: GPUClusterManager,
     assert daemon.ticks(2) == []
     manager.provision_cluster(2, "Standard_NC6s_v3")
     [first] = daemon.ticks(10)
-    assert (first["nodes"], first["passed"], first["states"]) == (2, True, "local: 2 idle")
+    assert (first["nodes"], first["nodes_idle"], first["passed"], first["states"]) == (2, 2, True, "local: 2 idle")
     assert manager.pools()
     late = daemon.tick()
     assert late is not None

@@ -34,7 +34,6 @@ from dtrain_dagster.clusters.azure_ml.provision import (
 )
 from dtrain_dagster.clusters.azure_ml.tending import Tender
 from dtrain_dagster.clusters.base import (
-    OWNER,
     ClusterConfig,
     ClusterError,
     ClusterHealth,
@@ -49,7 +48,7 @@ from dtrain_dagster.clusters.base import (
     Orphan,
 )
 from dtrain_dagster.secrets import redact
-from trainer.rundir import LAUNCH, STATUS, RunDir
+from trainer.rundir import RunDir
 from trainer.storage import Storage
 
 CLUSTER = "cluster.json"
@@ -262,7 +261,8 @@ class AzureMLClusterManager(GPUClusterManager):
         patience = self.options.look_patience_seconds
         active = self.jobs.active(patience)
         self._mark_again(active)
-        found = [orphan for job in active if (orphan := self._orphan(job, live_runs)) is not None]
+        judged = [orphanage.judge(job, self.jobs_uri, live_runs) for job in active]
+        found = [orphan for orphan in judged if orphan is not None]
         wanted = {job.compute for job in active}
         for name, compute in self.provisioner.computes(patience).items():
             states = [state for _, state, _ in self.provisioner.nodes(name, patience)]
@@ -324,33 +324,6 @@ class AzureMLClusterManager(GPUClusterManager):
         mark = mark_of(job_id, (self._record(job_id) or {"launch": 1})["launch"])
         self._active.enter(mark)
         return mark
-
-    def _orphan(self, job: ServiceJob, live_runs: Collection[str]) -> Orphan | None:
-        job_id = job.tags.get(JOB_TAG)
-        record, settled, owner = None, False, job.tags.get(RUN_TAG)
-        # A job of another container in the same workspace is judged by whoever works there.
-        if job.tags.get(RUN_DIR_TAG) != f"{self.jobs_uri}/{job_id}":
-            return None
-        if job_id:
-            rundir = RunDir(f"{self.jobs_uri}/{job_id}")
-            record = rundir.read_json(LAUNCH)
-            status = rundir.read_json(STATUS) or {}
-            settled = (
-                record is not None
-                and status.get("launch") == record["launch"]
-                and JobState(status["state"]).is_final
-            )  # fmt: skip
-            known_owner = rundir.read_json(OWNER)
-            owner = owner if known_owner is None else known_owner["dagster_run_id"]
-        reason = orphanage.why_orphaned(job.name, record, settled, owner, live_runs)
-        if not reason:
-            return None
-        known = record or {}
-        return Orphan(
-            kind="job", name=job.name, reason=reason, job_id=job_id, dagster_run_id=owner, state=job.look.status,
-            since=job.created_at, node_count=known.get("node_count", 0), sku=known.get("sku", ""),
-            tier=known.get("tier", ""), studio_url=job.studio_url,
-        )  # fmt: skip
 
     def _tender(self, job_id: str, tends: bool | None = None) -> Tender:
         rundir = RunDir(f"{self.jobs_uri}/{job_id}")
