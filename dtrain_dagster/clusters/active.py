@@ -1,8 +1,8 @@
 """Which jobs may not have ended, and when the cluster was used last: what is asked every few seconds, in few reads.
 
 A job's mark is made before the job is launched and removed by whoever sees that it has ended. So after a crash at any
-point there may be a mark too many, which costs one look, and none too few. Where there are no marks
-yet, or somebody has removed their folder, all run directories are opened once.
+point there may be a mark too many, which costs one look, and none too few. Where there are no marks yet, or somebody
+has removed their folder, all run directories are opened once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from dtrain_dagster.clusters.base import InUseError
 from trainer.storage import Storage
 
-COMPLETE = "COMPLETE"
+COMPLETE = "~complete"
+"""Beside the marks, and no job's name: every job that runs has one."""
 USED, CLOSING = "used.json", "closing.json"
 CLOSING_SECONDS = 180.0
 """Who gives a cluster back and takes longer has died over it. A sensor has a minute."""

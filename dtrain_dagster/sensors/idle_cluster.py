@@ -6,7 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import dagster as dg
@@ -53,6 +53,19 @@ class Watched:
         return 0 if self.pool.work else self.pool.node_count
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cursor:
+    """What a tick leaves to the next one."""
+
+    pools: Mapping[str, Idling] = field(default_factory=dict)
+    facts: Sequence[Any] = ()
+    """What was recorded last, see `state_of`."""
+    recorded_at: float = 0.0
+
+    def written(self) -> str:
+        return json.dumps(asdict(self))
+
+
 def build_idle_cluster_sensor(settings: Settings) -> dg.SensorDefinition:
     limit_seconds = settings.idle_minutes * 60
 
@@ -67,7 +80,7 @@ def build_idle_cluster_sensor(settings: Settings) -> dg.SensorDefinition:
     ) -> dg.SensorResult:
         manager, now = cluster.manager(), time.time()
         cursor = read_cursor(context.cursor)
-        before = {name: Idling(**fields) for name, fields in cursor["pools"].items()}
+        before = cursor.pools
         try:
             pools = manager.pools()
         except (ClusterError, OSError) as error:  # how long it idles is kept
@@ -93,30 +106,28 @@ def build_idle_cluster_sensor(settings: Settings) -> dg.SensorDefinition:
             tell(project.notify_urls(), f"dtrain: cluster {cluster.cluster_name} stood idle", message, context.log)
         facts = [state_of(item) for item in watched if item.pool.node_count]
         pause = IDLE_EVERY_SECONDS if any(item.idle_nodes for item in watched) else BUSY_EVERY_SECONDS
-        late = bool(facts) and abs(now - cursor["recorded_at"]) >= pause
-        is_news = facts != cursor["facts"] or late
+        late = bool(facts) and abs(now - cursor.recorded_at) >= pause
+        is_news = facts != list(cursor.facts) or late
         return dg.SensorResult(
             asset_events=_events(watched, cluster) if is_news else [],
             skip_reason=None if is_news else "nothing has changed" if facts else "no nodes: nothing to watch or to pay",
-            cursor=json.dumps(
-                {
-                    "pools": {item.pool.name: asdict(item.idling) for item in watched},
-                    "facts": facts,
-                    "recorded_at": now if is_news else cursor["recorded_at"],
-                }
-            ),
+            cursor=Cursor(
+                pools={item.pool.name: item.idling for item in watched},
+                facts=facts,
+                recorded_at=now if is_news else cursor.recorded_at,
+            ).written(),
         )
 
     return idle_cluster
 
 
-def read_cursor(text: str | None) -> dict[str, Any]:
+def read_cursor(text: str | None) -> Cursor:
     """What the last tick has left; nothing where that was another version's."""
     try:
         found = json.loads(text or "{}")
-    except ValueError:
-        found = {}
-    return {"pools": {}, "facts": [], "recorded_at": 0.0, **(found if isinstance(found, dict) else {})}
+        return Cursor(**{**found, "pools": {name: Idling(**fields) for name, fields in found["pools"].items()}})
+    except (ValueError, TypeError, KeyError):
+        return Cursor()
 
 
 def gone(before: Mapping[str, Idling], pools: Sequence[NodePool]) -> list[str]:

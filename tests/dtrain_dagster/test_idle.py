@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtrain_dagster.clusters.azure_ml.pools import why_nodes_stay
 from dtrain_dagster.clusters.base import NodePool
 from dtrain_dagster.monitoring.idle import (
     LONGEST_LOOK_SECONDS,
@@ -18,6 +19,7 @@ from dtrain_dagster.monitoring.idle import (
     takes_force,
     tried,
 )
+from dtrain_dagster.sensors.idle_cluster import Cursor, read_cursor
 
 LIMIT, USD = 600.0, 3.06
 POOL = NodePool(name="p", sku="Standard_NC6s_v3", states={"idle": 2}, node_count=2, used_at=100.0)
@@ -81,6 +83,32 @@ def test_what_fails_is_tried_at_the_next_look_then_ever_later_and_in_the_end_by_
     ]
     assert takes_force(tried(IDLE, "asked for"))
     assert not takes_force(tried(tried(IDLE, "in use"), "in use"))
+
+
+@pytest.mark.parametrize(
+    ("state", "minimum", "why", "grace"),
+    [
+        ("Succeeded", 0, "", 180.0),  # the service is about to
+        ("Succeeded", 2, "it keeps 2 nodes", 0.0),
+        ("Failed", 0, "it is Failed", 0.0),
+        ("Updating", 2, "it is Updating", 900.0),  # somebody changes it, or tried to
+    ],
+)
+def test_why_nodes_of_azure_stay_and_how_long_that_is_borne(state, minimum, why, grace):
+    found = why_nodes_stay(state, minimum, operation_seconds=900.0)
+    assert found[0].startswith(why)
+    assert bool(found[0]) == bool(why)
+    assert found[1] == grace
+
+
+@pytest.mark.parametrize("text", [None, "", "1763740000.5", "{}", '{"pools": {"p": {"since": 3}}}', "not json"])
+def test_the_cursor_of_another_version_is_forgotten(text):
+    assert read_cursor(text) == Cursor()
+
+
+def test_the_cursor_survives_a_restart():
+    cursor = Cursor(pools={"p": tried(IDLE, "failed")}, facts=[["p", [["idle", 2]], False]], recorded_at=7.0)
+    assert read_cursor(cursor.written()) == cursor
 
 
 LOOKS = st.lists(
