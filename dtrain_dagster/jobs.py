@@ -81,10 +81,11 @@ def choose_job(fingerprint: str, root_run_id: str, known: Sequence[KnownJob]) ->
     return Choice(action="start", job_id=own, reason="no job of this training runs")
 
 
-def known_jobs(manager: GPUClusterManager, jobs_uri: str) -> list[KnownJob]:
-    """The cluster's jobs, newest first, whether their result was taken and whether they can be gone on with."""
+def known_jobs(manager: GPUClusterManager, jobs_uri: str, fingerprint: str) -> list[KnownJob]:
+    """The cluster's jobs of this training, newest first, whether their result was taken and whether they can be gone on
+    with."""
     known = []
-    for status in manager.list_jobs():
+    for status in manager.list_jobs(f"train-{fingerprint}-"):
         rundir = RunDir(f"{jobs_uri}/{status.job_id}")
         claimed, latest = rundir.read_json(CLAIM) is not None, rundir.latest_checkpoint()
         known.append(

@@ -99,7 +99,7 @@ def trained_checkpoint(
     if got.gpu_type != plan.sku:
         context.log.warning(f"planned on {plan.sku}, trained on {got.gpu_type}: prices differ; see cost_breakdown")
     root_run_id = context.run.root_run_id or context.run.run_id
-    choice = choose_job(plan.fingerprint, root_run_id, known_jobs(manager, project.jobs_uri))
+    choice = choose_job(plan.fingerprint, root_run_id, known_jobs(manager, project.jobs_uri, plan.fingerprint))
     context.log.info(f"{choice.action} job {choice.job_id}: {choice.reason}")
     rundir = RunDir(f"{project.jobs_uri}/{choice.job_id}")
     try:

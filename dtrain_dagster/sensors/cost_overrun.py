@@ -26,7 +26,7 @@ def build_cost_overrun_sensor(settings: Settings) -> dg.SensorDefinition:
     ) -> dg.SensorResult:
         manager = cluster.manager()
         alerted: list[str] = json.loads(context.cursor) if context.cursor else []
-        running = [job.job_id for job in manager.list_jobs() if not job.state.is_final]
+        running = [job.job_id for job in manager.active_jobs()]
         evaluations = []
         for job_id in running:
             plan = RunDir(f"{project.jobs_uri}/{job_id}").read_json(PLAN)
