@@ -22,12 +22,14 @@ from dtrain_dagster.monitoring.alerts import LATEST_WINDOWS, keep
 from dtrain_dagster.monitoring.hangs import HangNews, unresolved, verdict
 from dtrain_dagster.monitoring.windows import settled, shares, windows
 from trainer.config import JobConfig
-from trainer.rundir import RunDir
+from trainer.rundir import JOB, RunDir
 
 PLAN = "plan.json"
 """In a run directory: the plan that the job carries out, for whoever watches its cost."""
 REGISTRATION = "registration.json"
 """In a run directory: under which name, version and alias the model was registered."""
+BUDGET = "max_node_seconds"
+"""In ``training``: what a person may raise to go on with a job. It decides when it stops, not what comes out."""
 CLAIM = "claim.json"
 """In a run directory: the Dagster run whose asset this job became. Its result is not taken a second time."""
 
@@ -99,7 +101,7 @@ def fingerprint(job: JobConfig, node_count: int, processes_per_node: int) -> str
         "dataset": job.dataset.dataset_id or job.dataset.uri,
         "model": asdict(job.model),
         "loss": asdict(job.loss),
-        "training": asdict(job.training),
+        "training": {name: value for name, value in asdict(job.training).items() if name != BUDGET},
         "code": [code_version(), *(_module_digest(part.factory) for part in (job.model, job.loss))],
         "ranks": [node_count, processes_per_node],
     }
@@ -134,8 +136,11 @@ def start_job(
 ) -> None:
     """Write ``job.json`` and run the trainer on the cluster. Harmless if the job runs already."""
     rundir = RunDir(job.run_dir)
-    if rundir.read_json("job.json") is None:
+    known, limit = rundir.read_json(JOB), job.training.max_node_seconds
+    if known is None:
         rundir.write_job(job)
+    elif known["training"].get(BUDGET) != limit:  # all that may change when a job is gone on with
+        rundir.write_json(JOB, known | {"training": known["training"] | {BUDGET: limit}})
     manager.submit_job(
         JobSpec(
             job_id=job.job_id,
