@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import trainer
-from dtrain_dagster.clusters.base import GPUClusterManager, JobSpec, JobState, JobStatus
+from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobSpec, JobState, JobStatus
 from dtrain_dagster.monitoring.alerts import LATEST_WINDOWS, keep
 from dtrain_dagster.monitoring.hangs import HangNews, unresolved, verdict
 from dtrain_dagster.monitoring.windows import settled, shares, windows
@@ -32,6 +32,10 @@ BUDGET = "max_node_seconds"
 """In ``training``: what a person may raise to go on with a job. It decides when it stops, not what comes out."""
 CLAIM = "claim.json"
 """In a run directory: the Dagster run whose asset this job became. Its result is not taken a second time."""
+
+
+class BudgetSpentError(ClusterError):
+    """A job has no budget left. The message says how much was paid."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,13 +138,20 @@ def _module_digest(factory: str) -> str:
 def start_job(
     manager: GPUClusterManager, job: JobConfig, node_count: int, processes_per_node: int, env: dict[str, str]
 ) -> None:
-    """Write ``job.json`` and run the trainer on the cluster. Harmless if the job runs already."""
+    """Write ``job.json`` and run the trainer on the cluster. Harmless if the job runs already. `BudgetSpentError`, and
+    nothing is bought, for one that has nothing left to go on with."""
     rundir = RunDir(job.run_dir)
     known, limit = rundir.read_json(JOB), job.training.max_node_seconds
     if known is None:
         rundir.write_job(job)
     elif known["training"].get(BUDGET) != limit:  # all that may change when a job is gone on with
         rundir.write_json(JOB, known | {"training": known["training"] | {BUDGET: limit}})
+    spent = sum(node.seconds(node.last_seen_at or node.started_at) for node in rundir.nodes()) if limit else 0.0
+    if limit and spent >= limit:
+        raise BudgetSpentError(
+            f"job {job.job_id} was paid {spent / 3600:.4g} node-hours, its budget is {limit / 3600:.4g} "
+            f"(training.{BUDGET} = {limit:g}): raise it to go on"
+        )
     manager.submit_job(
         JobSpec(
             job_id=job.job_id,

@@ -39,6 +39,8 @@ class TrainingOptions(dg.Config):
     checkpoint_frequency: int = _DEFAULT.checkpoint_frequency
     precision: str = _DEFAULT.precision
     seed: int = _DEFAULT.seed
+    stop_at_usd: float = 0
+    """Hard budget, kept by the nodes: at so many dollars a checkpoint is saved and the job stops; 0: never."""
     more: dict[str, Any] = {}
     """Any other field of DistributedTrainingConfig, such as {"early_stopping_patience": 3}."""
 
@@ -114,6 +116,13 @@ def cost_estimate(
         basis=basis,
         price_note=note,
         price_words=words,
+        stop_at_usd=config.stop_at_usd,
+        phases={
+            "startup": measured.startup_seconds,
+            "evaluation": measured.evaluation_seconds,
+            "checkpoint": measured.checkpoint_seconds,
+            "finish": measured.finish_seconds,
+        },
     )
     context.log.info(
         f"estimate: {dollars(estimate.usd.expected)} and {duration(estimate.seconds.expected)}, from {basis}"

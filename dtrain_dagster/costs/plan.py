@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dtrain_dagster.costs.estimate import Estimate, Work
@@ -31,3 +31,8 @@ class TrainingPlan:
     """Where the price comes from, and that nothing is billed where it stands in."""
     price_words: str = STAND_IN
     """The same in a few words, for behind a figure."""
+    stop_at_usd: float = 0.0
+    """At how many dollars it saves a checkpoint and stops; 0: never."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Expected seconds of what happens beside steps, as far as known: ``startup``, one ``evaluation``, one
+    ``checkpoint``, ``finish``. For `dtrain_dagster.costs.projection`."""
