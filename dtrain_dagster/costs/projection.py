@@ -1,6 +1,7 @@
-"""What a running job has cost and will have cost at its end. Pure; the dollars come from node presence, not from a rate.
+"""What a running job has cost and will have cost at its end. Pure; dollars come from node presence, not from a rate.
 
-    at the end = so far + (steps left x seconds per step + evaluations, checkpoints and finish left) x dollars per second
+    at the end = so far + dollars per second x (steps left x seconds per step
+                                                + evaluations and checkpoints left + finish)
 
 Seconds per step are the median of the latest reports; dollars per second are those that were paid while these steps
 were done, so that a node which is lost or replaced changes both together. Before the first step it is the estimate,
@@ -86,16 +87,11 @@ def project(tracker: CostTracker, plan: Mapping[str, Any] | None, pace: Pace) ->
     if not pace.reports or not steps:
         at_end = _shifted(estimate, so_far, plan) if not pace.step else None
         return Projection(so_far=so_far, estimated=estimate.expected, at_end=at_end)
-    rate = _usd_per_second(tracker, pace)
-    seconds = seconds_left(pace, plan)
+    left = seconds_left(pace, plan).scaled(_usd_per_second(tracker, pace))
     return Projection(
         so_far=so_far,
         estimated=estimate.expected,
-        at_end=Interval(
-            low=so_far + rate * seconds.low,
-            expected=so_far + rate * seconds.expected,
-            high=so_far + rate * seconds.high,
-        ),
+        at_end=Interval(low=so_far + left.low, expected=so_far + left.expected, high=so_far + left.high),
         counts=pace.step >= COUNTS_FROM_SHARE * steps and len(pace.reports) >= COUNTS_FROM_REPORTS,
     )
 
