@@ -178,8 +178,6 @@ class Progress:
     samples_per_second: float | None = None
     eta_seconds: float | None = None
     nodes_alive: int = 0
-    node_seconds: float = 0.0
-    """Paid seconds so far, over all nodes."""
     news: tuple[str, ...] = ()
     """What has happened since the last look that a person should know: nodes lost and found, saves that failed."""
     recent: tuple[Mapping[str, Any], ...] = ()
@@ -273,8 +271,7 @@ def follow_job(
         progress = advance(progress, events)
         hang = hang_news.tell(progress.hang, now(), status.state.is_final)
         progress = replace(progress, news=(*news(events), *hang))
-        paid = sum(node.seconds(now()) for node in rundir.nodes())
-        progress = replace(progress, nodes_alive=status.nodes_alive, node_seconds=paid)
+        progress = replace(progress, nodes_alive=status.nodes_alive)
         yield status, progress
         if status.state.is_final:
             return

@@ -14,9 +14,9 @@ that two looks in a row agree (`sensors.cost_overrun`).
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from dtrain_dagster.costs.estimate import MINIMUM_MARGIN, Interval
 from dtrain_dagster.costs.tracker import CostTracker
@@ -73,6 +73,49 @@ class Projection:
     def over_at_end(self) -> float | None:
         """Projected cost above the estimate, as a fraction of it."""
         return self.at_end.expected / self.estimated - 1 if self.estimated and self.at_end else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overrun:
+    """A job that costs more than was estimated, so far or, as projected, at its end."""
+
+    kind: Literal["actual", "projected"]
+    threshold: float
+    """The highest that is passed, as a fraction of the estimate."""
+    fraction: float
+    """Above the estimate."""
+    covers: tuple[str, ...]
+    """Keys of all that need not be told any more once this is."""
+
+
+def thresholds(limit: float) -> tuple[float, ...]:
+    """25 %, 50 % and 100 % above the estimate, for a limit of 0.25."""
+    return limit, 2 * limit, 4 * limit
+
+
+def overruns(
+    projection: Projection, limit: float, told: Collection[str] = (), before: float | None = None
+) -> list[Overrun]:
+    """What there is to tell and has not been: once for each threshold, or for the highest where several are passed at
+    once; what has been spent is told apart from what is projected, and covers a projection of as much. ``before``:
+    `Projection.over_at_end` of the look before, without which a projection is not told."""
+    found, actual = [], projection.over_so_far
+    if actual is not None and (passed := [level for level in thresholds(limit) if actual > level]):
+        covers = tuple(_key(kind, level) for kind in ("actual", "projected") for level in passed)
+        if _key("actual", passed[-1]) not in told:
+            found.append(Overrun(kind="actual", threshold=passed[-1], fraction=actual, covers=covers))
+        told = {*told, *covers}
+    projected = projection.over_at_end if projection.counts else None
+    if projected is not None and before is not None:
+        passed = [level for level in thresholds(limit) if min(projected, before) > level]
+        if passed and _key("projected", passed[-1]) not in told:
+            covers = tuple(_key("projected", level) for level in passed)
+            found.append(Overrun(kind="projected", threshold=passed[-1], fraction=projected, covers=covers))
+    return found
+
+
+def _key(kind: str, level: float) -> str:
+    return f"{kind} {level:.0%}"
 
 
 def project(tracker: CostTracker, plan: Mapping[str, Any] | None, pace: Pace) -> Projection:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 from dtrain_dagster.costs.prices import PriceError, SkuPrice, Tier
 from dtrain_dagster.monitoring.strategies import StepModel, Strategy, communication_strategies, step_model, strategies
@@ -58,7 +58,7 @@ def savings(
     ``today``: as 2026-01-31, for SKUs that are retired by then."""
     groups = worlds(found)
     world = groups[0] if groups and step_model(groups[0]).samples else []
-    every = [*_other_skus(hired, world, table, today), *_other_tiers(hired, table)]
+    every = [*_other_skus(hired, world, table, today), *_low_priority(hired, table)]
     if world:
         ranked = communication_strategies(world, training)
         every += _of_strategies("fewer nodes", ranked, hired.usd_left, LEFT)
@@ -106,7 +106,7 @@ def _smaller_model(hired: Hired, now: StepModel) -> list[Saving]:
 def _other_skus(hired: Hired, world: Sequence[Window], table: Mapping[str, SkuPrice], today: str) -> list[Saving]:
     """The same number of other nodes with as many GPUs and as much memory on each: computing takes as long as their
     speeds say, everything else as long as now."""
-    own = next((row for name, row in table.items() if name.casefold() == hired.sku.casefold()), None)
+    own = _row(hired.sku, table)
     if own is None:
         return []
     now = step_model(world) if world else None
@@ -129,17 +129,18 @@ def _other_skus(hired: Hired, world: Sequence[Window], table: Mapping[str, SkuPr
     return found
 
 
-def _other_tiers(hired: Hired, table: Mapping[str, SkuPrice]) -> list[Saving]:
-    own = next((row for name, row in table.items() if name.casefold() == hired.sku.casefold()), None)
-    if own is None:
+def _low_priority(hired: Hired, table: Mapping[str, SkuPrice]) -> list[Saving]:
+    own = _row(hired.sku, table)
+    if own is None or hired.tier != "dedicated":
         return []
-    found = []
-    for tier in get_args(Tier):
-        try:
-            share = own.usd_per_hour(tier) / own.usd_per_hour(hired.tier)
-        except PriceError:
-            continue
-        change = f"tier {tier} instead of {hired.tier} (DTRAIN_TIER)"
-        note = "nodes may be evicted; the job goes on from its checkpoint"
-        found.append(Saving(name="spot", change=change, usd=hired.usd_left * (1 - share), when=LEFT, note=note))
-    return [item for item in found if item.usd > 0]
+    try:
+        share = own.usd_per_hour("low_priority") / own.usd_per_hour(hired.tier)
+    except PriceError:
+        return []
+    note = "nodes may be evicted; the others go on, and what comes in their place joins in"
+    usd, change = hired.usd_left * (1 - share), "low-priority nodes (DTRAIN_TIER=low_priority)"
+    return [Saving(name="spot", change=change, usd=usd, when=LEFT, note=note)]
+
+
+def _row(sku: str, table: Mapping[str, SkuPrice]) -> SkuPrice | None:
+    return next((row for name, row in table.items() if name.casefold() == sku.casefold()), None)

@@ -1,4 +1,4 @@
-"""Decisions of the sensors: is the cluster idle, does a job cost too much? Pure functions from facts to a value."""
+"""Is the cluster idle? A pure function from facts to a value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtrain_dagster.clusters.base import ClusterHealth, JobStatus
-from dtrain_dagster.costs.tracker import overrun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,20 +27,3 @@ def decide_idle(
     last_end = max((job.ended_at for job in jobs if job.ended_at is not None), default=0.0)
     idle = max(0.0, now - max(last_end, ready_since))
     return IdleDecision(idle_seconds=idle, scale_down=idle > limit_seconds)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OverrunDecision:
-    fraction: float
-    """Cost so far above the estimate: 0.25 is 25 % too much."""
-    alert: bool
-    advice: str
-
-
-def decide_overrun(actual_usd: float, estimated_usd: float, node_count: int, limit_fraction: float) -> OverrunDecision:
-    """Does a running job cost more than the estimate allows (R5.4), and what can be done about it?"""
-    fraction = overrun(actual_usd, estimated_usd)
-    advice = "let it finish if the result is worth it, or terminate the run: the checkpoint stays"
-    if node_count > 1:
-        advice += "; for the next run fewer nodes (DTRAIN_NODES) cost less wherever communication is what they wait for"
-    return OverrunDecision(fraction=fraction, alert=fraction > limit_fraction, advice=advice)

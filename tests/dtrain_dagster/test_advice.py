@@ -3,7 +3,7 @@
 import pytest
 
 from dtrain_dagster.clusters.base import ClusterHealth, JobState, JobStatus, NodeHealth
-from dtrain_dagster.monitoring.advice import decide_idle, decide_overrun
+from dtrain_dagster.monitoring.advice import decide_idle
 
 NODE = NodeHealth(node_id=0, healthy=True)
 
@@ -24,10 +24,3 @@ def test_idle(nodes, running, last_end, ready_since, idle_seconds, scale_down):
     jobs = [JobStatus(job_id="train-0", state=JobState.SUCCEEDED, ended_at=last_end)]
     decision = decide_idle(health, jobs, ready_since, now=1000.0, limit_seconds=600)
     assert (decision.idle_seconds, decision.scale_down) == (idle_seconds, scale_down)
-
-
-@pytest.mark.parametrize(("actual", "alert"), [(1.0, False), (1.25, False), (1.26, True), (3.0, True)])
-def test_overrun(actual, alert):
-    decision = decide_overrun(actual, 1.0, node_count=3, limit_fraction=0.25)
-    assert decision.alert is alert
-    assert "checkpoint stays" in decision.advice
