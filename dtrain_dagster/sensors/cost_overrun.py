@@ -2,17 +2,18 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import dagster as dg
 
 from dtrain_dagster.assets.following import COST_CHECK
-from dtrain_dagster.clusters.base import GPUClusterManager
+from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.plan import STAND_IN
 from dtrain_dagster.costs.prices import price_table, tier_of
-from dtrain_dagster.costs.projection import Overrun, Pace, Projection, overruns, project, thresholds
+from dtrain_dagster.costs.projection import Overrun, Pace, Projection, overruns, thresholds
+from dtrain_dagster.costs.projection import project as project_cost
 from dtrain_dagster.costs.savings import Hired, Saving, saving_table, savings
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs import PLAN
@@ -52,21 +53,23 @@ def build_cost_overrun_sensor(settings: Settings) -> dg.SensorDefinition:
             look = before.get(job_id) or {}
             rundir = RunDir(f"{project.jobs_uri}/{job_id}")
             try:
-                found = _look(manager, cluster.cluster_name, rundir, job_id)
-                if found is None:
+                plan = rundir.read_json(PLAN)
+                if plan is None:
                     continue
-                projection, describe = found
+                usage, events = manager.node_usage(job_id), recent_events(rundir)
+                tracker = CostTracker(cluster.cluster_name, usage, tier_of(plan["tier"]))
+                projection = project_cost(tracker, plan, Pace().after(events))
                 told = _told(rundir)
                 known = {*look.get("told", ()), *told}
                 for item in overruns(projection, limit, known, look.get("projected")):
                     sentence = _sentence(job_id, item, projection)
-                    advice = describe()
+                    advice = _advice(context, plan, usage, events, projection)
                     # Recorded here and now, not with the result of this tick: whatever follows may fail or hang.
-                    check = _check(job_id, item, projection, advice, rundir)
+                    check = _check(job_id, item, projection, advice, plan)
                     context.instance.report_runless_asset_event(check)
                     count, known = count + 1, {*known, *item.covers}
                     context.log.warning(sentence)
-                    told |= {key: {"sentence": sentence, "at": time.time()} for key in item.covers}
+                    told = {key: {"sentence": sentence, "at": time.time()} for key in item.covers} | told
                     looks[job_id] = {"told": sorted(known), "projected": look.get("projected")}
                     rundir.write_json(COST_TOLD, told)
                     body = "\n".join([sentence, *(f"- {saving.text}" for saving in advice)])
@@ -84,29 +87,28 @@ def build_cost_overrun_sensor(settings: Settings) -> dg.SensorDefinition:
     return cost_overrun
 
 
-def _look(manager: GPUClusterManager, cluster_name: str, rundir: RunDir, job_id: str) -> tuple[Projection, Any] | None:
-    """How the job stands, and a function that gives what would save; None for one without an estimate."""
-    plan = rundir.read_json(PLAN)
-    if plan is None:
-        return None
-    events = recent_events(rundir)
-    tier = tier_of(plan["tier"])
-    usage = manager.node_usage(job_id)
-    projection = project(CostTracker(cluster_name, usage, tier), plan, Pace().after(events))
-
-    def describe() -> tuple[Saving, ...]:
-        whole = projection.at_end.expected if projection.at_end else projection.so_far
+def _advice(
+    context: dg.SensorEvaluationContext,
+    plan: Mapping[str, Any],
+    usage: Sequence[NodeUsage],
+    events: Sequence[Mapping[str, Any]],
+    projection: Projection,
+) -> tuple[Saving, ...]:
+    """What would save; nothing where that cannot be told, for the alert must not wait for it."""
+    whole = projection.at_end.expected if projection.at_end else projection.so_far
+    try:
         hired = Hired(
             sku=usage[-1].sku,
-            tier=tier_of(usage[-1].tier or tier),
-            usd_left=max(0.0, whole - projection.so_far) or projection.so_far,
+            tier=tier_of(usage[-1].tier or plan["tier"]),
+            usd_left=max(0.0, whole - projection.so_far),
             usd_whole=whole,
         )
         training = (plan.get("job") or {}).get("training") or {}
         today = datetime.now(UTC).strftime("%Y-%m-%d")
         return savings(hired, settled(windows(events)), events, training, price_table(), today)
-
-    return projection, describe
+    except Exception as error:  # of whatever kind: events and plans of other versions, prices that are not known
+        context.log.warning(f"what would save cannot be told: {type(error).__name__}: {error}")
+        return ()
 
 
 def recent_events(rundir: RunDir) -> list[dict[str, Any]]:
@@ -132,9 +134,9 @@ def _sentence(job_id: str, item: Overrun, projection: Projection) -> str:
 
 
 def _check(
-    job_id: str, item: Overrun, projection: Projection, advice: tuple[Saving, ...], rundir: RunDir
+    job_id: str, item: Overrun, projection: Projection, advice: tuple[Saving, ...], plan: Mapping[str, Any]
 ) -> dg.AssetCheckEvaluation:
-    words = (rundir.read_json(PLAN) or {}).get("price_words", STAND_IN)
+    words = plan.get("price_words", STAND_IN)
     metadata: dict[str, Any] = {
         "job_id": job_id,
         "kind": item.kind,
