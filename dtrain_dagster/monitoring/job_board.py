@@ -244,7 +244,8 @@ def state_of(status: Mapping[str, Any], result: Mapping[str, Any], launch: Mappi
     said = str(status.get("state", JobState.RUNNING if launch is None else JobState.QUEUED))
     # One of an earlier launch says nothing of this one; trainers that do not regroup know of no launches.
     counts = launch is None or result.get("launch") in (None, launch.get("launch"))
-    return str(result["status"]) if said not in ENDED and result.get("status") in ENDED and counts else said
+    ended = JobState.FAILED if result.get("status") == "budget" else result.get("status")
+    return str(ended) if said not in ENDED and ended in ENDED and counts else said
 
 
 def first_event_at(rundir: RunDir) -> float | None:
