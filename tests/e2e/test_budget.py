@@ -16,7 +16,7 @@ from .conftest import checks, run
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 GRAPH = [dg.AssetKey(name) for name in ("stock_prices", "sharded_dataset", "cost_estimate", "trained_checkpoint")]
 OPTIONS = {"epochs": 6, "checkpoint_frequency": 10, "warmup_steps": 3}
-NODE_SECONDS = 50
+NODE_SECONDS = 80
 
 
 def test_a_job_stops_at_its_budget_is_not_retried_and_goes_on_when_it_is_raised(
@@ -30,8 +30,10 @@ def test_a_job_stops_at_its_budget_is_not_retried_and_goes_on_when_it_is_raised(
         assert not stopped.success
         [folder] = (tmp_path / "home" / "storage" / "jobs").glob("train-*")
         rundir = RunDir(str(folder))
-        assert (rundir.read_json("result.json") or {})["status"] == "budget"
-        assert (rundir.latest_checkpoint() or ("", 0))[1] == 30
+        result = rundir.read_json("result.json") or {}
+        assert result["status"] == "budget"
+        [(_, step)] = [rundir.latest_checkpoint() or ("", 0)]
+        assert step == result["steps"] > 0, "usually 30, where it hung; a slow machine does not come so far"
         nodes = rundir.nodes()
         assert {(node.launch, node.stay, node.exit_codes) for node in nodes} == {(1, 1, (3,))}, "nobody came again"
         [event] = [event for event in stopped.all_events if event.is_step_failure]
@@ -48,5 +50,5 @@ def test_a_job_stops_at_its_budget_is_not_retried_and_goes_on_when_it_is_raised(
         monkeypatch.delenv("DTRAIN_FAULTS")
         raised = run(job, instance, selection=GRAPH, stop_at_usd=100.0, **OPTIONS)
         assert raised.success
-        assert [item["step"] for item in rundir.events("resume")] == [30, 30]
+        assert [item["step"] for item in rundir.events("resume")] == [step, step]
         assert "cost_within_estimate" in checks(raised)
