@@ -95,14 +95,15 @@ class DistributedTrainer:
             if given is not None and given != found:
                 raise ConfigError(f"{name} is {found} in the environment, but {given} was asked for")
         self.facts, self.faults = facts, Faults(os.environ, facts.node_rank)
+        is_elastic = "DTRAIN_LAUNCH" in os.environ and self.config.regroup
+        if not is_elastic and facts.rank == 0:
+            self.rundir.storage.delete(RESULT)  # of an earlier start: only this one says how it ended
         self.budget = budget.begin(self)
         self.device, _ = choose_device(facts, self.config.backend)
-        if "DTRAIN_LAUNCH" in os.environ and self.config.regroup:
+        if is_elastic:
             self.elastic = Elastic(self.rundir, self.config, facts, self.device, os.environ, self.job.job_id)
             self.elastic.announce()
         else:
-            if facts.rank == 0:
-                self.rundir.storage.delete(RESULT)  # of an earlier start: only this one says how it ended
             self.world = join(self.config)
         if threading.current_thread() is threading.main_thread():
             # Only now: before, SIGTERM may end the process as it does any other, for nothing has been done yet.
