@@ -115,7 +115,7 @@ def overruns(
 
 
 def _key(kind: str, level: float) -> str:
-    return f"{kind} {level:.0%}"
+    return f"{kind} {100 * level:g}%"
 
 
 def project(tracker: CostTracker, plan: Mapping[str, Any] | None, pace: Pace) -> Projection:
