@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import dagster as dg
 
-from dtrain_dagster.assets import costs, dataset, planning, registry, reporting, scaling, training
+from dtrain_dagster.assets import costs, dataset, planning, registry, reporting, scaling, scoring, training
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
 from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
@@ -39,7 +39,11 @@ def build_defs(
     )
     return dg.Definitions(
         assets=ASSETS,
-        asset_checks=[dataset.canaries, *([registry.endpoint_compatible] if settings.endpoint else [])],
+        asset_checks=[
+            dataset.canaries,
+            scoring.estimate_scored,
+            *([registry.endpoint_compatible] if settings.endpoint else []),
+        ],
         resources={**build_resources(settings), **(resource_overrides or {})},
         jobs=[retraining],
         schedules=[weekly_retraining(settings)],

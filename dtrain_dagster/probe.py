@@ -6,44 +6,91 @@ model that raises or a disk that is full shows here, before the training is paid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobState
-from dtrain_dagster.costs.estimate import Probe
+from dtrain_dagster.costs.estimate import Forecast, Learned, Measured, Sizes
 from dtrain_dagster.jobs import follow_job, start_job
+from dtrain_dagster.monitoring.windows import settled, shares, windows
 from trainer.config import JobConfig, TrackingConfig
 from trainer.rundir import RESULT, NodePresence, RunDir
 
-PROBE_STEPS = 24
-LOG_EVERY = 2
+LEAST_STEPS, MOST_STEPS, SHARE_OF_TRAINING = 24, 120, 0.05
+"""A probe does a twentieth of the training's steps, within these bounds."""
+WINDOWS = 6
+"""Logged stretches that a probe has at least, of which the first warms up."""
+OUTLIER = 3.0
+"""A stretch that took so many times the median counts as that: something else was going on."""
+SETTLED_FROM = 12
+"""Of so many stretches or more, only the second half is typical: while rank 0 opens its trackers, which is seconds of
+Python, its steps take several times as long."""
+TRACKING_SHARE = 1.2
+"""What that delays a training by, as a share of the start-up of a rank that has a core to itself: both are imports. A
+probe is tracked nowhere, so that nothing disturbs its few steps and nobody's experiments fill up with probes."""
 
 
-def probe_job(job: JobConfig, jobs_uri: str, mark: str) -> JobConfig:
-    """The same training, cut to ``PROBE_STEPS`` steps and one evaluation, tracked nowhere.
+def probe_counts(node_count: int, has_limits: bool) -> tuple[int, ...]:
+    """Node counts that are worth a probe: those of the plan; where a deadline or a budget may ask for others, one and
+    two nodes as well, between which and the plan's the rest is interpolated."""
+    return tuple(sorted({1, 2, node_count})) if has_limits else (node_count,)
+
+
+def probe_job(job: JobConfig, jobs_uri: str, mark: str, node_count: int, sizes: Sizes) -> JobConfig:
+    """The same training on so many nodes, cut to some steps and one evaluation, tracked nowhere.
 
     ``mark`` tells what was measured from what would be measured anew: the training, and what it runs on.
     """
-    job_id = f"probe-{mark}"
+    job_id = f"probe-{mark}-{node_count}n"
+    steps = sizes.work(node_count).steps
+    steps = min(steps, max(LEAST_STEPS, min(MOST_STEPS, round(SHARE_OF_TRAINING * steps))))
     training = replace(
         job.training,
-        max_steps=min(PROBE_STEPS, job.training.max_steps or PROBE_STEPS),
-        eval_frequency=PROBE_STEPS,
-        checkpoint_frequency=PROBE_STEPS,
-        log_frequency=LOG_EVERY,
+        world_size=node_count * sizes.processes_per_node,
+        max_steps=steps,
+        eval_frequency=steps,
+        checkpoint_frequency=steps,
+        log_frequency=max(1, min(job.training.log_frequency, steps // WINDOWS)),
     )
     tracking = TrackingConfig(tensorboard=False)
     return replace(job, job_id=job_id, run_dir=f"{jobs_uri}/{job_id}", training=training, tracking=tracking)
 
 
-def measure(
-    manager: GPUClusterManager, job: JobConfig, node_count: int, processes_per_node: int, env: dict[str, str]
-) -> tuple[Probe, bool]:
-    """Run the probe, or read the one that was run before: (what it took, whether it ran now)."""
-    ran = run(manager, job, node_count, processes_per_node, env)
-    rundir = RunDir(job.run_dir)
-    return read_probe(list(rundir.events()), rundir.nodes()), ran
+def forecast(
+    manager: GPUClusterManager,
+    job: JobConfig,
+    sizes: Sizes,
+    counts: Sequence[int],
+    mark: str,
+    env: dict[str, str],
+    learned: Learned,
+) -> Forecast:
+    """Probe the training on so many nodes (the planned count last), or read probes that were run before."""
+    jobs_uri = job.run_dir.rpartition("/")[0]
+    measured, words, jobs, reused = [], [], [], True
+    for count in counts:
+        short = probe_job(job, jobs_uri, mark, count, sizes)
+        reused &= not run(manager, short, count, sizes.processes_per_node, env)
+        rundir = RunDir(short.run_dir)
+        done = rundir.read_job().training  # an earlier probe may have had more steps
+        item = read_measured(list(rundir.events()), rundir.nodes(), count, done.global_batch_size, bool(sizes.cores))
+        tracking = TRACKING_SHARE * item.startup_seconds / sizes.crowding(count)
+        item = replace(item, warm_up_seconds=item.warm_up_seconds + tracking)
+        measured.append(item)
+        jobs.append(short.job_id)
+        words.append(f"{done.max_steps} steps on {count} node(s)")
+    return Forecast(
+        measured=tuple(reversed(measured)),
+        sizes=sizes,
+        basis="probe",
+        basis_words=f"a probe of {', '.join(words)}"
+        + (", measured before and reused: nothing that matters to it has changed since" if reused else ""),
+        learned=learned,
+        rests_on=tuple(reversed(jobs)),
+    )
 
 
 def run(
@@ -78,22 +125,64 @@ def of_last_launch(
     return [item for item in events if item["time"] >= begin], nodes
 
 
-def read_probe(events: Sequence[dict[str, Any]], nodes: Sequence[NodePresence]) -> Probe:
-    """What a finished short run took, from its records: those of the last launch. Pure."""
+def read_measured(
+    events: Sequence[dict[str, Any]],
+    nodes: Sequence[NodePresence],
+    node_count: int,
+    global_batch_size: int,
+    keeps_cache: bool,
+) -> Measured:
+    """What a finished run took, from its records: those of the last launch. Pure.
+
+    ``keeps_cache``: shards that it had to unpack are there for the next one.
+    """
     events, nodes = of_last_launch(events, nodes)
     begin = min(node.started_at for node in nodes)
-    steps = [item for item in events if item["kind"] == "step"]
-    evaluations = [item["seconds"] for item in events if item["kind"] == "evaluation" and item["split"] == "valid"]
-    checkpoints = [
-        item["stall_seconds"] for item in events if item["kind"] == "checkpoint"
-    ]  # the rest is in the background
     end = max(node.ended_at or node.started_at for node in nodes)
-    step_seconds = tuple(item["step_seconds"] for item in steps)
-    first_step = steps[0]["time"] - step_seconds[0] * LOG_EVERY
-    return Probe(
-        startup_seconds=max(0.0, first_step - begin),
-        step_seconds=step_seconds[1:] or step_seconds,  # the first stretch warms caches up
-        evaluation_seconds=max(evaluations, default=0.0),
-        checkpoint_seconds=max(checkpoints, default=0.0),
-        finish_seconds=max(0.0, end - steps[-1]["time"] - sum(evaluations) - sum(checkpoints)),
+    phases = [item for item in events if item["kind"] == "phase" and item["rank"] == 0]
+    seconds = {item["name"]: item["seconds"] for item in phases}  # running sums: the last one counts
+    ready = max(item["time"] for item in phases if item["name"] == "startup")
+    saves = sum(item["name"] == "checkpoint" for item in phases)
+    evaluations = sum(item["kind"] == "evaluation" and item["split"] == "valid" for item in events)
+    training, judging, saving = (seconds.get(name, 0.0) for name in ("training", "evaluation", "checkpoint"))
+
+    parts = shares(settled(windows(events)))
+    growing = sum(parts[name] for name in ("input", "forward", "backward")) if parts else 1.0
+    stretches = _stretches(events, global_batch_size)
+    sizes = [1 - growing + growing * fill for _, _, fill in stretches]
+    full = [each / size for (_, each, _), size in zip(stretches, sizes, strict=True)]
+    full = full[len(full) // 2 if len(full) >= SETTLED_FROM else 1 :] or full
+    limit = OUTLIER * statistics.median(full)
+    full = [min(each, limit) for each in full]
+    typical = statistics.fmean(full)
+    usual = sum(count * typical * size for (count, _, _), size in zip(stretches, sizes, strict=True))
+    startup = ready - begin - (seconds.get("data", 0.0) if keeps_cache else 0.0)
+    return Measured(
+        node_count=node_count,
+        startup_seconds=max(0.0, startup),
+        warm_up_seconds=max(0.0, training - usual),
+        step_seconds=typical,
+        step_spread=statistics.stdev(full) / typical / math.sqrt(len(full)) if len(full) > 1 else 0.0,
+        sample_share=growing,
+        compute_share=sum(parts[name] for name in ("forward", "backward", "optimizer")) if parts else 1.0,
+        communication_share=parts["communication"] + parts["waiting"] if parts else 0.0,
+        evaluation_seconds=judging / max(1, evaluations),
+        checkpoint_seconds=saving / max(1, saves),
+        finish_seconds=max(0.0, end - ready - training - judging - saving - seconds.get("regroup", 0.0)),
     )
+
+
+def _stretches(events: Sequence[Mapping[str, Any]], global_batch_size: int) -> list[tuple[int, float, float]]:
+    """(steps, seconds of each, how full their batches were) from one ``step`` event to the next."""
+    fills = {
+        item["step"]: sum(item["samples"]) / (item["steps"] * global_batch_size)
+        for item in events
+        if item["kind"] == "timing"
+    }
+    found, before = [], 0
+    for item in (item for item in events if item["kind"] == "step"):
+        count = item["step"] - before
+        if count > 0:  # not one of steps that a regroup did again
+            found.append((count, item["step_seconds"], fills.get(item["step"], 1.0)))
+            before = item["step"]
+    return found

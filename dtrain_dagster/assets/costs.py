@@ -67,7 +67,12 @@ def cost_breakdown(
         metadata={
             "total_usd": round(metrics.total_cost_usd, 5),
             "estimated_usd": round(metrics.estimated_total_cost, 5),
+            "estimated_low_usd": round(estimate.low, 5),
+            "estimated_high_usd": round(estimate.high, 5),
             "above_estimate_percent": round(100 * above, 1),
+            "wall_seconds": round(3600 * metrics.training_duration_hours, 1),
+            "estimated_seconds": round(plan.estimate.seconds.expected, 1),
+            "fingerprint": plan.fingerprint,
             "node_hours": round(tracker.node_hours, 5),
             "usd_per_epoch": round(metrics.cost_per_epoch, 5),
             "usd_per_1000_samples": round(1000 * metrics.total_cost_usd / max(1, result["samples_seen"]), 7),

@@ -1,6 +1,8 @@
 """Planning: what a training will cost, known before anything is bought (R5.1)."""
 
 import json
+import os
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -9,11 +11,15 @@ import dagster as dg
 from dtrain_dagster import probe
 from dtrain_dagster.assets.capacity import provision, provisioning
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, hardware_mark
-from dtrain_dagster.costs.estimate import Estimate, estimate_cost, estimate_seconds, work_of
+from dtrain_dagster.costs.estimate import Basis, Estimate, Forecast, Learned, Sizes, estimate_cost
+from dtrain_dagster.costs.history import from_history, knows, pace_mark, past_runs, past_scores
+from dtrain_dagster.costs.limits import Limits, least, objection, remedies
 from dtrain_dagster.costs.plan import LISTED, STAND_IN, TrainingPlan
-from dtrain_dagster.costs.prices import price_of, tier_of
+from dtrain_dagster.costs.prices import SkuPrice, Tier, price_of, tier_of
+from dtrain_dagster.costs.scoring import learn
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs import fingerprint
+from dtrain_dagster.notify import tell
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.wording import dollars, duration
 from trainer.config import DistributedTrainingConfig, JobConfig, parse_job
@@ -39,10 +45,16 @@ class TrainingOptions(dg.Config):
     checkpoint_frequency: int = _DEFAULT.checkpoint_frequency
     precision: str = _DEFAULT.precision
     seed: int = _DEFAULT.seed
-    stop_at_usd: float = 0
-    """Hard budget, kept by the nodes: at so many dollars a checkpoint is saved and the job stops; 0: never."""
     more: dict[str, Any] = {}
     """Any other field of DistributedTrainingConfig, such as {"early_stopping_patience": 3}."""
+    budget_usd: float = 0.0
+    """What it may be expected to cost at most; else nothing starts. 0: any sum."""
+    deadline_hours: float = 0.0
+    """How long it may be expected to take at most; else nothing starts. 0: any time."""
+    stop_at_usd: float = 0.0
+    """At so many dollars it saves a checkpoint and stops, whatever was expected. 0: never."""
+    probe: bool = True
+    """Run a short probe where no past run tells the pace. False: nothing runs before the plan is known."""
 
     def training(self, world_size: int, threads_per_rank: int | None) -> dict[str, Any]:
         known = {field.name for field in fields(DistributedTrainingConfig)}
@@ -56,8 +68,9 @@ class TrainingOptions(dg.Config):
     owners=OWNERS,
     code_version=CODE_VERSION,
     description=(
-        "The plan: SKU, nodes, time and dollars with an interval, from a short probe of this training on this "
-        "cluster. `trained_checkpoint` carries it out; nothing is bought before it is known (R5.1)."
+        "The plan: SKU, nodes, time and dollars with a 90 % interval, from past runs of this training or a short probe "
+        "of it on this cluster, refused where it does not fit the budget or the deadline. `trained_checkpoint` carries "
+        "it out; nothing is bought before it is known (R5.1)."
     ),
 )
 def cost_estimate(
@@ -67,39 +80,69 @@ def cost_estimate(
     project: ProjectResource,
     sharded_dataset: BuiltDataset,
 ):  # no annotation, see assets.common
-    price_of(cluster.gpu_type).usd_per_hour(tier_of(cluster.tier))  # what has no price is refused before it is bought
+    price = price_of(cluster.gpu_type)
+    tier = tier_of(cluster.tier)
+    price.usd_per_hour(tier)  # what has no price is refused before it is bought
+    limits = limits_of(config)
     sections = {
         "dataset": {"uri": sharded_dataset.shared_uri, "dataset_id": sharded_dataset.dataset_id},
         "model": {"factory": config.model, "args": config.model_args},
         "loss": {"factory": config.loss, "args": config.loss_args},
         "training": config.training(cluster.node_count * cluster.processes_per_node, cluster.threads_per_rank),
     }
-    job = job_config(sections, job_id="plan", run_dir=project.jobs_uri)
-    from trainer.sampler import steps_per_epoch  # imports numpy only
-
-    samples = sharded_dataset.samples["train"]
-    work = work_of(
-        steps_per_epoch=steps_per_epoch(samples, job.training.global_batch_size, job.training.micro_batches),
-        epochs=job.training.epochs,
-        max_steps=job.training.max_steps,
-        eval_frequency=job.training.eval_frequency,
-        checkpoint_frequency=job.training.checkpoint_frequency,
-    )
+    job = job_config(sections, job_id="plan", run_dir=f"{project.jobs_uri}/plan")
+    cores = os.cpu_count() if cluster.kind == "local" else None
+    sizes = sizes_of(job, sharded_dataset.samples, cluster.processes_per_node, cores)
     mark = fingerprint(job, cluster.node_count, cluster.processes_per_node)
+    pace = pace_mark(job, cluster.processes_per_node)
+    runs = past_runs(context.instance, pace, keeps_cache=cluster.kind == "local")
+    scores = past_scores(context.instance)
+
+    def learned(basis: Basis, sku: str) -> Learned:
+        return learn([past.score for past in scores], basis, sku)
+
+    def known(sku: str) -> Forecast | None:
+        alike = [past.score for past in scores if past.fingerprint == mark and past.score.sku == sku]
+        totals = [score.actual_seconds for score in alike]
+        speed_of = lambda name: price_of(name).speed  # noqa: E731
+        return from_history(runs, totals, sizes, cluster.node_count, sku, speed_of, lambda basis: learned(basis, sku))
+
+    forecast = known(price.sku)
+    if forecast is None:
+        estimate = least(price, tier, cluster.node_count)
+    else:
+        estimate = estimate_cost(forecast.seconds_at(cluster.node_count), price, tier, cluster.node_count)
+    if said := objection(estimate, limits, at_least=True):
+        raise refusal(context, project, said, forecast, limits, price, tier, cluster.node_count)
+
     manager = cluster.manager(context.run.run_id)
-    got = provision(context, manager, cluster, project, cluster.gpu_type)
-    price = price_of(got.gpu_type)
-    tier = tier_of(got.tier or cluster.tier)
+    if not knows(forecast, cluster.node_count):
+        if config.probe:
+            got = provision(context, manager, cluster, project, cluster.gpu_type)
+            price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.tier)
+            forecast = known(price.sku)
+        elif forecast is None:
+            raise dg.Failure(
+                "no run of this training's pace is known, so nothing can be said of its cost: set probe to true",
+                allow_retries=False,
+            )
+    if config.probe and not knows(forecast, cluster.node_count):
+        counts = probe.probe_counts(cluster.node_count, bool(limits))
+        context.log.info(f"probing on {' and '.join(map(str, counts))} node(s)")
+        forecast = probe.forecast(
+            manager,
+            job,
+            sizes,
+            counts,
+            pace + hardware_mark(cluster, price.sku),
+            cluster.node_env(project),
+            learned("probe", price.sku),
+        )
+    assert forecast is not None
+    estimate = estimate_cost(forecast.seconds_at(cluster.node_count), price, tier, cluster.node_count)
+    if said := objection(estimate, limits):
+        raise refusal(context, project, said, forecast, limits, price, tier, cluster.node_count)
     usd_per_hour = price.usd_per_hour(tier)
-    short = probe.probe_job(job, project.jobs_uri, mark + hardware_mark(cluster, got.gpu_type))
-    context.log.info(f"probing: {short.training.max_steps} steps on {cluster.node_count} nodes, job {short.job_id}")
-    measured, ran = probe.measure(
-        manager, short, cluster.node_count, cluster.processes_per_node, cluster.node_env(project)
-    )
-    estimate = estimate_cost(estimate_seconds(measured, work), price, tier, cluster.node_count)
-    basis = f"a probe of {short.training.max_steps} steps on {cluster.node_count} {cluster.kind} nodes" + (
-        "" if ran else ", measured before and reused: nothing has changed since"
-    )
     note = f"{usd_per_hour:.2f} USD per node-hour: {price.sku}, {tier}, {price.region}, recorded {price.recorded_on}."
     words = STAND_IN if cluster.kind == "local" else LISTED
     if words == STAND_IN:
@@ -111,22 +154,24 @@ def cost_estimate(
         tier=tier,
         node_count=cluster.node_count,
         processes_per_node=cluster.processes_per_node,
-        work=work,
+        work=sizes.work(cluster.node_count),
         estimate=estimate,
-        basis=basis,
+        basis=f"{forecast.basis_words}{_learned_words(forecast.learned)}",
         price_note=note,
         price_words=words,
+        pace=pace,
+        basis_kind=forecast.basis,
+        rests_on=forecast.rests_on,
+        learned_factor=forecast.learned.factor,
+        budget_usd=config.budget_usd,
         stop_at_usd=config.stop_at_usd,
-        phases={
-            "startup": measured.startup_seconds,
-            "evaluation": measured.evaluation_seconds,
-            "checkpoint": measured.checkpoint_seconds,
-            "finish": measured.finish_seconds,
-        },
+        phases=asdict(forecast.parts(cluster.node_count)),
     )
     context.log.info(
-        f"estimate: {dollars(estimate.usd.expected)} and {duration(estimate.seconds.expected)}, from {basis}"
+        f"estimate: {dollars(estimate.usd.expected)} and {duration(estimate.seconds.expected)}, from {plan.basis}"
     )
+    for warning in warnings_of(plan, limits):
+        context.log.warning(warning)
     return dg.MaterializeResult(
         value=plan,
         data_version=dg.DataVersion(mark),
@@ -134,15 +179,99 @@ def cost_estimate(
             "estimated_usd": round(estimate.usd.expected, 4),
             "estimated_seconds": round(estimate.seconds.expected, 1),
             "plan": dg.MarkdownMetadataValue(plan_table(plan)),
-            "basis": basis,
+            "basis": forecast.basis,
+            "basis_words": plan.basis,
+            "rests_on": list(forecast.rests_on),
+            "learned_factor": forecast.learned.factor,
+            "fingerprint": mark,
+            "sku": price.sku,
             "price": note,
-            "steps": work.steps,
-            "probe": dg.JsonMetadataValue(asdict(measured)),
-            "probe_job": short.job_id,
+            "steps": plan.work.steps,
+            "parts": dg.JsonMetadataValue(asdict(forecast.parts(cluster.node_count))),
+            "measured": dg.JsonMetadataValue([asdict(item) for item in forecast.measured]),
             **provisioning(manager),
             "training": dg.JsonMetadataValue(plan.job["training"]),
         },
     )
+
+
+def sizes_of(job: JobConfig, samples: Mapping[str, int], processes_per_node: int, cores: int | None) -> Sizes:
+    """How much the job has to do. ``samples``: of each split; ``cores``: see `Sizes`."""
+    training = job.training
+    return Sizes(
+        train_samples=samples["train"],
+        valid_samples=samples["valid"],
+        test_samples=samples["test"],
+        batch_size_per_rank=training.batch_size_per_gpu * training.gradient_accumulation_steps,
+        micro_batches_per_rank=training.gradient_accumulation_steps,
+        processes_per_node=processes_per_node,
+        epochs=training.epochs,
+        max_steps=training.max_steps,
+        eval_frequency=training.eval_frequency,
+        checkpoint_frequency=training.checkpoint_frequency,
+        early_stopping_patience=training.early_stopping_patience,
+        cores=cores,
+    )
+
+
+def limits_of(config: TrainingOptions) -> Limits:
+    """`dagster.Failure` for what is no limit."""
+    for name in ("budget_usd", "deadline_hours", "stop_at_usd"):
+        value = getattr(config, name)
+        if not 0 <= value < float("inf"):
+            raise dg.Failure(
+                f"{name} = {value}: give a positive number, or 0 for no such limit (launchpad of cost_estimate)",
+                allow_retries=False,
+            )
+    return Limits(budget_usd=config.budget_usd, deadline_hours=config.deadline_hours)
+
+
+def refusal(
+    context: dg.AssetExecutionContext,
+    project: ProjectResource,
+    said: str,
+    forecast: Forecast | None,
+    limits: Limits,
+    price: SkuPrice,
+    tier: Tier,
+    node_count: int,
+) -> dg.Failure:
+    """Tell a person that nothing is started, and what would fit."""
+    counts = range(1, 2 * node_count + 1)
+    fits = remedies(forecast, limits, price, tier, counts, node_count) if forecast else []
+    remedy = f"What would fit: {'; '.join(fits)}." if fits else "Nothing that is known of this training would fit."
+    text = (
+        f"this training is not started: on {node_count} x {price.sku} ({tier}) {said}. {remedy} Or raise the limit in "
+        "the launchpad of cost_estimate."
+    )
+    tell(
+        project.notify_urls(),
+        "dtrain: a training does not fit its budget or deadline",
+        f"{text} {project.run_url(context.run.run_id)}",
+        context.log,
+    )
+    return dg.Failure(text, metadata={"objection": said, "would_fit": fits}, allow_retries=False)
+
+
+def warnings_of(plan: TrainingPlan, limits: Limits) -> list[str]:
+    """What may still happen to a plan that fits."""
+    usd, seconds, said = plan.estimate.usd, plan.estimate.seconds, []
+    if 0 < limits.budget_usd < usd.high:
+        said.append(f"it may cost up to {dollars(usd.high)}, which is over budget_usd = {dollars(limits.budget_usd)}")
+    if 0 < limits.deadline_hours * 3600 < seconds.high:
+        said.append(f"it may take up to {duration(seconds.high)}, over deadline_hours = {limits.deadline_hours:g}")
+    if 0 < plan.stop_at_usd < usd.high:
+        said.append(
+            f"it may reach stop_at_usd = {dollars(plan.stop_at_usd)} before its end: {dollars(usd.expected)} are "
+            f"expected, up to {dollars(usd.high)}"
+        )
+    return said
+
+
+def _learned_words(learned: Learned) -> str:
+    if not learned.runs:
+        return ""
+    return f"; corrected by {learned.factor - 1:+.1%}, as {learned.runs} past estimate(s) have taught"
 
 
 def job_config(sections: dict[str, Any], **fields: Any) -> JobConfig:

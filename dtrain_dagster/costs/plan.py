@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtrain_dagster.costs.estimate import Estimate, Work
+from dtrain_dagster.costs.estimate import Basis, Estimate, Work
 from dtrain_dagster.costs.prices import Tier
 
 STAND_IN, LISTED = "stand-in price, nothing was billed", "list price, not the bill"
@@ -31,8 +31,16 @@ class TrainingPlan:
     """Where the price comes from, and that nothing is billed where it stands in."""
     price_words: str = STAND_IN
     """The same in a few words, for behind a figure."""
+    pace: str = ""
+    """Of what decides how long a step takes, see `dtrain_dagster.costs.history.pace_mark`."""
+    basis_kind: Basis = "probe"
+    rests_on: tuple[str, ...] = ()
+    """Ids of the jobs that the estimate rests on, probes or past runs; the one on as many nodes as planned first."""
+    learned_factor: float = 1.0
+    """What past estimates have taught, which is in the estimate."""
+    budget_usd: float = 0.0
+    """What the training may be expected to cost at most; 0: any sum."""
     stop_at_usd: float = 0.0
     """At how many dollars it saves a checkpoint and stops; 0: never."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Expected seconds of what happens beside steps, as far as known: ``startup``, one ``evaluation``, one
-    ``checkpoint``, ``finish``. For `dtrain_dagster.costs.projection`."""
+    """Expected seconds by phase, see `costs.estimate.Parts`; `costs.projection` takes them for what is to come."""

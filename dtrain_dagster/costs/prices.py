@@ -144,6 +144,12 @@ def price_table(region: str | None = None) -> Mapping[str, SkuPrice]:
     return regions[region]
 
 
+def hardware_of(sku: str) -> SkuPrice:
+    """A SKU in whichever region it is known: for what does not depend on the region. `PriceError` for no such SKU."""
+    rows = (_by_any_case(rows, sku) for rows in _tables().values())
+    return next((row for row in rows if row), None) or price_of(sku)
+
+
 def known_regions() -> tuple[str, ...]:
     return tuple(_tables())
 

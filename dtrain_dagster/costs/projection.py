@@ -145,8 +145,9 @@ def seconds_left(pace: Pace, plan: Mapping[str, Any]) -> Interval:
     share = max(0.0, 1 - pace.step / work["steps"])
 
     def pause(measured: Sequence[float], name: str) -> float:
-        one = statistics.fmean(measured) if measured else float(phases.get(name) or 0.0)
-        return one * share * float(work.get(f"{name}s") or 0)
+        if measured:
+            return statistics.fmean(measured) * share * float(work.get(f"{name}s") or 0)
+        return share * float(phases.get(name) or 0.0)
 
     took = sorted(seconds for _, seconds in pace.reports)
     typical = statistics.median(took)

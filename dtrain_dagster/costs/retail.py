@@ -111,7 +111,7 @@ def refresh(
         }
         notes += _gaps(region, skus, found[region], before.get(region, {}))
     _refuse_what_cannot_be(found, packaged, url)
-    Storage(path.parent).write(path.name, json.dumps(as_document(_updated(known, found)), indent=1).encode())
+    _write(path, as_document(_updated(known, found)))
     return Refreshed(changes=tuple(_changes(found, before)), notes=tuple(notes))
 
 
@@ -340,6 +340,16 @@ def _usual(packaged: Prices, region: str, sku: str, tier: Tier) -> float | None:
     """What the package has for it: there, or in the middle of other regions."""
     everywhere = {name: rows[sku][tier].usd_per_hour for name, rows in packaged.items() if tier in rows.get(sku, {})}
     return everywhere.get(region) or (statistics.median(everywhere.values()) if everywhere else None)
+
+
+def _write(path: Path, document: Mapping[str, Any]) -> None:
+    try:
+        Storage(path.parent).write(path.name, json.dumps(document, indent=1).encode())
+    except OSError as error:
+        raise RetailError(
+            f"{path} cannot be written ({error.strerror or error}); make room there, or set DTRAIN_HOME to a folder "
+            "that can be written. Nothing was changed"
+        ) from None
 
 
 def _updated(known: Prices, found: Prices) -> Prices:

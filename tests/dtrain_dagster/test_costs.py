@@ -1,38 +1,11 @@
-"""Prices, estimate and tracker are arithmetic, checked by hand-made numbers and by properties."""
+"""Prices and tracker are arithmetic, checked by hand-made numbers and by properties."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain_dagster.clusters.base import NodeUsage
-from dtrain_dagster.costs.estimate import Probe, Work, estimate_cost, estimate_seconds, work_of
-from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.tracker import CostTracker, overrun
-
-PROBE = Probe(
-    startup_seconds=10.0,
-    step_seconds=(0.1, 0.1, 0.1, 0.2),
-    evaluation_seconds=2.0,
-    checkpoint_seconds=0.5,
-    finish_seconds=8.0,
-)
-
-
-def test_work_counts_steps_evaluations_and_checkpoints():
-    work = work_of(steps_per_epoch=128, epochs=4, max_steps=None, eval_frequency=None, checkpoint_frequency=100)
-    assert work == Work(steps=512, evaluations=4, checkpoints=6)
-    short = work_of(steps_per_epoch=128, epochs=4, max_steps=130, eval_frequency=50, checkpoint_frequency=100)
-    assert short == Work(steps=130, evaluations=3, checkpoints=2)
-
-
-def test_the_estimate_adds_up():
-    seconds = estimate_seconds(PROBE, Work(steps=1000, evaluations=5, checkpoints=10))
-    assert seconds.expected == pytest.approx(10 + 1000 * 0.1 + 5 * 2 + 10 * 0.5 + 8)
-    assert seconds.low == pytest.approx(seconds.expected * 0.85)  # the margin, wider than the probe's own spread
-    assert seconds.high > seconds.expected * 1.15  # the probe's slow step counts
-    estimate = estimate_cost(seconds, price_of("Standard_NC6s_v3"), "dedicated", node_count=3)
-    assert estimate.usd.expected == pytest.approx(3 * 133 / 3600 * 3.06)
-
 
 stretches = st.lists(
     st.builds(

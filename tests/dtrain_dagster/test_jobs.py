@@ -4,9 +4,8 @@ import pytest
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.jobs import KnownJob, Progress, advance, choose_job, fingerprint
-from dtrain_dagster.probe import read_probe
 from trainer.config import DatasetRef, JobConfig
-from trainer.rundir import NodePresence, event
+from trainer.rundir import event
 
 FINGERPRINT, RUN = "0a1b2c3d", "11111111-aaaa"
 OWN, OTHER = f"train-{FINGERPRINT}-11111111", f"train-{FINGERPRINT}-22222222"
@@ -65,21 +64,6 @@ def test_the_fingerprint_changes_with_what_is_trained_and_with_nothing_else(tmp_
     own = mark(model={"factory": "mine_for_fingerprint:make"})
     module.write_text("def make(spec, outputs): ...  # edited")
     assert mark(model={"factory": "mine_for_fingerprint:make"}) != own
-
-
-def test_a_probe_is_read_from_the_records_of_its_last_launch():
-    def step(at: float, seconds: float) -> dict:
-        return event("step", 0, 1, step_seconds=seconds) | {"time": at}
-
-    nodes = [
-        NodePresence(node_id=0, launch=1, started_at=0.0, ended_at=50.0),
-        NodePresence(node_id=0, launch=2, started_at=100.0, ended_at=130.0),
-        NodePresence(node_id=1, launch=2, started_at=101.0, ended_at=131.0),
-    ]
-    probe = read_probe([step(20.0, 9.0), step(112.0, 1.0), step(116.0, 2.0)], nodes)  # all of generation 1
-    assert probe.step_seconds == (2.0,)
-    assert probe.startup_seconds == 112.0 - 2 * 1.0 - 100.0
-    assert probe.finish_seconds == 131.0 - 116.0
 
 
 def test_progress_follows_the_events():

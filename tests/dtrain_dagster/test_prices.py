@@ -218,6 +218,15 @@ def test_what_cannot_be_believed_leaves_the_last_good_table(home, listed, broken
     assert os.listdir(home) == ["prices.json"]  # nothing half-written beside it
 
 
+def test_the_folder_is_made_and_one_that_cannot_be_written_is_named(home, listed):
+    listed.items = WANTED
+    ask(listed, home / "new" / "folder")
+    assert refreshed_prices(home / "new" / "folder" / "prices.json")["eastus"][T4]["spot"].usd_per_hour == 0.0627
+    (home / "file").touch()
+    with pytest.raises(retail.RetailError, match=r"prices.json cannot be.*DTRAIN_HOME"):
+        ask(listed, home / "file")
+
+
 def test_the_same_place_may_be_written_with_its_port():
     assert retail._place("https://Prices.Azure.com:443/api?$skip=1") == retail._place(retail.RETAIL_URL)
     for elsewhere in (

@@ -21,7 +21,7 @@ from .simulated_timing import Simulation
 V100, T4 = "Standard_NC6s_v3", "Standard_NC4as_T4_v3"
 HOURLY = price_table()[V100].usd_per_hour("dedicated")
 BEGAN = 1_000_000.0
-PHASES = {"startup": 60.0, "evaluation": 20.0, "checkpoint": 1.0, "finish": 40.0}
+PHASES = {"startup": 60.0, "evaluation": 80.0, "checkpoint": 10.0, "finish": 40.0}
 
 
 def usage(seconds: float, nodes: int = 2, sku: str = V100, began: float = BEGAN) -> list[NodeUsage]:

@@ -37,12 +37,13 @@ def test_a_model_that_is_no_better_than_the_baselines_fails_the_ci_job(project: 
     assert (job / "reports" / "cost_breakdown.json").exists()
     report = json.loads((job / "reports" / "performance_report.json").read_text())
     assert report["verdict"]
+    assert 0 < report["optimization"]["utilization"]["fraction"] <= 1
 
-    # the same again: data, shards, canaries and probe are not made twice
+    # the same again: data, shards and canaries are not made twice, and what it takes is known
     again = materialize(project, *GRAPH[:3], folder=tmp_path, more={"max_steps": 4})
     assert again.returncode == 0, again.stdout[-4000:]
     said = project.logged()
-    assert "measured before and reused" in said
+    assert "past run(s) of this very training" in said
     assert "nothing to rebuild" in said
 
 

@@ -48,6 +48,9 @@ def test_prices_model_and_loss_of_ones_own(job: dg.JobDefinition, tmp_path: Path
         cost = metadata(result, "cost_breakdown")
         by_node = [row["usd"] for row in cost["by_node"]]
         assert sum(by_node) == pytest.approx(cost["total_usd"], abs=1e-4)
+        assert plan["basis"] == "probe"
+        [scored] = [item for item in evaluations(result) if item.check_name == "estimate_scored"]
+        assert scored.metadata["runs"].value == 1
         report = metadata(result, "performance_report")
         assert report["samples_per_second"] > 0
         assert len(report["by_node"]) == len(report["by_rank"]) == 2

@@ -1,0 +1,275 @@
+"""Trainings of different sizes on the local cluster, each estimated first, then run: how good are the estimates?
+
+Model, batch, data, epochs and one to three nodes are made from a seed. Each is probed on the cluster as `cost_estimate`
+does it, and learns from those before it as an instance does; then it is trained as `trained_checkpoint` does it.
+
+    median_error_percent      of the wall time, absolute
+    coverage_90_percent       trainings that lay within their 90 % interval
+    unlearned                 the same two, had nothing been learned from the trainings before
+    first_epoch_times_epochs  the same for the time of the first epoch times the epochs (no interval: within 10 %)
+    one_hour                  the same for «a training takes an hour»
+    rows                      each training: sizes, interval, actual seconds, and both phase by phase
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dtrain_dagster import probe
+from dtrain_dagster.assets.planning import sizes_of
+from dtrain_dagster.clusters.local import LocalClusterManager
+from dtrain_dagster.costs.estimate import Forecast, Interval, Learned, Sizes
+from dtrain_dagster.costs.history import pace_mark
+from dtrain_dagster.costs.scoring import Score, learn
+from dtrain_dagster.data.prices import write_prices
+from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset
+from dtrain_dagster.data.sources import price_source
+from dtrain_dagster.data.validation import validate_prices
+from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
+from trainer.rundir import RunDir
+
+RESULTS = Path(__file__).parent / "results"
+SKU = "Standard_NC6s_v3"
+USD_PER_NODE_HOUR = 3.06
+MARKETS = ((8, 1000, 20), (24, 1200, 20), (24, 1200, 40))
+"""Tickers, days, window."""
+MODELS = (("tcn", {}, 1500), ("lstm", {}, 700), ("transformer", {}, 700))
+"""Factory, arguments, and how many steps a training has about; heavier ones have fewer."""
+HOUR = 3600.0
+NEAR = 0.10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """One training of the benchmark."""
+
+    model: FactoryConfig
+    data: int
+    """Which of `MARKETS`."""
+    nodes: int
+    batch_size: int
+    accumulation: int
+    steps: int
+    """About so many; whole epochs."""
+
+
+def make(seed: int, number: int) -> Training:
+    """Nodes and models in turn, the rest by chance."""
+    chance = random.Random(f"estimate {seed} {number}")
+    factory, arguments, steps = MODELS[number % len(MODELS)]
+    return Training(
+        model=FactoryConfig(factory=factory, args=dict(arguments)),
+        data=chance.randrange(len(MARKETS)),
+        nodes=1 + number // len(MODELS) % 3,
+        batch_size=chance.choice((16, 32, 64, 128)),
+        accumulation=chance.choice((1, 1, 2)),
+        steps=round(steps * 2 ** chance.uniform(-1.5, 0.5)),
+    )
+
+
+def write_market(folder: Path, tickers: int, days: int, window: int) -> BuiltDataset:
+    """Random walks as a dataset, built by the product itself."""
+    folder.mkdir()
+    chance = np.random.default_rng(tickers * days + window)
+    dates = np.busday_offset("2015-01-01", np.arange(days), roll="forward")
+    prices = 100 * np.exp(np.cumsum(0.01 * chance.standard_normal((days, tickers)), axis=0))
+    lines = [",".join([str(day), *(f"{price:.6f}" for price in row)]) for day, row in zip(dates, prices, strict=True)]
+    table = folder / "walks.csv"
+    table.write_text("\n".join(["date," + ",".join(f"T{number}" for number in range(tickers)), *lines]) + "\n")
+    ref = write_prices(price_source(str(table)), str(folder))
+    return build_dataset(ref, validate_prices(ref, calendar=None), str(folder), DatasetParams(window=window), None)
+
+
+class Course:
+    """Estimates and runs one training after the other, and remembers how that went."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.jobs_uri = str(home / "storage" / "jobs")
+        self.manager = LocalClusterManager(home, gpu_type=SKU, threads_per_rank=1)
+        self.markets = [write_market(home / f"market-{number}", *sizes) for number, sizes in enumerate(MARKETS)]
+        self.env = {"DTRAIN_CACHE": str(home / "cache")}
+        self.scores: list[Score] = []
+
+    def warm_up(self) -> None:
+        """Libraries are read from disk for the first time, and the tracking database is made."""
+        self.one(
+            Training(model=FactoryConfig(factory="tcn"), data=0, nodes=1, batch_size=64, accumulation=1, steps=1),
+            "warm-up",
+        )
+        self.scores.clear()
+
+    def one(self, training: Training, name: str) -> dict[str, Any]:
+        """What was expected of it, and what it took."""
+        job, sizes = self._job(training, name)
+        count = training.nodes
+        learned = learn(self.scores, "probe", SKU)
+        forecast = self._probe(job, sizes, count, learned)
+        expected = forecast.seconds_at(count)
+        unlearned = replace(forecast, learned=Learned())
+        began = time.monotonic()
+        probe.run(self.manager, job, count, 1, self.env)
+        followed = time.monotonic() - began
+        rundir = RunDir(job.run_dir)
+        events, nodes = list(rundir.events()), rundir.nodes()
+        actual = max(node.ended_at or 0.0 for node in nodes) - min(node.started_at for node in nodes)
+        took = probe.read_measured(events, nodes, count, job.training.global_batch_size, keeps_cache=True)
+        self._learn(job.job_id, expected, actual, nodes, learned)
+        naive = first_epoch_seconds(events) * sizes.epochs
+        return {
+            "name": job.job_id,
+            "nodes": count,
+            "batch": job.training.global_batch_size,
+            "steps": sizes.work(count).steps,
+            "epochs": sizes.epochs,
+            "low": round(expected.low, 2),
+            "expected": round(expected.expected, 2),
+            "high": round(expected.high, 2),
+            "actual": round(actual, 2),
+            "followed": round(followed, 2),
+            "error_percent": _percent(expected.expected / actual - 1),
+            "within": expected.low <= actual <= expected.high,
+            "unlearned_error_percent": _percent(unlearned.seconds_at(count).expected / actual - 1),
+            "unlearned_within": _holds(unlearned.seconds_at(count), actual),
+            "first_epoch_error_percent": _percent(naive / actual - 1),
+            "one_hour_error_percent": _percent(HOUR / actual - 1),
+            "expected_parts": _rounded(asdict(forecast.parts(count))),
+            "actual_parts": _rounded(asdict(replace(forecast, measured=(took,)).parts(count))),
+            "expected_step_ms": round(1000 * forecast.measured[0].step_seconds, 2),
+            "actual_step_ms": round(1000 * took.step_seconds, 2),
+            "load_average": round(os.getloadavg()[0], 1),
+        }
+
+    def _job(self, training: Training, job_id: str) -> tuple[JobConfig, Sizes]:
+        data = self.markets[training.data]
+        job = JobConfig(
+            job_id=job_id,
+            run_dir=f"{self.jobs_uri}/{job_id}",
+            dataset=DatasetRef(uri=data.uri, dataset_id=data.dataset_id),
+            model=training.model,
+            training=DistributedTrainingConfig(
+                world_size=training.nodes,
+                batch_size_per_gpu=training.batch_size,
+                gradient_accumulation_steps=training.accumulation,
+                threads_per_rank=1,
+            ),
+            tracking=TrackingConfig(mlflow_tracking_uri=f"sqlite:///{self.home}/mlflow.db"),
+        )
+        sizes = sizes_of(job, data.samples, 1, os.cpu_count())
+        steps_per_epoch = replace(sizes, epochs=1).work(training.nodes).steps
+        epochs = max(1, round(training.steps / steps_per_epoch))
+        job = replace(job, training=replace(job.training, epochs=epochs))
+        return job, replace(sizes, epochs=epochs)
+
+    def _probe(self, job: JobConfig, sizes: Sizes, count: int, learned: Learned) -> Forecast:
+        counts = probe.probe_counts(count, has_limits=False)
+        return probe.forecast(self.manager, job, sizes, counts, pace_mark(job, 1), self.env, learned)
+
+    def _learn(self, job_id: str, expected: Interval, actual: float, nodes: Sequence[Any], learned: Learned) -> None:
+        per_second = USD_PER_NODE_HOUR / 3600
+        score = Score(
+            at=time.time(),
+            job_id=job_id,
+            basis="probe",
+            sku=SKU,
+            seconds=expected,
+            usd=expected.scaled(len(nodes) * per_second),
+            actual_seconds=actual,
+            actual_usd=sum(node.seconds(time.time()) for node in nodes) * per_second,
+            learned_factor=learned.factor,
+        )
+        self.scores.append(score)
+
+
+def first_epoch_seconds(events: Sequence[Mapping[str, Any]]) -> float:
+    """From when the group stood until the first evaluation was done: what a person reads off a progress bar."""
+    began = next(item["time"] for item in events if item["kind"] == "membership")
+    ended = next(item["time"] for item in events if item["kind"] == "evaluation")
+    return ended - began
+
+
+def summary(rows: Sequence[Mapping[str, Any]], error: str, within: str | None = None) -> dict[str, float]:
+    errors = [abs(row[error]) for row in rows]
+    inside = [row[within] if within else abs(row[error]) <= 100 * NEAR for row in rows]
+    return {
+        "median_error_percent": round(statistics.median(errors), 1),
+        "coverage_90_percent": round(100 * sum(inside) / len(inside), 1),
+    }
+
+
+def _holds(interval: Interval, value: float) -> bool:
+    return interval.low <= value <= interval.high
+
+
+def _percent(share: float) -> float:
+    return round(100 * share, 1)
+
+
+def _rounded(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value, 2) for name, value in values.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.estimate", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--trainings", type=int, default=20, help="how many; models and node counts take turns")
+    parser.add_argument("--seed", type=int, default=0, help="of what is left to chance")
+    parser.add_argument("--keep", metavar="FOLDER", help="keep the run directories, in this folder, which must be new")
+    parser.add_argument("--json", action="store_true", help="nothing but the line of JSON")
+    parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
+    options = parser.parse_args(arguments)
+    if options.trainings < 1:
+        parser.error("--trainings: at least 1")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the job that runs is cancelled on the way out
+    began = time.time()
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="estimate-") as temporary:
+        home = Path(options.keep or temporary)
+        home.mkdir(parents=True, exist_ok=True)
+        course = Course(home)
+        course.warm_up()
+        for number in range(options.trainings):
+            training = make(options.seed, number)
+            row = course.one(training, f"train-{number:02d}-{training.model.factory}")
+            rows.append(row)
+            if not options.json:
+                print(json.dumps(row), file=sys.stderr, flush=True)
+    result = {
+        "benchmark": "estimate",
+        "trainings": len(rows),
+        **summary(rows, "error_percent", "within"),
+        "unlearned": summary(rows, "unlearned_error_percent", "unlearned_within"),
+        "first_epoch_times_epochs": summary(rows, "first_epoch_error_percent"),
+        "one_hour": summary(rows, "one_hour_error_percent"),
+        "rows": rows,
+        "seed": options.seed,
+        "seconds": round(time.time() - began, 1),
+        "load_average": [round(value, 1) for value in os.getloadavg()],
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "hardware": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, no GPU",
+    }
+    line = json.dumps(result)
+    print(line)
+    if options.save:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "estimate.json").write_text(line + "\n")
+    return 0 if result["median_error_percent"] <= 10 and result["coverage_90_percent"] >= 85 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
