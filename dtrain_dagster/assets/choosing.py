@@ -44,7 +44,7 @@ def in_words(choice: Choice) -> str:
 
 
 def _row(choice: Choice) -> dict[str, str | int | float]:
-    told = (("chosen", choice.is_chosen), ("as planned", choice.is_planned), ("Pareto", choice.is_pareto))
+    told = (("chosen", choice.is_chosen), ("this plan", choice.is_planned), ("Pareto", choice.is_pareto))
     marks = [word for word, holds in told if holds]
     seconds, usd = choice.seconds, choice.usd
     return {

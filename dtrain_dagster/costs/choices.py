@@ -90,7 +90,7 @@ class Choice:
     """No other choice is both as cheap and as quick, and better in one of them."""
     is_chosen: bool = False
     is_planned: bool = False
-    """What the settings say."""
+    """What is carried out: what the settings say, unless the plan takes another number of nodes."""
     why_not: str = ""
     """What speaks against it; empty for the chosen one."""
 
@@ -175,7 +175,7 @@ def choices(
         deadline_seconds=deadline_seconds,
         budget_usd=budget_usd,
         basis=forecast.basis_words,
-        assumptions=_assumptions(rows, baseline),
+        assumptions=_assumptions(rows, baseline, is_stand_in),
         price_words=price_words,
     )
 
@@ -328,13 +328,18 @@ def _why_not(row: Choice, chosen: Choice | None, deadline_seconds: float | None,
     return f"{words} and {duration(abs(slower))} {'longer' if slower >= 0 else 'shorter'} than the chosen one"
 
 
-def _assumptions(rows: Sequence[Choice], baseline: Baseline) -> tuple[str, ...]:
+def _assumptions(rows: Sequence[Choice], baseline: Baseline, is_stand_in: bool) -> tuple[str, ...]:
     found = [
         "A choice fits when the upper ends of its intervals keep the deadline and the budget; the cheapest of those is "
         "taken.",
         f"Each rank keeps its {baseline.batch_size_per_rank} samples of a step: with more GPUs the global batch grows, "
         "and what that does to the model is not judged here (training.lr_scaling, gradient_accumulation_steps).",
     ]
+    if is_stand_in:
+        found.append(
+            "What was measured are local nodes, which share the cores of one machine: on nodes that are machines of "
+            "their own, several of them take less time than is told here."
+        )
     if any(row.sku != baseline.price.sku for row in rows):
         found.append(f"How fast other SKUs compute is {baseline.price.speed_note}.")
     if any(row.tier != "dedicated" for row in rows):

@@ -100,7 +100,7 @@ def _numbers(axis: Axes, table: Choices) -> None:
     ):
         at = [row.seconds.expected], [row.usd.expected]
         words = f"{row.name}: {duration(row.seconds.expected)}, {dollars(row.usd.expected)}"
-        words += ", as planned" * row.is_planned + ", chosen" * row.is_chosen
+        words += ", this plan" * row.is_planned + ", chosen" * row.is_chosen
         colour, size, edge, front_most = (CHOSEN, 16, 2.4, 2) if row.is_chosen else (INK, 13, 0.9, 0)
         axis.plot(
             *at, color=colour, marker=f"${number}$", markersize=7, linestyle="none", label=words, zorder=8 + front_most
