@@ -21,7 +21,9 @@ from small_job import write_dataset
 
 from dtrain_dagster.cli import main
 from dtrain_dagster.cli_job import as_begun, dataset_config, plan_job, runnable, total_steps
-from dtrain_dagster.clusters.base import OWNER, ClusterError
+from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec
+from dtrain_dagster.clusters.local import LocalClusterManager
+from dtrain_dagster.jobs import BudgetSpentError, fingerprint, start_job
 from dtrain_dagster.logs import FileFollower, LogPoller, by_node
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.terminal import nodes_table, progress_line
@@ -325,6 +327,22 @@ class TestPlanJob:
         assert (as_begun(again), nodes) == (job, 1)
         with pytest.raises(ConfigError, match="another configuration"):
             as_begun(plan_job(self.TEXT, "x", ["training.epochs=99"], 3, two)[0])
+
+    def test_a_job_goes_on_with_another_budget_and_not_with_one_that_is_spent(self, two: Settings, monkeypatch):
+        job, _ = plan_job(self.TEXT, "x", ["training.max_node_seconds=60"], 3, two)
+        rundir, manager = RunDir(job.run_dir), LocalClusterManager(two.home)
+        rundir.write_job(job)
+        rundir.write_node(NodePresence(node_id=0, launch=1, started_at=100.0, ended_at=161.0))
+        with pytest.raises(BudgetSpentError, match=r"max_node_seconds = 60\): raise it"):
+            start_job(manager, as_begun(job), 3, 1, {})
+        raised = as_begun(plan_job(self.TEXT, "x", ["training.max_node_seconds=99"], 3, two)[0])
+        submitted: list[JobSpec] = []
+        monkeypatch.setattr(manager, "submit_job", submitted.append)
+        start_job(manager, raised, 3, 1, {})
+        assert len(submitted) == 1
+        assert rundir.read_job() == raised
+        assert rundir.read_job().training.max_node_seconds == 99
+        assert fingerprint(job, 3, 1) == fingerprint(raised, 3, 1), "the same training, and so the same job"
 
     def test_nodes_elsewhere_find_out_their_own_cores(self, settings: Settings):
         assert plan_job(self.TEXT, "x", [], 2, settings)[0].training.threads_per_rank is not None

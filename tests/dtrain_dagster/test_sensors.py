@@ -18,12 +18,12 @@ from dtrain_dagster.clusters.local import LocalClusterManager
 from dtrain_dagster.definitions import RETRAINING
 from dtrain_dagster.jobs import PLAN
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
+from dtrain_dagster.sensors.cost_overrun import COST_TOLD, build_cost_overrun_sensor
 from dtrain_dagster.sensors.new_data import build_new_data_sensor
 from dtrain_dagster.sensors.orphans import build_orphan_sensor, why_spared
 from dtrain_dagster.settings import Settings
 from tests.ticks import Daemon
-from trainer.rundir import RunDir
+from trainer.rundir import RunDir, event
 from trainer.storage import Storage
 
 
@@ -45,8 +45,9 @@ def evaluate(sensor: dg.SensorDefinition, settings: Settings, cursor: str | None
         return sensor.evaluate_tick(context)
 
 
-def run_sleeper(manager: GPUClusterManager, settings: Settings, seconds: float) -> str:
-    job_id = "train-00000000-11111111"
+def run_sleeper(
+    manager: GPUClusterManager, settings: Settings, seconds: float, job_id: str = "train-00000000-11111111"
+) -> str:
     command = (sys.executable, "-c", f"import time; time.sleep({seconds})")
     run_dir = f"{settings.jobs_uri}/{job_id}"
     manager.submit_job(JobSpec(job_id=job_id, run_dir=run_dir, command=command, node_count=2))
@@ -171,26 +172,63 @@ def test_a_scale_down_that_fails_is_tried_again_told_once_and_told_when_it_is_do
     assert daemon.told[1].endswith("scaled down")
 
 
-def test_a_job_above_its_estimate_is_told_once(manager: GPUClusterManager, settings: Settings):
+def steps_of(rundir: RunDir, last: int, seconds: float) -> None:
+    """As rank 0 reports them, one file for each report."""
+    for number, step in enumerate(range(10, last + 1, 10), start=1):
+        fields = {"step": step, "epoch": 0, "loss": 1.0, "step_seconds": seconds}
+        rundir.append_events(1, 0, number, [event("step", 0, 1, **fields)])
+
+
+def test_a_job_above_its_estimate_is_told_once_for_each_threshold(
+    manager: GPUClusterManager, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Over ticks, lost cursors and a restart; whatever a neighbour or a notifier does."""
     manager.provision_cluster(2, "Standard_NC6s_v3")
-    job_id = run_sleeper(manager, settings, 30)
+    damaged, job_id = run_sleeper(manager, settings, 60, "train-0-damaged"), run_sleeper(manager, settings, 60)
+    RunDir(f"{settings.jobs_uri}/{damaged}").storage.write(PLAN, b'{"tier": ')
     rundir = RunDir(f"{settings.jobs_uri}/{job_id}")
+    monkeypatch.setattr("apprise.Apprise.notify", lambda *_, **__: 1 / 0)
+    settings = settings.model_copy(update={"notify": "json://127.0.0.1:1"})
     sensor = build_cost_overrun_sensor(settings)
+    key = dg.AssetCheckKey(dg.AssetKey("trained_checkpoint"), "cost_within_estimate")
 
     def plan(usd: float) -> None:
-        rundir.write_json(PLAN, {"tier": "dedicated", "node_count": 2, "estimate": {"usd": {"expected": usd}}})
+        estimate = {"usd": {"expected": usd}}
+        rundir.write_json(PLAN, {"tier": "dedicated", "work": {"steps": 1000}, "estimate": estimate})
 
-    plan(1000.0)
-    assert "none newly above" in evaluate(sensor, settings).skip_message
-    plan(1e-9)
-    told = evaluate(sensor, settings)
-    [check] = told.asset_events
-    assert not check.passed
-    assert check.asset_key == dg.AssetKey("trained_checkpoint")
-    assert check.metadata["job_id"].value == job_id
-    assert "fewer nodes" in check.metadata["advice"].value
-    again = evaluate(sensor, settings, cursor=told.cursor)
-    assert not again.asset_events
+    def look(instance: dg.DagsterInstance, cursor: str | None) -> tuple[list[str], str]:
+        """The checks recorded so far, oldest first, as kind and threshold; the cursor after this tick."""
+        resources = build_resources(settings)
+        with dg.build_sensor_context(instance=instance, cursor=cursor, resources=resources) as context:
+            after = sensor.evaluate_tick(context).cursor
+        history = instance.event_log_storage.get_asset_check_execution_history(key, limit=99)
+        found: list[Any] = [record.event.dagster_event.event_specific_data for record in reversed(history)]  # type: ignore[union-attr]
+        assert not any(item.passed for item in found)
+        assert {item.metadata["job_id"].value for item in found} <= {job_id}
+        figures = [(item.metadata["kind"].value, item.metadata["threshold_percent"].value) for item in found]
+        return [f"{kind} {level:.0f}" for kind, level in figures], after
+
+    (tmp_path / "dagster").mkdir()
+    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster")) as instance:
+        plan(1000.0)
+        assert look(instance, None)[0] == [], "within its estimate"
+        steps_of(rundir, 100, seconds=10.0)  # 9000 s more on two nodes at 3.06 dollars an hour: about 15.3
+        plan(9.0)
+        checks, first = look(instance, None)
+        assert checks == [], "one look at a projection is none"
+        checks, second = look(instance, first)
+        assert checks == ["projected 50"]
+        assert look(instance, second)[0] == look(instance, "nonsense")[0] == checks, "told already"
+
+    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster")) as instance:  # the daemon is started again
+        assert look(instance, first)[0] == look(instance, None)[0] == checks
+        plan(1e-9)
+        checks, third = look(instance, second)
+        assert checks == ["projected 50", "actual 100"]
+        assert look(instance, third)[0] == look(instance, None)[0] == checks
+    sentences = [item["sentence"] for item in (rundir.read_json(COST_TOLD) or {}).values()]
+    assert any("will cost" in sentence for sentence in sentences)
+    assert any("has cost" in sentence for sentence in sentences)
 
 
 def test_a_changed_price_file_retrains(tmp_path: Path):

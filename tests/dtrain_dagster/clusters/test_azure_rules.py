@@ -218,6 +218,15 @@ class TestStates:
         {"status": word, "launch": 2, "error": "why"} for word in ("succeeded", "failed", "stopped")
     )
 
+    @pytest.mark.parametrize("why", [{}, {"error": "node was preempted"}, {"vanished": (1,)}, {"stopping": "silent"}])
+    def test_one_that_has_spent_its_budget_is_not_submitted_again(self, why: dict[str, Any]) -> None:
+        spent = {"status": "budget", "launch": 2, "error": "stopped at its budget"}
+        for status in ("Failed", "Canceled", "Completed"):
+            found = decide(facts(status, result=spent, exit_codes=(3, 75), **why), PATIENCE)
+            assert found == Decision(action="settle", state=JobState.FAILED, message="stopped at its budget")
+        before = {**spent, "launch": 1}
+        assert decided("Failed", result=before, error="node was preempted") == ("next", JobState.QUEUED)
+
     @pytest.mark.parametrize("status", ["NotStarted", "Starting", "Provisioning", "Preparing", "Queued"])
     def test_what_waits_is_queued_until_its_deadline(self, status: str) -> None:
         assert decided(status) == ("report", JobState.QUEUED)
