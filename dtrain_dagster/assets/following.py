@@ -31,6 +31,9 @@ RAISE_BUDGET = (
 OBSERVE_EVERY_SECONDS = 5.0
 TOLD = "alerts.json"
 """In a run directory: of what people have been told, and when."""
+NEWS = "news: "
+MOST_NEWS = 20
+"""Messages of lost nodes, hangs and the like that are sent of one job: after these, the log has them."""
 
 
 def watch(
@@ -58,9 +61,10 @@ def watch(
         for sentence in progress.news:
             context.log.warning(f"{job_id}: {sentence}")
         try:
+            told = (rundir.read_json(TOLD) or {}) if told is None else told
+            tell_news(progress.news, told, context, rundir, notify_urls)
             if progress.recent != judged:
                 judged = progress.recent
-                told = (rundir.read_json(TOLD) or {}) if told is None else told
                 tell_of(judged, told, context, rundir, plan.job["training"], notify_urls)
             if time.monotonic() - observed_at >= OBSERVE_EVERY_SECONDS and progress.step:
                 observed_at = time.monotonic()
@@ -86,6 +90,26 @@ def ran_out(rundir: RunDir) -> bool:
     """Did the last launch stop at its hard budget?"""
     result, launch = rundir.read_json(RESULT) or {}, rundir.read_json(LAUNCH) or {}
     return result.get("status") == "budget" and result.get("launch") in (None, launch.get("launch"))
+
+
+def tell_news(
+    news: Sequence[str],
+    told: dict[str, Any],
+    context: dg.AssetExecutionContext,
+    rundir: RunDir,
+    notify_urls: Sequence[str],
+) -> None:
+    """Send people what is out of the ordinary, such as lost nodes and hangs: each once per job, as `tell_of` does."""
+    job_id = rundir.uri.rsplit("/", 1)[-1]
+    for sentence in news:
+        key = f"{NEWS}{sentence}"
+        count = sum(known.startswith(NEWS) for known in told)
+        if key in told or count >= MOST_NEWS:
+            continue
+        told[key] = {"sentence": sentence, "at": time.time()}
+        last = " (further news of this job are in its log only)" if count + 1 == MOST_NEWS else ""
+        tell(notify_urls, f"dtrain: {job_id}", f"{sentence}{last}", context.log)
+        rundir.write_json(TOLD, told)
 
 
 def tell_of(
