@@ -39,6 +39,8 @@ class TrainingOptions(dg.Config):
     checkpoint_frequency: int = _DEFAULT.checkpoint_frequency
     precision: str = _DEFAULT.precision
     seed: int = _DEFAULT.seed
+    budget_usd: float = 0
+    """What the plan may cost; 0: no limit."""
     more: dict[str, Any] = {}
     """Any other field of DistributedTrainingConfig, such as {"early_stopping_patience": 3}."""
 

@@ -1,0 +1,204 @@
+"""Training again (C5): what is a cause, and that one cause starts one run, whoever notices it and however often.
+
+What is known comes from where it outlives a daemon: from the instance (which runs were asked for, which models were
+registered) and from the manifests of datasets. A sensor's cursor only says since when something is as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+from datetime import UTC, date, datetime
+from typing import Any
+
+import dagster as dg
+
+from dtrain_dagster.sensors.orphans import LIVE
+from dtrain_dagster.waiting import Ticket
+from dtrain_dagster.wording import dollars, duration
+from trainer.storage import Storage
+
+RETRAINING = "retraining"
+CAUSE_TAG = "dtrain/cause"
+TRAINED = dg.AssetKey("trained_checkpoint")
+_REGISTRATIONS = 200
+"""Materializations of ``registered_model`` among which the champion is looked for."""
+DAY = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why to train again. The same cause has the same key, whoever finds it."""
+
+    key: str
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Registered:
+    """A materialization of ``registered_model``."""
+
+    version: str
+    alias: str
+    dataset_id: str
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prices:
+    """A price file's content and its last day."""
+
+    sha256: str
+    last_date: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watch:
+    """What is remembered of a file between two looks at it. Times are Unix seconds; 0: not so."""
+
+    version: str = ""
+    since: float = 0.0
+    """When it first had this version."""
+    digest: str = ""
+    """Of its content, once that was read."""
+    unreadable_since: float = 0.0
+    told: bool = False
+    """Somebody was told that it cannot be read."""
+
+
+def seen(watch: Watch, version: str, now: float) -> Watch:
+    """The watch after one more look: another version counts from now."""
+    return watch if watch.version == version else replace(watch, version=version, since=now, digest="")
+
+
+def unreadable(watch: Watch, now: float) -> Watch:
+    """The watch after a look that failed. What was known stays: the file may come back as it was."""
+    return replace(watch, unreadable_since=watch.unreadable_since or now)
+
+
+def read_watch(cursor: str | None) -> Watch:
+    """From a sensor's cursor; an empty watch where there is none, or none of this form."""
+    try:
+        return Watch(**json.loads(cursor or "{}"))
+    except (ValueError, TypeError):
+        return Watch()
+
+
+def new_data(sha256: str) -> Cause:
+    return Cause(f"data-{sha256[:16]}", f"the prices have changed (sha256 {sha256[:12]}…)")
+
+
+def staleness(
+    champion: Registered | None,
+    latest: Registered | None,
+    trained_on: Prices | None,
+    newest: Prices | None,
+    now: float,
+    max_age_days: float,
+) -> Cause | str:
+    """Why the champion has to be trained again, or why not. ``latest``: the model that was registered last, of any
+    alias, and ``trained_on`` its prices: a challenger shows that training again was tried, and what is tried again
+    with the same data ends alike. ``newest``: the prices that were read last."""
+    if champion is None or latest is None:
+        return "no champion was registered yet: nothing can grow old"
+    name = f"the champion, version {champion.version},"
+    if trained_on and newest and trained_on.sha256 != newest.sha256:
+        lag = (date.fromisoformat(newest.last_date) - date.fromisoformat(trained_on.last_date)).days
+        if lag >= max_age_days:
+            words = f"the latest training had prices up to {trained_on.last_date}, {lag} days before the newest"
+            return Cause(new_data(newest.sha256).key, words)
+    age, rest = now - champion.at, max_age_days * DAY - (now - latest.at)
+    if rest <= 0:
+        return Cause(f"age-v{latest.version}-{int(latest.at)}", f"{name} is {age / DAY:.1f} days old")
+    tried = "" if latest.version == champion.version else f", and version {latest.version} was trained since"
+    return f"{name} is {age / DAY:.1f} days old{tried}: not stale before {duration(rest)} have passed"
+
+
+def weekly(when: datetime) -> Cause:
+    return Cause(f"weekly-{when.astimezone(UTC):%Y%m%dT%H%MZ}", "it is time for the weekly retraining")
+
+
+def ask(
+    instance: dg.DagsterInstance, cause: Cause, tickets: Sequence[Ticket], budget_usd: float
+) -> dg.RunRequest | dg.SkipReason:
+    """The one run of this cause, or why there is none: it had its run, or a training is under way.
+
+    Sensors are evaluated one after the other, and a run is in the queue before the next is: two causes that come
+    together start one run.
+    """
+    runs = instance.get_runs(dg.RunsFilter(tags={CAUSE_TAG: cause.key}), limit=1)
+    if runs:
+        return dg.SkipReason(
+            f"{cause.words}: run {runs[0].run_id[:8]} was started for that ({runs[0].status.value.lower()}); to train "
+            f"once more, launch the job {RETRAINING} by hand"
+        )
+    live = [run for run in instance.get_runs(dg.RunsFilter(statuses=LIVE)) if trains(run.asset_selection)]
+    if live:
+        return dg.SkipReason(f"{cause.words}; waits for run {live[0].run_id[:8]}, which is training or about to")
+    queued = [item for item in tickets if not item.assets or TRAINED.to_user_string() in item.assets]
+    if queued:
+        return dg.SkipReason(f"{cause.words}; waits for run {queued[0].run_id[:8]}, which waits for capacity")
+    return dg.RunRequest(run_key=cause.key, run_config=run_config(budget_usd), tags={CAUSE_TAG: cause.key})
+
+
+def trains(selection: Set[dg.AssetKey] | None) -> bool:
+    """Whether a run of this selection, None for everything, pays for a training."""
+    return selection is None or TRAINED in selection
+
+
+def run_config(budget_usd: float) -> dict[str, Any]:
+    """The launchpad of a run that nobody looks at before it starts: a plan over the budget is refused."""
+    return {"ops": {"cost_estimate": {"config": {"budget_usd": budget_usd}}}} if budget_usd else {}
+
+
+def budget_words(budget_usd: float) -> str:
+    if not budget_usd:
+        return "No budget is set (DTRAIN_RETRAIN_BUDGET_USD): a run costs what its plan says."
+    return f"A plan above {dollars(budget_usd)} (DTRAIN_RETRAIN_BUDGET_USD) is refused, and a person is told."
+
+
+def registrations(instance: dg.DagsterInstance) -> tuple[Registered | None, Registered | None]:
+    """The champion and the model that was registered last, by the records of ``registered_model``."""
+    records = instance.fetch_materializations(dg.AssetKey("registered_model"), limit=_REGISTRATIONS).records
+    found = []
+    for record in records:
+        materialization = record.asset_materialization
+        values = {name: entry.value for name, entry in materialization.metadata.items()} if materialization else {}
+        tags: Any = values.get("tags") or {}
+        found.append(
+            Registered(
+                version=str(values.get("version")),
+                alias=str(values.get("alias")),
+                dataset_id=tags.get("dataset_id", ""),
+                at=record.timestamp,
+            )
+        )
+    return next((item for item in found if item.alias == "champion"), None), found[0] if found else None
+
+
+def newest_prices(instance: dg.DagsterInstance) -> Prices | None:
+    """What was read last, whether or not something was trained on it."""
+    values = _latest(instance, dg.AssetKey("stock_prices"))
+    return Prices(sha256=str(values["sha256"]), last_date=str(values["last_date"])) if "sha256" in values else None
+
+
+def trained_dataset(instance: dg.DagsterInstance) -> str | None:
+    """The id of the dataset that the latest training ran on."""
+    return _latest(instance, TRAINED).get("dataset_id")
+
+
+def prices_of(shared_uri: str, dataset_id: str) -> Prices | None:
+    """The prices that a dataset was made of; None where it is no more."""
+    try:
+        source = json.loads(Storage(f"{shared_uri}/datasets/{dataset_id}").read("manifest.json"))["source"]
+    except FileNotFoundError:
+        return None
+    return Prices(sha256=source["sha256"], last_date=source["last_date"])
+
+
+def _latest(instance: dg.DagsterInstance, asset: dg.AssetKey) -> dict[str, Any]:
+    """The metadata of an asset's latest materialization; empty where there is none."""
+    event = instance.get_latest_materialization_event(asset)
+    materialization = event.asset_materialization if event else None
+    return {name: entry.value for name, entry in materialization.metadata.items()} if materialization else {}
