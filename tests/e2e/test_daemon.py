@@ -121,7 +121,11 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
         prices = tmp_path / "prices.csv"
         prices.write_text("date,A\n2020-01-02,1\n")
         project = make_project(
-            tmp_path / "home", DTRAIN_PRICES=str(prices), DTRAIN_NOTIFY=url, DTRAIN_RETRAIN_BUDGET_USD="2.5"
+            tmp_path / "home",
+            DTRAIN_PRICES=str(prices),
+            DTRAIN_NOTIFY=url,
+            DTRAIN_RETRAIN_BUDGET_USD="2.5",
+            DTRAIN_IDLE_MINUTES="2",  # a sensor need not count more time than it can have watched
         )
         config = Path(project.env["DAGSTER_HOME"]) / "dagster.yaml"
         settings = yaml.safe_load(config.read_text()) | storage
