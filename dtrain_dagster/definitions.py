@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import dagster as dg
 
-from dtrain_dagster.assets import costs, dataset, planning, registry, reporting, scaling, training
+from dtrain_dagster.assets import champion, costs, dataset, planning, registry, reporting, scaling, training
 from dtrain_dagster.resources import ProjectResource, build_resources
 from dtrain_dagster.retraining import RETRAINING, ask, budget_words, weekly
 from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
@@ -41,7 +41,11 @@ def build_defs(
     )
     return dg.Definitions(
         assets=ASSETS,
-        asset_checks=[dataset.canaries, *([registry.endpoint_compatible] if settings.endpoint else [])],
+        asset_checks=[
+            dataset.canaries,
+            champion.champion_holds,
+            *([registry.endpoint_compatible] if settings.endpoint else []),
+        ],
         resources={**build_resources(settings), **(resource_overrides or {})},
         jobs=[retraining],
         schedules=[weekly_retraining(settings)],

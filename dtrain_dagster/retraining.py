@@ -21,6 +21,8 @@ from trainer.storage import Storage
 
 RETRAINING = "retraining"
 CAUSE_TAG = "dtrain/cause"
+CHAMPION_CHECK = "champion_holds"
+"""Of ``sharded_dataset``, see `assets.champion`."""
 TRAINED = dg.AssetKey("trained_checkpoint")
 _REGISTRATIONS = 200
 """Materializations of ``registered_model`` among which the champion is looked for."""
@@ -42,6 +44,19 @@ class Registered:
     version: str
     alias: str
     dataset_id: str
+    at: float
+    run_dir: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """The latest evaluation of `CHAMPION_CHECK`."""
+
+    champion: str
+    dataset_id: str
+    passed: bool
+    better: tuple[str, ...]
+    """Baselines that were better."""
     at: float
 
 
@@ -94,15 +109,20 @@ def staleness(
     latest: Registered | None,
     trained_on: Prices | None,
     newest: Prices | None,
+    judged: Judgement | None,
     now: float,
     max_age_days: float,
 ) -> Cause | str:
     """Why the champion has to be trained again, or why not. ``latest``: the model that was registered last, of any
     alias, and ``trained_on`` its prices: a challenger shows that training again was tried, and what is tried again
-    with the same data ends alike. ``newest``: the prices that were read last."""
+    with the same data ends alike. ``newest``: the prices that were read last. ``judged``: how the champion did on days
+    that came after it."""
     if champion is None or latest is None:
         return "no champion was registered yet: nothing can grow old"
     name = f"the champion, version {champion.version},"
+    if judged and not judged.passed and judged.champion == champion.version and judged.at > latest.at:
+        words = f"{name} forecasts the days since its training no better than {', '.join(judged.better)}"
+        return Cause(f"accuracy-v{champion.version}-{judged.dataset_id}", words)
     if trained_on and newest and trained_on.sha256 != newest.sha256:
         lag = (date.fromisoformat(newest.last_date) - date.fromisoformat(trained_on.last_date)).days
         if lag >= max_age_days:
@@ -172,9 +192,26 @@ def registrations(instance: dg.DagsterInstance) -> tuple[Registered | None, Regi
                 alias=str(values.get("alias")),
                 dataset_id=tags.get("dataset_id", ""),
                 at=record.timestamp,
+                run_dir=tags.get("run_dir", ""),
             )
         )
     return next((item for item in found if item.alias == "champion"), None), found[0] if found else None
+
+
+def judgement(instance: dg.DagsterInstance) -> Judgement | None:
+    key = dg.AssetCheckKey(dg.AssetKey("sharded_dataset"), CHAMPION_CHECK)
+    record = instance.event_log_storage.get_latest_asset_check_execution_by_key([key]).get(key)
+    evaluation = record.event.asset_check_evaluation if record and record.event else None
+    if record is None or record.event is None or evaluation is None:
+        return None
+    values: dict[str, Any] = {name: entry.value for name, entry in evaluation.metadata.items()}
+    return Judgement(
+        champion=str(values.get("champion")),
+        dataset_id=str(values.get("dataset_id")),
+        passed=evaluation.passed,
+        better=tuple(values.get("better") or ()),
+        at=record.event.timestamp,
+    )
 
 
 def newest_prices(instance: dg.DagsterInstance) -> Prices | None:

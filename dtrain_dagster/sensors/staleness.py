@@ -8,9 +8,11 @@ import dagster as dg
 
 from dtrain_dagster.resources import ProjectResource
 from dtrain_dagster.retraining import (
+    CHAMPION_CHECK,
     Cause,
     ask,
     budget_words,
+    judgement,
     newest_prices,
     prices_of,
     registrations,
@@ -30,7 +32,9 @@ def build_staleness_sensor(settings: Settings, job_name: str) -> dg.SensorDefini
         default_status=dg.DefaultSensorStatus.STOPPED,  # retraining spends money: a person switches it on
         description=(
             f"Retrains when nothing was trained for {days:g} days, or when the newest prices end {days:g} days after "
-            "those of the latest training (DTRAIN_RETRAIN_MAX_AGE_DAYS). " + budget_words(settings.retrain_budget_usd)
+            "those of the latest training (DTRAIN_RETRAIN_MAX_AGE_DAYS), or when a baseline forecasts the days since "
+            f"better than the champion (check {CHAMPION_CHECK} of sharded_dataset). "
+            + budget_words(settings.retrain_budget_usd)
         ),
     )
     def staleness_sensor(
@@ -42,6 +46,7 @@ def build_staleness_sensor(settings: Settings, job_name: str) -> dg.SensorDefini
             latest,
             prices_of(project.shared_uri, latest.dataset_id) if latest and latest.dataset_id else None,
             newest_prices(context.instance),
+            judgement(context.instance),
             time.time(),
             days,
         )

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -20,7 +21,7 @@ from dagster._utils.schedules import schedule_execution_time_iterator  # what th
 from dtrain_dagster.data.sources import PriceFile
 from dtrain_dagster.definitions import build_defs, weekly_retraining
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.retraining import CAUSE_TAG, Cause, Prices, Registered, staleness, trains
+from dtrain_dagster.retraining import CAUSE_TAG, Cause, Judgement, Prices, Registered, staleness, trains
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.waiting import WaitingList, new_ticket
 from tests.trained import record_prices, record_training, sha256
@@ -183,10 +184,33 @@ def test_what_is_stale(
         model("1" if latest_days == champion_days else "2", latest_days),
         trained_on and Prices(sha256=trained_on[0], last_date=trained_on[1]),
         newest and Prices(sha256=newest[0], last_date=newest[1]),
+        None,
         now,
         30,
     )
     assert expected in (decided.key if isinstance(decided, Cause) else decided)
+
+
+@pytest.mark.parametrize(
+    ("passed", "of", "latest_at", "is_cause"),
+    [
+        (False, "1", 0.0, True),
+        (True, "1", 0.0, False),
+        (False, "0", 0.0, False),  # of a champion that is no longer the one
+        (False, "1", 200.0, False),  # it was trained again since
+    ],
+)
+def test_a_champion_that_a_baseline_beats_is_trained_again_once(
+    passed: bool, of: str, latest_at: float, is_cause: bool
+):
+    judged = Judgement(champion=of, dataset_id="d", passed=passed, better=("har_x",), at=100.0)
+    champion = Registered(version="1", alias="champion", dataset_id="c", at=0.0)
+    decided = staleness(champion, replace(champion, at=latest_at), None, None, judged, 300.0, 30)
+    if is_cause:
+        assert decided == Cause("accuracy-v1-d", decided.words)  # type: ignore[union-attr]
+        assert "no better than har_x" in decided.words  # type: ignore[union-attr]
+    else:
+        assert isinstance(decided, str)
 
 
 def test_what_counts_as_a_training():
