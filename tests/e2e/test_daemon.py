@@ -176,19 +176,19 @@ def test_each_cause_fires_once_however_often_the_daemon_dies(world: World):
         assert world.done() == done
     [run] = world.runs(CAUSE_TAG)
     assert run.run_config == {"ops": {"cost_estimate": {"config": {"budget_usd": 2.5}}}}
-    manager.cancel_job(JOB)
-    assert manager.monitor_health().nodes
 
-    with world.daemon(moved=0.8 * HOUR):  # the file has been quiet, but a training is in the queue
-        done += Counter({"idle": 1})
-        assert world.done() == done
-    assert not manager.monitor_health().nodes
-
-    for run in world.instance.get_runs():  # by a person
+    for run in world.instance.get_runs():  # by a person: what waits for the training has its turn
         world.instance.report_run_canceled(run)
-    with world.daemon(moved=2 * HOUR):
+    with world.daemon(moved=HOUR):  # the file has been quiet; the job still costs more than its plan says
         done += Counter({"run for data": 1})
         assert world.done() == done
     assert "dtrain: a run no longer waits for capacity" in [message["title"] for message in world.heard]
+
+    manager.cancel_job(JOB)
+    assert manager.monitor_health().nodes
+    with world.daemon(moved=2 * HOUR):
+        done += Counter({"idle": 1})
+        assert world.done() == done
+    assert not manager.monitor_health().nodes
     with world.daemon(moved=3 * HOUR):
         assert world.done() == done
