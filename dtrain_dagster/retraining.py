@@ -6,8 +6,9 @@ registered) and from the manifests of datasets. A sensor's cursor only says sinc
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from typing import Any
@@ -112,25 +113,29 @@ def staleness(
     judged: Judgement | None,
     now: float,
     max_age_days: float,
-) -> Cause | str:
-    """Why the champion has to be trained again, or why not. ``latest``: the model that was registered last, of any
-    alias, and ``trained_on`` its prices: a challenger shows that training again was tried, and what is tried again
-    with the same data ends alike. ``newest``: the prices that were read last. ``judged``: how the champion did on days
-    that came after it."""
+) -> list[Cause] | str:
+    """All that speaks for training the champion again, or why nothing does.
+
+    ``latest``: the model that was registered last, of any alias, and ``trained_on`` its prices: a challenger shows that
+    training again was tried, and what is tried again with the same data ends alike. ``newest``: the prices that were
+    read last. ``judged``: how the champion did on days that came after it.
+    """
     if champion is None or latest is None:
         return "no champion was registered yet: nothing can grow old"
-    name = f"the champion, version {champion.version},"
+    name, found = f"the champion, version {champion.version},", []
     if judged and not judged.passed and judged.champion == champion.version and judged.at > latest.at:
         words = f"{name} forecasts the days since its training no better than {', '.join(judged.better)}"
-        return Cause(f"accuracy-v{champion.version}-{judged.dataset_id}", words)
+        found.append(Cause(f"accuracy-v{champion.version}-{judged.dataset_id}", words))
     if trained_on and newest and trained_on.sha256 != newest.sha256:
         lag = (date.fromisoformat(newest.last_date) - date.fromisoformat(trained_on.last_date)).days
         if lag >= max_age_days:
             words = f"the latest training had prices up to {trained_on.last_date}, {lag} days before the newest"
-            return Cause(new_data(newest.sha256).key, words)
+            found.append(Cause(new_data(newest.sha256).key, words))
     age, rest = now - champion.at, max_age_days * DAY - (now - latest.at)
     if rest <= 0:
-        return Cause(f"age-v{latest.version}-{int(latest.at)}", f"{name} is {age / DAY:.1f} days old")
+        found.append(Cause(f"age-v{latest.version}-{int(latest.at)}", f"{name} is {age / DAY:.1f} days old"))
+    if found:
+        return found
     tried = "" if latest.version == champion.version else f", and version {latest.version} was trained since"
     return f"{name} is {age / DAY:.1f} days old{tried}: not stale before {duration(rest)} have passed"
 
@@ -180,22 +185,31 @@ def budget_words(budget_usd: float) -> str:
 
 def registrations(instance: dg.DagsterInstance) -> tuple[Registered | None, Registered | None]:
     """The champion and the model that was registered last, by the records of ``registered_model``."""
-    records = instance.fetch_materializations(dg.AssetKey("registered_model"), limit=_REGISTRATIONS).records
-    found = []
-    for record in records:
-        materialization = record.asset_materialization
-        values = {name: entry.value for name, entry in materialization.metadata.items()} if materialization else {}
-        tags: Any = values.get("tags") or {}
-        found.append(
-            Registered(
-                version=str(values.get("version")),
-                alias=str(values.get("alias")),
-                dataset_id=tags.get("dataset_id", ""),
-                at=record.timestamp,
-                run_dir=tags.get("run_dir", ""),
-            )
+    latest = None
+    for record in itertools.islice(_records(instance, dg.AssetKey("registered_model")), _REGISTRATIONS):
+        values, tags = _metadata(record.asset_materialization), {}
+        if isinstance(values.get("tags"), dict):
+            tags = values["tags"]
+        found = Registered(
+            version=str(values.get("version")),
+            alias=str(values.get("alias")),
+            dataset_id=tags.get("dataset_id", ""),
+            at=record.timestamp,
+            run_dir=tags.get("run_dir", ""),
         )
-    return next((item for item in found if item.alias == "champion"), None), found[0] if found else None
+        latest = latest or found
+        if found.alias == "champion":
+            return found, latest
+    return None, latest
+
+
+def _records(instance: dg.DagsterInstance, asset: dg.AssetKey) -> Iterator[dg.EventLogRecord]:
+    """Materializations, newest first, a few at a time: each holds a whole model card."""
+    page = instance.fetch_materializations(asset, limit=10)
+    yield from page.records
+    while page.has_more:
+        page = instance.fetch_materializations(asset, limit=10, cursor=page.cursor)
+        yield from page.records
 
 
 def judgement(instance: dg.DagsterInstance) -> Judgement | None:
@@ -204,7 +218,7 @@ def judgement(instance: dg.DagsterInstance) -> Judgement | None:
     evaluation = record.event.asset_check_evaluation if record and record.event else None
     if record is None or record.event is None or evaluation is None:
         return None
-    values: dict[str, Any] = {name: entry.value for name, entry in evaluation.metadata.items()}
+    values = _metadata(evaluation)
     return Judgement(
         champion=str(values.get("champion")),
         dataset_id=str(values.get("dataset_id")),
@@ -237,5 +251,8 @@ def prices_of(shared_uri: str, dataset_id: str) -> Prices | None:
 def _latest(instance: dg.DagsterInstance, asset: dg.AssetKey) -> dict[str, Any]:
     """The metadata of an asset's latest materialization; empty where there is none."""
     event = instance.get_latest_materialization_event(asset)
-    materialization = event.asset_materialization if event else None
-    return {name: entry.value for name, entry in materialization.metadata.items()} if materialization else {}
+    return _metadata(event.asset_materialization if event else None)
+
+
+def _metadata(event: dg.AssetMaterialization | dg.AssetCheckEvaluation | None) -> dict[str, Any]:
+    return {name: entry.value for name, entry in event.metadata.items()} if event else {}

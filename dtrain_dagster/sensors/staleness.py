@@ -9,7 +9,6 @@ import dagster as dg
 from dtrain_dagster.resources import ProjectResource
 from dtrain_dagster.retraining import (
     CHAMPION_CHECK,
-    Cause,
     ask,
     budget_words,
     judgement,
@@ -41,7 +40,7 @@ def build_staleness_sensor(settings: Settings, job_name: str) -> dg.SensorDefini
         context: dg.SensorEvaluationContext, project: ProjectResource
     ) -> dg.RunRequest | dg.SkipReason:
         champion, latest = registrations(context.instance)
-        cause = staleness(
+        found = staleness(
             champion,
             latest,
             prices_of(project.shared_uri, latest.dataset_id) if latest and latest.dataset_id else None,
@@ -50,9 +49,14 @@ def build_staleness_sensor(settings: Settings, job_name: str) -> dg.SensorDefini
             time.time(),
             days,
         )
-        if not isinstance(cause, Cause):
-            return dg.SkipReason(cause)
-        tickets = WaitingList(project.shared_uri).tickets()
-        return ask(context.instance, cause, tickets, settings.retrain_budget_usd)
+        if isinstance(found, str):
+            return dg.SkipReason(found)
+        tickets, why = WaitingList(project.shared_uri).tickets(), []
+        for cause in found:  # one that had its run hides no other
+            asked = ask(context.instance, cause, tickets, settings.retrain_budget_usd)
+            if isinstance(asked, dg.RunRequest):
+                return asked
+            why.append(asked.skip_message or "")
+        return dg.SkipReason("\n".join(why))
 
     return staleness_sensor
