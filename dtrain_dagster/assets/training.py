@@ -29,6 +29,7 @@ from dtrain_dagster.monitoring import charts
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from trainer.config import JobConfig, TrackingConfig, parse_job
+from trainer.gate import better_baselines
 from trainer.membership import Generation, generations
 from trainer.rundir import EVALUATION, LAUNCH, RESULT, RunDir
 
@@ -234,10 +235,7 @@ def _samples_check(result: dict[str, Any], plan: TrainingPlan) -> dg.AssetCheckR
 
 def _baselines_check(evaluation: dict[str, Any]) -> dg.AssetCheckResult:
     own = evaluation["model"].get("nll")
-    gains = {
-        name: (row.get("model_gain_nll"), row.get("model_gain_t")) for name, row in evaluation["baselines"].items()
-    }
-    better = [name for name, (gain, t) in gains.items() if gain is not None and gain < 0 and (t is None or t < -2)]
+    better = better_baselines(evaluation)
     return dg.AssetCheckResult(
         check_name="no_baseline_is_better",
         passed=not better,

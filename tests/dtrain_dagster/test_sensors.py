@@ -15,11 +15,9 @@ import pytest
 
 from dtrain_dagster.clusters.base import OWNER, GPUClusterManager, JobSpec, NodePool, Orphan
 from dtrain_dagster.clusters.local import LocalClusterManager
-from dtrain_dagster.definitions import RETRAINING
 from dtrain_dagster.jobs import PLAN
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.cost_overrun import COST_TOLD, build_cost_overrun_sensor
-from dtrain_dagster.sensors.new_data import build_new_data_sensor
 from dtrain_dagster.sensors.orphans import build_orphan_sensor, why_spared
 from dtrain_dagster.settings import Settings
 from tests.ticks import Daemon
@@ -229,25 +227,6 @@ def test_a_job_above_its_estimate_is_told_once_for_each_threshold(
     sentences = [item["sentence"] for item in (rundir.read_json(COST_TOLD) or {}).values()]
     assert any("will cost" in sentence for sentence in sentences)
     assert any("has cost" in sentence for sentence in sentences)
-
-
-def test_a_changed_price_file_retrains(tmp_path: Path):
-    prices = tmp_path / "prices.csv"
-    prices.write_text("date,A\n2020-01-02,1\n")
-    settings = Settings(home=tmp_path, prices=str(prices))
-    sensor = build_new_data_sensor(settings, RETRAINING)
-    first = evaluate(sensor, settings)
-    assert not first.run_requests
-    unchanged = evaluate(sensor, settings, cursor=first.cursor)
-    assert "has not changed" in unchanged.skip_message
-    prices.write_text("date,A\n2020-01-02,1\n2020-01-03,2\n")
-    changed = evaluate(sensor, settings, cursor=first.cursor)
-    [request] = changed.run_requests
-    assert request.run_key
-    assert changed.cursor != first.cursor
-
-    bundled = Settings(home=tmp_path)
-    assert "does not change" in evaluate(build_new_data_sensor(bundled, RETRAINING), bundled).skip_message
 
 
 def test_a_job_without_a_live_run_is_told_once_or_cancelled(
