@@ -50,6 +50,8 @@ class TrainingOptions(dg.Config):
     checkpoint_frequency: int = _DEFAULT.checkpoint_frequency
     precision: str = _DEFAULT.precision
     seed: int = _DEFAULT.seed
+    more: dict[str, Any] = {}
+    """Any other field of DistributedTrainingConfig, such as {"early_stopping_patience": 3}."""
     budget_usd: float = 0.0
     """What it may be expected to cost at most; else nothing starts. 0: any sum."""
     deadline_hours: float = 0.0
