@@ -1,0 +1,378 @@
+"""What the members of each generation did when, from a job's events. Pure; `dtrain_dagster.costs.ledger` prices it.
+
+Rank 0's ``phase`` events say what the time since the one before was spent on, and leave no gap: ranks go in step, so
+that holds for all members. Within the training phase the ``timing`` windows say what each rank did. What cannot be read
+is left out and counted, and nothing here raises.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from dtrain_dagster.costs.money import is_finite, microseconds
+from dtrain_dagster.monitoring.windows import Window, windows
+
+
+class Cause(StrEnum):
+    """Of a paid node-second. In the order in which they are shown."""
+
+    PRODUCTIVE = "productive"
+    COMMUNICATION = "exposed communication"
+    WAITING = "waiting for a straggler"
+    INPUT = "input"
+    CHECKPOINT = "checkpoint"
+    EVALUATION = "evaluation"
+    FINISH = "finish"
+    PROVISIONING = "provisioning"
+    STARTUP = "start-up"
+    LOST = "lost to a failure"
+    IDLE = "idle"
+    UNEXPLAINED = "unexplained"
+
+
+Mix = Mapping[Cause, float]
+"""What a stretch of time was spent on; the figures are weights."""
+
+SEGMENT_CAUSES = {
+    "input": Cause.INPUT,
+    "communication": Cause.COMMUNICATION,
+    "waiting": Cause.WAITING,
+    "checkpoint": Cause.CHECKPOINT,
+    "forward": Cause.PRODUCTIVE,
+    "backward": Cause.PRODUCTIVE,
+    "optimizer": Cause.PRODUCTIVE,
+    "other": Cause.PRODUCTIVE,  # votes and reports: what a training cannot do without
+}
+PHASE_CAUSES = {
+    "startup": Cause.STARTUP,
+    "data": Cause.STARTUP,
+    "evaluation": Cause.EVALUATION,
+    "finalise": Cause.FINISH,
+    "regroup": Cause.LOST,
+    "links": Cause.COMMUNICATION,  # a probe of them; no phase of the trainer's own
+}
+IN_STEPS = ("training", "checkpoint")
+"""Phases whose time the windows divide: what a save holds up is a segment of theirs."""
+NEVER = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Some time of the members of a generation, in microseconds."""
+
+    began: int
+    ended: int
+    mix: Mix
+    by_node: Mapping[int, Mix] = field(default_factory=dict)
+    """Of nodes for which more is known."""
+    is_regroup: bool = False
+    """Of those who stay, not of those who come."""
+
+
+@dataclass(slots=True)
+class Term:
+    """A generation at work."""
+
+    number: int
+    formed: int
+    """In microseconds; ``until`` as well: when the next one began to form."""
+    until: int
+    nodes: frozenset[int] | None
+    """None: not known, so everybody."""
+    is_fresh: bool
+    """Nobody in it was in the one before: a launch begins."""
+    step: int
+    spans: list[Span] = field(default_factory=list)
+
+    def has(self, node: int) -> bool:
+        return self.nodes is None or node in self.nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    terms: tuple[Term, ...]
+    ended: int
+    """When the job said that it was over; `NEVER` if it did not."""
+    notes: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Readable:
+    """The events that can be read, in order of time."""
+
+    memberships: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """By generation."""
+    phases: dict[int, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
+    """Of rank 0: (time, what it had done until then)."""
+    windows: dict[int, list[Window]] = field(default_factory=lambda: defaultdict(list))
+    links: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """When a probe of the links was done, which follows a window."""
+    ends: list[tuple[int, int, str]] = field(default_factory=list)
+    """(generation, time, status)"""
+    first_at: dict[int, int] = field(default_factory=dict)
+    left_out: int = 0
+    has_timing: bool = False
+
+
+def timeline(events: Iterable[Mapping[str, Any]], running: bool = False) -> Timeline:
+    """``running``: the job has not ended, so what came after its last report is like what came before."""
+    facts = read(events)
+    terms = _terms(facts)
+    last = max((time for generation, time, _ in facts.ends if terms and generation == terms[-1].number), default=NEVER)
+    kept = _kept_steps(terms, facts.windows)
+    for place, term in enumerate(terms):
+        after = terms[place + 1] if place + 1 < len(terms) else None
+        _fill(term, after, facts, kept, last, running)
+    notes = []
+    if facts.left_out:
+        notes.append(f"{facts.left_out} event(s) could not be read and were left out")
+    if terms and not facts.has_timing:
+        notes.append(
+            "the trainer recorded no timing (training.timing): input, communication, waiting and saving are within "
+            f"«{Cause.PRODUCTIVE}»"
+        )
+    return Timeline(tuple(terms), last, tuple(notes))
+
+
+def read(events: Iterable[Mapping[str, Any]]) -> Readable:
+    """What of the events counts here; of those, what is damaged is counted."""
+    facts = Readable()
+    steps: dict[int, list[tuple[int, int, float]]] = defaultdict(list)
+    for item in events:
+        try:
+            kind = item["kind"]
+            if kind not in ("membership", "phase", "timing", "step", "link", "end"):
+                continue
+            generation, rank, time = int(item["generation"]), int(item["rank"]), microseconds(item["time"])
+            if kind == "end":
+                facts.ends.append((generation, time, str(item["status"])))
+            if rank != 0:
+                continue
+            if kind == "membership":
+                facts.memberships.setdefault(generation, _membership(item, time))
+            elif kind == "phase":
+                facts.phases[generation].append((time, str(item["name"])))
+            elif kind == "link":
+                facts.links[generation].append(time)
+            elif kind == "timing":
+                facts.windows[generation].append(_window(item))
+                facts.has_timing = True
+            elif kind == "step":
+                steps[generation].append((time, int(item["step"]), _positive(item["step_seconds"])))
+            facts.first_at[generation] = min(time, facts.first_at.get(generation, time))
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError):
+            facts.left_out += 1
+    for generation, rows in steps.items():
+        if generation not in facts.windows:
+            facts.windows[generation] = _windows_of_steps(rows, facts.memberships.get(generation))
+    for listed in (*facts.phases.values(), facts.ends):
+        listed.sort()  # type: ignore[attr-defined]
+    for found in facts.windows.values():
+        found.sort(key=lambda window: window.time)
+    return facts
+
+
+def _terms(facts: Readable) -> list[Term]:
+    terms: list[Term] = []
+    for number in sorted(facts.first_at):
+        told = facts.memberships.get(number)
+        found = facts.windows.get(number) or []
+        if told is not None:
+            nodes: frozenset[int] | None = told["nodes"]
+            fresh, formed, began, step = told["joined"] >= told["nodes"], told["time"], told["began"], told["step"]
+        else:  # a world of fixed ranks, or one whose end came before it could say who is in it
+            nodes = frozenset(found[0].nodes) if found and found[0].nodes else None
+            formed = began = facts.first_at[number]
+            fresh, step = True, found[0].step - found[0].steps if found else 0
+        if terms:
+            terms[-1].until = max(terms[-1].formed, formed if fresh else began)
+        terms.append(Term(number, formed, NEVER, nodes, fresh, step))
+    return terms
+
+
+def _fill(
+    term: Term, after: Term | None, facts: Readable, kept: Mapping[int, int], ended: int, running: bool
+) -> None:  # fmt: skip
+    """Put what the members of a term did into its spans."""
+    found = facts.windows.get(term.number) or []
+    if after is not None and not after.is_fresh:
+        after.spans.append(Span(term.until, after.formed, {Cause.LOST: 1.0}, is_regroup=True))
+    in_steps: list[tuple[int, int, str]] = []
+    for began, until, name in _phases(term, after, facts, ended, running):
+        if name in IN_STEPS:
+            in_steps.append((began, until, name))
+        else:
+            term.spans.append(Span(began, until, {PHASE_CAUSES.get(name, Cause.UNEXPLAINED): 1.0}))
+    before = -NEVER
+    for window in found:
+        end = microseconds(window.time)
+        _divide(term, window, _clip(in_steps, before, end), kept.get(id(window), window.steps))
+        before = max(before, end)
+    _rest(term, after, found, _clip(in_steps, before, NEVER))
+    term.spans.sort(key=lambda span: (span.began, span.ended))
+
+
+def _phases(
+    term: Term, after: Term | None, facts: Readable, ended: int, running: bool
+) -> list[tuple[int, int, str]]:  # fmt: skip
+    """(began, ended, name) of what rank 0 did from the term's start to its end, without gaps."""
+    found, at = [], term.formed
+    phases = list(facts.phases.get(term.number, ()))
+    for time in facts.links.get(term.number, ()):
+        began = max((microseconds(item.time) for item in facts.windows.get(term.number, ()) if item.time <= time / 1e6),
+                    default=time)  # fmt: skip
+        phases += [(began, "training"), (time, "links")]
+    for time, name in sorted(phases):
+        if at < time <= term.until:
+            found.append((at, time, name))
+            at = time
+    windows = facts.windows.get(term.number) or []
+    if not found and windows:  # no phases are known: steps, and what is between them
+        first = microseconds(windows[0].time - windows[0].total_seconds)
+        found.append((at, first, "startup")) if first > at else None
+        at = max(at, first)
+        last = microseconds(windows[-1].time)
+        found.append((at, last, "training")) if last > at else None
+        at = max(at, last)
+    if after is not None or (running and ended == NEVER):
+        name = "training"
+    elif ended < NEVER or (found and found[-1][2] == "finalise"):
+        failed = any(status == "failed" for number, _, status in facts.ends if number == term.number)
+        name = "regroup" if failed else "finalise"
+    else:
+        name = "finalise" if windows and not facts.phases.get(term.number) else "regroup"
+    until = min(term.until, ended)
+    return [*found, (at, until, name)] if until > at else found
+
+
+def _divide(term: Term, window: Window, pieces: Sequence[tuple[int, int, str]], kept: int) -> None:
+    """The training time that a window measured, by what its ranks did. What is more than its steps took is not
+    explained; steps that were done again later are lost."""
+    timed = bool(window.segments)
+    for began, ended, name in pieces:
+        if not timed and name == "checkpoint":
+            term.spans.append(Span(began, ended, {Cause.CHECKPOINT: 1.0}))
+    pieces = [piece for piece in pieces if timed or piece[2] != "checkpoint"]
+    there = sum(ended - began for began, ended, _ in pieces)
+    share = min(window.steps, max(0, kept)) / window.steps
+    more = max(0.0, there - microseconds(window.total_seconds)) if timed else 0.0
+    mixes = {node: _counted(mix, share, more, window.total_seconds) for node, mix in node_mixes(window).items()}
+    common = _counted({Cause.PRODUCTIVE: 1.0}, share, more, window.total_seconds)
+    for began, ended, _ in pieces:
+        term.spans.append(Span(began, ended, common, mixes))
+
+
+def _counted(mix: Mix, share: float, more: float, seconds: float) -> Mix:
+    """A mix of which only a share counts; ``more``: microseconds beside the window's own."""
+    total = sum(mix.values())
+    scale = microseconds(seconds) / total
+    result = {cause: value * scale * share for cause, value in mix.items() if value > 0 and share > 0}
+    if share < 1:
+        result[Cause.LOST] = result.get(Cause.LOST, 0.0) + scale * total * (1 - share)
+    if more > 0:
+        result[Cause.UNEXPLAINED] = result.get(Cause.UNEXPLAINED, 0.0) + more
+    return result
+
+
+def _rest(term: Term, after: Term | None, found: Sequence[Window], pieces: Sequence[tuple[int, int, str]]) -> None:
+    """Training time after the last window of a term. Steps that count though no window tells of them took as long as
+    those before; the rest went into noticing that a node was lost, or is lost itself."""
+    mixes = node_mixes(found[-1]) if found else {}
+    left = NEVER
+    if after is not None:
+        if found:
+            left = microseconds(max(0, after.step - found[-1].step) * found[-1].seconds)
+        elif after.step <= term.step:
+            left = 0
+    for began, ended, name in pieces:
+        if name == "checkpoint":
+            term.spans.append(Span(began, ended, {Cause.CHECKPOINT: 1.0}))
+            continue
+        middle = min(ended, began + left)
+        left -= middle - began
+        if middle > began:
+            term.spans.append(Span(began, middle, {Cause.PRODUCTIVE: 1.0}, mixes))
+        if ended > middle:
+            term.spans.append(Span(middle, ended, {Cause.LOST: 1.0}))
+
+
+def node_mixes(window: Window) -> dict[int, Mix]:
+    """Of each node, mean over its ranks. Who waited for a rank that saved waited for the checkpoint."""
+    if not window.segments:
+        return {}
+    size = window.world_size
+    values = {name: window.segments.get(name, (0.0,) * size) for name in SEGMENT_CAUSES}
+    longest = max(values["checkpoint"])
+    by_node: dict[int, dict[Cause, float]] = {node: defaultdict(float) for node in window.nodes}
+    for rank, node in enumerate(window.nodes):
+        for name, cause in SEGMENT_CAUSES.items():
+            by_node[node][cause] += values[name][rank]
+        waited = min(values["waiting"][rank], longest - values["checkpoint"][rank])
+        by_node[node][Cause.WAITING] -= waited
+        by_node[node][Cause.CHECKPOINT] += waited
+    return {node: mix for node, mix in by_node.items() if sum(mix.values()) > 0}
+
+
+def _kept_steps(terms: Sequence[Term], found: Mapping[int, Sequence[Window]]) -> dict[int, int]:
+    """Of each window, by its identity, the steps that were not done again later."""
+    kept, earliest = {}, None
+    for term in reversed(terms):
+        for window in reversed(found.get(term.number) or []):
+            first = window.step - window.steps
+            kept[id(window)] = window.steps if earliest is None else max(0, min(window.steps, earliest - first))
+            earliest = first if earliest is None else min(earliest, first)
+        earliest = term.step if earliest is None else min(earliest, term.step)
+    return kept
+
+
+def _clip(pieces: Sequence[tuple[int, int, str]], began: int, ended: int) -> list[tuple[int, int, str]]:
+    cut = ((max(start, began), min(end, ended), name) for start, end, name in pieces)
+    return [(start, end, name) for start, end, name in cut if end > start]
+
+
+def _membership(item: Mapping[str, Any], time: int) -> dict[str, Any]:
+    nodes = frozenset(map(int, item["nodes"]))
+    seconds = item.get("seconds", 0.0)
+    if not nodes or not is_finite(seconds) or seconds < 0:
+        raise ValueError("no membership")
+    joined = frozenset(map(int, item.get("joined") or ()))
+    began = time - microseconds(seconds)
+    return {"nodes": nodes, "joined": joined, "time": time, "began": began, "step": int(item["step"])}
+
+
+def _window(item: Mapping[str, Any]) -> Window:
+    """ValueError, and others, for one that cannot be used."""
+    [window] = windows([item])
+    if not is_finite(window.time) or not is_finite(window.seconds) or window.steps <= 0:
+        raise ValueError("no window")
+    if not all(is_finite(value) and value >= 0 for values in window.segments.values() for value in values):
+        raise ValueError("no segments")
+    return window
+
+
+def _windows_of_steps(rows: Sequence[tuple[int, int, float]], told: Mapping[str, Any] | None) -> list[Window]:
+    """Windows without segments, of a trainer that does not time them."""
+    found: list[Window] = []
+    before = told["step"] if told else None
+    typical = statistics.median_low([b[1] - a[1] for a, b in zip(rows, rows[1:], strict=False)] or [1])
+    for time, step, seconds in sorted(rows):
+        steps = step - before if before is not None else typical
+        before = step
+        if steps > 0:
+            nodes = tuple(sorted(told["nodes"])) if told else ()
+            found.append(
+                Window(time=time / 1e6, step=step, steps=steps, seconds=seconds, nodes=nodes, samples=(), segments={},
+                       typical={})
+            )  # fmt: skip
+    return found
+
+
+def _positive(value: Any) -> float:
+    if not is_finite(value) or value <= 0:
+        raise ValueError("not a duration")
+    return float(value)
