@@ -151,7 +151,7 @@ def _spans(stretch: NodeCost, line: Timeline) -> list[Span]:
     was_in = False
     for term in line.terms:
         is_in = _is_member(stretch, term)
-        found += [span for span in term.spans if is_in and (was_in or not span.is_regroup)]
+        found += [span for span in term.spans if (was_in if span.is_regroup else is_in)]
         was_in = is_in
     return sorted(found, key=lambda span: span.began)
 

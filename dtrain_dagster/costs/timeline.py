@@ -71,7 +71,7 @@ class Span:
     by_node: Mapping[int, Mix] = field(default_factory=dict)
     """Of nodes for which more is known."""
     is_regroup: bool = False
-    """Of those who stay, not of those who come."""
+    """Of those who were in the generation before, not of those who come."""
 
 
 @dataclass(slots=True)
@@ -187,7 +187,8 @@ def _terms(facts: Readable) -> list[Term]:
             fresh, formed, began, step = told["joined"] >= told["nodes"], told["time"], told["began"], told["step"]
         else:  # a world of fixed ranks, or one whose end came before it could say who is in it
             nodes = frozenset(found[0].nodes) if found and found[0].nodes else None
-            formed = began = facts.first_at[number]
+            first = microseconds(found[0].time - found[0].total_seconds) if found else NEVER
+            formed = began = min(facts.first_at[number], first)
             fresh, step = True, found[0].step - found[0].steps if found else 0
         if terms:
             terms[-1].until = max(terms[-1].formed, formed if fresh else began)
