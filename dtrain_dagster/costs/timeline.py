@@ -7,6 +7,7 @@ is left out and counted, and nothing here raises.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -360,7 +361,7 @@ def _windows_of_steps(rows: Sequence[tuple[int, int, float]], told: Mapping[str,
     """Windows without segments, of a trainer that does not time them."""
     found: list[Window] = []
     before = told["step"] if told else None
-    typical = statistics.median_low([b[1] - a[1] for a, b in zip(rows, rows[1:], strict=False)] or [1])
+    typical = statistics.median_low([b[1] - a[1] for a, b in itertools.pairwise(rows)] or [1])
     for time, step, seconds in sorted(rows):
         steps = step - before if before is not None else typical
         before = step

@@ -5,6 +5,7 @@ All times are Unix time, which knows neither time zones nor daylight saving; whe
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -218,7 +219,7 @@ def _once(stays: list[NodeCost]) -> list[NodeCost]:
     moments = sorted({moment for item in ordered for moment in (item.began, item.ended)})
     found: list[NodeCost] = []
     source: NodeCost | None = None
-    for begin, end in zip(moments, moments[1:], strict=False):
+    for begin, end in itertools.pairwise(moments):
         here = [item for item in ordered if item.began <= begin and end <= item.ended]
         if not here:
             source = None

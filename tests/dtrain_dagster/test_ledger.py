@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
 from decimal import Decimal
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.ledger import Ledger, ledger
 from dtrain_dagster.costs.money import SECOND, digits_of, shown, split, total_shown
-from dtrain_dagster.costs.timeline import Cause
 from dtrain_dagster.costs.tracker import CostTracker, paid, utc
 
 SPRING, AUTUMN = 1774746000.0, 1792890000.0
@@ -108,7 +108,7 @@ def test_each_node_is_paid_once_for_each_moment(usage):
     expected = sum(
         end - begin
         for node in {item.node_id for item in valid}
-        for begin, end in zip(bounds, bounds[1:], strict=False)
+        for begin, end in itertools.pairwise(bounds)
         if any(
             item.node_id == node and round(item.started_at * SECOND) <= begin and end <= round(item.ended_at * SECOND)
             for item in valid

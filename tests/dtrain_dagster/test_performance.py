@@ -20,6 +20,7 @@ from trainer.rundir import event
 
 from .simulated_timing import STEPS_PER_WINDOW, Simulation
 
+
 def stay(node: int, started_at: float, ended_at: float) -> NodeUsage:
     return NodeUsage(node_id=node, sku="Standard_NC6s_v3", started_at=started_at, ended_at=ended_at)
 
