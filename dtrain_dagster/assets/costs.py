@@ -131,15 +131,13 @@ def _probe(cluster: GPUClusterResource, plan: TrainingPlan, rundir: RunDir) -> L
 
 def _ledger_check(tracker: CostTracker, found: Ledger) -> dg.AssetCheckResult:
     row = found.causes().get(Cause.UNEXPLAINED)
-    row.microseconds / found.microseconds if row else 0.0
+    share = row.microseconds / found.microseconds if row else 0.0
     return dg.AssetCheckResult(
         check_name="ledger_is_the_bill",
         passed=found.units == tracker.total_units,
         metadata={
-            "node_seconds": round(found.microseconds / 1e6, 3),
-            "unexplained_percent": round(100 * unexplained.microseconds / found.microseconds, 2)
-            if unexplained
-            else 0.0,
+            "node_seconds": round(found.microseconds / SECOND, 3),
+            "unexplained_percent": round(100 * share, 2),
         },
     )
 

@@ -33,7 +33,7 @@ def reasons(
     paid, usd = sum(node.hours for node in nodes) * 3600, sum(node.usd for node in nodes)
     told: list[Reason] = []
     if paid and abs(usd - paid * rate) > 1e-6 * usd:
-        kinds = sorted({f"{node.sku} ({node.tier or plan.tier})" for node in nodes})
+        kinds = sorted({f"{node.sku} ({node.tier})" for node in nodes})
         words = (
             f"the price per node-hour was {dollars(3600 * usd / paid)} ({', '.join(kinds)}), planned were "
             f"{dollars(3600 * rate)} ({plan.sku}, {plan.tier})"

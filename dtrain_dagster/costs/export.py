@@ -29,7 +29,7 @@ def node_rows(tracker: CostTracker, digits: int = DIGITS) -> Rows:
             "from_utc": utc(node.began),
             "to_utc": utc(node.ended),
             "seconds": _seconds(node.microseconds),
-            "usd_per_hour": Decimal(node.nano_usd_per_hour).scaleb(-9).normalize(),
+            "usd_per_hour": Decimal(node.nano_usd_per_hour).scaleb(-9).quantize(Decimal("0.000001")),
             "usd": usd,
         }
         for node, usd in zip(tracker.nodes, amounts, strict=True)

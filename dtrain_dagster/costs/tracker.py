@@ -37,6 +37,7 @@ class NodeCost:
     node_id: int
     sku: str
     tier: str | None
+    """None: the one that was asked for."""
     began: int
     """Unix time in microseconds, as ``ended``."""
     ended: int
@@ -100,10 +101,7 @@ class CostTracker:
     def __init__(self, cluster_name: str, usage: Iterable[NodeUsage], tier: Tier) -> None:
         self.cluster_name = cluster_name
         stretches, self.notes = paid(usage)
-        self.nodes = tuple(
-            replace(item, nano_usd_per_hour=nano_usd(price_of(item.sku).usd_per_hour(tier_of(item.tier or tier))))
-            for item in stretches
-        )
+        self.nodes = tuple(_priced(item, tier_of(item.tier or tier)) for item in stretches)
 
     @property
     def node_hours(self) -> float:
@@ -211,6 +209,10 @@ def overrun(actual_usd: float, estimated_usd: float) -> float:
     if estimated_usd <= 0:
         raise ValueError(f"the estimate must be positive, not {estimated_usd} dollars")
     return actual_usd / estimated_usd - 1
+
+
+def _priced(stretch: NodeCost, tier: Tier) -> NodeCost:
+    return replace(stretch, tier=tier, nano_usd_per_hour=nano_usd(price_of(stretch.sku).usd_per_hour(tier)))
 
 
 def _once(stays: list[NodeCost]) -> list[NodeCost]:
