@@ -13,7 +13,7 @@ from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs import export
 from dtrain_dagster.costs.difference import Reason, reasons, sentence
 from dtrain_dagster.costs.ledger import Ledger, ledger
-from dtrain_dagster.costs.money import digits_of, shown, total_shown
+from dtrain_dagster.costs.money import SECOND, digits_of, shown, total_shown
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.timeline import Cause
 from dtrain_dagster.costs.tracker import CostTracker, edges, overrun, paid, utc
@@ -123,7 +123,7 @@ def _probe(cluster: GPUClusterResource, plan: TrainingPlan, rundir: RunDir) -> L
     """The ledger of the run that the estimate rests on; None where there is none any more."""
     jobs_uri = rundir.uri.rsplit("/", 1)[0]
     short = RunDir(f"{jobs_uri}/probe-{plan.fingerprint}{hardware_mark(cluster, plan.sku)}")
-    if not short.storage.exists(RESULT):
+    if getattr(plan, "basis_kind", "probe") != "probe" or not short.storage.exists(RESULT):
         return None
     usage = cluster.manager().node_usage(short.uri.rsplit("/", 1)[-1])
     return ledger(paid(usage)[0], list(short.events()), periods=1)
