@@ -48,6 +48,7 @@ OTHER_METERS = {
     "load balancer": "network: not in our figures",
     "virtual machines licenses": "licences: not in our figures",
 }
+NOT_OURS = "node-time of another SKU or tier than this job's, on the same compute"
 NOT_YET = "not in the export: usage appears a day or two later; or the nodes are another subscription's"
 
 
@@ -161,9 +162,11 @@ def reconcile(tracker: CostTracker, usage: Iterable[Usage], marks: Marks) -> Rec
     left = dict(ours)
     for (day, meter, name), rows in sorted(billed.items()):
         units, title = sum(row.units for row in rows), f"{meter}: {name}" if name else meter
-        sku = _sku_of(rows, [sku for at, sku in left if at == day]) if _is_compute(rows) else None
+        is_compute = _is_compute(rows)
+        sku = _sku_of(rows, [sku for at, sku in left if at == day]) if is_compute else None
         if sku is None:
-            lines.append((day, title, units, None, _why_not(meter)))
+            why = NOT_OURS if is_compute else OTHER_METERS.get(meter.casefold(), "not in our figures")
+            lines.append((day, title, units, None, why))
         else:
             mine, time, pieces = left.pop((day, sku))
             lines.append((day, title, units, mine, _why(units, rows, mine, time, pieces, named)))
@@ -274,10 +277,6 @@ def _sku_of(rows: Sequence[Usage], skus: Sequence[str]) -> str | None:
         if any(sku in row.info.casefold() or short in row.name.casefold() for row in rows):
             return sku
     return skus[0] if len(skus) == 1 and not any(row.info or row.name for row in rows) else None
-
-
-def _why_not(meter: str) -> str:
-    return OTHER_METERS.get(meter.casefold(), "not in our figures")
 
 
 def _usage(row: Mapping[str, Any]) -> Usage:
