@@ -340,7 +340,7 @@ def _clip(pieces: Sequence[tuple[int, int, str]], began: int, ended: int) -> lis
 def _membership(item: Mapping[str, Any], time: int) -> dict[str, Any]:
     nodes = frozenset(map(int, item["nodes"]))
     seconds = item.get("seconds", 0.0)
-    if not nodes or not is_finite(seconds) or seconds < 0:
+    if not nodes or seconds < 0:
         raise ValueError("no membership")
     joined = frozenset(map(int, item.get("joined") or ()))
     began = time - microseconds(seconds)

@@ -30,7 +30,7 @@ stays = st.builds(
     ),
     st.integers(0, 5),
     st.one_of(moments, st.just(AUTUMN)),
-    st.one_of(st.floats(-3600, 2e5), st.sampled_from((0.0, 1e-7, 3600.0, float("nan")))),
+    st.one_of(st.floats(-3600, 2e5), st.sampled_from((0.0, 1e-7, -60.0, 3600.0, float("nan")))),
     st.sampled_from(SKUS),
     st.sampled_from((None, "dedicated", "low_priority")),
 )
@@ -234,6 +234,13 @@ def test_without_timing_causes_are_coarser_and_it_is_said():
     assert "training.timing" in found.notes[1]
     silent = ledger(CostTracker("local", [stay(0, 0.0, 30.0)], "dedicated").nodes, [])
     assert seconds_of(silent) == {"unexplained": 30}
+
+
+def test_a_clock_that_steps_back_while_generations_form_costs_nothing():
+    told = [at("membership", formed, number, nodes=[0, 1], joined=[0, 1] if number == 1 else [], step=0, seconds=1.0)
+            for number, formed in ((1, 10.0), (2, 50.0), (3, 20.0))]  # fmt: skip
+    tracker = CostTracker("local", [stay(0, 0.0, 60.0), stay(1, 0.0, 60.0)], "dedicated")
+    assert ledger(tracker.nodes, told).units == tracker.total_units
 
 
 def test_a_job_that_runs_is_accounted_for_until_now():
