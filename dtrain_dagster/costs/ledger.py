@@ -6,6 +6,7 @@ was paid for. What no record explains is a row of its own.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -139,7 +140,8 @@ def _pieces(
     for span in _spans(stretch, line):
         began, ended = max(at, span.began), min(stretch.ended, span.ended)
         if ended > began:
-            yield from _gap(at, began, stretch, stretches, line, longest)
+            if began > at:
+                yield from _gap(at, began, stretch, stretches, line, longest)
             yield began, ended, span.by_node.get(stretch.node_id, span.mix)
             at = ended
     yield from _gap(at, stretch.ended, stretch, stretches, line, longest)
@@ -161,30 +163,32 @@ def _gap(
 ) -> Iterator[tuple[int, int, Mix]]:  # fmt: skip
     """Paid time in which the node did nothing that is known as a member of a generation."""
     terms = [term for term in line.terms if _is_member(stretch, term)]
-    formed = terms[0].formed if terms else min(line.ended, stretch.began + longest)
-    there = began
-    if terms and terms[0].is_fresh:  # paid, and not all were there yet
-        mates = [item.began for item in stretches if _is_member(item, terms[0]) and item.ended > terms[0].formed]
-        there = min(formed, max(mates, default=began))
-    marks = [(there, Cause.PROVISIONING), (formed, Cause.STARTUP)] if line.terms else []
-    if not terms and line.terms:
+    if not line.terms:  # nobody got as far as reporting, or what was reported is damaged
+        marks = [(NEVER, Cause.UNEXPLAINED if line.left_out else Cause.STARTUP)]
+    elif not terms:
+        over = line.ended if line.ended > stretch.began else NEVER
+        marks = [(min(over, stretch.began + longest), Cause.STARTUP), (NEVER, Cause.IDLE)]
+    else:
+        formed, there = terms[0].formed, began
+        if terms[0].is_fresh:  # paid, and not all were there yet
+            mates = [item.began for item in stretches if _is_member(item, terms[0])]
+            there = min(formed, max(mates))
+        marks = [(there, Cause.PROVISIONING), (formed, Cause.STARTUP)]
+        for before, term in itertools.pairwise(line.terms):
+            if term.formed > formed:
+                marks.append((term.formed, _left(stretch, before)))
+        marks += [(line.ended, _left(stretch, line.terms[-1])), (line.ended + CLOSING, Cause.FINISH)]
         marks.append((NEVER, Cause.IDLE))
-    for place, term in enumerate(line.terms):
-        before = line.terms[place - 1] if place else None
-        if terms and before and term.formed > terms[0].formed and before.formed <= term.formed:
-            in_it = _is_member(stretch, before)
-            marks.append((term.formed, Cause.UNEXPLAINED if in_it else Cause.LOST))
-    if line.terms and terms:
-        last = line.terms[-1]
-        marks.append((line.ended, Cause.UNEXPLAINED if _is_member(stretch, last) else Cause.LOST))
-        marks += [(line.ended + CLOSING, Cause.FINISH), (NEVER, Cause.IDLE)]
     for mark, cause in marks:
         end = min(mark, ended)
         if end > began:
             yield began, end, {cause: 1.0}
             began = end
-    if ended > began:
-        yield began, ended, {Cause.UNEXPLAINED: 1.0}
+
+
+def _left(stretch: NodeCost, term: Term) -> Cause:
+    """What it means that a node did nothing that is known in a term: members might have."""
+    return Cause.UNEXPLAINED if _is_member(stretch, term) else Cause.LOST
 
 
 def _longest_startup(stretches: Sequence[NodeCost], line: Timeline) -> int:

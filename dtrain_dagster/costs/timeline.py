@@ -100,6 +100,8 @@ class Timeline:
     ended: int
     """When the job said that it was over; `NEVER` if it did not."""
     notes: tuple[str, ...]
+    left_out: int
+    """Events that could not be read."""
 
 
 @dataclass(slots=True)
@@ -137,7 +139,7 @@ def timeline(events: Iterable[Mapping[str, Any]], running: bool = False) -> Time
             "the trainer recorded no timing (training.timing): input, communication, waiting and saving are within "
             f"«{Cause.PRODUCTIVE}»"
         )
-    return Timeline(tuple(terms), last, tuple(notes))
+    return Timeline(tuple(terms), last, tuple(notes), facts.left_out)
 
 
 def read(events: Iterable[Mapping[str, Any]]) -> Readable:
@@ -235,12 +237,11 @@ def _phases(
             at = time
     windows = facts.windows.get(term.number) or []
     if not found and windows:  # no phases are known: steps, and what is between them
-        first = microseconds(windows[0].time - windows[0].total_seconds)
-        found.append((at, first, "startup")) if first > at else None
-        at = max(at, first)
-        last = microseconds(windows[-1].time)
-        found.append((at, last, "training")) if last > at else None
-        at = max(at, last)
+        first, last = microseconds(windows[0].time - windows[0].total_seconds), microseconds(windows[-1].time)
+        for time, name in ((first, "startup"), (last, "training")):
+            if time > at:
+                found.append((at, time, name))
+                at = time
     if after is not None or (running and ended == NEVER):
         name = "training"
     elif ended < NEVER or (found and found[-1][2] == "finalise"):

@@ -232,8 +232,18 @@ def test_without_timing_causes_are_coarser_and_it_is_said():
     assert seconds_of(found) == pytest.approx({"productive": 15, "checkpoint": 2, "finish": 3, "start-up": 10})
     assert "2 event(s) could not be read" in found.notes[0]
     assert "training.timing" in found.notes[1]
-    silent = ledger(CostTracker("local", [stay(0, 0.0, 30.0)], "dedicated").nodes, [])
-    assert seconds_of(silent) == {"unexplained": 30}
+
+
+def test_a_launch_that_never_trained_was_starting_up():
+    nodes = CostTracker("local", [stay(0, 0.0, 30.0), stay(0, 100.0, 108.0), stay(1, 100.0, 120.0)], "dedicated").nodes
+    assert seconds_of(ledger(nodes, [])) == {"start-up": 58}
+    assert seconds_of(ledger(nodes, [{"kind": "step"}])) == {"unexplained": 58}
+    told = [
+        at("membership", 10.0, nodes=[0], joined=[0], step=0, seconds=0.0),
+        window(30.0, 10, [0], forward=[2.0]),
+        at("end", 30.0, status="failed"),
+    ]
+    assert seconds_of(ledger(nodes, told)) == {"start-up": 10 + 8 + 10, "productive": 20, "idle": 10}
 
 
 def test_a_clock_that_steps_back_while_generations_form_costs_nothing():
