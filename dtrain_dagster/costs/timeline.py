@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -60,6 +60,8 @@ PHASE_CAUSES = {
 IN_STEPS = ("training", "checkpoint")
 """Phases whose time the windows divide: what a save holds up is a segment of theirs."""
 NEVER = 1 << 62
+MOST_WINDOWS = 1500
+"""Of a generation; neighbours of more are taken together, which moves nothing from one cause to another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +215,10 @@ def _fill(
         else:
             term.spans.append(Span(began, until, {PHASE_CAUSES.get(name, Cause.UNEXPLAINED): 1.0}))
     before = -NEVER
-    for window in found:
+    for together in _batches(found):
+        window, counted = merged(together), sum(kept[id(item)] for item in together)
         end = microseconds(window.time)
-        _divide(term, window, _clip(in_steps, before, end), kept.get(id(window), window.steps))
+        _divide(term, window, _clip(in_steps, before, end), counted)
         before = max(before, end)
     _rest(term, after, found, _clip(in_steps, before, NEVER))
     term.spans.sort(key=lambda span: (span.began, span.ended))
@@ -302,6 +305,34 @@ def _rest(term: Term, after: Term | None, found: Sequence[Window], pieces: Seque
             term.spans.append(Span(began, middle, {Cause.PRODUCTIVE: 1.0}, mixes))
         if ended > middle:
             term.spans.append(Span(middle, ended, {Cause.LOST: 1.0}))
+
+
+def merged(together: Sequence[Window]) -> Window:
+    """Consecutive windows of one world as one: seconds are means over all their steps."""
+    if len(together) == 1:
+        return together[0]
+    last, steps = together[-1], sum(window.steps for window in together)
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(value * window.steps for value, window in zip(values, together, strict=True)) / steps
+
+    nothing = (0.0,) * last.world_size
+    names = {name for window in together for name in window.segments}
+    segments = {
+        name: tuple(
+            mean(column) for column in zip(*(window.segments.get(name, nothing) for window in together), strict=True)
+        )
+        for name in names
+    }
+    return replace(last, steps=steps, seconds=mean(window.seconds for window in together), segments=segments)
+
+
+def _batches(found: Sequence[Window]) -> Iterator[Sequence[Window]]:
+    """Neighbours of the same nodes, in batches of which there are not too many."""
+    size = -(-len(found) // MOST_WINDOWS)
+    for _, world in itertools.groupby(found, key=lambda window: window.nodes):
+        mine = list(world)
+        yield from (mine[place : place + size] for place in range(0, len(mine), size))
 
 
 def node_mixes(window: Window) -> dict[int, Mix]:
