@@ -2,8 +2,8 @@
 
 Two shapes are read: the CSV of a cost details export (Enterprise and customer agreements name columns differently), and
 the JSON answer of a Cost Management query. Days are UTC days in both. A row belongs to a job if its tags or additional
-information name the job, or if its resource is a compute that a launch of it ran on; what else ran there that day is
-in it too, and is said.
+information name the job, or if its resource is a compute that a launch of it ran on, or has its cluster's tag; what
+else ran there that day is in it too, and is said.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG
 from dtrain_dagster.costs.money import HOUR, SECOND, USD, digits_of, shown
 from dtrain_dagster.costs.tracker import CostTracker
 
@@ -81,6 +82,8 @@ class Marks:
     names: frozenset[str]
     """Of its launches."""
     computes: frozenset[str]
+    cluster: str = ""
+    """In the tag of its computes, which is all there is where a row's resource is the workspace."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +116,7 @@ def marks_of(job_id: str, launch: Mapping[str, Any]) -> Marks:
         job_id=job_id,
         names=frozenset(str(item["job_name"]).casefold() for item in launches if item.get("job_name")),
         computes=frozenset(str(item["compute"]).casefold() for item in launches if item.get("compute")),
+        cluster=str(launch.get("cluster_name") or "").casefold(),
     )
 
 
@@ -258,9 +262,12 @@ def _names_job(row: Usage, marks: Marks) -> bool:
 
 
 def _is_on(row: Usage, marks: Marks) -> bool:
-    """Is its resource a compute of the job?"""
+    """Is its resource a compute of the job, or one of the job's cluster?"""
     parts = re.split(r"[/|]", row.resource.casefold())
     words = f"{row.tags}\n{row.info}".casefold()
+    tag = rf'"{CLUSTER_TAG}"\s*:\s*"{re.escape(marks.cluster)}"'
+    if marks.cluster and re.search(tag, words):
+        return True
     return any(name in parts or re.search(rf'"{re.escape(name)}"', words) for name in marks.computes)
 
 

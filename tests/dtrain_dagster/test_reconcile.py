@@ -24,7 +24,12 @@ SKU = "Standard_NC6s_v3"
 COMPUTE = (
     "/subscriptions/0/resourceGroups/rg/providers/Microsoft.MachineLearningServices/workspaces/w/computes/dtrain-nc6"
 )
-LAUNCH = {"job_name": "train-1-l2", "compute": "dtrain-nc6", "history": [{"job_name": "train-1-l1", "compute": "old"}]}
+LAUNCH = {
+    "cluster_name": "gpu",
+    "job_name": "train-1-l2",
+    "compute": "dtrain-nc6",
+    "history": [{"job_name": "train-1-l1", "compute": "old"}],
+}
 MARKS = marks_of("train-1", LAUNCH)
 INFO = json.dumps({"ServiceType": SKU})
 
@@ -58,8 +63,8 @@ def test_each_meter_of_each_day_has_its_difference_and_the_reason():
         row("10/24/2026", "6.12", "2"),  # an hour of each node, though each was there for half of one
         row("10/25/2026", "0.61", "1", MeterName="NC6s v3"),  # twice the time at a fifth of the price
         row("10/25/2026", "0.25", "10", MeterCategory="Storage", MeterName="P10 Disks", UnitOfMeasure="1/Month"),
-        row("10/26/2026", "3.06", "1"),
-        row("10/25/2026", "9.99", "3", ResourceId="/computes/somebody-elses"),
+        row("10/26/2026", "3.06", "1", ResourceId="/workspaces/w", Tags='{"dtrain_cluster": "gpu"}'),
+        row("10/25/2026", "9.99", "3", ResourceId="/computes/dtrain-nc6-other", Tags='{"dtrain_cluster": "gpu2"}'),
     ]
     found = reconcile(tracker(), read_usage(csv_text(rows), "usage.csv"), MARKS)
     assert found.ours_usd == Decimal("4.5900")
