@@ -59,6 +59,7 @@ PHASE_CAUSES = {
 }
 IN_STEPS = ("training", "checkpoint")
 """Phases whose time the windows divide: what a save holds up is a segment of theirs."""
+KINDS = ("membership", "phase", "timing", "step", "link", "hang", "end")
 NEVER = 1 << 62
 MOST_WINDOWS = 1500
 """Of a generation; neighbours of more are taken together, which moves nothing from one cause to another."""
@@ -117,6 +118,8 @@ class Readable:
     windows: dict[int, list[Window]] = field(default_factory=lambda: defaultdict(list))
     links: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     """When a probe of the links was done, which follows a window."""
+    hangs: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    """Of any rank: (time, for how long nothing had moved)."""
     ends: list[tuple[int, int, str]] = field(default_factory=list)
     """(generation, time, status)"""
     first_at: dict[int, int] = field(default_factory=dict)
@@ -151,11 +154,13 @@ def read(events: Iterable[Mapping[str, Any]]) -> Readable:
     for item in events:
         try:
             kind = item["kind"]
-            if kind not in ("membership", "phase", "timing", "step", "link", "end"):
+            if kind not in KINDS:
                 continue
             generation, rank, time = int(item["generation"]), int(item["rank"]), microseconds(item["time"])
             if kind == "end":
                 facts.ends.append((generation, time, str(item["status"])))
+            elif kind == "hang":
+                facts.hangs[generation].append((time, microseconds(_positive(item["waited_seconds"]))))
             if rank != 0:
                 continue
             if kind == "membership":
@@ -218,7 +223,8 @@ def _fill(
     for together in _batches(found):
         window, counted = merged(together), sum(kept[id(item)] for item in together)
         end = microseconds(window.time)
-        _divide(term, window, _clip(in_steps, before, end), counted)
+        hung = max((waited for time, waited in facts.hangs.get(term.number, ()) if before < time <= end), default=0)
+        _divide(term, window, _clip(in_steps, before, end), counted, hung)
         before = max(before, end)
     _rest(term, after, found, _clip(in_steps, before, NEVER))
     term.spans.sort(key=lambda span: (span.began, span.ended))
@@ -256,9 +262,9 @@ def _phases(
     return [*found, (at, until, name)] if until > at else found
 
 
-def _divide(term: Term, window: Window, pieces: Sequence[tuple[int, int, str]], kept: int) -> None:
+def _divide(term: Term, window: Window, pieces: Sequence[tuple[int, int, str]], kept: int, hung: int) -> None:
     """The training time that a window measured, by what its ranks did. What is more than its steps took is not
-    explained; steps that were done again later are lost."""
+    explained; steps that were done again later are lost, and so is the time in which nothing moved."""
     timed = bool(window.segments)
     for began, ended, name in pieces:
         if not timed and name == "checkpoint":
@@ -267,8 +273,11 @@ def _divide(term: Term, window: Window, pieces: Sequence[tuple[int, int, str]], 
     there = sum(ended - began for began, ended, _ in pieces)
     share = min(window.steps, max(0, kept)) / window.steps
     more = max(0.0, there - microseconds(window.total_seconds)) if timed else 0.0
-    mixes = {node: _counted(mix, share, more, window.total_seconds) for node, mix in node_mixes(window).items()}
-    common = _counted({Cause.PRODUCTIVE: 1.0}, share, more, window.total_seconds)
+    idle = min(1.0, hung / max(1, microseconds(window.total_seconds)))
+    mixes = {
+        node: _counted(_hung(mix, idle), share, more, window.total_seconds) for node, mix in node_mixes(window).items()
+    }
+    common = _counted(_hung({Cause.PRODUCTIVE: 1.0}, idle), share, more, window.total_seconds)
     for began, ended, _ in pieces:
         term.spans.append(Span(began, ended, common, mixes))
 
@@ -282,6 +291,20 @@ def _counted(mix: Mix, share: float, more: float, seconds: float) -> Mix:
         result[Cause.LOST] = result.get(Cause.LOST, 0.0) + scale * total * (1 - share)
     if more > 0:
         result[Cause.UNEXPLAINED] = result.get(Cause.UNEXPLAINED, 0.0) + more
+    return result
+
+
+def _hung(mix: Mix, share: float) -> Mix:
+    """A mix of which this share is lost: of what took longest, for that is where a rank was when nothing moved."""
+    if not share:
+        return mix
+    left = whole = share * sum(mix.values())
+    result = dict(mix)
+    for cause in sorted(mix, key=lambda cause: -mix[cause]):
+        part = min(left, result[cause])
+        result[cause] -= part
+        left -= part
+    result[Cause.LOST] = whole - left
     return result
 
 

@@ -43,7 +43,7 @@ seconds = st.lists(st.one_of(st.floats(0, 10), st.floats(0, 10), junk), min_size
 events = st.lists(
     st.fixed_dictionaries(
         {
-            "kind": st.sampled_from(("membership", "phase", "timing", "step", "link", "end", "checkpoint")),
+            "kind": st.sampled_from(("membership", "phase", "timing", "step", "link", "hang", "end", "checkpoint")),
             "time": st.one_of(moments, moments, moments, junk),
             "rank": st.one_of(st.just(0), st.just(0), junk),
             "generation": st.one_of(st.integers(1, 4), st.integers(1, 4), junk),
@@ -56,6 +56,7 @@ events = st.lists(
             "step": st.one_of(st.integers(0, 400), junk),
             "steps": st.one_of(st.integers(0, 50), junk),
             "step_seconds": st.one_of(st.floats(0, 100), junk),
+            "waited_seconds": st.one_of(numbers, junk),
             "status": st.sampled_from(("succeeded", "stopped", "failed")),
             "segments": st.one_of(
                 st.dictionaries(st.sampled_from(("input", "forward", "waiting", "checkpoint", "other")), seconds), junk
@@ -215,6 +216,19 @@ def test_work_that_was_done_again_and_nodes_that_were_frozen_are_lost():
     assert seconds_of(ledger(CostTracker("local", usage, "dedicated").nodes, told)) == pytest.approx({
         "productive": 10 + 10 + 5 + 5 + 10, "start-up": 10 + 10 + 10, "lost to a failure": 5 + 5 + 10 + 10,
     })  # fmt: skip
+
+
+def test_a_node_that_froze_and_came_back_was_lost_time_and_no_slow_wire():
+    told = [
+        at("membership", 0.0, nodes=[0, 1], joined=[0, 1], step=0, seconds=0.0),
+        at("hang", 27.0, rank=1, waited_seconds=20.0),
+        at("hang", 47.0, rank=0, waited_seconds=40.0),
+        window(50.0, 10, [0, 1], forward=[0.8, 0.8], communication=[4.2, 4.2]) | {"seconds": 5.0},
+    ]
+    nodes = CostTracker("local", [stay(0, 0.0, 50.0), stay(1, 0.0, 50.0)], "dedicated").nodes
+    assert seconds_of(ledger(nodes, told)) == pytest.approx(
+        {"productive": 16, "exposed communication": 4, "lost to a failure": 80}, rel=1e-5
+    )
 
 
 def test_without_timing_causes_are_coarser_and_it_is_said():
