@@ -22,7 +22,7 @@ _FINE = 1 << 40
 
 def microseconds(seconds: float) -> int:
     """Unix seconds, or a duration. OverflowError or ValueError where it is no finite number."""
-    return round(seconds * SECOND)
+    return round(float(seconds) * SECOND)
 
 
 def nano_usd(usd_per_hour: float) -> int:

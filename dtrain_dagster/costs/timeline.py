@@ -8,15 +8,16 @@ is left out and counted, and nothing here raises.
 from __future__ import annotations
 
 import itertools
-import statistics
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from dtrain_dagster.costs.money import is_finite, microseconds
-from dtrain_dagster.monitoring.windows import Window, windows
+from dtrain_dagster.costs.facts import Facts, read
+from dtrain_dagster.costs.money import SECOND, microseconds
+from dtrain_dagster.monitoring.windows import Window
 
 
 class Cause(StrEnum):
@@ -59,7 +60,6 @@ PHASE_CAUSES = {
 }
 IN_STEPS = ("training", "checkpoint")
 """Phases whose time the windows divide: what a save holds up is a segment of theirs."""
-KINDS = ("membership", "phase", "timing", "step", "link", "hang", "end")
 NEVER = 1 << 62
 MOST_WINDOWS = 1500
 """Of a generation; neighbours of more are taken together, which moves nothing from one cause to another."""
@@ -107,26 +107,6 @@ class Timeline:
     """Events that could not be read."""
 
 
-@dataclass(slots=True)
-class Readable:
-    """The events that can be read, in order of time."""
-
-    memberships: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """By generation."""
-    phases: dict[int, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
-    """Of rank 0: (time, what it had done until then)."""
-    windows: dict[int, list[Window]] = field(default_factory=lambda: defaultdict(list))
-    links: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """When a probe of the links was done, which follows a window."""
-    hangs: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-    """Of any rank: (time, for how long nothing had moved)."""
-    ends: list[tuple[int, int, str]] = field(default_factory=list)
-    """(generation, time, status)"""
-    first_at: dict[int, int] = field(default_factory=dict)
-    left_out: int = 0
-    has_timing: bool = False
-
-
 def timeline(events: Iterable[Mapping[str, Any]], running: bool = False) -> Timeline:
     """``running``: the job has not ended, so what came after its last report is like what came before."""
     facts = read(events)
@@ -147,47 +127,7 @@ def timeline(events: Iterable[Mapping[str, Any]], running: bool = False) -> Time
     return Timeline(tuple(terms), last, tuple(notes), facts.left_out)
 
 
-def read(events: Iterable[Mapping[str, Any]]) -> Readable:
-    """What of the events counts here; of those, what is damaged is counted."""
-    facts = Readable()
-    steps: dict[int, list[tuple[int, int, float]]] = defaultdict(list)
-    for item in events:
-        try:
-            kind = item["kind"]
-            if kind not in KINDS:
-                continue
-            generation, rank, time = int(item["generation"]), int(item["rank"]), microseconds(item["time"])
-            if kind == "end":
-                facts.ends.append((generation, time, str(item["status"])))
-            elif kind == "hang":
-                facts.hangs[generation].append((time, microseconds(_positive(item["waited_seconds"]))))
-            if rank != 0:
-                continue
-            if kind == "membership":
-                facts.memberships.setdefault(generation, _membership(item, time))
-            elif kind == "phase":
-                facts.phases[generation].append((time, str(item["name"])))
-            elif kind == "link":
-                facts.links[generation].append(time)
-            elif kind == "timing":
-                facts.windows[generation].append(_window(item))
-                facts.has_timing = True
-            elif kind == "step":
-                steps[generation].append((time, int(item["step"]), _positive(item["step_seconds"])))
-            facts.first_at[generation] = min(time, facts.first_at.get(generation, time))
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError):
-            facts.left_out += 1
-    for generation, rows in steps.items():
-        if generation not in facts.windows:
-            facts.windows[generation] = _windows_of_steps(rows, facts.memberships.get(generation))
-    for listed in (*facts.phases.values(), facts.ends):
-        listed.sort()  # type: ignore[attr-defined]
-    for found in facts.windows.values():
-        found.sort(key=lambda window: window.time)
-    return facts
-
-
-def _terms(facts: Readable) -> list[Term]:
+def _terms(facts: Facts) -> list[Term]:
     terms: list[Term] = []
     for number in sorted(facts.first_at):
         told = facts.memberships.get(number)
@@ -207,7 +147,7 @@ def _terms(facts: Readable) -> list[Term]:
 
 
 def _fill(
-    term: Term, after: Term | None, facts: Readable, kept: Mapping[int, int], ended: int, running: bool
+    term: Term, after: Term | None, facts: Facts, kept: Mapping[int, int], ended: int, running: bool
 ) -> None:  # fmt: skip
     """Put what the members of a term did into its spans."""
     found = facts.windows.get(term.number) or []
@@ -231,20 +171,20 @@ def _fill(
 
 
 def _phases(
-    term: Term, after: Term | None, facts: Readable, ended: int, running: bool
+    term: Term, after: Term | None, facts: Facts, ended: int, running: bool
 ) -> list[tuple[int, int, str]]:  # fmt: skip
     """(began, ended, name) of what rank 0 did from the term's start to its end, without gaps."""
     found, at = [], term.formed
     phases = list(facts.phases.get(term.number, ()))
+    windows = facts.windows.get(term.number) or []
     for time in facts.links.get(term.number, ()):
-        began = max((microseconds(item.time) for item in facts.windows.get(term.number, ()) if item.time <= time / 1e6),
-                    default=time)  # fmt: skip
+        place = bisect_right(windows, time / SECOND, key=lambda window: window.time)
+        began = microseconds(windows[place - 1].time) if place else time
         phases += [(began, "training"), (time, "links")]
     for time, name in sorted(phases):
         if at < time <= term.until:
             found.append((at, time, name))
             at = time
-    windows = facts.windows.get(term.number) or []
     if not found and windows:  # no phases are known: steps, and what is between them
         first, last = microseconds(windows[0].time - windows[0].total_seconds), microseconds(windows[-1].time)
         for time, name in ((first, "startup"), (last, "training")):
@@ -390,46 +330,3 @@ def _kept_steps(terms: Sequence[Term], found: Mapping[int, Sequence[Window]]) ->
 def _clip(pieces: Sequence[tuple[int, int, str]], began: int, ended: int) -> list[tuple[int, int, str]]:
     cut = ((max(start, began), min(end, ended), name) for start, end, name in pieces)
     return [(start, end, name) for start, end, name in cut if end > start]
-
-
-def _membership(item: Mapping[str, Any], time: int) -> dict[str, Any]:
-    nodes = frozenset(map(int, item["nodes"]))
-    seconds = item.get("seconds", 0.0)
-    if not nodes or seconds < 0:
-        raise ValueError("no membership")
-    joined = frozenset(map(int, item.get("joined") or ()))
-    began = time - microseconds(seconds)
-    return {"nodes": nodes, "joined": joined, "time": time, "began": began, "step": int(item["step"])}
-
-
-def _window(item: Mapping[str, Any]) -> Window:
-    """ValueError, and others, for one that cannot be used."""
-    [window] = windows([item])
-    if not is_finite(window.time) or not is_finite(window.seconds) or window.steps <= 0:
-        raise ValueError("no window")
-    if not all(is_finite(value) and value >= 0 for values in window.segments.values() for value in values):
-        raise ValueError("no segments")
-    return window
-
-
-def _windows_of_steps(rows: Sequence[tuple[int, int, float]], told: Mapping[str, Any] | None) -> list[Window]:
-    """Windows without segments, of a trainer that does not time them."""
-    found: list[Window] = []
-    before = told["step"] if told else None
-    typical = statistics.median_low([b[1] - a[1] for a, b in itertools.pairwise(rows)] or [1])
-    for time, step, seconds in sorted(rows):
-        steps = step - before if before is not None else typical
-        before = step
-        if steps > 0:
-            nodes = tuple(sorted(told["nodes"])) if told else ()
-            found.append(
-                Window(time=time / 1e6, step=step, steps=steps, seconds=seconds, nodes=nodes, samples=(), segments={},
-                       typical={})
-            )  # fmt: skip
-    return found
-
-
-def _positive(value: Any) -> float:
-    if not is_finite(value) or value <= 0:
-        raise ValueError("not a duration")
-    return float(value)

@@ -37,7 +37,7 @@ stays = st.builds(
 histories = st.lists(stays, min_size=1, max_size=12).filter(
     lambda usage: not any(item.sku == SKUS[2] and item.tier == "low_priority" for item in usage)
 )
-junk = st.sampled_from((None, "x", -1, float("nan"), 1e300, [], {}, [None], True))
+junk = st.sampled_from((None, "x", -1, float("nan"), 1e308, 5e-324, 10**400, [], {}, [None], True))
 numbers = st.one_of(st.integers(-5, 400), st.floats(0, 1e4))
 seconds = st.lists(st.one_of(st.floats(0, 10), st.floats(0, 10), junk), min_size=1, max_size=3)
 events = st.lists(
