@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain_dagster.clusters.base import NodeUsage
+from dtrain_dagster.costs import export
 from dtrain_dagster.costs.ledger import Ledger, ledger
 from dtrain_dagster.costs.money import SECOND, digits_of, shown, split, total_shown
 from dtrain_dagster.costs.tracker import CostTracker, paid, utc
@@ -87,7 +88,14 @@ def test_the_ledger_is_the_bill_whatever_happened(usage, told, running, periods)
     amounts = [row.units for row in found.causes().values()]
     digits = digits_of(found.units)
     assert sum(shown(amounts, digits), Decimal(0)) == total_shown([found.units], digits)
-    assert sum(shown(amounts, 2), Decimal(0)) == total_shown([found.units], 2)
+    for places in (2, export.DIGITS):
+        tables = (
+            export.ledger_rows(found, places),
+            export.node_rows(tracker, places),
+            export.period_rows(found, places),
+        )
+        for rows in tables:
+            assert sum((row["usd"] for row in rows), Decimal(0)) == total_shown([found.units], places)
 
 
 @given(histories, stays.filter(lambda stay: stay.sku != SKUS[2]))
@@ -254,10 +262,13 @@ def test_a_launch_that_never_trained_was_starting_up():
     assert seconds_of(ledger(nodes, [{"kind": "step"}])) == {"unexplained": 58}
     told = [
         at("membership", 10.0, nodes=[0], joined=[0], step=0, seconds=0.0),
+        window(25.0, 5, [0], forward=[2.0], input=[-1.0]),
         window(30.0, 10, [0], forward=[2.0]),
         at("end", 30.0, status="failed"),
     ]
-    assert seconds_of(ledger(nodes, told)) == {"start-up": 10 + 8 + 10, "productive": 20, "idle": 10}
+    found = ledger(nodes, told)
+    assert seconds_of(found) == {"start-up": 10 + 8 + 10, "productive": 20, "idle": 10}
+    assert "1 event(s) could not be read" in found.notes[0]
 
 
 def test_neighbouring_windows_of_a_long_training_are_taken_together(monkeypatch):
