@@ -111,6 +111,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "report": ["--output", "-o", "job_id"],
         "watch": ["job_id"],
         "profile": ["--rank", "--steps", "--wait", "job_id"],
+        "cost": ["--csv", "--json", "--usage-export", "job_id"],
     }
     endpoint = main.commands["endpoint"]  # type: ignore[attr-defined]
     assert isinstance(endpoint, click.Group)
@@ -236,6 +237,16 @@ def test_train_from_a_dataset_with_a_model_of_ones_own(shell: Shell):
     losses = [event["loss"] for event in job.events("step")]
     assert row[-2:] == ["6", f"{losses[-1]:.4f}"]
     assert "6 steps on 2 ranks" in shell("summary", "mine")
+    cost = json.loads(shell("cost", "mine", "--json"))
+    assert sum(row["usd"] for row in cost["ledger"]) == pytest.approx(cost["total_usd"], abs=1e-9)
+    assert {"productive", "start-up", "finish"} <= {row["cause"] for row in cost["ledger"]}
+    export = shell.folder / "usage.csv"
+    export.write_text("Date,MeterCategory,CostInBillingCurrency,BillingCurrency,ResourceId\n")
+    said = shell("cost", "mine", "--usage-export", str(export))
+    assert "stand-in price, nothing was billed" in said
+    assert "no row of the export is of this job" in said
+    export.write_text("Date,Cost\n")
+    assert "has no column for currency" in shell("cost", "mine", "--usage-export", str(export), code=2)
     assert "has succeeded already" in shell("train", "--dataset", str(dataset), "--name", "mine", code=2)
 
 
