@@ -11,10 +11,12 @@ import dagster as dg
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, read_finished, table_schema
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs import export
+from dtrain_dagster.costs.carbon import Footprint, footprint, this_machine
 from dtrain_dagster.costs.difference import Reason, reasons, sentence
 from dtrain_dagster.costs.ledger import Ledger, ledger
 from dtrain_dagster.costs.money import SECOND, digits_of, shown, total_shown
 from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.costs.prices import region_of
 from dtrain_dagster.costs.timeline import Cause
 from dtrain_dagster.costs.tracker import CostTracker, edges, overrun, paid, utc
 from dtrain_dagster.monitoring import charts, charts_ledger
@@ -54,8 +56,11 @@ def cost_breakdown(
 ) -> dg.MaterializeResult:
     plan, job = cost_estimate, trained_checkpoint
     rundir = RunDir(job.run_dir)
-    tracker = CostTracker(job.cluster_name, cluster.manager().node_usage(job.job_id), plan.tier)
-    found = ledger(tracker.nodes, list(rundir.events()))
+    usage, events = cluster.manager().node_usage(job.job_id), list(rundir.events())
+    tracker = CostTracker(job.cluster_name, usage, plan.tier)
+    found = ledger(tracker.nodes, events)
+    is_local = cluster.kind == "local"
+    energy = footprint(usage, events, None if is_local else region_of(), this_machine() if is_local else None)
     result = read_finished(rundir, RESULT)
     estimate = plan.estimate.usd
     metrics = tracker.metrics(result["epochs"], estimate.expected)
@@ -71,6 +76,7 @@ def cost_breakdown(
             metrics,
             plan.price_note,
             usd_per_1000_samples=per_thousand,
+            energy=asdict(energy),
             difference={"usd": tracker.total_usd - estimate.expected, "words": why, "reasons": list(map(asdict, told))},
         ),
     )
@@ -93,6 +99,7 @@ def cost_breakdown(
             "usd_per_epoch": round(metrics.cost_per_epoch, 5),
             "usd_per_1000_samples": round(per_thousand, 7),
             "goodput_percent": round(100 * found.goodput, 1),
+            **_energy(energy),
             "ledger": _table(export.ledger_rows(found, digits)),
             "by_node": _table(_by_node(tracker, digits)),
             "by_time": _table(_by_time(tracker, digits)),
@@ -117,6 +124,13 @@ def cost_breakdown(
             _ledger_check(tracker, found),
         ],
     )
+
+
+def _energy(found: Footprint) -> dict[str, Any]:
+    """As metadata: electricity and, where the grid is known, its carbon; on what both rest."""
+    carbon = {} if found.kg_co2e is None else {"kg_co2e": float(f"{found.kg_co2e:.3g}")}
+    rests_on = dg.MarkdownMetadataValue(f"- {found.basis}\n- {found.source}")
+    return {"kwh": float(f"{found.kwh:.3g}"), **carbon, "energy_rests_on": rests_on}
 
 
 def _probe(cluster: GPUClusterResource, plan: TrainingPlan, rundir: RunDir) -> Ledger | None:
