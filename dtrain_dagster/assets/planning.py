@@ -11,12 +11,11 @@ import dagster as dg
 from dtrain_dagster import probe
 from dtrain_dagster.assets.capacity import provision, provisioning
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, hardware_mark
-from dtrain_dagster.costs.estimate import Basis, Estimate, Forecast, Learned, Sizes, estimate_cost
-from dtrain_dagster.costs.history import from_history, knows, pace_mark, past_runs, past_scores
+from dtrain_dagster.costs.estimate import Estimate, Forecast, Learned, Sizes, estimate_cost
+from dtrain_dagster.costs.history import History, knows, pace_mark
 from dtrain_dagster.costs.limits import Limits, least, objection, remedies
 from dtrain_dagster.costs.plan import LISTED, STAND_IN, TrainingPlan
 from dtrain_dagster.costs.prices import SkuPrice, Tier, price_of, tier_of
-from dtrain_dagster.costs.scoring import learn
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs import fingerprint
 from dtrain_dagster.notify import tell
@@ -95,23 +94,12 @@ def cost_estimate(
     sizes = sizes_of(job, sharded_dataset.samples, cluster.processes_per_node, cores)
     mark = fingerprint(job, cluster.node_count, cluster.processes_per_node)
     pace = pace_mark(job, cluster.processes_per_node)
-    runs = past_runs(context.instance, pace, keeps_cache=cluster.kind == "local")
-    scores = past_scores(context.instance)
-
-    def learned(basis: Basis, sku: str) -> Learned:
-        return learn([past.score for past in scores], basis, sku)
-
-    def known(sku: str) -> Forecast | None:
-        alike = [past.score for past in scores if past.fingerprint == mark and past.score.sku == sku]
-        totals = [score.actual_seconds for score in alike]
-        speed_of = lambda name: price_of(name).speed  # noqa: E731
-        return from_history(runs, totals, sizes, cluster.node_count, sku, speed_of, lambda basis: learned(basis, sku))
-
-    forecast = known(price.sku)
-    if forecast is None:
-        estimate = least(price, tier, cluster.node_count)
-    else:
+    history = History.read(context.instance, mark, pace, keeps_cache=cluster.kind == "local")
+    forecast = history.forecast(sizes, cluster.node_count, price.sku)
+    if forecast is not None and forecast.basis == "history":
         estimate = estimate_cost(forecast.seconds_at(cluster.node_count), price, tier, cluster.node_count)
+    else:  # a guess refuses nothing that a probe could tell
+        estimate = least(price, tier, cluster.node_count)
     if said := objection(estimate, limits, at_least=True):
         raise refusal(context, project, said, forecast, limits, price, tier, cluster.node_count)
 
@@ -120,7 +108,7 @@ def cost_estimate(
         if config.probe:
             got = provision(context, manager, cluster, project, cluster.gpu_type)
             price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.tier)
-            forecast = known(price.sku)
+            forecast = history.forecast(sizes, cluster.node_count, price.sku)
         elif forecast is None:
             raise dg.Failure(
                 "no run of this training's pace is known, so nothing can be said of its cost: set probe to true",
@@ -136,7 +124,7 @@ def cost_estimate(
             counts,
             pace + hardware_mark(cluster, price.sku),
             cluster.node_env(project),
-            learned("probe", price.sku),
+            history.learned("probe", price.sku),
         )
     assert forecast is not None
     estimate = estimate_cost(forecast.seconds_at(cluster.node_count), price, tier, cluster.node_count)
