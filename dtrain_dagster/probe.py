@@ -19,8 +19,8 @@ from dtrain_dagster.monitoring.windows import settled, shares, windows
 from trainer.config import JobConfig, TrackingConfig
 from trainer.rundir import RESULT, NodePresence, RunDir
 
-LEAST_STEPS, MOST_STEPS, SHARE_OF_TRAINING = 24, 120, 0.05
-"""A probe does a twentieth of the training's steps, within these bounds."""
+LEAST_STEPS, MOST_STEPS, SHARE_OF_TRAINING = 24, 120, 0.1
+"""A probe does a tenth of the training's steps, within these bounds: of a long training, next to nothing."""
 WINDOWS = 6
 """Logged stretches that a probe has at least, of which the first warms up."""
 OUTLIER = 3.0
@@ -34,9 +34,10 @@ probe is tracked nowhere, so that nothing disturbs its few steps and nobody's ex
 
 
 def probe_counts(node_count: int, has_limits: bool) -> tuple[int, ...]:
-    """Node counts that are worth a probe: those of the plan; where a deadline or a budget may ask for others, one and
-    two nodes as well, between which and the plan's the rest is interpolated."""
-    return tuple(sorted({1, 2, node_count})) if has_limits else (node_count,)
+    """Node counts that are worth a probe, that of the plan last. Where a deadline or a budget may ask for fewer nodes,
+    one and two as well: between them and the plan's the rest is interpolated."""
+    others = [count for count in (1, 2) if count < node_count] if has_limits else []
+    return (*others, node_count)
 
 
 def probe_job(job: JobConfig, jobs_uri: str, mark: str, node_count: int, sizes: Sizes) -> JobConfig:
