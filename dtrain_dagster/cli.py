@@ -21,6 +21,7 @@ from dtrain_dagster.cli_common import (
 )
 from dtrain_dagster.cli_endpoint import endpoint
 from dtrain_dagster.cli_monitoring import dashboard, profile, report, watch
+from dtrain_dagster.cli_prices import prices
 from dtrain_dagster.cli_train import launch, train
 
 READERS = 16
@@ -37,7 +38,7 @@ def main() -> None:
     """
 
 
-for command in (launch, train, endpoint, dashboard, report, watch, profile):
+for command in (launch, train, endpoint, dashboard, report, watch, profile, prices):
     main.add_command(command)
 
 

@@ -44,6 +44,7 @@ def refuses(command: Callable[..., None]) -> Callable[..., None]:
 
 def _expected() -> tuple[type[Exception], ...]:
     from dtrain_dagster.clusters.base import ClusterError
+    from dtrain_dagster.costs.prices import PriceError
     from dtrain_dagster.data.errors import DataError
     from dtrain_dagster.registry.answers import AnswerError
     from dtrain_dagster.registry.versions import RegistryError
@@ -53,7 +54,7 @@ def _expected() -> tuple[type[Exception], ...]:
     from trainer.storage import StorageError
 
     return (
-        *(ClusterError, ConfigError, DataError, SettingsError, SecretError),
+        *(ClusterError, ConfigError, DataError, PriceError, SettingsError, SecretError),
         *(RegistryError, AnswerError, StorageError),
     )
 

@@ -5,6 +5,7 @@ What a person changes from run to run (epochs, learning rate, window…) is not 
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -50,6 +51,11 @@ class Settings(BaseSettings):
     )
     gpu_type: str = Field(default="Standard_NC6s_v3", description="SKU; on the local cluster its price stands in")
     tier: Literal["dedicated", "low_priority"] = Field(default="dedicated", description="Tier whose price is used")
+    region: str = Field(
+        default="eastus",
+        pattern=r"^[a-z]+[a-z0-9]*$",
+        description="Azure region whose prices count; on Azure ML that of the workspace",
+    )
 
     prices: str = Field(default="sp500_panel", description="sp500_panel, us_ohlcv, yfinance, or the address of a file")
     calendar: str = Field(default="XNYS", description="Exchange calendar of the prices, or none")
@@ -168,6 +174,11 @@ class Settings(BaseSettings):
 def load_settings() -> Settings:
     """Read and check the environment. Raises `SettingsError` with one line per variable that cannot be used."""
     return read_environment(Settings)
+
+
+def setting(name: str) -> str:
+    """One setting as the environment has it, not checked: for what is asked often."""
+    return os.environ.get(f"{PREFIX}{name.upper()}") or str(Settings.model_fields[name].get_default())
 
 
 def read_environment(kind: type[S]) -> S:

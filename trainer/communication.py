@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,9 @@ from trainer.world import World
 FIELDS = (*SEGMENTS, "samples")
 MOST_STEPS = 1000
 """In a window: of a longer one, the last so many steps are looked at."""
+EAGER_WINDOWS, WINDOW_SECONDS = 20, 1.0
+"""So many windows of a world end with the next report; those after them last this long at least, since what a window
+costs does not grow with its steps."""
 PROBE_SHARE = 0.2
 """Exposed wire time, as a share of a step's, above which links are looked at one by one."""
 PROBE_EVERY, PROBE_WINDOWS = 200, 3
@@ -46,7 +49,7 @@ DIGITS = 7
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What all ranks measured in the steps since the last report, of these the last `MOST_STEPS`; the same on every
+    """What all ranks measured in the steps since the last exchange, of these the last `MOST_STEPS`; the same on every
     rank."""
 
     values: NDArray[np.float64]
@@ -54,9 +57,8 @@ class Window:
     backward computation hid; NaN in a step that had no such collective."""
     collectives: tuple[tuple[str, int], ...] = ()
     """(name, bytes)"""
-    loss_sum: float = 0.0
-    samples: float = 0.0
-    """Over ranks and all steps."""
+    totals: tuple[float, ...] = ()
+    """What was given to be summed, over ranks."""
 
     def field(self, name: str) -> NDArray[np.float64]:
         """(ranks, steps)"""
@@ -67,11 +69,6 @@ class Window:
         """Exposed communication of each step (steps,), without waiting; a single rank has none."""
         exposed = self.field("exposed")
         return exposed.min(axis=0) if len(exposed) > 1 else np.zeros(exposed.shape[1])
-
-    @property
-    def totals(self) -> dict[str, float]:
-        """``loss`` is that of a sample."""
-        return {"loss_sum": self.loss_sum, "samples": self.samples, "loss": self.loss_sum / self.samples}
 
     @property
     def seconds(self) -> float:
@@ -90,33 +87,37 @@ class CommunicationProfiler:
         """``probe_at``: steps to be done before links are probed; the same on all ranks."""
         self.world, self.timer, self.probe_at = world, timer, probe_at
         self._steps: deque[tuple[list[Mark], list[Collective], int]] = deque(maxlen=MOST_STEPS)
-        self._totals = (0.0, 0)
+        self._windows, self._due_at = 0, 0
         self._shares: deque[float] = deque(maxlen=PROBE_WINDOWS)
         self._step_seconds = 0.0
         timer.drop()
 
-    def add(self, loss_sum: float, samples: int) -> None:
-        """A step is done. ``loss_sum`` and ``samples`` are this rank's."""
+    def add(self, samples: int) -> None:
+        """A step is done, with so many samples on this rank."""
         if self.timer.enabled:
             marks = self.timer.take()
             self._steps.append((marks, self._collectives_of(marks), samples))
-            self._totals = (self._totals[0] + loss_sum, self._totals[1] + samples)
 
-    def exchange(self) -> Window:
-        """The steps since the last call, of all ranks: one collective."""
+    def is_due(self, step: int, is_last: bool) -> bool:
+        """Shall ranks exchange what they have measured? After the same steps they all say the same."""
+        return self.timer.enabled and (is_last or self._windows < EAGER_WINDOWS or step >= self._due_at)
+
+    def exchange(self, step: int, totals: Sequence[float] = ()) -> Window:
+        """The steps since the last call, of all ranks, and sums over ranks of ``totals``: one collective."""
         sizes: dict[str, int] = {}
         for _, collectives, _ in self._steps:
             sizes |= {name_of(item.what): item.bytes for item in collectives}
         names = list(sizes)
         shape = (self.world.world_size, len(self._steps), len(FIELDS) + 2 * len(names))
-        numbers = np.zeros(2 + math.prod(shape))
-        numbers[:2], values = self._totals, numbers[2:].reshape(shape)
+        numbers = np.zeros(len(totals) + math.prod(shape))
+        numbers[: len(totals)], values = totals, numbers[len(totals) :].reshape(shape)
         values[self.world.rank] = [row_of(*step, names) for step in self._steps]
         self._steps.clear()
-        self._totals = (0.0, 0)
         self.world.sum(torch.from_numpy(numbers))
-        window = Window(values, tuple(sizes.items()), *numbers[:2].tolist())
+        window = Window(values, tuple(sizes.items()), tuple(numbers[: len(totals)].tolist()))
         self._step_seconds = max(window.seconds, 1e-9)
+        self._windows += 1
+        self._due_at = step + min(MOST_STEPS, math.ceil(WINDOW_SECONDS / self._step_seconds))
         self._shares.append(float(window.wire.mean()) / self._step_seconds)
         return window
 
@@ -158,7 +159,10 @@ class CommunicationProfiler:
         """Those of a step: what was submitted after its batch was there."""
         if self.world.group is None:
             return []
-        began = max(mark.at for mark in marks if mark.segment == "input")
+        began = math.inf
+        for segment, at, _ in marks:
+            if segment == "input":
+                began = at
         found: list[Collective] = []
         for item in reversed(self.world.group.collectives):
             if item.submitted < began:
@@ -167,6 +171,7 @@ class CommunicationProfiler:
         return found
 
 
+@lru_cache(maxsize=4096)
 def name_of(what: str) -> str:
     """A collective's name in events: «bucket 0», «commit», else what it does."""
     found = re.search(r"\b(bucket \d+|commit)\b", what)

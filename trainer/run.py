@@ -193,7 +193,7 @@ class DistributedTrainer:
             totals["loss_sum"] += result.loss_sum
             totals["samples"] += batch.local_samples
             self.window.add(result.loss_sum, batch.local_samples)
-            self.communication.add(result.loss_sum, batch.local_samples)
+            self.communication.add(batch.local_samples)
             if self.monitor:
                 local, loss = self.facts.local_world_size * batch.local_samples, result.loss_sum / batch.local_samples
                 self.monitor.update(epoch, self.progress.step, loss, local, rate, result.grad_norm)
@@ -286,23 +286,26 @@ class DistributedTrainer:
             raise Regroup(self.elastic.wants_regroup or again)
 
     def _report_step(self, epoch: int, rate: float, norm: float) -> None:
-        """A ``step`` event with means since the one before, and a ``timing`` event beside it: one collective."""
+        """A ``step`` event with means since the one before, and now and then a ``timing`` event beside it: one
+        collective."""
         window, self.window = self.window, StepWindow()
-        measured = self.communication.exchange() if self.config.timing else None
-        if measured is None:
-            done = self.synchronize_metrics({"loss_sum": window.loss_sum, "samples": window.samples})
-        else:
-            done = measured.totals
+        measured = None
+        if self.communication.is_due(self.progress.step, is_last=self.progress.step == self.total_steps):
+            measured = self.communication.exchange(self.progress.step, (window.loss_sum, window.samples))
+            loss_sum, samples = measured.totals
             if self.monitor:
                 self.monitor.communication_time_ms = 1000 * float(measured.wire.mean())
+        else:
+            done = self.synchronize_metrics({"loss_sum": window.loss_sum, "samples": window.samples})
+            loss_sum, samples = done["loss_sum"], done["samples"]
         seconds = (self.window.began - window.began) / window.steps
         fields = {
             "step": self.progress.step,
             "epoch": epoch,
-            "loss": done["loss"],
+            "loss": loss_sum / samples,
             "learning_rate": rate,
             "grad_norm": norm,
-            "samples_per_second": done["samples"] / (seconds * window.steps),
+            "samples_per_second": samples / (seconds * window.steps),
             "step_seconds": seconds,
             "eta_seconds": seconds * (self.total_steps - self.progress.step),
         }

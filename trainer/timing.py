@@ -36,6 +36,9 @@ class Mark(NamedTuple):
     """On a GPU: when it has done all that was asked of it until here."""
 
 
+_new = tuple.__new__
+
+
 class StepTimer:
     """Notes where segments end, and computes nothing: that is for the end of the window.
 
@@ -52,7 +55,8 @@ class StepTimer:
     def mark(self, segment: Segment | None) -> None:
         """The time since the mark before was spent on this; None: on no step."""
         if self.enabled:
-            self._marks.append(self._now(segment))
+            # A dozen times a step: on the host without the detours over `_now` and `Mark.__new__`, in half the time.
+            self._marks.append(self._now(segment) if self._on_gpu else _new(Mark, (segment, time.monotonic(), None)))
 
     def take(self) -> list[Mark]:
         """The step is done: its marks. Its end is where the next one begins."""

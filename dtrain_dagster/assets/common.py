@@ -11,6 +11,7 @@ from typing import Any
 
 import dagster as dg
 
+from dtrain_dagster.costs.optimizer import Optimization
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.monitoring.strategies import Strategy
 from dtrain_dagster.resources import GPUClusterResource
@@ -52,6 +53,16 @@ def strategy_table(strategies: Iterable[Strategy]) -> str:
         step = f"{1000 * item.step_seconds:.3g} ms | {item.communication_share:.0%}"
         rows.append(f"| **{item.name}** | {item.change} | {speed} | {item.cost_gain:+.0%} | {step} | {item.note} |")
     return "\n".join(rows) if len(rows) > 2 else "Nothing that these figures speak for."
+
+
+def optimization_table(found: Optimization) -> str:
+    """What the next run should be given, as Markdown, and what nothing can be said of."""
+    rows = [f"| **{item.title}** | {item.setting} | {item.sentence} |" for item in found.recommendations]
+    head = ["| what | change | what it would do |", "|---|---|---|"]
+    text = ["\n".join([*head, *rows]) if rows else "Nothing that these figures speak for."]
+    if found.not_known:
+        text.append("Nothing is recommended for:\n" + "\n".join(f"- {line}" for line in found.not_known))
+    return "\n\n".join(text)
 
 
 def table_schema(rows: list[dg.TableRecord]) -> dg.TableSchema:

@@ -3,19 +3,22 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
+from datetime import UTC, datetime
 from typing import Any
 
 import dagster as dg
 
 from dtrain_dagster import probe
 from dtrain_dagster.assets.capacity import provision, provisioning
+from dtrain_dagster.assets.choosing import choices_metadata, in_words
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, hardware_mark
+from dtrain_dagster.costs.choices import Baseline, Choice, Choices, choices, misses
 from dtrain_dagster.costs.estimate import Estimate, Forecast, Learned, Sizes, estimate_cost
 from dtrain_dagster.costs.history import History, knows, pace_mark
 from dtrain_dagster.costs.limits import Limits, least, objection, remedies
 from dtrain_dagster.costs.plan import LISTED, STAND_IN, TrainingPlan
-from dtrain_dagster.costs.prices import SkuPrice, Tier, price_of, tier_of
+from dtrain_dagster.costs.prices import SkuPrice, Tier, price_of, price_table, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs import fingerprint
 from dtrain_dagster.notify import tell
@@ -24,6 +27,8 @@ from dtrain_dagster.wording import dollars, duration
 from trainer.config import DistributedTrainingConfig, JobConfig, parse_job
 
 _DEFAULT = DistributedTrainingConfig()
+CLUSTER_TIERS: tuple[Tier, ...] = ("dedicated", "low_priority")
+"""What clusters can be had on (DTRAIN_TIER)."""
 
 
 class TrainingOptions(dg.Config):
@@ -52,6 +57,8 @@ class TrainingOptions(dg.Config):
     """How long it may be expected to take at most; else nothing starts. 0: any time."""
     stop_at_usd: float = 0.0
     """At so many dollars it saves a checkpoint and stops, whatever was expected. 0: never."""
+    choose_nodes: bool = False
+    """Take as many nodes, up to DTRAIN_NODES, as cost least within budget and deadline; each rank keeps its batch."""
     probe: bool = True
     """Run a short probe where no past run tells the pace. False: nothing runs before the plan is known."""
 
@@ -83,39 +90,31 @@ def cost_estimate(
     tier = tier_of(cluster.tier)
     price.usd_per_hour(tier)  # what has no price is refused before it is bought
     limits = limits_of(config)
-    sections = {
-        "dataset": {"uri": sharded_dataset.shared_uri, "dataset_id": sharded_dataset.dataset_id},
-        "model": {"factory": config.model, "args": config.model_args},
-        "loss": {"factory": config.loss, "args": config.loss_args},
-        "training": config.training(cluster.node_count * cluster.processes_per_node, cluster.threads_per_rank),
-    }
-    job = job_config(sections, job_id="plan", run_dir=f"{project.jobs_uri}/plan")
+    node_count, processes = cluster.node_count, cluster.processes_per_node
+    job = job_on(node_count, config, cluster, project, sharded_dataset)
     cores = os.cpu_count() if cluster.kind == "local" else None
-    sizes = sizes_of(job, sharded_dataset.samples, cluster.processes_per_node, cores)
-    mark = fingerprint(job, cluster.node_count, cluster.processes_per_node)
-    pace = pace_mark(job, cluster.processes_per_node)
+    sizes = sizes_of(job, sharded_dataset.samples, processes, cores)
+    mark = fingerprint(job, node_count, processes)
+    pace = pace_mark(job, processes)
     history = History.read(context.instance, mark, pace, keeps_cache=cluster.kind == "local")
-    forecast = history.forecast(sizes, cluster.node_count, price.sku)
-    if forecast is not None and forecast.basis == "history":
-        estimate = estimate_cost(forecast.seconds_at(cluster.node_count), price, tier, cluster.node_count)
-    else:  # a guess refuses nothing that a probe could tell
-        estimate = least(price, tier, cluster.node_count)
-    if said := objection(estimate, limits, at_least=True):
-        raise refusal(context, project, said, forecast, limits, price, tier, cluster.node_count)
+    forecast = history.forecast(sizes, node_count, price.sku)
+    past = forecast if forecast and forecast.basis == "history" else None  # a guess refuses nothing a probe could tell
+    if said := sure_objection(past, price, tier, node_count, limits, config.choose_nodes):
+        raise refusal(context, project, said, past, limits, price, tier, node_count)
 
     manager = cluster.manager(context.run.run_id)
-    if not knows(forecast, cluster.node_count):
+    if not knows(forecast, node_count):
         if config.probe:
             got = provision(context, manager, cluster, project, cluster.gpu_type)
             price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.tier)
-            forecast = history.forecast(sizes, cluster.node_count, price.sku)
+            forecast = history.forecast(sizes, node_count, price.sku)
         elif forecast is None:
             raise dg.Failure(
                 "no run of this training's pace is known, so nothing can be said of its cost: set probe to true",
                 allow_retries=False,
             )
-    if config.probe and not knows(forecast, cluster.node_count):
-        counts = probe.probe_counts(cluster.node_count, bool(limits))
+    if config.probe and not knows(forecast, node_count):
+        counts = probe.probe_counts(node_count, bool(limits) or config.choose_nodes)
         context.log.info(f"probing on {' and '.join(map(str, counts))} node(s)")
         forecast = probe.forecast(
             manager,
@@ -127,12 +126,35 @@ def cost_estimate(
             history.learned("probe", price.sku),
         )
     assert forecast is not None
-    estimate = estimate_cost(forecast.seconds_at(cluster.node_count), price, tier, cluster.node_count)
-    if said := objection(estimate, limits):
-        raise refusal(context, project, said, forecast, limits, price, tier, cluster.node_count)
-    usd_per_hour = price.usd_per_hour(tier)
-    note = f"{usd_per_hour:.2f} USD per node-hour: {price.sku}, {tier}, {price.region}, recorded {price.recorded_on}."
     words = STAND_IN if cluster.kind == "local" else LISTED
+    table = choices(
+        forecast,
+        baseline(forecast, price, tier, node_count),
+        price_table().values(),
+        {*range(1, node_count + 1), 2 * node_count},
+        CLUSTER_TIERS,
+        epochs=sizes.epochs,
+        today=datetime.now(UTC).date(),
+        deadline_seconds=3600 * limits.deadline_hours or None,
+        budget_usd=limits.budget_usd or None,
+        is_stand_in=words == STAND_IN,
+        price_words=words,
+    )
+    if config.choose_nodes and (cheapest := cheapest_here(table, price.sku, tier, node_count)):
+        node_count = cheapest.node_count
+        rows = tuple(replace(row, is_planned=row is cheapest) for row in table.rows)
+        table = replace(table, rows=rows)
+        context.log.info(f"of 1 to {cluster.node_count} nodes these cost least: {in_words(cheapest)}")
+        job = job_on(node_count, config, cluster, project, sharded_dataset)
+        mark = fingerprint(job, node_count, processes)
+    estimate = estimate_cost(forecast.seconds_at(node_count), price, tier, node_count)
+    if said := objection(estimate, limits):
+        raise refusal(context, project, said, forecast, limits, price, tier, node_count, table)
+    if table.chosen and not table.chosen.is_planned:
+        context.log.info(f"of all SKUs, tiers and numbers of nodes this one costs least: {in_words(table.chosen)}")
+    figure = price.figure(tier)
+    note = f"{figure.usd_per_hour:.2f} USD per node-hour: {price.sku}, {tier}, {price.region}, {figure.how} "
+    note += f"{figure.recorded_on}."
     if words == STAND_IN:
         note += " A stand-in: local nodes are priced as this SKU, nothing is billed."
     plan = TrainingPlan(
@@ -140,9 +162,9 @@ def cost_estimate(
         job={name: asdict(getattr(job, name)) for name in ("dataset", "model", "loss", "training")},
         sku=price.sku,
         tier=tier,
-        node_count=cluster.node_count,
-        processes_per_node=cluster.processes_per_node,
-        work=sizes.work(cluster.node_count),
+        node_count=node_count,
+        processes_per_node=processes,
+        work=sizes.work(node_count),
         estimate=estimate,
         basis=f"{forecast.basis_words}{_learned_words(forecast.learned)}",
         price_note=note,
@@ -174,12 +196,48 @@ def cost_estimate(
             "sku": price.sku,
             "price": note,
             "steps": plan.work.steps,
-            "parts": dg.JsonMetadataValue(asdict(forecast.parts(cluster.node_count))),
+            "parts": dg.JsonMetadataValue(asdict(forecast.parts(node_count))),
             "measured": dg.JsonMetadataValue([asdict(item) for item in forecast.measured]),
+            **choices_metadata(table),
             **provisioning(manager),
             "training": dg.JsonMetadataValue(plan.job["training"]),
         },
     )
+
+
+def job_on(
+    node_count: int,
+    config: TrainingOptions,
+    cluster: GPUClusterResource,
+    project: ProjectResource,
+    dataset: BuiltDataset,
+) -> JobConfig:
+    """The training as it would be on so many nodes."""
+    sections = {
+        "dataset": {"uri": dataset.shared_uri, "dataset_id": dataset.dataset_id},
+        "model": {"factory": config.model, "args": config.model_args},
+        "loss": {"factory": config.loss, "args": config.loss_args},
+        "training": config.training(node_count * cluster.processes_per_node, cluster.threads_per_rank),
+    }
+    return job_config(sections, job_id="plan", run_dir=f"{project.jobs_uri}/plan")
+
+
+def baseline(forecast: Forecast, price: SkuPrice, tier: Tier, node_count: int) -> Baseline:
+    """What the choices are compared with: the nodes that the settings ask for."""
+    return Baseline(
+        price=price,
+        node_count=node_count,
+        tier=tier,
+        ranks_per_node=forecast.sizes.processes_per_node,
+        batch_size_per_rank=forecast.sizes.batch_size_per_rank,
+        measured_nodes=tuple(item.node_count for item in forecast.measured),
+    )
+
+
+def cheapest_here(table: Choices, sku: str, tier: Tier, most: int) -> Choice | None:
+    """Of the choices that this cluster can carry out as it is, the cheapest that fits."""
+    here = (row for row in table.rows if (row.sku, row.tier) == (sku, tier) and row.node_count <= most)
+    return next((row for row in here if not misses(row, table.deadline_seconds, table.budget_usd)), None)
 
 
 def sizes_of(job: JobConfig, samples: Mapping[str, int], processes_per_node: int, cores: int | None) -> Sizes:
@@ -213,6 +271,20 @@ def limits_of(config: TrainingOptions) -> Limits:
     return Limits(budget_usd=config.budget_usd, deadline_hours=config.deadline_hours)
 
 
+def sure_objection(
+    past: Forecast | None, price: SkuPrice, tier: Tier, node_count: int, limits: Limits, choose_nodes: bool
+) -> str | None:
+    """What is wrong with the plan beyond doubt, before anything is run: by past runs, or as no training takes less.
+    Where nodes may be chosen, none of them would do."""
+    said = None
+    for count in range(1, node_count + 1) if choose_nodes else [node_count]:
+        bound = estimate_cost(past.seconds_at(count), price, tier, count) if past else least(price, tier, count)
+        said = objection(bound, limits, at_least=True)
+        if said is None:
+            return None
+    return said
+
+
 def refusal(
     context: dg.AssetExecutionContext,
     project: ProjectResource,
@@ -222,10 +294,13 @@ def refusal(
     price: SkuPrice,
     tier: Tier,
     node_count: int,
+    table: Choices | None = None,
 ) -> dg.Failure:
     """Tell a person that nothing is started, and what would fit."""
     counts = range(1, 2 * node_count + 1)
     fits = remedies(forecast, limits, price, tier, counts, node_count) if forecast else []
+    if table and table.chosen and table.chosen.sku != price.sku:
+        fits.append(f"{in_words(table.chosen)} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
     remedy = f"What would fit: {'; '.join(fits)}." if fits else "Nothing that is known of this training would fit."
     text = (
         f"this training is not started: on {node_count} x {price.sku} ({tier}) {said}. {remedy} Or raise the limit in "

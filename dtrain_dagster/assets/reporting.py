@@ -3,14 +3,24 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, read_finished, strategy_table, table_schema
+from dtrain_dagster.assets.common import (
+    CODE_VERSION,
+    OWNERS,
+    optimization_table,
+    read_finished,
+    strategy_table,
+    table_schema,
+)
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import NodeUsage
+from dtrain_dagster.costs.optimizer import ResourceOptimizer
 from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.costs.prices import price_of, price_table
 from dtrain_dagster.monitoring import charts, charts_time
 from dtrain_dagster.monitoring.alerts import best, told
 from dtrain_dagster.monitoring.page import write_report
@@ -39,7 +49,17 @@ def performance_report(
     usage = cluster.manager().node_usage(job.job_id)
     events = list(rundir.events())
     performance = summarise(events, result["phase_seconds"], result["world_size"], usage, cost_estimate.job["training"])
-    rundir.write_json(PERFORMANCE_REPORT, asdict(performance))
+    optimization = ResourceOptimizer(
+        events,
+        usage,
+        price=price_of(cost_estimate.sku),
+        tier=cost_estimate.tier,
+        training=cost_estimate.job["training"],
+        prices=price_table().values(),
+        today=datetime.now(UTC).date(),
+        price_words=cost_estimate.price_words,
+    ).optimization()
+    rundir.write_json(PERFORMANCE_REPORT, asdict(performance) | {"optimization": asdict(optimization)})
     wall = max(node.ended_at for node in usage) - min(node.started_at for node in usage)
     expected = cost_estimate.estimate.seconds
     metadata: dict[str, Any] = {
@@ -49,11 +69,14 @@ def performance_report(
         "time_against_estimate": f"{duration(wall)}; estimated {duration(expected.expected)} "
         f"({duration(expected.low)} to {duration(expected.high)})",
         "recommendations": dg.MarkdownMetadataValue(strategy_table(performance.recommendations)),
+        "next_run": dg.MarkdownMetadataValue(optimization_table(optimization)),
         "test": dg.JsonMetadataValue(evaluation["model"]),
         "report_page": dg.MetadataValue.path(write_report(rundir, cost_estimate.tier)),
         "report": dg.MetadataValue.path(f"{rundir.uri}/{PERFORMANCE_REPORT}"),
         "pictures": dg.MarkdownMetadataValue(_pictures(performance, usage, events)),
     }
+    if optimization.utilization:
+        metadata["utilization_percent"] = round(100 * optimization.utilization.fraction, 1)
     for name, rows in (
         ("by_rank", [_rank_row(rank) for rank in performance.ranks]),
         ("by_collective", [_collective_row(item) for item in getattr(performance.communication, "collectives", ())]),

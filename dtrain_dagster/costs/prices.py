@@ -1,72 +1,276 @@
-"""What a node costs per hour: a dated table that comes with the package. No figure without its source and date."""
+"""What a node costs per hour, by SKU, region and tier. No figure without its source and its date.
+
+Two tables are read: the one in the package, and `prices.json` under ``DTRAIN_HOME``, which ``dtrain prices refresh``
+writes (`dtrain_dagster.costs.retail`). Of two figures for the same thing the newer one counts. Both have one layout:
+``sources`` (key → how, recorded_on, source) and ``prices`` (region → SKU → tier → [US dollars per hour, source]). What
+a SKU is made of stands in the package's alone.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, get_args
 
-Tier = Literal["dedicated", "low_priority"]
+from dtrain_dagster.settings import setting
+
+Tier = Literal["dedicated", "low_priority", "spot"]
+TIERS: tuple[Tier, ...] = get_args(Tier)
+REFRESHED = "prices.json"
+"""Under ``DTRAIN_HOME``."""
+REFERENCE_SKU = "Standard_NC6s_v3"
+"""The node whose training speed is 1."""
+_DATE = re.compile(r"\d{4}-\d{2}(-\d{2})?")
 
 
 def tier_of(name: str) -> Tier:
     """The tier of that name, as clusters and settings give it."""
-    return "low_priority" if name == "low_priority" else "dedicated"
+    return next((tier for tier in TIERS if tier == name), "dedicated")
 
 
 class PriceError(ValueError):
-    """Something cannot be priced. The message names the SKU, the tier and the region."""
+    """Something cannot be priced. The message names the SKU, the tier and the region, and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """One price: US dollars per node and hour."""
+
+    usd_per_hour: float
+    recorded_on: str
+    """Day, or month where the day is not known (the earliest that it can be)."""
+    how: str
+    """recorded (the service's own answer), read (somebody's list), rule (computed from another), asked (refreshed)."""
+    source: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkuPrice:
-    """One SKU in one region. Prices are US dollars per node and hour."""
+    """One SKU in one region."""
 
     sku: str
     gpu: str
     gpus: int
     gpu_memory_gib: int
+    """Of one GPU."""
+    gpu_watts: int
+    """Of one GPU: its thermal design power."""
     vcpus: int
     memory_gib: int
     infiniband: bool
-    dedicated_usd_per_hour: float
-    low_priority_usd_per_hour: float
     low_priority_capable: bool
+    """False where the service says that there are no such nodes, whatever price is listed."""
     retired_on: str | None
+    speed: float
+    """How fast one node trains against one `REFERENCE_SKU`, in fp32. A rough guess, see ``speed_note``."""
+    speed_note: str
     region: str
-    recorded_on: str
-    source: str
-    speed: float = 1.0
-    """Of training on one node, relative to Standard_NC6s_v3."""
+    figures: Mapping[Tier, Figure]
+    """Only of tiers that have a known price."""
+
+    def figure(self, tier: Tier) -> Figure:
+        """The price on that tier. `PriceError` where the SKU is not offered on it, or its price is not known."""
+        if tier == "low_priority" and not self.low_priority_capable:
+            raise PriceError(f"{self.sku} is not offered on the low-priority tier in {self.region}: use tier dedicated")
+        found = self.figures.get(tier)
+        if found is None:
+            known = ", ".join(self.figures)
+            raise PriceError(
+                f"no {tier} price of {self.sku} in {self.region} is known, or it is not offered there: use tier "
+                f"{known}, or ask Azure with `{refresh_command(self.region, self.sku)}`"
+            )
+        return found
 
     def usd_per_hour(self, tier: Tier) -> float:
-        """Price of one node-hour. `PriceError` where the SKU is not offered on that tier."""
-        if tier == "dedicated":
-            return self.dedicated_usd_per_hour
-        if not self.low_priority_capable:
-            raise PriceError(f"{self.sku} is not offered on the low-priority tier in {self.region}: use tier dedicated")
-        return self.low_priority_usd_per_hour
+        """Price of one node-hour; raises as `figure` does."""
+        return self.figure(tier).usd_per_hour
+
+    @property
+    def main_figure(self) -> Figure:
+        """The dedicated price, or the first of what is known."""
+        return next(self.figures[tier] for tier in TIERS if tier in self.figures)
+
+    @property
+    def recorded_on(self) -> str:
+        """Of the main figure; each has its own."""
+        return self.main_figure.recorded_on
+
+    @property
+    def source(self) -> str:
+        """Of the main figure; each has its own."""
+        return self.main_figure.source
+
+
+Prices = dict[str, dict[str, dict[Tier, Figure]]]
+"""Region → SKU → tier → figure."""
+
+
+def price_of(sku: str, region: str | None = None) -> SkuPrice:
+    """The price of a SKU, in whichever case Azure writes it; ``region``: None for ``DTRAIN_REGION``. `PriceError` for
+    what is not known there."""
+    region = region_of(region)
+    regions = _tables()
+    found = _by_any_case(regions.get(region, {}), sku)
+    if found is not None:
+        return found
+    elsewhere = [name for name, rows in regions.items() if _by_any_case(rows, sku)]
+    if elsewhere:
+        raise PriceError(
+            f"no price of {sku} is known in region {region!r}, only in {', '.join(elsewhere)}: ask Azure with "
+            f"`{refresh_command(region, sku)}`, or set DTRAIN_REGION to the region of the nodes"
+        )
+    raise PriceError(
+        f"no price is known for SKU {sku!r} in {region}. Use one of these (DTRAIN_GPU_TYPE, DTRAIN_AZURE_CHAIN): "
+        f"{', '.join(skus())}"
+    )
+
+
+def price_table(region: str | None = None) -> Mapping[str, SkuPrice]:
+    """SKU → price, of all that are known in a region (None: ``DTRAIN_REGION``). `PriceError` where none is."""
+    region = region_of(region)
+    regions = _tables()
+    if region not in regions:
+        raise PriceError(
+            f"no prices are known in region {region!r}, only in {', '.join(regions)}: ask Azure with "
+            f"`{refresh_command(region)}`, or set DTRAIN_REGION to one of these"
+        )
+    return regions[region]
+
+
+def hardware_of(sku: str) -> SkuPrice:
+    """A SKU in whichever region it is known: for what does not depend on the region. `PriceError` for no such SKU."""
+    rows = (_by_any_case(rows, sku) for rows in _tables().values())
+    return next((row for row in rows if row), None) or price_of(sku)
+
+
+def known_regions() -> tuple[str, ...]:
+    return tuple(_tables())
+
+
+def skus() -> tuple[str, ...]:
+    """Every SKU whose make is known."""
+    return tuple(_package()["skus"])
+
+
+def region_of(region: str | None = None) -> str:
+    """As Azure's interfaces write it (``eastus``), also from ``East US``; None: ``DTRAIN_REGION``."""
+    return (region or setting("region")).replace(" ", "").casefold()
+
+
+def refresh_command(region: str, sku: str = "") -> str:
+    return f"dtrain prices refresh --region {region}" + (f" --sku {sku}" if sku else "")
+
+
+def refreshed_path(home: Path | None = None) -> Path:
+    """Where refreshed prices are."""
+    return (home or Path(os.path.abspath(os.path.expanduser(setting("home"))))) / REFRESHED
+
+
+def packaged_prices() -> Prices:
+    """Those of the package alone."""
+    return read_prices(_package())
+
+
+def refreshed_prices(path: Path) -> Prices:
+    """Those of a refreshed table; none where there is no file. `PriceError` for one that is damaged."""
+    try:
+        document = json.loads(path.read_bytes())
+        return read_prices(document)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise PriceError(
+            f"{path} cannot be read as a table of prices ({type(error).__name__}: {error}). Fetch it again with "
+            "`dtrain prices refresh`, or delete it to go back to the prices of the package"
+        ) from None
+
+
+def read_prices(document: Mapping[str, Any]) -> Prices:
+    """The figures of a table. ValueError, TypeError or KeyError for what is none."""
+    if document["currency"] != "USD":
+        raise ValueError(f"the currency is {document['currency']!r}, not USD")
+    sources = document["sources"]
+    undated = [name for name, source in sources.items() if not _DATE.fullmatch(source["recorded_on"])]
+    if undated:
+        raise ValueError(f"the source {undated[0]!r} has no date")
+    regions: Prices = {}
+    for region, rows in document["prices"].items():
+        for sku, tiers in rows.items():
+            for tier, (usd, source) in tiers.items():
+                if tier not in TIERS or not 0 < usd < math.inf:
+                    raise ValueError(f"{sku} in {region}: {tier} at {usd} is no price")
+                regions.setdefault(region, {}).setdefault(sku, {})[tier] = Figure(usd_per_hour=usd, **sources[source])
+    return regions
+
+
+def merge(tables: Iterable[Prices]) -> Prices:
+    """Of several figures for the same thing the newest; of equally old ones the last."""
+    merged: Prices = {}
+    for table in tables:
+        for region, rows in table.items():
+            for sku, tiers in rows.items():
+                known = merged.setdefault(region, {}).setdefault(sku, {})
+                for tier, figure in tiers.items():
+                    if tier not in known or figure.recorded_on >= known[tier].recorded_on:
+                        known[tier] = figure
+    return merged
 
 
 @cache
-def price_table() -> dict[str, SkuPrice]:
-    """SKU → price, from the table in the package."""
-    text = resources.files("dtrain_dagster.costs").joinpath("price_table.json").read_text()
-    table = json.loads(text)
-    common = {key: table[key] for key in ("region", "recorded_on", "source")}
-    return {row["sku"]: SkuPrice(**{**common, **row}) for row in table["rows"]}
+def _package() -> dict[str, Any]:
+    return json.loads(resources.files("dtrain_dagster.costs").joinpath("price_table.json").read_text())
 
 
-def price_of(sku: str) -> SkuPrice:
-    """The price row of a SKU, in whichever case Azure writes it. `PriceError` for one that is not in the table."""
-    table = price_table()
-    found = {name.casefold(): row for name, row in table.items()}.get(sku.casefold())
-    if found is None:
-        region = next(iter(table.values())).region
-        raise PriceError(
-            f"no price is known for SKU {sku!r} in {region}. Use one of these (DTRAIN_GPU_TYPE, DTRAIN_AZURE_CHAIN): "
-            f"{', '.join(table)}"
-        )
-    return found
+def _tables() -> Mapping[str, Mapping[str, SkuPrice]]:
+    """Region → SKU → price. Read again only when the refreshed table has changed: it is asked for often."""
+    path = os.path.abspath(os.path.expanduser(f"{setting('home')}/{REFRESHED}"))
+    try:
+        stat = os.stat(path)
+        return _read_tables(path, (stat.st_mtime_ns, stat.st_size, stat.st_ino))
+    except OSError:
+        return _read_tables(path, None)
+
+
+@lru_cache(maxsize=4)
+def _read_tables(path: str, version: tuple[int, ...] | None) -> Mapping[str, Mapping[str, SkuPrice]]:
+    prices = merge([packaged_prices(), refreshed_prices(Path(path))])
+    tables = {
+        region: {sku: _sku_price(sku, region, rows[sku]) for sku in skus() if sku in rows}
+        for region, rows in prices.items()
+    }
+    return {region: rows for region, rows in tables.items() if rows}
+
+
+def _sku_price(sku: str, region: str, figures: Mapping[Tier, Figure]) -> SkuPrice:
+    table = _package()
+    make = {key: value for key, value in table["skus"][sku].items() if key not in ("source", "retired_source")}
+    note = table["speed"]
+    return SkuPrice(
+        sku=sku,
+        region=region,
+        figures=figures,
+        gpu_watts=table["gpus"][make["gpu"]]["watts"],
+        speed=_speed(sku),
+        speed_note=f"{note['rule']} ({table['sources'][note['source']]['source']})",
+        **make,
+    )
+
+
+def _speed(sku: str) -> float:
+    """What ``speed.rule`` of the table says."""
+    table = _package()
+    own, reference = (table["gpus"][table["skus"][name]["gpu"]] for name in (sku, REFERENCE_SKU))
+    ratios = (own[key] / reference[key] for key in ("fp32_tflops", "gb_per_second"))
+    return round(min(ratios) * table["skus"][sku]["gpus"], 2)
+
+
+def _by_any_case(rows: Mapping[str, SkuPrice], sku: str) -> SkuPrice | None:
+    folded = sku.casefold()
+    return rows.get(sku) or next((row for name, row in rows.items() if name.casefold() == folded), None)

@@ -31,6 +31,11 @@ VALUES = 60_000
 LATEST_WINDOWS = 20
 """So many of the newest windows make the breakdown per rank."""
 NEWS, MARKS = 60, 200
+ALL_NODES = "nodes"
+"""The track of the mean over nodes. Rates are in none: nodes that share a machine would be counted twice."""
+MEANS = ("busy", "memory")
+TOGETHER_SECONDS, FRESH_SECONDS = 1.0, 10.0
+"""Between two rows of that track; and how old a node's sample may be to count in it."""
 MOST_NODES = 2048
 """So many are kept; of further ones, which no training has, nothing is."""
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
@@ -125,6 +130,9 @@ class PerformanceDashboard:
         self.tracks: dict[str, Track] = {}
         self.nodes: dict[int, dict[str, Any]] = {}
         """The latest ``node`` event of each."""
+        self._samples: dict[int, dict[str, Any]] = {}
+        """Node → its latest row."""
+        self._together_at = -math.inf
         self.members: tuple[int, ...] = ()
         """Nodes that train, as the newest generation has it."""
         self.lost: set[int] = set()
@@ -262,6 +270,11 @@ class PerformanceDashboard:
             "disk_written": item.get("disk_written_bytes_per_second"),
         }
         self._add(f"node {node}", "time", row, VALUES // (len(row) * len(self.nodes)))
+        self._samples[node] = row
+        if row["time"] - self._together_at >= TOGETHER_SECONDS:
+            self._together_at = row["time"]
+            if all_nodes := together(self._samples.values(), row["time"]):
+                self._add(ALL_NODES, "time", {"time": row["time"], **all_nodes})
 
     def _take_timing(self, item: dict[str, Any]) -> None:
         nodes = tuple(int(node) for node in item["nodes"])
@@ -309,6 +322,13 @@ class PerformanceDashboard:
 
     def _add(self, name: str, x: str, values: dict[str, Any], most: int = POINTS) -> None:
         self.tracks.setdefault(name, Track(x)).add(values, self.version, min(most, POINTS))
+
+
+def together(samples: Iterable[Mapping[str, Any]], now: float) -> dict[str, float]:
+    """The mean of the latest samples, without those of nodes that have gone; nothing where there is only one."""
+    fresh = [row for row in samples if now - row["time"] < FRESH_SECONDS]
+    values = {name: [row[name] for row in fresh if is_number(row[name])] for name in MEANS}
+    return {name: statistics.fmean(row) for name, row in values.items() if len(row) > 1}
 
 
 def rank_labels(nodes: Sequence[int]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dtrain_dagster.monitoring.dashboard import ALL_NODES
 from dtrain_dagster.monitoring.windows import SEGMENTS
 
 EACH_NODE = "node *"
@@ -89,12 +90,12 @@ PANELS = (
     Panel(
         key="busy", section="Nodes", title="Utilisation", unit="%", x="time",
         about="Mean over a node's GPUs; without GPUs, its share of the machine's processors.",
-        lines=(Line(EACH_NODE, "busy"),),
+        lines=(Line(ALL_NODES, "busy", "mean"), Line(EACH_NODE, "busy")),
     ),
     Panel(
         key="memory", section="Nodes", title="Memory", unit="%", x="time",
         about="Of the GPUs; without GPUs, what the ranks hold of the machine's.",
-        lines=(Line(EACH_NODE, "memory"),),
+        lines=(Line(ALL_NODES, "memory", "mean"), Line(EACH_NODE, "memory")),
     ),
     Panel(
         key="network", section="Nodes", title="Network", unit="bytes/s", x="time",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dtrain_dagster.monitoring.diagnosis import INPUT_SHARE, too_much_communication
+from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, MEMORY_TARGET, gpu_memory
 from dtrain_dagster.monitoring.stragglers import Straggler, stragglers
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, Window, seconds_of, typical_collectives, worlds
 from dtrain_dagster.monitoring.wire import WireFit, fit_wire
@@ -21,8 +22,6 @@ WORTH_IT = 0.01
 """A gain below this is none."""
 CHECKPOINT_BUDGET = 0.01
 """Share of training time that checkpoints may cost."""
-MEMORY_LOW, MEMORY_TARGET = 0.70, 0.85
-"""Of a GPU's memory: below the first a larger batch is recommended (R3.4), one that needs the second."""
 KEPT = 0.01
 """Share of a gradient's entries that top-k compression sends."""
 
@@ -79,6 +78,10 @@ class StepModel:
             self, input=factor * self.input, computing=factor * self.computing, waiting=factor * self.waiting
         )
 
+    def with_batch(self, factor: float) -> StepModel:
+        """So many times the samples, and as much more work, in every step."""
+        return replace(self.with_work(factor), samples=factor * self.samples)
+
     def to(self, other: StepModel, name: str, change: str, note: str = "") -> Strategy:
         """The strategy that leads from this step to the other."""
         gain = other.samples_per_second / self.samples_per_second
@@ -134,7 +137,7 @@ def communication_strategies(world: Sequence[Window], training: Mapping[str, Any
     if not now.samples:
         return []
     fit = fit_wire(typical_collectives(world))
-    ranked = [*_more_work(now, training), *_fewer_nodes(now, world, fit)]
+    ranked = [*_more_work(now, training), *_fewer_nodes(now, world)]
     if fit:
         ranked += _compression(now, world, fit) + _buckets(now, world, fit) + _hierarchy(now, world, fit)
     return ranked
@@ -143,7 +146,7 @@ def communication_strategies(world: Sequence[Window], training: Mapping[str, Any
 def _more_work(now: StepModel, training: Mapping[str, Any]) -> list[Strategy]:
     """Fewer all-reduces for each sample: the smallest of some factors that brings wire below the limit."""
     for factor in (2, 4, 8):
-        then = replace(now.with_work(factor), samples=factor * now.samples)
+        then = now.with_batch(factor)
         if then.communication / then.seconds <= COMMUNICATION_LIMIT:
             break
     steps, batch = (_setting(name, training, factor) for name in ("gradient_accumulation_steps", "batch_size_per_gpu"))
@@ -217,12 +220,20 @@ def _hierarchy(now: StepModel, world: Sequence[Window], fit: WireFit) -> list[St
     ]
 
 
-def _fewer_nodes(now: StepModel, world: Sequence[Window], fit: WireFit | None) -> list[Strategy]:
-    """The same global batch on fewer nodes: more computing for each, less or no wire. The best number of them."""
+def on_fewer_nodes(world: Sequence[Window]) -> list[StepModel]:
+    """The same global batch on one node, two and so on: more computing for each, less or no wire."""
+    now = step_model(world)
     if now.nodes < 2 or world[-1].world_size % now.nodes:
         return []
-    per_node = world[-1].world_size // now.nodes
-    options = [_with_ranks(now, world, fit, count * per_node, count) for count in range(1, now.nodes)]
+    per_node, fit = world[-1].world_size // now.nodes, fit_wire(typical_collectives(world))
+    return [_with_ranks(now, world, fit, count * per_node, count) for count in range(1, now.nodes)]
+
+
+def _fewer_nodes(now: StepModel, world: Sequence[Window]) -> list[Strategy]:
+    """The best number of them."""
+    options = on_fewer_nodes(world)
+    if not options:
+        return []
     best = max(options, key=lambda model: (model.samples_per_second, -model.nodes))
     cheapest = max(options, key=lambda model: model.samples_per_second / model.nodes)
     note = "the global batch stays: planned micro-batches are dealt to the nodes that are there"
@@ -347,32 +358,17 @@ def _memory(
     world: Sequence[Window], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
 ) -> list[Strategy]:
     """A batch size from measured memory, where the GPU is less than 70 % full at its fullest (R3.4)."""
-    batch = training.get("batch_size_per_gpu") or world[-1].facts.get("local_samples_per_micro_batch")
-    nodes = [item for item in events if item.get("kind") == "node" and item.get("gpu_memory_percent")]
-    if not batch or not nodes:
+    memory = gpu_memory(world, events, training)
+    if isinstance(memory, str) or memory.fraction >= MEMORY_LOW:
         return []
-    gpus = [gpu for item in nodes for gpu in item.get("gpus") or () if gpu.get("memory_total_bytes")]
-    fullest = max((gpu["memory_used_bytes"] / gpu["memory_total_bytes"] for gpu in gpus), default=None)
-    fullest = max(item["gpu_memory_percent"] for item in nodes) / 100 if fullest is None else fullest
-    if fullest >= MEMORY_LOW:
-        return []
-    total = max((gpu["memory_total_bytes"] for gpu in gpus), default=0)
-    # Weights, gradients and the two moments of Adam do not grow with the batch; the rest is taken to.
-    state = 4 * float(world[-1].facts.get("parameters_bytes") or 0) / total if total else 0.0
-    larger = batch_for_memory(int(batch), fullest, min(state, 0.9 * fullest))
+    larger = memory.batch_at()
     now = step_model(world)
-    factor = larger / int(batch)
-    then = replace(now.with_work(factor), samples=factor * now.samples)
-    note = f"GPU memory is {fullest:.0%} full at its fullest: about {MEMORY_TARGET:.0%} then; look at the learning rate"
-    change = f"training.batch_size_per_gpu = {larger} (now {batch})"
-    return [now.to(then, "use the GPU's memory", change, note)]
-
-
-def batch_for_memory(batch: int, used: float, state: float = 0.0, target: float = MEMORY_TARGET) -> int:
-    """The batch size that fills ``target`` of a GPU's memory, where this one fills ``used`` of it and ``state`` of that
-    does not grow with the batch; a multiple of 8, never smaller than now."""
-    room = (target - state) / max(used - state, 1e-6)
-    return max(batch, int(batch * min(room, 64)) // 8 * 8)
+    note = (
+        f"GPU memory is {memory.fraction:.0%} full at its fullest: about {MEMORY_TARGET:.0%} then; look at the "
+        "learning rate"
+    )
+    change = f"training.batch_size_per_gpu = {larger} (now {memory.batch})"
+    return [now.to(now.with_batch(larger / memory.batch), "use the GPU's memory", change, note)]
 
 
 def _less_wire(now: StepModel, world: Sequence[Window], saved: float) -> StepModel:

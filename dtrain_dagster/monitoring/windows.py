@@ -1,11 +1,14 @@
 """The `timing` events of a job as typed windows, and the few figures that everything else is made of. Pure.
 
-A *window* is what rank 0 reports every ``log_frequency`` steps. Records of older trainers have none, and a field that
-is missing means «not known»: whatever reads windows works with those that are there.
+A *window* is what rank 0 reports of consecutive steps: every ``log_frequency`` of them at first, then once a second.
+Records of older trainers have none, and a field that is missing means «not known»: whatever reads windows works with
+those that are there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,7 +75,13 @@ class Window:
 
 def windows(events: Iterable[Mapping[str, Any]]) -> list[Window]:
     """The ``timing`` events that can be read, in order of time."""
-    found = [window for item in events if item.get("kind") == "timing" and (window := _window(item)) is not None]
+    found = []
+    for item in events:
+        if item.get("kind") == "timing":
+            # A run directory is input: one event that is damaged takes no report with it.
+            with contextlib.suppress(TypeError, ValueError, AttributeError):
+                if (window := _window(item)) is not None:
+                    found.append(window)
     return sorted(found, key=lambda window: window.time)
 
 
@@ -145,7 +154,7 @@ def _window(item: Mapping[str, Any]) -> Window | None:
     # What the segments of the ranks sum to, so that shares add up; the wall clock where there are none.
     sums = [sum(values) for values in zip(*segments.values(), strict=True)]
     seconds = statistics.fmean(sums) if sums else float(item.get("seconds") or 0.0)
-    if not nodes or seconds <= 0 or not item.get("steps"):
+    if not nodes or not 0 < seconds < math.inf or not item.get("steps"):
         return None
     typical = {
         name: tuple(map(float, values)) for name, values in (item.get("typical") or {}).items() if len(values) == size

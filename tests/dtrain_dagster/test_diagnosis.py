@@ -193,6 +193,19 @@ def test_records_without_timing_are_not_judged_and_bad_ones_do_no_harm():
     assert diagnose([{"kind": "timing", "time": 0.0, "rank": 0}, bare, *rest]).cause is Cause.HEALTHY
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"nodes": "0, 1"}, {"nodes": 3}, {"segments": [1.0]}, {"segments": {"input": 0.1}}, {"steps": "ten"},
+        {"segments": {"input": [float("nan"), 0.1, 0.1]}}, {"samples": [None]}, {"collectives": [3]}, {"time": None},
+    ],
+)  # fmt: skip
+def test_a_damaged_event_is_left_out_and_the_others_are_read(damage):
+    events = Simulation(windows=5, ranks=3).events()
+    events[2] = events[2] | damage
+    assert [window.step for window in windows(events)] == [10, 20, 40, 50]
+
+
 def test_the_first_window_of_a_generation_does_not_count_where_others_are_there():
     events = Simulation(windows=5).events()
     again = [item | {"time": item["time"] + 100, "generation": 2} for item in events[:3]]

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.monitoring.alerts import KEPT_EVENTS, KEPT_WINDOWS, alerts, keep, told
-from dtrain_dagster.monitoring.strategies import Strategy, batch_for_memory, step_model, strategies
+from dtrain_dagster.monitoring.gpu_memory import GPUMemory
+from dtrain_dagster.monitoring.strategies import Strategy, step_model, strategies
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
 from trainer.rundir import event
 
@@ -137,9 +138,12 @@ def test_a_batch_for_memory_that_is_not_used(used: float, expected: int | None):
 
 
 def test_a_batch_grows_with_what_grows_with_it_only():
-    assert batch_for_memory(100, used=0.5, state=0.3, target=0.8) == 248
-    assert batch_for_memory(100, used=0.5, state=0.0, target=0.8) == 160
-    assert batch_for_memory(100, used=0.9, target=0.8) == 100
+    memory = GPUMemory(used=500, total=1000, state=300.0, batch=100, ranks=1)
+    assert memory.bytes_per_sample == 2
+    assert memory.batch_at(0.8) == 248
+    assert replace(memory, state=0.0).batch_at(0.8) == 160
+    assert replace(memory, used=900).batch_at(0.8) == 100, "never smaller than now"
+    assert replace(memory, ranks=2).batch_at(0.8) == 248, "each of the two has half of it, now and then"
 
 
 def test_people_are_told_once_with_what_would_help_the_most_first():

@@ -37,6 +37,7 @@ def test_a_model_that_is_no_better_than_the_baselines_fails_the_ci_job(project: 
     assert (job / "reports" / "cost_breakdown.json").exists()
     report = json.loads((job / "reports" / "performance_report.json").read_text())
     assert report["verdict"]
+    assert 0 < report["optimization"]["utilization"]["fraction"] <= 1
 
     # the same again: data, shards and canaries are not made twice, and what it takes is known
     again = materialize(project, *GRAPH[:3], folder=tmp_path, more={"max_steps": 4})

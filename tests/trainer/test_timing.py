@@ -12,8 +12,12 @@ import torch
 from worlds import Job
 
 from trainer.communication import (
+    EAGER_WINDOWS,
     FIELDS,
+    MOST_STEPS,
     PROBE_EVERY,
+    WINDOW_SECONDS,
+    CommunicationProfiler,
     Window,
     is_probe_due,
     links,
@@ -22,8 +26,10 @@ from trainer.communication import (
     row_of,
     summary,
 )
+from trainer.config import DistributedTrainingConfig
 from trainer.group import Collective
 from trainer.timing import SEGMENTS, Mark, StepTimer, computed_at, durations, moments
+from trainer.world import join
 
 CPU = torch.device("cpu")
 STEP = {"input": 0.01, "forward": 0.2, "backward": 0.3, "optimizer": 0.05, "other": 0.01, "samples": 64}
@@ -192,6 +198,37 @@ def test_links_are_probed_where_the_wire_takes_long_and_not_often() -> None:
     assert len(set(links(5))) == 10
     assert name_of("commit of the step") == "commit"
     assert name_of("all-reduce of gradient bucket 12 (4 bytes)") == "bucket 12"
+
+
+def test_ranks_exchange_at_each_report_at_first_then_once_a_second_and_at_the_end() -> None:
+    profiler = CommunicationProfiler(join(DistributedTrainingConfig(world_size=1)), StepTimer(True, CPU))
+
+    def take_step(seconds: float) -> None:
+        at = profiler.timer.take()[-1].at
+        profiler.timer._marks = [
+            Mark(None, at),
+            Mark("input", at),
+            Mark("backward", at + seconds),
+            Mark("exposed", at + seconds),
+        ]
+        profiler.add(samples=8)
+
+    for step in range(1, EAGER_WINDOWS + 1):
+        assert profiler.is_due(step, is_last=False)
+        take_step(0.01)
+        window = profiler.exchange(step, (1.5, 8))
+        assert window.totals == (1.5, 8)
+        assert window.field("samples").tolist() == [[8]]
+    lasts = round(WINDOW_SECONDS / 0.01)
+    assert not profiler.is_due(EAGER_WINDOWS + lasts - 1, is_last=False)
+    assert profiler.is_due(EAGER_WINDOWS + 1, is_last=True)
+    assert profiler.is_due(EAGER_WINDOWS + lasts, is_last=False)
+    for _ in range(lasts):
+        take_step(1e-5)
+    assert profiler.exchange(EAGER_WINDOWS + lasts).values.shape[1] == lasts, "no step is left out"
+    assert profiler.is_due(EAGER_WINDOWS + lasts + MOST_STEPS, is_last=False), "before steps would be dropped"
+    assert not profiler.is_due(EAGER_WINDOWS + lasts + MOST_STEPS - 1, is_last=False)
+    assert not CommunicationProfiler(profiler.world, StepTimer(False, CPU)).is_due(1, is_last=True)
 
 
 PLANTED = 0.4

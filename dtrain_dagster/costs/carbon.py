@@ -1,0 +1,237 @@
+"""What a job used of electricity, and what its grid emitted for it: pure arithmetic over presence and samples.
+
+    kWh = sum over node time of (GPU power + host power) x PUE;   kg CO2e = kWh x intensity of the region's grid
+
+GPU power is what NVML measured on the nodes (``node`` events, see `trainer.monitor`). Where nothing was measured it is
+the rated power times the utilisation, or rated power as it is: an upper bound. Nodes do not measure the host: it counts
+by its processors' load. Every constant stands in ``carbon.json`` with its source and year.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from itertools import pairwise
+from typing import Any
+
+from dtrain_dagster.clusters.base import NodeUsage
+from dtrain_dagster.costs.prices import hardware_of, region_of
+
+HOLD_SECONDS = 120.0
+"""A sample speaks for the time since the one before it, though for no longer than that."""
+_GB_PER_GIB = 2**30 / 1e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """Of a job, or of a part of its time."""
+
+    kwh: float
+    kg_co2e: float | None
+    """None where the grid is not known."""
+    basis: str
+    """How the kWh came about, in words: what was measured, and what was assumed."""
+    source: str
+    """Where the grid's intensity is from, and of which year; or why there is none."""
+    measured_share: float
+    """Of the node time: in which the GPUs' power was measured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What draws power where a node is."""
+
+    cores: int
+    """Virtual processors."""
+    memory_gib: float
+    gpu_watts: float
+    """Rated, of all GPUs together; 0 where there are none, or none that is known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sample:
+    time: float
+    gpu_watts: float | None
+    gpu_utilization: float | None
+    load: float | None
+    """Fractions of 1."""
+
+
+@dataclass(slots=True)
+class _Sum:
+    joules: float = 0.0
+    seconds: float = 0.0
+    measured_seconds: float = 0.0
+
+
+def footprint(
+    usage: Iterable[NodeUsage],
+    events: Iterable[Mapping[str, Any]],
+    region: str | None,
+    machine: Machine | None = None,
+) -> Footprint:
+    """``events``: of the job, of all kinds. ``region``: where the nodes are; None: not known, so there is no CO2.
+
+    ``machine``: for nodes that are groups of processes on one machine, see `this_machine`. What it draws is counted
+    once for them all, and is not what the SKU would draw whose price stands in for them. `PriceError` for a SKU of
+    which nothing is known.
+    """
+    stretches = list(usage)
+    samples = _samples(events)
+    total = _Sum()
+    if machine is not None:
+        _add(total, stretches, samples, machine, usual_load=1.0)
+    else:
+        for stretch in stretches:
+            _add(total, [stretch], samples, _machine_of(stretch.sku), usual_load=_table()["host"]["usual_load"])
+    share = total.measured_seconds / total.seconds if total.seconds else 0.0
+    pue = 1.0 if machine is not None else _table()["datacentre"]["pue"]
+    kwh = total.joules / 3.6e6 * pue
+    grams, source = _grid(region)
+    return Footprint(
+        kwh=kwh,
+        kg_co2e=None if grams is None else kwh * grams / 1000,
+        basis=_basis(share, machine, pue),
+        source=source,
+        measured_share=share,
+    )
+
+
+def this_machine() -> Machine:
+    """The one that this process is on. Its GPUs count only where they were measured."""
+    import psutil
+
+    return Machine(cores=os.cpu_count() or 1, memory_gib=psutil.virtual_memory().total / 2**30, gpu_watts=0.0)
+
+
+def _add(
+    total: _Sum,
+    stretches: Sequence[NodeUsage],
+    samples: Mapping[int, Sequence[_Sample]],
+    machine: Machine,
+    usual_load: float,
+) -> None:
+    """Add up what one machine drew while any of these stretches lasted. Between two neighbouring points of time at
+    which something changes all is constant. A stretch that ends before it begins, as clocks step, is none."""
+    points = {point for stretch in stretches for point in (stretch.started_at, stretch.ended_at)}
+    for stretch in stretches:
+        points.update(_changes(samples.get(stretch.node_id, ()), stretch.started_at, stretch.ended_at))
+    ordered = sorted(points)
+    for begin, end in pairwise(ordered):
+        middle = (begin + end) / 2
+        present = {stretch.node_id for stretch in stretches if stretch.started_at <= middle < stretch.ended_at}
+        if not present:
+            continue
+        told = [_speaking(samples.get(node_id, ()), middle) for node_id in present]
+        watts, is_measured = _watts(machine, told, usual_load)
+        total.joules += watts * (end - begin)
+        total.seconds += end - begin
+        total.measured_seconds += (end - begin) * is_measured
+
+
+def _changes(samples: Sequence[_Sample], begin: float, end: float) -> Iterable[float]:
+    """When, within that time, another sample begins to speak, or one that nobody precedes."""
+    first = bisect_right(samples, begin, key=_time)
+    for index in range(first, len(samples)):
+        time = samples[index].time
+        since = time - HOLD_SECONDS
+        if begin < since < end and (index == 0 or samples[index - 1].time < since):
+            yield since
+        if time >= end:
+            return
+        yield time
+
+
+def _speaking(samples: Sequence[_Sample], when: float) -> _Sample | None:
+    """The sample that speaks for a point of time: the next one, if it is near."""
+    index = bisect_left(samples, when, key=_time)
+    return samples[index] if index < len(samples) and samples[index].time - when <= HOLD_SECONDS else None
+
+
+def _watts(machine: Machine, told: Sequence[_Sample | None], usual_load: float) -> tuple[float, bool]:
+    """Of a machine with the samples of the nodes on it, and whether the GPUs' part was measured. Each of these nodes
+    sees the same GPUs, and its own share of the processors."""
+    known = [sample for sample in told if sample]
+    measured = [sample.gpu_watts for sample in known if sample.gpu_watts is not None]
+    utilization = [sample.gpu_utilization for sample in known if sample.gpu_utilization is not None]
+    gpus = max(measured) if measured else machine.gpu_watts * max(utilization, default=1.0)
+    loads = [usual_load if sample is None or sample.load is None else sample.load for sample in told]
+    host = _table()["host"]
+    idle, busy = host["idle_watts_per_vcpu"], host["busy_watts_per_vcpu"]
+    processors = machine.cores * (idle + min(1.0, sum(loads)) * (busy - idle))
+    memory = machine.memory_gib * _GB_PER_GIB * host["watts_per_gb"]
+    return gpus + processors + memory, bool(measured)
+
+
+def _samples(events: Iterable[Mapping[str, Any]]) -> dict[int, list[_Sample]]:
+    """By node, in order of time, one for each point of time."""
+    found: dict[int, dict[float, _Sample]] = defaultdict(dict)
+    for event in events:
+        time = _number(event.get("time"))
+        if event.get("kind") != "node" or time is None or event.get("node_id") is None:
+            continue
+        load, utilization = _number(event.get("cpu_percent")), _number(event.get("gpu_utilization"))
+        found[event["node_id"]][time] = _Sample(
+            time=time,
+            gpu_watts=_number(event.get("gpu_power_watts")),
+            gpu_utilization=None if utilization is None else min(1.0, utilization / 100),
+            load=None if load is None else min(1.0, load / 100),
+        )
+    return {node_id: [by_time[time] for time in sorted(by_time)] for node_id, by_time in found.items()}
+
+
+def _number(value: Any) -> float | None:
+    """A figure that can be one: finite, and not negative."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) and value >= 0 else None
+
+
+def _time(sample: _Sample) -> float:
+    return sample.time
+
+
+@cache
+def _machine_of(sku: str) -> Machine:
+    made = hardware_of(sku)
+    return Machine(cores=made.vcpus, memory_gib=made.memory_gib, gpu_watts=made.gpus * made.gpu_watts)
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return json.loads(resources.files("dtrain_dagster.costs").joinpath("carbon.json").read_text())
+
+
+def _grid(region: str | None) -> tuple[float | None, str]:
+    """Grams of CO2e per kWh, and the words for it."""
+    if region is None:
+        return None, "where the machine stands is not known, so its grid is not: kWh only"
+    row = _table()["regions"].get(region_of(region))
+    if row is None:
+        return None, f"the grid of region {region!r} is not in the table: kWh only"
+    origin = _table()["sources"][row["source"]]
+    return row["g_per_kwh"], f"{row['place']}: {row['g_per_kwh']:g} g/kWh in {origin['year']}, {origin['source']}"
+
+
+def _basis(share: float, machine: Machine | None, pue: float) -> str:
+    host = _table()["host"]
+    origin = _table()["sources"]
+    hosts = (
+        f"by load at {host['idle_watts_per_vcpu']} to {host['busy_watts_per_vcpu']} W per virtual processor and "
+        f"{host['watts_per_gb']} W per GB of memory ({origin[host['source']]['source']})"
+    )
+    if machine is not None:
+        gpus = f"; GPU power was measured in {share:.0%} of the time" if share else ""
+        return (
+            f"an estimate of this one machine, not of the SKU whose price stands in: {machine.cores} processors {hosts}"
+            f"{gpus}; no PUE"
+        )
+    return (
+        f"GPU power measured in {share:.0%} of the node time, else rated power (an upper bound where the utilisation "
+        f"is not known); hosts {hosts}; times a PUE of {pue} ({origin[_table()['datacentre']['source']]['source']})"
+    )

@@ -1,0 +1,368 @@
+"""Fresh prices from Azure's public retail price API, which needs no account. ``dtrain prices refresh`` asks it.
+
+It lists several meters for one size: Windows beside Linux, spot and low priority beside dedicated (told by their
+names alone), reservations, prices that are no more or not yet. `choose` picks from them; what it cannot tell apart, and
+what the API does not list, stays as it was, and is said. A price that cannot be true refuses the whole table.
+
+Read: learn.microsoft.com/rest/api/cost-management/retail-prices/azure-retail-prices (2023-01-01-preview).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+
+from dtrain_dagster.costs.prices import (
+    Figure,
+    PriceError,
+    Prices,
+    Tier,
+    merge,
+    packaged_prices,
+    refreshed_prices,
+)
+from trainer.storage import Storage
+
+RETAIL_URL = "https://prices.azure.com/api/retail/prices"
+API_VERSION = "2023-01-01-preview"
+SKUS_PER_QUERY = 10
+"""They all stand in the address, whose length is limited."""
+MAX_PAGES = 50
+"""Of one query. A page has up to 1000 prices, and ten sizes in one region have some dozens."""
+ATTEMPTS = 5
+PASSES = {408, 429, 500, 502, 503, 504}
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
+CONNECT_SECONDS, READ_SECONDS = 10, 60
+LARGEST_RATIO = 10.0
+"""A price that differs by more from what the package has is taken for an error of the list, or of this module."""
+_BEGINNING = datetime.min.replace(tzinfo=UTC)
+
+
+class RetailError(PriceError):
+    """The price list could not be fetched, or cannot be believed. Nothing was written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A figure that was asked for. ``before``: what counted until now; None: nothing was known."""
+
+    region: str
+    sku: str
+    tier: Tier
+    before: Figure | None
+    after: Figure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refreshed:
+    """What a refresh has written, and what stays as it was."""
+
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+
+
+def refresh(
+    path: Path,
+    regions: Sequence[str],
+    skus: Sequence[str],
+    url: str = RETAIL_URL,
+    now: datetime | None = None,
+    pause: Callable[[float], None] = time.sleep,
+) -> Refreshed:
+    """Ask for these SKUs in these regions, and put what is found into the table at ``path``, at once and as a whole.
+    Figures of other SKUs and regions stay in it. `RetailError` where it cannot be had; the table is then as before."""
+    now = now or datetime.now(UTC)
+    packaged = packaged_prices()
+    notes = []
+    try:
+        known = refreshed_prices(path)
+    except PriceError as error:
+        known = {}
+        notes.append(f"started anew, without what was there: {error}")
+    before = merge([packaged, known])
+    found: Prices = {}
+    for region in regions:
+        items = [item for some in _portions(skus) for item in fetch(url, region, some, pause)]
+        source = f"Azure's retail price API, {url}?api-version={API_VERSION}&$filter={_filter(region)}"
+        prices, unclear = choose(items, region, skus, now)
+        if not prices:
+            raise RetailError(
+                f"{url} lists no price of {', '.join(skus)} in region {region!r}: is that its name? Names are like "
+                "eastus (`az account list-locations`). Nothing was changed"
+            )
+        notes += [f"{line} in {region}: stays as it was" for line in unclear]
+        found[region] = {
+            sku: {
+                tier: Figure(usd_per_hour=usd, recorded_on=f"{now:%Y-%m-%d}", how="asked", source=source)
+                for tier, usd in tiers.items()
+            }
+            for sku, tiers in prices.items()
+        }
+        notes += _gaps(region, skus, found[region], before.get(region, {}))
+    _refuse_what_cannot_be(found, packaged, url)
+    _write(path, as_document(_updated(known, found)))
+    return Refreshed(changes=tuple(_changes(found, before)), notes=tuple(notes))
+
+
+def fetch(
+    url: str, region: str, skus: Sequence[str], pause: Callable[[float], None] = time.sleep
+) -> Iterator[dict[str, Any]]:
+    """All items of a query, page after page. Never from another host than that of ``url``."""
+    _place(url)
+    names = " or ".join(f"armSkuName eq '{sku}'" for sku in skus)
+    params: dict[str, str] | None = {
+        "api-version": API_VERSION,
+        "currencyCode": "'USD'",
+        "$filter": f"{_filter(region)} and ({names})",
+    }
+    link, seen = url, set[str]()
+    with requests.Session() as session:
+        while link:
+            page = _ask(session, link, params, pause)
+            yield from page["Items"]
+            seen.add(link)
+            link, params = page.get("NextPageLink") or "", None
+            if link and _place(link) != _place(url):
+                raise RetailError(
+                    f"{url} goes on at another address, {link!r}, which was not asked. Nothing was changed"
+                )
+            if link in seen or len(seen) >= MAX_PAGES:
+                raise RetailError(
+                    f"{url} does not come to an end: {len(seen)} pages for one query. Nothing was changed"
+                )
+
+
+def choose(
+    items: Iterable[Mapping[str, Any]], region: str, skus: Sequence[str], now: datetime
+) -> tuple[dict[str, dict[Tier, float]], list[str]]:
+    """SKU → tier → US dollars per hour, of what counts now, and what could not be told apart, in words.
+
+    `RetailError` for items that are not of the known shape.
+    """
+    names = {sku.casefold(): sku for sku in skus}
+    offers: dict[tuple[str, Tier], list[tuple[datetime, float]]] = {}
+    for item in items:
+        try:
+            sku = names.get(str(item.get("armSkuName", "")).casefold())
+            if sku is None or not is_linux_by_the_hour(item, region):
+                continue
+            since, until = (_time(item.get(f"effective{end}Date")) for end in ("Start", "End"))
+            if (since or _BEGINNING) <= now and (until is None or until > now):
+                usd = float(item["retailPrice"])
+                offers.setdefault((sku, tier_of_meter(item)), []).append((since or _BEGINNING, usd))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RetailError(
+                f"the price list has an item that cannot be read ({type(error).__name__}: {error}): {item!r:.300}. "
+                "Nothing was changed"
+            ) from None
+    chosen: dict[str, dict[Tier, float]] = {}
+    unclear = []
+    for (sku, tier), dated in offers.items():
+        newest = max(since for since, _ in dated)
+        prices = sorted({usd for since, usd in dated if since == newest})
+        if len(prices) == 1:
+            chosen.setdefault(sku, {})[tier] = prices[0]
+        else:
+            unclear.append(f"{sku}, {tier}: listed at {' and at '.join(map(str, prices))}")
+    return chosen, unclear
+
+
+def is_linux_by_the_hour(item: Mapping[str, Any], region: str) -> bool:
+    """Is this the price of an hour of a Linux machine in that region, as everybody pays it? In US dollars, or
+    `RetailError`."""
+    product = str(item.get("productName", "")).casefold()
+    names = f"{item.get('skuName', '')} {item.get('meterName', '')}".casefold()
+    if (
+        item.get("type", item.get("priceType")) != "Consumption"  # no reservation, none for developers
+        or item.get("reservationTerm")
+        or str(item.get("armRegionName", "")).casefold() != region
+        or item.get("isPrimaryMeterRegion") is False  # a duplicate of the same meter
+        or item.get("tierMinimumUnits")
+        or item.get("unitOfMeasure") != "1 Hour"
+        or any(word in product for word in ("windows", "cloud services", "cloudservices", "dedicated host"))
+        or "expired" in names
+    ):
+        return False
+    if item.get("currencyCode") != "USD":
+        raise RetailError(f"asked for US dollars, got {item.get('currencyCode')!r}: {item!r:.300}. Nothing was changed")
+    return True
+
+
+def tier_of_meter(item: Mapping[str, Any]) -> Tier:
+    """By the suffix of its names: ``NC6s v3``, ``NC6s v3 Low Priority``, ``NC6s v3 Spot``."""
+    names = f"{item.get('skuName', '')} {item.get('meterName', '')}".casefold()
+    return "low_priority" if "low priority" in names else "spot" if "spot" in names.split() else "dedicated"
+
+
+def as_document(prices: Prices) -> dict[str, Any]:
+    """As `dtrain_dagster.costs.prices.read_prices` reads it."""
+    figures = [figure for rows in prices.values() for tiers in rows.values() for figure in tiers.values()]
+    origins = dict.fromkeys((figure.how, figure.recorded_on, figure.source) for figure in figures)
+    keys = {origin: f"s{number}" for number, origin in enumerate(origins, 1)}
+    return {
+        "currency": "USD",
+        "sources": {
+            key: {"how": how, "recorded_on": day, "source": source} for (how, day, source), key in keys.items()
+        },
+        "prices": {
+            region: {
+                sku: {
+                    tier: [figure.usd_per_hour, keys[figure.how, figure.recorded_on, figure.source]]
+                    for tier, figure in tiers.items()
+                }
+                for sku, tiers in rows.items()
+            }
+            for region, rows in prices.items()
+        },
+    }
+
+
+def _filter(region: str) -> str:
+    return f"serviceName eq 'Virtual Machines' and priceType eq 'Consumption' and armRegionName eq '{region}'"
+
+
+def _portions(skus: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (skus[start : start + SKUS_PER_QUERY] for start in range(0, len(skus), SKUS_PER_QUERY))
+
+
+def _place(url: str) -> tuple[str, str, int]:
+    """Scheme, host and port of an address."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+    except (ValueError, KeyError):
+        raise RetailError(f"{url!r} is no address of a price list; it is like {RETAIL_URL}") from None
+    return parts.scheme, (parts.hostname or "").casefold(), port
+
+
+def _ask(
+    session: requests.Session, url: str, params: Mapping[str, str] | None, pause: Callable[[float], None]
+) -> dict[str, Any]:
+    """One page. What passes (no connection, throttled, 5xx) is asked again, when the service says so."""
+    problem, backoff = "", FIRST_PAUSE_SECONDS
+    for attempt in range(ATTEMPTS):
+        wait, backoff = backoff, 2 * backoff
+        try:
+            answer = session.get(url, params=params, timeout=(CONNECT_SECONDS, READ_SECONDS), allow_redirects=False)
+        except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
+            problem = f"cannot be reached ({type(error).__name__}: {error})"
+        except requests.RequestException as error:
+            raise RetailError(f"{url} cannot be asked: {error}. Nothing was changed") from None
+        else:
+            if answer.status_code == 200:
+                return _page(url, answer)
+            problem = f"answers {answer.status_code}: {answer.text[:200]!r}"
+            if answer.status_code not in PASSES:
+                raise RetailError(f"{url} {problem}. Nothing was changed")
+            wait = max(wait, _retry_after(answer.headers.get("Retry-After")))
+        if wait > LONGEST_PAUSE_SECONDS:
+            raise RetailError(f"{url} {problem}. It wants to be asked again in {wait:.0f} s. Nothing was changed")
+        if attempt + 1 < ATTEMPTS:
+            pause(wait)
+    raise RetailError(f"{url} {problem}, {ATTEMPTS} times in a row; try again later. Nothing was changed")
+
+
+def _page(url: str, answer: requests.Response) -> dict[str, Any]:
+    try:
+        page = answer.json()
+        if not isinstance(page["Items"], list) or not all(isinstance(item, dict) for item in page["Items"]):
+            raise ValueError("its Items are no list of objects")
+        if not isinstance(page.get("NextPageLink") or "", str):
+            raise ValueError("its NextPageLink is no text")
+    except (ValueError, TypeError, KeyError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise RetailError(f"{url} answers with what is no price list ({said}). Nothing was changed") from None
+    return page
+
+
+def _retry_after(header: str | None) -> float:
+    """Seconds, from a number or a date; 0 where there is none."""
+    if not header:
+        return 0.0
+    try:
+        return max(0.0, float(header))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, (parsedate_to_datetime(header) - datetime.now(UTC)).total_seconds())
+    except (ValueError, TypeError):
+        return 0.0
+
+
+def _time(text: str | None) -> datetime | None:
+    if not text:
+        return None
+    found = datetime.fromisoformat(text)
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def _gaps(
+    region: str, skus: Sequence[str], found: Mapping[str, Mapping[Tier, Figure]], before: Mapping[str, Any]
+) -> Iterator[str]:
+    """What was asked for and is not listed."""
+    for sku in skus:
+        if "dedicated" not in found.get(sku, {}):
+            known = before.get(sku, {}).get("dedicated")
+            rest = f"stays at {known.usd_per_hour:g} of {known.recorded_on}" if known else "is not known"
+            yield f"{sku} in {region}: no dedicated price is listed; it {rest}"
+
+
+def _refuse_what_cannot_be(found: Prices, packaged: Prices, url: str) -> None:
+    """`RetailError` with every figure that is not positive or far from what the package has."""
+    wrong = []
+    for region, rows in found.items():
+        for sku, tiers in rows.items():
+            for tier, figure in tiers.items():
+                usd, usual = figure.usd_per_hour, _usual(packaged, region, sku, tier)
+                if not 0 < usd < math.inf:
+                    wrong.append(f"{sku} in {region}, {tier}: {usd}")
+                elif usual and not 1 / LARGEST_RATIO <= usd / usual <= LARGEST_RATIO:
+                    wrong.append(f"{sku} in {region}, {tier}: {usd} (the package has {usual:g})")
+    if wrong:
+        raise RetailError(
+            f"{url} lists prices that cannot be true, in US dollars per hour: {'; '.join(wrong)}. Nothing was changed; "
+            "look at Azure's own page, or refresh the others with --sku"
+        )
+
+
+def _usual(packaged: Prices, region: str, sku: str, tier: Tier) -> float | None:
+    """What the package has for it: there, or in the middle of other regions."""
+    everywhere = {name: rows[sku][tier].usd_per_hour for name, rows in packaged.items() if tier in rows.get(sku, {})}
+    return everywhere.get(region) or (statistics.median(everywhere.values()) if everywhere else None)
+
+
+def _write(path: Path, document: Mapping[str, Any]) -> None:
+    try:
+        Storage(path.parent).write(path.name, json.dumps(document, indent=1).encode())
+    except OSError as error:
+        raise RetailError(
+            f"{path} cannot be written ({error.strerror or error}); make room there, or set DTRAIN_HOME to a folder "
+            "that can be written. Nothing was changed"
+        ) from None
+
+
+def _updated(known: Prices, found: Prices) -> Prices:
+    updated = {region: {sku: dict(tiers) for sku, tiers in rows.items()} for region, rows in known.items()}
+    for region, rows in found.items():
+        for sku, tiers in rows.items():
+            updated.setdefault(region, {}).setdefault(sku, {}).update(tiers)
+    return updated
+
+
+def _changes(found: Prices, before: Prices) -> Iterator[Change]:
+    for region, rows in found.items():
+        for sku, tiers in rows.items():
+            for tier, after in tiers.items():
+                known = before.get(region, {}).get(sku, {}).get(tier)
+                yield Change(region=region, sku=sku, tier=tier, before=known, after=after)

@@ -1,0 +1,84 @@
+"""How much of a GPU's memory a sample takes, and how many fit: from what the nodes measured. Pure.
+
+A process holds weights, gradients and the two moments of Adam, which do not grow with the batch, and activations, which
+do. What else it holds (the driver's context, the allocator's reserve) is counted with the activations, so a sample
+seems larger than it is, and a batch that is recommended is rather too small than too large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtrain_dagster.monitoring.windows import Window
+
+MEMORY_LOW, MEMORY_TARGET = 0.70, 0.85
+"""Of a GPU's memory: below the first a larger batch is recommended (R3.4), one that needs the second."""
+STATE = 4
+"""Times the parameters' bytes: weights, gradients and the two moments of Adam."""
+MULTIPLE, MOST = 8, 64
+"""Batches are multiples of the first, and at most so many times the present one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPUMemory:
+    """The fullest GPU of a job, at its fullest. Bytes."""
+
+    used: int
+    total: int
+    state: float
+    """What does not grow with the batch."""
+    batch: int
+    """Samples of a micro-batch."""
+    ranks: int
+    """That share the GPU."""
+
+    @property
+    def fraction(self) -> float:
+        return self.used / self.total
+
+    @property
+    def bytes_per_sample(self) -> float:
+        return (self.used - self.state) / (self.batch * self.ranks)
+
+    def batch_at(self, target: float = MEMORY_TARGET) -> int:
+        """The batch that fills so much of the memory; never smaller than now."""
+        room = (target * self.total - self.state) / (self.bytes_per_sample * self.ranks)
+        return max(self.batch, int(min(room, MOST * self.batch)) // MULTIPLE * MULTIPLE)
+
+
+def gpu_memory(
+    world: Sequence[Window], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
+) -> GPUMemory | str:
+    """From the ``node`` events of a job; where it cannot be told, or a larger batch would not help, why."""
+    batch = training.get("batch_size_per_gpu") or world[-1].facts.get("local_samples_per_micro_batch")
+    looks = [(item, gpu) for item in events if item.get("kind") == "node" for gpu in item.get("gpus") or ()]
+    looks = [(item, gpu) for item, gpu in looks if gpu.get("memory_used_bytes") and gpu.get("memory_total_bytes")]
+    if not looks:
+        return "no GPU's memory was measured on these nodes"
+    if not batch:
+        return "the size of a micro-batch is not known"
+    if any(item.get("kind") == "out_of_memory" for item in events):
+        return (
+            "memory ran out in this job: its micro-batches went through the model in parts, and do not fit as they are"
+        )
+    item, gpu = max(looks, key=lambda look: look[1]["memory_used_bytes"] / look[1]["memory_total_bytes"])
+    neighbours = {_machine(other) for other in events if other.get("kind") == "node"}
+    here = {node for host, node in neighbours if host == _machine(item)[0]}
+    ranks = max(1, math.ceil(sum(node in here for node in world[-1].nodes) / len(item["gpus"])))
+    used = int(gpu["memory_used_bytes"])
+    state = STATE * ranks * float(world[-1].facts.get("parameters_bytes") or 0)
+    return GPUMemory(
+        used=used,
+        total=int(gpu["memory_total_bytes"]),
+        state=min(state, 0.9 * used),
+        batch=int(batch),
+        ranks=ranks,
+    )
+
+
+def _machine(item: Mapping[str, Any]) -> tuple[str, int]:
+    """Several nodes may be one machine, as on a local cluster: (its name, the node)."""
+    return str(item.get("hostname", item.get("node_id"))), int(item.get("node_id", -1))

@@ -1,0 +1,287 @@
+"""The table of choices: arithmetic by hand, and what must hold whatever the figures are."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from itertools import combinations
+from typing import Any
+
+import matplotlib
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtrain_dagster.assets.choosing import choices_metadata
+from dtrain_dagster.costs.choices import (
+    EVICTION_SECONDS,
+    EVICTIONS_PER_NODE_HOUR,
+    Baseline,
+    Choices,
+    PlanError,
+    choices,
+    choose,
+    misses,
+    with_evictions,
+)
+from dtrain_dagster.costs.estimate import Interval
+from dtrain_dagster.costs.prices import Tier, price_of, price_table
+from dtrain_dagster.monitoring.charts_costs import MOST_NUMBERED, choices_chart
+
+V100, T4, A100, QUAD = (f"Standard_{name}" for name in ("NC6s_v3", "NC4as_T4_v3", "NC24ads_A100_v4", "NC96ads_A100_v4"))
+SPEEDS = {V100: 1.0, T4: 0.5, A100: 2.0, QUAD: 8.0}
+PRICES = {sku: replace(price_of(sku), retired_on=None, speed=speed) for sku, speed in SPEEDS.items()}
+PLANNED = Baseline(
+    price=PRICES[V100],
+    node_count=2,
+    tier="dedicated",
+    ranks_per_node=1,
+    batch_size_per_rank=256,
+    measured_nodes=(2,),
+)
+BOTH: tuple[Tier, ...] = ("dedicated", "low_priority")
+HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Amdahl:
+    """A training of which some is computed, on all nodes, and some is not."""
+
+    fixed: float = 0.1 * HOUR
+    computing: float = 12 * HOUR
+    spread: float = 0.1
+    basis: str = "probe"
+    basis_words: str = "a probe of 24 steps on 2 nodes"
+
+    def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
+        whole = self.fixed + self.computing / node_count / speed
+        return Interval(low=(1 - self.spread) * whole, expected=whole, high=(1 + self.spread) * whole)
+
+
+def table_of(forecast: Amdahl | None = None, **other: Any) -> Choices:
+    given: dict[str, Any] = {
+        "baseline": PLANNED,
+        "prices": PRICES.values(),
+        "node_counts": (1, 2, 3),
+        "tiers": ("dedicated",),
+        "epochs": 6,
+        "today": date(2026, 3, 1),
+    } | other
+    return choices(forecast or Amdahl(), **given)
+
+
+def row_of(table: Choices, sku: str, nodes: int, tier: str = "dedicated") -> Any:
+    return next(row for row in table.rows if (row.sku, row.node_count, row.tier) == (sku, nodes, tier))
+
+
+def test_time_and_dollars_by_hand_and_where_they_come_from():
+    table = table_of(Amdahl(fixed=HOUR))
+    two = row_of(table, V100, 2)
+    assert [row for row in table.rows if row.is_planned] == [two]
+    assert two.seconds == Interval(low=0.9 * 7 * HOUR, expected=7 * HOUR, high=pytest.approx(1.1 * 7 * HOUR))
+    assert two.usd.expected == pytest.approx(7 * 2 * 3.06)
+    assert two.usd_per_epoch == pytest.approx(7 * 2 * 3.06 / 6)
+    assert two.efficiency == pytest.approx(13 / 14), "an hour that does not get shorter with nodes"
+    assert (two.origin, row_of(table, V100, 3).origin, row_of(table, T4, 2).origin) == ("measured", "scaled", "guessed")
+    assert "0.5 times as fast as one of Standard_NC6s_v3" in row_of(table, T4, 2).time_from
+    assert row_of(table, T4, 2).seconds.expected == pytest.approx(13 * HOUR)
+    assert "recorded 2025-11-04" in two.price_from
+    assert row_of(table_of(Amdahl(basis="table")), V100, 2).origin == "guessed"
+    twin = "Standard_NC8as_T4_v3"  # as quick as a T4 node with fewer processors, and dearer
+    front = table_of(prices=[PRICES[T4], replace(price_of(twin), speed=0.5)]).pareto
+    assert [row.sku for row in front] == [T4] * 3
+    costs = [row.usd.expected for row in table.rows]
+    assert costs == sorted(costs)
+
+
+@pytest.mark.parametrize(
+    ("limits", "chosen"),
+    [
+        ({}, (T4, 1)),
+        ({"deadline_seconds": 9 * HOUR}, (T4, 3)),  # 8.1 h, and a tenth more at most
+        ({"deadline_seconds": 8.8 * HOUR}, (A100, 1)),  # what is expected in 8.1 h may not keep it
+        ({"deadline_seconds": 1.8 * HOUR, "budget_usd": 30.0}, (QUAD, 1)),
+        ({"deadline_seconds": 8 * HOUR, "budget_usd": 23.0}, None),
+    ],
+)
+def test_the_cheapest_that_keeps_both_limits_is_chosen(limits: dict[str, float], chosen: tuple[str, int] | None):
+    table = table_of(**limits)
+    found = table.chosen
+    assert (found and (found.sku, found.node_count)) == chosen
+    assert sum(row.is_chosen for row in table.rows) == (chosen is not None)
+    for row in table.rows:
+        assert bool(row.why_not) is not row.is_chosen
+
+
+def test_nodes_that_may_be_taken_away_are_for_those_who_can_wait():
+    limits = {"tiers": BOTH, "prices": [PRICES[V100]], "node_counts": (1,)}
+    assert choose(table_of(**limits)).tier == "low_priority"
+    # 12.1 hours and a tenth more, and 1.33 evictions and two standard deviations of ten minutes each: 13.92 h.
+    assert choose(table_of(**limits, deadline_seconds=14.0 * HOUR)).tier == "low_priority"
+    assert choose(table_of(**limits, deadline_seconds=13.8 * HOUR)).tier == "dedicated"
+    slow = with_evictions(Interval(low=HOUR, expected=2 * HOUR, high=3 * HOUR), node_count=4)
+    assert slow.low == HOUR
+    assert slow.expected == pytest.approx(2 * HOUR + 8 * EVICTIONS_PER_NODE_HOUR * EVICTION_SECONDS)
+    assert any("Assumed, not measured" in line for line in table_of(**limits).assumptions)
+    assert not any("Assumed" in line for line in table_of().assumptions)
+
+
+def test_what_cannot_be_had_is_listed_with_why_and_never_taken():
+    table = table_of(prices=price_table().values(), tiers=BOTH)
+    missing = {(item.sku, item.tier): item.why for item in table.not_available}
+    assert missing[V100, "dedicated"] == "retired on 2025-09-30"
+    assert "not offered on the low-priority tier in eastus" in missing["Standard_NC64as_T4_v3", "low_priority"]
+    assert not {(row.sku, row.tier) for row in table.rows} & set(missing)
+    for day, there in ((29, True), (30, False)):
+        assert (V100 in {row.sku for row in table_of(prices=[price_of(V100)], today=date(2025, 9, day)).rows}) is there
+    assert V100 in {row.sku for row in table_of(prices=[price_of(V100)], is_stand_in=True).rows}, "nothing is bought"
+    with pytest.raises(PlanError, match=r"nothing to choose from: Standard_NC6s_v3 \(dedicated\): retired on 2025"):
+        choose(table_of(prices=[price_of(V100)]))
+
+
+def test_each_gpu_of_a_node_is_a_rank():
+    asked: list[tuple[int, float]] = []
+
+    @dataclass(frozen=True)
+    class Listening(Amdahl):
+        def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
+            asked.append((node_count, speed))
+            return super().seconds_at(node_count, speed)
+
+    quad = table_of(Listening(), prices=[PRICES[QUAD]], node_counts=(2,)).rows[0]
+    assert asked[0] == (8, 2.0), "eight ranks on GPUs of twice the speed"
+    assert quad.seconds.expected == pytest.approx(0.1 * HOUR + 12 * HOUR / 2 / 8)
+    assert quad.global_batch == 2 * 4 * 256
+    assert any("several GPUs" in line for line in table_of(prices=[PRICES[QUAD]]).assumptions)
+    # The baseline's own nodes have the ranks that they were given, whatever the SKU that stands in for their price has.
+    asked.clear()
+    two = replace(PLANNED, price=PRICES[T4], ranks_per_node=2)
+    table = table_of(Listening(), baseline=two, prices=[PRICES[T4], PRICES[A100]], node_counts=(3,))
+    assert row_of(table, T4, 3).global_batch == 3 * 2 * 256
+    assert asked[0] == (3, 1.0)
+    assert asked[2] == (2, 6.0), "three ranks make two such nodes nearly; the speed of all of them stays"
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        (
+            {"deadline_seconds": 8 * HOUR, "budget_usd": 20.0},
+            r"none of 12 choices keeps the deadline of 8 h 00 min and the budget of \$20.00\. "
+            r"The cheapest within the deadline is 1 × NC24ads_A100_v4 \(dedicated\): up to 6 h 42 min and \$24.65: "
+            r"set budget_usd = 24.65\. "
+            r"The fastest within the budget is 3 × NC4as_T4_v3 \(dedicated\): up to 8 h 54 min and \$14.17: "
+            r"set deadline_hours = 8.92\.",
+        ),
+        ({"budget_usd": 1.0}, r"The cheapest is 1 × NC4as_T4_v3 .*: set budget_usd = 14.06\. Or train less"),
+        ({"deadline_seconds": 60.0}, r"The fastest is 3 × NC96ads_A100_v4 .*: set deadline_hours = 0.661\. Or"),
+        ({"deadline_seconds": 60.0, "budget_usd": 1.0}, r"The fastest is 3 × NC96.*, the cheapest 1 × NC4as.*: raise"),
+    ],
+)
+def test_where_nothing_fits_the_nearest_and_the_setting_are_named(limits: dict[str, float], words: str):
+    with pytest.raises(PlanError, match=words):
+        choose(table_of(**limits))
+
+
+def test_the_limit_that_is_named_is_enough():
+    limits = {"deadline_seconds": 8 * HOUR, "budget_usd": 20.0}
+    with pytest.raises(PlanError) as refused:
+        choose(table_of(**limits))
+    named = dict(re.findall(r"set (\w+) = ([\d.]+)\.", str(refused.value)))
+    assert choose(table_of(**limits | {"budget_usd": float(named["budget_usd"])})).sku == A100
+    assert choose(table_of(**limits | {"deadline_seconds": float(named["deadline_hours"]) * HOUR})).sku == T4
+
+
+ROWS = [replace(price, retired_on=None) for price in price_table().values()]
+prices = st.lists(st.sampled_from(ROWS), min_size=1, max_size=6, unique_by=lambda price: price.sku)
+limit = st.none() | st.floats(1, 1e6)
+tables = st.fixed_dictionaries(
+    {
+        "prices": prices,
+        "node_counts": st.sets(st.integers(1, 9), min_size=1),
+        "tiers": st.sampled_from((("dedicated",), BOTH)),
+        "deadline_seconds": limit,
+        "budget_usd": limit,
+        "baseline": st.builds(
+            lambda price, ranks: replace(PLANNED, price=price, ranks_per_node=ranks),
+            st.sampled_from(ROWS),
+            st.integers(1, 2),
+        ),
+    }
+)
+forecasts = st.builds(Amdahl, fixed=st.floats(0, 1e4), computing=st.floats(1, 1e6), spread=st.floats(0, 0.5))
+
+
+@given(forecasts, tables)
+def test_what_holds_of_every_table(forecast: Amdahl, given: dict[str, Any]):
+    table = table_of(forecast, **given)
+    for one, other in combinations(table.rows, 2):
+        no_worse = other.usd.expected <= one.usd.expected and other.seconds.expected <= one.seconds.expected
+        better = other.usd.expected < one.usd.expected or other.seconds.expected < one.seconds.expected
+        assert not (one.is_pareto and no_worse and better)
+    if table.rows:
+        assert table.pareto
+    for row in table.rows:
+        assert 0 <= row.usd.low <= row.usd.expected <= row.usd.high
+        assert row.efficiency > 0
+        if not row.is_pareto:
+            assert any(
+                other.usd.expected <= row.usd.expected and other.seconds.expected <= row.seconds.expected
+                for other in table.pareto
+            )
+    if table.chosen:
+        assert not misses(table.chosen, table.deadline_seconds, table.budget_usd)
+    else:
+        assert all(misses(row, table.deadline_seconds, table.budget_usd) for row in table.rows)
+        with pytest.raises(PlanError):
+            choose(table)
+
+
+@given(forecasts, tables, st.integers(1, 9))
+def test_more_to_choose_from_never_costs_more(forecast: Amdahl, given: dict[str, Any], nodes: int):
+    before = table_of(forecast, **given).chosen
+    if before:
+        more_nodes = {"node_counts": {*given["node_counts"], nodes}}
+        for more in (more_nodes, {"tiers": BOTH}, {"deadline_seconds": None}, {"budget_usd": None}):
+            assert choose(table_of(forecast, **(given | more))).usd.expected <= before.usd.expected
+
+
+@given(forecasts, tables)
+def test_a_budget_refuses_and_makes_nothing_slower(forecast: Amdahl, given: dict[str, Any]):
+    given |= {
+        "tiers": ("dedicated",)
+    }  # with evictions, intervals differ in width: the cheaper may be the dearer at most
+    before = table_of(forecast, **given).chosen
+    assert before is None or choose(table_of(forecast, **(given | {"budget_usd": None}))) == before
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        {"prices": [PRICES[T4]], "node_counts": (1,)},
+        {"deadline_seconds": 1.0, "budget_usd": 1e6},
+        {"prices": ROWS, "tiers": BOTH, "deadline_seconds": 5 * HOUR, "budget_usd": 40.0},
+    ],
+)
+def test_the_picture_of_few_and_many_choices_names_what_matters(shown: dict[str, Any]):
+    table = table_of(**shown)
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        text = choices_chart(table).decode()
+    assert ("chosen" in text) is (table.chosen is not None)
+    assert table.pareto[0].name in text
+    assert ("deadline: 1 s, beyond this picture" in text) is (table.deadline_seconds == 1.0)
+    assert len(re.findall(r"\d × \w+ \([\w ]+\): ", text)) <= MOST_NUMBERED
+
+
+def test_metadata_shows_the_chosen_row_and_is_json():
+    metadata = choices_metadata(table_of(tiers=BOTH, deadline_seconds=5 * HOUR, budget_usd=100.0))
+    assert set(metadata) == {"choices_rest_on", "choice", "choices", "choices_picture"}
+    rows = [record.data for record in metadata["choices"].records]
+    [chosen] = [row for row in rows if "chosen" in row["mark"]]
+    assert metadata["choice"].startswith(f"{chosen['nodes']} × ")
+    assert [row["usd"] for row in rows] == sorted(row["usd"] for row in rows)
+    assert metadata["choices_picture"].md_str.startswith("![Cost against time")
+    none = choices_metadata(table_of(prices=[price_of(V100)]))
+    assert set(none) == {"choices_rest_on", "choices_not_available"}
+    assert asdict(table_of())["rows"][0]["sku"] == T4

@@ -1,0 +1,166 @@
+"""What is recommended for the next run: only where little was used, with figures that a simulated run then has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import date
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.clusters.base import NodeUsage
+from dtrain_dagster.costs.choices import EVICTION_SECONDS, EVICTIONS_PER_NODE_HOUR
+from dtrain_dagster.costs.optimizer import ResourceOptimizer, utilization
+from dtrain_dagster.costs.prices import price_of, price_table
+from dtrain_dagster.monitoring.strategies import step_model
+from dtrain_dagster.monitoring.windows import settled, windows
+from trainer.rundir import event
+
+from .simulated_timing import Simulation
+
+V100 = replace(price_of("Standard_NC6s_v3"), retired_on=None)
+TRAINING = {
+    "gradient_accumulation_steps": 2, "batch_size_per_gpu": 128, "world_size": 3, "learning_rate": 2e-3,
+    "lr_scaling": "none",
+}  # fmt: skip
+RUN = Simulation(windows=40, noise=0.0, outliers=0.0, computing=0.02, latency=0.02)
+"""A step of which more than half is communication."""
+AROUND = 100.0
+"""Seconds of a run that are no steps."""
+GIB = 2**30
+
+
+def looks(used: float = 0.3, memory: float = 0.9, **fields: Any) -> list[dict[str, Any]]:
+    """One look at each of three nodes with a GPU."""
+    gpu = {"memory_used_bytes": int(memory * 16 * GIB), "memory_total_bytes": 16 * GIB}
+    return [
+        event("node", node, 1, node_id=node, gpu_utilization=100 * used, gpus=[gpu], cpu_percent=5.0) | fields
+        for node in (10, 11, 12)
+    ]
+
+
+def seconds_of_steps(simulation: Simulation) -> float:
+    """Of as many steps as `RUN` has."""
+    return step_model(settled(windows(simulation.events()))).seconds * 10 * RUN.windows
+
+
+def optimizer(extra: list[dict[str, Any]], **other: Any) -> ResourceOptimizer:
+    wall = AROUND + seconds_of_steps(RUN)
+    usage = [NodeUsage(node_id=node, sku=V100.sku, started_at=0.0, ended_at=wall) for node in (10, 11, 12)]
+    given: dict[str, Any] = {
+        "price": V100,
+        "tier": "dedicated",
+        "training": TRAINING,
+        "prices": price_table().values(),
+        "today": date(2026, 3, 1),
+        "price_words": "list price, not the bill",
+    } | other
+    return ResourceOptimizer([*RUN.events(), *extra], usage, **given)
+
+
+def test_less_than_half_used_is_answered_with_dollars_and_seconds_that_come_true():
+    looked_at = optimizer(looks(used=0.3))
+    found = {item.setting.split(" = ")[0]: item for item in looked_at.recommendations()}
+    assert set(found) == {"DTRAIN_NODES", "DTRAIN_GPU_TYPE", "DTRAIN_TIER"}
+    assert looked_at.not_known() == ()
+    wall, usd = looked_at.wall_seconds, looked_at.usd
+
+    alone = AROUND + seconds_of_steps(replace(RUN, ranks=1, micro_batches=(6,), latency=0.0, buckets=()))
+    fewer = found["DTRAIN_NODES"]
+    assert fewer.setting == "DTRAIN_NODES = 1, gradient_accumulation_steps = 6: the global batch stays"
+    assert fewer.lost_seconds == pytest.approx(alone - wall, rel=0.1)
+    assert fewer.saved_usd == pytest.approx(usd - alone / 3600 * V100.usd_per_hour("dedicated"), rel=0.02)
+    assert "GPU utilisation was 30%, below 50%" in fewer.sentence
+
+    smaller = found["DTRAIN_GPU_TYPE"]
+    t4 = price_of("Standard_NC4as_T4_v3")
+    slow = AROUND + seconds_of_steps(replace(RUN, computing=0.02 / t4.speed))
+    assert smaller.title == t4.sku
+    # At most: a longer backward pass hides more of the communication.
+    assert slow - wall <= smaller.lost_seconds < 1.6 * (slow - wall)
+    best = usd - 3 * slow / 3600 * t4.usd_per_hour("dedicated")
+    assert 0.95 * best < smaller.saved_usd <= best
+
+    taken_away = EVICTIONS_PER_NODE_HOUR * 3 * wall / 3600 * EVICTION_SECONDS
+    assert found["DTRAIN_TIER"].lost_seconds == pytest.approx(taken_away)
+    assert usd / 2 < found["DTRAIN_TIER"].saved_usd < usd
+
+
+@pytest.mark.parametrize(("used", "count"), [(0.49, 3), (0.5, 0), (0.9, 0)])
+def test_who_uses_half_is_left_alone(used: float, count: int):
+    assert len(optimizer(looks(used)).recommendations()) == count
+
+
+def test_fewer_nodes_are_for_those_who_wait_for_each_other():
+    """Computing that is divided among nodes costs the same on fewer of them, and takes longer."""
+    slow = replace(RUN, computing=1.0, latency=0.0, buckets=(1000,)).events()
+    wall = max(item["time"] for item in slow) - 1e6
+    usage = [NodeUsage(node_id=node, sku=V100.sku, started_at=0.0, ended_at=wall) for node in (10, 11, 12)]
+    found = ResourceOptimizer(
+        [*slow, *looks()], usage, price=V100, tier="low_priority", training={}, prices=[], today=date(2026, 3, 1),
+        price_words="",
+    )  # fmt: skip
+    assert found.recommendations() == ()
+
+
+def test_a_smaller_sku_is_there_offered_and_large_enough():
+    def names(**other: Any) -> list[str]:
+        memory = other.pop("memory", 0.5)
+        return [item.title for item in optimizer(looks(memory=memory), **other).recommendations()]
+
+    t4 = price_of("Standard_NC4as_T4_v3")
+    assert t4.sku in names(prices=[t4])
+    assert t4.sku not in names(prices=[t4], memory=0.95), "15.2 of 16 GiB: the next that is as large may be too small"
+    assert t4.sku not in names(prices=[replace(t4, retired_on="2026-02-28")])
+    assert t4.sku not in names(prices=[replace(t4, figures={})])
+    assert t4.sku not in names(prices=[replace(t4, gpus=4)])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ([{"node_id": 0, "gpu_utilization": 40.0}, {"node_id": 1, "gpu_utilization": 60.0}], (0.5, "GPU", 2)),
+        ([{"node_id": 0, "gpu_utilization": 0.0, "cpu_percent": 90.0}], (0.0, "GPU", 1)),
+        # nodes of one machine: each has its share of the processors; of a GPU that all look at, each tells the same
+        ([{"node_id": n, "hostname": "a", "cpu_percent": 30.0} for n in range(3)], (0.9, "CPU", 1)),
+        ([{"node_id": n, "hostname": "a", "gpu_utilization": 30.0} for n in range(3)], (0.3, "GPU", 1)),
+        ([{"node_id": 0, "cpu_percent": 20.0}, {"node_id": 0, "cpu_percent": 60.0}], (0.4, "CPU", 1)),
+    ],
+)
+def test_utilization_is_that_of_machines(nodes: list[dict[str, Any]], expected: tuple[float, str, int]):
+    found = utilization(event("node", 0, 1, **fields) for fields in nodes)
+    assert found
+    assert (found.fraction, found.of, found.machines) == (pytest.approx(expected[0]), *expected[1:])
+    assert utilization([event("step", 0, 1)]) is None
+
+
+def test_a_batch_for_memory_that_is_not_used_and_what_it_does_to_the_training():
+    [found] = optimizer(looks(used=0.9, memory=0.2)).recommendations()
+    parameters = 2_000_000
+    sample = (0.2 * 16 * GIB - 4 * parameters) / 128
+    batch = int((0.85 * 16 * GIB - 4 * parameters) / sample) // 8 * 8
+    assert found.setting == f"training.batch_size_per_gpu = {batch} (now 128)"
+    assert f"{sample / 2**20:.3g} MiB for each of 128 samples" in found.sentence
+    assert f"grows from 768 to {batch * 6} samples" in found.sentence
+    assert f"stays at 0.002, where {2e-3 * (batch / 128) ** 0.5:.2g} (square root)" in found.sentence
+    assert "With batch_size_per_gpu = 256 and gradient_accumulation_steps = 1 both stay" in found.sentence
+    assert found.lost_seconds < 0 < found.saved_usd
+
+    scaled = optimizer(looks(used=0.9, memory=0.2), training=TRAINING | {"lr_scaling": "linear"})
+    assert f"raises the learning rate {batch / 128:.3g}-fold by itself" in scaled.recommendations()[0].sentence
+    assert not optimizer(looks(used=0.9, memory=0.71)).recommendations()
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (looks(gpus=[], gpu_utilization=None, cpu_percent=80.0), "batch size: no GPU's memory was measured"),
+        ([*looks(memory=0.2), event("out_of_memory", 0, 1, samples=64)], "batch size: memory ran out in this job"),
+        (looks(gpus=[], gpu_utilization=None), "a smaller SKU: the table of speeds is of GPUs"),
+        ([], "utilisation: no node was looked at"),
+    ],
+)
+def test_what_cannot_be_told_is_said(extra: list[dict[str, Any]], words: str):
+    found = optimizer(extra)
+    assert any(line.startswith(words) for line in found.not_known())
+    assert not any(item.title == "a larger batch" for item in found.recommendations())
