@@ -30,7 +30,7 @@ OUTLIER = 3.0
 SETTLED_FROM = 12
 """Of so many stretches or more, only the second half is typical: while rank 0 opens its trackers, which is seconds of
 Python, its steps take several times as long."""
-TRACKING_SHARE = 1.1
+TRACKING_SHARE = 1.3
 """What that delays a training by, as a share of the start-up of a rank that has a core to itself: both are imports. A
 probe is tracked nowhere, so that nothing disturbs its few steps and nobody's experiments fill up with probes."""
 
