@@ -19,6 +19,7 @@ from dtrain_dagster.cli_common import (
     refuses,
     run_dir,
 )
+from dtrain_dagster.cli_costs import cost
 from dtrain_dagster.cli_endpoint import endpoint
 from dtrain_dagster.cli_monitoring import dashboard, profile, report, watch
 from dtrain_dagster.cli_prices import prices
@@ -38,7 +39,7 @@ def main() -> None:
     """
 
 
-for command in (launch, train, endpoint, dashboard, report, watch, profile, prices):
+for command in (launch, train, endpoint, dashboard, report, watch, profile, prices, cost):
     main.add_command(command)
 
 

@@ -109,12 +109,17 @@ def as_begun(job: JobConfig) -> JobConfig:
     if not rundir.storage.exists("job.json"):
         return job
     before, asked = rundir.read_job(), job.training
-    same = replace(asked, world_size=before.training.world_size, threads_per_rank=before.training.threads_per_rank)
+    same = replace(
+        asked,
+        world_size=before.training.world_size,
+        threads_per_rank=before.training.threads_per_rank,
+        max_node_seconds=before.training.max_node_seconds,
+    )
     if replace(job, training=same) != before:
         raise ConfigError(
             f"job {job.job_id} was planned with another configuration: choose another --name, or repeat it"
         )
-    return before
+    return replace(before, training=replace(before.training, max_node_seconds=asked.max_node_seconds))
 
 
 def total_steps(job: JobConfig) -> int:

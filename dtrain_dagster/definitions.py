@@ -4,16 +4,18 @@ from collections.abc import Mapping
 
 import dagster as dg
 
-from dtrain_dagster.assets import costs, dataset, planning, registry, reporting, scaling, scoring, training
-from dtrain_dagster.resources import build_resources
+from dtrain_dagster.assets import champion, costs, dataset, planning, registry, reporting, scaling, scoring, training
+from dtrain_dagster.resources import ProjectResource, build_resources
+from dtrain_dagster.retraining import RETRAINING, ask, budget_words, weekly
 from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
 from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
 from dtrain_dagster.sensors.new_data import build_new_data_sensor
 from dtrain_dagster.sensors.orphans import build_orphan_sensor
 from dtrain_dagster.sensors.queue import build_queue_sensor
+from dtrain_dagster.sensors.staleness import build_staleness_sensor
 from dtrain_dagster.settings import Settings, load_settings
+from dtrain_dagster.waiting import WaitingList
 
-RETRAINING = "retraining"
 ASSETS: list[dg.AssetsDefinition | dg.AssetSpec] = [
     dataset.stock_prices,
     dataset.sharded_dataset,
@@ -42,6 +44,7 @@ def build_defs(
         asset_checks=[
             dataset.canaries,
             scoring.estimate_scored,
+            champion.champion_holds,
             *([registry.endpoint_compatible] if settings.endpoint else []),
         ],
         resources={**build_resources(settings), **(resource_overrides or {})},
@@ -51,6 +54,7 @@ def build_defs(
             build_idle_cluster_sensor(settings),
             build_cost_overrun_sensor(settings),
             build_new_data_sensor(settings, RETRAINING),
+            build_staleness_sensor(settings, RETRAINING),
             build_queue_sensor(settings),
             build_orphan_sensor(settings),
         ],
@@ -61,15 +65,25 @@ def build_defs(
 
 
 def weekly_retraining(settings: Settings) -> dg.ScheduleDefinition:
-    """Stopped until a person starts it: it spends money."""
-    return dg.ScheduleDefinition(
+    @dg.schedule(
         name="weekly_retraining",
         job_name=RETRAINING,
         cron_schedule=settings.retrain_cron,
         execution_timezone=settings.retrain_timezone,
-        default_status=dg.DefaultScheduleStatus.STOPPED,
-        description="Retrains on the latest prices once a week. DTRAIN_RETRAIN_CRON says when.",
+        default_status=dg.DefaultScheduleStatus.STOPPED,  # it spends money: a person switches it on
+        description=(
+            "Retrains on the latest prices once a week: DTRAIN_RETRAIN_CRON says when, in DTRAIN_RETRAIN_TIMEZONE. "
+            "Left out where a training is under way. " + budget_words(settings.retrain_budget_usd)
+        ),
     )
+    def weekly_schedule(
+        context: dg.ScheduleEvaluationContext, project: ProjectResource
+    ) -> dg.RunRequest | dg.SkipReason:
+        tickets = WaitingList(project.shared_uri).tickets()
+        cause = weekly(context.scheduled_execution_time)
+        return ask(context.instance, cause, tickets, settings.retrain_budget_usd)
+
+    return weekly_schedule
 
 
 defs = build_defs()

@@ -17,19 +17,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 import trainer
-from dtrain_dagster.clusters.base import GPUClusterManager, JobSpec, JobState, JobStatus
+from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobSpec, JobState, JobStatus
 from dtrain_dagster.monitoring.alerts import LATEST_WINDOWS, keep
 from dtrain_dagster.monitoring.hangs import HangNews, unresolved, verdict
 from dtrain_dagster.monitoring.windows import settled, shares, windows
 from trainer.config import JobConfig
-from trainer.rundir import RunDir
+from trainer.rundir import JOB, RunDir
 
 PLAN = "plan.json"
 """In a run directory: the plan that the job carries out, for whoever watches its cost."""
 REGISTRATION = "registration.json"
 """In a run directory: under which name, version and alias the model was registered."""
+BUDGET = "max_node_seconds"
+"""In ``training``: what a person may raise to go on with a job. It decides when it stops, not what comes out."""
 CLAIM = "claim.json"
 """In a run directory: the Dagster run whose asset this job became. Its result is not taken a second time."""
+
+
+class BudgetSpentError(ClusterError):
+    """A job has no budget left. The message says how much was paid."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,10 +87,11 @@ def choose_job(fingerprint: str, root_run_id: str, known: Sequence[KnownJob]) ->
     return Choice(action="start", job_id=own, reason="no job of this training runs")
 
 
-def known_jobs(manager: GPUClusterManager, jobs_uri: str) -> list[KnownJob]:
-    """The cluster's jobs, newest first, whether their result was taken and whether they can be gone on with."""
+def known_jobs(manager: GPUClusterManager, jobs_uri: str, fingerprint: str) -> list[KnownJob]:
+    """The cluster's jobs of this training, newest first, whether their result was taken and whether they can be gone on
+    with."""
     known = []
-    for status in manager.list_jobs():
+    for status in manager.list_jobs(f"train-{fingerprint}-"):
         rundir = RunDir(f"{jobs_uri}/{status.job_id}")
         claimed, latest = rundir.read_json(CLAIM) is not None, rundir.latest_checkpoint()
         known.append(
@@ -99,7 +106,7 @@ def fingerprint(job: JobConfig, node_count: int, processes_per_node: int) -> str
         "dataset": job.dataset.dataset_id or job.dataset.uri,
         "model": asdict(job.model),
         "loss": asdict(job.loss),
-        "training": asdict(job.training),
+        "training": {name: value for name, value in asdict(job.training).items() if name != BUDGET},
         "code": [code_version(), *(_module_digest(part.factory) for part in (job.model, job.loss))],
         "ranks": [node_count, processes_per_node],
     }
@@ -132,10 +139,20 @@ def _module_digest(factory: str) -> str:
 def start_job(
     manager: GPUClusterManager, job: JobConfig, node_count: int, processes_per_node: int, env: dict[str, str]
 ) -> None:
-    """Write ``job.json`` and run the trainer on the cluster. Harmless if the job runs already."""
+    """Write ``job.json`` and run the trainer on the cluster. Harmless if the job runs already. `BudgetSpentError`, and
+    nothing is bought, for one that has nothing left to go on with."""
     rundir = RunDir(job.run_dir)
-    if rundir.read_json("job.json") is None:
+    known, limit = rundir.read_json(JOB), job.training.max_node_seconds
+    if known is None:
         rundir.write_job(job)
+    elif known["training"].get(BUDGET) != limit:  # all that may change when a job is gone on with
+        rundir.write_json(JOB, known | {"training": known["training"] | {BUDGET: limit}})
+    spent = sum(node.seconds(node.last_seen_at or node.started_at) for node in rundir.nodes()) if limit else 0.0
+    if limit and spent >= limit:
+        raise BudgetSpentError(
+            f"job {job.job_id} was paid {spent / 3600:.4g} node-hours, its budget is {limit / 3600:.4g} "
+            f"(training.{BUDGET} = {limit:g}): raise it to go on"
+        )
     manager.submit_job(
         JobSpec(
             job_id=job.job_id,
@@ -162,8 +179,6 @@ class Progress:
     samples_per_second: float | None = None
     eta_seconds: float | None = None
     nodes_alive: int = 0
-    node_seconds: float = 0.0
-    """Paid seconds so far, over all nodes."""
     news: tuple[str, ...] = ()
     """What has happened since the last look that a person should know: nodes lost and found, saves that failed."""
     recent: tuple[Mapping[str, Any], ...] = ()
@@ -257,8 +272,7 @@ def follow_job(
         progress = advance(progress, events)
         hang = hang_news.tell(progress.hang, now(), status.state.is_final)
         progress = replace(progress, news=(*news(events), *hang))
-        paid = sum(node.seconds(now()) for node in rundir.nodes())
-        progress = replace(progress, nodes_alive=status.nodes_alive, node_seconds=paid)
+        progress = replace(progress, nodes_alive=status.nodes_alive)
         yield status, progress
         if status.state.is_final:
             return

@@ -80,6 +80,15 @@ class Settings(BaseSettings):
         default="0 6 * * 6", description="When the weekly retraining runs, once it is switched on"
     )
     retrain_timezone: str = Field(default="America/New_York", description="Time zone of that schedule")
+    retrain_budget_usd: float = Field(
+        default=0, ge=0, lt=float("inf"), description="What a retraining may cost that nobody looks at; 0: no limit"
+    )
+    retrain_debounce_minutes: float = Field(
+        default=10, ge=0, lt=float("inf"), description="How long a changed price file has to stay as it is"
+    )
+    retrain_max_age_days: float = Field(
+        default=30, gt=0, lt=float("inf"), description="Age at which the champion, or its data, is stale"
+    )
     idle_minutes: float = Field(default=10, gt=0, description="A cluster without work for longer is scaled down (R1.2)")
     overrun_fraction: float = Field(
         default=0.25, gt=0, description="Cost above the estimate that raises an alert (R5.4)"

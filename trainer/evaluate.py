@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +53,10 @@ def evaluate(
     batch_size: int,
     device: torch.device,
     collect: bool = False,
+    before_batch: Callable[[], object] = lambda: None,
 ) -> Evaluation:
     """Judge ``model`` on a split; a collective of all ranks. With ``collect``, rank 0 gets every single forecast.
+    ``before_batch`` may raise, to end it.
 
     The model is called without its DDP wrapper: ranks may have unequal numbers of batches, and DDP would wait for
     the buffers of a peer that has none left. Raises ValueError for an empty split.
@@ -68,6 +71,7 @@ def evaluate(
     table = np.empty((last - first, _FIELDS))
     with torch.no_grad():
         for start in range(first, last, batch_size):
+            before_batch()
             stop = min(start + batch_size, last)
             rows = shards.end_rows(split, np.arange(start, stop))
             windows, target = shards.gather(rows)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer.budget import COMMIT_SECONDS
 from trainer.evaluate import EVAL_BATCH, final_report
 from trainer.group import GroupError
 from trainer.outcome import write_result
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from trainer.run import DistributedTrainer
 
 WEIGHTS, MODEL = "model/weights.pt", "model/model.json"
-COMMIT_SECONDS = 60.0
-"""How long the end of a training waits for the last checkpoint."""
 
 
 def finish(trainer: DistributedTrainer) -> dict[str, Any]:

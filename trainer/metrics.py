@@ -302,7 +302,9 @@ class MLflowSink:
             self._client.log_batch(self.run_id, metrics=metrics[at : at + METRICS_PER_REQUEST])
         for item in events:
             if item["kind"] == "end":
-                finished = {"succeeded": "FINISHED", "stopped": "KILLED"}.get(item["status"], "FAILED")
+                finished = {"succeeded": "FINISHED", "stopped": "KILLED", "budget": "KILLED"}.get(
+                    item["status"], "FAILED"
+                )
                 self._client.set_terminated(self.run_id, status=finished)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
+from trainer.budget import BudgetSpent
 from trainer.config import ConfigError, JobConfig
 from trainer.group import GroupError, abandoned
 from trainer.membership import NoGenerationError
@@ -20,9 +21,9 @@ from trainer.storage import StorageError
 if TYPE_CHECKING:
     from trainer.run import DistributedTrainer
 
-DONE, FAILED, UNUSABLE, LOST, EVICTED = 0, 1, 2, 75, 143
+DONE, FAILED, UNUSABLE, BUDGET, LOST, EVICTED = 0, 1, 2, 3, 75, 143
 """Exit codes. LOST: this process lost its peers, its device or remote storage and could not regroup; starting it again
-from the checkpoint helps. FAILED: it does not."""
+from the checkpoint helps. FAILED: it does not. BUDGET: it does once the budget is raised (`trainer.budget`)."""
 
 
 class Stopped(Exception):
@@ -90,8 +91,12 @@ def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
         return DONE, trainer.train()
     except Stopped as stopped:
         return EVICTED, {"status": "stopped", "steps": trainer.progress.step, "everybody": stopped.everybody}
+    except BudgetSpent:
+        assert trainer.budget is not None
+        where = f"at step {trainer.progress.step}"
+        return BUDGET, {"status": "budget", "steps": trainer.progress.step, "error": trainer.budget.explain(where)}
     except JobOver as over:
-        codes = {"succeeded": DONE, "stopped": EVICTED}
+        codes = {"succeeded": DONE, "stopped": EVICTED, "budget": BUDGET}
         return codes.get(over.result["status"], FAILED), {"status": over.result["status"]}
     except (ConfigError, DatasetError) as error:
         return UNUSABLE, {"status": "failed", "error": str(error)}
@@ -122,9 +127,28 @@ def write_result(rundir: RunDir, result: dict[str, Any], launch: int | None) -> 
     return True
 
 
+def end_at_budget(trainer: DistributedTrainer) -> None:
+    """End this process where it stands, for the budget is spent to the last; not one that has done all its work."""
+    from trainer.presence import last_word
+
+    assert trainer.budget is not None
+    launch = int(os.environ["DTRAIN_LAUNCH"]) if "DTRAIN_LAUNCH" in os.environ else None
+    step = trainer.progress.step
+    message = trainer.budget.explain(f"at step {step}, before the next checkpoint" if step else "before the first step")
+    with contextlib.suppress(OSError, ValueError):
+        write_result(trainer.rundir, {"status": "budget", "steps": step, "error": message}, launch)
+        result = trainer.rundir.read_json(RESULT) or {}
+        if result.get("status") == "succeeded" and result.get("launch") == launch:
+            return
+    print(message, file=sys.stderr, flush=True)  # noqa: T201 - the log of the node
+    last_word(BUDGET)
+    os._exit(BUDGET)
+
+
 def leave_process(code: int) -> int:
-    """The exit code; where a group was left behind, whose threads may hang for long, the process ends here."""
-    if abandoned():
+    """The exit code; where a group was left behind, whose threads may hang for long, or where each second is one too
+    many, the process ends here."""
+    if abandoned() or code == BUDGET:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()

@@ -73,12 +73,22 @@ class Presence:
             return False
 
 
+_of_this_process: Presence | None = None
+
+
+def last_word(code: int) -> None:
+    """Write the end of this node, where this process keeps its record and is about to end at once."""
+    if _of_this_process is not None:
+        _of_this_process.close(code)
+
+
 @contextmanager
 def presence(job: JobConfig, environment: Mapping[str, str]) -> Iterator[Exit]:
     """Record this node while the block runs, if the environment asks for it and this process is its local rank 0. The
     block sets ``code`` of what it gets."""
+    global _of_this_process
     leaving = Exit()
-    watch = _begin(job, environment)
+    watch = _of_this_process = _begin(job, environment)
     if watch is None:
         yield leaving
         return
@@ -95,6 +105,7 @@ def presence(job: JobConfig, environment: Mapping[str, str]) -> Iterator[Exit]:
         if handler is not None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # we are going
         watch.close(leaving.code)
+        _of_this_process = None
         if handler is not None:
             signal.signal(signal.SIGTERM, handler)
 

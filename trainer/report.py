@@ -81,7 +81,7 @@ def build_report(
         "baselines": {
             name: {
                 **_means(judged[name]),
-                **_gain(own, judged[name], days, horizon),
+                **gain(own, judged[name], days, horizon),
                 "mse_to_zero": scores.mse_to_zero(forecast.mu, target),
             }
             for name, forecast in baselines.items()
@@ -108,7 +108,7 @@ def _means(judged: Mapping[str, Array], part: Any = slice(None)) -> dict[str, fl
     return {name: float(values[part].mean()) for name, values in judged.items()}
 
 
-def _gain(own: Mapping[str, Array], other: Mapping[str, Array], days: NDArray, horizon: int) -> dict[str, float | None]:
+def gain(own: Mapping[str, Array], other: Mapping[str, Array], days: NDArray, horizon: int) -> dict[str, float | None]:
     """How much lower the model's NLL is, and the paired t-statistic over days."""
     if not own or not other:
         return {}

@@ -21,13 +21,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer import budget
+from trainer.budget import COMMIT_SECONDS, Budget, BudgetSpent
 from trainer.checkpoint import CheckpointManager
 from trainer.communication import CommunicationProfiler
 from trainer.config import ConfigError, JobConfig
 from trainer.elastic import Elastic
 from trainer.evaluate import EVAL_BATCH, evaluate
 from trainer.faults import Faults
-from trainer.finish import COMMIT_SECONDS, finish
+from trainer.finish import finish
 from trainer.generation import START
 from trainer.group import GroupError
 from trainer.losses import build_loss
@@ -69,6 +71,7 @@ class DistributedTrainer:
         self.reporter: Reporter | None = None
         self.monitor: NodeMonitor | None = None
         self.watchdog = Watchdog(self.config)
+        self.budget: Budget | None = None
         self.state: TrainingState | None = None
         self.loader: BatchLoader | None = None
         self.sampler: Sampler
@@ -92,13 +95,15 @@ class DistributedTrainer:
             if given is not None and given != found:
                 raise ConfigError(f"{name} is {found} in the environment, but {given} was asked for")
         self.facts, self.faults = facts, Faults(os.environ, facts.node_rank)
+        is_elastic = "DTRAIN_LAUNCH" in os.environ and self.config.regroup
+        if not is_elastic and facts.rank == 0:
+            self.rundir.storage.delete(RESULT)  # of an earlier start: only this one says how it ended
+        self.budget = budget.begin(self)
         self.device, _ = choose_device(facts, self.config.backend)
-        if "DTRAIN_LAUNCH" in os.environ and self.config.regroup:
+        if is_elastic:
             self.elastic = Elastic(self.rundir, self.config, facts, self.device, os.environ, self.job.job_id)
             self.elastic.announce()
         else:
-            if facts.rank == 0:
-                self.rundir.storage.delete(RESULT)  # of an earlier start: only this one says how it ended
             self.world = join(self.config)
         if threading.current_thread() is threading.main_thread():
             # Only now: before, SIGTERM may end the process as it does any other, for nothing has been done yet.
@@ -166,6 +171,9 @@ class DistributedTrainer:
                     continue
                 self.profiler.close(self.progress.step)
                 return finish(self)
+            except BudgetSpent as spent:
+                budget.save(self, spent)
+                raise
             except Regroup as wish:
                 until_formed(self, partial(regroup, self, str(wish)))
             except GroupError as error:
@@ -200,6 +208,8 @@ class DistributedTrainer:
             is_reported = self.progress.step % self.config.log_frequency == 0 or self.progress.step == self.total_steps
             if is_reported:
                 self._report_step(epoch, rate, result.grad_norm)
+            if result.votes.budget and not self._is_over():
+                raise BudgetSpent(agreed=True)
             paused_at = time.monotonic()
             if is_reported and self.config.timing:
                 self._probe_links()
@@ -238,6 +248,8 @@ class DistributedTrainer:
             self.elastic.leave()
         elif hasattr(self, "world"):
             self.world.leave()
+        if self.budget:
+            self.budget.close()
         if self._old_handler is not None:
             signal.signal(signal.SIGTERM, self._old_handler)
 
@@ -262,21 +274,24 @@ class DistributedTrainer:
     def _report_checkpoint(self, kind: str, **fields: Any) -> None:
         if fields.get("is_best"):
             self.best_saved_step = fields["step"]
+        if self.budget and kind == "checkpoint":
+            self.budget.measured(fields["seconds"])
         if self.reporter:
             self.reporter.emit(kind, **fields)
 
     def _votes(self) -> Votes:
-        elastic, cut_off = self.elastic, self._cut_off
+        elastic, cut_off, spent = self.elastic, self._cut_off, int(budget.is_due(self))
         if elastic is None:
-            return Votes(leaving=int(self.asked_to_stop))
+            return Votes(leaving=int(self.asked_to_stop), budget=spent)
         wants = self.world.rank == 0 and (bool(elastic.wants_regroup) or elastic.wants_allreduce(cut_off))
-        return Votes(int(self.asked_to_stop), int(wants), int(self.world.topology == "star" and elastic.cut_off))
+        misses = self.world.topology == "star" and elastic.cut_off
+        return Votes(int(self.asked_to_stop), int(wants), int(misses), spent)
 
     def _heed(self, result: StepResult) -> None:
         """After a step: does somebody leave, or does rank 0 want another generation? All ranks see the same votes."""
         votes, self._cut_off = result.votes, result.votes.cut_off
         if votes.leaving:
-            self._save(wait=self.asked_to_stop)
+            self.save(wait=self.asked_to_stop)
             if self.elastic is None or votes.leaving == self.world.world_size or self.asked_to_stop:
                 raise Stopped(everybody=self.elastic is None or votes.leaving == self.world.world_size)
             raise Regroup("a node was asked to leave")
@@ -333,7 +348,7 @@ class DistributedTrainer:
         if step and (step % frequency == 0 or step == self.total_steps) and self.progress.evaluated_step < step:
             self._validate()
         if step and (step % self.config.checkpoint_frequency == 0 or self._is_over()) and self.saved_step < step:
-            self._save()
+            self.save()
 
     def _validate(self) -> None:
         """Judge the validation split; keep the best model, count towards early stopping."""
@@ -343,7 +358,10 @@ class DistributedTrainer:
         self.step.timer.mark("other")
         self.faults.reach("evaluate", self.progress.step)
         self.settle_buffers()
-        result = evaluate(self.state.module, self.criterion, self.shards, "valid", self.world, EVAL_BATCH, self.device)
+        result = evaluate(
+            self.state.module, self.criterion, self.shards, "valid", self.world, EVAL_BATCH, self.device,
+            before_batch=partial(budget.stop_judging, self),
+        )  # fmt: skip
         if self.world.rank == 0 and self.reporter:
             self.reporter.emit(
                 "evaluation", step=self.progress.step, split="valid", loss=result.loss, metrics=result.metrics,
@@ -357,7 +375,7 @@ class DistributedTrainer:
             progress.best_loss, progress.best_step = result.loss, progress.step
             progress.evaluations_without_improvement = 0
             self.state.keep_best()
-            self._save(is_best=True)
+            self.save(is_best=True)
         else:
             progress.evaluations_without_improvement += 1
             patience = self.config.early_stopping_patience
@@ -369,7 +387,7 @@ class DistributedTrainer:
         for buffer in self.state.module.buffers():
             self.world.broadcast(buffer)
 
-    def _save(self, is_best: bool = False, wait: bool = False) -> None:
+    def save(self, is_best: bool = False, wait: bool = False) -> None:
         """A checkpoint by rank 0, written in the background. Where nothing was taken, since two others are still to be
         written, the next one comes as planned; with ``wait`` it is this one that counts."""
         assert self.state is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,8 @@ class Votes:
     """Ranks that want another generation after this step."""
     cut_off: int = 0
     """Ranks that do not reach all others."""
+    budget: int = 0
+    """Ranks that see the budget spent; rank 0 looks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +198,15 @@ class Step:
 
     def _agree(self, batch: Batch, votes: Votes, broken: bool, loss_sum: float, grad_norm: float) -> StepResult | None:
         """The one small all-reduce with which a step is committed; None if any rank's numbers are broken."""
-        mine = [broken, votes.leaving, votes.regroup, votes.cut_off, batch.local_samples, batch.digest]
+        mine = [broken, *astuple(votes), batch.local_samples, batch.digest]
         counts = torch.tensor([int(value) for value in mine], dtype=torch.int64)
         total = self.world.sum(counts, "commit of the step").tolist()
+        *counted, samples, digest = total[1:]
         if total[0]:
             return None
-        if total[4] != batch.samples:
-            raise RuntimeError(f"the ranks used {total[4]} samples of a batch of {batch.samples}: they disagree")
-        return StepResult(loss_sum, grad_norm, Votes(*total[1:4]), total[5])
+        if samples != batch.samples:
+            raise RuntimeError(f"the ranks used {samples} samples of a batch of {batch.samples}: they disagree")
+        return StepResult(loss_sum, grad_norm, Votes(*counted), digest)
 
     def _forward_backward(self, batch: Batch, step: int) -> float:
         """Sum of this rank's losses; leaves the gradient of the *global* mean in the parameters, on every rank."""

@@ -175,6 +175,7 @@ def cost_estimate(
         learned_factor=forecast.learned.factor,
         budget_usd=config.budget_usd,
         stop_at_usd=config.stop_at_usd,
+        phases=asdict(forecast.parts(cluster.node_count)),
     )
     context.log.info(
         f"estimate: {dollars(estimate.usd.expected)} and {duration(estimate.seconds.expected)}, from {plan.basis}"

@@ -11,12 +11,14 @@ import dagster as dg
 
 from dtrain_dagster.assets.capacity import provision, provisioning
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, read_finished, rounded
-from dtrain_dagster.assets.following import communication_check, watch
+from dtrain_dagster.assets.following import COST_CHECK, RAISE_BUDGET, communication_check, cost_check, watch
 from dtrain_dagster.clusters.base import OWNER
 from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.costs.prices import price_of, tier_of
 from dtrain_dagster.jobs import (
     CLAIM,
     PLAN,
+    BudgetSpentError,
     Choice,
     choose_job,
     code_version,
@@ -27,6 +29,7 @@ from dtrain_dagster.monitoring import charts
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from trainer.config import JobConfig, TrackingConfig, parse_job
+from trainer.gate import better_baselines
 from trainer.membership import Generation, generations
 from trainer.rundir import EVALUATION, LAUNCH, RESULT, RunDir
 
@@ -81,6 +84,12 @@ class FinishedJob:
             "Told as soon as it does, while the job runs; judged over the whole job at its end.",
         ),
         dg.AssetCheckSpec(
+            COST_CHECK,
+            asset="trained_checkpoint",
+            description="The training costs no further above its estimate than DTRAIN_OVERRUN_FRACTION allows (R5.4). "
+            "Told by the sensor cost_overrun while it runs, by what it has cost and by what it is projected to cost.",
+        ),
+        dg.AssetCheckSpec(
             "no_baseline_is_better",
             asset="trained_checkpoint",
             description="No baseline's likelihood on the same test windows is better beyond chance (t above 2).",
@@ -99,16 +108,19 @@ def trained_checkpoint(
     if got.gpu_type != plan.sku:
         context.log.warning(f"planned on {plan.sku}, trained on {got.gpu_type}: prices differ; see cost_breakdown")
     root_run_id = context.run.root_run_id or context.run.run_id
-    choice = choose_job(plan.fingerprint, root_run_id, known_jobs(manager, project.jobs_uri))
+    choice = choose_job(plan.fingerprint, root_run_id, known_jobs(manager, project.jobs_uri, plan.fingerprint))
     context.log.info(f"{choice.action} job {choice.job_id}: {choice.reason}")
     rundir = RunDir(f"{project.jobs_uri}/{choice.job_id}")
     try:
         rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
         if choice.action in ("start", "restart"):
-            job = planned_job(plan, choice, cluster, project, context.run.run_id)
+            usd_per_hour = price_of(got.gpu_type).usd_per_hour(tier_of(got.tier or plan.tier))
+            job = planned_job(plan, choice, cluster, project, context.run.run_id, usd_per_hour)
             rundir.write_json(PLAN, asdict(plan))
             start_job(manager, job, plan.node_count, plan.processes_per_node, cluster.node_env(project))
         watch(context, manager, rundir, choice.job_id, plan, project.notify_urls())
+    except BudgetSpentError as error:
+        raise dg.Failure(f"{error}; {RAISE_BUDGET}", allow_retries=False) from error
     except dg.DagsterExecutionInterruptedError:
         context.log.warning(f"terminated: cancelling job {choice.job_id}")
         manager.cancel_job(choice.job_id)
@@ -129,6 +141,7 @@ def trained_checkpoint(
             _weights_check(result),
             _samples_check(result, plan),
             communication_check(list(rundir.events()), plan.job["training"]),
+            cost_check(manager, choice.job_id, plan),
             _baselines_check(evaluation),
         ],
     )
@@ -138,9 +151,14 @@ def trained_checkpoint(
 
 
 def planned_job(
-    plan: TrainingPlan, choice: Choice, cluster: GPUClusterResource, project: ProjectResource, run_id: str
+    plan: TrainingPlan,
+    choice: Choice,
+    cluster: GPUClusterResource,
+    project: ProjectResource,
+    run_id: str,
+    usd_per_node_hour: float,
 ) -> JobConfig:
-    """The `JobConfig` that carries out the plan."""
+    """The `JobConfig` that carries out the plan on nodes of that price."""
     run_dir = f"{project.jobs_uri}/{choice.job_id}"
     tracking = TrackingConfig(
         mlflow_tracking_uri=cluster.registry(project).tracking_uri,
@@ -149,7 +167,10 @@ def planned_job(
         tags={"dagster_run_id": run_id, "code_version": code_version()},
     )
     fields = {"job_id": choice.job_id, "run_dir": run_dir, "tracking": asdict(tracking)}
-    return parse_job(json.dumps({**plan.job, **fields}), source="the plan")
+    job = parse_job(json.dumps({**plan.job, **fields}), source="the plan")
+    if plan.stop_at_usd:
+        job.training.max_node_seconds = plan.stop_at_usd / usd_per_node_hour * 3600
+    return job
 
 
 def _metadata(rundir: RunDir, result: dict[str, Any], evaluation: dict[str, Any], plan: TrainingPlan) -> dict[str, Any]:
@@ -214,10 +235,7 @@ def _samples_check(result: dict[str, Any], plan: TrainingPlan) -> dg.AssetCheckR
 
 def _baselines_check(evaluation: dict[str, Any]) -> dg.AssetCheckResult:
     own = evaluation["model"].get("nll")
-    gains = {
-        name: (row.get("model_gain_nll"), row.get("model_gain_t")) for name, row in evaluation["baselines"].items()
-    }
-    better = [name for name, (gain, t) in gains.items() if gain is not None and gain < 0 and (t is None or t < -2)]
+    better = better_baselines(evaluation)
     return dg.AssetCheckResult(
         check_name="no_baseline_is_better",
         passed=not better,

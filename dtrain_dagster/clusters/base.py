@@ -35,8 +35,8 @@ class NoCapacityError(ClusterError):
         """The earliest time at which asking again is sensible. Unix seconds."""
 
 
-class NoOrphanError(ClusterError):
-    """Somebody wants it by now: it is not ended."""
+class InUseError(ClusterError):
+    """Somebody wants it by now: it is neither ended nor given back."""
 
 
 class JobState(StrEnum):
@@ -155,11 +155,33 @@ class Orphan:
     """Work that this project does not know is on it, so it may be told and never ended."""
 
     def refuse_new_owner(self, rundir: RunDir) -> None:
-        """`NoOrphanError` for a job that somebody has taken over since it was found."""
+        """`InUseError` for a job that somebody has taken over since it was found."""
         known = rundir.read_json(OWNER)
         if known is not None and known["dagster_run_id"] != self.dagster_run_id:
             by = f"run {known['dagster_run_id']}" if known["dagster_run_id"] else "a person"
-            raise NoOrphanError(f"job {self.job_id} is followed by {by} by now")
+            raise InUseError(f"job {self.job_id} is followed by {by} by now")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodePool:
+    """Nodes of one kind, which cost money for as long as they are there."""
+
+    name: str
+    sku: str
+    tier: str | None = None
+    """Tier that is paid for, where the cluster decides; None: the one that was asked for."""
+    states: Mapping[str, int]
+    """How many nodes are in which state, in the words of whoever runs them."""
+    node_count: int
+    """Those of them that are paid for."""
+    work: tuple[str, ...] = ()
+    """What starts, runs, waits or is being saved here, whosever it is."""
+    used_at: float | None = None
+    """When the cluster was last provisioned, or got a job, or a job of it ended; Unix seconds."""
+    trouble: str = ""
+    """Why its nodes do not go by themselves; "" where they should, or where nodes never do."""
+    grace_seconds: float = 0.0
+    """For so long it may idle beyond the limit: whoever runs it takes idle nodes away, and is about to."""
 
 
 class GPUClusterManager(ABC):
@@ -185,6 +207,16 @@ class GPUClusterManager(ABC):
         """How each node is now."""
 
     @abstractmethod
+    def pools(self) -> list[NodePool]:
+        """The nodes that there are, whoever uses them. `ClusterError` where that cannot be told now."""
+
+    @abstractmethod
+    def scale_down(self, pool: NodePool, force: bool = False) -> bool:
+        """Give the nodes of a pool back that was seen without work; whoever wants to use it meanwhile waits. False if
+        it was asked for and nodes are still there: look again. ``force``: also where that did not help before. It
+        returns within a minute. `InUseError`, and nothing is changed, where somebody has used it since it was seen."""
+
+    @abstractmethod
     def cleanup_cluster(self) -> None:
         """Cancel what runs and give the cluster back. Run directories stay."""
 
@@ -198,8 +230,12 @@ class GPUClusterManager(ABC):
         """Where the job stands. `ClusterError` for an unknown id."""
 
     @abstractmethod
-    def list_jobs(self) -> list[JobStatus]:
-        """All jobs that this cluster knows, newest first."""
+    def list_jobs(self, prefix: str = "") -> list[JobStatus]:
+        """All jobs that this cluster knows and whose id begins so, newest first. It opens all their run directories."""
+
+    @abstractmethod
+    def active_jobs(self) -> list[JobStatus]:
+        """Jobs that have not ended, newest first. It takes as long whatever the number of those that have."""
 
     @abstractmethod
     def cancel_job(self, job_id: str) -> None:
@@ -221,4 +257,4 @@ class GPUClusterManager(ABC):
     @abstractmethod
     def end_orphan(self, orphan: Orphan) -> bool:
         """Stop what an orphan spends. False if its end was asked for and is not there yet: ask again. It returns within
-        half a minute, since a sensor has one. `NoOrphanError`, and nothing is ended, where somebody wants it by now."""
+        half a minute, since a sensor has one. `InUseError`, and nothing is ended, where somebody wants it by now."""

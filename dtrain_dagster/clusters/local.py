@@ -21,22 +21,26 @@ from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
+from dtrain_dagster.clusters.active import ActiveJobs, ClusterUse
 from dtrain_dagster.clusters.base import (
     OWNER,
     ClusterConfig,
     ClusterError,
     ClusterHealth,
     GPUClusterManager,
+    InUseError,
     JobSpec,
     JobState,
     JobStatus,
     NodeHealth,
+    NodePool,
     NodeUsage,
     Orphan,
 )
+from dtrain_dagster.clusters.claim import POLL_SECONDS, SUPERVISOR_LOG, claim, settle, signal_supervisor, sweep
 from dtrain_dagster.clusters.linelog import last_lines
-from dtrain_dagster.clusters.lock import acquire, is_held
-from dtrain_dagster.clusters.processes import MARK, kill_all, marked
+from dtrain_dagster.clusters.lock import acquire, is_held, undisturbed
+from dtrain_dagster.clusters.processes import MARK
 from dtrain_dagster.clusters.supervisor import STOP_GRACE
 from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
 from trainer.storage import Storage
@@ -46,14 +50,10 @@ START_SECONDS = 30.0
 """How long a supervisor may take to say that it has the job."""
 FORCE_SECONDS = 15.0
 """How much longer than its grace a supervisor may take to end a job before it is killed itself."""
-SWEEP_SECONDS = 10.0
-"""How long processes may take to die whose supervisor and reaper were both killed."""
 END_SECONDS = 25.0
 """How long the end of an orphan is waited for, at one tick of a sensor."""
-POLL_SECONDS = 0.02
 
 CLUSTER = "cluster.json"
-SUPERVISOR_LOG = "supervisor.log"
 NEVER_STARTED = "it never started: whoever submitted it ended before it could; submit it again"
 
 
@@ -79,10 +79,13 @@ class LocalClusterManager(GPUClusterManager):
         self.processes_per_node, self.threads_per_rank = processes_per_node, threads_per_rank
         self.max_replacements, self.replacement_delay_seconds = max_replacements, replacement_delay_seconds
         self.state = Storage(str(self.home / "clusters" / cluster_name))
+        self.use = ClusterUse(self.state)
         self.jobs_dir = self.home / "storage" / "jobs"
+        self.active = ActiveJobs(str(self.home / "storage" / "active"))
 
     def provision_cluster(self, node_count: int, gpu_type: str) -> ClusterConfig:
         check_size(node_count, self.processes_per_node)
+        self.use.begin("provisioned")
         config = ClusterConfig(
             cluster_name=self.cluster_name,
             node_count=node_count,
@@ -113,7 +116,7 @@ class LocalClusterManager(GPUClusterManager):
     def monitor_health(self) -> ClusterHealth:
         """A node that a running job has lost, or that is silent, is unhealthy; one without work is healthy."""
         config = self._config()
-        running = [status.job_id for status in self.list_jobs() if not status.state.is_final]
+        running = [status.job_id for status in self.active_jobs()]
         seen: dict[int, list[NodeHealth]] = {node_id: [] for node_id in range(config.node_count if config else 0)}
         for job_id in running:
             rundir = self._rundir(job_id)
@@ -136,10 +139,40 @@ class LocalClusterManager(GPUClusterManager):
             message="" if config else "not provisioned",
         )
 
+    def pools(self) -> list[NodePool]:
+        """One; none where nothing is provisioned and nothing runs."""
+        config, jobs = self._config(), self.active_jobs()
+        at_work = sum(job.nodes_alive for job in jobs)
+        nodes = max(at_work, config.node_count if config else 0)
+        if not nodes and not jobs:
+            return []
+        return [
+            NodePool(
+                name=self.cluster_name,
+                sku=config.gpu_type if config else self.gpu_type,
+                states={"running": at_work, "idle": nodes - at_work},
+                node_count=nodes,
+                work=tuple(job.job_id for job in jobs),
+                used_at=self.use.used_at(),
+            )
+        ]
+
+    def scale_down(self, pool: NodePool, force: bool = False) -> bool:
+        """Forget the cluster: there are no nodes without a job. Every run directory is opened before, whatever the
+        marks say."""
+        with self.use.giving_back(pool.used_at):
+            running = [job.job_id for job in self.list_jobs() if not job.state.is_final]
+            for job_id in running:
+                self.active.enter(job_id)
+            if running:
+                raise InUseError(f"{', '.join(running)} runs by now")
+            self.state.delete(CLUSTER)
+        return True
+
     def cleanup_cluster(self) -> None:
         running = [status.job_id for status in self.list_jobs() if not status.state.is_final]
         for job_id in running:
-            _signal_supervisor(self._rundir(job_id), signal.SIGTERM)  # all at once, then wait for each
+            signal_supervisor(self._rundir(job_id), signal.SIGTERM)  # all at once, then wait for each
         for job_id in running:
             self.cancel_job(job_id)
         self.state.delete(CLUSTER)
@@ -152,11 +185,11 @@ class LocalClusterManager(GPUClusterManager):
         rundir = RunDir(str(folder))
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = _claim(folder, rundir)
+            lock = claim(folder, rundir)
             if lock is None:
                 return
             try:
-                status = _settle(rundir)
+                status = settle(rundir)
                 if status is None or status["state"] != JobState.SUCCEEDED:
                     self._launch(spec, folder, rundir, lock)
             finally:
@@ -169,6 +202,8 @@ class LocalClusterManager(GPUClusterManager):
 
     def _launch(self, spec: JobSpec, folder: Path, rundir: RunDir, lock: int) -> None:
         """Start a supervisor in a session of its own, hand it the lock, and wait until it says that it has the job."""
+        self.active.enter(spec.job_id)
+        self.use.begin(spec.job_id)
         rundir.storage.delete(STATUS)  # from here on, only the new supervisor says how the job stands
         launch: dict[str, Any] = {
             "job_id": spec.job_id,
@@ -211,7 +246,7 @@ class LocalClusterManager(GPUClusterManager):
                     f"of {log_path}:\n{last_lines(log_path, 12)}"
                 )
             if time.monotonic() > deadline:
-                _sweep(launch)
+                sweep(launch)
                 raise ClusterError(
                     f"the supervisor of job {spec.job_id!r} did not start in {START_SECONDS:.0f} s; see {log_path}"
                 )
@@ -252,16 +287,44 @@ class LocalClusterManager(GPUClusterManager):
             lock = acquire(folder)  # nobody may start it while its end is being written
             if lock is not None:
                 try:
-                    return _settle(rundir), False
+                    return settle(rundir), False
                 finally:
                     os.close(lock)
 
-    def list_jobs(self) -> list[JobStatus]:
+    def list_jobs(self, prefix: str = "") -> list[JobStatus]:
         jobs = []
         for name in Storage(str(self.jobs_dir)).list():
-            with contextlib.suppress(ClusterError, NotADirectoryError):  # something that is no job
-                jobs.append(self.job_status(name))
+            if name.startswith(prefix):
+                with contextlib.suppress(ClusterError, NotADirectoryError):  # something that is no job
+                    jobs.append(self.job_status(name))
         return sorted(jobs, key=lambda job: job.started_at or 0.0, reverse=True)
+
+    def active_jobs(self) -> list[JobStatus]:
+        if (marks := self.active.marks()) is None:
+            marks = [job.job_id for job in self.list_jobs() if not job.state.is_final]
+            for job_id in marks:
+                self.active.enter(job_id)
+            self.active.complete()
+        jobs = []
+        for job_id in marks:
+            try:
+                status = self.job_status(job_id)
+            except (ClusterError, NotADirectoryError):  # its run directory is gone, or is just being made
+                self._forget(job_id, None)
+            else:
+                if status.state.is_final:
+                    self._forget(job_id, status.ended_at)
+                else:
+                    jobs.append(status)
+        return sorted(jobs, key=lambda job: job.started_at or 0.0, reverse=True)
+
+    def _forget(self, job_id: str, ended_at: float | None) -> None:
+        """Remove the mark of a job that has ended, unless it is being started again."""
+        with undisturbed(self.jobs_dir / job_id) as is_free:
+            if is_free:
+                if ended_at is not None:
+                    self.use.note_end(ended_at, job_id)
+                self.active.leave(job_id)
 
     def cancel_job(self, job_id: str) -> None:
         self._end(job_id)
@@ -278,7 +341,7 @@ class LocalClusterManager(GPUClusterManager):
             if waited > patience_seconds:
                 return False
             late = waited > grace + FORCE_SECONDS  # its reaper then kills what it leaves
-            _signal_supervisor(rundir, signal.SIGKILL if late else signal.SIGTERM)
+            signal_supervisor(rundir, signal.SIGKILL if late else signal.SIGTERM)
             time.sleep(POLL_SECONDS)
         self._observe(rundir)  # settles it, had the supervisor to be killed
         return True
@@ -306,10 +369,10 @@ class LocalClusterManager(GPUClusterManager):
 
     def find_orphans(self, live_runs: Collection[str]) -> list[Orphan]:
         found = []
-        for status in self.list_jobs():
+        for status in self.active_jobs():
             rundir = self._rundir(status.job_id)
             owner = (rundir.read_json(OWNER) or {}).get("dagster_run_id")
-            if status.state.is_final or owner is None or owner in live_runs:
+            if owner is None or owner in live_runs:
                 continue
             launch = rundir.read_json(LAUNCH) or {}
             found.append(
@@ -382,46 +445,3 @@ def with_package(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _python_path(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in ("PYTHONPATH",) if name in environment}
-
-
-def _claim(folder: Path, rundir: RunDir) -> int | None:
-    """The job's lock; None if it runs already. A supervisor that has said how it ended is waited for."""
-    while (lock := acquire(folder)) is None:
-        status = rundir.read_json(STATUS)
-        if status is None or not JobState(status["state"]).is_final:
-            return None
-        time.sleep(POLL_SECONDS)
-    return lock
-
-
-def _settle(rundir: RunDir) -> dict[str, Any] | None:
-    """With the job's lock in hand: if the last supervisor died, write the end that it could not. ``status.json``."""
-    status = rundir.read_json(STATUS)
-    if status is None or JobState(status["state"]).is_final:
-        return status
-    _sweep(rundir.read_json(LAUNCH) or {})  # its reaper may have died with it
-    left = presences.latest(rundir.nodes())
-    ended_at = max(map(presences.end_of, left), default=status["started_at"])
-    said = last_lines(rundir.storage.local_path(f"{LOGS}/{SUPERVISOR_LOG}"), 12)
-    message = "the supervisor died, and its processes were ended with it" + (f"; it said:\n{said}" if said else "")
-    status |= {"state": JobState.FAILED, "message": message, "ended_at": ended_at, "exit_code": 1}
-    try:
-        presences.close(rundir)
-        rundir.write_json(STATUS, status)
-    except OSError as error:  # likely what the supervisor died of
-        status["message"] += f"\n{rundir.uri} cannot be written ({error.strerror or error}): make room there"
-    return status
-
-
-def _sweep(launch: Mapping[str, Any]) -> None:
-    """Kill what a launch has left on this machine."""
-    if token := launch.get("token"):
-        kill_all(lambda: marked(token), SWEEP_SECONDS)
-
-
-def _signal_supervisor(rundir: RunDir, number: signal.Signals) -> None:
-    """Send a signal to the supervisor that has said that it has the job."""
-    status = rundir.read_json(STATUS)
-    if status and not JobState(status["state"]).is_final:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(status["pid"], number)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 LOCK = "supervisor.lock"
@@ -29,12 +31,20 @@ def acquire(folder: Path) -> int | None:
 
 def is_held(folder: Path) -> bool:
     """Does a supervisor, or a submitter about to start one, hold the lock? Askers do not disturb each other."""
+    with undisturbed(folder) as is_free:
+        return not is_free
+
+
+@contextmanager
+def undisturbed(folder: Path) -> Iterator[bool]:
+    """Is the lock free? As long as the block lasts nobody gets it, and who tries waits; askers are not disturbed."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
-        return False
+        yield True
+        return
     try:
-        return not _lock(descriptor, fcntl.LOCK_SH)
+        yield _lock(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
 

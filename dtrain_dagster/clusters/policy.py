@@ -1,8 +1,9 @@
 """What to do when processes of a job have ended: pure, from their exit codes to a decision.
 
 Who trains with `python -m trainer` regroups when a node is lost, and says by its exit code why it ended: 0 done;
-2 unusable configuration or data; 75 it lost its peers or its device, starting again helps; 143 evicted (SIGTERM, after
-a checkpoint); anything else is an error that would come again. A signal is what happens to a process.
+2 unusable configuration or data; 3 its budget is spent; 75 it lost its peers or its device, starting again helps;
+143 evicted (SIGTERM, after a checkpoint); anything else is an error that would come again. A signal is what happens to
+a process.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-EXIT_UNUSABLE, EXIT_LOST, EXIT_EVICTED = 2, 75, 143
+EXIT_UNUSABLE, EXIT_BUDGET, EXIT_LOST, EXIT_EVICTED = 2, 3, 75, 143
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,7 @@ def describe_exit(code: int) -> str:
         return f"killed by signal {-code}"
     about = {
         EXIT_UNUSABLE: ", unusable configuration or data",
+        EXIT_BUDGET: ", its budget is spent",
         EXIT_LOST: ", lost its peers or its device",
         EXIT_EVICTED: ", stopped by SIGTERM",
     }

@@ -292,6 +292,9 @@ class Supervisor:
             _say(f"could not write the presence of node {node.presence.node_id}: {error}")
 
     def _explain(self, failure: Failure) -> str:
+        result = self.rundir.read_json(RESULT) or {}
+        if result.get("status") == "budget" and result.get("launch") in (None, self.launch["launch"]):
+            return f"{result['error']}. {how_to_go_on(self.rundir, self.launch['job_id'])}"
         how = describe_exit(failure.code)
         return f"rank {failure.rank} on node {failure.node_id} failed first ({how}); {self._said(failure.node_id)}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dtrain_dagster.costs.estimate import Basis, Estimate, Work
@@ -42,3 +42,5 @@ class TrainingPlan:
     """What the training may be expected to cost at most; 0: any sum."""
     stop_at_usd: float = 0.0
     """At how many dollars it saves a checkpoint and stops; 0: never."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Expected seconds by phase, see `costs.estimate.Parts`; `costs.projection` takes them for what is to come."""

@@ -1,11 +1,19 @@
-"""What a job has cost, from when each node was there: `CostTracker`. No guess, no rate times duration."""
+"""What a job has cost, from when each node was there: `CostTracker`. No guess, no rate times duration.
+
+All times are Unix time, which knows neither time zones nor daylight saving; where a person reads one, it is UTC.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import itertools
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
 from dtrain_dagster.clusters.base import NodeUsage
+from dtrain_dagster.costs.money import HOUR, SECOND, is_finite, microseconds, nano_usd, usd
 from dtrain_dagster.costs.prices import Tier, price_of, tier_of
 
 
@@ -24,81 +32,176 @@ class CostMetrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeCost:
-    """The cost of one stretch of one node's presence."""
+    """One stretch for which a node was paid, no two of one node at the same time."""
 
     node_id: int
     sku: str
-    started_at: float
-    ended_at: float
-    hours: float
-    usd: float
+    tier: str | None
+    """None: the one that was asked for."""
+    began: int
+    """Unix time in microseconds, as ``ended``."""
+    ended: int
+    nano_usd_per_hour: int = 0
+
+    @property
+    def microseconds(self) -> int:
+        return self.ended - self.began
+
+    @property
+    def units(self) -> int:
+        """See `dtrain_dagster.costs.money`."""
+        return self.microseconds * self.nano_usd_per_hour
+
+    @property
+    def started_at(self) -> float:
+        return self.began / SECOND
+
+    @property
+    def ended_at(self) -> float:
+        return self.ended / SECOND
+
+    @property
+    def hours(self) -> float:
+        return self.microseconds / HOUR
+
+    @property
+    def usd(self) -> float:
+        return usd(self.units)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeriodCost:
-    """Dollars spent on one node within one period of time. Times are Unix seconds."""
+    """Spent on one node within one period of time."""
 
     node_id: int
-    started_at: float
-    ended_at: float
-    usd: float
+    began: int
+    ended: int
+    units: int
+
+    @property
+    def started_at(self) -> float:
+        return self.began / SECOND
+
+    @property
+    def ended_at(self) -> float:
+        return self.ended / SECOND
+
+    @property
+    def usd(self) -> float:
+        return usd(self.units)
 
 
 class CostTracker:
-    """Adds up node presence. One tracker looks at one job."""
+    """Adds up node presence. One tracker looks at one job.
+
+    Any history will do: what ends before it starts counts zero, what one node is said to have spent twice counts once,
+    and ``notes`` says so.
+    """
 
     def __init__(self, cluster_name: str, usage: Iterable[NodeUsage], tier: Tier) -> None:
         self.cluster_name = cluster_name
-        self.nodes = tuple(
-            NodeCost(
-                node_id=stretch.node_id,
-                sku=stretch.sku,
-                started_at=stretch.started_at,
-                ended_at=stretch.ended_at,
-                hours=stretch.hours,
-                usd=stretch.hours * price_of(stretch.sku).usd_per_hour(tier_of(stretch.tier or tier)),
-            )
-            for stretch in usage
-        )
+        stretches, self.notes = paid(usage)
+        self.nodes = tuple(_priced(item, tier_of(item.tier or tier)) for item in stretches)
 
     @property
     def node_hours(self) -> float:
-        return sum(node.hours for node in self.nodes)
+        return sum(node.microseconds for node in self.nodes) / HOUR
+
+    @property
+    def total_units(self) -> int:
+        """The bill, exactly; see `dtrain_dagster.costs.money`."""
+        return sum(node.units for node in self.nodes)
 
     @property
     def total_usd(self) -> float:
-        return sum(node.usd for node in self.nodes)
+        return usd(self.total_units)
+
+    @property
+    def wall_seconds(self) -> float:
+        """From the first node's start to the last node's end."""
+        if not self.nodes:
+            return 0.0
+        return (max(node.ended for node in self.nodes) - min(node.began for node in self.nodes)) / SECOND
 
     def metrics(self, epochs: float, estimated_usd: float) -> CostMetrics:
         """The job as `CostMetrics`. ``epochs`` may be a fraction; with none, an epoch costs as much as the whole."""
-        started = min((node.started_at for node in self.nodes), default=0.0)
-        ended = max((node.ended_at for node in self.nodes), default=0.0)
         return CostMetrics(
             cluster_name=self.cluster_name,
             total_cost_usd=self.total_usd,
             cost_per_node_hour=self.total_usd / self.node_hours if self.node_hours else 0.0,
-            training_duration_hours=(ended - started) / 3600,
+            training_duration_hours=self.wall_seconds / 3600,
             cost_per_epoch=self.total_usd / epochs if epochs else self.total_usd,
             estimated_total_cost=estimated_usd,
         )
 
     def by_period(self, periods: int = 12) -> list[PeriodCost]:
-        """The same dollars by node and time, in ``periods`` equal stretches; they add up to `total_usd`."""
-        if not self.nodes:
-            return []
-        first = min(node.started_at for node in self.nodes)
-        last = max(node.ended_at for node in self.nodes)
-        width = (last - first) / periods
-        rows = []
-        for node in self.nodes:
-            usd_per_second = node.usd / (node.ended_at - node.started_at) if node.ended_at > node.started_at else 0.0
-            for period in range(periods):
-                begin = max(node.started_at, first + period * width)
-                end = min(node.ended_at, first + (period + 1) * width)
-                if end > begin:
-                    usd = (end - begin) * usd_per_second
-                    rows.append(PeriodCost(node_id=node.node_id, started_at=begin, ended_at=end, usd=usd))
-        return rows
+        """The same dollars by node and time, in ``periods`` equal stretches; they add up to `total_units`."""
+        return self.between(edges(self.nodes, periods))
+
+    def between(self, edges: Sequence[int]) -> list[PeriodCost]:
+        """The same dollars by node and time, cut at ``edges``, which rise and enclose all there is."""
+        return [
+            PeriodCost(node_id=node.node_id, began=begin, ended=end, units=(end - begin) * node.nano_usd_per_hour)
+            for node in self.nodes
+            for begin, end in cut(node.began, node.ended, edges)
+        ]
+
+
+def edges(stretches: Sequence[NodeCost], periods: int) -> list[int]:
+    """From the first start to the last end, in equal periods, to the microsecond."""
+    if not stretches:
+        return [0]
+    first, last = min(item.began for item in stretches), max(item.ended for item in stretches)
+    return [first + (last - first) * number // periods for number in range(periods + 1)]
+
+
+def cut(began: int, ended: int, edges: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """A stretch in parts that no edge cuts."""
+    place = bisect_right(edges, began)
+    while began < ended:
+        end = min(ended, edges[place]) if place < len(edges) else ended
+        if end > began:
+            yield began, end
+        began, place = end, place + 1
+
+
+def paid(usage: Iterable[NodeUsage]) -> tuple[list[NodeCost], tuple[str, ...]]:
+    """What was paid for, without prices, in order of node and time; and what is odd about it, in words.
+
+    Where two records of one node overlap it is paid for once, as what the later one says it is: of two launches, the
+    later one's nodes are there.
+    """
+    by_node: dict[int, list[NodeCost]] = defaultdict(list)
+    backward, twice = 0, 0
+    for item in usage:
+        if not (is_finite(item.started_at) and is_finite(item.ended_at)) or item.ended_at < item.started_at:
+            backward += 1
+            continue
+        stretch = NodeCost(
+            node_id=item.node_id,
+            sku=item.sku,
+            tier=item.tier,
+            began=microseconds(item.started_at),
+            ended=microseconds(item.ended_at),
+        )
+        if stretch.microseconds:
+            by_node[item.node_id].append(stretch)
+    found: list[NodeCost] = []
+    for _, stays in sorted(by_node.items()):
+        once = _once(stays)
+        twice += sum(item.microseconds for item in stays) - sum(item.microseconds for item in once)
+        found += once
+    notes = []
+    if backward:
+        notes.append(f"{backward} stay(s) of nodes end before they start (a clock stepped back): they count zero")
+    if twice:
+        notes.append(f"{twice / SECOND:,.1f} s of nodes are recorded twice: paid once, at the later record's price")
+    return found, tuple(notes)
+
+
+def utc(microseconds: int) -> str:
+    """For people and files: ``2026-10-25T00:30:00Z``; the same wherever and whenever it is read."""
+    return datetime.fromtimestamp(microseconds / SECOND, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def overrun(actual_usd: float, estimated_usd: float) -> float:
@@ -106,3 +209,25 @@ def overrun(actual_usd: float, estimated_usd: float) -> float:
     if estimated_usd <= 0:
         raise ValueError(f"the estimate must be positive, not {estimated_usd} dollars")
     return actual_usd / estimated_usd - 1
+
+
+def _priced(stretch: NodeCost, tier: Tier) -> NodeCost:
+    return replace(stretch, tier=tier, nano_usd_per_hour=nano_usd(price_of(stretch.sku).usd_per_hour(tier)))
+
+
+def _once(stays: list[NodeCost]) -> list[NodeCost]:
+    """The stays of one node without overlaps."""
+    ordered = sorted(stays, key=lambda item: (item.began, item.ended))
+    moments = sorted({moment for item in ordered for moment in (item.began, item.ended)})
+    found: list[NodeCost] = []
+    source: NodeCost | None = None
+    for begin, end in itertools.pairwise(moments):
+        here = [item for item in ordered if item.began <= begin and end <= item.ended]
+        if not here:
+            source = None
+        elif here[-1] is source:
+            found[-1] = replace(found[-1], ended=end)
+        else:
+            source = here[-1]
+            found.append(replace(source, began=begin, ended=end))
+    return found

@@ -79,6 +79,24 @@ class PriceFile:
             origin=self.address,
         )  # fmt: skip
 
+    def version(self) -> str:
+        """What changes when the file does, without reading it; of a server that says nothing of the kind, `digest`.
+
+        Raises OSError, or whatever the file system raises, where it cannot be asked.
+        """
+        filesystem, path = _opened(self.address)
+        filesystem.invalidate_cache()
+        if "http" not in filesystem.protocol:
+            return str(filesystem.ukey(path))
+        info = filesystem.info(path)  # its ukey takes files for unchanging
+        marks = [f"{name}={info[name]}" for name in ("ETag", "Last-Modified") if info.get(name)]
+        return f"size={info.get('size')}; {'; '.join(marks)}" if marks else self.digest()
+
+    def digest(self) -> str:
+        """The sha256 of its content, which is read for that."""
+        with fsspec.open(self.address, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
     def local_file(self, scratch: Path) -> Path:
         filesystem, path = _opened(self.address)
         if not filesystem.isfile(path):
@@ -174,16 +192,3 @@ def price_source(name_or_address: str) -> PriceSource:
             raise DataError("DTRAIN_PRICES='yfinance' names no tickers: write yfinance:AAPL,MSFT")
         return YFinance(wanted)
     return PriceFile(name_or_address)
-
-
-def version_token(name_or_address: str) -> str | None:
-    """A token that changes when the file does; None for what does not change or cannot be asked."""
-    source = price_source(name_or_address)
-    if not isinstance(source, PriceFile):
-        return None
-    filesystem, path = _opened(source.address)
-    filesystem.invalidate_cache()
-    try:
-        return str(filesystem.ukey(path))
-    except FileNotFoundError:
-        return None

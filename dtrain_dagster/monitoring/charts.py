@@ -112,35 +112,6 @@ def calibration_chart(quintiles: Sequence[Mapping[str, float]]) -> bytes:
     return svg(figure)
 
 
-def cost_chart(periods: Sequence[Any], estimate: tuple[float, float, float], words: str) -> bytes:
-    """Dollars by node and time, stacked and cumulative, against the estimate (low, expected, high). ``words``: what the
-    dollars are, for the axis."""
-    figure = new_figure(9, 3.6)
-    axis = figure.subplots()
-    first = min((row.started_at for row in periods), default=0.0)
-    edges = sorted({round(row.ended_at - first, 6) for row in periods})
-    nodes = sorted({row.node_id for row in periods})
-    series = []
-    for node in nodes:
-        mine = [row for row in periods if row.node_id == node]
-        series.append([sum(row.usd for row in mine if row.ended_at - first <= edge + 1e-6) for edge in edges])
-    axis.stackplot(
-        [0.0, *edges],
-        [[0.0, *values] for values in series],
-        labels=[f"node {node}" for node in nodes],
-        colors=[COLOURS[node % len(COLOURS)] for node in nodes],
-        alpha=0.8,
-    )
-    low, expected, high = estimate
-    axis.axhspan(low, high, color="#fff8c5", zorder=0, label="estimated interval")
-    axis.axhline(expected, color=COLOURS[5], linewidth=1.2, linestyle="--", label="estimate")
-    axis.set_ylim(bottom=0)
-    axis.set_xlim(left=0)
-    label(axis, "Cost so far, by node", "seconds since the first node", f"US dollars ({words})")
-    figure.legend(frameon=False, fontsize=8, loc="outside right upper")
-    return svg(figure)
-
-
 def phase_chart(seconds: Mapping[str, float]) -> bytes:
     """One bar: where the job's wall-clock time went."""
     figure = new_figure(9, 2.0)

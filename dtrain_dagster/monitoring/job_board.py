@@ -16,6 +16,7 @@ from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.lock import is_held
 from dtrain_dagster.costs.plan import LISTED, STAND_IN
 from dtrain_dagster.costs.prices import PriceError, Tier
+from dtrain_dagster.costs.projection import Pace, project
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs import PLAN
 from dtrain_dagster.monitoring.dashboard import UNREADABLE, PerformanceDashboard, is_number
@@ -64,6 +65,8 @@ class Cost:
     usd: float
     words: str
     """What the dollars are."""
+    at_end: str = ""
+    """What the job is projected to cost, against its estimate; "" where it has none."""
 
 
 class OpenJob:
@@ -77,6 +80,7 @@ class OpenJob:
         self.cost: Cost | None = None
         self._tier = tier
         self._training: Mapping[str, Any] = {}
+        self._pace = Pace()
         self._seen: set[str] = set()
         self._read_at = -1e9
         self._end: dict[str, Any] | None = None
@@ -96,10 +100,12 @@ class OpenJob:
                 self._read_at = time.monotonic()
                 return self
             self.row = read_row(self.rundir)
-            self.dashboard.take(self.rundir.follow(self._seen))
+            events = self.rundir.follow(self._seen)
+            self.dashboard.take(events)
+            self._pace = self._pace.after(events)
             self.stays = self.rundir.nodes()
             self._training = self._training or (self.rundir.read_json(JOB) or {}).get("training", {})
-            self.cost = cost_so_far(self.rundir, self.stays, self.row.running, self._tier, now)
+            self.cost = cost_so_far(self.rundir, self.stays, self.row.running, self._tier, now, self._pace)
             self._end = status if status.get("state") in ENDED else None
             self._read_at = time.monotonic()
             return self
@@ -244,7 +250,8 @@ def state_of(status: Mapping[str, Any], result: Mapping[str, Any], launch: Mappi
     said = str(status.get("state", JobState.RUNNING if launch is None else JobState.QUEUED))
     # One of an earlier launch says nothing of this one; trainers that do not regroup know of no launches.
     counts = launch is None or result.get("launch") in (None, launch.get("launch"))
-    return str(result["status"]) if said not in ENDED and result.get("status") in ENDED and counts else said
+    ended = JobState.FAILED if result.get("status") == "budget" else result.get("status")
+    return str(ended) if said not in ENDED and ended in ENDED and counts else said
 
 
 def first_event_at(rundir: RunDir) -> float | None:
@@ -256,10 +263,10 @@ def first_event_at(rundir: RunDir) -> float | None:
 
 
 def cost_so_far(
-    rundir: RunDir, stays: Sequence[NodePresence], running: bool, default_tier: Tier, now: float
+    rundir: RunDir, stays: Sequence[NodePresence], running: bool, default_tier: Tier, now: float, pace: Pace
 ) -> Cost | None:
-    """What the nodes have cost, None where their price is not known. On Azure with what each launch was given. A node
-    that is silent has cost until it was last heard of: nobody may be there to write its end."""
+    """What the nodes have cost, and how that will go on; None where their price is not known. On Azure with what each
+    launch was given. A silent node has cost until it was last heard of: nobody may be there to write its end."""
     launch, plan = rundir.read_json(LAUNCH) or {}, rundir.read_json(PLAN) or {}
     given = {item["launch"]: item for item in [*launch.get("history", ()), launch] if "launch" in item}
     usage, seen = [], presences.usage(stays, "", running, now, stale_seconds(rundir.storage))
@@ -271,7 +278,17 @@ def cost_so_far(
     except PriceError:
         return None
     words = plan.get("price_words", STAND_IN if "history" not in launch else LISTED)
-    return Cost(usd=tracker.total_usd, words=words)
+    return Cost(usd=tracker.total_usd, words=words, at_end=_at_end(tracker, plan, pace) if running and plan else "")
+
+
+def _at_end(tracker: CostTracker, plan: Mapping[str, Any], pace: Pace) -> str:
+    try:
+        projection = project(tracker, plan, pace)
+    except (KeyError, TypeError, ValueError, AttributeError):  # a plan of another version
+        return ""
+    if projection.at_end is None or projection.over_at_end is None:
+        return ""
+    return f"{dollars(projection.at_end.expected)} at the end, {projection.over_at_end:+.0%} to the estimate; "
 
 
 def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
@@ -301,7 +318,7 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
         ("loss", number(progress.loss, 4), f"validation {number(progress.valid_loss, 4)}"),
         ("samples/s", number(progress.samples_per_second, 0), "all nodes"),
         ("nodes alive", str(job.nodes_alive(now)), f"of {there}" if there else ""),
-        ("cost so far" if row.running else "cost", dollars(job.cost.usd), job.cost.words)
+        ("cost so far" if row.running else "cost", dollars(job.cost.usd), job.cost.at_end + job.cost.words)
         if job.cost
         else ("cost", "–", "no price is known"),
     ]

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtrain_dagster.clusters.base import NodeUsage
+from dtrain_dagster.costs.ledger import IN_STEPS, Ledger, ledger
+from dtrain_dagster.costs.money import SECOND
+from dtrain_dagster.costs.tracker import paid
 from dtrain_dagster.monitoring.diagnosis import Cause, Diagnosis, diagnose
 from dtrain_dagster.monitoring.strategies import Strategy, strategies
 from dtrain_dagster.monitoring.windows import (
@@ -139,7 +142,7 @@ def summarise(
     phases["outside the trainer"] = max(0.0, paid_wall_seconds(usage) - sum(phases.values()))
     found = settled(timed)
     diagnosis = diagnose(events)
-    good = goodput(timed, phases, usage)
+    good = goodput(ledger(paid(usage)[0], events, periods=1))
     ranks = ranks_at(events, [item["time"] for item in steps], world_size)
     rates = [item["samples_per_second"] for item in steps]
     return Performance(
@@ -196,33 +199,14 @@ def verdict(diagnosis: Diagnosis, good: Goodput) -> str:
     )
 
 
-def goodput(found: Sequence[Window], phases: Mapping[str, float], usage: Sequence[NodeUsage]) -> Goodput:
-    """From the windows of steps and the nodes in them; where there are none, from the training phase of rank 0. What
-    trained and what did not add up to what was paid."""
-    paid = sum(node.ended_at - node.started_at for node in usage)
-    wall = paid_wall_seconds(usage)
-    nodes = paid / wall if wall else 0.0
-    trained, earliest = 0.0, None
-    for window in reversed(found):  # what was done again after a loss counts as it was done last
-        steps = window.steps if earliest is None else max(0, min(window.steps, earliest - (window.step - window.steps)))
-        trained += steps * window.seconds * len(set(window.nodes))
-        first = window.step - window.steps
-        earliest = first if earliest is None else min(earliest, first)
-    if not found:
-        trained = phases["training"] * nodes
-    trained = min(trained, paid)
-    elsewhere, left = {}, paid - trained
-    for name, seconds in phases.items():
-        if name != "training" and (part := min(left, seconds * nodes)) > 0:
-            elsewhere[name] = part
-            left -= part
-    if left > 0:  # steps done again, nodes that were paid for and not in the world
-        elsewhere["redone or not in the world"] = left
+def goodput(found: Ledger) -> Goodput:
+    """Of the ledger: what was spent in steps that counted, and what on every other cause."""
+    causes = {cause: row.seconds for cause, row in found.causes().items()}
     return Goodput(
-        share=trained / paid if paid else 0.0,
-        trained_node_seconds=trained,
-        paid_node_seconds=paid,
-        elsewhere=elsewhere,
+        share=found.goodput,
+        trained_node_seconds=sum(causes.get(cause, 0.0) for cause in IN_STEPS),
+        paid_node_seconds=found.microseconds / SECOND,
+        elsewhere={str(cause): seconds for cause, seconds in causes.items() if cause not in IN_STEPS},
     )
 
 

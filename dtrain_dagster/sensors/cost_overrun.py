@@ -1,66 +1,179 @@
-"""A running job that costs more than was estimated is noticed while it runs, not on the bill (R5.4, C3)."""
+"""A running job that costs more than was estimated, or will, is noticed while it runs, not on the bill (R5.4, C3)."""
 
 import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
 
 import dagster as dg
 
+from dtrain_dagster.assets.following import COST_CHECK
+from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.plan import STAND_IN
+from dtrain_dagster.costs.prices import price_table, tier_of
+from dtrain_dagster.costs.projection import Overrun, Pace, Projection, overruns, thresholds
+from dtrain_dagster.costs.projection import project as project_cost
+from dtrain_dagster.costs.savings import Hired, Saving, saving_table, savings
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs import PLAN
-from dtrain_dagster.monitoring.advice import decide_overrun
+from dtrain_dagster.monitoring.windows import settled, windows
+from dtrain_dagster.notify import tell
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.wording import dollars
-from trainer.rundir import RunDir
+from trainer.rundir import EVENTS, RunDir, parsed
+
+COST_TOLD = "cost_alerts.json"
+"""In a run directory: what people have been told of its cost, and when. Beside `following.TOLD`, which whoever follows
+the job holds in memory and writes as a whole."""
+ENOUGH_STEPS, MOST_FILES = 20, 40
+"""Of the newest events, so many reports of steps are read, from so many files at most."""
 
 
 def build_cost_overrun_sensor(settings: Settings) -> dg.SensorDefinition:
+    limit = settings.overrun_fraction
+    levels = ", ".join(f"{level:.0%}" for level in thresholds(limit))
+
     @dg.sensor(
         name="cost_overrun",
         minimum_interval_seconds=30,
         default_status=dg.DefaultSensorStatus.RUNNING,
-        description=f"Fails a check, once per job, at {settings.overrun_fraction:.0%} above the estimated cost.",
+        description=f"Fails the check {COST_CHECK} of trained_checkpoint and notifies, once per job at {levels} above "
+        "the estimated cost, by what it has cost and by what it is projected to cost; says what would save how much.",
     )
     def cost_overrun(
         context: dg.SensorEvaluationContext, cluster: GPUClusterResource, project: ProjectResource
     ) -> dg.SensorResult:
         manager = cluster.manager()
-        alerted: list[str] = json.loads(context.cursor) if context.cursor else []
-        running = [job.job_id for job in manager.list_jobs() if not job.state.is_final]
-        evaluations = []
+        before = _read(context.cursor)
+        running = [job.job_id for job in manager.active_jobs()]
+        looks, count = {}, 0
         for job_id in running:
-            plan = RunDir(f"{project.jobs_uri}/{job_id}").read_json(PLAN)
-            if plan is None or job_id in alerted:
-                continue
-            tracker = CostTracker(cluster.cluster_name, manager.node_usage(job_id), plan["tier"])
-            estimated = plan["estimate"]["usd"]["expected"]
-            decision = decide_overrun(tracker.total_usd, estimated, plan["node_count"], settings.overrun_fraction)
-            if not decision.alert:
-                continue
-            alerted.append(job_id)
-            spent = dollars(tracker.total_usd)
-            context.log.warning(
-                f"{job_id}: {spent}, {decision.fraction:.0%} above the estimate of {dollars(estimated)}"
-            )
-            evaluations.append(
-                dg.AssetCheckEvaluation(
-                    asset_key=dg.AssetKey("trained_checkpoint"),
-                    check_name="cost_within_estimate",
-                    passed=False,
-                    severity=dg.AssetCheckSeverity.WARN,
-                    metadata={
-                        "job_id": job_id,
-                        "cost_so_far": f"{spent} ({plan.get('price_words', STAND_IN)})",
-                        "estimate": dollars(estimated),
-                        "above_estimate_percent": round(100 * decision.fraction, 1),
-                        "advice": decision.advice,
-                    },
-                )
-            )
+            look = before.get(job_id) or {}
+            rundir = RunDir(f"{project.jobs_uri}/{job_id}")
+            try:
+                plan = rundir.read_json(PLAN)
+                if plan is None:
+                    continue
+                usage, events = manager.node_usage(job_id), recent_events(rundir)
+                tracker = CostTracker(cluster.cluster_name, usage, tier_of(plan["tier"]))
+                projection = project_cost(tracker, plan, Pace().after(events))
+                told = _told(rundir)
+                known = {*look.get("told", ()), *told}
+                for item in overruns(projection, limit, known, look.get("projected")):
+                    sentence = _sentence(job_id, item, projection)
+                    advice = _advice(context, plan, usage, events, projection)
+                    # Recorded here and now, not with the result of this tick: whatever follows may fail or hang.
+                    check = _check(job_id, item, projection, advice, plan)
+                    context.instance.report_runless_asset_event(check)
+                    count, known = count + 1, {*known, *item.covers}
+                    context.log.warning(sentence)
+                    told = {key: {"sentence": sentence, "at": time.time()} for key in item.covers} | told
+                    looks[job_id] = {"told": sorted(known), "projected": look.get("projected")}
+                    rundir.write_json(COST_TOLD, told)
+                    body = "\n".join([sentence, *(f"- {saving.text}" for saving in advice)])
+                    tell(project.notify_urls(), f"dtrain: {job_id} costs more than estimated", body, context.log)
+                over = projection.over_at_end if projection.counts else None
+                looks[job_id] = {"told": sorted(known), "projected": over}
+            except Exception as error:  # of whatever kind: one job's run directory must not hide the others
+                context.log.warning(f"{job_id}: its cost could not be judged: {type(error).__name__}: {error}")
+                looks.setdefault(job_id, look)
         return dg.SensorResult(
-            asset_events=evaluations,
-            skip_reason=None if evaluations else f"{len(running)} running job(s), none newly above its estimate",
-            cursor=json.dumps([job_id for job_id in alerted if job_id in running]),
+            skip_reason=f"{len(running)} running job(s), " + (f"{count} alert(s)" if count else "none newly above"),
+            cursor=json.dumps(looks),
         )
 
     return cost_overrun
+
+
+def _advice(
+    context: dg.SensorEvaluationContext,
+    plan: Mapping[str, Any],
+    usage: Sequence[NodeUsage],
+    events: Sequence[Mapping[str, Any]],
+    projection: Projection,
+) -> tuple[Saving, ...]:
+    """What would save; nothing where that cannot be told, for the alert must not wait for it."""
+    whole = projection.at_end.expected if projection.at_end else projection.so_far
+    try:
+        hired = Hired(
+            sku=usage[-1].sku,
+            tier=tier_of(usage[-1].tier or plan["tier"]),
+            usd_left=max(0.0, whole - projection.so_far),
+            usd_whole=whole,
+        )
+        training = (plan.get("job") or {}).get("training") or {}
+        today = datetime.now(UTC).strftime("%Y-%m-%d")
+        return savings(hired, settled(windows(events)), events, training, price_table(), today)
+    except Exception as error:  # of whatever kind: events and plans of other versions, prices that are not known
+        context.log.warning(f"what would save cannot be told: {type(error).__name__}: {error}")
+        return ()
+
+
+def recent_events(rundir: RunDir) -> list[dict[str, Any]]:
+    """What rank 0 has told lately, in order of time: a job of a week costs no more to look at than one of an hour."""
+    found: list[dict[str, Any]] = []
+    names = [name for name in rundir.storage.list(EVENTS) if "-r00000-" in name]
+    for name in names[: -MOST_FILES - 1 : -1]:
+        events, _ = parsed(rundir.storage.read(f"{EVENTS}/{name}"))
+        found += events
+        if sum(event["kind"] == "step" for event in found) >= ENOUGH_STEPS:
+            break
+    return sorted(found, key=lambda event: event["time"])
+
+
+def _sentence(job_id: str, item: Overrun, projection: Projection) -> str:
+    assert projection.estimated is not None
+    spent, estimated = dollars(projection.so_far), dollars(projection.estimated)
+    if item.kind == "actual":
+        return f"{job_id} has cost {spent}, {item.fraction:.0%} above the estimate of {estimated}, and goes on"
+    assert projection.at_end is not None
+    end = dollars(projection.at_end.expected)
+    return f"{job_id} will cost {end}, {item.fraction:.0%} above the estimate of {estimated}; {spent} so far"
+
+
+def _check(
+    job_id: str, item: Overrun, projection: Projection, advice: tuple[Saving, ...], plan: Mapping[str, Any]
+) -> dg.AssetCheckEvaluation:
+    words = plan.get("price_words", STAND_IN)
+    metadata: dict[str, Any] = {
+        "job_id": job_id,
+        "kind": item.kind,
+        "threshold_percent": round(100 * item.threshold, 1),
+        "over_estimate_percent": round(100 * item.fraction, 1),
+        "cost_so_far": f"{dollars(projection.so_far)} ({words})",
+        "cost_so_far_usd": projection.so_far,
+        "estimated_usd": projection.estimated,
+        "what_to_do": dg.MarkdownMetadataValue(saving_table(advice)),
+        "or": "let it finish if the result is worth it, or terminate the run: the checkpoint stays",
+    }
+    if projection.at_end is not None:
+        metadata["projected_usd"] = projection.at_end.expected
+        metadata["projected"] = f"{dollars(projection.at_end.low)} to {dollars(projection.at_end.high)}"
+    return dg.AssetCheckEvaluation(
+        asset_key=dg.AssetKey("trained_checkpoint"),
+        check_name=COST_CHECK,
+        passed=False,
+        severity=dg.AssetCheckSeverity.WARN,
+        description=_sentence(job_id, item, projection),
+        metadata=metadata,
+    )
+
+
+def _told(rundir: RunDir) -> dict[str, Any]:
+    """Key of an `Overrun` → what was said; nothing where the record is damaged."""
+    try:
+        told = rundir.read_json(COST_TOLD)
+    except ValueError:
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _read(cursor: str | None) -> Mapping[str, dict[str, Any]]:
+    """The look before; nothing where there was none, or an older version took it."""
+    try:
+        found = json.loads(cursor or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,12 +1,69 @@
 """A cluster that stands idle costs money: say so, and give it back (R1.2, C3)."""
 
+from __future__ import annotations
+
+import json
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.monitoring.advice import decide_idle
-from dtrain_dagster.resources import GPUClusterResource
+from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, NodePool
+from dtrain_dagster.costs.plan import LISTED, STAND_IN
+from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
+from dtrain_dagster.monitoring.idle import Idling, Outcome, is_due, is_over, look, takes_force, tried
+from dtrain_dagster.notify import tell
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.sensors.orphans import LIVE
 from dtrain_dagster.settings import Settings
+from dtrain_dagster.wording import dollars, duration
+
+IDLE_EVERY_SECONDS, BUSY_EVERY_SECONDS = 600.0, 3600.0
+"""How often is recorded that nothing has changed: while it costs money for nothing, and while it works."""
+ALIVE_SECONDS = 1800.0
+"""A Dagster run that has said nothing for longer, though it never ended, keeps no nodes."""
+WORDS: dict[Outcome, str] = {
+    "": "nothing was done",
+    "scaled down": "scaled down",
+    "asked for": "the service was told to remove them",
+    "failed": "could not be scaled down, and is tried again",
+    "in use": "left as it is: somebody is about to use it",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watched:
+    """A pool at this tick."""
+
+    pool: NodePool
+    idling: Idling
+    usd_per_node_hour: float | None
+    """None where the price table does not know."""
+    is_over: bool
+    """Has it idled beyond the limit?"""
+    reason: str = ""
+    """Why the last try came to nothing."""
+
+    @property
+    def idle_nodes(self) -> int:
+        """Nodes that cost money for nothing."""
+        return 0 if self.pool.work else self.pool.node_count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cursor:
+    """What a tick leaves to the next one."""
+
+    pools: Mapping[str, Idling] = field(default_factory=dict)
+    facts: Sequence[Any] = ()
+    """What was recorded last, see `state_of`."""
+    recorded_at: float = 0.0
+
+    def written(self) -> str:
+        return json.dumps(asdict(self))
 
 
 def build_idle_cluster_sensor(settings: Settings) -> dg.SensorDefinition:
@@ -18,34 +75,159 @@ def build_idle_cluster_sensor(settings: Settings) -> dg.SensorDefinition:
         default_status=dg.DefaultSensorStatus.RUNNING,
         description=f"Records what the cluster does; gives it back after {settings.idle_minutes:g} idle minutes.",
     )
-    def idle_cluster(context: dg.SensorEvaluationContext, cluster: GPUClusterResource) -> dg.SensorResult:
+    def idle_cluster(
+        context: dg.SensorEvaluationContext, cluster: GPUClusterResource, project: ProjectResource
+    ) -> dg.SensorResult:
         manager, now = cluster.manager(), time.time()
-        health = manager.monitor_health()
-        if not health.nodes:
-            return dg.SensorResult(skip_reason="the cluster has no nodes: nothing to watch, nothing to pay", cursor="")
-        ready_since = float(context.cursor) if context.cursor else now
-        decision = decide_idle(health, manager.list_jobs(), ready_since, now, limit_seconds)
-        if decision.scale_down:
-            context.log.warning(f"idle for {decision.idle_seconds / 60:.0f} minutes: giving the cluster back")
-            manager.cleanup_cluster()
-        metadata: dict[str, int | float | str | bool] = {
-            "nodes": len(health.nodes),
-            "running_jobs": ", ".join(health.running_jobs) or "none",
-            "idle_seconds": round(decision.idle_seconds, 1),
-            "scaled_down": decision.scale_down,
-        }
+        cursor = read_cursor(context.cursor)
+        before = cursor.pools
+        try:
+            pools = manager.pools()
+        except (ClusterError, OSError) as error:  # how long it idles is kept
+            return dg.SensorResult(skip_reason=f"the nodes cannot be seen now: {error}", cursor=context.cursor)
+        watched = []
+        for pool in pools:
+            usd = _usd_per_node_hour(pool, cluster)
+            idling = look(before.get(pool.name), pool, usd or 0.0, now)
+            over = is_over(idling, pool, limit_seconds)
+            watched.append(Watched(pool=pool, idling=idling, usd_per_node_hour=usd, is_over=over))
+        messages = [_gone(name, before[name], cluster) for name in gone(before, pools)]
+        # One at a tick: it may take half of the minute that a sensor has.
+        due = [item for item in watched if is_due(item.idling, item.pool, limit_seconds)]
+        if due:
+            turn = min(due, key=lambda item: item.idling.tries)
+            result = _scale_down(manager, turn, _run_at_work(context.instance, now))
+            context.log.warning(sentence(result, cluster))
+            if result.idling.outcome == "scaled down" or (result.idling.outcome != "in use" and not result.idling.told):
+                messages.append(sentence(result, cluster))
+                result = replace(result, idling=replace(result.idling, told=True))
+            watched[watched.index(turn)] = result
+        for message in messages:
+            tell(project.notify_urls(), f"dtrain: cluster {cluster.cluster_name} stood idle", message, context.log)
+        facts = [state_of(item) for item in watched if item.pool.node_count]
+        pause = IDLE_EVERY_SECONDS if any(item.idle_nodes for item in watched) else BUSY_EVERY_SECONDS
+        late = bool(facts) and abs(now - cursor.recorded_at) >= pause
+        is_news = facts != list(cursor.facts) or late
         return dg.SensorResult(
-            asset_events=[
-                dg.AssetObservation(asset_key="gpu_cluster", metadata=metadata),
-                dg.AssetCheckEvaluation(
-                    asset_key=dg.AssetKey("gpu_cluster"),
-                    check_name="not_idle",
-                    passed=not decision.scale_down,
-                    severity=dg.AssetCheckSeverity.WARN,
-                    metadata=metadata,
-                ),
-            ],
-            cursor="" if decision.scale_down else str(ready_since),
+            asset_events=_events(watched, cluster) if is_news else [],
+            skip_reason=None if is_news else "nothing has changed" if facts else "no nodes: nothing to watch or to pay",
+            cursor=Cursor(
+                pools={item.pool.name: item.idling for item in watched},
+                facts=facts,
+                recorded_at=now if is_news else cursor.recorded_at,
+            ).written(),
         )
 
     return idle_cluster
+
+
+def read_cursor(text: str | None) -> Cursor:
+    """What the last tick has left; nothing where that was another version's."""
+    try:
+        found = json.loads(text or "{}")
+        return Cursor(**{**found, "pools": {name: Idling(**fields) for name, fields in found["pools"].items()}})
+    except (ValueError, TypeError, KeyError):
+        return Cursor()
+
+
+def gone(before: Mapping[str, Idling], pools: Sequence[NodePool]) -> list[str]:
+    """Pools whose nodes have gone at last, after it was told that they had not."""
+    there = {pool.name for pool in pools if pool.node_count}
+    return [name for name, old in before.items() if old.told and old.outcome != "scaled down" and name not in there]
+
+
+def state_of(item: Watched) -> list[Any]:
+    """What is worth a record when it changes: all but times and dollars, which always do."""
+    states = sorted([state, count] for state, count in item.pool.states.items() if count)
+    return [item.pool.name, states, bool(item.pool.work), item.is_over, item.idling.outcome]
+
+
+def sentence(item: Watched, cluster: GPUClusterResource) -> str:
+    """What was done about idle nodes, and what they cost."""
+    pool = item.pool
+    trouble = f" ({pool.trouble})" if pool.trouble else ""
+    reason = f": {item.reason}" if item.reason else ""
+    money = "at a price that the table does not know"
+    if item.usd_per_node_hour is not None:
+        per_hour, so_far = item.idle_nodes * item.usd_per_node_hour, item.idling.wasted_usd
+        money = f"{dollars(per_hour)} per hour, {dollars(so_far)} so far ({_words(cluster)})"
+    return (
+        f"{pool.name}: {pool.node_count} x {pool.sku} without work for {duration(item.idling.idle_seconds)}{trouble}, "
+        f"{money}; {WORDS[item.idling.outcome]}{reason}"
+    )
+
+
+def _gone(name: str, idling: Idling, cluster: GPUClusterResource) -> str:
+    money = f" and {dollars(idling.wasted_usd)} for nothing ({_words(cluster)})" if idling.wasted_usd else ""
+    return f"{name}: its nodes are gone now, after {duration(idling.idle_seconds)} without work{money}"
+
+
+def _words(cluster: GPUClusterResource) -> str:
+    return STAND_IN if cluster.kind == "local" else LISTED
+
+
+def _usd_per_node_hour(pool: NodePool, cluster: GPUClusterResource) -> float | None:
+    """None where the price table does not know: it is given back all the same."""
+    try:
+        return price_of(pool.sku).usd_per_hour(tier_of(pool.tier or cluster.tier))
+    except PriceError:
+        return None
+
+
+def _run_at_work(instance: dg.DagsterInstance, now: float) -> str:
+    """A run that may be about to use the nodes, between getting them and submitting its job; "" for none."""
+    for record in instance.get_run_records(dg.RunsFilter(statuses=LIVE)):
+        run_id = record.dagster_run.run_id
+        latest = instance.get_records_for_run(run_id, limit=1, ascending=False).records
+        heard_at = latest[0].timestamp if latest else record.create_timestamp.timestamp()
+        if abs(now - heard_at) < ALIVE_SECONDS:
+            return run_id
+    return ""
+
+
+def _scale_down(manager: GPUClusterManager, item: Watched, run_id: str) -> Watched:
+    """Have it scaled down, unless this run or anybody else is about to use it; what came of it."""
+    outcome: Outcome = "in use"
+    reason = f"Dagster run {run_id} is at work" if run_id else ""
+    if not run_id:
+        try:
+            outcome = "scaled down" if manager.scale_down(item.pool, takes_force(item.idling)) else "asked for"
+        except InUseError as error:
+            reason = str(error)
+        except (ClusterError, OSError) as error:
+            outcome, reason = "failed", str(error)
+    return replace(item, idling=tried(item.idling, outcome), reason=reason)
+
+
+def _events(watched: Sequence[Watched], cluster: GPUClusterResource) -> list[Any]:
+    states = sum((Counter(item.pool.states) for item in watched), Counter[str]())
+    metadata: dict[str, Any] = {
+        "nodes": sum(item.pool.node_count for item in watched),
+        **{f"nodes_{state}": count for state, count in sorted(states.items())},
+        "states": "; ".join(_states(item.pool) for item in watched if item.pool.node_count) or "none",
+        "running_jobs": ", ".join(dict.fromkeys(job for item in watched for job in item.pool.work)) or "none",
+        "idle_seconds": round(max((item.idling.idle_seconds for item in watched), default=0.0), 1),
+        "scaled_down": any(item.idling.outcome == "scaled down" for item in watched),
+    }
+    if all(item.usd_per_node_hour is not None for item in watched):
+        metadata |= {
+            "idle_usd_per_hour": round(sum(item.idle_nodes * (item.usd_per_node_hour or 0.0) for item in watched), 4),
+            "wasted_usd": round(sum(item.idling.wasted_usd for item in watched), 6),
+            "prices": _words(cluster),
+        }
+    idle = [sentence(item, cluster) for item in watched if item.is_over]
+    if idle:
+        metadata["idle"] = dg.MarkdownMetadataValue("\n".join(f"- {line}" for line in idle))
+    check = dg.AssetCheckEvaluation(
+        asset_key=dg.AssetKey("gpu_cluster"),
+        check_name="not_idle",
+        passed=not idle,
+        severity=dg.AssetCheckSeverity.WARN,
+        metadata=metadata,
+    )
+    return [dg.AssetObservation(asset_key="gpu_cluster", metadata=metadata), check]
+
+
+def _states(pool: NodePool) -> str:
+    """``dtrain-nc6sv3: 2 idle, 1 running``."""
+    return f"{pool.name}: " + ", ".join(f"{count} {state}" for state, count in pool.states.items() if count)

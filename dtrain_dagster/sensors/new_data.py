@@ -1,28 +1,88 @@
-"""When the price file that the project trains on changes, train again (C5)."""
+"""When the price file that the project trains on has new content, train again (C5)."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, replace
 
 import dagster as dg
 
+from dtrain_dagster.notify import tell
+from dtrain_dagster.resources import ProjectResource
+from dtrain_dagster.retraining import (
+    ask,
+    budget_words,
+    new_data,
+    prices_of,
+    read_watch,
+    seen,
+    trained_dataset,
+    unreadable,
+)
+from dtrain_dagster.secrets import redact
 from dtrain_dagster.settings import Settings
+from dtrain_dagster.waiting import WaitingList
+from dtrain_dagster.wording import duration
 
 
 def build_new_data_sensor(settings: Settings, job_name: str) -> dg.SensorDefinition:
     @dg.sensor(
         name="new_data",
         job_name=job_name,
-        minimum_interval_seconds=300,
+        minimum_interval_seconds=60,
         default_status=dg.DefaultSensorStatus.STOPPED,  # retraining spends money: a person switches it on
-        description="Retrains when the file of DTRAIN_PRICES has changed. Bundled prices never do.",
+        description=(
+            "Retrains when the file of DTRAIN_PRICES has other content than the latest training had, and has stayed as "
+            f"it is for {settings.retrain_debounce_minutes:g} minutes (DTRAIN_RETRAIN_DEBOUNCE_MINUTES). "
+            + budget_words(settings.retrain_budget_usd)
+        ),
     )
-    def new_data(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        from dtrain_dagster.data.sources import version_token
+    def new_data_sensor(context: dg.SensorEvaluationContext, project: ProjectResource) -> dg.SensorResult:
+        from dtrain_dagster.data.sources import PriceFile, price_source
 
-        token = version_token(settings.prices)
-        if token is None:
-            return dg.SensorResult(skip_reason=f"{settings.prices!r} is bundled and does not change")
-        if token == context.cursor:
-            return dg.SensorResult(skip_reason=f"{settings.prices} has not changed")
-        if not context.cursor:
-            return dg.SensorResult(skip_reason=f"{settings.prices} is watched from now on", cursor=token)
-        return dg.SensorResult(run_requests=[dg.RunRequest(run_key=token)], cursor=token)
+        source = price_source(settings.prices)
+        if not isinstance(source, PriceFile):
+            return dg.SensorResult(skip_reason=f"{settings.prices!r} is no file of yours: it is not watched")
+        now, pause, watch = time.time(), settings.retrain_debounce_minutes * 60, read_watch(context.cursor)
 
-    return new_data
+        def skip(why: str) -> dg.SensorResult:
+            return dg.SensorResult(skip_reason=redact(why), cursor=json.dumps(asdict(watch)))
+
+        try:
+            watch = seen(watch, source.version(), now)
+            if now - watch.since < pause:
+                rest = duration(watch.since + pause - now)
+                return skip(f"{settings.prices} is read once it has stayed as it is for another {rest}")
+            if not watch.digest:
+                digest = source.digest()
+                if source.version() != watch.version:
+                    return skip(f"{settings.prices} was written while it was read")
+                watch = replace(watch, digest=digest)
+        except Exception as error:  # a file system's own errors, of any kind
+            watch = unreadable(watch, now)
+            problem = redact(f"{settings.prices} cannot be read: {error or type(error).__name__}")
+            if now - watch.unreadable_since >= pause and not watch.told:  # it may be about to be replaced
+                context.log.warning(problem)
+                remedy = "DTRAIN_PRICES names the file; once it can be read again, it is watched as before"
+                tell(project.notify_urls(), "dtrain: the prices cannot be read", f"{problem}\n{remedy}", context.log)
+                watch = replace(watch, told=True)
+            return skip(problem)
+        watch = replace(watch, unreadable_since=0.0, told=False)
+        dataset_id = trained_dataset(context.instance)
+        trained_on = prices_of(project.shared_uri, dataset_id) if dataset_id else None
+        if trained_on is None:
+            return skip("nothing was trained yet that could be trained again: materialize the graph by hand first")
+        if trained_on.sha256 == watch.digest:
+            return skip(f"{settings.prices} is what the latest training had")
+        asked = ask(
+            context.instance,
+            new_data(watch.digest),
+            WaitingList(project.shared_uri).tickets(),
+            settings.retrain_budget_usd,
+        )
+        if isinstance(asked, dg.SkipReason):
+            return skip(asked.skip_message or "")
+        return dg.SensorResult(run_requests=[asked], cursor=json.dumps(asdict(watch)))
+
+    return new_data_sensor

@@ -13,7 +13,7 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, NoOrphanError, Orphan
+from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, Orphan
 from dtrain_dagster.costs.plan import LISTED, STAND_IN
 from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
 from dtrain_dagster.notify import tell
@@ -57,7 +57,7 @@ def build_orphan_sensor(settings: Settings) -> dg.SensorDefinition:
             known[turn]["tried"] = now
             try:
                 outcome = _end(manager, due[turn])
-            except NoOrphanError as error:
+            except InUseError as error:
                 context.log.info(f"left as it is: {error}")
                 del known[turn], due[turn]
         events: list[Any] = []
@@ -136,10 +136,10 @@ def why_spared(orphan: Orphan, is_own: bool) -> str:
 
 
 def _end(manager: GPUClusterManager, orphan: Orphan) -> tuple[str, str]:
-    """What was done, and what went wrong. `NoOrphanError` where somebody wants it by now."""
+    """What was done, and what went wrong. `InUseError` where somebody wants it by now."""
     try:
         return (ENDED if manager.end_orphan(orphan) else ENDING), ""
-    except NoOrphanError:
+    except InUseError:
         raise
     except (ClusterError, OSError) as error:
         return FAILED, f": {error}"

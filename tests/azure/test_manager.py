@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from dtrain_dagster.clusters.azure_ml.traces import PROVISIONING
-from dtrain_dagster.clusters.base import ClusterError, JobState, JobStatus, NoOrphanError, Orphan
+from dtrain_dagster.clusters.base import ClusterError, InUseError, JobState, JobStatus, Orphan
 from tests.azure.stage import A100, DONE, FOREVER, LAST_ONE_DONE, V100, Stage, end, wait_for
 from trainer.rundir import LAUNCH, STATUS, NodePresence, RunDir
 
@@ -232,9 +232,9 @@ def test_orphans_are_found_and_ended(stage: Stage) -> None:
     assert len(health.nodes) == 2
     assert health.running_jobs == (spec.job_id,)
     (compute,) = stage.computes()
-    with pytest.raises(NoOrphanError, match="is at work by now"):
+    with pytest.raises(InUseError, match="is at work by now"):
         manager.end_orphan(Orphan(kind="compute", name=compute, reason="idle when it was found"))
-    with pytest.raises(NoOrphanError, match="followed by run run-2"):
+    with pytest.raises(InUseError, match="followed by run run-2"):
         manager.end_orphan(replace(orphan, dagster_run_id="run-1"))
     rundir = RunDir(spec.run_dir)
     rundir.write_json(STATUS, rundir.read_json(STATUS) | {"state": "failed"})  # and its nodes run on

@@ -21,7 +21,9 @@ from small_job import write_dataset
 
 from dtrain_dagster.cli import main
 from dtrain_dagster.cli_job import as_begun, dataset_config, plan_job, runnable, total_steps
-from dtrain_dagster.clusters.base import OWNER, ClusterError
+from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec
+from dtrain_dagster.clusters.local import LocalClusterManager
+from dtrain_dagster.jobs import BudgetSpentError, fingerprint, start_job
 from dtrain_dagster.logs import FileFollower, LogPoller, by_node
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.terminal import nodes_table, progress_line
@@ -109,6 +111,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "report": ["--output", "-o", "job_id"],
         "watch": ["job_id"],
         "profile": ["--rank", "--steps", "--wait", "job_id"],
+        "cost": ["--csv", "--json", "--usage-export", "job_id"],
     }
     endpoint = main.commands["endpoint"]  # type: ignore[attr-defined]
     assert isinstance(endpoint, click.Group)
@@ -234,6 +237,16 @@ def test_train_from_a_dataset_with_a_model_of_ones_own(shell: Shell):
     losses = [event["loss"] for event in job.events("step")]
     assert row[-2:] == ["6", f"{losses[-1]:.4f}"]
     assert "6 steps on 2 ranks" in shell("summary", "mine")
+    cost = json.loads(shell("cost", "mine", "--json"))
+    assert sum(row["usd"] for row in cost["ledger"]) == pytest.approx(cost["total_usd"], abs=1e-9)
+    assert {"productive", "start-up", "finish"} <= {row["cause"] for row in cost["ledger"]}
+    export = shell.folder / "usage.csv"
+    export.write_text("Date,MeterCategory,CostInBillingCurrency,BillingCurrency,ResourceId\n")
+    said = shell("cost", "mine", "--usage-export", str(export))
+    assert "stand-in price, nothing was billed" in said
+    assert "no row of the export is of this job" in said
+    export.write_text("Date,Cost\n")
+    assert "has no column for currency" in shell("cost", "mine", "--usage-export", str(export), code=2)
     assert "has succeeded already" in shell("train", "--dataset", str(dataset), "--name", "mine", code=2)
 
 
@@ -325,6 +338,22 @@ class TestPlanJob:
         assert (as_begun(again), nodes) == (job, 1)
         with pytest.raises(ConfigError, match="another configuration"):
             as_begun(plan_job(self.TEXT, "x", ["training.epochs=99"], 3, two)[0])
+
+    def test_a_job_goes_on_with_another_budget_and_not_with_one_that_is_spent(self, two: Settings, monkeypatch):
+        job, _ = plan_job(self.TEXT, "x", ["training.max_node_seconds=60"], 3, two)
+        rundir, manager = RunDir(job.run_dir), LocalClusterManager(two.home)
+        rundir.write_job(job)
+        rundir.write_node(NodePresence(node_id=0, launch=1, started_at=100.0, ended_at=161.0))
+        with pytest.raises(BudgetSpentError, match=r"max_node_seconds = 60\): raise it"):
+            start_job(manager, as_begun(job), 3, 1, {})
+        raised = as_begun(plan_job(self.TEXT, "x", ["training.max_node_seconds=99"], 3, two)[0])
+        submitted: list[JobSpec] = []
+        monkeypatch.setattr(manager, "submit_job", submitted.append)
+        start_job(manager, raised, 3, 1, {})
+        assert len(submitted) == 1
+        assert rundir.read_job() == raised
+        assert rundir.read_job().training.max_node_seconds == 99
+        assert fingerprint(job, 3, 1) == fingerprint(raised, 3, 1), "the same training, and so the same job"
 
     def test_nodes_elsewhere_find_out_their_own_cores(self, settings: Settings):
         assert plan_job(self.TEXT, "x", [], 2, settings)[0].training.threads_per_rank is not None

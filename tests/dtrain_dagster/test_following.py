@@ -11,7 +11,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dtrain_dagster.assets.following import TOLD, communication_check, tell_of
+from dtrain_dagster.assets.following import MOST_NEWS, TOLD, communication_check, tell_news, tell_of
 from dtrain_dagster.jobs import Progress, advance
 from trainer.rundir import RunDir
 
@@ -80,6 +80,27 @@ def test_the_first_to_see_it_tells_by_log_check_and_message_and_nobody_tells_aga
     warnings = [record.user_message for record in records if record.level == logging.WARNING]
     assert [text.split(": ")[1].split(" ")[0] for text in warnings] == ["communication", "slow"]
     assert set(rundir.read_json(TOLD) or {}) == {"communication", "slow compute 11"}
+
+
+def test_lost_nodes_are_sent_once_whoever_follows_and_not_without_end(
+    tmp_path: Path, heard: tuple[str, list[dict[str, Any]]]
+):
+    address, messages = heard
+    rundir = RunDir(str(tmp_path / "train-1"))
+    rundir.make()
+
+    @dg.asset(name="job")
+    def followed(context: dg.AssetExecutionContext):
+        told = rundir.read_json(TOLD) or {}
+        tell_news(["generation 2: lost node(s) 1"], told, context, rundir, [address])
+        tell_news([f"generation {number}: lost node(s) 1" for number in range(2, 40)], told, context, rundir, [address])
+
+    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+        for _ in range(2):
+            dg.materialize([followed], instance=instance)
+    assert [item["title"] for item in messages] == ["dtrain: train-1"] * MOST_NEWS
+    assert [item["message"].split(":")[0] for item in messages[:3]] == ["generation 2", "generation 3", "generation 4"]
+    assert "in its log only" in messages[-1]["message"]
 
 
 def test_a_job_within_the_limit_passes_and_one_without_timing_is_not_judged():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +13,16 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dtrain_dagster.clusters.base import OWNER, GPUClusterManager, JobSpec, Orphan
+from dtrain_dagster.clusters.base import OWNER, GPUClusterManager, JobSpec, NodePool, Orphan
 from dtrain_dagster.clusters.local import LocalClusterManager
-from dtrain_dagster.definitions import RETRAINING
 from dtrain_dagster.jobs import PLAN
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
-from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
-from dtrain_dagster.sensors.new_data import build_new_data_sensor
+from dtrain_dagster.sensors.cost_overrun import COST_TOLD, build_cost_overrun_sensor
 from dtrain_dagster.sensors.orphans import build_orphan_sensor, why_spared
 from dtrain_dagster.settings import Settings
-from trainer.rundir import RunDir
+from tests.ticks import Daemon
+from trainer.rundir import RunDir, event
+from trainer.storage import Storage
 
 
 @pytest.fixture
@@ -44,80 +43,190 @@ def evaluate(sensor: dg.SensorDefinition, settings: Settings, cursor: str | None
         return sensor.evaluate_tick(context)
 
 
-def run_sleeper(manager: GPUClusterManager, settings: Settings, seconds: float) -> str:
-    job_id = "train-00000000-11111111"
+def run_sleeper(
+    manager: GPUClusterManager, settings: Settings, seconds: float, job_id: str = "train-00000000-11111111"
+) -> str:
     command = (sys.executable, "-c", f"import time; time.sleep({seconds})")
     run_dir = f"{settings.jobs_uri}/{job_id}"
     manager.submit_job(JobSpec(job_id=job_id, run_dir=run_dir, command=command, node_count=2))
     return job_id
 
 
-def test_an_idle_cluster_is_given_back(manager: GPUClusterManager, settings: Settings):
-    sensor = build_idle_cluster_sensor(settings)
-    assert "no nodes" in evaluate(sensor, settings).skip_message
+@pytest.fixture
+def daemon(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
+    with dg.DagsterInstance.ephemeral() as instance:
+        yield Daemon(settings, instance, monkeypatch)
 
+
+def test_an_idle_cluster_is_given_back_and_told_once(manager: GPUClusterManager, daemon: Daemon):
+    assert daemon.ticks(2) == []
     manager.provision_cluster(2, "Standard_NC6s_v3")
-    first = evaluate(sensor, settings)
-    [observed, check] = first.asset_events
-    assert check.passed
-    assert observed.metadata["nodes"].value == 2
+    [first] = daemon.ticks(10)
+    assert (first["nodes"], first["nodes_idle"], first["passed"], first["states"]) == (2, 2, True, "local: 2 idle")
+    assert manager.pools()
+    late = daemon.tick()
+    assert late is not None
+    assert (late["passed"], late["scaled_down"], late["idle_seconds"]) == (False, True, 600.0)
+    assert late["wasted_usd"] == pytest.approx(2 * 3.06 / 6)
+    assert not manager.pools()
+    assert daemon.told == [
+        "local: 2 x Standard_NC6s_v3 without work for 10 min 00 s, $6.12 per hour, $1.02 so far (stand-in price, "
+        "nothing was billed); scaled down"
+    ]
+    [after] = daemon.ticks(90)
+    assert (after["nodes"], after["passed"]) == (0, True)
+    assert len(daemon.told) == 1
 
-    patient = evaluate(sensor, settings, cursor=str(time.time() - 9 * 60))
-    assert patient.asset_events[1].passed
-    late = evaluate(sensor, settings, cursor=str(time.time() - 11 * 60))
-    assert not late.asset_events[1].passed
-    assert not manager.monitor_health().nodes
-    assert "no nodes" in evaluate(sensor, settings, cursor=late.cursor).skip_message
 
-
-def test_a_cluster_at_work_is_not_idle(manager: GPUClusterManager, settings: Settings):
+def test_what_does_not_change_is_recorded_now_and_then(manager: GPUClusterManager, settings: Settings, daemon: Daemon):
     manager.provision_cluster(2, "Standard_NC6s_v3")
-    job_id = run_sleeper(manager, settings, 30)
-    result = evaluate(build_idle_cluster_sensor(settings), settings, cursor=str(time.time() - 3600))
-    assert result.asset_events[1].passed
-    assert result.asset_events[0].metadata["running_jobs"].value == job_id
-    assert manager.monitor_health().nodes
+    daemon.settings = settings.model_copy(update={"idle_minutes": 1000.0})
+    assert len(daemon.ticks(41, 150.0)) == 11, "each ten minutes, while it costs money for nothing"
+    job_id = run_sleeper(manager, settings, 60)
+    at_work = daemon.ticks(31, 240.0)
+    assert len(at_work) == 3, "each hour"
+    assert {item["running_jobs"] for item in at_work} == {job_id}
+    assert {item["idle_usd_per_hour"] for item in at_work} == {0}
 
 
-def test_a_job_above_its_estimate_is_told_once(manager: GPUClusterManager, settings: Settings):
+def test_a_cluster_at_work_is_not_idle_even_if_its_mark_is_lost(
+    manager: LocalClusterManager, settings: Settings, daemon: Daemon
+):
     manager.provision_cluster(2, "Standard_NC6s_v3")
-    job_id = run_sleeper(manager, settings, 30)
+    job_id = run_sleeper(manager, settings, 60)
+    daemon.ticks(15)
+    assert manager.pools()[0].work == (job_id,)
+    [mark] = manager.active.marks() or []
+    manager.active.leave(mark)
+    assert not manager.pools()[0].work
+    recorded = daemon.ticks(12)
+    assert "somebody is about to use it" in recorded[-2]["idle"]
+    assert manager.pools()[0].work == (job_id,), "it has its mark again"
+    assert not daemon.told
+    manager.cancel_job(job_id)
+    assert daemon.ticks(9, 65.0)[-1]["passed"]
+    assert manager.pools(), "ten minutes after the job, not after the last mistake"
+
+
+def test_a_job_submitted_during_the_decision_keeps_its_cluster(
+    manager: LocalClusterManager, settings: Settings, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+):
+    manager.provision_cluster(2, "Standard_NC6s_v3")
+    daemon.ticks(10)
+    scale_down = LocalClusterManager.scale_down
+
+    def be_late(self: LocalClusterManager, pool: NodePool, force: bool = False) -> bool:
+        manager.use.begin("somebody's next job")
+        return scale_down(self, pool, force)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalClusterManager, "scale_down", be_late)
+        assert daemon.ticks(2)
+    assert manager.pools()
+    assert not daemon.told
+    delete = Storage.delete
+    waits: list[float] = []
+
+    def submit_late(storage: Storage, name: str) -> None:
+        """Just when nothing can hold the scale-down any more, a job comes; in a thread, for it has to wait."""
+        if name == "cluster.json":
+            thread.start()
+            thread.join(1.0)
+            waits.append(thread.is_alive())
+        delete(storage, name)
+
+    thread = threading.Thread(target=lambda: manager.use.begin("the next job"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "delete", submit_late)
+        daemon.ticks(12)
+    thread.join()
+    assert waits == [True]
+
+
+def test_a_run_that_is_about_to_submit_keeps_the_cluster_while_it_shows_life(
+    manager: GPUClusterManager, daemon: Daemon
+):
+    manager.provision_cluster(2, "Standard_NC6s_v3")
+    run = daemon.instance.add_run(dg.DagsterRun(job_name="graph", status=dg.DagsterRunStatus.STARTED))
+    held = daemon.ticks(12)[-1]
+    assert run.run_id in held["idle"]
+    assert not held["scaled_down"]
+    assert any(item["scaled_down"] for item in daemon.ticks(30)), "a run that died without a word keeps nothing"
+
+
+def test_a_scale_down_that_fails_is_tried_again_told_once_and_told_when_it_is_done(
+    manager: LocalClusterManager, daemon: Daemon
+):
+    manager.provision_cluster(2, "Standard_NC6s_v3")
+    daemon.ticks(10)
+    obstacle = manager.state.local_path("closing.json")
+    obstacle.mkdir()
+    failed = daemon.ticks(12)
+    assert "could not be scaled down, and is tried again" in failed[0]["idle"]
+    assert len(daemon.told) == 1
+    obstacle.rmdir()
+    assert any(item["scaled_down"] for item in daemon.ticks(5))
+    assert len(daemon.told) == 2
+    assert daemon.told[1].endswith("scaled down")
+
+
+def steps_of(rundir: RunDir, last: int, seconds: float) -> None:
+    """As rank 0 reports them, one file for each report."""
+    for number, step in enumerate(range(10, last + 1, 10), start=1):
+        fields = {"step": step, "epoch": 0, "loss": 1.0, "step_seconds": seconds}
+        rundir.append_events(1, 0, number, [event("step", 0, 1, **fields)])
+
+
+def test_a_job_above_its_estimate_is_told_once_for_each_threshold(
+    manager: GPUClusterManager, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Over ticks, lost cursors and a restart; whatever a neighbour or a notifier does."""
+    manager.provision_cluster(2, "Standard_NC6s_v3")
+    damaged, job_id = run_sleeper(manager, settings, 60, "train-0-damaged"), run_sleeper(manager, settings, 60)
+    RunDir(f"{settings.jobs_uri}/{damaged}").storage.write(PLAN, b'{"tier": ')
     rundir = RunDir(f"{settings.jobs_uri}/{job_id}")
+    monkeypatch.setattr("apprise.Apprise.notify", lambda *_, **__: 1 / 0)
+    settings = settings.model_copy(update={"notify": "json://127.0.0.1:1"})
     sensor = build_cost_overrun_sensor(settings)
+    key = dg.AssetCheckKey(dg.AssetKey("trained_checkpoint"), "cost_within_estimate")
 
     def plan(usd: float) -> None:
-        rundir.write_json(PLAN, {"tier": "dedicated", "node_count": 2, "estimate": {"usd": {"expected": usd}}})
+        estimate = {"usd": {"expected": usd}}
+        rundir.write_json(PLAN, {"tier": "dedicated", "work": {"steps": 1000}, "estimate": estimate})
 
-    plan(1000.0)
-    assert "none newly above" in evaluate(sensor, settings).skip_message
-    plan(1e-9)
-    told = evaluate(sensor, settings)
-    [check] = told.asset_events
-    assert not check.passed
-    assert check.asset_key == dg.AssetKey("trained_checkpoint")
-    assert check.metadata["job_id"].value == job_id
-    assert "fewer nodes" in check.metadata["advice"].value
-    again = evaluate(sensor, settings, cursor=told.cursor)
-    assert not again.asset_events
+    def look(instance: dg.DagsterInstance, cursor: str | None) -> tuple[list[str], str]:
+        """The checks recorded so far, oldest first, as kind and threshold; the cursor after this tick."""
+        resources = build_resources(settings)
+        with dg.build_sensor_context(instance=instance, cursor=cursor, resources=resources) as context:
+            after = sensor.evaluate_tick(context).cursor
+        history = instance.event_log_storage.get_asset_check_execution_history(key, limit=99)
+        found: list[Any] = [record.event.dagster_event.event_specific_data for record in reversed(history)]  # type: ignore[union-attr]
+        assert not any(item.passed for item in found)
+        assert {item.metadata["job_id"].value for item in found} <= {job_id}
+        figures = [(item.metadata["kind"].value, item.metadata["threshold_percent"].value) for item in found]
+        return [f"{kind} {level:.0f}" for kind, level in figures], after
 
+    (tmp_path / "dagster").mkdir()
+    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster")) as instance:
+        plan(1000.0)
+        assert look(instance, None)[0] == [], "within its estimate"
+        steps_of(rundir, 100, seconds=10.0)  # 9000 s more on two nodes at 3.06 dollars an hour: about 15.3
+        plan(9.0)
+        checks, first = look(instance, None)
+        assert checks == [], "one look at a projection is none"
+        checks, second = look(instance, first)
+        assert checks == ["projected 50"]
+        assert look(instance, second)[0] == look(instance, "nonsense")[0] == checks, "told already"
 
-def test_a_changed_price_file_retrains(tmp_path: Path):
-    prices = tmp_path / "prices.csv"
-    prices.write_text("date,A\n2020-01-02,1\n")
-    settings = Settings(home=tmp_path, prices=str(prices))
-    sensor = build_new_data_sensor(settings, RETRAINING)
-    first = evaluate(sensor, settings)
-    assert not first.run_requests
-    unchanged = evaluate(sensor, settings, cursor=first.cursor)
-    assert "has not changed" in unchanged.skip_message
-    prices.write_text("date,A\n2020-01-02,1\n2020-01-03,2\n")
-    changed = evaluate(sensor, settings, cursor=first.cursor)
-    [request] = changed.run_requests
-    assert request.run_key
-    assert changed.cursor != first.cursor
-
-    bundled = Settings(home=tmp_path)
-    assert "does not change" in evaluate(build_new_data_sensor(bundled, RETRAINING), bundled).skip_message
+    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster")) as instance:  # the daemon is started again
+        assert look(instance, first)[0] == look(instance, None)[0] == checks
+        plan(1e-9)
+        checks, third = look(instance, second)
+        assert checks == ["projected 50", "actual 100"]
+        assert look(instance, third)[0] == look(instance, None)[0] == checks
+    sentences = [item["sentence"] for item in (rundir.read_json(COST_TOLD) or {}).values()]
+    assert any("will cost" in sentence for sentence in sentences)
+    assert any("has cost" in sentence for sentence in sentences)
 
 
 def test_a_job_without_a_live_run_is_told_once_or_cancelled(

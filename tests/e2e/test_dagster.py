@@ -29,7 +29,8 @@ def test_a_run_is_watched_live_terminated_and_found_again(dagster: Dagster):
     entries = {entry["label"]: entry for entry in observed[0]["metadataEntries"]}
     assert entries["step"]["intValue"] > 0
     assert entries["nodes_alive"]["intValue"] == 2
-    assert {"loss", "eta_seconds", "samples_per_second", "cost_so_far_usd"} <= entries.keys()
+    assert {"loss", "eta_seconds", "samples_per_second"} <= entries.keys()
+    assert {"cost_so_far_usd", "projected_cost_usd", "estimated_usd", "over_estimate_percent"} <= entries.keys()
 
     # … loses its orchestrator to kill -9, and goes on …
     first_jobs = jobs_started(dagster)
@@ -85,6 +86,6 @@ def test_sensors_and_schedule_are_there_and_stand_as_meant(dagster: Dagster):
     repository = dagster.query(text, s=selector)["repositoryOrError"]
     sensors = {sensor["name"]: sensor["sensorState"]["status"] for sensor in repository["sensors"]}
     on = {"idle_cluster", "cost_overrun", "queue", "orphans"}
-    assert sensors == {**dict.fromkeys(on, "RUNNING"), "new_data": "STOPPED"}
+    assert sensors == {**dict.fromkeys(on, "RUNNING"), "new_data": "STOPPED", "staleness": "STOPPED"}
     [schedule] = repository["schedules"]
     assert (schedule["name"], schedule["scheduleState"]["status"]) == ("weekly_retraining", "STOPPED")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from pathlib import Path
 
 import dagster as dg
@@ -47,7 +48,15 @@ def test_prices_model_and_loss_of_ones_own(job: dg.JobDefinition, tmp_path: Path
         assert "stand-in" in plan["price"]
         cost = metadata(result, "cost_breakdown")
         by_node = [row["usd"] for row in cost["by_node"]]
-        assert sum(by_node) == pytest.approx(cost["total_usd"], abs=1e-4)
+        by_cause = [row["usd"] for row in cost["ledger"]]
+        by_time = [row["usd"] for row in cost["by_time"]]
+        assert {sum(map(Decimal, map(str, rows))) for rows in (by_node, by_cause, by_time)} == {
+            Decimal(str(cost["total_usd"]))
+        }
+        assert passed["ledger_is_the_bill"]
+        assert cost["why"].count("$") >= 3
+        assert cost["estimated_low_usd"] <= cost["estimated_usd"] <= cost["estimated_high_usd"]
+        assert cost["fingerprint"] in metadata(result, "trained_checkpoint")["run_dir"]
         assert plan["basis"] == "probe"
         [scored] = [item for item in evaluations(result) if item.check_name == "estimate_scored"]
         assert scored.metadata["runs"].value == 1

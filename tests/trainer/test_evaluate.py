@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from torch import Tensor, nn
 from worlds import free_port
 
 from trainer.evaluate import evaluate, final_report
+from trainer.gate import better_baselines
+from trainer.reassess import reassess
 from trainer.report import build_report
 from trainer.rundir import RunDir
+from trainer.saved_model import SavedModel
 from trainer.world import RankFacts, World
 
 ALONE = World(RankFacts(), CPU, "gloo")
@@ -185,3 +189,23 @@ def test_a_mean_that_knows_the_future_is_called_a_leak(judged: Any) -> None:
     report = build_report(knowing, days, {}, horizon=5)
     assert any("Suspect leakage" in note for note in report["notes"])
     assert any("hold the future" in reason for reason in report["gate"]["reasons"])
+
+
+def test_a_reassessment_says_of_its_days_what_the_report_said(market: Market, tmp_path: Path) -> None:
+    model, criterion = forecaster(market)
+    report = final_report(model, criterion, market, ALONE, CPU, RunDir(str(tmp_path)))
+    saved = SavedModel(model, criterion, market.spec, {})
+    first, last = (np.datetime64(report[name]) for name in ("first_date", "last_date"))
+    whole = reassess(saved, market, first - 1)
+    assert (whole["windows"], whole["days"]) == (report["windows"], report["days"])
+    assert whole["nll"] == pytest.approx(report["model"]["nll"], rel=1e-6)
+    for name, row in whole["baselines"].items():
+        assert row == pytest.approx({key: report["baselines"][name][key] for key in row}, rel=1e-5)
+    assert better_baselines(whole) == better_baselines(report)
+
+    part = reassess(saved, market, last - 30)
+    assert part["days"] == 30
+    assert part["first_date"] == str(last - 29)
+    assert reassess(saved, market, last)["windows"] == 0
+    with pytest.raises(ValueError, match="horizon is 6"):
+        reassess(SavedModel(model, criterion, replace(market.spec, horizon=6), {}), market, first)

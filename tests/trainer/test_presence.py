@@ -8,7 +8,7 @@ import pytest
 
 from trainer import presence as presences
 from trainer.config import DatasetRef, JobConfig
-from trainer.presence import Presence, presence
+from trainer.presence import Presence, last_word, presence
 from trainer.rundir import NodePresence, RunDir, heartbeat_seconds, stale_seconds
 from trainer.storage import Storage
 
@@ -81,6 +81,16 @@ def test_an_error_that_nobody_expected_is_an_end_too(job: JobConfig) -> None:
     with pytest.raises(ZeroDivisionError), presence(job, NODE):
         raise ZeroDivisionError
     assert nodes(job)[0].exit_codes == (1,)
+
+
+def test_one_that_ends_at_once_says_so_before(job: JobConfig) -> None:
+    last_word(3)  # nobody keeps a record in this process yet
+    with presence(job, NODE):
+        last_word(3)
+        [node] = nodes(job)
+        assert node.ended_at is not None
+        assert node.exit_codes == (3,)
+    assert nodes(job) == [node]
 
 
 def test_one_that_is_asked_to_go_before_it_trains_leaves_a_last_word(job: JobConfig) -> None:

@@ -167,10 +167,19 @@ class Jobs:
 
     def active(self, patience_seconds: float | None = None) -> list[ServiceJob]:
         """Jobs of this cluster that have not ended, as the workspace lists them."""
+        jobs = self._listed(patience_seconds, tag=CLUSTER_TAG)
+        return [job for job in jobs if job.tags.get(CLUSTER_TAG) == self.options.cluster_name and TAG in job.tags]
+
+    def on_compute(self, compute: str, patience_seconds: float | None = None) -> list[str]:
+        """Names of everybody's jobs that have not ended and work on this compute, or wait for it."""
+        return [job.name for job in self._listed(patience_seconds) if job.compute == compute]
+
+    def _listed(self, patience_seconds: float | None, **only: str) -> list[ServiceJob]:
+        """Those of the workspace that have not ended."""
 
         def ask() -> list[ServiceJob]:
             found = []
-            for item in self.service.ml.jobs.list(tag=CLUSTER_TAG):  # newest first
+            for item in self.service.ml.jobs.list(**only):  # newest first
                 job = _read(item) if item is not None else None
                 if job is not None and (job.created_at or now) < now - OLDEST_SECONDS:
                     break
@@ -179,8 +188,7 @@ class Jobs:
 
         now = time.time()
         jobs = self.service.call("list the jobs", ask, patience_seconds)
-        own = [job for job in jobs if job.tags.get(CLUSTER_TAG) == self.options.cluster_name and TAG in job.tags]
-        return [job for job in own if not job.is_over]
+        return [job for job in jobs if not job.is_over]
 
     def logs(self, name: str, patience_seconds: float | None = None) -> dict[int, str]:
         """What each process printed, by rank."""

@@ -171,6 +171,18 @@ def job_name(job_id: str, launch: int) -> str:
     return f"{name}{mark}-l{launch}"
 
 
+def mark_of(job_id: str, launch: int) -> str:
+    """The mark of a job that may run, from this launch on until it has ended (`clusters.active`). One that is submitted
+    again after that gets another, so that who removes the old one late hides nothing."""
+    return f"{job_id}~{launch}"
+
+
+def read_mark(mark: str) -> tuple[str, int]:
+    """Job and launch of a mark."""
+    job_id, _, launch = mark.rpartition("~")
+    return job_id, int(launch)
+
+
 def excluded(record: Record) -> set[Choice]:
     """Kinds of nodes that were waited for in vain."""
     return {Choice(**choice) for choice in record["excluded"]}

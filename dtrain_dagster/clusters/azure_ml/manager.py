@@ -16,35 +16,46 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dtrain_dagster.audit import AuditLog
+from dtrain_dagster.clusters.active import ActiveJobs, ClusterUse
 from dtrain_dagster.clusters.azure_ml import orphans as orphanage
 from dtrain_dagster.clusters.azure_ml.capacity import Attempt, Choice
 from dtrain_dagster.clusters.azure_ml.client import Service, ServiceError
 from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_DIR_TAG, RUN_TAG, Jobs, ServiceJob
-from dtrain_dagster.clusters.azure_ml.launches import Launches
+from dtrain_dagster.clusters.azure_ml.launches import Launches, mark_of, read_mark
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
-from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, TIMED_OUT, Provisioned, Provisioner, compute_tier
+from dtrain_dagster.clusters.azure_ml.pools import ANYWHERE, Pools
+from dtrain_dagster.clusters.azure_ml.provision import (
+    NODES_THERE,
+    TIMED_OUT,
+    Provisioned,
+    Provisioner,
+    compute_tier,
+    word_of,
+)
 from dtrain_dagster.clusters.azure_ml.tending import Tender
 from dtrain_dagster.clusters.base import (
-    OWNER,
     ClusterConfig,
     ClusterError,
     ClusterHealth,
     GPUClusterManager,
+    InUseError,
     JobSpec,
     JobState,
     JobStatus,
     NodeHealth,
+    NodePool,
     NodeUsage,
-    NoOrphanError,
     Orphan,
 )
 from dtrain_dagster.secrets import redact
-from trainer.rundir import LAUNCH, STATUS, RunDir
+from trainer.rundir import RunDir
 from trainer.storage import Storage
 
 CLUSTER = "cluster.json"
 READERS = 16
 """Run directories that are read side by side."""
+SUBMITTING_SECONDS = 3600.0
+"""A mark without a launch that is older was left by somebody who died."""
 
 
 class AzureMLClusterManager(GPUClusterManager):
@@ -67,6 +78,7 @@ class AzureMLClusterManager(GPUClusterManager):
         self.service = Service(options)
         self.provisioner = Provisioner(self.service, self.audit)
         self.jobs = Jobs(self.service, self.audit)
+        self.compute_pools = Pools(self.provisioner, self.jobs)
         self.attempts: Sequence[Attempt] = ()
         """What the last `provision_cluster` tried, in order; of one that was refused, see its `NoCapacityError`."""
         self._tenders: dict[str, Tender] = {}
@@ -79,9 +91,11 @@ class AzureMLClusterManager(GPUClusterManager):
         if node_count < 1:
             raise ClusterError(f"DTRAIN_NODES={node_count}: a cluster needs at least one node; set 1 or more")
         tags = {RUN_TAG: self.dagster_run_id} if self.dagster_run_id else {}
+        self._use.begin("provisioning")
         got = self.provisioner.provision(node_count, gpu_type, tags=tags)
         self.attempts = got.attempts
         self._write(got)
+        self._use.begin("provisioned")
         return self._config(got)
 
     def scale_cluster(self, target_nodes: int) -> bool:
@@ -119,14 +133,14 @@ class AzureMLClusterManager(GPUClusterManager):
             ]
         except ServiceError as error:
             return ClusterHealth(cluster_name=self.cluster_name, healthy=False, nodes=(), message=str(error))
-        broken = [f"{name} is {_word(it.provisioning_state)}" for name, it in computes.items() if _is_broken(it)]
+        broken = [f"{name} is {word_of(it.provisioning_state)}" for name, it in computes.items() if _is_broken(it)]
         nodes = tuple(
             NodeHealth(
                 node_id=index, healthy=state in NODES_THERE | {"leaving"}, message=_about(name, node, state, job)
             )
             for index, (name, node, state, job) in enumerate(listed)
         )
-        running = tuple(status.job_id for status in self.list_jobs() if not status.state.is_final)
+        running = tuple(status.job_id for status in self.active_jobs())
         return ClusterHealth(
             cluster_name=self.cluster_name,
             healthy=not broken and all(node.healthy for node in nodes),
@@ -157,6 +171,8 @@ class AzureMLClusterManager(GPUClusterManager):
         if spec.node_count < 1 or spec.processes_per_node < 1:
             raise ClusterError(f"job {spec.job_id!r} asks for {spec.node_count} nodes: it takes one or more")
         refuse_secrets(spec.env)
+        if self._got() is not None:
+            self._use.begin(spec.job_id)
         got = self._got()
         if got is None:
             raise ClusterError(f"cluster {self.cluster_name!r} is not provisioned: call provision_cluster first")
@@ -170,12 +186,50 @@ class AzureMLClusterManager(GPUClusterManager):
     def job_status(self, job_id: str) -> JobStatus:
         return self._known(job_id).look()
 
-    def list_jobs(self) -> list[JobStatus]:
+    def list_jobs(self, prefix: str = "") -> list[JobStatus]:
         """Only looks: a job that has lost its nodes is gone on with by whoever follows it."""
-        names = Storage(self.jobs_uri).list()
-        with ThreadPoolExecutor(READERS) as pool:
-            found = [status for status in pool.map(self._peek, names) if status is not None]
-        return sorted(found, key=lambda job: job.started_at or 0.0, reverse=True)
+        return self._peek_all([name for name in Storage(self.jobs_uri).list() if name.startswith(prefix)])
+
+    def active_jobs(self) -> list[JobStatus]:
+        """Only looks, as `list_jobs` does."""
+        if (marks := self._active.marks()) is None:
+            marks = [self._mark(job.job_id) for job in self.list_jobs() if not job.state.is_final]
+            self._active.complete()
+        found = self._peek_all(list(dict.fromkeys(read_mark(mark)[0] for mark in marks)))
+        ended = {job.job_id: job.ended_at for job in found if job.state.is_final}
+        there = {job.job_id for job in found}
+        for mark in marks:
+            job_id, launch = read_mark(mark)
+            if job_id in ended and self._tender(job_id, tends=False).has_ended(launch):
+                self._use.note_end(ended[job_id] or time.time(), job_id)
+                self._active.leave(mark)
+            elif job_id not in there and time.time() - self._active.entered_at(mark) > SUBMITTING_SECONDS:
+                self._active.leave(mark)
+        return [job for job in found if not job.state.is_final]
+
+    def pools(self) -> list[NodePool]:
+        """One for each compute of this cluster."""
+        return self.compute_pools.look(self._work(), self._use.used_at())
+
+    def scale_down(self, pool: NodePool, force: bool = False) -> bool:
+        """Have the service keep no idle node there; where that did not help, or it is broken, delete the compute."""
+        with self._use.giving_back(pool.used_at):
+            work = self._work()
+            if at_work := [*work.get(ANYWHERE, ()), *work.get(pool.name, ())]:
+                raise InUseError(f"{', '.join(at_work)} is at work by now")
+            is_gone = self.compute_pools.give_back(pool.name, force)
+            got = self._got()
+            if is_gone and got is not None and got.compute == pool.name:
+                self._state.delete(CLUSTER)
+        return is_gone
+
+    def _work(self) -> dict[str, list[str]]:
+        """Jobs that have not ended, by compute."""
+        found: dict[str, list[str]] = {}
+        for status in self.active_jobs():
+            record = self._record(status.job_id) if status.state is JobState.RUNNING else None
+            found.setdefault(record["compute"] if record else ANYWHERE, []).append(status.job_id)
+        return found
 
     def cancel_job(self, job_id: str) -> None:
         self._known(job_id).cancel()
@@ -206,13 +260,15 @@ class AzureMLClusterManager(GPUClusterManager):
         """Jobs and computes with this cluster's tag."""
         patience = self.options.look_patience_seconds
         active = self.jobs.active(patience)
-        found = [orphan for job in active if (orphan := self._orphan(job, live_runs)) is not None]
+        self._mark_again(active)
+        judged = [orphanage.judge(job, self.jobs_uri, live_runs) for job in active]
+        found = [orphan for orphan in judged if orphan is not None]
         wanted = {job.compute for job in active}
         for name, compute in self.provisioner.computes(patience).items():
             states = [state for _, state, _ in self.provisioner.nodes(name, patience)]
             busy = states.count("running")
             idle = sum(state in NODES_THERE for state in states) - busy
-            state = _word(compute.provisioning_state)
+            state = word_of(compute.provisioning_state)
             minimum = int(compute.min_instances or 0)
             reason = orphanage.why_compute_orphaned(state, idle, busy, minimum, name in wanted)
             if reason:
@@ -233,7 +289,7 @@ class AzureMLClusterManager(GPUClusterManager):
             if orphan.kind == "compute":
                 if orphan.state == "Deleting":
                     return False
-                self._refuse_work(orphan.name, patience)
+                self.compute_pools.refuse_work(orphan.name)
                 self.provisioner.delete(orphan.name, patience)
                 return True
             if orphan.job_id:
@@ -255,46 +311,28 @@ class AzureMLClusterManager(GPUClusterManager):
             time.sleep(min(self.options.poll_seconds, 2.0))
         return True
 
-    def _refuse_work(self, compute: str, patience: float) -> None:
-        """`NoOrphanError` for a compute that somebody uses: what runs on it would be ended with it."""
-        jobs = [job.name for job in self.jobs.active(patience) if job.compute == compute]
-        busy = [node for node, state, _ in self.provisioner.nodes(compute, patience) if state == "running"]
-        if jobs or busy:
-            raise NoOrphanError(f"compute {compute} is at work by now: {', '.join(jobs or busy)}")
+    def _mark_again(self, active: Sequence[ServiceJob]) -> None:
+        """Give jobs that the service runs their mark, where somebody has removed it."""
+        marked = {read_mark(mark)[0] for mark in self._active.marks() or ()}
+        for job in active:
+            job_id = job.tags.get(JOB_TAG)
+            if job_id and job_id not in marked and job.tags.get(RUN_DIR_TAG) == f"{self.jobs_uri}/{job_id}":
+                self._mark(job_id)
 
-    def _orphan(self, job: ServiceJob, live_runs: Collection[str]) -> Orphan | None:
-        job_id = job.tags.get(JOB_TAG)
-        record, settled, owner = None, False, job.tags.get(RUN_TAG)
-        # A job of another container in the same workspace is judged by whoever works there.
-        if job.tags.get(RUN_DIR_TAG) != f"{self.jobs_uri}/{job_id}":
-            return None
-        if job_id:
-            rundir = RunDir(f"{self.jobs_uri}/{job_id}")
-            record = rundir.read_json(LAUNCH)
-            status = rundir.read_json(STATUS) or {}
-            settled = (
-                record is not None
-                and status.get("launch") == record["launch"]
-                and JobState(status["state"]).is_final
-            )  # fmt: skip
-            known_owner = rundir.read_json(OWNER)
-            owner = owner if known_owner is None else known_owner["dagster_run_id"]
-        reason = orphanage.why_orphaned(job.name, record, settled, owner, live_runs)
-        if not reason:
-            return None
-        known = record or {}
-        return Orphan(
-            kind="job", name=job.name, reason=reason, job_id=job_id, dagster_run_id=owner, state=job.look.status,
-            since=job.created_at, node_count=known.get("node_count", 0), sku=known.get("sku", ""),
-            tier=known.get("tier", ""), studio_url=job.studio_url,
-        )  # fmt: skip
+    def _mark(self, job_id: str) -> str:
+        """Mark a job that was found to run; its mark."""
+        mark = mark_of(job_id, (self._record(job_id) or {"launch": 1})["launch"])
+        self._active.enter(mark)
+        return mark
 
     def _tender(self, job_id: str, tends: bool | None = None) -> Tender:
         rundir = RunDir(f"{self.jobs_uri}/{job_id}")
         if tends is False:
-            return Tender(rundir, self.provisioner, self.jobs, None, tends=False)
+            return Tender(rundir, self.provisioner, self.jobs, self._active, None, tends=False)
         if job_id not in self._tenders:
-            self._tenders[job_id] = Tender(rundir, self.provisioner, self.jobs, self.dagster_run_id, self.tends)
+            self._tenders[job_id] = Tender(
+                rundir, self.provisioner, self.jobs, self._active, self.dagster_run_id, self.tends
+            )
         return self._tenders[job_id]
 
     def _known(self, job_id: str) -> Tender:
@@ -306,6 +344,12 @@ class AzureMLClusterManager(GPUClusterManager):
         record = Launches(RunDir(f"{self.jobs_uri}/{job_id}")).read()[1]
         return record if record is not None and record.get("cluster_name") == self.cluster_name else None
 
+    def _peek_all(self, job_ids: Sequence[str]) -> list[JobStatus]:
+        """Newest first; without those that are none."""
+        with ThreadPoolExecutor(READERS) as pool:
+            found = [status for status in pool.map(self._peek, job_ids) if status is not None]
+        return sorted(found, key=lambda job: job.started_at or 0.0, reverse=True)
+
     def _peek(self, job_id: str) -> JobStatus | None:
         with contextlib.suppress(NotADirectoryError, ValueError):  # something that is no job
             if self._record(job_id) is not None:
@@ -315,6 +359,14 @@ class AzureMLClusterManager(GPUClusterManager):
     @property
     def _state(self) -> Storage:
         return Storage(f"{self.options.root_uri}/clusters/{self.cluster_name}")
+
+    @property
+    def _use(self) -> ClusterUse:
+        return ClusterUse(self._state)
+
+    @property
+    def _active(self) -> ActiveJobs:
+        return ActiveJobs(f"{self._state.uri}/active")
 
     def _got(self) -> Provisioned | None:
         """What was provisioned last, by whomever."""
@@ -357,11 +409,6 @@ def _problem(do: Any) -> list[str]:
     except ClusterError as error:
         return [str(error)]
     return []
-
-
-def _word(state: Any) -> str:
-    """The service's word, which the client gives as an enum, or as it is where that does not know it."""
-    return str(getattr(state, "value", state) or "")
 
 
 def _is_broken(compute: Any) -> bool:

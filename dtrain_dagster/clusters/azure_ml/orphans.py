@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_DIR_TAG, RUN_TAG, ServiceJob
+from dtrain_dagster.clusters.base import OWNER, JobState, Orphan
+from trainer.rundir import LAUNCH, STATUS, RunDir
+
 
 def why_orphaned(
     job_name: str,
@@ -44,3 +48,32 @@ def why_compute_orphaned(state: str, idle_nodes: int, busy_nodes: int, minimum: 
     if idle_nodes + busy_nodes:
         return f"{idle_nodes} nodes idle and {busy_nodes} are at work, and no job of ours is there"
     return ""
+
+
+def judge(job: ServiceJob, jobs_uri: str, live_runs: Collection[str]) -> Orphan | None:
+    """A job that runs in the service, by what its run directory says; None where it is somebody's."""
+    job_id = job.tags.get(JOB_TAG)
+    record, settled, owner = None, False, job.tags.get(RUN_TAG)
+    # A job of another container in the same workspace is judged by whoever works there.
+    if job.tags.get(RUN_DIR_TAG) != f"{jobs_uri}/{job_id}":
+        return None
+    if job_id:
+        rundir = RunDir(f"{jobs_uri}/{job_id}")
+        record = rundir.read_json(LAUNCH)
+        status = rundir.read_json(STATUS) or {}
+        settled = (
+            record is not None
+            and status.get("launch") == record["launch"]
+            and JobState(status["state"]).is_final
+        )  # fmt: skip
+        known_owner = rundir.read_json(OWNER)
+        owner = owner if known_owner is None else known_owner["dagster_run_id"]
+    reason = why_orphaned(job.name, record, settled, owner, live_runs)
+    if not reason:
+        return None
+    known = record or {}
+    return Orphan(
+        kind="job", name=job.name, reason=reason, job_id=job_id, dagster_run_id=owner, state=job.look.status,
+        since=job.created_at, node_count=known.get("node_count", 0), sku=known.get("sku", ""),
+        tier=known.get("tier", ""), studio_url=job.studio_url,
+    )  # fmt: skip

@@ -237,6 +237,20 @@ class Provisioner:
                     "NotDeleted",
                 )
 
+    def release(self, compute: AmlCompute, patience_seconds: float) -> None:
+        """Have the service keep none of its nodes without work. All else stays as it is, and what works there works on.
+        `ServiceError`, with the code `TIMED_OUT` if it takes longer than the patience for it."""
+        name = str(compute.name)
+        compute.min_instances, compute.idle_time_before_scale_down = 0, self.options.idle_seconds
+        if compute.network_settings is not None and not compute.network_settings.subnet:
+            compute.network_settings = None  # as the client reads it, it cannot write it
+        with self.audit.operation("compute.release", name, min_nodes=0, idle_seconds=self.options.idle_seconds):
+            self._run(
+                f"let the idle nodes of {name} go",
+                lambda: self.service.ml.compute.begin_create_or_update(compute),
+                patience_seconds,
+            )
+
     def computes(self, patience_seconds: float | None = None) -> dict[str, AmlCompute]:
         """The computes of this cluster, by name."""
         listed = self.service.call(
@@ -332,6 +346,11 @@ class Provisioner:
                 f"require_own_key: workspace {self.options.workspace} is encrypted with Microsoft's keys; make one "
                 "with a customer-managed key (deploy/azure has a parameter for it), or do not require it"
             )
+
+
+def word_of(state: Any) -> str:
+    """The service's word, which the client gives as an enum, or as it is where that does not know it."""
+    return str(getattr(state, "value", state) or "")
 
 
 def compute_tier(compute: AmlCompute) -> str:

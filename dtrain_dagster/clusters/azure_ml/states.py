@@ -134,6 +134,8 @@ def decide(facts: Facts, patience: Patience) -> Decision:
 
 def _ended(facts: Facts) -> Decision:
     look = facts.look
+    if _says(facts, "budget"):
+        return _failed(str((facts.result or {}).get("error", "")))
     if look.status == "Completed":
         if not facts.elastic:
             return Decision(action="settle", state=JobState.SUCCEEDED)

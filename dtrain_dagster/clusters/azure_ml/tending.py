@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
+from dtrain_dagster.clusters.active import ActiveJobs
 from dtrain_dagster.clusters.azure_ml import launches as launch_records
 from dtrain_dagster.clusters.azure_ml.capacity import Choice, chain
 from dtrain_dagster.clusters.azure_ml.client import ServiceError, ServiceUnreachable
@@ -31,13 +32,20 @@ _log = logging.getLogger(__name__)
 
 
 class Tender:
-    """Looks after the job in one run directory. ``run_id``: the Dagster run that it is done for."""
+    """Looks after the job in one run directory. ``active``: where jobs are marked that may run; ``run_id``: the Dagster
+    run that it is done for."""
 
     def __init__(
-        self, rundir: RunDir, provisioner: Provisioner, jobs: Jobs, run_id: str | None = None, tends: bool = True
+        self,
+        rundir: RunDir,
+        provisioner: Provisioner,
+        jobs: Jobs,
+        active: ActiveJobs,
+        run_id: str | None = None,
+        tends: bool = True,
     ) -> None:
         self.rundir, self.provisioner, self.jobs, self.run_id, self.tends = rundir, provisioner, jobs, run_id, tends
-        self.options = jobs.options
+        self.options, self.active = jobs.options, active
         self.launches = Launches(rundir)
         self.traces = Traces(rundir, jobs)
         self._looked_at = self._cancelled_at = float("-inf")
@@ -50,6 +58,7 @@ class Tender:
             before, record = self.launches.read()
             if record is None:
                 first = launch_records.first_record(spec, got, spec.env, self.options.cluster_name, self.run_id)
+                self._mark(first)
                 if self.launches.swap(None, first):
                     return self._put(first, got)
                 continue
@@ -66,8 +75,12 @@ class Tender:
             if record is None or not self._is_final(record):
                 continue
             again = launch_records.record_again(record, spec, got, spec.env, self.run_id)
+            self._mark(again)
             if self.launches.swap(before, again):
                 return self._put(again, got)
+
+    def _mark(self, record: Record) -> None:
+        self.active.enter(launch_records.mark_of(record["job_id"], record["launch"]))
 
     def look(self, fresh: bool = False) -> JobStatus:
         """How the job stands, and what has to be done about it is done (where this one tends). The service is asked at
@@ -84,6 +97,11 @@ class Tender:
             self._last = replace(self._last, message=f"the run directory cannot be reached: {error}")
         self._looked_at = time.monotonic()
         return self._last
+
+    def has_ended(self, launch: int) -> bool:
+        """Has the job ended with this launch or a later one?"""
+        record = self.launches.read()[1]
+        return record is not None and record["launch"] >= launch and self._is_final(record)
 
     def cancel(self, patience_seconds: float | None = None) -> None:
         """Have the job ended, and return when the service says that it has. `ServiceError` if it does not say so within

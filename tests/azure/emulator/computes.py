@@ -157,7 +157,10 @@ def _update(cloud: Cloud, compute: Compute, body: dict[str, Any]) -> tuple[Compu
         why = f"Compute {compute.name} is in a failed state; delete it before it is created again."
         raise Refusal(409, "Conflict", why)
     compute.body, compute.modified, compute.state = body, cloud.clock.now(), "Updating"
-    compute.operation = operation = cloud.begin("compute.update", cloud.timing.create_seconds, _settle(compute, None))
+    why = f"Compute {compute.name} could not be changed."
+    error = error_body("InternalServerError", why) if cloud.faults.fails("compute.update") else None
+    settle = _settle(compute, error)
+    compute.operation = operation = cloud.begin("compute.update", cloud.timing.create_seconds, settle, error)
     return compute, operation
 
 

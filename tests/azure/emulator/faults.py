@@ -18,6 +18,8 @@ kind           what it does, and its other fields
                ``count`` asks (null: always), or until ``until`` (seconds from now on the emulator's clock)
 ``stuck``      an operation that never ends: ``operation`` is ``compute.create``, ``compute.update``,
                ``compute.delete``, ``endpoint.create``, ``deployment.create``
+``fail``       an operation that ends badly, and leaves the compute Failed with the nodes that it has: ``operation`` is
+               ``compute.update``
 ``status``     a job shows ``status`` (NotResponding, Paused…) for ``seconds`` (3600) of the emulator's clock once it
                runs: ``job`` (pattern), ``after_seconds``
 ``queue``      a job stays Queued whatever nodes there are: ``job`` (pattern), ``seconds`` (null: until it is cancelled)
@@ -44,6 +46,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "refuse": {"vm_size": "*", "tier": "*", "how": "sync", "code": "", "message": ""},
     "capacity": {"vm_size": "*", "tier": "*", "compute": "*", "nodes": 0, "until": None},
     "stuck": {"operation": "*"},
+    "fail": {"operation": "*"},
     "status": {"job": "*", "status": "NotResponding", "after_seconds": 0.0, "seconds": 3600.0},
     "queue": {"job": "*", "seconds": None},
     "preempt": {
@@ -123,7 +126,13 @@ class Faults:
         return None
 
     def stuck(self, operation: str) -> bool:
-        for fault in self.pending("stuck"):
+        return self._strikes("stuck", operation)
+
+    def fails(self, operation: str) -> bool:
+        return self._strikes("fail", operation)
+
+    def _strikes(self, kind: str, operation: str) -> bool:
+        for fault in self.pending(kind):
             if fnmatchcase(operation, fault["operation"]):
                 fault.strike()
                 return True

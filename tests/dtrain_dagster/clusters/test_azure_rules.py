@@ -218,6 +218,15 @@ class TestStates:
         {"status": word, "launch": 2, "error": "why"} for word in ("succeeded", "failed", "stopped")
     )
 
+    @pytest.mark.parametrize("why", [{}, {"error": "node was preempted"}, {"vanished": (1,)}, {"stopping": "silent"}])
+    def test_one_that_has_spent_its_budget_is_not_submitted_again(self, why: dict[str, Any]) -> None:
+        spent = {"status": "budget", "launch": 2, "error": "stopped at its budget"}
+        for status in ("Failed", "Canceled", "Completed"):
+            found = decide(facts(status, result=spent, exit_codes=(3, 75), **why), PATIENCE)
+            assert found == Decision(action="settle", state=JobState.FAILED, message="stopped at its budget")
+        before = {**spent, "launch": 1}
+        assert decided("Failed", result=before, error="node was preempted") == ("next", JobState.QUEUED)
+
     @pytest.mark.parametrize("status", ["NotStarted", "Starting", "Provisioning", "Preparing", "Queued"])
     def test_what_waits_is_queued_until_its_deadline(self, status: str) -> None:
         assert decided(status) == ("report", JobState.QUEUED)
@@ -323,16 +332,16 @@ class TestOrphans:
         assert not orphans.why_compute_orphaned("Succeeded", 0, 0, 0, wanted=False)
 
     def test_what_a_person_goes_on_with_is_no_orphan_whatever_its_tag_says(self, tmp_path: Path) -> None:
-        manager = AzureMLClusterManager(options(storage_uri=str(tmp_path)), tmp_path)
-        rundir = RunDir(f"{manager.jobs_uri}/j")
+        jobs_uri = f"{tmp_path}/jobs"
+        rundir = RunDir(f"{jobs_uri}/j")
         rundir.write_json(LAUNCH, RECORD)
         tags = {JOB_TAG: "j", RUN_DIR_TAG: rundir.uri, RUN_TAG: "ended"}
         look = Look(status="Running")
         job = ServiceJob(name="j-l2", look=look, tags=tags, studio_url=None, compute="c", created_at=None)
-        assert getattr(manager._orphan(job, {"live"}), "dagster_run_id", None) == "ended"
+        assert getattr(orphans.judge(job, jobs_uri, {"live"}), "dagster_run_id", None) == "ended"
         for owner, is_orphan in (("other", True), ("live", False), (None, False)):
             rundir.write_json(OWNER, {"dagster_run_id": owner})
-            assert (manager._orphan(job, {"live"}) is not None) is is_orphan
+            assert (orphans.judge(job, jobs_uri, {"live"}) is not None) is is_orphan
 
 
 class TestCode:

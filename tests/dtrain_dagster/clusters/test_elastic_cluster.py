@@ -275,3 +275,25 @@ def test_a_replacement_that_cannot_be_started_is_as_one_that_is_lost(cluster, el
     (cluster.folder / "go").touch()
     status = cluster.wait("broken")
     assert status.state is JobState.SUCCEEDED, status.message
+
+
+def test_a_job_that_has_spent_its_budget_is_neither_replaced_nor_started_again(cluster, elastic):
+    """Whatever else its processes die of in that moment: a peer is lost, and one is killed."""
+    elastic(
+        "spent",
+        """
+        if RANK == 0:
+            result = {"status": "budget", "error": "stopped at its budget", "launch": LAUNCH}
+            (HOME / "result.json").write_text(json.dumps(result))
+            sys.exit(3)
+        while not (HOME / "result.json").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), 9) if RANK == 1 else sys.exit(75)
+        """,
+        nodes=3,
+    )
+    status = cluster.wait("spent")
+    assert status.state is JobState.FAILED
+    assert status.message.startswith("stopped at its budget. There is no checkpoint yet")
+    assert stays(cluster, "spent") == [(1, 0, 1, (3,)), (1, 1, 1, (-9,)), (1, 2, 1, (75,))]
+    assert cluster.status_file("spent")["exit_code"] == 3

@@ -16,7 +16,7 @@ import pytest
 
 from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, Orphan
 from dtrain_dagster.clusters.local import LocalClusterManager
-from dtrain_dagster.clusters.lock import acquire
+from dtrain_dagster.clusters.lock import acquire, is_held
 from trainer.rundir import RunDir
 
 pytestmark = pytest.mark.slow
@@ -447,3 +447,55 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing_running(cluster):
 
 def _nodes(cluster, job_id: str):
     return RunDir(str(cluster.run_dir(job_id))).nodes()
+
+
+class TestMarksOfActiveJobs:
+    def test_are_made_before_the_launch_and_go_when_somebody_sees_the_end(self, cluster):
+        manager = cluster.manager
+        assert manager.active_jobs() == []
+        cluster.submit("long", SLEEP, nodes=1)
+        cluster.submit("short", "pass", nodes=1)
+        assert cluster.wait("short").state is JobState.SUCCEEDED
+        assert manager.active.marks() == ["long", "short"]
+        cluster.wait_for(lambda: not is_held(cluster.run_dir("short")), "its supervisor's end")
+        assert [job.job_id for job in manager.active_jobs()] == ["long"]
+        assert manager.active.marks() == ["long"]
+        assert manager.use.used_at() == manager.job_status("short").ended_at
+
+    def test_a_submitter_that_died_leaves_a_mark_that_costs_one_look(self, cluster):
+        manager = cluster.manager
+        manager.active_jobs()
+        first = "LocalClusterManager._launch = lambda self, *_: (self.active.enter('gone'), os._exit(9))"
+        first = f"import os\nfrom dtrain_dagster.clusters.local import LocalClusterManager\n{first}"
+        assert submit_in_another_process(cluster, cluster.spec("gone", "pass"), first=first).returncode == 9
+        manager.active.enter("of-a-folder-that-was-removed")
+        assert manager.active_jobs() == []
+        assert manager.active.marks() == []
+
+    def test_a_job_that_is_started_again_keeps_its_mark_whoever_sees_the_last_end_late(self, cluster, monkeypatch):
+        manager = cluster.manager
+        assert manager.active_jobs() == []
+        script = "if not (OUT / 'again').exists(): sys.exit(3)\n" + SLEEP
+        cluster.submit("job", script, nodes=1)
+        assert cluster.wait("job").state is JobState.FAILED
+        cluster.wait_for(lambda: not is_held(cluster.run_dir("job")), "its supervisor's end")
+        (cluster.folder / "again").touch()
+        submitter = threading.Thread(target=cluster.submit, args=("job", script), kwargs={"nodes": 1})
+        leave = manager.active.leave
+
+        def late(mark: str) -> None:
+            submitter.start()
+            submitter.join(1.0)  # it has made its mark by now, if nothing holds it
+            leave(mark)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(manager.active, "leave", late)
+            assert manager.active_jobs() == []
+        submitter.join()
+        assert [job.job_id for job in manager.active_jobs()] == ["job"]
+
+    def test_jobs_from_before_there_were_marks_are_found(self, cluster):
+        cluster.submit("long", SLEEP, nodes=1)
+        cluster.manager.active.storage.delete("")
+        assert [job.job_id for job in cluster.manager.active_jobs()] == ["long"]
+        assert cluster.manager.active.marks() == ["long"]

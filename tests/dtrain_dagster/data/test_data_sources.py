@@ -15,7 +15,7 @@ from price_files import assert_nothing_half_written, long_frame, save
 
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.prices import write_prices
-from dtrain_dagster.data.sources import KNOWN, BundledFile, PriceFile, price_source, version_token
+from dtrain_dagster.data.sources import KNOWN, BundledFile, PriceFile, price_source
 
 
 @pytest.fixture
@@ -76,23 +76,22 @@ def test_the_users_file_is_known_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("address", ["local", "memory://tokens/prices.csv"])
-def test_the_version_token_follows_the_file(address: str, tmp_path: Path) -> None:
-    address = str(tmp_path / "prices.csv") if address == "local" else address
-    assert version_token(address) is None
-    with fsspec.open(address, "w") as file:
+def test_the_version_follows_the_file_and_the_digest_its_content(address: str, tmp_path: Path) -> None:
+    source = PriceFile(str(tmp_path / "prices.csv") if address == "local" else address)
+    with pytest.raises(FileNotFoundError):
+        source.version()
+    with fsspec.open(source.address, "w") as file:
         file.write("first")
-    first = version_token(address)
-    assert first is not None
-    assert version_token(address) == first
-    with fsspec.open(address, "w") as file:
-        file.write("second one")
-    if address.startswith(str(tmp_path)):
-        os.utime(address, (1, 1))
-    assert version_token(address) != first
-
-
-def test_a_bundled_panel_has_no_version_token() -> None:
-    assert version_token("sp500_panel") is None
+    first, digest = source.version(), source.digest()
+    assert (source.version(), source.digest()) == (first, digest)
+    if address == "local":
+        os.utime(source.address, (1, 1))
+        assert source.version() != first
+        assert source.digest() == digest
+    with fsspec.open(source.address, "w") as file:
+        file.write("other")
+    assert source.version() != first
+    assert source.digest() != digest
 
 
 def test_reading_the_panel_does_not_import_its_package(tmp_path: Path) -> None:

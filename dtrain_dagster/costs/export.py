@@ -1,0 +1,115 @@
+"""The bill and its ledger as rows, CSV and JSON. In each table, dollars sum to the bill to the last digit shown."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from decimal import Decimal
+from typing import Any
+
+from dtrain_dagster.costs.ledger import MEANINGS, Ledger
+from dtrain_dagster.costs.money import SECOND, shown, total_shown
+from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, utc
+
+DIGITS = 6
+"""Of dollars, in files."""
+Rows = list[dict[str, Any]]
+
+
+def node_rows(tracker: CostTracker, digits: int = DIGITS) -> Rows:
+    """A row for each stretch for which a node was paid."""
+    amounts = shown([node.units for node in tracker.nodes], digits)
+    return [
+        {
+            "node": node.node_id,
+            "sku": node.sku,
+            "tier": node.tier or "",
+            "from_utc": utc(node.began),
+            "to_utc": utc(node.ended),
+            "seconds": _seconds(node.microseconds),
+            "usd_per_hour": Decimal(node.nano_usd_per_hour).scaleb(-9).quantize(Decimal("0.000001")),
+            "usd": usd,
+        }
+        for node, usd in zip(tracker.nodes, amounts, strict=True)
+    ]
+
+
+def period_rows(found: Ledger, digits: int = DIGITS) -> Rows:
+    """A row for each period, node and cause."""
+    entries = sorted(found.entries, key=lambda entry: (entry.period, entry.node_id, entry.cause))
+    amounts = shown([entry.units for entry in entries], digits)
+    return [
+        {
+            "from_utc": utc(found.edges[entry.period]),
+            "to_utc": utc(found.edges[entry.period + 1]),
+            "from_unix_seconds": _seconds(found.edges[entry.period]),
+            "node": entry.node_id,
+            "cause": str(entry.cause),
+            "node_seconds": _seconds(entry.microseconds),
+            "usd": usd,
+        }
+        for entry, usd in zip(entries, amounts, strict=True)
+    ]
+
+
+def ledger_rows(found: Ledger, digits: int = DIGITS) -> Rows:
+    """A row for each cause."""
+    causes = found.causes()
+    amounts = shown([row.units for row in causes.values()], digits)
+    percents = shown([row.microseconds * 100 for row in causes.values()], 1, unit=max(1, found.microseconds))
+    return [
+        {
+            "cause": str(cause),
+            "node_seconds": _seconds(row.microseconds),
+            "percent": percent,
+            "usd": usd,
+            "meaning": MEANINGS[cause],
+        }
+        for (cause, row), usd, percent in zip(causes.items(), amounts, percents, strict=True)
+    ]
+
+
+def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """With a header; nothing where there are no rows."""
+    if not rows:
+        return ""
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue()
+
+
+def csv_files(tracker: CostTracker, found: Ledger) -> dict[str, str]:
+    """Name → content."""
+    return {
+        "cost_by_node.csv": csv_of(node_rows(tracker)),
+        "cost_by_period.csv": csv_of(period_rows(found)),
+        "cost_ledger.csv": csv_of(ledger_rows(found)),
+    }
+
+
+def document(tracker: CostTracker, found: Ledger, metrics: CostMetrics, price: str, **more: Any) -> dict[str, Any]:
+    """All of it, for ``json``. Figures are numbers, as JSON has them; they are the ones of the CSV files."""
+    return {
+        "metrics": asdict(metrics),
+        "total_usd": float(total_shown([tracker.total_units], DIGITS)),
+        "price": price,
+        "nodes": plain(node_rows(tracker)),
+        "periods": plain(period_rows(found)),
+        "ledger": plain(ledger_rows(found)),
+        "goodput": found.goodput,
+        "notes": [*tracker.notes, *found.notes],
+        **more,
+    }
+
+
+def plain(rows: Rows) -> Rows:
+    """With numbers in place of decimals."""
+    return [{key: float(value) if isinstance(value, Decimal) else value for key, value in row.items()} for row in rows]
+
+
+def _seconds(microseconds: int) -> Decimal:
+    return (Decimal(microseconds) / SECOND).quantize(Decimal("0.000001"))

@@ -1,0 +1,128 @@
+"""What of a job's events the ledger rests on: those that can be read, typed. Damaged ones are left out and counted."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtrain_dagster.costs.money import SECOND, is_finite, microseconds
+from dtrain_dagster.monitoring.windows import Window, windows
+
+LARGEST = 10**12
+"""Steps, or seconds: more than this is no figure."""
+_UNKNOWN: Any = {"samples": (), "segments": {}, "typical": {}}
+KINDS = ("membership", "phase", "timing", "step", "link", "hang", "end")
+
+
+@dataclass(slots=True)
+class Facts:
+    """The events that can be read, in order of time."""
+
+    memberships: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """By generation."""
+    phases: dict[int, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
+    """Of rank 0: (time, what it had done until then)."""
+    windows: dict[int, list[Window]] = field(default_factory=lambda: defaultdict(list))
+    links: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """When a probe of the links was done, which follows a window."""
+    hangs: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    """Of any rank: (time, for how long nothing had moved)."""
+    ends: list[tuple[int, int, str]] = field(default_factory=list)
+    """(generation, time, status)"""
+    first_at: dict[int, int] = field(default_factory=dict)
+    left_out: int = 0
+    has_timing: bool = False
+
+
+def read(events: Iterable[Mapping[str, Any]]) -> Facts:
+    """What of the events counts here; of those, what is damaged is counted."""
+    facts = Facts()
+    steps: dict[int, list[tuple[int, int, float]]] = defaultdict(list)
+    for item in events:
+        try:
+            kind = item["kind"]
+            if kind not in KINDS:
+                continue
+            generation, rank, time = int(item["generation"]), int(item["rank"]), microseconds(item["time"])
+            if kind == "end":
+                facts.ends.append((generation, time, str(item["status"])))
+            elif kind == "hang":
+                facts.hangs[generation].append((time, microseconds(_positive(item["waited_seconds"]))))
+            if rank != 0:
+                continue
+            if kind == "membership":
+                facts.memberships.setdefault(generation, _membership(item, time))
+            elif kind == "phase":
+                facts.phases[generation].append((time, str(item["name"])))
+            elif kind == "link":
+                facts.links[generation].append(time)
+            elif kind == "timing":
+                window = _window(item)
+                facts.windows[generation].append(window)
+                facts.has_timing = True
+            elif kind == "step":
+                steps[generation].append((time, _count(item["step"]), _positive(item["step_seconds"])))
+            facts.first_at[generation] = min(time, facts.first_at.get(generation, time))
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError):
+            facts.left_out += 1
+    for generation, rows in steps.items():
+        if generation not in facts.windows:
+            facts.windows[generation] = _windows_of_steps(rows, facts.memberships.get(generation))
+    for listed in (*facts.phases.values(), facts.ends):
+        listed.sort()  # type: ignore[attr-defined]
+    for found in facts.windows.values():
+        found.sort(key=lambda window: window.time)
+    return facts
+
+
+def _membership(item: Mapping[str, Any], time: int) -> dict[str, Any]:
+    nodes = frozenset(map(int, item["nodes"]))
+    seconds = item.get("seconds", 0.0)
+    if not nodes or seconds < 0:
+        raise ValueError("no membership")
+    joined = frozenset(map(int, item.get("joined") or ()))
+    began = time - microseconds(seconds)
+    return {"nodes": nodes, "joined": joined, "time": time, "began": began, "step": _count(item["step"])}
+
+
+def _window(item: Mapping[str, Any]) -> Window:
+    """ValueError, and others, for one that cannot be used."""
+    [window] = windows([item])
+    _positive(window.seconds)
+    if _count(window.steps) == 0 or _count(window.step) < window.steps:
+        raise ValueError("no window")
+    if not all(is_finite(value) and value >= 0 for values in window.segments.values() for value in values):
+        raise ValueError("no segments")
+    return window
+
+
+def _windows_of_steps(rows: Sequence[tuple[int, int, float]], told: Mapping[str, Any] | None) -> list[Window]:
+    """Windows without segments, of a trainer that does not time them."""
+    found: list[Window] = []
+    before = told["step"] if told else None
+    typical = statistics.median_low([b[1] - a[1] for a, b in itertools.pairwise(rows)] or [1])
+    for time, step, seconds in sorted(rows):
+        steps = step - before if before is not None else typical
+        before = step
+        if steps > 0:
+            nodes = tuple(sorted(told["nodes"])) if told else ()
+            known = Window(time=time / SECOND, step=step, steps=steps, seconds=seconds, nodes=nodes, **_UNKNOWN)
+            found.append(known)
+    return found
+
+
+def _positive(value: Any) -> float:
+    """Seconds. Less than a microsecond is none."""
+    if not is_finite(value) or not 1e-6 <= value < LARGEST:
+        raise ValueError("not a duration")
+    return float(value)
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not 0 <= int(value) < LARGEST:
+        raise ValueError("not a count")
+    return int(value)

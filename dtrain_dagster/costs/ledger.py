@@ -1,0 +1,206 @@
+"""The ledger: every paid node-second has one cause, and the rows sum to the bill exactly. Pure.
+
+What nodes did while they were members of a generation is in `dtrain_dagster.costs.timeline`; here it is laid onto what
+was paid for. What no record explains is a row of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dtrain_dagster.costs.money import SECOND, split, usd
+from dtrain_dagster.costs.timeline import NEVER, Cause, Mix, Span, Term, Timeline, timeline
+from dtrain_dagster.costs.tracker import NodeCost, cut, edges
+
+K = TypeVar("K")
+IN_STEPS = (Cause.PRODUCTIVE, Cause.COMMUNICATION, Cause.WAITING, Cause.INPUT)
+"""Time in steps that counted; `Ledger.goodput` is their share."""
+CLOSING = 60 * SECOND
+"""After the job's end its processes may be closing for so long (`trainer.run.DistributedTrainer.close`)."""
+MEANINGS = {
+    Cause.PRODUCTIVE: "forward, backward, optimizer, and the votes and reports that a step has",
+    Cause.COMMUNICATION: "the wire, where no computation hides it",
+    Cause.WAITING: "for a slower node, in a step",
+    Cause.INPUT: "for the next batch",
+    Cause.CHECKPOINT: "held up by a save, or waiting for the rank that saved",
+    Cause.EVALUATION: "of the validation split",
+    Cause.FINISH: "test split, baselines, final weights, result, processes closing",
+    Cause.PROVISIONING: "paid while other nodes of the launch were still being bought",
+    Cause.STARTUP: "from a node's start until it trains: process, data, model, joining",
+    Cause.LOST: "steps done again, noticing a loss, regrouping, nodes paid for but dead or frozen",
+    Cause.IDLE: "paid after the job's end, or never part of the training",
+    Cause.UNEXPLAINED: "no record says what for",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """What one node spent on one cause in one period."""
+
+    node_id: int
+    cause: Cause
+    period: int
+    microseconds: int
+    units: int
+    """Dollars, see `dtrain_dagster.costs.money`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Entries of one cause, or of one node, added up."""
+
+    microseconds: int
+    units: int
+
+    @property
+    def seconds(self) -> float:
+        return self.microseconds / SECOND
+
+    @property
+    def usd(self) -> float:
+        return usd(self.units)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ledger:
+    entries: tuple[Entry, ...]
+    edges: tuple[int, ...]
+    """Of the periods; Unix time in microseconds."""
+    notes: tuple[str, ...]
+    """What is coarser than it could be, and why."""
+
+    @property
+    def microseconds(self) -> int:
+        return sum(entry.microseconds for entry in self.entries)
+
+    @property
+    def units(self) -> int:
+        return sum(entry.units for entry in self.entries)
+
+    @property
+    def goodput(self) -> float:
+        """Share of the paid node-time that was spent in steps that counted."""
+        whole = self.microseconds
+        return sum(entry.microseconds for entry in self.entries if entry.cause in IN_STEPS) / whole if whole else 0.0
+
+    def causes(self) -> dict[Cause, Row]:
+        """Every cause that took some time, in order of `Cause`."""
+        found = self.rows(lambda entry: entry.cause)
+        return {cause: found[cause] for cause in Cause if cause in found}
+
+    def by_node(self) -> dict[tuple[int, Cause], Row]:
+        return self.rows(lambda entry: (entry.node_id, entry.cause))
+
+    def by_period(self) -> dict[tuple[int, Cause], Row]:
+        return self.rows(lambda entry: (entry.period, entry.cause))
+
+    def rows(self, key: Callable[[Entry], K]) -> dict[K, Row]:
+        sums: dict[K, list[int]] = defaultdict(lambda: [0, 0])
+        for entry in self.entries:
+            row = sums[key(entry)]
+            row[0] += entry.microseconds
+            row[1] += entry.units
+        return {name: Row(microseconds=time, units=units) for name, (time, units) in sums.items()}
+
+
+def ledger(
+    stretches: Sequence[NodeCost], events: Iterable[Mapping[str, object]], running: bool = False, periods: int = 60
+) -> Ledger:
+    """Of what was paid (`CostTracker.nodes`) and a job's events, in order of time. ``running``: it has not ended."""
+    line = timeline(events, running)
+    bounds = edges(stretches, periods)
+    sums: dict[tuple[int, Cause, int], list[int]] = defaultdict(lambda: [0, 0])
+    longest = _longest_startup(stretches, line)
+    for stretch in stretches:
+        for began, ended, mix in _pieces(stretch, stretches, line, longest):
+            for begin, end in cut(began, ended, bounds):
+                period = min(bisect_right(bounds, begin), periods) - 1
+                for cause, part in zip(mix, split(end - begin, list(mix.values())), strict=True):
+                    if part:
+                        row = sums[stretch.node_id, cause, period]
+                        row[0] += part
+                        row[1] += part * stretch.nano_usd_per_hour
+    entries = tuple(
+        Entry(node_id=node, cause=cause, period=period, microseconds=time, units=units)
+        for (node, cause, period), (time, units) in sums.items()
+    )
+    return Ledger(entries=entries, edges=tuple(bounds), notes=line.notes)
+
+
+def _pieces(
+    stretch: NodeCost, stretches: Sequence[NodeCost], line: Timeline, longest: int
+) -> Iterator[tuple[int, int, Mix]]:  # fmt: skip
+    """A paid stretch without gaps: what its node did when, as far as is known, and what the gaps mean."""
+    at = stretch.began
+    for span in _spans(stretch, line):
+        began, ended = max(at, span.began), min(stretch.ended, span.ended)
+        if ended > began:
+            if began > at:
+                yield from _gap(at, began, stretch, stretches, line, longest)
+            yield began, ended, span.by_node.get(stretch.node_id, span.mix)
+            at = ended
+    yield from _gap(at, stretch.ended, stretch, stretches, line, longest)
+
+
+def _spans(stretch: NodeCost, line: Timeline) -> list[Span]:
+    """Of the terms that this stay of the node was a member of: a stay that began later is a newcomer."""
+    found: list[Span] = []
+    was_in = False
+    for term in line.terms:
+        is_in = _is_member(stretch, term)
+        found += [span for span in term.spans if (was_in if span.is_regroup else is_in)]
+        was_in = is_in
+    return sorted(found, key=lambda span: span.began)
+
+
+def _gap(
+    began: int, ended: int, stretch: NodeCost, stretches: Sequence[NodeCost], line: Timeline, longest: int
+) -> Iterator[tuple[int, int, Mix]]:  # fmt: skip
+    """Paid time in which the node did nothing that is known as a member of a generation."""
+    terms = [term for term in line.terms if _is_member(stretch, term)]
+    if not line.terms:  # nobody got as far as reporting, or what was reported is damaged
+        marks = [(NEVER, Cause.UNEXPLAINED if line.left_out else Cause.STARTUP)]
+    elif not terms:
+        over = line.ended if line.ended > stretch.began else NEVER
+        marks = [(min(over, stretch.began + longest), Cause.STARTUP), (NEVER, Cause.IDLE)]
+    else:
+        formed, there = terms[0].formed, began
+        if terms[0].is_fresh:  # paid, and not all were there yet
+            mates = [item.began for item in stretches if _is_member(item, terms[0])]
+            there = min(formed, max(mates))
+        marks = [(there, Cause.PROVISIONING), (formed, Cause.STARTUP)]
+        for before, term in itertools.pairwise(line.terms):
+            if term.formed > formed:
+                marks.append((term.formed, _left(stretch, before)))
+        marks += [(line.ended, _left(stretch, line.terms[-1])), (line.ended + CLOSING, Cause.FINISH)]
+        marks.append((NEVER, Cause.IDLE))
+    for mark, cause in marks:
+        end = min(mark, ended)
+        if end > began:
+            yield began, end, {cause: 1.0}
+            began = end
+
+
+def _left(stretch: NodeCost, term: Term) -> Cause:
+    """What it means that a node did nothing that is known in a term: members might have."""
+    return Cause.UNEXPLAINED if _is_member(stretch, term) else Cause.LOST
+
+
+def _longest_startup(stretches: Sequence[NodeCost], line: Timeline) -> int:
+    """How long a node took to join at most: one that never did was starting for so long. A launch that formed no
+    generation was starting all the time."""
+    took = []
+    for stretch in stretches:
+        formed = [term.formed for term in line.terms if _is_member(stretch, term)]
+        if formed:
+            took.append(formed[0] - stretch.began)
+    return max(took, default=NEVER)
+
+
+def _is_member(stretch: NodeCost, term: Term) -> bool:
+    return term.has(stretch.node_id) and stretch.began <= term.formed < stretch.ended

@@ -1,0 +1,84 @@
+"""Exact arithmetic for bills: integers, so that whatever a bill is cut into sums to it.
+
+Time is in whole microseconds, a price in whole nano-dollars per hour, and an amount is their product: the internal unit
+is the 3.6e18th part of a dollar. Nothing is ever rounded but for people to read, and then rows still sum to their total
+(`shown`): what rounding takes from one row it gives to another, largest remainder first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from decimal import Decimal
+
+SECOND = 10**6
+"""Microseconds."""
+HOUR = 3600 * SECOND
+NANO = 10**9
+USD = HOUR * NANO
+"""Units of a dollar."""
+_FINE = 1 << 40
+
+
+def microseconds(seconds: float) -> int:
+    """Unix seconds, or a duration. OverflowError or ValueError where it is no finite number."""
+    return round(float(seconds) * SECOND)
+
+
+def nano_usd(usd_per_hour: float) -> int:
+    """A price, which lists give with no more digits than that."""
+    return round(Decimal(str(usd_per_hour)) * NANO)
+
+
+def usd(units: int) -> float:
+    return units / USD
+
+
+def split(total: int, weights: Sequence[float]) -> list[int]:
+    """Whole parts of a whole amount in proportion to ``weights``, which are not negative and not all zero."""
+    largest = max(weights)
+    whole = [round(weight / largest * _FINE) for weight in weights]
+    return _largest_remainder(total, whole)
+
+
+def shown(amounts: Sequence[int], digits: int, unit: int = USD) -> list[Decimal]:
+    """Amounts in dollars (or another ``unit``) with so many digits, whose sum is that of `total_shown`."""
+    if not amounts:
+        return []
+    step = 10**digits
+    total = _rounded(sum(amounts) * step, unit)
+    floors = [amount * step // unit for amount in amounts]
+    left = total - sum(floors)
+    order = sorted(range(len(amounts)), key=lambda place: (-(amounts[place] * step % unit), place))
+    for place in order[:left]:
+        floors[place] += 1
+    return [Decimal(value).scaleb(-digits) for value in floors]
+
+
+def total_shown(amounts: Sequence[int], digits: int, unit: int = USD) -> Decimal:
+    return Decimal(_rounded(sum(amounts) * 10**digits, unit)).scaleb(-digits)
+
+
+def digits_of(units: int) -> int:
+    """How many digits of a bill are worth reading: cents, or, of a few dollars, hundredths of a cent."""
+    return 2 if units >= 10 * USD else 4 if units >= USD // 10 else 6
+
+
+def is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _rounded(value: int, unit: int) -> int:
+    """The quotient to the nearest whole, half up."""
+    return (2 * value + unit) // (2 * unit)
+
+
+def _largest_remainder(total: int, weights: Sequence[int]) -> list[int]:
+    whole = sum(weights)
+    parts = [total * weight // whole for weight in weights]
+    left = total - sum(parts)
+    if left:
+        order = sorted(range(len(weights)), key=lambda place: (-(total * weights[place] % whole), place))
+        for place in order[:left]:
+            parts[place] += 1
+    return parts

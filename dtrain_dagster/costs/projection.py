@@ -1,0 +1,196 @@
+"""What a running job has cost and will have cost at its end. Pure; dollars come from node presence, not from a rate.
+
+    at the end = so far + dollars per second x (steps left x seconds per step
+                                                + evaluations and checkpoints left + finish)
+
+Seconds per step are the median of the latest reports; dollars per second are those that were paid while these steps
+were done, so that a node which is lost or replaced changes both together. Before the first step it is the estimate,
+plus what the start has cost more than planned.
+
+A projection *counts* once 5 % of the steps are done and three reports have come; whoever raises an alarm asks besides
+that two looks in a row agree (`sensors.cost_overrun`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from dtrain_dagster.costs.estimate import MINIMUM_MARGIN, Interval
+from dtrain_dagster.costs.tracker import CostTracker
+
+KEPT_REPORTS, KEPT_PAUSES = 20, 5
+COUNTS_FROM_SHARE, COUNTS_FROM_REPORTS = 0.05, 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """How far a job is and how fast of late, from its events."""
+
+    step: int = 0
+    reports: tuple[tuple[float, float], ...] = ()
+    """(when, seconds per step) of the latest ``step`` events."""
+    evaluation_seconds: tuple[float, ...] = ()
+    checkpoint_seconds: tuple[float, ...] = ()
+    """For how long saves have held up training."""
+
+    def after(self, events: Iterable[Mapping[str, Any]]) -> Pace:
+        """With these events, in order of time. What another trainer wrote differently is left out."""
+        pace = self
+        for item in events:
+            kind = item.get("kind")
+            if kind == "step" and _is_positive(item.get("step_seconds")) and isinstance(item.get("step"), int):
+                report = float(item["time"]), float(item["step_seconds"])
+                pace = replace(pace, step=item["step"], reports=(*pace.reports, report)[-KEPT_REPORTS:])
+            elif kind == "evaluation" and item.get("split") == "valid" and _is_positive(item.get("seconds")):
+                took = (*pace.evaluation_seconds, float(item["seconds"]))
+                pace = replace(pace, evaluation_seconds=took[-KEPT_PAUSES:])
+            elif kind == "checkpoint" and _is_positive(item.get("stall_seconds")):
+                took = (*pace.checkpoint_seconds, float(item["stall_seconds"]))
+                pace = replace(pace, checkpoint_seconds=took[-KEPT_PAUSES:])
+        return pace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Projection:
+    """Dollars of one job."""
+
+    so_far: float
+    estimated: float | None = None
+    """None for a job without a plan: then there is no end to project either."""
+    at_end: Interval | None = None
+    counts: bool = False
+    """Is enough known for an alarm to rest on ``at_end``?"""
+
+    @property
+    def over_so_far(self) -> float | None:
+        """Cost so far above the estimate, as a fraction of it."""
+        return self.so_far / self.estimated - 1 if self.estimated else None
+
+    @property
+    def over_at_end(self) -> float | None:
+        """Projected cost above the estimate, as a fraction of it."""
+        return self.at_end.expected / self.estimated - 1 if self.estimated and self.at_end else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overrun:
+    """A job that costs more than was estimated, so far or, as projected, at its end."""
+
+    kind: Literal["actual", "projected"]
+    threshold: float
+    """The highest that is passed, as a fraction of the estimate."""
+    fraction: float
+    """Above the estimate."""
+    covers: tuple[str, ...]
+    """Keys of all that need not be told any more once this is."""
+
+
+def thresholds(limit: float) -> tuple[float, ...]:
+    """25 %, 50 % and 100 % above the estimate, for a limit of 0.25."""
+    return limit, 2 * limit, 4 * limit
+
+
+def overruns(
+    projection: Projection, limit: float, told: Collection[str] = (), before: float | None = None
+) -> list[Overrun]:
+    """What there is to tell and has not been: once for each threshold, or for the highest where several are passed at
+    once; what has been spent is told apart from what is projected, and covers a projection of as much. ``before``:
+    `Projection.over_at_end` of the look before, without which a projection is not told."""
+    found, actual = [], projection.over_so_far
+    if actual is not None and (passed := [level for level in thresholds(limit) if actual > level]):
+        covers = tuple(_key(kind, level) for kind in ("actual", "projected") for level in passed)
+        if _key("actual", passed[-1]) not in told:
+            found.append(Overrun(kind="actual", threshold=passed[-1], fraction=actual, covers=covers))
+        told = {*told, *covers}
+    projected = projection.over_at_end if projection.counts else None
+    if projected is not None and before is not None:
+        passed = [level for level in thresholds(limit) if min(projected, before) > level]
+        if passed and _key("projected", passed[-1]) not in told:
+            covers = tuple(_key("projected", level) for level in passed)
+            found.append(Overrun(kind="projected", threshold=passed[-1], fraction=projected, covers=covers))
+    return found
+
+
+def _key(kind: str, level: float) -> str:
+    return f"{kind} {100 * level:g}%"
+
+
+def project(tracker: CostTracker, plan: Mapping[str, Any] | None, pace: Pace) -> Projection:
+    """``plan``: the content of ``plan.json``. KeyError, TypeError or ValueError for one that is damaged."""
+    if plan is None:
+        return Projection(so_far=tracker.total_usd)
+    usd = plan["estimate"]["usd"]
+    estimate = Interval(**{name: float(usd.get(name, usd["expected"])) for name in ("low", "expected", "high")})
+    if not estimate.expected > 0:
+        raise ValueError(f"the plan's estimate is {estimate.expected} dollars")
+    so_far, steps = tracker.total_usd, int((plan.get("work") or {}).get("steps") or 0)
+    if not pace.reports or not steps:
+        at_end = _shifted(estimate, so_far, plan) if not pace.step else None
+        return Projection(so_far=so_far, estimated=estimate.expected, at_end=at_end)
+    left = seconds_left(pace, plan).scaled(_usd_per_second(tracker, pace))
+    return Projection(
+        so_far=so_far,
+        estimated=estimate.expected,
+        at_end=Interval(low=so_far + left.low, expected=so_far + left.expected, high=so_far + left.high),
+        counts=pace.step >= COUNTS_FROM_SHARE * steps and len(pace.reports) >= COUNTS_FROM_REPORTS,
+    )
+
+
+def seconds_left(pace: Pace, plan: Mapping[str, Any]) -> Interval:
+    """Wall seconds from the last step that was reported to the end."""
+    work, phases = plan["work"], plan.get("phases") or {}
+    share = max(0.0, 1 - pace.step / work["steps"])
+
+    def pause(measured: Sequence[float], name: str) -> float:
+        if measured:
+            return statistics.fmean(measured) * share * float(work.get(f"{name}s") or 0)
+        return share * float(phases.get(name) or 0.0)
+
+    took = sorted(seconds for _, seconds in pace.reports)
+    typical = statistics.median(took)
+    fixed = pause(pace.evaluation_seconds, "evaluation") + pause(pace.checkpoint_seconds, "checkpoint")
+    fixed += float(phases.get("finish") or 0.0)
+    steps = max(0, work["steps"] - pace.step)
+    expected = fixed + steps * typical
+    return Interval(
+        low=min(fixed + steps * took[len(took) // 10], expected * (1 - MINIMUM_MARGIN)),
+        expected=expected,
+        high=max(fixed + steps * took[-1 - len(took) // 10], expected * (1 + MINIMUM_MARGIN)),
+    )
+
+
+def _shifted(estimate: Interval, so_far: float, plan: Mapping[str, Any]) -> Interval:
+    """The estimate, later by what the start has cost more than planned; where that is not known, at least what was
+    spent."""
+    seconds = float(((plan["estimate"].get("seconds") or {}).get("expected")) or 0.0)
+    startup = (plan.get("phases") or {}).get("startup")
+    planned = so_far if startup is None or not seconds else estimate.expected * float(startup) / seconds
+    more = max(0.0, so_far - planned)
+    return Interval(
+        low=max(so_far, estimate.low + more),
+        expected=max(so_far, estimate.expected + more),
+        high=max(so_far, estimate.high + more),
+    )
+
+
+def _usd_per_second(tracker: CostTracker, pace: Pace) -> float:
+    """What was paid in the time of the latest reports; where that is too short to say, since the beginning."""
+    first, last = pace.reports[0][0] - pace.reports[0][1], pace.reports[-1][0]
+    began = min((node.started_at for node in tracker.nodes), default=first)
+    ended = max((node.ended_at for node in tracker.nodes), default=last)
+    for begin, end in ((max(first, began), min(last, ended)), (began, ended)):
+        paid = 0.0
+        for node in tracker.nodes:
+            within = min(node.ended_at, end) - max(node.started_at, begin)
+            if within > 0:
+                paid += node.usd * within / (node.ended_at - node.started_at)
+        if paid > 0:
+            return paid / (end - begin)
+    return 0.0
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")

@@ -1,0 +1,332 @@
+"""What the members of each generation did when, from a job's events. Pure; `dtrain_dagster.costs.ledger` prices it.
+
+Rank 0's ``phase`` events say what the time since the one before was spent on, and leave no gap: ranks go in step, so
+that holds for all members. Within the training phase the ``timing`` windows say what each rank did. What cannot be read
+is left out and counted, and nothing here raises.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from dtrain_dagster.costs.facts import Facts, read
+from dtrain_dagster.costs.money import SECOND, microseconds
+from dtrain_dagster.monitoring.windows import Window
+
+
+class Cause(StrEnum):
+    """Of a paid node-second. In the order in which they are shown."""
+
+    PRODUCTIVE = "productive"
+    COMMUNICATION = "exposed communication"
+    WAITING = "waiting for a straggler"
+    INPUT = "input"
+    CHECKPOINT = "checkpoint"
+    EVALUATION = "evaluation"
+    FINISH = "finish"
+    PROVISIONING = "provisioning"
+    STARTUP = "start-up"
+    LOST = "lost to a failure"
+    IDLE = "idle"
+    UNEXPLAINED = "unexplained"
+
+
+Mix = Mapping[Cause, float]
+"""What a stretch of time was spent on; the figures are weights."""
+
+SEGMENT_CAUSES = {
+    "input": Cause.INPUT,
+    "communication": Cause.COMMUNICATION,
+    "waiting": Cause.WAITING,
+    "checkpoint": Cause.CHECKPOINT,
+    "forward": Cause.PRODUCTIVE,
+    "backward": Cause.PRODUCTIVE,
+    "optimizer": Cause.PRODUCTIVE,
+    "other": Cause.PRODUCTIVE,  # votes and reports: what a training cannot do without
+}
+PHASE_CAUSES = {
+    "startup": Cause.STARTUP,
+    "data": Cause.STARTUP,
+    "evaluation": Cause.EVALUATION,
+    "finalise": Cause.FINISH,
+    "regroup": Cause.LOST,
+    "links": Cause.COMMUNICATION,  # a probe of them; no phase of the trainer's own
+}
+IN_STEPS = ("training", "checkpoint")
+"""Phases whose time the windows divide: what a save holds up is a segment of theirs."""
+NEVER = 1 << 62
+MOST_WINDOWS = 1500
+"""Of a generation; neighbours of more are taken together, which moves nothing from one cause to another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Some time of the members of a generation, in microseconds."""
+
+    began: int
+    ended: int
+    mix: Mix
+    by_node: Mapping[int, Mix] = field(default_factory=dict)
+    """Of nodes for which more is known."""
+    is_regroup: bool = False
+    """Of those who were in the generation before, not of those who come."""
+
+
+@dataclass(slots=True)
+class Term:
+    """A generation at work."""
+
+    number: int
+    formed: int
+    """In microseconds; ``until`` as well: when the next one began to form."""
+    until: int
+    nodes: frozenset[int] | None
+    """None: not known, so everybody."""
+    is_fresh: bool
+    """Nobody in it was in the one before: a launch begins."""
+    step: int
+    spans: list[Span] = field(default_factory=list)
+
+    def has(self, node: int) -> bool:
+        return self.nodes is None or node in self.nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    terms: tuple[Term, ...]
+    ended: int
+    """When the job said that it was over; `NEVER` if it did not."""
+    notes: tuple[str, ...]
+    left_out: int
+    """Events that could not be read."""
+
+
+def timeline(events: Iterable[Mapping[str, Any]], running: bool = False) -> Timeline:
+    """``running``: the job has not ended, so what came after its last report is like what came before."""
+    facts = read(events)
+    terms = _terms(facts)
+    last = max((time for generation, time, _ in facts.ends if terms and generation == terms[-1].number), default=NEVER)
+    kept = _kept_steps(terms, facts.windows)
+    for place, term in enumerate(terms):
+        after = terms[place + 1] if place + 1 < len(terms) else None
+        _fill(term, after, facts, kept, last, running)
+    notes = []
+    if facts.left_out:
+        notes.append(f"{facts.left_out} event(s) could not be read and were left out")
+    if terms and not facts.has_timing:
+        notes.append(
+            "the trainer recorded no timing (training.timing): input, communication, waiting and saving are within "
+            f"«{Cause.PRODUCTIVE}»"
+        )
+    return Timeline(tuple(terms), last, tuple(notes), facts.left_out)
+
+
+def _terms(facts: Facts) -> list[Term]:
+    terms: list[Term] = []
+    for number in sorted(facts.first_at):
+        told = facts.memberships.get(number)
+        found = facts.windows.get(number) or []
+        if told is not None:
+            nodes: frozenset[int] | None = told["nodes"]
+            fresh, formed, began, step = told["joined"] >= told["nodes"], told["time"], told["began"], told["step"]
+        else:  # a world of fixed ranks, or one whose end came before it could say who is in it
+            nodes = frozenset(found[0].nodes) if found and found[0].nodes else None
+            first = microseconds(found[0].time - found[0].total_seconds) if found else NEVER
+            formed = began = min(facts.first_at[number], first)
+            fresh, step = True, found[0].step - found[0].steps if found else 0
+        if terms:
+            terms[-1].until = max(terms[-1].formed, formed if fresh else began)
+        terms.append(Term(number, formed, NEVER, nodes, fresh, step))
+    return terms
+
+
+def _fill(
+    term: Term, after: Term | None, facts: Facts, kept: Mapping[int, int], ended: int, running: bool
+) -> None:  # fmt: skip
+    """Put what the members of a term did into its spans."""
+    found = facts.windows.get(term.number) or []
+    if after is not None and not after.is_fresh:
+        after.spans.append(Span(term.until, after.formed, {Cause.LOST: 1.0}, is_regroup=True))
+    in_steps: list[tuple[int, int, str]] = []
+    for began, until, name in _phases(term, after, facts, ended, running):
+        if name in IN_STEPS:
+            in_steps.append((began, until, name))
+        else:
+            term.spans.append(Span(began, until, {PHASE_CAUSES.get(name, Cause.UNEXPLAINED): 1.0}))
+    before = -NEVER
+    for together in _batches(found):
+        window, counted = merged(together), sum(kept[id(item)] for item in together)
+        end = microseconds(window.time)
+        hung = max((waited for time, waited in facts.hangs.get(term.number, ()) if before < time <= end), default=0)
+        _divide(term, window, _clip(in_steps, before, end), counted, hung)
+        before = max(before, end)
+    _rest(term, after, found, _clip(in_steps, before, NEVER))
+    term.spans.sort(key=lambda span: (span.began, span.ended))
+
+
+def _phases(
+    term: Term, after: Term | None, facts: Facts, ended: int, running: bool
+) -> list[tuple[int, int, str]]:  # fmt: skip
+    """(began, ended, name) of what rank 0 did from the term's start to its end, without gaps."""
+    found, at = [], term.formed
+    phases = list(facts.phases.get(term.number, ()))
+    windows = facts.windows.get(term.number) or []
+    for time in facts.links.get(term.number, ()):
+        place = bisect_right(windows, time / SECOND, key=lambda window: window.time)
+        began = microseconds(windows[place - 1].time) if place else time
+        phases += [(began, "training"), (time, "links")]
+    for time, name in sorted(phases):
+        if at < time <= term.until:
+            found.append((at, time, name))
+            at = time
+    if not found and windows:  # no phases are known: steps, and what is between them
+        first, last = microseconds(windows[0].time - windows[0].total_seconds), microseconds(windows[-1].time)
+        for time, name in ((first, "startup"), (last, "training")):
+            if time > at:
+                found.append((at, time, name))
+                at = time
+    if after is not None or (running and ended == NEVER):
+        name = "training"
+    elif ended < NEVER or (found and found[-1][2] == "finalise"):
+        failed = any(status == "failed" for number, _, status in facts.ends if number == term.number)
+        name = "regroup" if failed else "finalise"
+    else:
+        name = "finalise" if windows and not facts.phases.get(term.number) else "regroup"
+    until = min(term.until, ended)
+    return [*found, (at, until, name)] if until > at else found
+
+
+def _divide(term: Term, window: Window, pieces: Sequence[tuple[int, int, str]], kept: int, hung: int) -> None:
+    """The training time that a window measured, by what its ranks did. What is more than its steps took is not
+    explained; steps that were done again later are lost, and so is the time in which nothing moved."""
+    timed = bool(window.segments)
+    for began, ended, name in pieces:
+        if not timed and name == "checkpoint":
+            term.spans.append(Span(began, ended, {Cause.CHECKPOINT: 1.0}))
+    pieces = [piece for piece in pieces if timed or piece[2] != "checkpoint"]
+    there = sum(ended - began for began, ended, _ in pieces)
+    share = min(window.steps, max(0, kept)) / window.steps
+    more = max(0.0, there - microseconds(window.total_seconds)) if timed else 0.0
+    idle = min(1.0, hung / max(1, microseconds(window.total_seconds)))
+    mixes = {
+        node: _counted(_hung(mix, idle), share, more, window.total_seconds) for node, mix in node_mixes(window).items()
+    }
+    common = _counted(_hung({Cause.PRODUCTIVE: 1.0}, idle), share, more, window.total_seconds)
+    for began, ended, _ in pieces:
+        term.spans.append(Span(began, ended, common, mixes))
+
+
+def _counted(mix: Mix, share: float, more: float, seconds: float) -> Mix:
+    """A mix of which only a share counts; ``more``: microseconds beside the window's own."""
+    total = sum(mix.values())
+    scale = microseconds(seconds) / total
+    result = {cause: value * scale * share for cause, value in mix.items() if value > 0 and share > 0}
+    if share < 1:
+        result[Cause.LOST] = result.get(Cause.LOST, 0.0) + scale * total * (1 - share)
+    if more > 0:
+        result[Cause.UNEXPLAINED] = result.get(Cause.UNEXPLAINED, 0.0) + more
+    return result
+
+
+def _hung(mix: Mix, share: float) -> Mix:
+    """A mix of which this share is lost: of what took longest, for that is where a rank was when nothing moved."""
+    if not share:
+        return mix
+    left = whole = share * sum(mix.values())
+    result = dict(mix)
+    for cause in sorted(mix, key=lambda cause: -mix[cause]):
+        part = min(left, result[cause])
+        result[cause] -= part
+        left -= part
+    result[Cause.LOST] = whole - left
+    return result
+
+
+def _rest(term: Term, after: Term | None, found: Sequence[Window], pieces: Sequence[tuple[int, int, str]]) -> None:
+    """Training time after the last window of a term. Steps that count though no window tells of them took as long as
+    those before; the rest went into noticing that a node was lost, or is lost itself."""
+    mixes = node_mixes(found[-1]) if found else {}
+    left = NEVER
+    if after is not None:
+        if found:
+            left = microseconds(max(0, after.step - found[-1].step) * found[-1].seconds)
+        elif after.step <= term.step:
+            left = 0
+    for began, ended, name in pieces:
+        if name == "checkpoint":
+            term.spans.append(Span(began, ended, {Cause.CHECKPOINT: 1.0}))
+            continue
+        middle = min(ended, began + left)
+        left -= middle - began
+        if middle > began:
+            term.spans.append(Span(began, middle, {Cause.PRODUCTIVE: 1.0}, mixes))
+        if ended > middle:
+            term.spans.append(Span(middle, ended, {Cause.LOST: 1.0}))
+
+
+def merged(together: Sequence[Window]) -> Window:
+    """Consecutive windows of one world as one: seconds are means over all their steps."""
+    if len(together) == 1:
+        return together[0]
+    last, steps = together[-1], sum(window.steps for window in together)
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(value * window.steps for value, window in zip(values, together, strict=True)) / steps
+
+    nothing = (0.0,) * last.world_size
+    names = {name for window in together for name in window.segments}
+    segments = {
+        name: tuple(
+            mean(column) for column in zip(*(window.segments.get(name, nothing) for window in together), strict=True)
+        )
+        for name in names
+    }
+    return replace(last, steps=steps, seconds=mean(window.seconds for window in together), segments=segments)
+
+
+def _batches(found: Sequence[Window]) -> Iterator[Sequence[Window]]:
+    """Neighbours of the same nodes, in batches of which there are not too many."""
+    size = -(-len(found) // MOST_WINDOWS)
+    for _, world in itertools.groupby(found, key=lambda window: window.nodes):
+        mine = list(world)
+        yield from (mine[place : place + size] for place in range(0, len(mine), size))
+
+
+def node_mixes(window: Window) -> dict[int, Mix]:
+    """Of each node, mean over its ranks. Who waited for a rank that saved waited for the checkpoint."""
+    if not window.segments:
+        return {}
+    size = window.world_size
+    values = {name: window.segments.get(name, (0.0,) * size) for name in SEGMENT_CAUSES}
+    longest = max(values["checkpoint"])
+    by_node: dict[int, dict[Cause, float]] = {node: defaultdict(float) for node in window.nodes}
+    for rank, node in enumerate(window.nodes):
+        for name, cause in SEGMENT_CAUSES.items():
+            by_node[node][cause] += values[name][rank]
+        waited = min(values["waiting"][rank], longest - values["checkpoint"][rank])
+        by_node[node][Cause.WAITING] -= waited
+        by_node[node][Cause.CHECKPOINT] += waited
+    return {node: mix for node, mix in by_node.items() if sum(mix.values()) > 0}
+
+
+def _kept_steps(terms: Sequence[Term], found: Mapping[int, Sequence[Window]]) -> dict[int, int]:
+    """Of each window, by its identity, the steps that were not done again later."""
+    kept, earliest = {}, None
+    for term in reversed(terms):
+        for window in reversed(found.get(term.number) or []):
+            first = window.step - window.steps
+            kept[id(window)] = window.steps if earliest is None else max(0, min(window.steps, earliest - first))
+            earliest = first if earliest is None else min(earliest, first)
+        earliest = term.step if earliest is None else min(earliest, term.step)
+    return kept
+
+
+def _clip(pieces: Sequence[tuple[int, int, str]], began: int, ended: int) -> list[tuple[int, int, str]]:
+    cut = ((max(start, began), min(end, ended), name) for start, end, name in pieces)
+    return [(start, end, name) for start, end, name in cut if end > start]

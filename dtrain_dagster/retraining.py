@@ -1,0 +1,258 @@
+"""Training again (C5): what is a cause, and that one cause starts one run, whoever notices it and however often.
+
+What is known comes from where it outlives a daemon: from the instance (which runs were asked for, which models were
+registered) and from the manifests of datasets. A sensor's cursor only says since when something is as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from datetime import UTC, date, datetime
+from typing import Any
+
+import dagster as dg
+
+from dtrain_dagster.sensors.orphans import LIVE
+from dtrain_dagster.waiting import Ticket
+from dtrain_dagster.wording import dollars, duration
+from trainer.storage import Storage
+
+RETRAINING = "retraining"
+CAUSE_TAG = "dtrain/cause"
+CHAMPION_CHECK = "champion_holds"
+"""Of ``sharded_dataset``, see `assets.champion`."""
+TRAINED = dg.AssetKey("trained_checkpoint")
+_REGISTRATIONS = 200
+"""Materializations of ``registered_model`` among which the champion is looked for."""
+DAY = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why to train again. The same cause has the same key, whoever finds it."""
+
+    key: str
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Registered:
+    """A materialization of ``registered_model``."""
+
+    version: str
+    alias: str
+    dataset_id: str
+    at: float
+    run_dir: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """The latest evaluation of `CHAMPION_CHECK`."""
+
+    champion: str
+    dataset_id: str
+    passed: bool
+    better: tuple[str, ...]
+    """Baselines that were better."""
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prices:
+    """A price file's content and its last day."""
+
+    sha256: str
+    last_date: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watch:
+    """What is remembered of a file between two looks at it. Times are Unix seconds; 0: not so."""
+
+    version: str = ""
+    since: float = 0.0
+    """When it first had this version."""
+    digest: str = ""
+    """Of its content, once that was read."""
+    unreadable_since: float = 0.0
+    told: bool = False
+    """Somebody was told that it cannot be read."""
+
+
+def seen(watch: Watch, version: str, now: float) -> Watch:
+    """The watch after one more look: another version counts from now."""
+    return watch if watch.version == version else replace(watch, version=version, since=now, digest="")
+
+
+def unreadable(watch: Watch, now: float) -> Watch:
+    """The watch after a look that failed. What was known stays: the file may come back as it was."""
+    return replace(watch, unreadable_since=watch.unreadable_since or now)
+
+
+def read_watch(cursor: str | None) -> Watch:
+    """From a sensor's cursor; an empty watch where there is none, or none of this form."""
+    try:
+        return Watch(**json.loads(cursor or "{}"))
+    except (ValueError, TypeError):
+        return Watch()
+
+
+def new_data(sha256: str) -> Cause:
+    return Cause(f"data-{sha256[:16]}", f"the prices have changed (sha256 {sha256[:12]}…)")
+
+
+def staleness(
+    champion: Registered | None,
+    latest: Registered | None,
+    trained_on: Prices | None,
+    newest: Prices | None,
+    judged: Judgement | None,
+    now: float,
+    max_age_days: float,
+) -> list[Cause] | str:
+    """All that speaks for training the champion again, or why nothing does.
+
+    ``latest``: the model that was registered last, of any alias, and ``trained_on`` its prices: a challenger shows that
+    training again was tried, and what is tried again with the same data ends alike. ``newest``: the prices that were
+    read last. ``judged``: how the champion did on days that came after it.
+    """
+    if champion is None or latest is None:
+        return "no champion was registered yet: nothing can grow old"
+    name, found = f"the champion, version {champion.version},", []
+    if judged and not judged.passed and judged.champion == champion.version and judged.at > latest.at:
+        words = f"{name} forecasts the days since its training no better than {', '.join(judged.better)}"
+        found.append(Cause(f"accuracy-v{champion.version}-{judged.dataset_id}", words))
+    if trained_on and newest and trained_on.sha256 != newest.sha256:
+        lag = (date.fromisoformat(newest.last_date) - date.fromisoformat(trained_on.last_date)).days
+        if lag >= max_age_days:
+            words = f"the latest training had prices up to {trained_on.last_date}, {lag} days before the newest"
+            found.append(Cause(new_data(newest.sha256).key, words))
+    age, rest = now - champion.at, max_age_days * DAY - (now - latest.at)
+    if rest <= 0:
+        found.append(Cause(f"age-v{latest.version}-{int(latest.at)}", f"{name} is {age / DAY:.1f} days old"))
+    if found:
+        return found
+    tried = "" if latest.version == champion.version else f", and version {latest.version} was trained since"
+    return f"{name} is {age / DAY:.1f} days old{tried}: not stale before {duration(rest)} have passed"
+
+
+def weekly(when: datetime) -> Cause:
+    return Cause(f"weekly-{when.astimezone(UTC):%Y%m%dT%H%MZ}", "it is time for the weekly retraining")
+
+
+def ask(
+    instance: dg.DagsterInstance, cause: Cause, tickets: Sequence[Ticket], budget_usd: float
+) -> dg.RunRequest | dg.SkipReason:
+    """The one run of this cause, or why there is none: it had its run, or a training is under way.
+
+    Sensors are evaluated one after the other, and a run is in the queue before the next is: two causes that come
+    together start one run.
+    """
+    runs = instance.get_runs(dg.RunsFilter(tags={CAUSE_TAG: cause.key}), limit=1)
+    if runs:
+        return dg.SkipReason(
+            f"{cause.words}: run {runs[0].run_id[:8]} was started for that ({runs[0].status.value.lower()}); to train "
+            f"once more, launch the job {RETRAINING} by hand"
+        )
+    live = [run for run in instance.get_runs(dg.RunsFilter(statuses=LIVE)) if trains(run.asset_selection)]
+    if live:
+        return dg.SkipReason(f"{cause.words}; waits for run {live[0].run_id[:8]}, which is training or about to")
+    queued = [item for item in tickets if not item.assets or TRAINED.to_user_string() in item.assets]
+    if queued:
+        return dg.SkipReason(f"{cause.words}; waits for run {queued[0].run_id[:8]}, which waits for capacity")
+    return dg.RunRequest(run_key=cause.key, run_config=run_config(budget_usd), tags={CAUSE_TAG: cause.key})
+
+
+def trains(selection: Set[dg.AssetKey] | None) -> bool:
+    """Whether a run of this selection, None for everything, pays for a training."""
+    return selection is None or TRAINED in selection
+
+
+def run_config(budget_usd: float) -> dict[str, Any]:
+    """The launchpad of a run that nobody looks at before it starts: a plan over the budget is refused."""
+    return {"ops": {"cost_estimate": {"config": {"budget_usd": budget_usd}}}} if budget_usd else {}
+
+
+def budget_words(budget_usd: float) -> str:
+    if not budget_usd:
+        return "No budget is set (DTRAIN_RETRAIN_BUDGET_USD): a run costs what its plan says."
+    return f"A plan above {dollars(budget_usd)} (DTRAIN_RETRAIN_BUDGET_USD) is refused, and a person is told."
+
+
+def registrations(instance: dg.DagsterInstance) -> tuple[Registered | None, Registered | None]:
+    """The champion and the model that was registered last, by the records of ``registered_model``."""
+    latest = None
+    for record in itertools.islice(_records(instance, dg.AssetKey("registered_model")), _REGISTRATIONS):
+        values, tags = _metadata(record.asset_materialization), {}
+        if isinstance(values.get("tags"), dict):
+            tags = values["tags"]
+        found = Registered(
+            version=str(values.get("version")),
+            alias=str(values.get("alias")),
+            dataset_id=tags.get("dataset_id", ""),
+            at=record.timestamp,
+            run_dir=tags.get("run_dir", ""),
+        )
+        latest = latest or found
+        if found.alias == "champion":
+            return found, latest
+    return None, latest
+
+
+def _records(instance: dg.DagsterInstance, asset: dg.AssetKey) -> Iterator[dg.EventLogRecord]:
+    """Materializations, newest first, a few at a time: each holds a whole model card."""
+    page = instance.fetch_materializations(asset, limit=10)
+    yield from page.records
+    while page.has_more:
+        page = instance.fetch_materializations(asset, limit=10, cursor=page.cursor)
+        yield from page.records
+
+
+def judgement(instance: dg.DagsterInstance) -> Judgement | None:
+    key = dg.AssetCheckKey(dg.AssetKey("sharded_dataset"), CHAMPION_CHECK)
+    record = instance.event_log_storage.get_latest_asset_check_execution_by_key([key]).get(key)
+    evaluation = record.event.asset_check_evaluation if record and record.event else None
+    if record is None or record.event is None or evaluation is None:
+        return None
+    values = _metadata(evaluation)
+    return Judgement(
+        champion=str(values.get("champion")),
+        dataset_id=str(values.get("dataset_id")),
+        passed=evaluation.passed,
+        better=tuple(values.get("better") or ()),
+        at=record.event.timestamp,
+    )
+
+
+def newest_prices(instance: dg.DagsterInstance) -> Prices | None:
+    """What was read last, whether or not something was trained on it."""
+    values = _latest(instance, dg.AssetKey("stock_prices"))
+    return Prices(sha256=str(values["sha256"]), last_date=str(values["last_date"])) if "sha256" in values else None
+
+
+def trained_dataset(instance: dg.DagsterInstance) -> str | None:
+    """The id of the dataset that the latest training ran on."""
+    return _latest(instance, TRAINED).get("dataset_id")
+
+
+def prices_of(shared_uri: str, dataset_id: str) -> Prices | None:
+    """The prices that a dataset was made of; None where it is no more."""
+    try:
+        source = json.loads(Storage(f"{shared_uri}/datasets/{dataset_id}").read("manifest.json"))["source"]
+    except FileNotFoundError:
+        return None
+    return Prices(sha256=source["sha256"], last_date=source["last_date"])
+
+
+def _latest(instance: dg.DagsterInstance, asset: dg.AssetKey) -> dict[str, Any]:
+    """The metadata of an asset's latest materialization; empty where there is none."""
+    event = instance.get_latest_materialization_event(asset)
+    return _metadata(event.asset_materialization if event else None)
+
+
+def _metadata(event: dg.AssetMaterialization | dg.AssetCheckEvaluation | None) -> dict[str, Any]:
+    return {name: entry.value for name, entry in event.metadata.items()} if event else {}

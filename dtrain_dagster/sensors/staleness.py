@@ -1,0 +1,62 @@
+"""When the champion has grown old, or is no longer good enough, train again (C5)."""
+
+from __future__ import annotations
+
+import time
+
+import dagster as dg
+
+from dtrain_dagster.resources import ProjectResource
+from dtrain_dagster.retraining import (
+    CHAMPION_CHECK,
+    ask,
+    budget_words,
+    judgement,
+    newest_prices,
+    prices_of,
+    registrations,
+    staleness,
+)
+from dtrain_dagster.settings import Settings
+from dtrain_dagster.waiting import WaitingList
+
+
+def build_staleness_sensor(settings: Settings, job_name: str) -> dg.SensorDefinition:
+    days = settings.retrain_max_age_days
+
+    @dg.sensor(
+        name="staleness",
+        job_name=job_name,
+        minimum_interval_seconds=600,
+        default_status=dg.DefaultSensorStatus.STOPPED,  # retraining spends money: a person switches it on
+        description=(
+            f"Retrains when nothing was trained for {days:g} days, or when the newest prices end {days:g} days after "
+            "those of the latest training (DTRAIN_RETRAIN_MAX_AGE_DAYS), or when a baseline forecasts the days since "
+            f"better than the champion (check {CHAMPION_CHECK} of sharded_dataset). "
+            + budget_words(settings.retrain_budget_usd)
+        ),
+    )
+    def staleness_sensor(
+        context: dg.SensorEvaluationContext, project: ProjectResource
+    ) -> dg.RunRequest | dg.SkipReason:
+        champion, latest = registrations(context.instance)
+        found = staleness(
+            champion,
+            latest,
+            prices_of(project.shared_uri, latest.dataset_id) if latest and latest.dataset_id else None,
+            newest_prices(context.instance),
+            judgement(context.instance),
+            time.time(),
+            days,
+        )
+        if isinstance(found, str):
+            return dg.SkipReason(found)
+        tickets, why = WaitingList(project.shared_uri).tickets(), []
+        for cause in found:  # one that had its run hides no other
+            asked = ask(context.instance, cause, tickets, settings.retrain_budget_usd)
+            if isinstance(asked, dg.RunRequest):
+                return asked
+            why.append(asked.skip_message or "")
+        return dg.SkipReason("\n".join(why))
+
+    return staleness_sensor

@@ -1,0 +1,156 @@
+"""Nodes that Azure does not give back by itself are given back, and never under anybody's work (R1.2)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import dagster as dg
+import pytest
+from azure.ai.ml import command
+from azure.ai.ml.entities import AmlCompute, Environment
+
+from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
+from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG
+from dtrain_dagster.clusters.base import InUseError, JobState, NodePool
+from dtrain_dagster.settings import load_settings
+from tests.azure.stage import FOREVER, V100, Stage, wait_for
+from tests.ticks import Daemon
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def daemon(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
+    for name, value in {
+        "DTRAIN_HOME": str(tmp_path / "home"),
+        "DTRAIN_CLUSTER": "azure_ml",
+        "DTRAIN_CLUSTER_NAME": stage.name,
+        "DTRAIN_STORAGE": stage.emulator.environment["DTRAIN_STORAGE"],
+        "DTRAIN_AZURE_IMAGE": "registry.example/dtrain:1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with dg.DagsterInstance.ephemeral() as instance:
+        yield Daemon(load_settings(), instance, monkeypatch)
+
+
+def keep_nodes(stage: Stage, size: str = V100, count: int = 2) -> str:
+    """Nodes that somebody keeps whatever there is to do, under this cluster's name; the compute's name."""
+    name, tags = f"{stage.name}-kept", {TAG: "1", CLUSTER_TAG: stage.name}
+    kept = AmlCompute(name=name, size=size, min_instances=count, max_instances=3, tags=tags)
+    stage.manager().service.ml.compute.begin_create_or_update(kept).wait()
+    wait_for(lambda: states(stage, name) == ["idle"] * count, "idle nodes")
+    return name
+
+
+def states(stage: Stage, name: str) -> list[str]:
+    return [node["state"] for node in stage.computes()[name]["nodes"]]
+
+
+def test_nodes_that_a_minimum_keeps_are_let_go(stage: Stage, daemon: Daemon) -> None:
+    name = keep_nodes(stage)
+    [first] = daemon.ticks(4, 150.0)
+    assert (first["nodes"], first["states"], first["passed"]) == (2, f"{name}: 2 idle", True)
+    asked = daemon.tick(150.0)
+    assert asked is not None
+    assert not asked["passed"]
+    assert "it keeps 2 nodes whatever there is to do" in daemon.told[0]
+    assert "$6.12 per hour, $1.02 so far (list price, not the bill); the service was told" in daemon.told[0]
+    sent = stage.asked("compute.put")[-1]["body"]["properties"]["properties"]
+    assert sent["scaleSettings"]["minNodeCount"] == 0
+    assert sent["scaleSettings"]["maxNodeCount"] == 3
+    assert states(stage, name) == ["idle", "idle"], "they go when they have idled for as long as the service waits"
+    stage.control("clock", advance_seconds=700)
+    [after] = daemon.ticks(2)
+    assert (after["nodes"], after["passed"]) == (0, True)
+    assert len(daemon.told) == 2
+    assert daemon.told[1].startswith(f"{name}: its nodes are gone now")
+
+
+def test_a_scale_down_that_the_service_failed_is_finished(stage: Stage, daemon: Daemon) -> None:
+    name = keep_nodes(stage)
+    daemon.ticks(4, 150.0)
+    stage.control("fault", fault="fail", operation="compute.update")
+    failed = daemon.tick(150.0)
+    assert failed is not None
+    assert "could not be scaled down" in failed["idle"]
+    assert stage.computes()[name]["state"] == "Failed"
+    assert states(stage, name) == ["idle", "idle"]
+    done = daemon.ticks(4)
+    assert [item["scaled_down"] for item in done] == [True, False]
+    assert not stage.computes()
+    assert len(daemon.told) == 2
+    assert "it is Failed" in daemon.told[1]
+    assert daemon.told[1].endswith("scaled down")
+
+
+def test_nodes_that_stay_though_nothing_keeps_them_go_with_their_compute(stage: Stage, daemon: Daemon) -> None:
+    stage.manager().provision_cluster(2, V100)
+    keep_nodes(stage)
+    daemon.ticks(4, 150.0)
+    daemon.tick(150.0)
+    assert states(stage, f"{stage.name}-kept") == ["idle", "idle"], "the service takes no notice"
+    daemon.ticks(4, 100.0)
+    assert f"{stage.name}-kept" not in stage.computes()
+    assert len(stage.computes()) == 1, "a compute without nodes costs nothing"
+    assert daemon.told[-1].endswith("scaled down")
+
+
+def test_a_cluster_is_never_scaled_down_under_work_of_anybody(stage: Stage, daemon: Daemon) -> None:
+    manager, spec = stage.run(FOREVER)
+    wait_for(lambda: manager.job_status(spec.job_id).state is JobState.RUNNING, "the job to run")
+    [compute] = stage.computes()
+    recorded = daemon.ticks(6, 180.0)
+    assert {item["running_jobs"] for item in recorded} == {f"{spec.job_id}, {spec.job_id}-l1"}
+    [mark] = manager._active.marks() or []
+    manager._active.leave(mark)
+    assert not manager.active_jobs()
+    pool = manager.pools()[0]
+    assert pool.work, "the nodes tell, too"
+    for force in (False, True):
+        with pytest.raises(InUseError, match="at work"):
+            manager.scale_down(pool, force)
+    manager.find_orphans({"run-1"})
+    assert [job.job_id for job in manager.active_jobs()] == [spec.job_id], "the service knows of it"
+    manager.cancel_job(spec.job_id)
+    assert manager.active_jobs() == []
+    assert manager._active.marks() == []
+
+    theirs = command(
+        name=f"{stage.name}-theirs", command=f"{sys.executable} -c pass", compute=compute, instance_count=3,
+        environment=Environment(image="x/y:1"),
+    )  # fmt: skip
+    stage.control("fault", fault="queue", job=f"{stage.name}-theirs")
+    manager.service.ml.jobs.create_or_update(theirs)
+    wait_for(lambda: "idle" in states(stage, compute), "idle nodes")
+    assert any("theirs" in item["idle"] for item in daemon.ticks(6, 180.0) if "idle" in item)
+    assert compute in stage.computes()
+    manager.service.ml.jobs.begin_cancel(f"{stage.name}-theirs").wait()
+
+
+def test_a_job_submitted_during_the_decision_keeps_its_nodes(
+    stage: Stage, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, spec = stage.run()
+    wait_for(lambda: manager.job_status(spec.job_id).state is JobState.SUCCEEDED, "the end")
+    compute = next(iter(stage.computes()))
+    wait_for(lambda: set(states(stage, compute)) == {"idle"}, "idle nodes")
+    scale_down, submitted = AzureMLClusterManager.scale_down, list[str]()
+
+    def be_late(self: AzureMLClusterManager, pool: NodePool, force: bool = False) -> bool:
+        run_dir = f"{manager.jobs_uri}/{stage.name}-late"
+        command = (*spec.command[:2], "import time; time.sleep(600)")
+        late = replace(spec, job_id=f"{stage.name}-late", run_dir=run_dir, command=command)
+        manager.submit_job(late)
+        submitted.append(late.job_id)
+        return scale_down(self, pool, True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AzureMLClusterManager, "scale_down", be_late)
+        recorded = daemon.ticks(6, 180.0)
+    assert any("somebody has just used the cluster" in item.get("idle", "") for item in recorded)
+    assert compute in stage.computes()
+    assert manager.job_status(submitted[0]).state in (JobState.QUEUED, JobState.RUNNING)
+    manager.cancel_job(submitted[0])

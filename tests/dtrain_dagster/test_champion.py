@@ -1,0 +1,89 @@
+"""Is the champion still good enough? Real prices, a real saved model, the check and the sensor in one instance."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pandas as pd
+import pytest
+import torch
+
+from dtrain_dagster.assets.dataset import canaries
+from dtrain_dagster.data.sources import price_source
+from dtrain_dagster.definitions import build_defs
+from dtrain_dagster.resources import build_resources
+from dtrain_dagster.retraining import CHAMPION_CHECK
+from dtrain_dagster.settings import load_settings
+from trainer.config import FactoryConfig
+from trainer.losses import build_loss
+from trainer.model import build_model
+from trainer.rundir import RunDir
+from trainer.saved_model import DESCRIPTION, FOLDER, WEIGHTS
+from trainer.shards import DataShardManager
+
+
+def save_untrained_model(run_dir: str, dataset_uri: str) -> None:
+    """A model that knows nothing, as a job leaves one behind."""
+    spec = DataShardManager(dataset_uri).spec
+    torch.manual_seed(0)
+    model, loss = FactoryConfig(factory="tcn"), FactoryConfig(factory="student_t")
+    buffer = io.BytesIO()
+    torch.save(build_model(model, spec, build_loss(loss, spec).outputs).state_dict(), buffer)
+    storage = RunDir(run_dir).storage
+    storage.write(f"{FOLDER}/{WEIGHTS}", buffer.getvalue())
+    description = {"model": asdict(model), "loss": asdict(loss), "spec": asdict(spec)}
+    description["file_sha256"] = hashlib.sha256(buffer.getvalue()).hexdigest()
+    storage.write(f"{FOLDER}/{DESCRIPTION}", json.dumps(description).encode())
+
+
+@pytest.mark.slow
+def test_a_champion_that_a_baseline_beats_on_new_days_is_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    panel = pd.read_csv(price_source("sp500_panel").local_file(tmp_path), usecols=["Date", "JNJ", "KO", "PG", "XOM"])
+    prices = tmp_path / "prices.csv"
+    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
+    monkeypatch.setenv("DTRAIN_PRICES", str(prices))
+    settings = load_settings()
+    defs = build_defs(settings)
+    data = dg.AssetSelection.groups("data") - dg.AssetSelection.checks(canaries)  # which take their time
+    job = dg.Definitions.merge(defs, dg.Definitions(jobs=[dg.define_asset_job("data", data)])).resolve_job_def("data")
+    with dg.DagsterInstance.ephemeral() as instance:
+
+        def with_prices_up_to(day: str) -> tuple[bool, dict[str, Any]]:
+            panel[panel["Date"].between("2013-01-01", day)].to_csv(prices, index=False)
+            result = job.execute_in_process(instance=instance)
+            [evaluation] = [e for e in result.get_asset_check_evaluations() if e.check_name == CHAMPION_CHECK]
+            return evaluation.passed, {name: entry.value for name, entry in evaluation.metadata.items()}
+
+        def tick() -> Any:
+            resources = {"project": build_resources(settings)["project"]}
+            with dg.build_sensor_context(instance=instance, resources=resources) as context:
+                return defs.resolve_sensor_def("staleness").evaluate_tick(context)
+
+        assert with_prices_up_to("2017-06-30") == (True, {"not_judged": "no champion was registered yet"})
+        dataset = instance.get_latest_materialization_event(dg.AssetKey("sharded_dataset"))
+        dataset_id = dataset.asset_materialization.metadata["dataset_id"].value  # type: ignore[union-attr]
+        run_dir = f"{settings.jobs_uri}/train-00000000-11111111"
+        save_untrained_model(run_dir, f"{settings.shared_uri}/datasets/{dataset_id}")
+        tags = dg.JsonMetadataValue({"dataset_id": dataset_id, "run_dir": run_dir})
+        metadata = {"version": "7", "alias": "champion", "tags": tags}
+        instance.report_runless_asset_event(dg.AssetMaterialization("registered_model", metadata=metadata))
+
+        passed, said = with_prices_up_to("2017-07-20")
+        assert passed
+        assert "of its days came since, 20 are enough" in said["not_judged"]
+        assert not tick().run_requests
+
+        passed, said = with_prices_up_to("2017-12-29")
+        assert not passed
+        assert "har_x" in said["better"]
+        assert 100 < said["days"] < 130
+        [request] = tick().run_requests
+        assert request.run_key.startswith("accuracy-v7-")

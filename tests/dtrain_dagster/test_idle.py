@@ -1,0 +1,135 @@
+"""How long a cluster idles and when it is scaled down: the arithmetic of `monitoring.idle`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtrain_dagster.clusters.azure_ml.pools import why_nodes_stay
+from dtrain_dagster.clusters.base import NodePool
+from dtrain_dagster.monitoring.idle import (
+    LONGEST_LOOK_SECONDS,
+    Idling,
+    is_due,
+    is_over,
+    look,
+    takes_force,
+    tried,
+)
+from dtrain_dagster.sensors.idle_cluster import Cursor, read_cursor
+
+LIMIT, USD = 600.0, 3.06
+POOL = NodePool(name="p", sku="Standard_NC6s_v3", states={"idle": 2}, node_count=2, used_at=100.0)
+WORKING, EMPTY = replace(POOL, work=("train-1",)), replace(POOL, node_count=0)
+IDLE = Idling(seen_at=1000.0, used_at=100.0, idle_seconds=540.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "pool", "now", "idle_seconds"),
+    [
+        (None, POOL, 1000.0, 0.0),  # seen for the first time
+        (IDLE, POOL, 1060.0, 600.0),
+        (IDLE, WORKING, 1060.0, 0.0),
+        (IDLE, EMPTY, 1060.0, 0.0),
+        (IDLE, replace(POOL, used_at=1050.0), 1060.0, 10.0),  # a job ended since the last look
+        (IDLE, replace(POOL, used_at=5000.0), 1060.0, 0.0),  # the same by a clock that is ahead
+        (IDLE, replace(POOL, used_at=50.0), 1060.0, 60.0),  # the same by one that is behind
+        (IDLE, POOL, 1000.0 + 7200, 720.0),  # nobody looked for two hours, or the clock was set forward
+        (IDLE, POOL, 10.0, 540.0),  # it was set back
+    ],
+)
+def test_idle_time_is_added_up_from_look_to_look(before, pool, now, idle_seconds):
+    assert look(before, pool, USD, now).idle_seconds == idle_seconds
+
+
+@pytest.mark.parametrize(
+    ("pool", "idle_seconds", "over"),
+    [
+        (POOL, 599.0, False),
+        (POOL, 600.0, True),
+        (replace(POOL, trouble="it keeps 2 nodes"), 600.0, True),
+        (replace(POOL, grace_seconds=180.0), 600.0, False),  # the service is about to
+        (replace(POOL, grace_seconds=180.0), 780.0, True),
+        (WORKING, 1e6, False),
+        (EMPTY, 1e6, False),
+    ],
+)
+def test_a_pool_is_scaled_down_after_the_limit_and_never_with_work(pool, idle_seconds, over):
+    idling = replace(IDLE, idle_seconds=idle_seconds)
+    assert is_over(idling, pool, LIMIT) is over
+    assert is_due(idling, pool, LIMIT) is over
+
+
+def test_what_fails_is_tried_at_the_next_look_then_ever_later_and_in_the_end_by_force():
+    idling, tries = replace(IDLE, idle_seconds=600.0), []
+    for minute in range(1, 130):
+        if is_due(idling, POOL, LIMIT):
+            tries.append((minute, takes_force(idling)))
+            idling = tried(idling, "failed")
+        idling = look(idling, POOL, USD, idling.seen_at + 60)
+    assert tries == [
+        (1, False),
+        (2, False),
+        (4, True),
+        (8, True),
+        (16, True),
+        (32, True),
+        (62, True),
+        (92, True),
+        (122, True),
+    ]
+    assert takes_force(tried(IDLE, "asked for"))
+    assert not takes_force(tried(tried(IDLE, "in use"), "in use"))
+
+
+@pytest.mark.parametrize(
+    ("state", "minimum", "why", "grace"),
+    [
+        ("Succeeded", 0, "", 180.0),  # the service is about to
+        ("Succeeded", 2, "it keeps 2 nodes", 0.0),
+        ("Failed", 0, "it is Failed", 0.0),
+        ("Updating", 2, "it is Updating", 900.0),  # somebody changes it, or tried to
+    ],
+)
+def test_why_nodes_of_azure_stay_and_how_long_that_is_borne(state, minimum, why, grace):
+    found = why_nodes_stay(state, minimum, operation_seconds=900.0)
+    assert found[0].startswith(why)
+    assert bool(found[0]) == bool(why)
+    assert found[1] == grace
+
+
+@pytest.mark.parametrize("text", [None, "", "1763740000.5", "{}", '{"pools": {"p": {"since": 3}}}', "not json"])
+def test_the_cursor_of_another_version_is_forgotten(text):
+    assert read_cursor(text) == Cursor()
+
+
+def test_the_cursor_survives_a_restart():
+    cursor = Cursor(pools={"p": tried(IDLE, "failed")}, facts=[["p", [["idle", 2]], False]], recorded_at=7.0)
+    assert read_cursor(cursor.written()) == cursor
+
+
+LOOKS = st.lists(
+    st.tuples(
+        st.floats(min_value=-1e6, max_value=1e6),  # seconds to the next look, by a clock that is set at will
+        st.sampled_from(["idle", "idle", "idle", "works", "was used", "no nodes"]),
+    ),
+    max_size=30,
+)
+
+
+@given(LOOKS)
+def test_whatever_the_clock_does_idle_time_never_runs_ahead_of_the_looks(looks):
+    now, idling, pool, since_work = 1e9, None, POOL, 0
+    for step, state in looks:
+        now += step
+        if state == "was used":
+            pool = replace(pool, used_at=now - 1)
+        seen = {"works": replace(pool, work=("j",)), "no nodes": replace(pool, node_count=0)}.get(state, pool)
+        before, idling = idling, look(idling, seen, USD, now)
+        since_work = since_work + 1 if state == "idle" and before is not None else int(state == "was used")
+        assert 0 <= idling.idle_seconds <= since_work * LONGEST_LOOK_SECONDS
+        assert idling.wasted_usd == pytest.approx(idling.idle_seconds / 3600 * 2 * USD)
+        assert not (is_due(idling, seen, LIMIT) and since_work * LONGEST_LOOK_SECONDS < LIMIT)

@@ -1,0 +1,204 @@
+"""What a running job will have cost, when that is worth an alarm, and what would save how much."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtrain_dagster.clusters.base import NodeUsage
+from dtrain_dagster.costs.prices import price_table
+from dtrain_dagster.costs.projection import Pace, Projection, overruns, project
+from dtrain_dagster.costs.savings import ANOTHER, Hired, saving_table, savings
+from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.monitoring.windows import settled, windows
+
+from .simulated_timing import Simulation
+
+V100, T4 = "Standard_NC6s_v3", "Standard_NC4as_T4_v3"
+HOURLY = price_table()[V100].usd_per_hour("dedicated")
+BEGAN = 1_000_000.0
+PHASES = {"startup": 60.0, "evaluation": 80.0, "checkpoint": 10.0, "finish": 40.0}
+
+
+def usage(seconds: float, nodes: int = 2, sku: str = V100, began: float = BEGAN) -> list[NodeUsage]:
+    return [NodeUsage(node_id=node, sku=sku, started_at=began, ended_at=began + seconds) for node in range(nodes)]
+
+
+def plan(seconds: float = 3600.0, **more: Any) -> dict[str, Any]:
+    """Two nodes for so long: 1000 steps, four evaluations, ten checkpoints."""
+    usd = 2 * HOURLY * seconds / 3600
+    estimate = {
+        "usd": {"low": 0.8 * usd, "expected": usd, "high": 1.2 * usd},
+        "seconds": {"low": 0.8 * seconds, "expected": seconds, "high": 1.2 * seconds},
+    }
+    work = {"steps": 1000, "evaluations": 4, "checkpoints": 10}
+    return {"estimate": estimate, "work": work, "phases": PHASES, "tier": "dedicated", **more}
+
+
+def steps(last: int, seconds: float, began: float = BEGAN + 60, every: int = 10) -> list[dict[str, Any]]:
+    return [
+        {"kind": "step", "time": began + step * seconds, "step": step, "step_seconds": seconds}
+        for step in range(every, last + 1, every)
+    ]
+
+
+def projected(stretches: list[NodeUsage], events: list[dict[str, Any]], the_plan: Any = None) -> Projection:
+    return project(CostTracker("c", stretches, "dedicated"), the_plan or plan(), Pace().after(events))
+
+
+@pytest.mark.parametrize(
+    ("stretches", "events", "seconds", "counts"),
+    [
+        ([], [], 3600, False),  # nothing has happened: the estimate
+        (usage(50), [], 3600, False),  # starting, as planned
+        (usage(360), [], 3900, False),  # five minutes more than planned
+        (usage(60 + 1500), steps(500, 3.0), 1560 + 500 * 3 + 2 * 20 + 5 + 40, True),
+        (usage(60 + 120), steps(40, 3.0), 180 + 960 * 3 + 0.96 * (80 + 10) + 40, False),  # too early to count
+        (usage(3200), steps(1000, 3.0), 3240, True),  # all steps done
+    ],
+)
+def test_the_cost_at_the_end(stretches, events, seconds, counts):
+    found = projected(stretches, events)
+    assert found.at_end is not None
+    assert found.at_end.low <= found.at_end.expected <= found.at_end.high
+    assert found.counts is counts
+    assert found.at_end.expected == pytest.approx(2 * HOURLY * seconds / 3600, rel=0.01)
+
+
+def test_a_lost_node_slows_the_rest_down_and_is_not_paid_for():
+    stretches = [
+        NodeUsage(node_id=0, sku=V100, started_at=BEGAN, ended_at=BEGAN + 1860),
+        NodeUsage(node_id=1, sku=V100, started_at=BEGAN, ended_at=BEGAN + 1060),
+    ]
+    found = projected(stretches, steps(500, 2.0) + steps(700, 4.0, began=BEGAN + 1060 - 2000)[50:])
+    assert found.at_end is not None
+    left = 300 * 4.0 + 0.3 * (4 * 20 + 10 * 1) + 40
+    assert found.at_end.expected == pytest.approx(HOURLY * (1860 + 1060 + left) / 3600, rel=0.01)
+
+
+def test_what_was_measured_takes_the_place_of_what_was_planned_and_the_last_speed_counts():
+    pauses = [
+        {"kind": "evaluation", "time": BEGAN + 900, "split": "valid", "seconds": 200.0},
+        {"kind": "checkpoint", "time": BEGAN + 901, "stall_seconds": 30.0},
+    ]
+    slower = steps(200, 3.0) + pauses + steps(600, 9.0)[20:]
+    found = projected(usage(6000), slower)
+    assert found.at_end is not None
+    left = 400 * 9.0 + 0.4 * (4 * 200 + 10 * 30) + 40
+    assert found.at_end.expected == pytest.approx(2 * HOURLY * (6000 + left) / 3600, rel=0.01)
+
+
+def test_other_nodes_than_planned_cost_what_they_cost_and_without_a_plan_there_is_no_end():
+    cheap = projected(usage(60 + 1500, sku=T4), steps(500, 3.0))
+    dear = projected(usage(60 + 1500), steps(500, 3.0))
+    assert cheap.at_end is not None
+    assert dear.at_end is not None
+    ratio = price_table()[T4].usd_per_hour("dedicated") / HOURLY
+    assert cheap.at_end.expected == pytest.approx(ratio * dear.at_end.expected)
+    alone = project(CostTracker("c", usage(3600), "dedicated"), None, Pace())
+    assert (alone.so_far, alone.at_end, alone.over_so_far) == (pytest.approx(2 * HOURLY), None, None)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1e5), st.floats(0.1, 1e4)), max_size=6),
+    st.lists(st.tuples(st.integers(1, 1000), st.floats(1e-3, 100), st.floats(0, 1e5)), max_size=30),
+)
+def test_any_history_has_an_end_that_costs_no_less_than_what_was_paid(stays, reports):
+    """Restarts, nodes lost, steps done anew, clocks that step."""
+    stretches = [
+        NodeUsage(node_id=node, sku=V100, started_at=BEGAN + at, ended_at=BEGAN + at + took) for node, at, took in stays
+    ]
+    events = [
+        {"kind": "step", "time": BEGAN + at, "step": step, "step_seconds": took}
+        for step, took, at in sorted(reports, key=lambda report: report[2])
+    ]
+    found = projected(stretches, events)
+    assert found.at_end is not None
+    assert 0 <= found.so_far <= found.at_end.low <= found.at_end.expected <= found.at_end.high
+    assert found.at_end.high < float("inf")
+
+
+@pytest.mark.parametrize("damage", [{}, {"estimate": None}, {"estimate": {"usd": {"expected": 0}}}])
+def test_a_damaged_plan_is_an_error_and_strange_events_are_nothing(damage):
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        project(CostTracker("c", usage(10), "dedicated"), damage, Pace())
+    strange = [{"kind": "step"}, {"kind": "step", "step": 5, "step_seconds": "fast"}, {"kind": "evaluation"}, {}]
+    assert Pace().after(strange) == Pace()
+
+
+def told(actual: float, end: float, before: float | None, known: set[str] = frozenset(), counts: bool = True):  # type: ignore[assignment]
+    interval = None if end is None else projected([], []).at_end
+    assert interval is not None
+    at_end = type(interval)(low=end, expected=end, high=end)
+    found = overruns(Projection(so_far=actual, estimated=1.0, at_end=at_end, counts=counts), 0.25, known, before)
+    return [(item.kind, item.threshold) for item in found]
+
+
+@pytest.mark.parametrize(
+    ("actual", "end", "before", "counts", "expected"),
+    [
+        (1.25, 1.25, 0.25, True, []),
+        (1.26, 1.26, None, True, [("actual", 0.25)]),
+        (0.5, 1.3, 0.3, True, [("projected", 0.25)]),
+        (0.5, 1.3, None, True, []),  # one look is none
+        (0.5, 1.3, 0.2, True, []),  # nor are two that do not agree
+        (0.5, 9.0, 9.0, False, []),  # too early
+        (0.5, 1.8, 0.3, True, [("projected", 0.25)]),  # what both looks agree on
+        (1.3, 1.3, 0.3, True, [("actual", 0.25)]),  # spent covers projected
+        (1.3, 2.5, 1.4, True, [("actual", 0.25), ("projected", 1.0)]),
+        (9.0, 9.0, 9.0, True, [("actual", 1.0)]),  # the highest alone
+    ],
+)
+def test_what_is_told_of_an_overrun(actual, end, before, counts, expected):
+    assert told(actual, end, before, counts=counts) == expected
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), min_size=1, max_size=30))
+def test_nothing_is_told_twice(history):
+    known: set[str] = set()
+    said = []
+    for (_, before), (actual, more) in itertools.pairwise([(0.0, 0.0), *history]):
+        interval = projected([], []).at_end
+        assert interval is not None
+        end = actual + more
+        at_end = type(interval)(low=end, expected=end, high=end)
+        look = Projection(so_far=actual, estimated=1.0, at_end=at_end, counts=True)
+        for item in overruns(look, 0.25, known, before - 1):
+            said.append((item.kind, item.threshold))
+            known |= set(item.covers)
+    assert len(said) == len(set(said)) <= 6
+
+
+HIRED = Hired(sku=V100, tier="dedicated", usd_left=100.0, usd_whole=200.0)
+
+
+def test_each_change_has_its_dollars_from_this_runs_figures():
+    slow_wire = Simulation(windows=14, buckets=(60_000_000,)).events()
+    found = savings(
+        HIRED, settled(windows(slow_wire)), slow_wire, {"batch_size_per_gpu": 64}, price_table(), "2026-01-01"
+    )
+    by_name = {item.name: item for item in found}
+    assert set(by_name) == {"fewer nodes", "other SKU", "spot", "smaller model", "larger batch"}
+    assert [item.usd for item in found] == sorted((item.usd for item in found), reverse=True)
+    assert all(0 < item.usd < (200 if item.when == ANOTHER else 100) for item in found)
+    row = price_table()[V100]
+    assert by_name["spot"].usd == pytest.approx(100 * (1 - row.usd_per_hour("low_priority") / HOURLY))
+    assert "batch_size_per_gpu" in by_name["larger batch"].change
+    assert "**fewer nodes**" in saving_table(found)
+
+    quick_wire = Simulation(windows=14, buckets=(1_000,), latency=1e-6).events()
+    other = savings(HIRED, settled(windows(quick_wire)), quick_wire, {"max_steps": 100}, price_table(), "2026-01-01")
+    others = {item.name: item.usd for item in other}
+    assert "larger batch" not in others, "of a fixed number of steps"
+    assert others.get("fewer nodes", 0.0) < by_name["fewer nodes"].usd / 2, "hardly anything is lost to the wire"
+
+
+def test_without_measurements_prices_alone_speak_and_what_saves_nothing_is_not_said():
+    assert {item.name for item in savings(HIRED, [], [], {}, price_table(), "2026-01-01")} <= {"other SKU", "spot"}
+    cheapest = Hired(sku=T4, tier="low_priority", usd_left=1.0, usd_whole=1.0)
+    assert savings(cheapest, [], [], {}, {T4: price_table()[T4]}, "2026-01-01") == ()
+    assert "Nothing" in saving_table(())

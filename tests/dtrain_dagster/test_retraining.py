@@ -1,0 +1,323 @@
+"""When a model is trained again: schedule and sensors, evaluated as the daemon does, over real instances and files."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import dagster as dg
+import pytest
+from dagster._utils.schedules import schedule_execution_time_iterator  # what the daemon asks for the next moments
+
+from dtrain_dagster.data.sources import PriceFile
+from dtrain_dagster.definitions import build_defs, weekly_retraining
+from dtrain_dagster.resources import build_resources
+from dtrain_dagster.retraining import CAUSE_TAG, Cause, Judgement, Prices, Registered, staleness, trains
+from dtrain_dagster.settings import Settings
+from dtrain_dagster.waiting import WaitingList, new_ticket
+from tests.trained import record_prices, record_training, sha256
+from tests.webhook import web_hook
+
+MINUTE, DAY = 60.0, 86400.0
+
+
+class Clock:
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class World:
+    """An instance, a price file, and sensors that are evaluated when the test says so."""
+
+    def __init__(self, home: Path, instance: dg.DagsterInstance, clock: Clock, notify: str = "") -> None:
+        self.prices = home / "prices.csv"
+        self.prices.write_text("date,A\n2020-01-02,1\n")
+        self.settings = Settings(home=home, prices=str(self.prices), notify=notify, retrain_budget_usd=2.5)
+        self.defs = build_defs(self.settings)
+        self.instance, self.clock = instance, clock
+        self.cursors: dict[str, str | None] = {}
+
+    def tick(self, name: str, minutes: float = 0) -> Any:
+        self.clock.now += minutes * MINUTE
+        sensor = self.defs.resolve_sensor_def(name)
+        resources = {"project": build_resources(self.settings)["project"]}
+        with dg.build_sensor_context(
+            instance=self.instance, cursor=self.cursors.get(name), resources=resources
+        ) as context:
+            result = sensor.evaluate_tick(context)
+        self.cursors[name] = result.cursor
+        return result
+
+    def add_run(self, request: dg.RunRequest, status: dg.DagsterRunStatus) -> dg.DagsterRun:
+        """As the daemon makes one of a request."""
+        return self.instance.add_run(dg.DagsterRun(job_name="retraining", status=status, tags=dict(request.tags)))
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[World, list[dict[str, Any]]]]:
+    clock = Clock(time.time())
+    monkeypatch.setattr("time.time", clock)
+    with web_hook() as (url, heard), dg.DagsterInstance.ephemeral() as instance:
+        yield World(tmp_path, instance, clock, url), heard
+
+
+def test_new_content_retrains_once_it_is_quiet(world: tuple[World, list[dict[str, Any]]]):
+    here, heard = world
+    assert "read once it has stayed" in here.tick("new_data").skip_message
+    assert "nothing was trained" in here.tick("new_data", minutes=10).skip_message
+    record_training(here.instance, here.settings.shared_uri, sha256(here.prices), "2020-01-02")
+    assert "is what the latest training had" in here.tick("new_data", minutes=1).skip_message
+
+    here.prices.touch()
+    assert "another 10 min" in here.tick("new_data", minutes=1).skip_message
+    assert "is what the latest training had" in here.tick("new_data", minutes=11).skip_message, "touched, not changed"
+
+    for day in range(3, 20):  # written every minute: never quiet for ten
+        with here.prices.open("a") as file:
+            file.write(f"2020-01-{day:02d},1\n")
+        assert not here.tick("new_data", minutes=1).run_requests
+    assert not here.tick("new_data", minutes=9).run_requests
+    here.cursors.clear()  # a lost cursor costs a pause, and no run
+    assert not here.tick("new_data", minutes=9).run_requests
+    [request] = here.tick("new_data", minutes=11).run_requests
+    assert request.run_key == request.tags[CAUSE_TAG] == f"data-{sha256(here.prices)[:16]}"
+    assert request.run_config == {"ops": {"cost_estimate": {"config": {"budget_usd": 2.5}}}}
+
+    run = here.add_run(request, dg.DagsterRunStatus.FAILURE)
+    here.cursors.clear()
+    here.tick("new_data")
+    assert f"run {run.run_id[:8]} was started for that (failure)" in here.tick("new_data", minutes=11).skip_message
+    assert not heard
+
+
+def test_a_file_that_is_gone_is_told_once_and_taken_up_where_it_was_left(world: tuple[World, list[dict[str, Any]]]):
+    here, heard = world
+    record_training(here.instance, here.settings.shared_uri, sha256(here.prices), "2020-01-02")
+    here.tick("new_data")
+    here.tick("new_data", minutes=11)
+    away = here.prices.rename(here.prices.with_suffix(".away"))
+    for _ in range(30):
+        assert "cannot be read" in here.tick("new_data", minutes=1).skip_message
+    [message] = heard
+    assert message["title"] == "dtrain: the prices cannot be read"
+    assert str(here.prices) in message["message"]
+
+    away.rename(here.prices)
+    assert "read once it has stayed" in here.tick("new_data").skip_message
+    assert "is what the latest training had" in here.tick("new_data", minutes=11).skip_message, "as it was before"
+    here.prices.unlink()
+    assert "cannot be read" in here.tick("new_data", minutes=1).skip_message
+    here.prices.write_text("date,A\n2020-01-02,1\n2020-01-03,2\n")  # put in its place by a delete and a write
+    here.tick("new_data", minutes=1)
+    assert here.tick("new_data", minutes=11).run_requests
+    assert len(heard) == 1, "a moment's absence is no news"
+
+
+def test_two_causes_start_one_run(world: tuple[World, list[dict[str, Any]]]):
+    here, _ = world
+    record_training(here.instance, here.settings.shared_uri, "0" * 64, "2020-01-02")
+    here.tick("new_data")
+    here.clock.now += 31 * DAY
+    [by_age] = here.tick("staleness").run_requests
+    [by_data] = here.tick("new_data").run_requests
+    assert by_age.run_key != by_data.run_key
+
+    run = here.add_run(by_data, dg.DagsterRunStatus.STARTED)
+    assert f"waits for run {run.run_id[:8]}" in here.tick("staleness").skip_message
+    here.instance.report_run_canceled(run)
+    waiting = WaitingList(here.settings.shared_uri)
+    waiting.put(new_ticket(run.run_id, (), {}, "no capacity", here.clock.now, 3600.0))
+    assert "waits for capacity" in here.tick("staleness").skip_message
+    waiting.remove(waiting.tickets()[0].ticket)
+    assert here.tick("staleness").run_requests[0].run_key == by_age.run_key, "the cause is the same: so is the key"
+
+    for _ in range(12):  # more than are read at once
+        record_training(here.instance, here.settings.shared_uri, sha256(here.prices), "2020-02-02", "2", "challenger")
+    assert "version 2 was trained since" in here.tick("staleness").skip_message
+    assert "is what the latest training had" in here.tick("new_data").skip_message
+    record_prices(here.instance, "1" * 64, "2020-03-15")
+    [by_lag] = here.tick("staleness").run_requests
+    assert by_lag.run_key == f"data-{'1' * 16}", "as the sensor of new data would call it"
+    here.add_run(by_lag, dg.DagsterRunStatus.FAILURE)
+    here.clock.now += 31 * DAY
+    assert here.tick("staleness").run_requests[0].run_key.startswith("age-v2"), (
+        "a cause that had its run hides no other"
+    )
+
+
+@pytest.mark.parametrize(
+    ("champion_days", "latest_days", "trained_on", "newest", "expected"),
+    [
+        (None, None, None, None, "no champion"),
+        (None, 1, None, None, "no champion"),
+        (29.9, 29.9, None, None, "2 h 24 min"),
+        (30, 30, None, None, "age-v"),
+        (90, 1, None, None, "version 2 was trained since"),
+        (90, 30, None, None, "age-v2"),
+        (1, 1, ("a", "2024-01-01"), ("b", "2024-01-30"), "not stale before"),
+        (1, 1, ("a", "2024-01-01"), ("b", "2024-01-31"), "data-b"),
+        (1, 1, ("a", "2024-01-01"), ("a", "2024-01-31"), "not stale before"),
+        (1, 1, ("a", "2024-01-31"), ("b", "2023-01-01"), "not stale before"),
+        (30, 30, None, ("b", "2024-01-31"), "age-v"),
+    ],
+)
+def test_what_is_stale(
+    champion_days: float | None,
+    latest_days: float | None,
+    trained_on: tuple[str, str] | None,
+    newest: tuple[str, str] | None,
+    expected: str,
+):
+    now = 1e9
+
+    def model(version: str, days: float | None) -> Registered | None:
+        return days and Registered(version=version, alias="", dataset_id="", at=now - days * DAY)
+
+    decided = staleness(
+        model("1", champion_days),
+        model("1" if latest_days == champion_days else "2", latest_days),
+        trained_on and Prices(sha256=trained_on[0], last_date=trained_on[1]),
+        newest and Prices(sha256=newest[0], last_date=newest[1]),
+        None,
+        now,
+        30,
+    )
+    assert expected in (decided if isinstance(decided, str) else "".join(cause.key for cause in decided))
+
+
+@pytest.mark.parametrize(
+    ("passed", "of", "latest_at", "is_cause"),
+    [
+        (False, "1", 0.0, True),
+        (True, "1", 0.0, False),
+        (False, "0", 0.0, False),  # of a champion that is no longer the one
+        (False, "1", 200.0, False),  # it was trained again since
+    ],
+)
+def test_a_champion_that_a_baseline_beats_is_trained_again_once(
+    passed: bool, of: str, latest_at: float, is_cause: bool
+):
+    judged = Judgement(champion=of, dataset_id="d", passed=passed, better=("har_x",), at=100.0)
+    champion = Registered(version="1", alias="champion", dataset_id="c", at=0.0)
+    decided = staleness(champion, replace(champion, at=latest_at), None, None, judged, 300.0, 30)
+    if is_cause:
+        words = "the champion, version 1, forecasts the days since its training no better than har_x"
+        assert decided == [Cause("accuracy-v1-d", words)]
+    else:
+        assert isinstance(decided, str)
+
+
+def test_what_counts_as_a_training():
+    assert trains(None)
+    assert trains({dg.AssetKey("trained_checkpoint"), dg.AssetKey("gpu_cluster")})
+    assert not trains({dg.AssetKey("scaling_study")})
+    assert not trains(frozenset())
+
+
+@pytest.mark.parametrize(
+    ("cron", "around", "hours_utc"),
+    [
+        ("0 6 * * 6", "2026-03-01", [11, 10, 10]),  # summer time begins on Sunday 8 March at 2
+        ("0 6 * * 6", "2026-10-25", [10, 11, 11]),  # and ends on Sunday 1 November at 2
+        ("30 2 * * 0", "2026-03-02", [7, 6, 6]),  # half past two is left out on 8 March: the first moment after it
+        ("30 1 * * 0", "2026-10-19", [5, 6, 6]),  # half past one comes twice on 1 November: once is enough
+    ],
+)
+def test_the_week_keeps_its_hour_when_clocks_change(cron: str, around: str, hours_utc: list[int]):
+    schedule = weekly_retraining(Settings(retrain_cron=cron))
+    start = datetime.fromisoformat(around).replace(tzinfo=UTC).timestamp()
+    zone = schedule.execution_timezone
+    ticks = list(itertools.islice(schedule_execution_time_iterator(start, schedule.cron_schedule, zone), 3))
+    assert [tick.astimezone(UTC).hour for tick in ticks] == hours_utc
+    days = [round(tick.timestamp() / DAY) for tick in ticks]
+    assert days == [days[0], days[0] + 7, days[0] + 14], "one a week"
+
+
+def test_the_week_asks_for_one_run_with_the_budget_unless_a_training_is_under_way(tmp_path: Path):
+    settings = Settings(home=tmp_path, retrain_budget_usd=3)
+    schedule, resources = weekly_retraining(settings), {"project": build_resources(settings)["project"]}
+    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+
+        def tick(week: int) -> Any:
+            moment = datetime(2026, 3, week * 7, 6, tzinfo=ZoneInfo("America/New_York"))
+            with dg.build_schedule_context(instance, moment, resources=resources) as context:
+                return schedule.evaluate_tick(context)
+
+        [request] = tick(1).run_requests
+        assert request.run_key == "weekly-20260307T1100Z"
+        assert request.run_config["ops"]["cost_estimate"]["config"] == {"budget_usd": 3}
+        run = instance.add_run(
+            dg.DagsterRun(job_name="retraining", status=dg.DagsterRunStatus.STARTED, tags=dict(request.tags))
+        )
+        assert "was started for that" in tick(1).skip_message
+        assert f"waits for run {run.run_id[:8]}" in tick(2).skip_message
+
+
+@contextmanager
+def file_server(content: dict[str, Any]) -> Iterator[str]:
+    """The address of a file on a loopback server; ``content`` holds its bytes and headers, or a status."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(content.get("status", 200))
+            for name, value in content["headers"].items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(content["body"])))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content["body"])
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/prices.csv"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("mark", ["ETag", "Last-Modified", None])
+def test_a_file_on_a_web_server_is_told_by_its_marks(mark: str | None):
+    content: dict[str, Any] = {"body": b"first", "headers": {mark: '"1"'} if mark else {}}
+    with file_server(content) as address:
+        source = PriceFile(address)
+        first, digest = source.version(), source.digest()
+        assert source.version() == first
+        content["body"] = b"later"
+        assert (source.version() == first) == bool(mark), "without a mark its content is read"
+        assert source.digest() != digest
+        if mark:
+            content["headers"] = {mark: '"2"'}
+            assert source.version() != first
+        content["status"] = 404
+        with pytest.raises(FileNotFoundError):
+            source.version()
+
+
+def test_what_spends_money_waits_to_be_switched_on_and_says_its_budget(tmp_path: Path):
+    for budget, said in ((0.0, "No budget is set (DTRAIN_RETRAIN_BUDGET_USD)"), (5.0, "A plan above $5.00")):
+        defs = build_defs(Settings(home=tmp_path, retrain_budget_usd=budget))
+        for name in ("new_data", "staleness"):
+            sensor = defs.resolve_sensor_def(name)
+            assert sensor.default_status is dg.DefaultSensorStatus.STOPPED
+            assert said in (sensor.description or "")
+        schedule = defs.resolve_schedule_def("weekly_retraining")
+        assert schedule.default_status is dg.DefaultScheduleStatus.STOPPED
+        assert said in (schedule.description or "")
