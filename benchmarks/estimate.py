@@ -36,6 +36,7 @@ from dtrain_dagster.assets.planning import sizes_of
 from dtrain_dagster.clusters.local import LocalClusterManager
 from dtrain_dagster.costs.estimate import Forecast, Interval, Learned, Sizes
 from dtrain_dagster.costs.history import pace_mark
+from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.scoring import Score, learn
 from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset
@@ -46,7 +47,6 @@ from trainer.rundir import RunDir
 
 RESULTS = Path(__file__).parent / "results"
 SKU = "Standard_NC6s_v3"
-USD_PER_NODE_HOUR = 3.06
 MARKETS = ((8, 1000, 20), (24, 1200, 20), (24, 1200, 40))
 """Tickers, days, window."""
 MODELS = (("tcn", {}, 1500), ("lstm", {}, 700), ("transformer", {}, 700))
@@ -182,7 +182,7 @@ class Course:
         return probe.forecast(self.manager, job, sizes, counts, pace_mark(job, 1), self.env, learned)
 
     def _learn(self, job_id: str, expected: Interval, actual: float, nodes: Sequence[Any], learned: Learned) -> None:
-        per_second = USD_PER_NODE_HOUR / 3600
+        per_second = price_of(SKU).usd_per_hour("dedicated") / 3600
         score = Score(
             at=time.time(),
             job_id=job_id,

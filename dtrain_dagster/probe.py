@@ -19,39 +19,42 @@ from dtrain_dagster.monitoring.windows import settled, shares, windows
 from trainer.config import JobConfig, TrackingConfig
 from trainer.rundir import RESULT, NodePresence, RunDir
 
-LEAST_STEPS, MOST_STEPS, SHARE_OF_TRAINING = 24, 120, 0.05
-"""A probe does a twentieth of the training's steps, within these bounds."""
+LEAST_STEPS, MOST_STEPS, SHARE_OF_TRAINING = 24, 120, 0.1
+"""A probe does a tenth of the training's steps, within these bounds: of a long training, next to nothing."""
 WINDOWS = 6
 """Logged stretches that a probe has at least, of which the first warms up."""
+MANY_EVALUATIONS = 4
+"""Where a training has so many, a probe has two: the first takes up to twice as long as all after it."""
 OUTLIER = 3.0
 """A stretch that took so many times the median counts as that: something else was going on."""
 SETTLED_FROM = 12
 """Of so many stretches or more, only the second half is typical: while rank 0 opens its trackers, which is seconds of
 Python, its steps take several times as long."""
-TRACKING_SHARE = 1.2
+TRACKING_SHARE = 1.3
 """What that delays a training by, as a share of the start-up of a rank that has a core to itself: both are imports. A
 probe is tracked nowhere, so that nothing disturbs its few steps and nobody's experiments fill up with probes."""
 
 
 def probe_counts(node_count: int, has_limits: bool) -> tuple[int, ...]:
-    """Node counts that are worth a probe: those of the plan; where a deadline or a budget may ask for others, one and
-    two nodes as well, between which and the plan's the rest is interpolated."""
-    return tuple(sorted({1, 2, node_count})) if has_limits else (node_count,)
+    """Node counts that are worth a probe, that of the plan last. Where a deadline or a budget may ask for fewer nodes,
+    one and two as well: between them and the plan's the rest is interpolated."""
+    others = [count for count in (1, 2) if count < node_count] if has_limits else []
+    return (*others, node_count)
 
 
 def probe_job(job: JobConfig, jobs_uri: str, mark: str, node_count: int, sizes: Sizes) -> JobConfig:
-    """The same training on so many nodes, cut to some steps and one evaluation, tracked nowhere.
+    """The same training on so many nodes, cut to some steps and one or two evaluations, tracked nowhere.
 
     ``mark`` tells what was measured from what would be measured anew: the training, and what it runs on.
     """
     job_id = f"probe-{mark}-{node_count}n"
-    steps = sizes.work(node_count).steps
-    steps = min(steps, max(LEAST_STEPS, min(MOST_STEPS, round(SHARE_OF_TRAINING * steps))))
+    work = sizes.work(node_count)
+    steps = min(work.steps, max(LEAST_STEPS, min(MOST_STEPS, round(SHARE_OF_TRAINING * work.steps))))
     training = replace(
         job.training,
         world_size=node_count * sizes.processes_per_node,
         max_steps=steps,
-        eval_frequency=steps,
+        eval_frequency=-(-steps // 2) if work.evaluations >= MANY_EVALUATIONS else steps,
         checkpoint_frequency=steps,
         log_frequency=max(1, min(job.training.log_frequency, steps // WINDOWS)),
     )
@@ -143,7 +146,8 @@ def read_measured(
     seconds = {item["name"]: item["seconds"] for item in phases}  # running sums: the last one counts
     ready = max(item["time"] for item in phases if item["name"] == "startup")
     saves = sum(item["name"] == "checkpoint" for item in phases)
-    evaluations = sum(item["kind"] == "evaluation" and item["split"] == "valid" for item in events)
+    judged = [item["seconds"] for item in events if item["kind"] == "evaluation" and item["split"] == "valid"]
+    evaluation = statistics.fmean(judged[1:] or judged or [0.0])
     training, judging, saving = (seconds.get(name, 0.0) for name in ("training", "evaluation", "checkpoint"))
 
     parts = shares(settled(windows(events)))
@@ -160,13 +164,13 @@ def read_measured(
     return Measured(
         node_count=node_count,
         startup_seconds=max(0.0, startup),
-        warm_up_seconds=max(0.0, training - usual),
+        warm_up_seconds=max(0.0, training - usual) + max(0.0, judging - evaluation * len(judged)),
         step_seconds=typical,
         step_spread=statistics.stdev(full) / typical / math.sqrt(len(full)) if len(full) > 1 else 0.0,
         sample_share=growing,
         compute_share=sum(parts[name] for name in ("forward", "backward", "optimizer")) if parts else 1.0,
         communication_share=parts["communication"] + parts["waiting"] if parts else 0.0,
-        evaluation_seconds=judging / max(1, evaluations),
+        evaluation_seconds=evaluation,
         checkpoint_seconds=saving / max(1, saves),
         finish_seconds=max(0.0, end - ready - training - judging - saving - seconds.get("regroup", 0.0)),
     )

@@ -14,12 +14,11 @@ from dtrain_dagster.assets.capacity import provision, provisioning
 from dtrain_dagster.assets.choosing import choices_metadata, in_words
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, hardware_mark
 from dtrain_dagster.costs.choices import Baseline, Choice, Choices, choices, misses
-from dtrain_dagster.costs.estimate import Basis, Estimate, Forecast, Learned, Sizes, estimate_cost
-from dtrain_dagster.costs.history import from_history, knows, pace_mark, past_runs, past_scores
+from dtrain_dagster.costs.estimate import Estimate, Forecast, Learned, Sizes, estimate_cost
+from dtrain_dagster.costs.history import History, knows, pace_mark
 from dtrain_dagster.costs.limits import Limits, least, objection, remedies
 from dtrain_dagster.costs.plan import LISTED, STAND_IN, TrainingPlan
 from dtrain_dagster.costs.prices import SkuPrice, Tier, price_of, price_table, tier_of
-from dtrain_dagster.costs.scoring import learn
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs import fingerprint
 from dtrain_dagster.notify import tell
@@ -97,32 +96,18 @@ def cost_estimate(
     sizes = sizes_of(job, sharded_dataset.samples, processes, cores)
     mark = fingerprint(job, node_count, processes)
     pace = pace_mark(job, processes)
-    runs = past_runs(context.instance, pace, keeps_cache=cluster.kind == "local")
-    scores = past_scores(context.instance)
-
-    def learned(basis: Basis, sku: str) -> Learned:
-        return learn([past.score for past in scores], basis, sku)
-
-    def known(sku: str) -> Forecast | None:
-        alike = [past.score for past in scores if past.fingerprint == mark and past.score.sku == sku]
-        totals = [score.actual_seconds for score in alike]
-        speed_of = lambda name: price_of(name).speed  # noqa: E731
-        return from_history(runs, totals, sizes, node_count, sku, speed_of, lambda basis: learned(basis, sku))
-
-    forecast = known(price.sku)
-    if forecast is None:
-        estimate = least(price, tier, 1 if config.choose_nodes else node_count)
-    else:
-        estimate = estimate_cost(forecast.seconds_at(node_count), price, tier, node_count)
-    if (said := objection(estimate, limits, at_least=True)) and not (forecast and config.choose_nodes):
-        raise refusal(context, project, said, forecast, limits, price, tier, node_count)
+    history = History.read(context.instance, mark, pace, keeps_cache=cluster.kind == "local")
+    forecast = history.forecast(sizes, node_count, price.sku)
+    past = forecast if forecast and forecast.basis == "history" else None  # a guess refuses nothing a probe could tell
+    if said := sure_objection(past, price, tier, node_count, limits, config.choose_nodes):
+        raise refusal(context, project, said, past, limits, price, tier, node_count)
 
     manager = cluster.manager(context.run.run_id)
     if not knows(forecast, node_count):
         if config.probe:
             got = provision(context, manager, cluster, project, cluster.gpu_type)
             price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.tier)
-            forecast = known(price.sku)
+            forecast = history.forecast(sizes, node_count, price.sku)
         elif forecast is None:
             raise dg.Failure(
                 "no run of this training's pace is known, so nothing can be said of its cost: set probe to true",
@@ -138,7 +123,7 @@ def cost_estimate(
             counts,
             pace + hardware_mark(cluster, price.sku),
             cluster.node_env(project),
-            learned("probe", price.sku),
+            history.learned("probe", price.sku),
         )
     assert forecast is not None
     words = STAND_IN if cluster.kind == "local" else LISTED
@@ -285,6 +270,20 @@ def limits_of(config: TrainingOptions) -> Limits:
                 allow_retries=False,
             )
     return Limits(budget_usd=config.budget_usd, deadline_hours=config.deadline_hours)
+
+
+def sure_objection(
+    past: Forecast | None, price: SkuPrice, tier: Tier, node_count: int, limits: Limits, choose_nodes: bool
+) -> str | None:
+    """What is wrong with the plan beyond doubt, before anything is run: by past runs, or as no training takes less.
+    Where nodes may be chosen, none of them would do."""
+    said = None
+    for count in range(1, node_count + 1) if choose_nodes else [node_count]:
+        bound = estimate_cost(past.seconds_at(count), price, tier, count) if past else least(price, tier, count)
+        said = objection(bound, limits, at_least=True)
+        if said is None:
+            return None
+    return said
 
 
 def refusal(

@@ -162,7 +162,7 @@ class Measured:
     startup_seconds: float
     """From the first node's presence until the group is formed and the model is there."""
     warm_up_seconds: float = 0.0
-    """What the steps took beyond the typical one, once: caches, buckets, a look at the links."""
+    """What steps and evaluations took beyond the typical ones, once: caches, buckets, a look at the links."""
     step_seconds: float
     """A typical step with a full batch."""
     step_spread: float = 0.0
@@ -174,7 +174,7 @@ class Measured:
     communication_share: float = 0.0
     """Communication that nothing hides, and waiting for slower ranks."""
     evaluation_seconds: float = 0.0
-    """One evaluation of the validation split."""
+    """One evaluation of the validation split, after the first."""
     checkpoint_seconds: float = 0.0
     """What one save holds up."""
     finish_seconds: float = 0.0

@@ -11,7 +11,8 @@ from typing import Any
 import dagster as dg
 
 from dtrain_dagster.costs.estimate import Basis, Forecast, Interval, Learned, Measured, Sizes
-from dtrain_dagster.costs.scoring import MOST_RUNS, Score
+from dtrain_dagster.costs.prices import price_of
+from dtrain_dagster.costs.scoring import MOST_RUNS, Score, learn
 from dtrain_dagster.jobs import PLAN, fingerprint
 from dtrain_dagster.probe import read_measured
 from trainer.config import JobConfig
@@ -41,6 +42,40 @@ class PastScore:
 
     fingerprint: str
     score: Score
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """All that an instance knows which bears on one training."""
+
+    fingerprint: str
+    runs: tuple[PastRun, ...]
+    scores: tuple[PastScore, ...]
+
+    @classmethod
+    def read(cls, instance: dg.DagsterInstance, fingerprint: str, pace: str, keeps_cache: bool) -> History:
+        return cls(
+            fingerprint=fingerprint,
+            runs=tuple(past_runs(instance, pace, keeps_cache)),
+            scores=tuple(past_scores(instance)),
+        )
+
+    def learned(self, basis: Basis, sku: str) -> Learned:
+        return learn([past.score for past in self.scores], basis, sku)
+
+    def forecast(self, sizes: Sizes, node_count: int, sku: str) -> Forecast | None:
+        """The best that past runs can tell, None where there are none."""
+        alike = [past.score for past in self.scores if past.fingerprint == self.fingerprint]
+        totals = [score.actual_seconds for score in alike if score.sku == sku]
+        return from_history(
+            self.runs,
+            totals,
+            sizes,
+            node_count,
+            sku,
+            speed_of=lambda name: price_of(name).speed,
+            learned_of=lambda basis: self.learned(basis, sku),
+        )
 
 
 def pace_mark(job: JobConfig, processes_per_node: int) -> str:

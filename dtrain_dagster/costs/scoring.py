@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from dtrain_dagster.costs.estimate import PRIOR_SPREAD, Basis, Interval, Learned
 
-PRIOR_RUNS = 5
+PRIOR_RUNS = 4
 MOST_RUNS = 30
 """Only so many runs count, the latest: machines and code change."""
 LARGEST_ERROR = 0.7

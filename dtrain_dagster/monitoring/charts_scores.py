@@ -38,7 +38,7 @@ def history_chart(scores: Sequence[Score]) -> bytes:
     errors = [100 * (summarise(scores[max(0, number - ROLLING) : number]).median_error or 0.0) for number in numbers]
     lower.plot(numbers, errors, "o-", color=COLOURS[1], markersize=3, linewidth=1.3)
     lower.set_ylim(bottom=0)
-    lower.set_xlim(0.5, len(scores) + 0.5)
+    lower.set_xlim(0.5, max(5, len(scores)) + 0.5)
     lower.xaxis.get_major_locator().set_params(integer=True)
     label(lower, f"Median error of the last {ROLLING} runs", "finished run", "%")
     figure.legend(frameon=False, fontsize=8, ncols=4, loc="outside upper right")

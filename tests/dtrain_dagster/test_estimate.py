@@ -100,7 +100,7 @@ def test_node_counts_that_were_not_measured():
     assert other.high / other.expected > near.high / near.expected
     assert probe_counts(3, has_limits=False) == (3,)
     assert probe_counts(3, has_limits=True) == (1, 2, 3)
-    assert probe_counts(1, has_limits=True) == (1, 2)
+    assert probe_counts(1, has_limits=True) == (1,), "there are no more nodes than planned"
 
 
 def test_early_stopping_only_widens_the_interval_downwards():
@@ -175,8 +175,9 @@ def test_a_run_is_read_from_the_records_of_its_last_launch():
         at(114.0, "step", step=12, step_seconds=0.21),
         at(114.0, "timing", step=12, samples=[10, 10], **timing),
         at(114.5, "phase", name="training", seconds=4.5),
-        at(115.0, "evaluation", split="valid", seconds=0.5),
-        at(115.0, "phase", name="evaluation", seconds=0.5),
+        at(112.9, "evaluation", split="valid", seconds=0.5),
+        at(115.0, "evaluation", split="valid", seconds=0.3),
+        at(115.0, "phase", name="evaluation", seconds=0.8),
         at(115.2, "phase", name="checkpoint", seconds=0.1),
         at(115.3, "phase", name="checkpoint", seconds=0.3),
         at(115.3, "phase", 1, name="checkpoint", seconds=7.0),
@@ -184,13 +185,13 @@ def test_a_run_is_read_from_the_records_of_its_last_launch():
     took = read_measured(events, nodes, node_count=2, global_batch_size=10, keeps_cache=True)
     assert took.startup_seconds == 110 - 100 - 2, "shards are unpacked once"
     assert took.step_seconds == pytest.approx(0.3), "half full, the last steps took 0.21 = 0.3 x (0.4 + 0.6 / 2)"
-    assert took.warm_up_seconds == pytest.approx(4.5 - 4 * (0.3 + 0.3 + 0.21))
-    assert (took.evaluation_seconds, took.checkpoint_seconds) == (0.5, 0.15)
+    assert took.warm_up_seconds == pytest.approx(4.5 - 4 * (0.3 + 0.3 + 0.21) + 0.2), "the first evaluation is slower"
+    assert (took.evaluation_seconds, took.checkpoint_seconds) == (0.3, 0.15)
     assert took.communication_share == pytest.approx(0.4)
     cold = read_measured(events, nodes, node_count=2, global_batch_size=10, keeps_cache=False)
     run = replace(SIZES, train_samples=110, batch_size_per_rank=5, epochs=1, checkpoint_frequency=11)
     parts = forecast(cold, sizes=replace(run, train_samples=120)).parts(2)
-    assert parts.startup + cold.finish_seconds + 4.5 + 0.5 + 0.3 == pytest.approx(31), "all of its wall time"
+    assert parts.startup + cold.finish_seconds + 4.5 + 0.8 + 0.3 == pytest.approx(31), "all of its wall time"
 
 
 def score(actual: float, expected: float, half_width: float = 0.2, **more: Any) -> Score:
@@ -232,9 +233,8 @@ def test_learning_shrinks_the_error_of_a_biased_prober(seed, bias):
         actual = bias * 44 * math.exp(chance.gauss(0, 0.05))
         made = score(actual, seconds.expected, learned_factor=learned.factor)
         scores.append(replace(made, seconds=seconds, usd=seconds))
-    early, late = scores[:5], scores[-20:]
-    errors = [statistics.fmean(abs(item.seconds_error) for item in some) for some in (early, late)]
-    assert errors[1] < 0.5 * errors[0]
+    late = scores[-20:]
+    assert statistics.fmean(abs(item.seconds_error) for item in late) < 0.5 * abs(bias - 1)
     assert summarise(late).coverage >= 0.85
 
 
