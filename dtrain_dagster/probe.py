@@ -52,7 +52,7 @@ def probe_job(job: JobConfig, jobs_uri: str, mark: str, node_count: int, sizes: 
     steps = min(work.steps, max(LEAST_STEPS, min(MOST_STEPS, round(SHARE_OF_TRAINING * work.steps))))
     training = replace(
         job.training,
-        world_size=node_count * sizes.processes_per_node,
+        world_size=sizes.ranks(node_count),
         max_steps=steps,
         eval_frequency=-(-steps // 2) if work.evaluations >= MANY_EVALUATIONS else steps,
         checkpoint_frequency=steps,

@@ -89,6 +89,11 @@ class GPUClusterResource(dg.ConfigurableResource):
     azure: dict[str, Any]
     """`AzureSettings.options`; empty on another kind of cluster."""
 
+    @property
+    def first_tier(self) -> str:
+        """The tier that nodes are asked for on first: of DTRAIN_AZURE_TIERS on Azure ML, else DTRAIN_TIER."""
+        return next(iter(self.azure.get("tiers") or ()), "dedicated") if self.kind == "azure_ml" else self.tier
+
     def node_env(self, project: ProjectResource) -> dict[str, str]:
         """What the trainer finds in its environment on the nodes, besides what the kind of cluster gives it."""
         return project.trainer_env() if self.kind == "local" else {"DTRAIN_CACHE": NODE_CACHE}

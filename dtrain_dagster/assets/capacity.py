@@ -24,13 +24,14 @@ def provision(
     cluster: GPUClusterResource,
     project: ProjectResource,
     sku: str,
+    node_count: int,
 ) -> ClusterConfig:
     """Have the cluster's nodes ready. Where nothing is to be had, the run gets a place in the queue and fails with a
     message that says so (`dagster.Failure`); the sensor ``queue`` starts it again."""
     waiting = WaitingList(project.shared_uri)
     mine = waiting.find(context.run.tags[TICKET_TAG]) if TICKET_TAG in context.run.tags else None
     try:
-        config = manager.provision_cluster(cluster.node_count, sku)
+        config = manager.provision_cluster(node_count, sku)
     except NoCapacityError as error:
         raise _queued(context, project, waiting, mine, error) from error
     if mine is not None:

@@ -10,18 +10,18 @@ from typing import Any
 import dagster as dg
 
 from dtrain_dagster import probe
+from dtrain_dagster.assets.affording import cheapest_here, limits_of, refusal, sure_objection, warnings_of
 from dtrain_dagster.assets.capacity import provision, provisioning
 from dtrain_dagster.assets.choosing import choices_metadata, in_words
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, hardware_mark
-from dtrain_dagster.costs.choices import Baseline, Choice, Choices, choices, misses
+from dtrain_dagster.costs.choices import Baseline, choices
 from dtrain_dagster.costs.estimate import Estimate, Forecast, Learned, Sizes, estimate_cost
 from dtrain_dagster.costs.history import History, knows, pace_mark
-from dtrain_dagster.costs.limits import Limits, least, objection, remedies
+from dtrain_dagster.costs.limits import objection
 from dtrain_dagster.costs.plan import LISTED, STAND_IN, TrainingPlan
 from dtrain_dagster.costs.prices import SkuPrice, Tier, price_of, price_table, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs import fingerprint
-from dtrain_dagster.notify import tell
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.wording import dollars, duration
 from trainer.config import DistributedTrainingConfig, JobConfig, parse_job
@@ -87,15 +87,22 @@ def cost_estimate(
     sharded_dataset: BuiltDataset,
 ):  # no annotation, see assets.common
     price = price_of(cluster.gpu_type)
-    tier = tier_of(cluster.tier)
+    tier = tier_of(cluster.first_tier)
     price.usd_per_hour(tier)  # what has no price is refused before it is bought
     limits = limits_of(config)
     node_count, processes = cluster.node_count, cluster.processes_per_node
     job = job_on(node_count, config, cluster, project, sharded_dataset)
     cores = os.cpu_count() if cluster.kind == "local" else None
-    sizes = sizes_of(job, sharded_dataset.samples, processes, cores)
+    stated_ranks = config.more.get("world_size")
+    if stated_ranks and config.choose_nodes:
+        raise dg.Failure(
+            "choose_nodes and more.world_size do not go together: where nodes are chosen, each rank keeps its batch. "
+            "Take one of them away (launchpad of cost_estimate)",
+            allow_retries=False,
+        )
+    sizes = replace(sizes_of(job, sharded_dataset.samples, processes, cores), stated_ranks=stated_ranks)
     mark = fingerprint(job, node_count, processes)
-    pace = pace_mark(job, processes)
+    pace = pace_mark(job, processes) + (f"-w{stated_ranks}" if stated_ranks else "")
     history = History.read(context.instance, mark, pace, keeps_cache=cluster.kind == "local")
     forecast = history.forecast(sizes, node_count, price.sku)
     past = forecast if forecast and forecast.basis == "history" else None  # a guess refuses nothing a probe could tell
@@ -105,8 +112,8 @@ def cost_estimate(
     manager = cluster.manager(context.run.run_id)
     if not knows(forecast, node_count):
         if config.probe:
-            got = provision(context, manager, cluster, project, cluster.gpu_type)
-            price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.tier)
+            got = provision(context, manager, cluster, project, cluster.gpu_type, node_count)
+            price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.first_tier)
             forecast = history.forecast(sizes, node_count, price.sku)
         elif forecast is None:
             raise dg.Failure(
@@ -131,7 +138,7 @@ def cost_estimate(
         forecast,
         baseline(forecast, price, tier, node_count),
         price_table().values(),
-        {*range(1, node_count + 1), 2 * node_count},
+        {node_count} if stated_ranks else {*range(1, node_count + 1), 2 * node_count},
         CLUSTER_TIERS,
         epochs=sizes.epochs,
         today=datetime.now(UTC).date(),
@@ -147,6 +154,9 @@ def cost_estimate(
         context.log.info(f"of 1 to {cluster.node_count} nodes these cost least: {in_words(cheapest)}")
         job = job_on(node_count, config, cluster, project, sharded_dataset)
         mark = fingerprint(job, node_count, processes)
+        history = History.read(context.instance, mark, pace, keeps_cache=cluster.kind == "local")
+        past = history.forecast(sizes, node_count, price.sku)
+        forecast = past if past and knows(past, node_count) else forecast
     estimate = estimate_cost(forecast.seconds_at(node_count), price, tier, node_count)
     if said := objection(estimate, limits):
         raise refusal(context, project, said, forecast, limits, price, tier, node_count, table)
@@ -174,8 +184,9 @@ def cost_estimate(
         rests_on=forecast.rests_on,
         learned_factor=forecast.learned.factor,
         budget_usd=config.budget_usd,
+        deadline_hours=config.deadline_hours,
         stop_at_usd=config.stop_at_usd,
-        phases=asdict(forecast.parts(cluster.node_count)),
+        phases=asdict(forecast.parts(node_count)),
     )
     context.log.info(
         f"estimate: {dollars(estimate.usd.expected)} and {duration(estimate.seconds.expected)}, from {plan.basis}"
@@ -235,12 +246,6 @@ def baseline(forecast: Forecast, price: SkuPrice, tier: Tier, node_count: int) -
     )
 
 
-def cheapest_here(table: Choices, sku: str, tier: Tier, most: int) -> Choice | None:
-    """Of the choices that this cluster can carry out as it is, the cheapest that fits."""
-    here = (row for row in table.rows if (row.sku, row.tier) == (sku, tier) and row.node_count <= most)
-    return next((row for row in here if not misses(row, table.deadline_seconds, table.budget_usd)), None)
-
-
 def sizes_of(job: JobConfig, samples: Mapping[str, int], processes_per_node: int, cores: int | None) -> Sizes:
     """How much the job has to do. ``samples``: of each split; ``cores``: see `Sizes`."""
     training = job.training
@@ -258,77 +263,6 @@ def sizes_of(job: JobConfig, samples: Mapping[str, int], processes_per_node: int
         early_stopping_patience=training.early_stopping_patience,
         cores=cores,
     )
-
-
-def limits_of(config: TrainingOptions) -> Limits:
-    """`dagster.Failure` for what is no limit."""
-    for name in ("budget_usd", "deadline_hours", "stop_at_usd"):
-        value = getattr(config, name)
-        if not 0 <= value < float("inf"):
-            raise dg.Failure(
-                f"{name} = {value}: give a positive number, or 0 for no such limit (launchpad of cost_estimate)",
-                allow_retries=False,
-            )
-    return Limits(budget_usd=config.budget_usd, deadline_hours=config.deadline_hours)
-
-
-def sure_objection(
-    past: Forecast | None, price: SkuPrice, tier: Tier, node_count: int, limits: Limits, choose_nodes: bool
-) -> str | None:
-    """What is wrong with the plan beyond doubt, before anything is run: by past runs, or as no training takes less.
-    Where nodes may be chosen, none of them would do."""
-    said = None
-    for count in range(1, node_count + 1) if choose_nodes else [node_count]:
-        bound = estimate_cost(past.seconds_at(count), price, tier, count) if past else least(price, tier, count)
-        said = objection(bound, limits, at_least=True)
-        if said is None:
-            return None
-    return said
-
-
-def refusal(
-    context: dg.AssetExecutionContext,
-    project: ProjectResource,
-    said: str,
-    forecast: Forecast | None,
-    limits: Limits,
-    price: SkuPrice,
-    tier: Tier,
-    node_count: int,
-    table: Choices | None = None,
-) -> dg.Failure:
-    """Tell a person that nothing is started, and what would fit."""
-    counts = range(1, 2 * node_count + 1)
-    fits = remedies(forecast, limits, price, tier, counts, node_count) if forecast else []
-    if table and table.chosen and table.chosen.sku != price.sku:
-        fits.append(f"{in_words(table.chosen)} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
-    remedy = f"What would fit: {'; '.join(fits)}." if fits else "Nothing that is known of this training would fit."
-    text = (
-        f"this training is not started: on {node_count} x {price.sku} ({tier}) {said}. {remedy} Or raise the limit in "
-        "the launchpad of cost_estimate."
-    )
-    tell(
-        project.notify_urls(),
-        "dtrain: a training does not fit its budget or deadline",
-        f"{text} {project.run_url(context.run.run_id)}",
-        context.log,
-    )
-    return dg.Failure(text, metadata={"objection": said, "would_fit": fits}, allow_retries=False)
-
-
-def warnings_of(plan: TrainingPlan, limits: Limits) -> list[str]:
-    """What may still happen to a plan that fits."""
-    usd, seconds, said = plan.estimate.usd, plan.estimate.seconds, []
-    if 0 < limits.budget_usd < usd.high:
-        said.append(f"it may cost up to {dollars(usd.high)}, which is over budget_usd = {dollars(limits.budget_usd)}")
-    if 0 < limits.deadline_hours * 3600 < seconds.high:
-        said.append(f"it may take up to {duration(seconds.high)}, over deadline_hours = {limits.deadline_hours:g}")
-    if 0 < plan.stop_at_usd < usd.high:
-        said.append(
-            f"it may reach stop_at_usd = {dollars(plan.stop_at_usd)} before its end: {dollars(usd.expected)} are "
-            f"expected, up to {dollars(usd.high)}"
-        )
-    return said
 
 
 def _learned_words(learned: Learned) -> str:

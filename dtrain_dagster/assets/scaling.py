@@ -69,7 +69,7 @@ def scaling_study(
             f"{plan.node_count} (DTRAIN_NODES), steps from {3 * LOG_EVERY}"
         )
     manager = cluster.manager(context.run.run_id)
-    got = provision(context, manager, cluster, project, plan.sku)
+    got = provision(context, manager, cluster, project, plan.sku, cluster.node_count)
     usd_per_node_hour = price_of(got.gpu_type).usd_per_hour(tier_of(got.tier or plan.tier))
     mark = plan.fingerprint + hardware_mark(cluster, got.gpu_type)
     runs = short_runs(counts, plan.job["training"]["gradient_accumulation_steps"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import dagster as dg
 
+from dtrain_dagster.assets.affording import refuse_dearer_nodes
 from dtrain_dagster.assets.capacity import provision, provisioning
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, read_finished, rounded
 from dtrain_dagster.assets.following import COST_CHECK, RAISE_BUDGET, communication_check, cost_check, watch
@@ -104,9 +105,7 @@ def trained_checkpoint(
 ):  # no annotation, see assets.common
     plan = cost_estimate
     manager = cluster.manager(context.run.run_id)
-    got = provision(context, manager, cluster, project, plan.sku)
-    if got.gpu_type != plan.sku:
-        context.log.warning(f"planned on {plan.sku}, trained on {got.gpu_type}: prices differ; see cost_breakdown")
+    got = provision(context, manager, cluster, project, plan.sku, plan.node_count)
     root_run_id = context.run.root_run_id or context.run.run_id
     choice = choose_job(plan.fingerprint, root_run_id, known_jobs(manager, project.jobs_uri, plan.fingerprint))
     context.log.info(f"{choice.action} job {choice.job_id}: {choice.reason}")
@@ -114,6 +113,7 @@ def trained_checkpoint(
     try:
         rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
         if choice.action in ("start", "restart"):
+            refuse_dearer_nodes(context, project, plan, got)
             usd_per_hour = price_of(got.gpu_type).usd_per_hour(tier_of(got.tier or plan.tier))
             job = planned_job(plan, choice, cluster, project, context.run.run_id, usd_per_hour)
             rundir.write_json(PLAN, asdict(plan))

@@ -15,16 +15,15 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Literal, Protocol
 
-from dtrain_dagster.costs.estimate import Interval
+from dtrain_dagster.costs.estimate import (
+    EVICTION_SECONDS,
+    EVICTIONS_PER_NODE_HOUR,
+    Interval,
+    with_evictions,
+)
 from dtrain_dagster.costs.plan import LISTED
 from dtrain_dagster.costs.prices import PriceError, SkuPrice, Tier
 from dtrain_dagster.wording import dollars, duration
-
-EVICTIONS_PER_NODE_HOUR = 0.10
-"""Assumed of nodes that can be taken away, not measured: the upper edge of the second of the bands (0–5, 5–10, 10–15,
-15–20, over 20 % per hour) in which Azure publishes the eviction rates of its sizes."""
-EVICTION_SECONDS = 600.0
-"""Assumed: until a node that was taken away is replaced. The others count as standing still, though they go on."""
 
 Origin = Literal["measured", "scaled", "guessed"]
 
@@ -223,21 +222,6 @@ def misses(choice: Choice, deadline_seconds: float | None, budget_usd: float | N
         over = choice.usd.high - budget_usd
         found.append(f"may cost {dollars(choice.usd.high)}, {dollars(over)} over the budget")
     return found
-
-
-def with_evictions(seconds: Interval, node_count: int) -> Interval:
-    """The time on nodes that can be taken away: without an eviction, with as many as are assumed, and with two standard
-    deviations more (evictions are taken to be independent of each other: a Poisson process)."""
-
-    def evictions(busy: float) -> float:
-        return EVICTIONS_PER_NODE_HOUR * node_count * busy / 3600
-
-    most = evictions(seconds.high)
-    return Interval(
-        low=seconds.low,
-        expected=seconds.expected + EVICTION_SECONDS * evictions(seconds.expected),
-        high=seconds.high + EVICTION_SECONDS * (most + 2 * math.sqrt(most)),
-    )
 
 
 def tier_words(tier: str) -> str:

@@ -36,6 +36,13 @@ SPEED_SPREAD = 0.25
 """…and for another GPU, whose speed is a guess of the price table."""
 
 
+EVICTIONS_PER_NODE_HOUR = 0.10
+"""Assumed of nodes that can be taken away, not measured: the upper edge of the second of the bands (0–5, 5–10, 10–15,
+15–20, over 20 % per hour) in which Azure publishes the eviction rates of its sizes."""
+EVICTION_SECONDS = 600.0
+"""Assumed: until a node that was taken away is replaced. The others count as standing still, though they go on."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
     """A figure and the range that it is expected in."""
@@ -88,6 +95,12 @@ class Sizes:
     early_stopping_patience: int | None = None
     cores: int | None = None
     """Of the one machine whose processes all nodes are; None where each node is a machine of its own."""
+    stated_ranks: int | None = None
+    """Ranks that the global batch is made for, where that is stated; None: as many as there are."""
+
+    def ranks(self, node_count: int) -> int:
+        """That the global batch is made for."""
+        return self.stated_ranks or node_count * self.processes_per_node
 
     def crowding(self, node_count: int) -> float:
         """How much slower a rank is for sharing its cores with the others."""
@@ -96,7 +109,7 @@ class Sizes:
 
     def work(self, node_count: int) -> Work:
         """All of it. Early stopping is not counted on: it can only make it cheaper."""
-        ranks = node_count * self.processes_per_node
+        ranks = self.ranks(node_count)
         return work_of(
             steps_per_epoch=self._steps_per_epoch(ranks),
             epochs=self.epochs,
@@ -111,7 +124,7 @@ class Sizes:
         """Where it stops as early as ``early_stopping_patience`` lets it: the first evaluation is the best one."""
         if self.early_stopping_patience is None:
             return self.work(node_count)
-        frequency = self.eval_frequency or self._steps_per_epoch(node_count * self.processes_per_node)
+        frequency = self.eval_frequency or self._steps_per_epoch(self.ranks(node_count))
         soonest = (1 + self.early_stopping_patience) * frequency
         return replace(self, max_steps=min(soonest, self.max_steps or soonest)).work(node_count)
 
@@ -252,7 +265,7 @@ class Forecast:
 
     def _parts(self, node_count: int, work: Work, speed: float) -> Parts:
         at = interpolated(self.measured, node_count, self.sizes)
-        batch = node_count * self.sizes.processes_per_node * self.sizes.batch_size_per_rank
+        batch = self.sizes.ranks(node_count) * self.sizes.batch_size_per_rank
         fill = work.samples / (work.steps * batch) if work.samples else 1.0
         test = at.evaluation_seconds * self.sizes.test_samples / max(1, self.sizes.valid_samples)
         test = min(test, at.finish_seconds)
@@ -322,8 +335,26 @@ def _nodes(item: Measured) -> int:
     return item.node_count
 
 
+def with_evictions(seconds: Interval, node_count: int) -> Interval:
+    """The time on nodes that can be taken away: without an eviction, with as many as are assumed, and with two standard
+    deviations more (evictions are taken to be independent of each other: a Poisson process)."""
+
+    def evictions(busy: float) -> float:
+        return EVICTIONS_PER_NODE_HOUR * node_count * busy / 3600
+
+    most = evictions(seconds.high)
+    return Interval(
+        low=seconds.low,
+        expected=seconds.expected + EVICTION_SECONDS * evictions(seconds.expected),
+        high=seconds.high + EVICTION_SECONDS * (most + 2 * math.sqrt(most)),
+    )
+
+
 def estimate_cost(seconds: Interval, price: SkuPrice, tier: Tier, node_count: int) -> Estimate:
-    """Dollars of ``node_count`` nodes for that long."""
+    """Time and dollars of ``node_count`` nodes for that long, and for as long as replacing those takes that such a tier
+    loses."""
+    if tier != "dedicated":
+        seconds = with_evictions(seconds, node_count)
     usd_per_hour = price.usd_per_hour(tier)
     return Estimate(
         seconds=seconds,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from dtrain_dagster.costs.estimate import Estimate, Forecast, Interval, estimate_cost
 from dtrain_dagster.costs.prices import SkuPrice, Tier
@@ -24,7 +25,16 @@ class Limits:
         return bool(self.budget_usd or self.deadline_hours)
 
 
-def objection(estimate: Estimate, limits: Limits, at_least: bool = False) -> str | None:
+class Figures(Protocol):
+    """An estimate, or a choice."""
+
+    @property
+    def usd(self) -> Interval: ...
+    @property
+    def seconds(self) -> Interval: ...
+
+
+def objection(estimate: Figures, limits: Limits, at_least: bool = False) -> str | None:
     """What the estimate says against the plan, in words; None where it fits. ``at_least``: only what is beyond doubt
     counts, the lower end of the interval."""
     usd, seconds = estimate.usd, estimate.seconds

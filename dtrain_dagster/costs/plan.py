@@ -40,6 +40,8 @@ class TrainingPlan:
     """What past estimates have taught, which is in the estimate."""
     budget_usd: float = 0.0
     """What the training may be expected to cost at most; 0: any sum."""
+    deadline_hours: float = 0.0
+    """How long it may be expected to take at most; 0: any time."""
     stop_at_usd: float = 0.0
     """At how many dollars it saves a checkpoint and stops; 0: never."""
     phases: dict[str, float] = field(default_factory=dict)
