@@ -11,7 +11,7 @@ import dagster as dg
 
 from dtrain_dagster.azure_settings import AzureSettings
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.costs.prices import PriceError, price_of
+from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
 from dtrain_dagster.settings import Settings, SettingsError, read_environment
 
 if TYPE_CHECKING:
@@ -134,7 +134,9 @@ class GPUClusterResource(dg.ConfigurableResource):
         return Service(self.azure_options())
 
     def azure_options(self) -> AzureMLOptions:
-        """Checked: `ClusterError` for what cannot be used, `PriceError` for a size whose price nobody knows."""
+        """Checked: `ClusterError` for what cannot be used, `PriceError` for what may be bought at a price that nobody
+        knows."""
+        from dtrain_dagster.clusters.azure_ml.capacity import chain
         from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 
         own: dict[str, Any] = {
@@ -146,8 +148,13 @@ class GPUClusterResource(dg.ConfigurableResource):
             storage_uri=self.shared_uri,
             processes_per_node=self.processes_per_node,
         )
-        for entry in (self.gpu_type, *options.chain):
-            price_of(entry.partition("@")[0])
+        for choice in chain(self.gpu_type, options.chain, options.tiers):
+            try:
+                price_of(choice.sku).figure(tier_of(choice.tier))
+            except PriceError as error:
+                raise PriceError(
+                    f"{choice} may be bought (DTRAIN_GPU_TYPE, DTRAIN_AZURE_CHAIN, DTRAIN_AZURE_TIERS): {error}"
+                ) from None
         return options
 
     def manager(self, run_id: str | None = None, tends: bool = False) -> GPUClusterManager:

@@ -114,6 +114,7 @@ def cost_estimate(
         if config.probe:
             got = provision(context, manager, cluster, project, cluster.gpu_type, node_count)
             price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.first_tier)
+            price.usd_per_hour(tier)  # these may be other nodes than those asked for, and the probe runs on them
             forecast = history.forecast(sizes, node_count, price.sku)
         elif forecast is None:
             raise dg.Failure(

@@ -1,12 +1,15 @@
 """Registration: the checkpoint becomes a version, proven by a real scoring server, promoted by a gate."""
 
+from collections.abc import Sequence
+
 import dagster as dg
 
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, read_finished
 from dtrain_dagster.assets.training import FinishedJob
-from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.base import ClusterError, NodeUsage
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.costs.prices import PriceError
+from dtrain_dagster.costs.tracker import CostTracker, paid
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs import REGISTRATION, code_version
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
@@ -54,12 +57,14 @@ def registered_model(
     rundir = RunDir(job.run_dir)
     result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
     usage = cluster.manager().node_usage(job.job_id)
-    tracker = CostTracker(job.cluster_name, usage, plan.tier)
+    cost_usd, in_words = cost_of(usage, plan, job.cluster_name)
+    if cost_usd is None:
+        context.log.warning(in_words)
     provenance = registry.Provenance(
         nodes=job.node_count,
-        node_hours=tracker.node_hours,
-        cost_usd=f"{dollars(tracker.total_usd)} ({plan.sku}: {plan.price_words})",
-        cost_usd_total=tracker.total_usd,
+        node_hours=sum(stretch.hours for stretch in paid(usage)[0]),
+        cost_usd=in_words,
+        cost_usd_total=cost_usd,
         sku=", ".join(sorted({stretch.sku for stretch in usage})),
         code_version=code_version(),
         dagster_run_id=context.run.run_id,
@@ -114,6 +119,15 @@ def registered_model(
             ),
         ],
     )
+
+
+def cost_of(usage: Sequence[NodeUsage], plan: TrainingPlan, cluster_name: str) -> tuple[float | None, str]:
+    """Dollars of a training, as a number and in words. It is paid by now: a price that nobody knows fails nothing."""
+    try:
+        total = CostTracker(cluster_name, usage, plan.tier).total_usd
+    except PriceError as error:
+        return None, f"cost not known: {error}"
+    return total, f"{dollars(total)} ({plan.sku}: {plan.price_words})"
 
 
 @dg.asset_check(

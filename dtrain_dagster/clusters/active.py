@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from dtrain_dagster.clusters.base import InUseError
@@ -19,7 +20,8 @@ COMPLETE = "~complete"
 """Beside the marks, and no job's name: every job that runs has one."""
 USED, CLOSING = "used.json", "closing.json"
 CLOSING_SECONDS = 180.0
-"""Who gives a cluster back and takes longer has died over it. A sensor has a minute."""
+"""Who gives a cluster back and takes longer has died over it. A sensor has a minute. What cannot be undone is begun in
+the first half only, so that the other half is left for it."""
 LOOK_SECONDS = 0.2
 
 
@@ -77,28 +79,42 @@ class ClusterUse:
             time.sleep(LOOK_SECONDS)
 
     @contextmanager
-    def giving_back(self, used_at: float | None) -> Iterator[None]:
-        """Around giving it back: who wants to use it meanwhile waits. `InUseError` where somebody has used it since
-        ``used_at``, or gives it back already."""
+    def giving_back(self, used_at: float | None) -> Iterator[Callable[[], None]]:
+        """Around giving it back: who wants to use it meanwhile waits. Gives a check for right before what cannot be
+        undone: it may have taken so long that nobody waits any more. `InUseError`, from both, where somebody has used
+        it since ``used_at``, or gives it back already."""
         if not self._is_closing():
             self.state.delete(CLOSING)
+        began = time.time()
+        mine = json.dumps({"at": began, "by": uuid.uuid4().hex}).encode()
         try:
-            self.state.create(CLOSING, json.dumps({"at": time.time()}).encode())
+            self.state.create(CLOSING, mine)
         except FileExistsError:
             raise InUseError("somebody else is giving the cluster back") from None
-        try:
+
+        def check() -> None:
+            if self._closing() != mine or abs(time.time() - began) >= CLOSING_SECONDS / 2:
+                raise InUseError("giving the cluster back takes too long, so somebody may use it by now")
             if self.used_at() != used_at:
                 raise InUseError("somebody has just used the cluster")
-            yield
+
+        try:
+            check()
+            yield check
         finally:
-            self.state.delete(CLOSING)
+            if self._closing() == mine:
+                self.state.delete(CLOSING)
 
     def _note(self, at: float, by: str) -> None:
         self.state.write(USED, json.dumps({"at": at, "by": by}).encode())
 
-    def _is_closing(self) -> bool:
+    def _closing(self) -> bytes | None:
+        """What whoever gives it back has written; None where nobody does."""
         try:
-            at = float(json.loads(self.state.read(CLOSING))["at"])
+            return self.state.read(CLOSING)
         except FileNotFoundError:
-            return False
-        return abs(time.time() - at) < CLOSING_SECONDS
+            return None
+
+    def _is_closing(self) -> bool:
+        found = self._closing()
+        return found is not None and abs(time.time() - float(json.loads(found)["at"])) < CLOSING_SECONDS

@@ -153,6 +153,8 @@ class Orphan:
     studio_url: str | None = None
     is_busy: bool = False
     """Work that this project does not know is on it, so it may be told and never ended."""
+    used_at: float | None = None
+    """Of a compute: when the cluster was used last, as it was when this was found (`NodePool.used_at`)."""
 
     def refuse_new_owner(self, rundir: RunDir) -> None:
         """`InUseError` for a job that somebody has taken over since it was found."""

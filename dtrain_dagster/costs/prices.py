@@ -66,7 +66,7 @@ class SkuPrice:
     memory_gib: int
     infiniband: bool
     low_priority_capable: bool
-    """False where the service says that there are no such nodes, whatever price is listed."""
+    """False where the service said, when the package was made, that there are no such nodes."""
     retired_on: str | None
     speed: float
     """How fast one node trains against one `REFERENCE_SKU`, in fp32. A rough guess, see ``speed_note``."""
@@ -77,9 +77,10 @@ class SkuPrice:
 
     def figure(self, tier: Tier) -> Figure:
         """The price on that tier. `PriceError` where the SKU is not offered on it, or its price is not known."""
-        if tier == "low_priority" and not self.low_priority_capable:
-            raise PriceError(f"{self.sku} is not offered on the low-priority tier in {self.region}: use tier dedicated")
         found = self.figures.get(tier)
+        is_asked = found is not None and found.how == "asked"  # newer than what the package knows of the SKU
+        if tier == "low_priority" and not self.low_priority_capable and not is_asked:
+            raise PriceError(f"{self.sku} is not offered on the low-priority tier in {self.region}: use tier dedicated")
         if found is None:
             known = ", ".join(self.figures)
             raise PriceError(

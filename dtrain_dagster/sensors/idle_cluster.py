@@ -17,14 +17,12 @@ from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
 from dtrain_dagster.monitoring.idle import Idling, Outcome, is_due, is_over, look, takes_force, tried
 from dtrain_dagster.notify import tell
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
-from dtrain_dagster.sensors.orphans import LIVE
+from dtrain_dagster.sensors.orphans import run_at_work
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.wording import dollars, duration
 
 IDLE_EVERY_SECONDS, BUSY_EVERY_SECONDS = 600.0, 3600.0
 """How often is recorded that nothing has changed: while it costs money for nothing, and while it works."""
-ALIVE_SECONDS = 1800.0
-"""A Dagster run that has said nothing for longer, though it never ended, keeps no nodes."""
 WORDS: dict[Outcome, str] = {
     "": "nothing was done",
     "scaled down": "scaled down",
@@ -96,7 +94,7 @@ def build_idle_cluster_sensor(settings: Settings) -> dg.SensorDefinition:
         due = [item for item in watched if is_due(item.idling, item.pool, limit_seconds)]
         if due:
             turn = min(due, key=lambda item: item.idling.tries)
-            result = _scale_down(manager, turn, _run_at_work(context.instance, now))
+            result = _scale_down(manager, turn, run_at_work(context.instance, now))
             context.log.warning(sentence(result, cluster))
             if result.idling.outcome == "scaled down" or (result.idling.outcome != "in use" and not result.idling.told):
                 messages.append(sentence(result, cluster))
@@ -172,17 +170,6 @@ def _usd_per_node_hour(pool: NodePool, cluster: GPUClusterResource) -> float | N
         return price_of(pool.sku).usd_per_hour(tier_of(pool.tier or cluster.tier))
     except PriceError:
         return None
-
-
-def _run_at_work(instance: dg.DagsterInstance, now: float) -> str:
-    """A run that may be about to use the nodes, between getting them and submitting its job; "" for none."""
-    for record in instance.get_run_records(dg.RunsFilter(statuses=LIVE)):
-        run_id = record.dagster_run.run_id
-        latest = instance.get_records_for_run(run_id, limit=1, ascending=False).records
-        heard_at = latest[0].timestamp if latest else record.create_timestamp.timestamp()
-        if abs(now - heard_at) < ALIVE_SECONDS:
-            return run_id
-    return ""
 
 
 def _scale_down(manager: GPUClusterManager, item: Watched, run_id: str) -> Watched:

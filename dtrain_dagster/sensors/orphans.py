@@ -22,6 +22,8 @@ from dtrain_dagster.settings import Settings
 from dtrain_dagster.wording import dollars, duration
 
 LIVE = [status for status in dg.DagsterRunStatus if status.name not in ("SUCCESS", "FAILURE", "CANCELED")]
+ALIVE_SECONDS = 1800.0
+"""A Dagster run that has said nothing for longer, though it never ended, keeps no nodes."""
 LEFT, FOREIGN = "left as it is", "left as it is: its run is not of this Dagster, so it may be somebody else's"
 BUSY = "left as it is: somebody else's work is on its nodes"
 ENDED, ENDING, FAILED = "ended", "its end was asked for", "could not be ended"
@@ -51,7 +53,12 @@ def build_orphan_sensor(settings: Settings) -> dg.SensorDefinition:
         known = {key: seen.get(key, {"since": now, "tried": 0.0, "told": ""}) for key in found}
         due = {key: found[key] for key in found if now - known[key]["since"] >= grace}
         spared = {key: why_spared(orphan, _is_own(context.instance, orphan)) for key, orphan in due.items()}
-        turn = choose({key: known[key]["tried"] for key in due if not spared[key]}) if cancels else None
+        may_end = [key for key, orphan in due.items() if not spared[key]] if cancels else []
+        computes = {key for key in may_end if due[key].kind == "compute"}
+        if computes and (run_id := run_at_work(context.instance, now)):  # it may be about to use any of them
+            context.log.info(f"computes are left as they are: Dagster run {run_id} is at work")
+            may_end = [key for key in may_end if key not in computes]
+        turn = choose({key: known[key]["tried"] for key in may_end})
         outcome = (LEFT, "")
         if turn is not None:  # before anything is told, which takes seconds: nobody shall take it over meanwhile
             known[turn]["tried"] = now
@@ -123,6 +130,17 @@ def _cost_per_hour(orphan: Orphan, cluster: GPUClusterResource) -> str:
 def _key(orphan: Orphan) -> str:
     """Who follows it belongs to it: a run that takes it over, and ends too, starts the clock anew."""
     return f"{orphan.kind} {orphan.name} {orphan.dagster_run_id or ''}"
+
+
+def run_at_work(instance: dg.DagsterInstance, now: float) -> str:
+    """A run that may be about to use the nodes, between getting them and submitting its job; "" for none."""
+    for record in instance.get_run_records(dg.RunsFilter(statuses=LIVE)):
+        run_id = record.dagster_run.run_id
+        latest = instance.get_records_for_run(run_id, limit=1, ascending=False).records
+        heard_at = latest[0].timestamp if latest else record.create_timestamp.timestamp()
+        if abs(now - heard_at) < ALIVE_SECONDS:
+            return run_id
+    return ""
 
 
 def _is_own(instance: dg.DagsterInstance, orphan: Orphan) -> bool:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import dagster as dg
 import pytest
 from azure.ai.ml import command
 from azure.ai.ml.entities import AmlCompute, Environment
 
+from dtrain_dagster.clusters import active
+from dtrain_dagster.clusters.active import CLOSING_SECONDS
+from dtrain_dagster.clusters.azure_ml.client import ServiceUnreachable
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
 from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG
-from dtrain_dagster.clusters.base import InUseError, JobState, NodePool
+from dtrain_dagster.clusters.base import ClusterError, InUseError, JobState, NodePool
 from dtrain_dagster.settings import load_settings
 from tests.azure.stage import FOREVER, V100, Stage, wait_for
 from tests.ticks import Daemon
@@ -124,6 +130,7 @@ def test_a_cluster_is_never_scaled_down_under_work_of_anybody(stage: Stage, daem
     )  # fmt: skip
     stage.control("fault", fault="queue", job=f"{stage.name}-theirs")
     manager.service.ml.jobs.create_or_update(theirs)
+    manager.service.ml.jobs.archive(f"{stage.name}-theirs")
     wait_for(lambda: "idle" in states(stage, compute), "idle nodes")
     assert any("theirs" in item["idle"] for item in daemon.ticks(6, 180.0) if "idle" in item)
     assert compute in stage.computes()
@@ -154,3 +161,42 @@ def test_a_job_submitted_during_the_decision_keeps_its_nodes(
     assert compute in stage.computes()
     assert manager.job_status(submitted[0]).state in (JobState.QUEUED, JobState.RUNNING)
     manager.cancel_job(submitted[0])
+
+
+def test_a_compute_without_a_run_stays_where_it_is_used_again_or_its_end_takes_too_long(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = stage.manager(look_patience_seconds=1.0)
+    manager.provision_cluster(2, V100)
+    [compute] = stage.computes()
+    tags = {TAG: "1", CLUSTER_TAG: stage.name}
+    kept = AmlCompute(name=compute, size=V100, min_instances=2, max_instances=2, tags=tags, enable_node_public_ip=False)
+    manager.service.ml.compute.begin_create_or_update(kept).wait()
+    wait_for(lambda: states(stage, compute) == ["idle"] * 2, "idle nodes")
+    [orphan] = manager.find_orphans(())
+    manager.provision_cluster(2, V100)
+    with pytest.raises(InUseError, match="just used"):
+        manager.end_orphan(orphan)
+
+    [orphan] = manager.find_orphans(())
+    stage.control("fault", fault="error", operation="compute.get", status=503, count=3)
+    with pytest.raises(ServiceUnreachable, match="tried for 1 s"):
+        manager.end_orphan(orphan)
+    stage.control("clear")
+    settled = manager.provisioner.settled
+
+    def be_slow(*args: Any) -> Any:
+        late = time.time() + CLOSING_SECONDS - 1
+        monkeypatch.setattr(active, "time", SimpleNamespace(time=lambda: late))
+        return settled(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager.provisioner, "settled", be_slow)
+        with pytest.raises(InUseError, match="takes too long"):
+            manager.end_orphan(orphan)
+    monkeypatch.setattr(active, "time", time)
+    assert compute in stage.computes()
+    assert manager.end_orphan(orphan)
+    assert compute not in stage.computes()
+    with pytest.raises(ClusterError, match="not provisioned"):
+        manager.scale_cluster(1)

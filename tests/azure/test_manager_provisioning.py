@@ -45,6 +45,15 @@ def test_goes_down_the_chain_and_leaves_nothing_behind(stage: Stage) -> None:
     assert all(any(number in a.message for number in changes) for a in manager.attempts if a.decision == "next")
 
 
+def test_buys_nothing_in_another_region_than_the_one_whose_prices_count(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DTRAIN_REGION", "westus2")
+    with pytest.raises(ClusterError, match=r"is in eastus, .* those of westus2: set DTRAIN_REGION=eastus"):
+        stage.manager().provision_cluster(1, V100)
+    assert not stage.asked("compute.put")
+
+
 def test_asks_before_it_buys_and_takes_what_fits(stage: Stage) -> None:
     manager = stage.manager(tiers=("low_priority",), subnet="nodes", vnet="net")
     stage.control("quota", family="low_priority", cores=3 * 24)

@@ -14,6 +14,7 @@ import pytest
 
 from dtrain_dagster.assets.planning import cost_estimate, sizes_of
 from dtrain_dagster.assets.scoring import judged
+from dtrain_dagster.clusters.local import LocalClusterManager
 from dtrain_dagster.costs.estimate import Learned
 from dtrain_dagster.costs.history import from_history, knows, pace_mark, past_runs, past_scores
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -165,11 +166,14 @@ def plan_of(
         raise_on_error=False,
     )
     text = [record.user_message for record in instance.all_logs(found.run_id) if record.level >= logging.INFO]
-    failures = [str(event.step_failure_data.user_failure_data) for event in found.get_step_failure_events()]
+    failures = [
+        f"{event.step_failure_data.user_failure_data} {event.step_failure_data.error_display_string}"
+        for event in found.get_step_failure_events()
+    ]
     return (found.output_for_node("cost_estimate") if found.success else None), [*text, *failures]
 
 
-def test_the_plan_rests_on_what_is_known_and_keeps_to_its_budget(finished, instance):
+def test_the_plan_rests_on_what_is_known_and_keeps_to_its_budget(finished, instance, monkeypatch):
     home, rundir, job = finished
     manifest = json.loads((Path(job.dataset.uri) / "manifest.json").read_text())
     uri, name = job.dataset.uri, manifest["dataset_id"]
@@ -188,6 +192,18 @@ def test_the_plan_rests_on_what_is_known_and_keeps_to_its_budget(finished, insta
     plan, said = plan_of(instance, home, dataset, deadline_hours=-1.0)
     assert plan is None
     assert "deadline_hours = -1.0" in "\n".join(said)
+    real = LocalClusterManager.provision_cluster
+    with monkeypatch.context() as patch:
+        patch.setenv("DTRAIN_REGION", "westus2")
+        patch.setattr(
+            LocalClusterManager,
+            "provision_cluster",
+            lambda *asked: replace(real(*asked), tier="low_priority"),  # as where the first choice is not to be had
+        )
+        plan, said = plan_of(instance, home, dataset)
+    assert plan is None
+    assert "no low_priority price of Standard_NC6s_v3 in westus2" in "\n".join(said)
+    assert sorted(jobs.iterdir()) == before, "no probe is run at a price that nobody knows"
 
     own = replace(job, dataset=replace(job.dataset, dataset_id=name))
     write_plan(rundir, own)

@@ -137,6 +137,8 @@ def test_fresh_prices_count_from_then_on(home, listed):
         (429, {"Retry-After": "Thu, 01 Jan 2026 00:00:00 GMT"}, b""),
     ]
     assert price_of(T4).usd_per_hour("dedicated") == 0.53
+    with pytest.raises(PriceError, match="not offered"):
+        price_of(T4_LARGE).usd_per_hour("low_priority")
     done = ask(listed, home, T4, T4_LARGE, A100, regions=("eastus", "westeurope"))
     assert listed.waits == [7, 2, 4]  # as it said, else ever longer
     assert len(listed.asked) > 3 + 2  # several pages
@@ -149,8 +151,7 @@ def test_fresh_prices_count_from_then_on(home, listed):
     assert listed.url in fresh.source
     assert "armRegionName eq 'eastus'" in fresh.source
     assert price_of(A100, "westeurope").usd_per_hour("dedicated") == 4.8  # a region that the package does not have
-    with pytest.raises(PriceError, match="not offered"):  # the service says so, whatever is listed
-        price_of(T4_LARGE).usd_per_hour("low_priority")
+    assert price_of(T4_LARGE).usd_per_hour("low_priority") == 0.9  # by now it is offered
     # What is not listed stays, and is said.
     assert price_of(A100).usd_per_hour("dedicated") == pytest.approx(3.673)
     assert f"{A100} in eastus: no dedicated price is listed; it stays at 3.673 of 2024-09" in done.notes

@@ -101,6 +101,19 @@ def test_the_azure_path_is_set_by_its_own_variables(monkeypatch):
             "no price is known for SKU 'Standard_Unpriced'",
         ),
         ({"DTRAIN_AZURE_TIERS": "spot"}, "spot"),
+        (
+            {
+                "DTRAIN_AZURE_CHAIN": "Standard_NC6s_v3",
+                "DTRAIN_AZURE_TIERS": "dedicated,low_priority",
+                "DTRAIN_REGION": "westus2",
+            },
+            "Standard_NC6s_v3 (low priority) may be bought (DTRAIN_GPU_TYPE, DTRAIN_AZURE_CHAIN, DTRAIN_AZURE_TIERS): "
+            "no low_priority price of Standard_NC6s_v3 in westus2 is known",
+        ),
+        (
+            {"DTRAIN_AZURE_CHAIN": "Standard_NC4as_T4_v3@low_priority", "DTRAIN_REGION": "westus2"},
+            "`dtrain prices refresh --region westus2 --sku Standard_NC4as_T4_v3`",
+        ),
     ],
 )
 def test_what_azure_would_refuse_is_refused_before_anything_runs(monkeypatch, changes, said):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import dagster as dg
 import pytest
 
 from dtrain_dagster.assets.following import TOLD
+from dtrain_dagster.assets.registry import cost_of
 from dtrain_dagster.assets.training import trained_checkpoint
+from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.jobs import CLAIM
@@ -40,10 +43,8 @@ def rundir(tmp_path: Path) -> RunDir:
     return found
 
 
-def adopt(home: Path) -> tuple[dg.ExecuteInProcessResult, list[str]]:
-    """Materialize `trained_checkpoint` as a run does whose training has been carried out before; with its warnings."""
-    (home / "manifest.json").write_text(json.dumps({"samples": {"train": 9}}))
-    plan = TrainingPlan(
+def plan_in(home: Path) -> TrainingPlan:
+    return TrainingPlan(
         fingerprint=MARK,
         job={"dataset": {"uri": str(home), "dataset_id": "cd"}, "training": {"gradient_accumulation_steps": 2}},
         sku="Standard_NC6s_v3",
@@ -55,6 +56,12 @@ def adopt(home: Path) -> tuple[dg.ExecuteInProcessResult, list[str]]:
         basis="",
         price_note="",
     )
+
+
+def adopt(home: Path) -> tuple[dg.ExecuteInProcessResult, list[str]]:
+    """Materialize `trained_checkpoint` as a run does whose training has been carried out before; with its warnings."""
+    (home / "manifest.json").write_text(json.dumps({"samples": {"train": 9}}))
+    plan = plan_in(home)
 
     @dg.asset
     def cost_estimate() -> TrainingPlan:
@@ -86,3 +93,18 @@ def test_a_run_goes_on_where_people_cannot_be_told(tmp_path: Path, rundir: RunDi
     found, warnings = adopt(tmp_path)
     assert found.success
     assert any("could not be told" in text and "Traceback" in text for text in warnings), warnings
+
+
+@pytest.mark.parametrize(
+    ("tier", "usd", "said"),
+    [
+        ("dedicated", 3.06, "$3.06 (Standard_NC6s_v3: stand-in)"),
+        ("spot", None, "cost not known: no spot price of Standard_NC40ads_H100_v5 in eastus is known"),
+    ],
+)
+def test_a_price_that_nobody_knows_fails_no_training_that_is_paid(tmp_path: Path, tier: str, usd: float, said: str):
+    sku = "Standard_NC6s_v3" if usd else "Standard_NC40ads_H100_v5"  # what it went on with in the end
+    usage = [NodeUsage(node_id=0, sku=sku, tier=tier, started_at=0.0, ended_at=3600.0)]
+    total, words = cost_of(usage, replace(plan_in(tmp_path), price_words="stand-in"), "dtrain")
+    assert total == usd
+    assert words.startswith(said)

@@ -179,7 +179,7 @@ class Jobs:
 
         def ask() -> list[ServiceJob]:
             found = []
-            for item in self.service.ml.jobs.list(**only):  # newest first
+            for item in self.service.ml.jobs.list(list_view_type="All", **only):  # newest first, archived ones too
                 job = _read(item) if item is not None else None
                 if job is not None and (job.created_at or now) < now - OLDEST_SECONDS:
                     break

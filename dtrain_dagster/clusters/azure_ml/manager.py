@@ -91,6 +91,7 @@ class AzureMLClusterManager(GPUClusterManager):
         if node_count < 1:
             raise ClusterError(f"DTRAIN_NODES={node_count}: a cluster needs at least one node; set 1 or more")
         tags = {RUN_TAG: self.dagster_run_id} if self.dagster_run_id else {}
+        self.provisioner.require_region()
         self._use.begin("provisioning")
         got = self.provisioner.provision(node_count, gpu_type, tags=tags)
         self.attempts = got.attempts
@@ -213,13 +214,17 @@ class AzureMLClusterManager(GPUClusterManager):
 
     def scale_down(self, pool: NodePool, force: bool = False) -> bool:
         """Have the service keep no idle node there; where that did not help, or it is broken, delete the compute."""
-        with self._use.giving_back(pool.used_at):
+        return self._give_back(pool.name, pool.used_at, force)
+
+    def _give_back(self, compute: str, used_at: float | None, force: bool) -> bool:
+        """Whether it is gone. `InUseError` where somebody has used the cluster since ``used_at``, or has work there."""
+        with self._use.giving_back(used_at) as check:
             work = self._work()
-            if at_work := [*work.get(ANYWHERE, ()), *work.get(pool.name, ())]:
+            if at_work := [*work.get(ANYWHERE, ()), *work.get(compute, ())]:
                 raise InUseError(f"{', '.join(at_work)} is at work by now")
-            is_gone = self.compute_pools.give_back(pool.name, force)
+            is_gone = self.compute_pools.give_back(compute, force, check)
             got = self._got()
-            if is_gone and got is not None and got.compute == pool.name:
+            if is_gone and got is not None and got.compute == compute:
                 self._state.delete(CLUSTER)
         return is_gone
 
@@ -259,6 +264,8 @@ class AzureMLClusterManager(GPUClusterManager):
     def find_orphans(self, live_runs: Collection[str]) -> list[Orphan]:
         """Jobs and computes with this cluster's tag."""
         patience = self.options.look_patience_seconds
+        self.active_jobs()  # notes what has ended, which counts as use
+        used_at = self._use.used_at()
         active = self.jobs.active(patience)
         self._mark_again(active)
         judged = [orphanage.judge(job, self.jobs_uri, live_runs) for job in active]
@@ -276,28 +283,24 @@ class AzureMLClusterManager(GPUClusterManager):
                     Orphan(
                         kind="compute", name=name, reason=reason, dagster_run_id=(compute.tags or {}).get(RUN_TAG),
                         state=state, node_count=idle + busy, sku=str(compute.size), tier=compute_tier(compute),
-                        studio_url=self.options.studio_url, is_busy=busy > 0,
+                        studio_url=self.options.studio_url, is_busy=busy > 0, used_at=used_at,
                     )
                 )  # fmt: skip
         return found
 
     def end_orphan(self, orphan: Orphan) -> bool:
         """Cancel the job, or delete the compute."""
+        if orphan.kind == "compute":
+            return orphan.state != "Deleting" and self._give_back(orphan.name, orphan.used_at, force=True)
         patience = self.options.look_patience_seconds
         deadline = time.monotonic() + patience
         try:
-            if orphan.kind == "compute":
-                if orphan.state == "Deleting":
-                    return False
-                self.compute_pools.refuse_work(orphan.name)
-                self.provisioner.delete(orphan.name, patience)
-                return True
             if orphan.job_id:
                 orphan.refuse_new_owner(RunDir(f"{self.jobs_uri}/{orphan.job_id}"))
                 if (self._record(orphan.job_id) or {}).get("job_name") == orphan.name:
                     self._known(orphan.job_id).cancel(patience)
         except ServiceError as error:
-            if error.code in (TIMED_OUT, "NotCancelled", "NotDeleted"):
+            if error.code in (TIMED_OUT, "NotCancelled"):
                 return False
             raise
         # Also where its run directory says that it has ended: only the service knows whether it still costs money.

@@ -7,7 +7,7 @@ same the compute is deleted, after a look through everybody's jobs in the worksp
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from dtrain_dagster.clusters.azure_ml.client import ServiceError
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs
@@ -44,7 +44,7 @@ class Pools:
             trouble, grace = why_nodes_stay(
                 word_of(compute.provisioning_state), int(compute.min_instances or 0), self.options.operation_seconds
             )
-            at_work = [job or node for node, state, job in nodes if state == "running" or job]
+            at_work = busy(nodes)
             found.append(
                 NodePool(
                     name=name,
@@ -60,15 +60,17 @@ class Pools:
             )
         return found
 
-    def give_back(self, name: str, force: bool) -> bool:
-        """Have the nodes of a compute removed, with the compute if it is ``force``; whether it is gone. `InUseError`
-        for one with work, `ServiceError` where the service does not do it."""
-        self.refuse_work(name)
-        compute = self.provisioner.settled(name, 0.0)
+    def give_back(self, name: str, force: bool, check: Callable[[], None]) -> bool:
+        """Have the nodes of a compute removed, with the compute if it is ``force``; whether it is gone. ``check``:
+        `ClusterUse.giving_back`'s. `InUseError` for one with work, `ServiceError` where the service does not do it."""
+        compute = self.provisioner.settled(name, 0.0, self.patience)
         if compute is None:
             return True
+        is_deleted = force or compute.provisioning_state in BROKEN
+        check()
+        self.refuse_work(name, is_deleted)
         try:
-            if force or compute.provisioning_state in BROKEN:
+            if is_deleted:
                 self.provisioner.delete(name, self.patience)
                 return True
             self.provisioner.release(compute, self.patience)
@@ -77,12 +79,19 @@ class Pools:
                 raise
         return False
 
-    def refuse_work(self, name: str) -> None:
-        """`InUseError` for a compute that somebody uses: what runs on it would be ended with it."""
-        jobs = self.jobs.on_compute(name, self.patience)
-        busy = [job or node for node, state, job in self.provisioner.nodes(name, self.patience) if state == "running"]
-        if jobs or busy:
-            raise InUseError(f"compute {name} is at work by now: {', '.join(jobs or busy)}")
+    def refuse_work(self, name: str, is_deleted: bool) -> None:
+        """`InUseError` for a compute that somebody uses: what runs on it would be ended with it where it
+        ``is_deleted``."""
+        at_work = self.jobs.on_compute(name, self.patience) or busy(
+            self.provisioner.nodes(name, self.patience), ("running", "preparing") if is_deleted else ("running",)
+        )
+        if at_work:
+            raise InUseError(f"compute {name} is at work by now: {', '.join(at_work)}")
+
+
+def busy(nodes: Sequence[tuple[str, str, str | None]], states: Collection[str] = ("running",)) -> list[str]:
+    """Jobs of nodes that have one, and nodes in these states. Pure."""
+    return [job or node for node, state, job in nodes if state in states or job]
 
 
 def why_nodes_stay(state: str, minimum: int, operation_seconds: float) -> tuple[str, float]:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.audit import AuditLog, noted_request_id
@@ -37,6 +38,7 @@ from dtrain_dagster.clusters.azure_ml.client import (
     request_note,
 )
 from dtrain_dagster.clusters.base import ClusterError, NoCapacityError
+from dtrain_dagster.costs.prices import region_of
 from dtrain_dagster.secrets import redact
 
 if TYPE_CHECKING:
@@ -204,14 +206,18 @@ class Provisioner:
         except ServiceUnreachable as error:  # of the questions about it, not of the operation
             _log.warning("%s: %s; looking at the compute itself", what, error)
 
-    def settled(self, name: str, patience_seconds: float | None = None) -> AmlCompute | None:
+    def settled(
+        self, name: str, patience_seconds: float | None = None, look_seconds: float | None = None
+    ) -> AmlCompute | None:
         """The compute as soon as nothing moves it any more, or when patience (None: that for operations) is at its end;
-        None where there is none."""
+        None where there is none. ``look_seconds``: patience with each question (None: that of the options)."""
         patience = self.options.operation_seconds if patience_seconds is None else patience_seconds
         deadline = time.monotonic() + patience
         while True:
             try:
-                compute: Any = self.service.call(f"look at compute {name}", lambda: self.service.ml.compute.get(name))
+                compute: Any = self.service.call(
+                    f"look at compute {name}", lambda: self.service.ml.compute.get(name), look_seconds
+                )
             except NotFound:
                 return None
             if compute.provisioning_state not in MOVING or time.monotonic() > deadline:
@@ -229,7 +235,7 @@ class Provisioner:
                 )
             except NotFound:
                 return
-            left = self.settled(name, patience_seconds)
+            left = self.settled(name, patience_seconds, patience_seconds)
             if left is not None:
                 raise ServiceError(
                     f"compute {name} is still there ({left.provisioning_state}) after it was deleted: look at "
@@ -335,13 +341,23 @@ class Provisioner:
             tags={TAG: "1", CLUSTER_TAG: options.cluster_name, **tags},
         )
 
-    def _require_own_key(self) -> None:
-        if not self.options.require_own_key:
-            return
-        workspace: Any = self.service.call(
+    def require_region(self) -> None:
+        """`ClusterError` where the workspace, and with it its nodes, is not in the region whose prices count."""
+        location, ours = region_of(str(self._workspace.location)), region_of()
+        if location != ours:
+            raise ClusterError(
+                f"workspace {self.options.workspace} is in {location}, and prices and emissions would be those of "
+                f"{ours}: set DTRAIN_REGION={location}"
+            )
+
+    @cached_property
+    def _workspace(self) -> Any:
+        return self.service.call(
             "look at the workspace", lambda: self.service.ml.workspaces.get(self.options.workspace)
         )
-        if getattr(workspace, "customer_managed_key", None) is None:
+
+    def _require_own_key(self) -> None:
+        if self.options.require_own_key and getattr(self._workspace, "customer_managed_key", None) is None:
             raise ClusterError(
                 f"require_own_key: workspace {self.options.workspace} is encrypted with Microsoft's keys; make one "
                 "with a customer-managed key (deploy/azure has a parameter for it), or do not require it"

@@ -32,6 +32,7 @@ from dtrain_dagster.clusters.azure_ml.code import stage_code
 from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_DIR_TAG, RUN_TAG, ServiceJob, command_line, parse_time
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager, refuse_secrets
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+from dtrain_dagster.clusters.azure_ml.pools import busy
 from dtrain_dagster.clusters.azure_ml.states import Decision, Facts, Look, Patience, decide, loss
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState
 from trainer.rundir import LAUNCH, RunDir
@@ -53,6 +54,12 @@ def options(**fields: Any) -> AzureMLOptions:
         "storage_uri": "az://dtrain",
     }  # fmt: skip
     return AzureMLOptions(**{**required, **fields})
+
+
+def test_nodes_that_have_a_job_are_at_work_in_whatever_state_they_are() -> None:
+    nodes = [("n1", "idle", None), ("n2", "preparing", None), ("n3", "leaving", "job-1"), ("n4", "running", None)]
+    assert busy(nodes) == ["job-1", "n4"]
+    assert busy(nodes, ("running", "preparing")) == ["n2", "job-1", "n4"]
 
 
 class TestChain:
