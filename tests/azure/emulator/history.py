@@ -44,6 +44,8 @@ def history_routes(cloud: Cloud, blobs: Blobs) -> APIRouter:
         for field in ("displayName", "description"):
             if body.get(field) is not None:
                 job.properties[field] = body[field]
+        if body.get("hidden") is not None:  # what ARM calls archived
+            job.properties["isArchived"] = body["hidden"]
         return _run(cloud, job)
 
     @router.post(PATH + "/rundata", name="history.rundata")
