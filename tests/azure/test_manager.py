@@ -232,8 +232,9 @@ def test_orphans_are_found_and_ended(stage: Stage) -> None:
     assert len(health.nodes) == 2
     assert health.running_jobs == (spec.job_id,)
     (compute,) = stage.computes()
+    used_at = manager._use.used_at()
     with pytest.raises(InUseError, match="is at work by now"):
-        manager.end_orphan(Orphan(kind="compute", name=compute, reason="idle when it was found"))
+        manager.end_orphan(Orphan(kind="compute", name=compute, reason="idle when it was found", used_at=used_at))
     with pytest.raises(InUseError, match="followed by run run-2"):
         manager.end_orphan(replace(orphan, dagster_run_id="run-1"))
     rundir = RunDir(spec.run_dir)
