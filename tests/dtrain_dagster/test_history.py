@@ -149,8 +149,8 @@ def test_finished_runs_are_scored_once_and_judged_by_their_own_score(instance):
     assert passed, "nothing to judge is nothing wrong"
     assert "no run yet" in shown["why"]
     told(instance, "a", 110.0, job_id="train-a-1")
-    for _ in range(3):
-        told(instance, "a", 100.0, job_id="train-a-2", learned_factor=1.1)
+    for seconds in (300.0, 200.0, 100.0):
+        told(instance, "a", seconds, job_id="train-a-2", learned_factor=1.1)
     told(instance, "b", 140.0)
     past = past_scores(instance)
     assert [(item.fingerprint, item.score.job_id, item.score.learned_factor) for item in past] == [
