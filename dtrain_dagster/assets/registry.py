@@ -2,7 +2,7 @@
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, read_finished
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, plan_of, read_finished
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -50,17 +50,19 @@ def registered_model(
     # Here, not above: these load MLflow.
     from dtrain_dagster import registry
 
-    plan, job = cost_estimate, trained_checkpoint
+    job = trained_checkpoint
     rundir = RunDir(job.run_dir)
+    plan = plan_of(rundir, cost_estimate)
     result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
     usage = cluster.manager().node_usage(job.job_id)
     tracker = CostTracker(job.cluster_name, usage, plan.tier)
+    sku = ", ".join(sorted({stretch.sku for stretch in usage}))
     provenance = registry.Provenance(
         nodes=job.node_count,
         node_hours=tracker.node_hours,
-        cost_usd=f"{dollars(tracker.total_usd)} ({plan.sku}: {plan.price_words})",
+        cost_usd=f"{dollars(tracker.total_usd)} ({sku}: {plan.price_words})",
         cost_usd_total=tracker.total_usd,
-        sku=", ".join(sorted({stretch.sku for stretch in usage})),
+        sku=sku,
         code_version=code_version(),
         dagster_run_id=context.run.run_id,
         dagster_run_url=project.run_url(context.run.run_id),
