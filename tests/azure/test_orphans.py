@@ -78,7 +78,7 @@ def test_orphans_are_found_told_once_and_ended(tmp_path: Path, monkeypatch: pyte
             "dtrain-kept": ("compute", 2, A100),
         }
         assert found[f"{OF_NOBODY}-l1"]["cost_per_hour"].startswith("$3.06 (list price")
-        assert found["dtrain-kept"]["cost_per_hour"].startswith("$7.34 ")
+        assert found["dtrain-kept"]["cost_per_hour"].startswith("$7.35 ")
         assert all(facts["studio"].startswith("https://ml.azure.com/") for facts in found.values())
         assert "it is Failed" in found["dtrain-left"]["why"]
         assert "somebody else's" in found[f"{OF_OTHERS}-l1"]["what_was_done"]
