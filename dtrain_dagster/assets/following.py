@@ -169,9 +169,8 @@ def progress_metadata(progress: Progress, plan: TrainingPlan, cost: Projection) 
 def progress_line(progress: Progress, plan: TrainingPlan, cost: Projection) -> str:
     """The same in one line of the log."""
     share = progress.step / plan.work.steps if plan.work.steps else 0
-    parts = [f"step {progress.step}/{plan.work.steps} ({share:.0%})", f"epoch {progress.epoch}"]
-    if not progress.step:
-        parts = [progress.phase]
+    steps = [f"step {progress.step}/{plan.work.steps} ({share:.0%})", f"epoch {progress.epoch}"]
+    parts = steps if progress.step else [progress.phase]
     if progress.loss is not None:
         parts.append(f"loss {progress.loss:.4f}")
     if progress.samples_per_second is not None:
