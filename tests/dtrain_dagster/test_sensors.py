@@ -262,7 +262,7 @@ def two_hours(rundir: RunDir, seconds: float, remote: bool) -> Iterator[float]:
         (4.0, False, 0.45, ["projected 25%", "actual 25%"]),
         (10.0, True, 0.45, ["projected 25%", "actual 25%"]),
         (30.0, True, 0.45, ["projected 25%", "actual 25%"]),
-        (90.0, True, 0.45, ["projected 25%", "actual 25%"]),
+        (120.0, True, 0.45, ["projected 25%", "actual 25%"]),
         (30.0, True, 0.0, []),
     ],
 )
