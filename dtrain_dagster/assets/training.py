@@ -117,7 +117,7 @@ def trained_checkpoint(
         rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
         if choice.action in ("start", "restart"):
             job = planned_job(plan, choice, cluster, project, context.run.run_id)
-            job.training.max_node_seconds = node_seconds(plan, choice, manager, got)
+            job.training.max_node_seconds = node_seconds(plan, choice, manager, got) or job.training.max_node_seconds
             rundir.write_json(PLAN, asdict(plan))
             env = cluster.node_env(project)
             start_job(manager, job, plan.node_count, plan.processes_per_node, env, plan.stop_at_usd)
