@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +34,10 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
     Dollars are node-time at list price. On the local cluster they stand in for a SKU's, and nothing is billed.
     """
     from dtrain_dagster.costs import export
+    from dtrain_dagster.costs.carbon import footprint, this_machine
     from dtrain_dagster.costs.ledger import ledger
     from dtrain_dagster.costs.plan import LISTED, STAND_IN
-    from dtrain_dagster.costs.prices import PriceError, tier_of
+    from dtrain_dagster.costs.prices import PriceError, region_of, tier_of
     from dtrain_dagster.costs.reconcile import UsageError
     from dtrain_dagster.costs.tracker import CostTracker
     from dtrain_dagster.jobs import PLAN
@@ -50,10 +52,11 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
     plan = rundir.read_json(PLAN) or {}
     words = plan.get("price_words", STAND_IN if settings.cluster == "local" else LISTED)
     try:
-        tracker = CostTracker(
-            settings.cluster_name, manager.node_usage(job_id), tier_of(plan.get("tier", settings.tier))
-        )
-        found = ledger(tracker.nodes, rundir.events(), running)
+        usage, events = manager.node_usage(job_id), list(rundir.events())
+        tracker = CostTracker(settings.cluster_name, usage, tier_of(plan.get("tier", settings.tier)))
+        found = ledger(tracker.nodes, events, running)
+        is_local = settings.cluster == "local"
+        energy = footprint(usage, events, None if is_local else region_of(), this_machine() if is_local else None)
         reconciled = _reconciled(usage_export, tracker, job_id, rundir) if usage_export else None
     except (PriceError, UsageError) as error:
         raise Refusal(str(error)) from None
@@ -62,13 +65,15 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
         click.echo(export.csv_of(export.ledger_rows(found)), nl=False)
     elif as_json:
         epochs = (rundir.read_json(RESULT) or {}).get("epochs") or 0.0
-        more: dict[str, Any] = {"running": running}
+        more: dict[str, Any] = {"running": running, "energy": asdict(energy)}
         if reconciled is not None:
             more["reconciliation"] = reconciled.as_dict()
         metrics = tracker.metrics(epochs, expected or 0.0)
         click.echo(json.dumps(export.document(tracker, found, metrics, words, **more), indent=2))
     else:
         _print(tracker, found, words, expected, running)
+        carbon = "" if energy.kg_co2e is None else f", {energy.kg_co2e:.3g} kg CO2e ({energy.source})"
+        click.echo(f"{energy.kwh:.3g} kWh{carbon}: {energy.basis}")
         if reconciled is not None:
             _print_reconciled(reconciled)
 

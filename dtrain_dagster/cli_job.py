@@ -14,7 +14,7 @@ from pathlib import Path
 from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.settings import Settings
 from trainer.config import ConfigError, JobConfig, parse_job
-from trainer.rundir import RunDir
+from trainer.rundir import LIMIT, RunDir
 from trainer.storage import Storage
 
 
@@ -102,9 +102,10 @@ def plan_job(
     return replace(first, run_dir=f"{settings.jobs_uri}/{first.job_id}", training=training), nodes
 
 
-def as_begun(job: JobConfig) -> JobConfig:
+def as_begun(job: JobConfig, runs: bool = False) -> JobConfig:
     """A job that is there already is gone on with as it was planned, on as many nodes as are asked for now: its batches
-    are dealt anew. `ConfigError` where it was planned otherwise."""
+    are dealt anew. One that ``runs`` keeps its budget where no other is asked for. `ConfigError` where it was planned
+    otherwise."""
     rundir = RunDir(job.run_dir)
     if not rundir.storage.exists("job.json"):
         return job
@@ -119,7 +120,10 @@ def as_begun(job: JobConfig) -> JobConfig:
         raise ConfigError(
             f"job {job.job_id} was planned with another configuration: choose another --name, or repeat it"
         )
-    return replace(before, training=replace(before.training, max_node_seconds=asked.max_node_seconds))
+    limit = asked.max_node_seconds
+    if runs and limit is None:
+        limit = (rundir.read_json(LIMIT) or {}).get("max_node_seconds", before.training.max_node_seconds)
+    return replace(before, training=replace(before.training, max_node_seconds=limit))
 
 
 def total_steps(job: JobConfig) -> int:

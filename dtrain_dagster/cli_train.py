@@ -170,7 +170,7 @@ def train(
     rundir = run_dir(settings, _job_id(job.job_id, "train"))
     runs = _runs_already(cluster.manager(), job.job_id)
     steps = total_steps(job)
-    job = as_begun(with_reachable_data(job, settings))
+    job = as_begun(with_reachable_data(job, settings), runs)
     if runs:
         click.echo(f"job {job.job_id} is running already: no other is started", err=True)
     else:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import trainer
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobSpec, JobState, JobStatus
+from dtrain_dagster.costs.budget import write_limit
 from dtrain_dagster.monitoring.alerts import LATEST_WINDOWS, keep
 from dtrain_dagster.monitoring.hangs import HangNews, unresolved, verdict
 from dtrain_dagster.monitoring.windows import settled, shares, windows
@@ -137,16 +138,23 @@ def _module_digest(factory: str) -> str:
 
 
 def start_job(
-    manager: GPUClusterManager, job: JobConfig, node_count: int, processes_per_node: int, env: dict[str, str]
+    manager: GPUClusterManager,
+    job: JobConfig,
+    node_count: int,
+    processes_per_node: int,
+    env: dict[str, str],
+    stop_at_usd: float | None = None,
 ) -> None:
-    """Write ``job.json`` and run the trainer on the cluster. Harmless if the job runs already. `BudgetSpentError`, and
-    nothing is bought, for one that has nothing left to go on with."""
+    """Write ``job.json`` and run the trainer on the cluster. One that runs already is left alone, but for its budget.
+    `BudgetSpentError`, and nothing is bought, for one that has nothing left to go on with. ``stop_at_usd``: what its
+    ``max_node_seconds`` was made of."""
     rundir = RunDir(job.run_dir)
     known, limit = rundir.read_json(JOB), job.training.max_node_seconds
     if known is None:
         rundir.write_job(job)
     elif known["training"].get(BUDGET) != limit:  # all that may change when a job is gone on with
         rundir.write_json(JOB, known | {"training": known["training"] | {BUDGET: limit}})
+    write_limit(rundir, limit, stop_at_usd)
     spent = sum(node.seconds(node.last_seen_at or node.started_at) for node in rundir.nodes()) if limit else 0.0
     if limit and spent >= limit:
         raise BudgetSpentError(

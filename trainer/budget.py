@@ -2,7 +2,8 @@
 
 It is kept by the nodes themselves, so that it holds when whoever started the job is dead. What was paid is in the run
 directory, as the presence of every node in every launch; each process adds it up, seldom while there is room and often
-near the end. There are two limits. The *early* one leaves room for a checkpoint: rank 0 sees it and all stop together
+near the end, and reads anew what the budget is: ``budget.json`` may raise it, or give one to a job that had none, while
+it runs. There are two limits. The *early* one leaves room for a checkpoint: rank 0 sees it and all stop together
 after a step, or rank 0 alone in the middle of an evaluation. The *last* one is the budget itself: there every process
 ends where it stands, in its start-up, in a regroup, in a collective that hangs.
 """
@@ -10,6 +11,7 @@ ends where it stands, in its start-up, in a regroup, in a collective that hangs.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -17,10 +19,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.group import GroupError
-from trainer.rundir import NodePresence, RunDir, stale_seconds
+from trainer.rundir import LIMIT, NodePresence, RunDir, stale_seconds
 
 if TYPE_CHECKING:
     from trainer.run import DistributedTrainer
@@ -72,13 +74,24 @@ def pause(left: float, nodes: int) -> float:
     return min(LATEST_SECONDS, max(SOONEST_SECONDS, left / (4 * max(1, nodes))))
 
 
-def begin(trainer: DistributedTrainer) -> Budget | None:
-    """Look after the budget of this process's job, from now on; None where it has none."""
+def limit_of(document: Any, default: float) -> float:
+    """Node-seconds that ``budget.json`` allows, infinite where it sets no limit; ``default`` where there is none.
+    ValueError for one that is damaged."""
+    if document is None:
+        return default
+    found = document.get("max_node_seconds", "missing") if isinstance(document, dict) else "missing"
+    if found is None:
+        return math.inf
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
+        raise ValueError(f"max_node_seconds is {found!r}, not a number above 0")
+    return float(found)
+
+
+def begin(trainer: DistributedTrainer) -> Budget:
+    """Look after the budget of this process's job, from now on."""
     from trainer.outcome import end_at_budget
 
-    limit, facts = trainer.config.max_node_seconds, trainer.facts
-    if limit is None:
-        return None
+    limit, facts = trainer.config.max_node_seconds or math.inf, trainer.facts
     launch, nodes = int(os.environ.get("DTRAIN_LAUNCH", "1")), facts.world_size // facts.local_world_size
     return Budget(trainer.rundir, limit, launch, nodes, partial(end_at_budget, trainer))
 
@@ -107,11 +120,13 @@ def save(trainer: DistributedTrainer, spent: BudgetSpent) -> None:
 
 
 class Budget:
-    """Looks after the budget in this process. ``end`` is called from a thread when it is spent to the last; ``nodes``
-    are counted where nobody keeps their presence, from now on."""
+    """Looks after the budget in this process. ``limit``: in node-seconds, as long as the run directory names no other.
+    ``end`` is called from a thread when it is spent to the last; ``nodes`` are counted where nobody keeps their
+    presence, from now on."""
 
     def __init__(self, rundir: RunDir, limit: float, launch: int, nodes: int, end: Callable[[], object]) -> None:
         self.rundir, self.limit, self.launch, self._end = rundir, limit, launch, end
+        self._first_limit = limit
         self.checkpoint_seconds: float | None = None
         """The longest that was measured."""
         self._unrecorded = Paid(0.0, nodes)
@@ -130,6 +145,9 @@ class Budget:
         """Is it time to stop, for a checkpoint after one more step of that length to fit?"""
         known = self.checkpoint_seconds
         reserve = MARGIN_SECONDS + (UNMEASURED_SECONDS if known is None else 1.5 * known) + step_seconds
+        if self.paid + self._paid.nodes * reserve < self.limit:
+            return False
+        self._read_limit()  # it may have been raised since the last look
         return self.paid + self._paid.nodes * reserve >= self.limit
 
     def measured(self, checkpoint_seconds: float) -> None:
@@ -147,13 +165,22 @@ class Budget:
 
     def _watch(self) -> None:
         while True:
-            self._look()
+            self._read_limit()
+            if self.limit < math.inf:  # else nobody asks what was paid
+                self._look()
             left = self.limit - self.paid
             if left <= 0:
                 break
             if self._closed.wait(min(pause(left, self._paid.nodes), left / max(1, self._paid.nodes))):
                 return
-        self._end()
+        if not self._closed.is_set():
+            self._end()
+
+    def _read_limit(self) -> None:
+        try:
+            self.limit = limit_of(self.rundir.read_json(LIMIT), self._first_limit)
+        except Exception as error:  # of whatever kind: what was read last still holds
+            _log.warning("%s/%s cannot be read, the budget stays as it was: %s", self.rundir.uri, LIMIT, error)
 
     def _look(self) -> None:
         try:

@@ -112,7 +112,7 @@ class DistributedTrainingConfig:
     """How long a collective may wait for a peer (D3)."""
     max_node_seconds: float | None = Field(default=None, gt=0)
     """Hard budget: at so many paid seconds, over all nodes and launches of the job, a checkpoint is saved and the job
-    stops (`trainer.budget`). None: no limit."""
+    stops (`trainer.budget`). None: no limit. ``budget.json`` in the run directory counts before it."""
     regroup: bool = True
     """On a cluster: go on without nodes that are lost, and take in new ones. False: one lost node ends the training."""
     health_check_seconds: float = Field(default=30.0, gt=0)

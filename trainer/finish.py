@@ -62,8 +62,10 @@ def finish(trainer: DistributedTrainer) -> dict[str, Any]:
     trainer.reporter.emit("end", status="succeeded")
     if world.rank == 0:
         trainer.reporter.close()  # MLflow's run is known once the writer is done
-        if not write_result(trainer.rundir, result, trainer.elastic.launch if trainer.elastic else None):
+        if not write_result(trainer.rundir, result, trainer.launch):
             raise RuntimeError(f"could not write the result to {trainer.rundir.uri}: make room there, and resume")
+        if trainer.budget:
+            trainer.budget.close()
     world.meet()  # nobody leaves before the result is there: who is left could still write it
     return result
 

@@ -21,7 +21,7 @@ from trainer.storage import StorageError
 if TYPE_CHECKING:
     from trainer.run import DistributedTrainer
 
-DONE, FAILED, UNUSABLE, BUDGET, LOST, EVICTED = 0, 1, 2, 3, 75, 143
+DONE, FAILED, UNUSABLE, BUDGET, LOST, EVICTED = 0, 1, 2, 77, 75, 143
 """Exit codes. LOST: this process lost its peers, its device or remote storage and could not regroup; starting it again
 from the checkpoint helps. FAILED: it does not. BUDGET: it does once the budget is raised (`trainer.budget`)."""
 
@@ -77,6 +77,8 @@ def run_job(job: JobConfig) -> int:
             write_result(trainer.rundir, result, launch)
     elif result.pop("everybody", False) and trainer.world.rank == 0:
         write_result(trainer.rundir, result, launch)
+    if code == DONE and trainer.budget:
+        trainer.budget.close()  # first: however long the rest takes, this job is done
     trainer.close(tracking_seconds=60.0 if code == DONE else 5.0)
     return code
 
@@ -132,8 +134,7 @@ def end_at_budget(trainer: DistributedTrainer) -> None:
     from trainer.presence import last_word
 
     assert trainer.budget is not None
-    launch = int(os.environ["DTRAIN_LAUNCH"]) if "DTRAIN_LAUNCH" in os.environ else None
-    step = trainer.progress.step
+    launch, step = trainer.launch, trainer.progress.step
     message = trainer.budget.explain(f"at step {step}, before the next checkpoint" if step else "before the first step")
     with contextlib.suppress(OSError, ValueError):
         write_result(trainer.rundir, {"status": "budget", "steps": step, "error": message}, launch)

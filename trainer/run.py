@@ -72,6 +72,8 @@ class DistributedTrainer:
         self.monitor: NodeMonitor | None = None
         self.watchdog = Watchdog(self.config)
         self.budget: Budget | None = None
+        self.launch: int | None = None
+        """Of the cluster that this process regroups in; None in a world of fixed ranks."""
         self.state: TrainingState | None = None
         self.loader: BatchLoader | None = None
         self.sampler: Sampler
@@ -95,12 +97,13 @@ class DistributedTrainer:
             if given is not None and given != found:
                 raise ConfigError(f"{name} is {found} in the environment, but {given} was asked for")
         self.facts, self.faults = facts, Faults(os.environ, facts.node_rank)
-        is_elastic = "DTRAIN_LAUNCH" in os.environ and self.config.regroup
-        if not is_elastic and facts.rank == 0:
+        if "DTRAIN_LAUNCH" in os.environ and self.config.regroup:
+            self.launch = int(os.environ["DTRAIN_LAUNCH"])
+        if self.launch is None and facts.rank == 0:
             self.rundir.storage.delete(RESULT)  # of an earlier start: only this one says how it ended
         self.budget = budget.begin(self)
         self.device, _ = choose_device(facts, self.config.backend)
-        if is_elastic:
+        if self.launch is not None:
             self.elastic = Elastic(self.rundir, self.config, facts, self.device, os.environ, self.job.job_id)
             self.elastic.announce()
         else:

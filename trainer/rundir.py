@@ -3,6 +3,7 @@
     jobs/<job_id>/
       job.json                            what to train (`trainer.config.JobConfig`)
       launch.json                         how the cluster started it (written by the cluster)
+      budget.json                         at how many node-seconds it stops, where that may change while it runs
       events/g0001-r00000-000001.jsonl    what happened: generation, rank, running number; each file written once
       checkpoints/g0001-s00000100/        one fresh folder per (generation, step); its manifest.json is written last
       checkpoints/LATEST.json, BEST.json  which folder counts
@@ -35,6 +36,9 @@ from trainer.storage import Storage
 
 JOB = "job.json"
 LAUNCH = "launch.json"
+LIMIT = "budget.json"
+"""``max_node_seconds``: counts before that of ``job.json``; None: no limit. ``stop_at_usd``: the dollars that it was
+made of, None where it was given in node-seconds."""
 STATUS = "status.json"
 RESULT = "result.json"
 EVALUATION = "evaluation.json"

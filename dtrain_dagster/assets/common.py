@@ -12,7 +12,9 @@ from typing import Any
 import dagster as dg
 
 from dtrain_dagster.costs.optimizer import Optimization
+from dtrain_dagster.costs.plan import TrainingPlan, parse_plan
 from dtrain_dagster.costs.prices import price_of
+from dtrain_dagster.jobs import PLAN
 from dtrain_dagster.monitoring.strategies import Strategy
 from dtrain_dagster.resources import GPUClusterResource
 from trainer.rundir import RunDir
@@ -40,6 +42,16 @@ def read_finished(rundir: RunDir, name: str) -> dict[str, Any]:
     if document is None:
         raise dg.Failure(f"{rundir.uri} has no {name}: its job did not finish; materialize trained_checkpoint again")
     return document
+
+
+def plan_of(rundir: RunDir, cost_estimate: TrainingPlan) -> TrainingPlan:
+    """The plan that a job carried out: `cost_estimate` may have been made again since, for another training. It counts
+    where the run directory has no plan. `dagster.Failure` where it has one that cannot be read."""
+    try:
+        document = rundir.read_json(PLAN)
+        return parse_plan(document, f"{rundir.uri}/{PLAN}") if document is not None else cost_estimate
+    except ValueError as error:
+        raise dg.Failure(f"{rundir.uri}/{PLAN} cannot be read: {error}", allow_retries=False) from error
 
 
 def strategy_table(strategies: Iterable[Strategy]) -> str:

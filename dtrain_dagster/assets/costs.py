@@ -8,18 +8,20 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, read_finished, table_schema
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, plan_of, read_finished, table_schema
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs import export
 from dtrain_dagster.costs.carbon import Footprint, footprint, this_machine
 from dtrain_dagster.costs.difference import Reason, reasons, sentence
+from dtrain_dagster.costs.history import Course
 from dtrain_dagster.costs.ledger import Ledger, ledger
 from dtrain_dagster.costs.money import SECOND, digits_of, shown, total_shown
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.costs.prices import region_of
+from dtrain_dagster.costs.prices import price_of, region_of
 from dtrain_dagster.costs.timeline import Cause
 from dtrain_dagster.costs.tracker import CostTracker, edges, overrun, paid, utc
 from dtrain_dagster.monitoring import charts, charts_ledger
+from dtrain_dagster.monitoring.performance import paid_wall_seconds
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.settings import load_settings
 from dtrain_dagster.wording import dollars
@@ -54,8 +56,9 @@ MOST_NODES = 32
 def cost_breakdown(
     cluster: GPUClusterResource, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob
 ) -> dg.MaterializeResult:
-    plan, job = cost_estimate, trained_checkpoint
+    job = trained_checkpoint
     rundir = RunDir(job.run_dir)
+    plan = plan_of(rundir, cost_estimate)
     usage, events = cluster.manager().node_usage(job.job_id), list(rundir.events())
     tracker = CostTracker(job.cluster_name, usage, plan.tier)
     found = ledger(tracker.nodes, events)
@@ -92,9 +95,10 @@ def cost_breakdown(
             "estimated_high_usd": round(estimate.high, 5),
             "above_estimate_percent": round(100 * above, 1),
             "why": dg.MarkdownMetadataValue(f"{why}\n\n{_reasons_table(told)}"),
-            "wall_seconds": round(tracker.wall_seconds, 1),
+            "wall_seconds": round(paid_wall_seconds(usage), 1),
             "estimated_seconds": round(plan.estimate.seconds.expected, 1),
-            "fingerprint": plan.fingerprint,
+            **_identity(job, plan, tracker),
+            **asdict(Course.read(rundir)),
             "node_hours": round(tracker.node_hours, 5),
             "usd_per_epoch": round(metrics.cost_per_epoch, 5),
             "usd_per_1000_samples": round(per_thousand, 7),
@@ -124,6 +128,20 @@ def cost_breakdown(
             _ledger_check(tracker, found),
         ],
     )
+
+
+def _identity(job: FinishedJob, plan: TrainingPlan, tracker: CostTracker) -> dict[str, Any]:
+    """As metadata: which job this was, as it was planned and on what it really ran."""
+    return {
+        "job_id": job.job_id,
+        "fingerprint": plan.fingerprint,
+        "sku": ", ".join(sorted({price_of(node.sku).sku for node in tracker.nodes})),
+        "tier": ", ".join(sorted({str(node.tier) for node in tracker.nodes})),
+        "planned_sku": plan.sku,
+        "planned_tier": plan.tier,
+        "basis": plan.basis_kind,
+        "learned_factor": plan.learned_factor,
+    }
 
 
 def _energy(found: Footprint) -> dict[str, Any]:

@@ -66,12 +66,14 @@ def watch(
             if progress.recent != judged:
                 judged = progress.recent
                 tell_of(judged, told, context, rundir, plan.job["training"], notify_urls)
-            if time.monotonic() - observed_at >= OBSERVE_EVERY_SECONDS and progress.step:
+            if time.monotonic() - observed_at >= OBSERVE_EVERY_SECONDS:
                 observed_at = time.monotonic()
-                cost = project(CostTracker("", manager.node_usage(job_id), plan.tier), planned, pace)
-                metadata = progress_metadata(progress, plan, cost)
-                context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
-                context.log.info(progress_line(progress, plan, cost))
+                usage = manager.node_usage(job_id)
+                if usage or progress.step:  # from the first node on: it is paid for, whether or not it does a step
+                    cost = project(CostTracker("", usage, plan.tier), planned, pace)
+                    metadata = progress_metadata(progress, plan, cost)
+                    context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
+                    context.log.info(progress_line(progress, plan, cost))
         except Exception:  # of whatever kind: what people are told of a job must not end the run that follows it
             error = traceback.format_exc()  # in the message: Dagster keeps no other part of a record
             context.log.warning(f"{job_id}: how it does could not be told; it is followed further\n{error}")
@@ -141,12 +143,13 @@ def tell_of(
 
 
 def progress_metadata(progress: Progress, plan: TrainingPlan, cost: Projection) -> dict[str, Any]:
-    """What an observation of the running asset carries; numbers, so that the UI plots them."""
+    """What an observation of the running asset carries, as far as it is known; numbers, so that the UI plots them."""
     over = cost.over_at_end
     fields = {
-        "step": progress.step,
+        "phase": progress.phase,
+        "step": progress.step or None,
         "steps_planned": plan.work.steps,
-        "epoch": progress.epoch,
+        "epoch": progress.epoch if progress.step else None,
         "loss": progress.loss,
         "valid_loss": progress.valid_loss,
         "samples_per_second": progress.samples_per_second,
@@ -166,7 +169,8 @@ def progress_metadata(progress: Progress, plan: TrainingPlan, cost: Projection) 
 def progress_line(progress: Progress, plan: TrainingPlan, cost: Projection) -> str:
     """The same in one line of the log."""
     share = progress.step / plan.work.steps if plan.work.steps else 0
-    parts = [f"step {progress.step}/{plan.work.steps} ({share:.0%})", f"epoch {progress.epoch}"]
+    steps = [f"step {progress.step}/{plan.work.steps} ({share:.0%})", f"epoch {progress.epoch}"]
+    parts = steps if progress.step else [progress.phase]
     if progress.loss is not None:
         parts.append(f"loss {progress.loss:.4f}")
     if progress.samples_per_second is not None:

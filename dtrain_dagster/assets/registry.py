@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, read_finished
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, plan_of, read_finished
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError, NodeUsage
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -53,11 +53,13 @@ def registered_model(
     # Here, not above: these load MLflow.
     from dtrain_dagster import registry
 
-    plan, job = cost_estimate, trained_checkpoint
+    job = trained_checkpoint
     rundir = RunDir(job.run_dir)
+    plan = plan_of(rundir, cost_estimate)
     result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
     usage = cluster.manager().node_usage(job.job_id)
-    cost_usd, in_words = cost_of(usage, plan, job.cluster_name)
+    sku = ", ".join(sorted({stretch.sku for stretch in usage}))
+    cost_usd, in_words = cost_of(usage, sku, plan, job.cluster_name)
     if cost_usd is None:
         context.log.warning(in_words)
     provenance = registry.Provenance(
@@ -65,7 +67,7 @@ def registered_model(
         node_hours=sum(stretch.hours for stretch in paid(usage)[0]),
         cost_usd=in_words,
         cost_usd_total=cost_usd,
-        sku=", ".join(sorted({stretch.sku for stretch in usage})),
+        sku=sku,
         code_version=code_version(),
         dagster_run_id=context.run.run_id,
         dagster_run_url=project.run_url(context.run.run_id),
@@ -121,13 +123,13 @@ def registered_model(
     )
 
 
-def cost_of(usage: Sequence[NodeUsage], plan: TrainingPlan, cluster_name: str) -> tuple[float | None, str]:
+def cost_of(usage: Sequence[NodeUsage], sku: str, plan: TrainingPlan, cluster_name: str) -> tuple[float | None, str]:
     """Dollars of a training, as a number and in words. It is paid by now: a price that nobody knows fails nothing."""
     try:
         total = CostTracker(cluster_name, usage, plan.tier).total_usd
     except PriceError as error:
         return None, f"cost not known: {error}"
-    return total, f"{dollars(total)} ({plan.sku}: {plan.price_words})"
+    return total, f"{dollars(total)} ({sku}: {plan.price_words})"
 
 
 @dg.asset_check(

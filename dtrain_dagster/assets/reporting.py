@@ -12,6 +12,7 @@ from dtrain_dagster.assets.common import (
     CODE_VERSION,
     OWNERS,
     optimization_table,
+    plan_of,
     read_finished,
     strategy_table,
     table_schema,
@@ -24,7 +25,13 @@ from dtrain_dagster.costs.prices import price_of, price_table
 from dtrain_dagster.monitoring import charts, charts_time
 from dtrain_dagster.monitoring.alerts import best, told
 from dtrain_dagster.monitoring.page import write_report
-from dtrain_dagster.monitoring.performance import NodePerformance, Performance, RankPerformance, summarise
+from dtrain_dagster.monitoring.performance import (
+    NodePerformance,
+    Performance,
+    RankPerformance,
+    paid_wall_seconds,
+    summarise,
+)
 from dtrain_dagster.monitoring.windows import WireTime, windows
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.wording import duration
@@ -45,23 +52,24 @@ def performance_report(
 ) -> dg.MaterializeResult:
     job = trained_checkpoint
     rundir = RunDir(job.run_dir)
+    plan = plan_of(rundir, cost_estimate)
     result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
     usage = cluster.manager().node_usage(job.job_id)
     events = list(rundir.events())
-    performance = summarise(events, result["phase_seconds"], result["world_size"], usage, cost_estimate.job["training"])
+    performance = summarise(events, result["phase_seconds"], result["world_size"], usage, plan.job["training"])
     optimization = ResourceOptimizer(
         events,
         usage,
-        price=price_of(cost_estimate.sku),
-        tier=cost_estimate.tier,
-        training=cost_estimate.job["training"],
+        price=price_of(plan.sku),
+        tier=plan.tier,
+        training=plan.job["training"],
         prices=price_table().values(),
         today=datetime.now(UTC).date(),
-        price_words=cost_estimate.price_words,
+        price_words=plan.price_words,
     ).optimization()
     rundir.write_json(PERFORMANCE_REPORT, asdict(performance) | {"optimization": asdict(optimization)})
-    wall = max(node.ended_at for node in usage) - min(node.started_at for node in usage)
-    expected = cost_estimate.estimate.seconds
+    wall = paid_wall_seconds(usage)
+    expected = plan.estimate.seconds
     metadata: dict[str, Any] = {
         "verdict": performance.verdict,
         **_figures(performance),
@@ -71,7 +79,7 @@ def performance_report(
         "recommendations": dg.MarkdownMetadataValue(strategy_table(performance.recommendations)),
         "next_run": dg.MarkdownMetadataValue(optimization_table(optimization)),
         "test": dg.JsonMetadataValue(evaluation["model"]),
-        "report_page": dg.MetadataValue.path(write_report(rundir, cost_estimate.tier)),
+        "report_page": dg.MetadataValue.path(write_report(rundir, plan.tier)),
         "report": dg.MetadataValue.path(f"{rundir.uri}/{PERFORMANCE_REPORT}"),
         "pictures": dg.MarkdownMetadataValue(_pictures(performance, usage, events)),
     }

@@ -6,7 +6,7 @@ from typing import Any
 import dagster as dg
 
 from dtrain_dagster.assets.costs import cost_breakdown
-from dtrain_dagster.costs.history import past_scores
+from dtrain_dagster.costs.history import latest_score, past_scores
 from dtrain_dagster.costs.scoring import Score, learn, summarise
 from dtrain_dagster.monitoring.charts import markdown_image
 from dtrain_dagster.monitoring.charts_scores import history_chart
@@ -17,22 +17,24 @@ from dtrain_dagster.wording import dollars, duration
     asset=cost_breakdown,
     name="estimate_scored",
     description="Time and cost of the finished run lay within the 90 % interval that was given before it started. "
-    "Shows how good this instance's estimates were so far; the next ones learn from it.",
+    "Shows how good this instance's estimates were so far; the next ones learn from it. A run on another "
+    "SKU or tier than planned has no score.",
 )
 def estimate_scored(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
     scores = [past.score for past in past_scores(context.instance)]
-    return judged(scores)
+    return judged(latest_score(context.instance, context.run.run_id), scores)
 
 
-def judged(scores: Sequence[Score]) -> dg.AssetCheckResult:
-    """The latest of these against its estimate, and all of them together; the oldest first."""
-    if not scores:
-        return dg.AssetCheckResult(
-            passed=True, metadata={"why": "not scored: no finished run of this instance says what was estimated"}
-        )
-    last, together = scores[-1], summarise(scores)
-    next_one = learn(scores, last.basis, last.sku)
+def judged(latest: tuple[str, Score | str] | None, scores: Sequence[Score]) -> dg.AssetCheckResult:
+    """A job by its own score, or why it has none; and all scores together, the oldest first."""
+    if latest is None:
+        return dg.AssetCheckResult(passed=True, metadata={"why": "not scored: cost_breakdown told of no run yet"})
+    job_id, last = latest
+    if isinstance(last, str):
+        return dg.AssetCheckResult(passed=True, metadata={"job_id": job_id, "why": f"not scored: {last}"})
+    together, next_one = summarise(scores), learn(scores, last.basis, last.sku)
     metadata: dict[str, Any] = {
+        "job_id": job_id,
         "usd_error_percent": _percent(last.usd_error),
         "seconds_error_percent": _percent(last.seconds_error),
         "within_interval": last.is_within,
@@ -45,6 +47,8 @@ def judged(scores: Sequence[Score]) -> dg.AssetCheckResult:
         "learned": f"the next estimate on {last.sku} from a {last.basis} is multiplied by {next_one.factor:.3f}",
         "history": dg.MarkdownMetadataValue(markdown_image(history_chart(scores), "Estimates so far")),
     }
+    if last.disturbed:
+        metadata["not_learned"] = f"{last.disturbed}: nothing is learned from it"
     return dg.AssetCheckResult(passed=last.is_within, severity=dg.AssetCheckSeverity.WARN, metadata=metadata)
 
 

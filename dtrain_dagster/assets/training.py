@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,9 +13,10 @@ from dtrain_dagster.assets.affording import refuse_dearer_nodes
 from dtrain_dagster.assets.capacity import provision, provisioning
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, read_finished, rounded
 from dtrain_dagster.assets.following import COST_CHECK, RAISE_BUDGET, communication_check, cost_check, watch
-from dtrain_dagster.clusters.base import OWNER
+from dtrain_dagster.clusters.base import OWNER, ClusterConfig, GPUClusterManager
+from dtrain_dagster.costs.budget import node_seconds_of, write_limit
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.costs.prices import price_of, tier_of
+from dtrain_dagster.costs.prices import tier_of
 from dtrain_dagster.jobs import (
     CLAIM,
     PLAN,
@@ -29,10 +30,11 @@ from dtrain_dagster.jobs import (
 from dtrain_dagster.monitoring import charts
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.wording import dollars
 from trainer.config import JobConfig, TrackingConfig, parse_job
 from trainer.gate import better_baselines
 from trainer.membership import Generation, generations
-from trainer.rundir import EVALUATION, LAUNCH, RESULT, RunDir
+from trainer.rundir import EVALUATION, LAUNCH, LIMIT, RESULT, RunDir
 
 gpu_cluster = dg.AssetSpec(
     "gpu_cluster",
@@ -114,10 +116,13 @@ def trained_checkpoint(
         rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
         if choice.action in ("start", "restart"):
             refuse_dearer_nodes(context, project, plan, got)
-            usd_per_hour = price_of(got.gpu_type).usd_per_hour(tier_of(got.tier or plan.tier))
-            job = planned_job(plan, choice, cluster, project, context.run.run_id, usd_per_hour)
+            job = planned_job(plan, choice, cluster, project, context.run.run_id)
+            job.training.max_node_seconds = node_seconds(plan, choice, manager, got) or job.training.max_node_seconds
             rundir.write_json(PLAN, asdict(plan))
-            start_job(manager, job, plan.node_count, plan.processes_per_node, cluster.node_env(project))
+            env = cluster.node_env(project)
+            start_job(manager, job, plan.node_count, plan.processes_per_node, env, plan.stop_at_usd)
+        elif choice.action == "attach":
+            context.log.info(f"{choice.job_id}: {hand_over_budget(rundir, plan, choice, manager, got)}")
         watch(context, manager, rundir, choice.job_id, plan, project.notify_urls())
     except BudgetSpentError as error:
         raise dg.Failure(f"{error}; {RAISE_BUDGET}", allow_retries=False) from error
@@ -156,9 +161,8 @@ def planned_job(
     cluster: GPUClusterResource,
     project: ProjectResource,
     run_id: str,
-    usd_per_node_hour: float,
 ) -> JobConfig:
-    """The `JobConfig` that carries out the plan on nodes of that price."""
+    """The `JobConfig` that carries out the plan."""
     run_dir = f"{project.jobs_uri}/{choice.job_id}"
     tracking = TrackingConfig(
         mlflow_tracking_uri=cluster.registry(project).tracking_uri,
@@ -167,10 +171,29 @@ def planned_job(
         tags={"dagster_run_id": run_id, "code_version": code_version()},
     )
     fields = {"job_id": choice.job_id, "run_dir": run_dir, "tracking": asdict(tracking)}
-    job = parse_job(json.dumps({**plan.job, **fields}), source="the plan")
-    if plan.stop_at_usd:
-        job.training.max_node_seconds = plan.stop_at_usd / usd_per_node_hour * 3600
-    return job
+    return parse_job(json.dumps({**plan.job, **fields}), source="the plan")
+
+
+def node_seconds(plan: TrainingPlan, choice: Choice, manager: GPUClusterManager, got: ClusterConfig) -> float | None:
+    """The plan's hard budget, on these nodes from now on; None where it has none."""
+    if not plan.stop_at_usd:
+        return None
+    usage = [] if choice.action == "start" else manager.node_usage(choice.job_id)
+    return node_seconds_of(plan.stop_at_usd, usage, got.gpu_type, tier_of(got.tier or plan.tier))
+
+
+def hand_over_budget(
+    rundir: RunDir, plan: TrainingPlan, choice: Choice, manager: GPUClusterManager, got: ClusterConfig
+) -> str:
+    """Give a job that runs the plan's hard budget, if it has one; what holds now, in words."""
+    launch = rundir.read_json(LAUNCH) or {}
+    runs_on = replace(got, gpu_type=launch.get("sku", got.gpu_type), tier=launch.get("tier", got.tier))
+    seconds, before = node_seconds(plan, choice, manager, runs_on), rundir.read_json(LIMIT) or {}
+    if seconds is None:
+        kept = before.get("stop_at_usd")
+        return f"keeps its hard budget of {dollars(kept)}" if kept else "no hard budget in dollars is asked for"
+    write_limit(rundir, seconds, plan.stop_at_usd)
+    return f"runs up to stop_at_usd = {dollars(plan.stop_at_usd)} from now on ({seconds / 3600:.4g} node-hours in all)"
 
 
 def _metadata(rundir: RunDir, result: dict[str, Any], evaluation: dict[str, Any], plan: TrainingPlan) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-EXIT_UNUSABLE, EXIT_BUDGET, EXIT_LOST, EXIT_EVICTED = 2, 3, 75, 143
+EXIT_UNUSABLE, EXIT_BUDGET, EXIT_LOST, EXIT_EVICTED = 2, 77, 75, 143
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,35 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Course:
+    """What came in between from a job's start to its end."""
+
+    launches: int
+    """How often it was started."""
+    replaced_nodes: int
+    """That another one took the place of."""
+    generations: int
+    """Sets of nodes that it trained with, one after the other."""
+
+    @classmethod
+    def read(cls, rundir: RunDir) -> Course:
+        nodes = rundir.nodes()
+        return cls(
+            launches=max((node.launch for node in nodes), default=1),
+            replaced_nodes=sum(node.stay > 1 for node in nodes),
+            generations=rundir.last_generation(),
+        )
+
+    @property
+    def disturbed(self) -> str:
+        """In words; "" for one that went through."""
+        said = [f"it was started {self.launches} times"] if self.launches > 1 else []
+        said += [f"{self.replaced_nodes} node(s) were replaced"] if self.replaced_nodes else []
+        said += [f"nodes were lost or joined, {self.generations} generations in all"] if self.generations > 1 else []
+        return "; ".join(said)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PastRun:
     """A training that finished, whose run directory is still there."""
 
@@ -66,7 +95,7 @@ class History:
     def forecast(self, sizes: Sizes, node_count: int, sku: str) -> Forecast | None:
         """The best that past runs can tell, None where there are none."""
         alike = [past.score for past in self.scores if past.fingerprint == self.fingerprint]
-        totals = [score.actual_seconds for score in alike if score.sku == sku]
+        totals = [score.actual_seconds for score in alike if score.sku == sku and not score.disturbed]
         return from_history(
             self.runs,
             totals,
@@ -125,54 +154,67 @@ def _read(rundir: RunDir, pace: str, keeps_cache: bool) -> PastRun | None:
     plan, result = rundir.read_json(PLAN), rundir.read_json(RESULT)
     if not plan or plan.get("pace") != pace or not result or result["status"] != "succeeded":
         return None
-    nodes, events = rundir.nodes(), list(rundir.events())
-    if any(node.launch > 1 or node.stay > 1 for node in nodes) or any(item["generation"] > 1 for item in events):
+    if Course.read(rundir).disturbed:
         return None
+    nodes, events = rundir.nodes(), list(rundir.events())
     batch = rundir.read_job().training.global_batch_size
     return PastRun(
         job_id=rundir.uri.rsplit("/", 1)[-1],
         fingerprint=plan["fingerprint"],
-        sku=(rundir.read_json(LAUNCH) or {}).get("sku", plan["sku"]),
+        sku=price_of((rundir.read_json(LAUNCH) or {}).get("sku", plan["sku"])).sku,
         measured=read_measured(events, nodes, plan["node_count"], batch, keeps_cache),
         wall_seconds=max(node.ended_at or 0.0 for node in nodes) - min(node.started_at for node in nodes),
     )
 
 
 def past_scores(instance: dg.DagsterInstance) -> list[PastScore]:
-    """Finished runs against their estimates, the oldest first: `cost_breakdown` as it was materialized, each with the
-    latest `cost_estimate` of the same training before it."""
-    estimates = _materializations(instance, "cost_estimate")
-    found = []
-    for at, _, actual in _materializations(instance, "cost_breakdown", MOST_RUNS):
-        mark = actual.get("fingerprint")
-        of_it = (said for when, _, said in estimates if when <= at and said.get("fingerprint") == mark)
-        estimated = next(of_it, None)
-        score = mark and estimated and score_of(at, estimated, actual)
-        if score:
-            found.append(PastScore(fingerprint=str(mark), score=score))
-    return found[::-1]
+    """Finished runs against their estimates, the oldest first: of each job what `cost_breakdown` said of it last."""
+    latest: dict[str, tuple[float, Mapping[str, Any]]] = {}
+    for at, _, said in _materializations(instance, "cost_breakdown"):
+        latest.setdefault(str(said.get("job_id")), (at, said))
+    found = [(str(said.get("fingerprint")), score_of(at, said)) for at, said in latest.values()]
+    scores = [PastScore(fingerprint=mark, score=score) for mark, score in found if isinstance(score, Score)]
+    return scores[:MOST_RUNS][::-1]
 
 
-def score_of(at: float, estimated: Mapping[str, Any], actual: Mapping[str, Any]) -> Score | None:
-    """From the metadata of the estimate and of the breakdown. None where they do not say enough, or nothing ran."""
-    try:
-        usd = Interval(
-            low=actual["estimated_low_usd"], expected=actual["estimated_usd"], high=actual["estimated_high_usd"]
-        )
-        score = Score(
-            at=at,
-            job_id=str(actual.get("job_id", actual["fingerprint"])),
-            basis=estimated["basis"],
-            sku=estimated["sku"],
-            seconds=usd.scaled(actual["estimated_seconds"] / usd.expected),
-            usd=usd,
-            actual_seconds=actual["wall_seconds"],
-            actual_usd=actual["total_usd"],
-            learned_factor=estimated["learned_factor"],
-        )
-    except (KeyError, TypeError, ZeroDivisionError):  # written by an older version
+def latest_score(instance: dg.DagsterInstance, run_id: str) -> tuple[str, Score | str] | None:
+    """Of the job that `cost_breakdown` told of last, in this Dagster run if it did so there: its id, and its score or
+    why it has none. None where it never told of any."""
+    told = _materializations(instance, "cost_breakdown")
+    if not told:
         return None
-    return score if score.actual_seconds > 0 and score.seconds.expected > 0 else None
+    at, _, said = next((item for item in told if item[1] == run_id), told[0])
+    return str(said.get("job_id", "unknown")), score_of(at, said)
+
+
+def score_of(at: float, said: Mapping[str, Any]) -> Score | str:
+    """From the metadata of a breakdown; or why it has no score, in words."""
+    try:
+        ran, planned = (said["sku"], said["tier"]), (said["planned_sku"], said["planned_tier"])
+        if not said["wall_seconds"]:
+            return "no record says when its nodes were there"
+        if ran != planned:
+            return "it ran on {} ({}), and the estimate was for {} ({})".format(*ran, *planned)
+        usd = Interval(low=said["estimated_low_usd"], expected=said["estimated_usd"], high=said["estimated_high_usd"])
+        if not (usd.expected > 0 and said["estimated_seconds"] > 0):
+            return "its estimate is too small to be compared with"
+        course = Course(
+            launches=said["launches"], replaced_nodes=said["replaced_nodes"], generations=said["generations"]
+        )
+        return Score(
+            at=at,
+            job_id=said["job_id"],
+            basis=said["basis"],
+            sku=said["sku"],
+            seconds=usd.scaled(said["estimated_seconds"] / usd.expected),
+            usd=usd,
+            actual_seconds=said["wall_seconds"],
+            actual_usd=said["total_usd"],
+            learned_factor=said["learned_factor"],
+            disturbed=course.disturbed,
+        )
+    except (KeyError, TypeError) as error:
+        return f"its cost_breakdown does not say enough, as one of an older version ({error!r}): materialize it again"
 
 
 def from_history(

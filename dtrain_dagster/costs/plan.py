@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from dtrain_dagster.costs.estimate import Basis, Estimate, Work
 from dtrain_dagster.costs.prices import Tier
@@ -46,3 +49,20 @@ class TrainingPlan:
     """At how many dollars it saves a checkpoint and stops; 0: never."""
     phases: dict[str, float] = field(default_factory=dict)
     """Expected seconds by phase, see `costs.estimate.Parts`; `costs.projection` takes them for what is to come."""
+
+
+def parse_plan(document: Any, source: str) -> TrainingPlan:
+    """The plan as ``plan.json`` has it. Fields that are not known are left out, and those that an older version did not
+    write have their defaults. ValueError, which names ``source``, for what is no plan."""
+    try:
+        return _adapter().validate_python(document)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise ValueError(
+            f"{source} holds no plan: {wrong}. Without that file the plan of cost_estimate counts"
+        ) from None
+
+
+@cache
+def _adapter() -> TypeAdapter[TrainingPlan]:
+    return TypeAdapter(TrainingPlan)

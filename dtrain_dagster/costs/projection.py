@@ -1,11 +1,11 @@
 """What a running job has cost and will have cost at its end. Pure; dollars come from node presence, not from a rate.
 
-    at the end = so far + dollars per second x (steps left x seconds per step
-                                                + evaluations and checkpoints left + finish)
+    at the end = so far + steps left x dollars per step
+                        + dollars per second x (evaluations and checkpoints left + finish)
 
-Seconds per step are the median of the latest reports; dollars per second are those that were paid while these steps
-were done, so that a node which is lost or replaced changes both together. Before the first step it is the estimate,
-plus what the start has cost more than planned.
+Dollars per step are the median of the latest reports, each at the dollars per second that were paid just then: nodes
+that are lost, replaced or added change the speed and the price together, and the hours between two launches are not
+paid for. Before the first step it is the estimate, plus what the start has cost more than planned.
 
 A projection *counts* once 5 % of the steps are done and three reports have come; whoever raises an alarm asks besides
 that two looks in a row agree (`sensors.cost_overrun`).
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from dtrain_dagster.costs.estimate import MINIMUM_MARGIN, Interval
@@ -30,8 +30,8 @@ class Pace:
     """How far a job is and how fast of late, from its events."""
 
     step: int = 0
-    reports: tuple[tuple[float, float], ...] = ()
-    """(when, seconds per step) of the latest ``step`` events."""
+    reports: tuple[tuple[float, float, int], ...] = ()
+    """(when, seconds per step, step) of the latest ``step`` events."""
     evaluation_seconds: tuple[float, ...] = ()
     checkpoint_seconds: tuple[float, ...] = ()
     """For how long saves have held up training."""
@@ -42,7 +42,7 @@ class Pace:
         for item in events:
             kind = item.get("kind")
             if kind == "step" and _is_positive(item.get("step_seconds")) and isinstance(item.get("step"), int):
-                report = float(item["time"]), float(item["step_seconds"])
+                report = float(item["time"]), float(item["step_seconds"]), item["step"]
                 pace = replace(pace, step=item["step"], reports=(*pace.reports, report)[-KEPT_REPORTS:])
             elif kind == "evaluation" and item.get("split") == "valid" and _is_positive(item.get("seconds")):
                 took = (*pace.evaluation_seconds, float(item["seconds"]))
@@ -51,6 +51,21 @@ class Pace:
                 took = (*pace.checkpoint_seconds, float(item["stall_seconds"]))
                 pace = replace(pace, checkpoint_seconds=took[-KEPT_PAUSES:])
         return pace
+
+    def kept(self) -> dict[str, Any]:
+        """For JSON, below 1 kB, and as exact as an estimate needs it."""
+        reports = tuple((round(at, 1), float(f"{seconds:.4g}"), step) for at, seconds, step in self.reports)
+        return asdict(replace(self, reports=reports))
+
+    @classmethod
+    def restored(cls, kept: Mapping[str, Any]) -> Pace:
+        """What was `kept`. KeyError, TypeError or ValueError for what was not."""
+        return cls(
+            step=int(kept["step"]),
+            reports=tuple((float(at), float(seconds), int(step)) for at, seconds, step in kept["reports"]),
+            evaluation_seconds=tuple(map(float, kept["evaluation_seconds"])),
+            checkpoint_seconds=tuple(map(float, kept["checkpoint_seconds"])),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +145,7 @@ def project(tracker: CostTracker, plan: Mapping[str, Any] | None, pace: Pace) ->
     if not pace.reports or not steps:
         at_end = _shifted(estimate, so_far, plan) if not pace.step else None
         return Projection(so_far=so_far, estimated=estimate.expected, at_end=at_end)
-    left = seconds_left(pace, plan).scaled(_usd_per_second(tracker, pace))
+    left = usd_left(tracker, pace, plan)
     return Projection(
         so_far=so_far,
         estimated=estimate.expected,
@@ -139,8 +154,8 @@ def project(tracker: CostTracker, plan: Mapping[str, Any] | None, pace: Pace) ->
     )
 
 
-def seconds_left(pace: Pace, plan: Mapping[str, Any]) -> Interval:
-    """Wall seconds from the last step that was reported to the end."""
+def usd_left(tracker: CostTracker, pace: Pace, plan: Mapping[str, Any]) -> Interval:
+    """What is still to be paid from now, which is the end of the last node's stay, to the end."""
     work, phases = plan["work"], plan.get("phases") or {}
     share = max(0.0, 1 - pace.step / work["steps"])
 
@@ -149,17 +164,27 @@ def seconds_left(pace: Pace, plan: Mapping[str, Any]) -> Interval:
             return statistics.fmean(measured) * share * float(work.get(f"{name}s") or 0)
         return share * float(phases.get(name) or 0.0)
 
-    took = sorted(seconds for _, seconds in pace.reports)
-    typical = statistics.median(took)
+    rates = [_usd_per_second(tracker, at - max(1.0, seconds), at) for at, seconds, _ in pace.reports]
+    took = sorted(seconds * rate for (_, seconds, _), rate in zip(pace.reports, rates, strict=True))
     fixed = pause(pace.evaluation_seconds, "evaluation") + pause(pace.checkpoint_seconds, "checkpoint")
-    fixed += float(phases.get("finish") or 0.0)
-    steps = max(0, work["steps"] - pace.step)
-    expected = fixed + steps * typical
+    fixed = rates[-1] * (fixed + float(phases.get("finish") or 0.0))
+    steps = max(0.0, work["steps"] - pace.step - _steps_since(tracker, pace))
+    expected = fixed + steps * statistics.median(took)
     return Interval(
         low=min(fixed + steps * took[len(took) // 10], expected * (1 - MINIMUM_MARGIN)),
         expected=expected,
         high=max(fixed + steps * took[-1 - len(took) // 10], expected * (1 + MINIMUM_MARGIN)),
     )
+
+
+def _steps_since(tracker: CostTracker, pace: Pace) -> float:
+    """Steps that were done and paid for since the last report, as far as the pace says; no more than come between two
+    reports, so that time in which nothing is done counts as lost."""
+    if len(pace.reports) < 2 or not tracker.nodes:
+        return 0.0
+    (_, _, before), (at, seconds, last) = pace.reports[-2:]
+    now = max(node.ended_at for node in tracker.nodes)
+    return min(max(0.0, now - at) / seconds, max(0.0, last - before))
 
 
 def _shifted(estimate: Interval, so_far: float, plan: Mapping[str, Any]) -> Interval:
@@ -176,9 +201,8 @@ def _shifted(estimate: Interval, so_far: float, plan: Mapping[str, Any]) -> Inte
     )
 
 
-def _usd_per_second(tracker: CostTracker, pace: Pace) -> float:
-    """What was paid in the time of the latest reports; where that is too short to say, since the beginning."""
-    first, last = pace.reports[0][0] - pace.reports[0][1], pace.reports[-1][0]
+def _usd_per_second(tracker: CostTracker, first: float, last: float) -> float:
+    """What was paid in this time; where nothing was, since clocks differ, from the beginning to now."""
     began = min((node.started_at for node in tracker.nodes), default=first)
     ended = max((node.ended_at for node in tracker.nodes), default=last)
     for begin, end in ((max(first, began), min(last, ended)), (began, ended)):

@@ -22,6 +22,7 @@ from typing import Any
 
 from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG
 from dtrain_dagster.costs.money import HOUR, SECOND, USD, digits_of, shown
+from dtrain_dagster.costs.retail import tier_of_meter
 from dtrain_dagster.costs.tracker import CostTracker
 
 COLUMNS = {
@@ -150,7 +151,7 @@ def read_usage(text: str, source: str) -> list[Usage]:
 def reconcile(tracker: CostTracker, usage: Iterable[Usage], marks: Marks) -> Reconciliation:
     """What was billed for the job on the days when it had nodes, beside what we count for them."""
     ours = _by_day(tracker)
-    days = {day for day, _ in ours}
+    days = {day for day, _, _ in ours}
     billed: dict[tuple[date, str, str], list[Usage]] = defaultdict(list)
     elsewhere, named, other_days = 0, True, 0
     for row in usage:
@@ -167,14 +168,14 @@ def reconcile(tracker: CostTracker, usage: Iterable[Usage], marks: Marks) -> Rec
     for (day, meter, name), rows in sorted(billed.items()):
         units, title = sum(row.units for row in rows), f"{meter}: {name}" if name else meter
         is_compute = _is_compute(rows)
-        sku = _sku_of(rows, [sku for at, sku in left if at == day]) if is_compute else None
-        if sku is None:
+        key = _key_of(rows, [key for key in left if key[0] == day]) if is_compute else None
+        if key is None:
             why = NOT_OURS if is_compute else OTHER_METERS.get(meter.casefold(), "not in our figures")
             lines.append((day, title, units, None, why))
         else:
-            mine, time, pieces = left.pop((day, sku))
+            mine, time, pieces = left.pop(key)
             lines.append((day, title, units, mine, _why(units, rows, mine, time, pieces, named)))
-    lines += [(day, sku, 0, mine, NOT_YET) for (day, sku), (mine, _, _) in left.items()]
+    lines += [(day, _title(sku, tier), 0, mine, NOT_YET) for (day, sku, tier), (mine, _, _) in left.items()]
     return _shown(sorted(lines, key=lambda line: line[:2]), elsewhere, other_days, named)
 
 
@@ -238,18 +239,23 @@ def _why(
     return "; ".join(said) or "the same"
 
 
-def _by_day(tracker: CostTracker) -> dict[tuple[date, str], tuple[int, int, list[int]]]:
-    """(UTC day, SKU in small letters) → units, microseconds, those of each stretch."""
-    found: dict[tuple[date, str], tuple[int, int, list[int]]] = {}
+Key = tuple[date, str, str]
+"""UTC day, SKU in small letters, tier."""
+
+
+def _by_day(tracker: CostTracker) -> dict[Key, tuple[int, int, list[int]]]:
+    """Units, microseconds, those of each stretch."""
+    found: dict[Key, tuple[int, int, list[int]]] = {}
     for node in tracker.nodes:
         at = node.began
         while at < node.ended:
             day = datetime.fromtimestamp(at // SECOND, UTC).date()
             midnight = datetime(day.year, day.month, day.day, tzinfo=UTC) + timedelta(days=1)
             end = min(node.ended, round(midnight.timestamp()) * SECOND)
-            units, time, pieces = found.get((day, node.sku.casefold()), (0, 0, []))
+            key = day, node.sku.casefold(), node.tier or "dedicated"
+            units, time, pieces = found.get(key, (0, 0, []))
             span = end - at
-            found[day, node.sku.casefold()] = units + span * node.nano_usd_per_hour, time + span, [*pieces, span]
+            found[key] = units + span * node.nano_usd_per_hour, time + span, [*pieces, span]
             at = end
     return found
 
@@ -277,13 +283,19 @@ def _is_compute(rows: Sequence[Usage]) -> bool:
     )
 
 
-def _sku_of(rows: Sequence[Usage], skus: Sequence[str]) -> str | None:
-    """Which of these SKUs a meter is of: by its additional information, or its name («NC6s v3 Low Priority»)."""
-    for sku in skus:
-        short = sku.removeprefix("standard_").replace("_", " ")
-        if any(sku in row.info.casefold() or short in row.name.casefold() for row in rows):
-            return sku
-    return skus[0] if len(skus) == 1 and not any(row.info or row.name for row in rows) else None
+def _key_of(rows: Sequence[Usage], keys: Sequence[Key]) -> Key | None:
+    """Which of these a meter is of: by its additional information, or its name («NC6s v3 Low Priority»). Another tier
+    than the meter's only where there is no such node-time."""
+    tier = tier_of_meter({"meterName": rows[0].name})
+    for key in sorted(keys, key=lambda key: key[2] != tier):
+        short = key[1].removeprefix("standard_").replace("_", " ")
+        if any(key[1] in row.info.casefold() or short in row.name.casefold() for row in rows):
+            return key
+    return keys[0] if len(keys) == 1 and not any(row.info or row.name for row in rows) else None
+
+
+def _title(sku: str, tier: str) -> str:
+    return sku if tier == "dedicated" else f"{sku} ({tier.replace('_', ' ')})"
 
 
 def _usage(row: Mapping[str, Any]) -> Usage:

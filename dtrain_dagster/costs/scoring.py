@@ -30,12 +30,16 @@ class Score:
     job_id: str
     basis: Basis
     sku: str
+    """On which it ran, and was to run."""
     seconds: Interval
     usd: Interval
     actual_seconds: float
+    """In which a node was there."""
     actual_usd: float
     learned_factor: float = 1.0
     """What the estimate had been multiplied with, of what was learned before."""
+    disturbed: str = ""
+    """What came in between, in words. Such a run says nothing of how long the next one takes; "" where nothing did."""
 
     @property
     def seconds_error(self) -> float:
@@ -65,7 +69,8 @@ class Summary:
 
 def learn(scores: Sequence[Score], basis: Basis, sku: str) -> Learned:
     """What scores, the oldest first, say of the next estimate on that basis and SKU."""
-    alike = [score for score in scores if score.basis == basis and score.sku == sku][-MOST_RUNS:]
+    undisturbed = (score for score in scores if not score.disturbed)
+    alike = [score for score in undisturbed if score.basis == basis and score.sku == sku][-MOST_RUNS:]
     errors = [_log_error(score) for score in alike]
     count = len(errors) + PRIOR_RUNS
     bias = sum(errors) / count

@@ -27,8 +27,11 @@ from trainer.rundir import EVENTS, RunDir, parsed
 COST_TOLD = "cost_alerts.json"
 """In a run directory: what people have been told of its cost, and when. Beside `following.TOLD`, which whoever follows
 the job holds in memory and writes as a whole."""
-ENOUGH_STEPS, MOST_FILES = 20, 40
-"""Of the newest events, so many reports of steps are read, from so many files at most."""
+ENOUGH_STEPS, MOST_FILES, FILES_AT_ONCE = 20, 400, 40
+"""Of the newest events, so many reports of steps are read, from so many files at most. A job whose steps take long
+writes dozens of files, of samples, between two of these: what was learned of its pace is in the cursor therefore."""
+KEPT_PACES = 200
+"""Jobs of which it is: about 1 kB each. Of others, it is read back at each look."""
 
 
 def build_cost_overrun_sensor(settings: Settings) -> dg.SensorDefinition:
@@ -56,26 +59,26 @@ def build_cost_overrun_sensor(settings: Settings) -> dg.SensorDefinition:
                 plan = rundir.read_json(PLAN)
                 if plan is None:
                     continue
-                usage, events = manager.node_usage(job_id), recent_events(rundir)
+                usage, told = manager.node_usage(job_id), _told(rundir)
+                look = look | {"told": sorted({*look.get("told", ()), *told})}
                 tracker = CostTracker(cluster.cluster_name, usage, tier_of(plan["tier"]))
-                projection = project_cost(tracker, plan, Pace().after(events))
-                told = _told(rundir)
-                known = {*look.get("told", ()), *told}
-                for item in overruns(projection, limit, known, look.get("projected")):
+                projection, due, looks[job_id] = judge(rundir, plan, tracker, look, limit)
+                if len(looks) > KEPT_PACES:
+                    looks[job_id].pop("pace")
+                for item in due:
                     sentence = _sentence(job_id, item, projection)
-                    advice = _advice(context, plan, usage, events, projection)
-                    # Recorded here and now, not with the result of this tick: whatever follows may fail or hang.
-                    check = _check(job_id, item, projection, advice, plan)
-                    context.instance.report_runless_asset_event(check)
-                    count, known = count + 1, {*known, *item.covers}
-                    context.log.warning(sentence)
                     told = {key: {"sentence": sentence, "at": time.time()} for key in item.covers} | told
-                    looks[job_id] = {"told": sorted(known), "projected": look.get("projected")}
-                    rundir.write_json(COST_TOLD, told)
+                    looks[job_id]["told"] = sorted({*looks[job_id]["told"], *item.covers})
+                    count += 1
+                    context.log.warning(sentence)
+                    advice = _advice(context, plan, usage, rundir, projection)
                     body = "\n".join([sentence, *(f"- {saving.text}" for saving in advice)])
-                    tell(project.notify_urls(), f"dtrain: {job_id} costs more than estimated", body, context.log)
-                over = projection.over_at_end if projection.counts else None
-                looks[job_id] = {"told": sorted(known), "projected": over}
+                    try:  # recorded now, not with the result of this tick: whatever follows may fail or hang
+                        check = _check(job_id, item, projection, advice, plan)
+                        context.instance.report_runless_asset_event(check)
+                    finally:
+                        tell(project.notify_urls(), f"dtrain: {job_id} costs more than estimated", body, context.log)
+                        rundir.write_json(COST_TOLD, told)  # last: where it fails, people have been told all the same
             except Exception as error:  # of whatever kind: one job's run directory must not hide the others
                 context.log.warning(f"{job_id}: its cost could not be judged: {type(error).__name__}: {error}")
                 looks.setdefault(job_id, look)
@@ -87,11 +90,28 @@ def build_cost_overrun_sensor(settings: Settings) -> dg.SensorDefinition:
     return cost_overrun
 
 
+def judge(
+    rundir: RunDir, plan: Mapping[str, Any], tracker: CostTracker, look: Mapping[str, Any], limit: float
+) -> tuple[Projection, list[Overrun], dict[str, Any]]:
+    """What a job costs, what of it is to be told, and what to know at the next look, as JSON. ``look``: what the look
+    before left, and in ``told`` the keys of all that has been told."""
+    try:
+        pace, read = Pace.restored(look["pace"]), str(look["read"])
+    except (KeyError, TypeError, ValueError):  # none, or of another version: from what was told lately
+        pace, read = Pace(), ""
+    events, read = recent_events(rundir, after=read)
+    pace = pace.after(events)
+    projection = project_cost(tracker, plan, pace)
+    due = overruns(projection, limit, look["told"], look.get("projected"))
+    over = projection.over_at_end if projection.counts else None
+    return projection, due, {"told": look["told"], "projected": over, "pace": pace.kept(), "read": read}
+
+
 def _advice(
     context: dg.SensorEvaluationContext,
     plan: Mapping[str, Any],
     usage: Sequence[NodeUsage],
-    events: Sequence[Mapping[str, Any]],
+    rundir: RunDir,
     projection: Projection,
 ) -> tuple[Saving, ...]:
     """What would save; nothing where that cannot be told, for the alert must not wait for it."""
@@ -103,6 +123,7 @@ def _advice(
             usd_left=max(0.0, whole - projection.so_far),
             usd_whole=whole,
         )
+        events, _ = recent_events(rundir)
         training = (plan.get("job") or {}).get("training") or {}
         today = datetime.now(UTC).strftime("%Y-%m-%d")
         return savings(hired, settled(windows(events)), events, training, price_table(), today)
@@ -111,16 +132,18 @@ def _advice(
         return ()
 
 
-def recent_events(rundir: RunDir) -> list[dict[str, Any]]:
-    """What rank 0 has told lately, in order of time: a job of a week costs no more to look at than one of an hour."""
+def recent_events(rundir: RunDir, after: str = "") -> tuple[list[dict[str, Any]], str]:
+    """What rank 0 has told lately, in order of time, in files that come after this one; and the newest file. A job of a
+    week costs no more to look at than one of an hour."""
+    names = [name for name in rundir.storage.list(EVENTS) if "-r00000-" in name and name > after]
     found: list[dict[str, Any]] = []
-    names = [name for name in rundir.storage.list(EVENTS) if "-r00000-" in name]
-    for name in names[: -MOST_FILES - 1 : -1]:
-        events, _ = parsed(rundir.storage.read(f"{EVENTS}/{name}"))
-        found += events
+    for end in range(len(names), max(0, len(names) - MOST_FILES), -FILES_AT_ONCE):
+        batch = names[max(0, end - FILES_AT_ONCE) : end]
+        for data in rundir.storage.read_all([f"{EVENTS}/{name}" for name in batch]):
+            found += parsed(data)[0]
         if sum(event["kind"] == "step" for event in found) >= ENOUGH_STEPS:
             break
-    return sorted(found, key=lambda event: event["time"])
+    return sorted(found, key=lambda event: event["time"]), names[-1] if names else after
 
 
 def _sentence(job_id: str, item: Overrun, projection: Projection) -> str:
@@ -176,4 +199,5 @@ def _read(cursor: str | None) -> Mapping[str, dict[str, Any]]:
         found = json.loads(cursor or "{}")
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    found = found if isinstance(found, dict) else {}
+    return {job_id: look for job_id, look in found.items() if isinstance(look, dict)}

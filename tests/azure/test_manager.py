@@ -11,8 +11,10 @@ import pytest
 
 from dtrain_dagster.clusters.azure_ml.traces import PROVISIONING
 from dtrain_dagster.clusters.base import ClusterError, InUseError, JobState, JobStatus, Orphan
+from dtrain_dagster.costs.budget import write_limit
+from dtrain_dagster.costs.prices import price_of
 from tests.azure.stage import A100, DONE, FOREVER, LAST_ONE_DONE, V100, Stage, end, wait_for
-from trainer.rundir import LAUNCH, STATUS, NodePresence, RunDir
+from trainer.rundir import LAUNCH, LIMIT, STATUS, NodePresence, RunDir
 
 pytestmark = pytest.mark.slow
 
@@ -117,8 +119,14 @@ def test_a_service_that_is_away_is_a_message_and_no_error(stage: Stage) -> None:
 def test_waits_no_longer_than_its_deadline_and_goes_on_with_nodes_that_there_are(stage: Stage) -> None:
     stage.control("fault", fault="capacity", vm_size=V100, nodes=0, count=None)
     manager, spec = stage.run(allocation_patience_seconds=0.5)
+    rundir, now = RunDir(spec.run_dir), time.time()
+    rundir.write_node(NodePresence(node_id=0, launch=1, started_at=now - 900, ended_at=now - 100))
+    write_limit(rundir, 9999.0, stop_at_usd=10.0)
     assert end(manager, spec).state is JobState.SUCCEEDED
-    launch = RunDir(spec.run_dir).read_json(LAUNCH)
+    left = 10 - 800 / 3600 * price_of(V100).usd_per_hour("dedicated")
+    limit = 800 + left / price_of(A100).usd_per_hour("dedicated") * 3600
+    assert rundir.read_json(LIMIT) == {"max_node_seconds": pytest.approx(limit), "stop_at_usd": 10.0}
+    launch = rundir.read_json(LAUNCH)
     assert (launch["launch"], launch["sku"], launch["node_count"]) == (2, A100, 2)
     assert "longer than" in launch["history"][0]["reason"]
     assert stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Canceled"

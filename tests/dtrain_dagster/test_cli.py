@@ -28,7 +28,7 @@ from dtrain_dagster.logs import FileFollower, LogPoller, by_node
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.terminal import nodes_table, progress_line
 from trainer.config import ConfigError, parse_job
-from trainer.rundir import NodePresence, RunDir
+from trainer.rundir import LIMIT, NodePresence, RunDir
 
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
 SCRIPT = """
@@ -353,6 +353,11 @@ class TestPlanJob:
         assert len(submitted) == 1
         assert rundir.read_job() == raised
         assert rundir.read_job().training.max_node_seconds == 99
+        assert rundir.read_json(LIMIT) == {"max_node_seconds": 99, "stop_at_usd": None}, "for nodes that run already"
+        unnamed = plan_job(self.TEXT, "x", [], 3, two)[0]
+        assert as_begun(unnamed, runs=True) == raised, "following a job changes nothing"
+        start_job(manager, as_begun(unnamed), 3, 1, {})
+        assert rundir.read_json(LIMIT) == {"max_node_seconds": None, "stop_at_usd": None}
         assert fingerprint(job, 3, 1) == fingerprint(raised, 3, 1), "the same training, and so the same job"
 
     def test_nodes_elsewhere_find_out_their_own_cores(self, settings: Settings):

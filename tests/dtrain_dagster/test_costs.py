@@ -3,6 +3,8 @@
 import pytest
 
 from dtrain_dagster.clusters.base import NodeUsage
+from dtrain_dagster.costs.budget import node_seconds_of
+from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.tracker import CostTracker, overrun
 
 
@@ -15,3 +17,20 @@ def test_cost_metrics():
     assert overrun(metrics.total_cost_usd, metrics.estimated_total_cost) == pytest.approx(0.83)
     with pytest.raises(ValueError, match="must be positive"):
         overrun(1.0, 0.0)
+
+
+CHEAP, DEAR = "Standard_NC6s_v3", "Standard_NC40ads_H100_v5"
+
+
+@pytest.mark.parametrize(("before", "after"), [(CHEAP, DEAR), (DEAR, CHEAP), (CHEAP, CHEAP)])
+def test_a_budget_in_dollars_holds_whatever_the_nodes_cost_that_a_job_goes_on_with(before: str, after: str):
+    paid = [NodeUsage(node_id=n, sku=before, started_at=0, ended_at=900, tier="dedicated") for n in range(2)]
+    limit = node_seconds_of(10.0, paid, after, "low_priority")
+    assert limit > 1800, "there are dollars left"
+    rest = NodeUsage(node_id=0, sku=after, started_at=1000, ended_at=1000 + limit - 1800, tier="low_priority")
+    assert CostTracker("", [*paid, rest], "low_priority").total_usd == pytest.approx(10.0)
+    spent = CostTracker("", paid, "dedicated").total_usd
+    assert node_seconds_of(spent / 2, paid, after, "dedicated") == 1800, "not one second more"
+    assert node_seconds_of(10.0, [], after, "dedicated") == pytest.approx(
+        10 / price_of(after).usd_per_hour("dedicated") * 3600
+    )

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -11,8 +12,14 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dtrain_dagster.assets.following import MOST_NEWS, TOLD, communication_check, tell_news, tell_of
+from dtrain_dagster.assets import following
+from dtrain_dagster.assets.following import MOST_NEWS, TOLD, communication_check, tell_news, tell_of, watch
+from dtrain_dagster.clusters.base import JobSpec
+from dtrain_dagster.costs.estimate import Estimate, Interval, Work
+from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.jobs import Progress, advance
+from dtrain_dagster.resources import build_resources
+from dtrain_dagster.settings import Settings
 from trainer.rundir import RunDir
 
 from .simulated_timing import Simulation
@@ -101,6 +108,44 @@ def test_lost_nodes_are_sent_once_whoever_follows_and_not_without_end(
     assert [item["title"] for item in messages] == ["dtrain: train-1"] * MOST_NEWS
     assert [item["message"].split(":")[0] for item in messages[:3]] == ["generation 2", "generation 3", "generation 4"]
     assert "in its log only" in messages[-1]["message"]
+
+
+def test_a_node_that_does_no_step_shows_what_it_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(following, "OBSERVE_EVERY_SECONDS", 0.0)
+    settings = Settings(home=tmp_path, nodes=1)
+    manager, run_dir = build_resources(settings)["cluster"].manager(), f"{settings.jobs_uri}/train-1"
+    nothing = Interval(low=1e-9, expected=1e-9, high=1e-9)
+    plan = TrainingPlan(
+        fingerprint="",
+        job={"training": {}},
+        sku="Standard_NC6s_v3",
+        tier="dedicated",
+        node_count=1,
+        processes_per_node=1,
+        work=Work(steps=10, evaluations=1, checkpoints=1),
+        estimate=Estimate(seconds=nothing, usd=nothing, usd_per_node_hour=3.0, node_count=1),
+        basis="a test",
+        price_note="",
+    )
+
+    @dg.asset(name="job")
+    def followed(context: dg.AssetExecutionContext):
+        manager.provision_cluster(1, "Standard_NC6s_v3")
+        command = (sys.executable, "-c", "import time; time.sleep(1)")
+        manager.submit_job(JobSpec(job_id="train-1", run_dir=run_dir, command=command, node_count=1))
+        watch(context, manager, RunDir(run_dir), "train-1", plan, [])
+
+    try:
+        result = dg.materialize([followed])
+    finally:
+        manager.cleanup_cluster()
+    seen = [event.asset_observation_data.asset_observation.metadata for event in result.get_asset_observation_events()]
+    assert seen
+    assert {item["phase"].value for item in seen} == {"waiting for nodes"}
+    assert not any("step" in item for item in seen)
+    costs = [item["cost_so_far_usd"].value for item in seen]
+    assert costs == sorted(costs)
+    assert costs[-1] > 0
 
 
 def test_a_job_within_the_limit_passes_and_one_without_timing_is_not_judged():

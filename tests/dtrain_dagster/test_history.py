@@ -15,8 +15,16 @@ import pytest
 from dtrain_dagster.assets.planning import cost_estimate, sizes_of
 from dtrain_dagster.assets.scoring import judged
 from dtrain_dagster.clusters.local import LocalClusterManager
-from dtrain_dagster.costs.estimate import Learned
-from dtrain_dagster.costs.history import from_history, knows, pace_mark, past_runs, past_scores
+from dtrain_dagster.costs.estimate import Learned, Sizes
+from dtrain_dagster.costs.history import (
+    History,
+    from_history,
+    knows,
+    latest_score,
+    pace_mark,
+    past_runs,
+    past_scores,
+)
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs import PLAN, fingerprint
@@ -28,6 +36,10 @@ from trainer.rundir import NodePresence, RunDir
 from .small_job import train, write_dataset
 
 SKU = "Standard_NC6s_v3"
+SIZES = Sizes(
+    train_samples=100, valid_samples=10, test_samples=10, batch_size_per_rank=10, micro_batches_per_rank=1,
+    processes_per_node=1, epochs=1, max_steps=None, eval_frequency=None, checkpoint_frequency=10,
+)  # fmt: skip
 SPEEDS = {SKU: 1.0, "Standard_NC4as_T4_v3": 0.5}
 
 
@@ -116,35 +128,79 @@ def test_a_past_run_tells_how_long_a_longer_one_takes(finished, instance):
     rundir.storage.delete("nodes/l0001-n000-s002.json")
 
 
-def test_finished_runs_are_scored_and_judged(instance):
-    def estimated(mark: str, factor: float) -> None:
-        materialized(instance, "cost_estimate", fingerprint=mark, basis="probe", sku=SKU, learned_factor=factor)
+def told(instance: dg.DagsterInstance, mark: str, seconds: float, **fields: Any) -> None:
+    """`cost_breakdown` of a run that was to take 100 s on one node of `SKU`, for a dollar."""
+    said = {
+        "job_id": f"train-{mark}", "fingerprint": mark, "sku": SKU, "tier": "dedicated", "planned_sku": SKU,
+        "planned_tier": "dedicated", "basis": "probe", "learned_factor": 1.0, "total_usd": seconds / 100,
+        "estimated_usd": 1.0, "estimated_low_usd": 0.8, "estimated_high_usd": 1.3, "wall_seconds": seconds,
+        "estimated_seconds": 100.0, "launches": 1, "replaced_nodes": 0, "generations": 1,
+    }  # fmt: skip
+    materialized(instance, "cost_breakdown", **said | fields)
 
-    def cost(mark: str, usd: float, seconds: float) -> None:
-        materialized(
-            instance, "cost_breakdown", fingerprint=mark, total_usd=usd, estimated_usd=1.0, estimated_low_usd=0.8,
-            estimated_high_usd=1.3, wall_seconds=seconds, estimated_seconds=100.0,
-        )  # fmt: skip
 
-    assert judged(past_scores(instance)).passed, "nothing to judge is nothing wrong"
-    materialized(instance, "cost_breakdown", total_usd=1.0, estimated_usd=1.0)  # of an older version
-    estimated("a", 1.0)
-    cost("a", 1.1, 110.0)
-    estimated("a", 1.1)
-    cost("a", 1.0, 100.0)
-    cost("unknown", 1.0, 100.0)
-    estimated("b", 1.1)
-    cost("b", 1.4, 140.0)
+def verdict(instance: dg.DagsterInstance) -> tuple[bool, dict[str, Any]]:
+    result = judged(latest_score(instance, "of another run"), [item.score for item in past_scores(instance)])
+    assert result.passed or result.severity is dg.AssetCheckSeverity.WARN
+    return result.passed, {name: value.value for name, value in result.metadata.items()}
+
+
+def test_finished_runs_are_scored_once_and_judged_by_their_own_score(instance):
+    passed, shown = verdict(instance)
+    assert passed, "nothing to judge is nothing wrong"
+    assert "no run yet" in shown["why"]
+    told(instance, "a", 110.0, job_id="train-a-1")
+    for seconds in (300.0, 200.0, 100.0):
+        told(instance, "a", seconds, job_id="train-a-2", learned_factor=1.1)
+    told(instance, "b", 140.0)
     past = past_scores(instance)
-    assert [(item.fingerprint, item.score.learned_factor) for item in past] == [("a", 1.0), ("a", 1.1), ("b", 1.1)]
-    result = judged([item.score for item in past])
-    assert not result.passed
-    assert result.severity is dg.AssetCheckSeverity.WARN
-    shown = {name: value.value for name, value in result.metadata.items()}
-    assert (shown["usd_error_percent"], shown["seconds_error_percent"]) == (40.0, 40.0)
+    assert [(item.fingerprint, item.score.job_id, item.score.learned_factor) for item in past] == [
+        ("a", "train-a-1", 1.0),
+        ("a", "train-a-2", 1.1),
+        ("b", "train-b", 1.0),
+    ]
+    passed, shown = verdict(instance)
+    assert not passed
+    assert (shown["job_id"], shown["usd_error_percent"], shown["seconds_error_percent"]) == ("train-b", 40.0, 40.0)
     assert (shown["runs"], shown["median_error_percent"], shown["coverage_90_percent"]) == (3, 10.0, 66.7)
     assert shown["history"].startswith("![Estimates so far](data:image/svg+xml")
-    assert judged([past[0].score]).passed
+
+    fell_back = "Standard_NC4as_T4_v3"
+    for fields, why in (
+        (
+            {"sku": fell_back, "wall_seconds": 400.0},
+            f"it ran on {fell_back} (dedicated), and the estimate was for {SKU}",
+        ),
+        ({"tier": "low_priority"}, "(low_priority), and the estimate was for"),
+        ({"sku": f"{fell_back}, {SKU}"}, f"it ran on {fell_back}, {SKU}"),
+        ({"estimated_usd": 0.0}, "too small"),
+        ({"wall_seconds": 0.0}, "no record"),
+    ):
+        told(instance, "c", 100.0, **fields)
+        passed, shown = verdict(instance)
+        assert passed
+        assert (shown.keys(), shown["job_id"]) == ({"job_id", "why"}, "train-c"), "another run's verdict is not its own"
+        assert why in shown["why"]
+    materialized(instance, "cost_breakdown", total_usd=1.0, estimated_usd=1.0)
+    assert "older version" in verdict(instance)[1]["why"]
+    assert past_scores(instance) == past
+
+
+def test_a_run_that_was_disturbed_is_told_and_teaches_nothing(instance):
+    told(instance, "a", 101.0, job_id="train-a-1")
+    told(instance, "a", 172_800.0, job_id="train-a-2", launches=2)
+    told(instance, "a", 500.0, job_id="train-a-3", replaced_nodes=1, generations=3)
+    told(instance, "a", 200.0, job_id="train-a-4", generations=2)
+    history = History(fingerprint="a", runs=(), scores=tuple(past_scores(instance)))
+    assert [bool(item.score.disturbed) for item in history.scores] == [False, True, True, True]
+    assert history.learned("probe", SKU).runs == 1
+    found = history.forecast(SIZES, 1, SKU)
+    assert found is not None
+    assert found.totals == (101.0,)
+    assert replace(history, scores=history.scores[1:]).forecast(SIZES, 1, SKU) is None
+    _, shown = verdict(instance)
+    assert shown["runs"] == 4
+    assert shown["not_learned"].startswith("nodes were lost or joined, 2 generations")
 
 
 def plan_of(

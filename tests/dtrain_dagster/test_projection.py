@@ -86,10 +86,51 @@ def test_what_was_measured_takes_the_place_of_what_was_planned_and_the_last_spee
         {"kind": "checkpoint", "time": BEGAN + 901, "stall_seconds": 30.0},
     ]
     slower = steps(200, 3.0) + pauses + steps(600, 9.0)[20:]
-    found = projected(usage(6000), slower)
+    found = projected(usage(5460), slower)
     assert found.at_end is not None
     left = 400 * 9.0 + 0.4 * (4 * 200 + 10 * 30) + 40
-    assert found.at_end.expected == pytest.approx(2 * HOURLY * (6000 + left) / 3600, rel=0.01)
+    assert found.at_end.expected == pytest.approx(2 * HOURLY * (5460 + left) / 3600, rel=0.001)
+
+
+def test_steps_since_the_last_report_count_once_and_a_pause_counts_as_lost():
+    at_the_report, between, in_a_pause = (
+        projected(usage(60 + 1500 + more), steps(500, 3.0)).at_end for more in (0, 15, 330)
+    )
+    assert at_the_report is not None
+    assert between is not None
+    assert in_a_pause is not None
+    assert between.expected == pytest.approx(at_the_report.expected)
+    assert in_a_pause.expected - at_the_report.expected == pytest.approx(2 * HOURLY * 300 / 3600)
+
+
+def stays(node: int, *times: tuple[float, float]) -> list[NodeUsage]:
+    return [NodeUsage(node_id=node, sku=V100, started_at=BEGAN + at, ended_at=BEGAN + to) for at, to in times]
+
+
+@pytest.mark.parametrize(
+    ("stretches", "events", "node_seconds"),
+    [
+        (  # one node, then two that are twice as fast
+            stays(0, (0, 680)) + stays(1, (500, 680)),
+            steps(110, 4.0) + steps(200, 2.0, began=BEGAN + 280)[11:],
+            680 + 180 + 800 * 4.0,
+        ),
+        (  # two launches with ten hours between them
+            stays(0, (0, 460), (36000, 36460)),
+            steps(100, 4.0) + steps(200, 4.0, began=BEGAN + 35660)[10:],
+            2 * 460 + 800 * 4.0,
+        ),
+        (  # half of the steps are done again from a checkpoint
+            stays(0, (0, 2060), (2060, 2520)),
+            steps(500, 4.0) + steps(350, 4.0, began=BEGAN + 1120)[25:],
+            2520 + 650 * 4.0,
+        ),
+    ],
+)
+def test_worlds_and_launches_that_change_cost_by_the_step_what_each_step_cost(stretches, events, node_seconds):
+    found = projected(stretches, events, plan(phases={}))
+    assert found.at_end is not None
+    assert found.at_end.expected == pytest.approx(HOURLY * node_seconds / 3600, rel=0.001)
 
 
 def test_other_nodes_than_planned_cost_what_they_cost_and_without_a_plan_there_is_no_end():

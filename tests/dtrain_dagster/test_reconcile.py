@@ -84,6 +84,21 @@ def test_each_meter_of_each_day_has_its_difference_and_the_reason():
     json.dumps(found.as_dict())
 
 
+def test_each_tier_of_a_sku_is_held_against_its_own_meter():
+    at = MIDNIGHT + 3600
+    first = NodeUsage(node_id=0, sku=SKU, started_at=at, ended_at=at + 3600, tier="low_priority")
+    then = NodeUsage(node_id=0, sku=SKU, started_at=at + 3600, ended_at=at + 7200, tier="dedicated")
+    both = CostTracker("gpu", [first, then], "dedicated")
+    rows = [row("10/25/2026", "3.06", "1"), row("10/25/2026", "0.61", "1", MeterName="NC6s v3 Low Priority")]
+    found = reconcile(both, read_usage(csv_text(rows), "usage.csv"), MARKS)
+    assert [line.why for line in found.rows] == ["the same", "the same"]
+    only = reconcile(both, read_usage(csv_text(rows[:1]), "usage.csv"), MARKS)
+    assert [(line.meter, line.why[:17]) for line in only.rows][1] == (
+        f"{SKU.lower()} (low priority)",
+        "not in the export",
+    )
+
+
 def test_the_answer_of_a_query_and_tags_that_name_the_job():
     columns = ["PreTaxCost", "UsageDate", "MeterCategory", "Meter", "ResourceId", "Tags", "UsageQuantity", "Currency"]
     mine, other = '"dtrain_job":"train-1"', '"dtrain_job":"train-10"'

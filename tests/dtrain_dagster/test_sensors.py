@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import threading
@@ -13,15 +14,17 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dtrain_dagster.clusters.base import OWNER, GPUClusterManager, JobSpec, NodePool, Orphan
+from dtrain_dagster.clusters.base import OWNER, GPUClusterManager, JobSpec, NodePool, NodeUsage, Orphan
 from dtrain_dagster.clusters.local import LocalClusterManager
+from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs import PLAN
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.sensors.cost_overrun import COST_TOLD, build_cost_overrun_sensor
+from dtrain_dagster.sensors.cost_overrun import COST_TOLD, build_cost_overrun_sensor, judge
 from dtrain_dagster.sensors.orphans import build_orphan_sensor, why_spared
 from dtrain_dagster.settings import Settings
 from tests.ticks import Daemon
-from trainer.rundir import RunDir, event
+from tests.webhook import web_hook
+from trainer.rundir import EVENTS, RunDir, event, event_file
 from trainer.storage import Storage
 
 
@@ -227,6 +230,100 @@ def test_a_job_above_its_estimate_is_told_once_for_each_threshold(
     sentences = [item["sentence"] for item in (rundir.read_json(COST_TOLD) or {}).values()]
     assert any("will cost" in sentence for sentence in sentences)
     assert any("has cost" in sentence for sentence in sentences)
+
+
+BEGAN, TRAINING, EVALUATION = 1_790_000_000.0, 5940.0, 600.0
+
+
+def two_hours(rundir: RunDir, seconds: float, remote: bool) -> Iterator[float]:
+    """What rank 0 writes, by a clock of its own: after each minute, when that is. A file of samples each 2 s, or 5 s on
+    remote storage; each ten steps a report. It starts for a minute and evaluates after half of the steps, from where
+    another world goes on, and after all."""
+    every, step, at, number, generation = 5.0 if remote else 2.0, 0, 60.0, 0, 1
+    folder = rundir.storage.local_path(EVENTS)
+    folder.mkdir(parents=True)
+    for minute in range(1, 121):
+        for place in range(int(60 * (minute - 1) / every), int(60 * minute / every)):
+            now = every * place
+            lines = [event("node", 0, generation, node_id=0, step=step) | {"time": BEGAN + now}]
+            while at + 10 * seconds <= min(now, 60 + TRAINING + EVALUATION):
+                step, at = step + 10, at + 10 * seconds
+                lines.append(event("step", 0, generation, step=step, step_seconds=seconds) | {"time": BEGAN + at})
+            if generation == 1 and at > 60 + TRAINING / 2:
+                at, number, generation = at + EVALUATION, 0, 2
+            number += 1
+            (folder / event_file(generation, 0, number)).write_text("\n".join(map(json.dumps, lines)))
+        yield BEGAN + 60.0 * minute
+
+
+@pytest.mark.parametrize(
+    ("seconds", "remote", "over", "expected"),
+    [
+        (4.0, False, 0.45, ["projected 25%", "actual 25%"]),
+        (10.0, True, 0.45, ["projected 25%", "actual 25%"]),
+        (30.0, True, 0.45, ["projected 25%", "actual 25%"]),
+        (120.0, True, 0.45, ["projected 25%", "actual 25%"]),
+        (30.0, True, 0.0, []),
+    ],
+)
+def test_slow_steps_are_projected_however_many_files_are_between_their_reports(
+    tmp_path: Path, seconds: float, remote: bool, over: float, expected: list[str]
+):
+    """A job of two hours, so much more than estimated, whose pauses are planned. The cursor is lost once."""
+    rundir, look, told = RunDir(str(tmp_path)), dict[str, Any](), list[str]()
+    hours = 2 / (1 + over)
+    plan = {
+        "estimate": {"usd": {"expected": 2 * 3.06 * hours}, "seconds": {"expected": 3600 * hours}},
+        "work": {"steps": int(TRAINING / seconds), "evaluations": 2},
+        "phases": {"startup": 60.0, "evaluation": 2 * EVALUATION},
+    }
+    said = []
+    for now in two_hours(rundir, seconds, remote):
+        is_lost = now == BEGAN + 5400 and seconds <= 30
+        look = {} if is_lost else json.loads(json.dumps(look))
+        usage = [NodeUsage(node_id=n, sku="Standard_NC6s_v3", started_at=BEGAN, ended_at=now) for n in range(2)]
+        tracker = CostTracker("c", usage, "dedicated")
+        projection, due, look = judge(rundir, plan, tracker, look | {"told": told}, 0.25)
+        assert projection.counts or not is_lost
+        for item in due:
+            told += item.covers
+            said.append(f"{item.kind} {item.threshold:.0%}")
+    assert said == expected
+    assert len(json.dumps(look)) < 1500
+
+
+@pytest.mark.parametrize("fails", ["the record in the run directory", "the check"])
+def test_people_are_told_of_an_overrun_once_whatever_fails_beside(
+    manager: GPUClusterManager, settings: Settings, monkeypatch: pytest.MonkeyPatch, fails: str
+):
+    manager.provision_cluster(2, "Standard_NC6s_v3")
+    rundir = RunDir(f"{settings.jobs_uri}/{run_sleeper(manager, settings, 60)}")
+    rundir.write_json(PLAN, {"tier": "dedicated", "estimate": {"usd": {"expected": 1e-9}}})
+    write = Storage.write
+
+    def disk_full(storage: Storage, name: str, data: bytes) -> None:
+        if name == COST_TOLD:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        write(storage, name, data)
+
+    with web_hook() as (url, heard), dg.DagsterInstance.ephemeral() as instance:
+        settings = settings.model_copy(update={"notify": url})
+        sensor = build_cost_overrun_sensor(settings)
+
+        def look(cursor: str | None) -> str:
+            with dg.build_sensor_context(instance, cursor, resources=build_resources(settings)) as context:
+                return str(sensor.evaluate_tick(context).cursor)
+
+        with monkeypatch.context() as patch:
+            if fails == "the check":
+                patch.setattr(instance, "report_runless_asset_event", lambda _: 1 / 0)
+            else:
+                patch.setattr(Storage, "write", disk_full)
+            cursor = look(None)
+            assert len(heard) == 1
+            cursor = look(cursor)
+        look(cursor)
+    assert len(heard) == 1
 
 
 def test_a_job_without_a_live_run_is_told_once_or_cancelled(

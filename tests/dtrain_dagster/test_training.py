@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +18,14 @@ from dtrain_dagster.assets.following import TOLD
 from dtrain_dagster.assets.registry import cost_of
 from dtrain_dagster.assets.training import trained_checkpoint
 from dtrain_dagster.clusters.base import NodeUsage
+from dtrain_dagster.clusters.lock import acquire
 from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.jobs import CLAIM
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings import Settings
 from trainer.consumed import digest_of_all
-from trainer.rundir import EVALUATION, RESULT, RunDir
+from trainer.rundir import EVALUATION, LIMIT, RESULT, STATUS, RunDir
 
 from .told_events import told, write_run
 
@@ -58,10 +62,10 @@ def plan_in(home: Path) -> TrainingPlan:
     )
 
 
-def adopt(home: Path) -> tuple[dg.ExecuteInProcessResult, list[str]]:
-    """Materialize `trained_checkpoint` as a run does whose training has been carried out before; with its warnings."""
+def adopt(home: Path, stop_at_usd: float = 0.0) -> tuple[dg.ExecuteInProcessResult, list[str]]:
+    """Materialize `trained_checkpoint` as a run does whose training another one has begun; with its warnings."""
     (home / "manifest.json").write_text(json.dumps({"samples": {"train": 9}}))
-    plan = plan_in(home)
+    plan = replace(plan_in(home), stop_at_usd=stop_at_usd)
 
     @dg.asset
     def cost_estimate() -> TrainingPlan:
@@ -88,6 +92,26 @@ def test_a_job_is_claimed_once_nothing_can_fail_any_more(tmp_path: Path, rundir:
     assert rundir.read_json(CLAIM) is not None
 
 
+def test_a_job_that_runs_is_given_the_budget_of_the_run_that_attaches_to_it(tmp_path: Path, rundir: RunDir):
+    status, held = rundir.read_json(STATUS) or {}, acquire(Path(rundir.uri))  # as a supervisor does
+    assert held is not None
+    rundir.write_json(STATUS, status | {"state": "running"})
+
+    def supervise() -> None:
+        until = time.monotonic() + 60
+        while not rundir.storage.exists(LIMIT) and time.monotonic() < until:
+            time.sleep(0.02)
+        rundir.write_json(STATUS, status)
+        os.close(held)
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(supervise)
+        assert adopt(tmp_path, stop_at_usd=20.0)[0].success
+    limit = rundir.read_json(LIMIT) or {}
+    assert limit["stop_at_usd"] == 20.0
+    assert limit["max_node_seconds"] == pytest.approx(20 / 3.06 * 3600), "at one price, whatever was paid before"
+
+
 def test_a_run_goes_on_where_people_cannot_be_told(tmp_path: Path, rundir: RunDir):
     (Path(rundir.uri) / TOLD).mkdir()
     found, warnings = adopt(tmp_path)
@@ -105,6 +129,6 @@ def test_a_run_goes_on_where_people_cannot_be_told(tmp_path: Path, rundir: RunDi
 def test_a_price_that_nobody_knows_fails_no_training_that_is_paid(tmp_path: Path, tier: str, usd: float, said: str):
     sku = "Standard_NC6s_v3" if usd else "Standard_NC40ads_H100_v5"  # what it went on with in the end
     usage = [NodeUsage(node_id=0, sku=sku, tier=tier, started_at=0.0, ended_at=3600.0)]
-    total, words = cost_of(usage, replace(plan_in(tmp_path), price_words="stand-in"), "dtrain")
+    total, words = cost_of(usage, sku, replace(plan_in(tmp_path), price_words="stand-in"), "dtrain")
     assert total == usd
     assert words.startswith(said)

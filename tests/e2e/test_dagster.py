@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import psutil
 import pytest
 
@@ -22,11 +24,16 @@ def test_a_run_is_watched_live_terminated_and_found_again(dagster: Dagster):
     """One story, because each part needs a training that is under way (about 10 s to get there)."""
     # A training that would take an hour is watched live …
     run_id = dagster.launch(*GRAPH, config=LONG)
-    observed = wait_for(
-        lambda: dagster.observations("trained_checkpoint") or dagster.status(run_id) in ENDED, 150, "an observation"
-    )
+
+    def at_work() -> list[dict[str, Any]]:
+        """What was observed since the first step."""
+        observed = [item["metadataEntries"] for item in dagster.observations("trained_checkpoint")]
+        labelled = [{entry["label"]: entry for entry in entries} for entries in observed]
+        return [entries for entries in labelled if "step" in entries]
+
+    observed = wait_for(lambda: at_work() or dagster.status(run_id) in ENDED, 150, "an observation of a step")
     assert observed is not True, f"the run ended: {dagster.status(run_id)}"
-    entries = {entry["label"]: entry for entry in observed[0]["metadataEntries"]}
+    entries = observed[0]
     assert entries["step"]["intValue"] > 0
     assert entries["nodes_alive"]["intValue"] == 2
     assert {"loss", "eta_seconds", "samples_per_second"} <= entries.keys()

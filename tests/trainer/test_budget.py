@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
+import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +17,9 @@ from worlds import Job
 
 from trainer.budget import LATEST_SECONDS, SOONEST_SECONDS, Budget, Paid, paid, pause
 from trainer.checkpoint import LATEST
-from trainer.outcome import BUDGET
-from trainer.rundir import NodePresence
+from trainer.outcome import BUDGET, end_at_budget
+from trainer.run import DistributedTrainer
+from trainer.rundir import LIMIT, NodePresence, RunDir
 
 NewJob = Callable[..., Job]
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
@@ -22,6 +27,13 @@ HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 
 def stay(launch: int, began: float, ended: float | None, seen: float | None, node: int = 0) -> NodePresence:
     return NodePresence(node_id=node, launch=launch, started_at=began, ended_at=ended, last_seen_at=seen)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +69,54 @@ def test_it_looks_seldom_far_from_the_end_and_often_near_it(left: float, nodes: 
     seconds = pause(left, nodes)
     assert SOONEST_SECONDS <= seconds <= LATEST_SECONDS
     assert seconds == SOONEST_SECONDS or seconds * nodes <= left / 4 * 1.0001
+
+
+@pytest.mark.parametrize("damage", [b"{", b"[1]", b"{}", b'{"max_node_seconds": -1}', b'{"max_node_seconds": "9"}'])
+def test_a_budget_is_raised_and_lowered_while_the_job_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, damage: bytes
+) -> None:
+    monkeypatch.setattr("trainer.budget.LATEST_SECONDS", 0.01)
+    rundir, ended = RunDir(str(tmp_path)), threading.Event()
+    rundir.write_json(LIMIT, {"max_node_seconds": 1e9})
+    budget = Budget(rundir, 1e-9, 1, 1, ended.set)
+    wait_for(lambda: budget.limit == 1e9)
+    rundir.storage.write(LIMIT, damage)
+    wait_for(lambda: "cannot be read" in caplog.text)
+    assert (budget.limit, ended.is_set()) == (1e9, False), "what was read last still holds"
+    rundir.write_json(LIMIT, {"max_node_seconds": None})
+    wait_for(lambda: budget.limit == math.inf)
+    rundir.write_json(LIMIT, {"max_node_seconds": 1e-9})
+    assert ended.wait(20)
+
+
+def test_it_looks_once_more_before_it_is_due(tmp_path: Path) -> None:
+    rundir = RunDir(str(tmp_path))
+    budget = Budget(rundir, 1e6, 1, 1, lambda: None)
+    assert budget.is_due(1e6)
+    rundir.write_json(LIMIT, {"max_node_seconds": 1e7})
+    assert not budget.is_due(1e6)
+    budget.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("regroup", [False, True])
+def test_a_job_that_is_done_cannot_run_out_of_budget(
+    new_job: NewJob, monkeypatch: pytest.MonkeyPatch, regroup: bool
+) -> None:
+    """On a cluster, its budget is spent while it closes: that comes too late, and does nothing."""
+    close, before, exits = DistributedTrainer.close, threading.enumerate(), []
+
+    def closes_late(trainer: DistributedTrainer, tracking_seconds: float = 60.0) -> None:
+        wait_for(lambda: not {thread.name for thread in threading.enumerate() if thread not in before} & {"budget"})
+        end_at_budget(trainer)
+        close(trainer, tracking_seconds)
+
+    monkeypatch.setattr(DistributedTrainer, "close", closes_late)
+    monkeypatch.setattr(os, "_exit", exits.append)
+    job = new_job(environment={"DTRAIN_LAUNCH": "1"}, max_node_seconds=1e9, max_steps=2, regroup=regroup)
+    assert job.run_here() == 0
+    assert not exits
+    assert (job.result()["status"], job.result()["launch"]) == ("succeeded", 1 if regroup else None)
 
 
 @pytest.mark.slow

@@ -46,6 +46,8 @@ import resource, runpy, sys
 import trainer.checkpoint
 save = trainer.checkpoint.CheckpointManager.save
 def full(self, state, step, *rest):
+    if step == 10:
+        self.wait(60)  # the one before is there, however busy the machine is
     if step >= 10:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
     return save(self, state, step, *rest)

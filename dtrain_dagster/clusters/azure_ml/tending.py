@@ -25,6 +25,8 @@ from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState,
 from dtrain_dagster.clusters.policy import is_failure
 from dtrain_dagster.clusters.presence import is_here
 from dtrain_dagster.clusters.supervisor import how_to_go_on
+from dtrain_dagster.costs.budget import reprice
+from dtrain_dagster.costs.prices import tier_of
 from trainer.rundir import RESULT, STATUS, RunDir
 
 CANCEL_AGAIN_SECONDS = 30.0
@@ -291,6 +293,7 @@ class Tender:
         self._last = None
         while True:
             try:
+                self._keep_budget(record)
                 job = self.jobs.submit(record, self.rundir)
                 break
             except NameTaken as error:
@@ -309,6 +312,13 @@ class Tender:
         if current is None or current["cancel_asked_at"]:  # cancelled, or superseded, while it was being submitted
             self._cancel_in_service(record, "it was cancelled while it was being submitted")
         _log.info("job %s: submitted, %s", record["job_name"], job.studio_url)
+
+    def _keep_budget(self, record: Record) -> None:
+        """A budget in dollars holds whatever this launch's nodes cost. `ClusterError` where that is not known."""
+        try:
+            reprice(self.rundir, self.traces.usage(record, True, time.time()), record["sku"], tier_of(record["tier"]))
+        except ValueError as error:  # no price, or a damaged file
+            raise ClusterError(f"stop_at_usd cannot be kept on these nodes: {error}") from error
 
     def _refused(self, record: Record, error: ClusterError) -> None:
         """Nothing was bought, and nothing will be: that is how this launch ends."""

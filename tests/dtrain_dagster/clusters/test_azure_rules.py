@@ -229,7 +229,7 @@ class TestStates:
     def test_one_that_has_spent_its_budget_is_not_submitted_again(self, why: dict[str, Any]) -> None:
         spent = {"status": "budget", "launch": 2, "error": "stopped at its budget"}
         for status in ("Failed", "Canceled", "Completed"):
-            found = decide(facts(status, result=spent, exit_codes=(3, 75), **why), PATIENCE)
+            found = decide(facts(status, result=spent, exit_codes=(77, 75), **why), PATIENCE)
             assert found == Decision(action="settle", state=JobState.FAILED, message="stopped at its budget")
         before = {**spent, "launch": 1}
         assert decided("Failed", result=before, error="node was preempted") == ("next", JobState.QUEUED)

@@ -285,7 +285,7 @@ def test_a_job_that_has_spent_its_budget_is_neither_replaced_nor_started_again(c
         if RANK == 0:
             result = {"status": "budget", "error": "stopped at its budget", "launch": LAUNCH}
             (HOME / "result.json").write_text(json.dumps(result))
-            sys.exit(3)
+            sys.exit(77)
         while not (HOME / "result.json").exists():
             time.sleep(0.01)
         os.kill(os.getpid(), 9) if RANK == 1 else sys.exit(75)
@@ -295,5 +295,5 @@ def test_a_job_that_has_spent_its_budget_is_neither_replaced_nor_started_again(c
     status = cluster.wait("spent")
     assert status.state is JobState.FAILED
     assert status.message.startswith("stopped at its budget. There is no checkpoint yet")
-    assert stays(cluster, "spent") == [(1, 0, 1, (3,)), (1, 1, 1, (-9,)), (1, 2, 1, (75,))]
-    assert cluster.status_file("spent")["exit_code"] == 3
+    assert stays(cluster, "spent") == [(1, 0, 1, (77,)), (1, 1, 1, (-9,)), (1, 2, 1, (75,))]
+    assert cluster.status_file("spent")["exit_code"] == 77

@@ -46,7 +46,8 @@ def test_of_failures_at_one_moment_the_likeliest_cause_is_blamed():
     [
         (1, "exit code 1"),
         (2, "exit code 2, unusable configuration or data"),
-        (3, "exit code 3, its budget is spent"),
+        (3, "exit code 3"),
+        (77, "exit code 77, its budget is spent"),
         (143, "exit code 143, stopped by SIGTERM"),
         (-9, "killed by SIGKILL"),
         (-63, "killed by signal 63"),

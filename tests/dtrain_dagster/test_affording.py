@@ -1,0 +1,123 @@
+"""What a plan may cost: which nodes are taken where they may be chosen, and what happens when others are to be had."""
+
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from dtrain_dagster.assets.affording import cheapest_here, refuse_dearer_nodes
+from dtrain_dagster.clusters.base import ClusterConfig
+from dtrain_dagster.costs.choices import Baseline, Choices, choices
+from dtrain_dagster.costs.estimate import Forecast, Interval, Measured, Sizes, estimate_cost, with_evictions
+from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.costs.prices import price_of
+from dtrain_dagster.resources import build_resources
+from dtrain_dagster.settings import Settings
+
+V100 = price_of("Standard_NC6s_v3")
+SIZES = Sizes(
+    train_samples=90_000, valid_samples=9_000, test_samples=9_000, batch_size_per_rank=256, micro_batches_per_rank=2,
+    processes_per_node=1, epochs=6, max_steps=None, eval_frequency=None, checkpoint_frequency=100,
+)  # fmt: skip
+FORECAST = Forecast(
+    measured=tuple(
+        Measured(node_count=count, startup_seconds=60.0, step_seconds=0.5, finish_seconds=30.0) for count in (1, 4)
+    ),
+    sizes=SIZES,
+    basis="probe",
+    basis_words="",
+)
+
+
+def table(budget_usd: float | None) -> Choices:
+    baseline = Baseline(price=V100, node_count=4, tier="dedicated", ranks_per_node=1, batch_size_per_rank=256)
+    return choices(
+        FORECAST, baseline, [V100], range(1, 5), ("dedicated",), epochs=6, today=date(2025, 1, 1), budget_usd=budget_usd
+    )
+
+
+def test_nodes_are_chosen_that_fit_surely_else_as_expected_else_the_cheapest():
+    rows = {row.node_count: row for row in table(None).rows}
+    least = min(rows.values(), key=lambda row: row.usd.expected)
+    between = (least.usd.expected + least.usd.high) / 2
+    for budget in (None, least.usd.high, between, least.usd.low):
+        found = cheapest_here(table(budget), V100.sku, "dedicated", 4)
+        assert found is not None
+        assert found.node_count == least.node_count
+    only = cheapest_here(table(None), V100.sku, "dedicated", 1)
+    assert only is not None
+    assert only.node_count == 1, "no more than there are"
+    assert cheapest_here(table(None), V100.sku, "low_priority", 4) is None
+
+
+def test_a_stated_world_size_makes_the_global_batch_whatever_nodes_there_are():
+    stated = replace(SIZES, stated_ranks=3)
+    assert stated.work(2).steps == stated.work(3).steps == SIZES.work(3).steps < SIZES.work(2).steps
+    two = replace(FORECAST, sizes=stated).parts(4)
+    assert two.steps == pytest.approx(stated.work(4).steps * 0.5, rel=0.01), "a measured step has the whole batch"
+
+
+def test_what_replacing_evicted_nodes_takes_is_in_the_estimate():
+    seconds = Interval(low=3600.0, expected=4000.0, high=5000.0)
+    low = estimate_cost(seconds, V100, "low_priority", 4)
+    assert low.seconds == with_evictions(seconds, 4)
+    assert low.seconds.high > 1.2 * seconds.high
+    assert low.usd.high == pytest.approx(low.seconds.high * 4 / 3600 * 0.61)
+    assert estimate_cost(seconds, V100, "dedicated", 4).seconds == seconds
+
+
+def plan(**limits: Any) -> TrainingPlan:
+    seconds = Interval(low=3000.0, expected=3600.0, high=4000.0)
+    return TrainingPlan(
+        fingerprint="f", job={}, sku="Standard_NC4as_T4_v3", tier="dedicated", node_count=2, processes_per_node=1,
+        work=SIZES.work(2), estimate=estimate_cost(seconds, price_of("Standard_NC4as_T4_v3"), "dedicated", 2),
+        basis="", price_note="", **limits,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("limits", "sku", "tier", "refused"),
+    [
+        ({"budget_usd": 2.0}, "Standard_NC4as_T4_v3", None, None),
+        ({"budget_usd": 2.0}, "Standard_NC40ads_H100_v5", None, None),  # 12 times as quick, 13 times as dear
+        ({"budget_usd": 1.1}, "Standard_NC40ads_H100_v5", None, "budget_usd is"),
+        ({"budget_usd": 2.0}, "Standard_NC6s_v3", None, "budget_usd is"),
+        ({"budget_usd": 2.0}, "Standard_NC6s_v3", "low_priority", None),
+        ({"deadline_hours": 1.02}, "Standard_NC4as_T4_v3", "low_priority", "deadline_hours is"),
+        ({}, "Standard_NC6s_v3", None, None),
+    ],
+)
+def test_other_nodes_than_planned_are_refused_where_the_plan_no_longer_fits(
+    tmp_path: Path, limits: dict[str, Any], sku: str, tier: Any, refused: str | None
+):
+    project = build_resources(Settings(home=tmp_path))["project"]
+    got = ClusterConfig(
+        cluster_name="c", node_count=2, gpu_type=sku, auto_scale_enabled=True, min_nodes=0, max_nodes=2,
+        idle_timeout_minutes=10, tier=tier,
+    )  # fmt: skip
+
+    @dg.asset
+    def trained(context: dg.AssetExecutionContext) -> None:
+        refuse_dearer_nodes(context, project, plan(**limits), got)  # type: ignore[arg-type]
+
+    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+        result = dg.materialize([trained], instance=instance, raise_on_error=False)
+    assert result.success is (refused is None)
+    if refused:
+        [event] = [event for event in result.all_events if event.is_step_failure]
+        said = event.step_failure_data.user_failure_data
+        assert said is not None
+        assert refused in str(said.description)
+        assert f"got {sku}" in str(said.description)
+        assert "not started" in str(said.description)
+
+
+def test_on_azure_the_first_of_its_tiers_is_priced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cluster = build_resources(Settings(home=tmp_path, tier="low_priority"))["cluster"]
+    assert cluster.first_tier == "low_priority"  # type: ignore[attr-defined]
+    on_azure = cluster.model_copy(update={"kind": "azure_ml", "azure": {"tiers": ["dedicated", "low_priority"]}})
+    assert on_azure.first_tier == "dedicated"  # type: ignore[attr-defined]
+    assert cluster.model_copy(update={"kind": "azure_ml"}).first_tier == "dedicated"  # type: ignore[attr-defined]
