@@ -207,10 +207,9 @@ def has_trained(instance: dg.DagsterInstance, run_id: str) -> bool:
 
 
 def claim(storage: Storage, key: str, now: float) -> str:
-    """Take the right to ask for a run, which others have until that run can be seen; "" or who holds it.
+    """Take the right to ask for a run, which nobody else has until that run can be seen; "", or who holds it.
 
-    It outlasts a tick, of which no other part takes longer: who looked at the runs before this claim was made, and
-    takes it after it has passed, cannot be.
+    It lasts longer than a tick: whoever has looked at the runs before it was taken, and asks after, finds it held.
     """
     try:
         known = storage.read(CLAIM)

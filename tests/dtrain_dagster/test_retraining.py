@@ -72,7 +72,7 @@ class World:
         return run
 
     def fail(self, run: dg.DagsterRun, why: str, *, training: bool = False) -> None:
-        """A run that fails, before it trains or while it does; the sensor sees it, twice for a daemon that was lost."""
+        """A run that fails, before it trains or while it does."""
         if training:
             step = dg.DagsterEvent(DagsterEventType.STEP_START.value, run.job_name, step_key="trained_checkpoint")
             self.instance.report_dagster_event(step, run.run_id)
