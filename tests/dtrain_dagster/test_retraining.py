@@ -146,7 +146,7 @@ def test_what_failed_before_it_trained_is_told_and_tried_again_a_few_times(world
         assert run.run_id in heard[-1]["message"]
         if number < 3:
             assert "tried again in 2 h" in here.tick("staleness", minutes=4 * 60).skip_message
-            here.clock.now += 2 * 60 * MINUTE
+            here.clock.now += 121 * MINUTE
     assert request.run_key == f"{key}-3"
     assert "by hand" in here.tick("staleness", minutes=7 * 24 * 60).skip_message
 
