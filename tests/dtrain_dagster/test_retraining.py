@@ -236,7 +236,7 @@ def test_two_causes_start_one_run(world: tuple[World, list[dict[str, Any]]]):
     here.clock.now += 31 * DAY
     [by_age] = here.tick("staleness").run_requests
     assert f"waits for the run that was just asked for ({by_age.run_key})" in here.tick("new_data").skip_message
-    [by_data] = here.tick("new_data", minutes=3).run_requests  # no run came of it
+    [by_data] = here.tick("new_data", minutes=4).run_requests  # no run came of it
     assert by_age.run_key != by_data.run_key
 
     run = here.add_run(by_data, dg.DagsterRunStatus.STARTED)
@@ -246,14 +246,14 @@ def test_two_causes_start_one_run(world: tuple[World, list[dict[str, Any]]]):
     waiting.put(new_ticket(run.run_id, (), {}, "no capacity", here.clock.now, 3600.0))
     assert "waits for capacity" in here.tick("staleness").skip_message
     waiting.remove(waiting.tickets()[0].ticket)
-    assert here.tick("staleness", minutes=3).run_requests[0].run_key == by_age.run_key, "the same cause, the same key"
+    assert here.tick("staleness", minutes=4).run_requests[0].run_key == by_age.run_key, "the same cause, the same key"
 
     for _ in range(12):  # more than are read at once
         record_training(here.instance, here.settings.shared_uri, sha256(here.prices), "2020-02-02", "2", "challenger")
     assert "version 2 was trained since" in here.tick("staleness").skip_message
     assert "is what the latest training had" in here.tick("new_data").skip_message
     record_prices(here.instance, "1" * 64, "2020-03-15")
-    [by_lag] = here.tick("staleness", minutes=3).run_requests
+    [by_lag] = here.tick("staleness", minutes=4).run_requests
     assert by_lag.run_key == f"data-{'1' * 16}", "as the sensor of new data would call it"
     here.add_run(by_lag, dg.DagsterRunStatus.CANCELED)
     here.clock.now += 31 * DAY
