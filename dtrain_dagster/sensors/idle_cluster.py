@@ -14,6 +14,7 @@ import dagster as dg
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, NodePool
 from dtrain_dagster.costs.plan import LISTED, STAND_IN
 from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
+from dtrain_dagster.liveness import is_heard
 from dtrain_dagster.monitoring.idle import Idling, Outcome, is_due, is_over, look, takes_force, tried
 from dtrain_dagster.notify import tell
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
@@ -23,8 +24,6 @@ from dtrain_dagster.wording import dollars, duration
 
 IDLE_EVERY_SECONDS, BUSY_EVERY_SECONDS = 600.0, 3600.0
 """How often is recorded that nothing has changed: while it costs money for nothing, and while it works."""
-ALIVE_SECONDS = 1800.0
-"""A Dagster run that has said nothing for longer, though it never ended, keeps no nodes."""
 WORDS: dict[Outcome, str] = {
     "": "nothing was done",
     "scaled down": "scaled down",
@@ -177,11 +176,8 @@ def _usd_per_node_hour(pool: NodePool, cluster: GPUClusterResource) -> float | N
 def _run_at_work(instance: dg.DagsterInstance, now: float) -> str:
     """A run that may be about to use the nodes, between getting them and submitting its job; "" for none."""
     for record in instance.get_run_records(dg.RunsFilter(statuses=LIVE)):
-        run_id = record.dagster_run.run_id
-        latest = instance.get_records_for_run(run_id, limit=1, ascending=False).records
-        heard_at = latest[0].timestamp if latest else record.create_timestamp.timestamp()
-        if abs(now - heard_at) < ALIVE_SECONDS:
-            return run_id
+        if is_heard(instance, record, now):
+            return record.dagster_run.run_id
     return ""
 
 
