@@ -5,16 +5,16 @@ from collections.abc import Mapping
 import dagster as dg
 
 from dtrain_dagster.assets import champion, costs, dataset, planning, registry, reporting, scaling, scoring, training
-from dtrain_dagster.resources import ProjectResource, build_resources
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource, build_resources
 from dtrain_dagster.retraining import RETRAINING, ask, budget_words, weekly
 from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
 from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
 from dtrain_dagster.sensors.new_data import build_new_data_sensor
 from dtrain_dagster.sensors.orphans import build_orphan_sensor
 from dtrain_dagster.sensors.queue import build_queue_sensor
+from dtrain_dagster.sensors.retraining_failed import build_retraining_failed_sensor
 from dtrain_dagster.sensors.staleness import build_staleness_sensor
 from dtrain_dagster.settings import Settings, load_settings
-from dtrain_dagster.waiting import WaitingList
 
 ASSETS: list[dg.AssetsDefinition | dg.AssetSpec] = [
     dataset.stock_prices,
@@ -55,6 +55,7 @@ def build_defs(
             build_cost_overrun_sensor(settings),
             build_new_data_sensor(settings, RETRAINING),
             build_staleness_sensor(settings, RETRAINING),
+            build_retraining_failed_sensor(),
             build_queue_sensor(settings),
             build_orphan_sensor(settings),
         ],
@@ -77,11 +78,10 @@ def weekly_retraining(settings: Settings) -> dg.ScheduleDefinition:
         ),
     )
     def weekly_schedule(
-        context: dg.ScheduleEvaluationContext, project: ProjectResource
+        context: dg.ScheduleEvaluationContext, project: ProjectResource, cluster: GPUClusterResource
     ) -> dg.RunRequest | dg.SkipReason:
-        tickets = WaitingList(project.shared_uri).tickets()
         cause = weekly(context.scheduled_execution_time)
-        return ask(context.instance, cause, tickets, settings.retrain_budget_usd)
+        return ask(context, cause, project, cluster, settings.retrain_budget_usd)
 
     return weekly_schedule
 

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence, Set
+import time
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from typing import Any
 
 import dagster as dg
 
+from dtrain_dagster.liveness import ALIVE_SECONDS, has_died
+from dtrain_dagster.notify import tell
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.sensors.orphans import LIVE
-from dtrain_dagster.waiting import Ticket
+from dtrain_dagster.waiting import WaitingList
 from dtrain_dagster.wording import dollars, duration
 from trainer.storage import Storage
 
@@ -28,6 +32,10 @@ TRAINED = dg.AssetKey("trained_checkpoint")
 _REGISTRATIONS = 200
 """Materializations of ``registered_model`` among which the champion is looked for."""
 DAY = 86400.0
+TRIES, PAUSE_SECONDS = 3, 6 * 3600.0
+"""Runs of one cause, and the pause between them, where each failed before it trained."""
+CLAIM, CLAIM_SECONDS = "claim.json", 180.0
+"""Who has asked for a run last. A sensor has a minute, and then it takes seconds until the run can be seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,26 +153,102 @@ def weekly(when: datetime) -> Cause:
 
 
 def ask(
-    instance: dg.DagsterInstance, cause: Cause, tickets: Sequence[Ticket], budget_usd: float
+    context: dg.SensorEvaluationContext | dg.ScheduleEvaluationContext,
+    cause: Cause,
+    project: ProjectResource,
+    cluster: GPUClusterResource,
+    budget_usd: float,
 ) -> dg.RunRequest | dg.SkipReason:
     """The one run of this cause, or why there is none: it had its run, or a training is under way.
 
-    Sensors are evaluated one after the other, and a run is in the queue before the next is: two causes that come
-    together start one run.
+    Sensors are evaluated one after the other, and schedules beside them: whoever asks has taken the claim before.
     """
-    runs = instance.get_runs(dg.RunsFilter(tags={CAUSE_TAG: cause.key}), limit=1)
-    if runs:
-        return dg.SkipReason(
-            f"{cause.words}: run {runs[0].run_id[:8]} was started for that ({runs[0].status.value.lower()}); to train "
-            f"once more, launch the job {RETRAINING} by hand"
-        )
-    live = [run for run in instance.get_runs(dg.RunsFilter(statuses=LIVE)) if trains(run.asset_selection)]
+    now = time.time()
+    live = _trainings(context, project, cluster, now)
+    queued = [
+        item
+        for item in WaitingList(project.shared_uri).tickets()
+        if not item.assets or TRAINED.to_user_string() in item.assets
+    ]
+    if queued:  # its run has ended in a failure, which is none
+        return dg.SkipReason(f"{cause.words}; waits for run {queued[0].run_id[:8]}, which waits for capacity")
+    key = next_try(context.instance, cause, now)
+    if isinstance(key, dg.SkipReason):
+        return key
     if live:
         return dg.SkipReason(f"{cause.words}; waits for run {live[0].run_id[:8]}, which is training or about to")
-    queued = [item for item in tickets if not item.assets or TRAINED.to_user_string() in item.assets]
-    if queued:
-        return dg.SkipReason(f"{cause.words}; waits for run {queued[0].run_id[:8]}, which waits for capacity")
-    return dg.RunRequest(run_key=cause.key, run_config=run_config(budget_usd), tags={CAUSE_TAG: cause.key})
+    if holder := claim(Storage(f"{project.shared_uri}/retraining"), key, now):
+        return dg.SkipReason(f"{cause.words}; waits for the run that was just asked for ({holder})")
+    return dg.RunRequest(run_key=key, run_config=run_config(budget_usd), tags={CAUSE_TAG: key})
+
+
+def next_try(instance: dg.DagsterInstance, cause: Cause, now: float) -> str | dg.SkipReason:
+    """The key of the cause's next run: its first, or a further one after runs that failed before they trained."""
+    keys = [cause.key, *(f"{cause.key}-{number}" for number in range(2, TRIES + 1))]
+    records = instance.get_run_records(dg.RunsFilter(tags={CAUSE_TAG: keys}))
+    if not records:
+        return cause.key
+    runs = [record.dagster_run for record in records]  # newest first
+    said = f"{cause.words}: run {runs[0].run_id[:8]} was started for that ({runs[0].status.value.lower()})"
+    left = keys[max(keys.index(run.tags[CAUSE_TAG]) for run in runs) + 1 :]
+    is_failed = runs[0].status is dg.DagsterRunStatus.FAILURE
+    if not is_failed or not left or any(has_trained(instance, run.run_id) for run in runs):
+        return dg.SkipReason(f"{said}; to train once more, launch the job {RETRAINING} by hand")
+    rest = (records[0].end_time or records[0].create_timestamp.timestamp()) + PAUSE_SECONDS - now
+    if rest > 0:
+        return dg.SkipReason(f"{said}, and had not begun to train; it is tried again in {duration(rest)}")
+    return left[0]
+
+
+def has_trained(instance: dg.DagsterInstance, run_id: str) -> bool:
+    """Whether the run came so far that a training may have been paid for."""
+    steps = instance.get_run_step_stats(run_id, [TRAINED.to_python_identifier()])
+    return any(step.start_time is not None for step in steps)
+
+
+def claim(storage: Storage, key: str, now: float) -> str:
+    """Take the right to ask for a run, which nobody else has until that run can be seen; "", or who holds it.
+
+    It lasts longer than a tick: whoever has looked at the runs before it was taken, and asks after, finds it held.
+    """
+    try:
+        known = storage.read(CLAIM)
+    except FileNotFoundError:
+        known = None
+    held: dict[str, Any] = json.loads(known) if known else {"key": key, "at": 0.0}
+    if held["key"] != key and abs(now - held["at"]) < CLAIM_SECONDS:
+        return str(held["key"])
+    return "" if storage.swap(CLAIM, known, json.dumps({"key": key, "at": now}).encode()) else "another cause"
+
+
+def _trainings(
+    context: dg.SensorEvaluationContext | dg.ScheduleEvaluationContext,
+    project: ProjectResource,
+    cluster: GPUClusterResource,
+    now: float,
+) -> list[dg.DagsterRun]:
+    """Runs that train or are about to. One that has died is ended, so that it is told once and holds no place in the
+    queue of runs, whatever it was to make."""
+    found = []
+    for record in context.instance.get_run_records(dg.RunsFilter(statuses=LIVE)):
+        run = record.dagster_run
+        if has_died(context.instance, record, cluster, project.jobs_uri, now):
+            why = (
+                f"run {run.run_id[:8]} has said nothing for {duration(ALIVE_SECONDS)}, and no job of it goes on: it "
+                "has died with its machine, and is marked as failed"
+            )
+            context.instance.report_run_failed(run, why)
+            context.log.warning(why)
+            if CAUSE_TAG not in run.tags:  # else it is told as every retraining that fails
+                tell(
+                    project.notify_urls(),
+                    "dtrain: a run has died",
+                    f"{why}\n{project.run_url(run.run_id)}",
+                    context.log,
+                )
+        elif trains(run.asset_selection):
+            found.append(run)
+    return found
 
 
 def trains(selection: Set[dg.AssetKey] | None) -> bool:

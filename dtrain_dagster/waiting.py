@@ -37,6 +37,8 @@ class Ticket:
     assets: tuple[str, ...]
     """What the run materializes; empty: everything."""
     run_config: Mapping[str, Any] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """What each of its runs is tagged with besides: why it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ class WaitingList:
 
 def new_ticket(
     run_id: str, assets: Sequence[str], run_config: Mapping[str, Any], reason: str, now: float,
-    deadline_seconds: float, not_before: float = 0.0,
+    deadline_seconds: float, not_before: float = 0.0, tags: Mapping[str, str] | None = None,
 ) -> Ticket:  # fmt: skip
     """The ticket of a run that was refused for the first time. ``not_before``: when the cloud says to come back."""
     return Ticket(
@@ -112,6 +114,7 @@ def new_ticket(
         reason=reason,
         assets=tuple(assets),
         run_config=dict(run_config),
+        tags=dict(tags or {}),
     )
 
 

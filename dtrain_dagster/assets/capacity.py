@@ -10,6 +10,7 @@ import dagster as dg
 
 from dtrain_dagster.clusters.base import ClusterConfig, NoCapacityError
 from dtrain_dagster.notify import tell
+from dtrain_dagster.retraining import CAUSE_TAG
 from dtrain_dagster.waiting import TICKET_TAG, Ticket, WaitingList, new_ticket, refused_again
 from dtrain_dagster.wording import duration
 
@@ -62,9 +63,17 @@ def _queued(
 ) -> dg.Failure:
     run, now = context.run, time.time()
     if mine is None:
-        selection = sorted(key.to_user_string() for key in run.asset_selection or ())
+        # A run of a whole job names no assets: the job does.
+        selection = run.asset_selection or context.job_def.asset_layer.selected_asset_keys
         ticket = new_ticket(
-            run.run_id, selection, run.run_config, str(error), now, project.queue_deadline_hours * 3600, error.retry_at
+            run.run_id,
+            sorted(key.to_user_string() for key in selection),
+            run.run_config,
+            str(error),
+            now,
+            project.queue_deadline_hours * 3600,
+            error.retry_at,
+            tags={name: run.tags[name] for name in (CAUSE_TAG,) if name in run.tags},
         )
     else:
         ticket = refused_again(mine, run.run_id, str(error), now, error.retry_at)

@@ -11,6 +11,7 @@ import dagster as dg
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.resources import ProjectResource
 from dtrain_dagster.retraining import CHAMPION_CHECK, prices_of, registrations
+from dtrain_dagster.secrets import redact
 from trainer.gate import better_baselines
 
 REASSESS_SECONDS = 300
@@ -44,15 +45,18 @@ def champion_holds(
         return _not_judged("no day has come since", **facts)
     command = [sys.executable, "-m", "trainer.reassess", "--run-dir", champion.run_dir]
     command += ["--dataset", sharded_dataset.uri, "--after", known.last_date]
-    done = subprocess.run(  # in a process of its own: torch stays out of this one
-        command,
-        capture_output=True,
-        timeout=REASSESS_SECONDS,
-        env=os.environ | project.trainer_env(),
-        check=False,
-    )
+    try:
+        done = subprocess.run(  # in a process of its own: torch stays out of this one
+            command,
+            capture_output=True,
+            timeout=REASSESS_SECONDS,
+            env=os.environ | project.trainer_env(),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:  # what is not known yet must not end the run
+        return _not_judged(f"its forecasts of the new days took longer than {REASSESS_SECONDS} s", **facts)
     if done.returncode != 0:
-        return _not_judged(done.stderr.decode(errors="replace").strip()[-1000:], **facts)
+        return _not_judged(redact(done.stderr.decode(errors="replace")).strip()[-1000:], **facts)
     report = json.loads(done.stdout.splitlines()[-1])
     if report["days"] < DAYS_ENOUGH:
         return _not_judged(f"{report['days']} of its days came since, {DAYS_ENOUGH} are enough", **facts)

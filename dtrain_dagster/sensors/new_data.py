@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import dagster as dg
 
 from dtrain_dagster.notify import tell
-from dtrain_dagster.resources import ProjectResource
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.retraining import (
     ask,
     budget_words,
@@ -22,7 +22,6 @@ from dtrain_dagster.retraining import (
 )
 from dtrain_dagster.secrets import redact
 from dtrain_dagster.settings import Settings
-from dtrain_dagster.waiting import WaitingList
 from dtrain_dagster.wording import duration
 
 
@@ -38,7 +37,9 @@ def build_new_data_sensor(settings: Settings, job_name: str) -> dg.SensorDefinit
             + budget_words(settings.retrain_budget_usd)
         ),
     )
-    def new_data_sensor(context: dg.SensorEvaluationContext, project: ProjectResource) -> dg.SensorResult:
+    def new_data_sensor(
+        context: dg.SensorEvaluationContext, project: ProjectResource, cluster: GPUClusterResource
+    ) -> dg.SensorResult:
         from dtrain_dagster.data.sources import PriceFile, price_source
 
         source = price_source(settings.prices)
@@ -75,12 +76,7 @@ def build_new_data_sensor(settings: Settings, job_name: str) -> dg.SensorDefinit
             return skip("nothing was trained yet that could be trained again: materialize the graph by hand first")
         if trained_on.sha256 == watch.digest:
             return skip(f"{settings.prices} is what the latest training had")
-        asked = ask(
-            context.instance,
-            new_data(watch.digest),
-            WaitingList(project.shared_uri).tickets(),
-            settings.retrain_budget_usd,
-        )
+        asked = ask(context, new_data(watch.digest), project, cluster, settings.retrain_budget_usd)
         if isinstance(asked, dg.SkipReason):
             return skip(asked.skip_message or "")
         return dg.SensorResult(run_requests=[asked], cursor=json.dumps(asdict(watch)))

@@ -16,14 +16,13 @@ import dagster as dg
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, Orphan
 from dtrain_dagster.costs.plan import LISTED, STAND_IN
 from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
+from dtrain_dagster.liveness import is_heard
 from dtrain_dagster.notify import tell
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.wording import dollars, duration
 
 LIVE = [status for status in dg.DagsterRunStatus if status.name not in ("SUCCESS", "FAILURE", "CANCELED")]
-ALIVE_SECONDS = 1800.0
-"""A Dagster run that has said nothing for longer, though it never ended, keeps no nodes."""
 LEFT, FOREIGN = "left as it is", "left as it is: its run is not of this Dagster, so it may be somebody else's"
 BUSY = "left as it is: somebody else's work is on its nodes"
 ENDED, ENDING, FAILED = "ended", "its end was asked for", "could not be ended"
@@ -135,11 +134,8 @@ def _key(orphan: Orphan) -> str:
 def run_at_work(instance: dg.DagsterInstance, now: float) -> str:
     """A run that may be about to use the nodes, between getting them and submitting its job; "" for none."""
     for record in instance.get_run_records(dg.RunsFilter(statuses=LIVE)):
-        run_id = record.dagster_run.run_id
-        latest = instance.get_records_for_run(run_id, limit=1, ascending=False).records
-        heard_at = latest[0].timestamp if latest else record.create_timestamp.timestamp()
-        if abs(now - heard_at) < ALIVE_SECONDS:
-            return run_id
+        if is_heard(instance, record, now):
+            return record.dagster_run.run_id
     return ""
 
 

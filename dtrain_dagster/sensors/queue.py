@@ -84,7 +84,7 @@ def _request(ticket: Ticket) -> dg.RunRequest:
         run_key=f"{ticket.ticket}-{ticket.attempt}",
         run_config=dict(ticket.run_config),
         asset_selection=[dg.AssetKey.from_user_string(name) for name in ticket.assets] or None,
-        tags={TICKET_TAG: ticket.ticket, ATTEMPT_TAG: str(ticket.attempt)},
+        tags={**ticket.tags, TICKET_TAG: ticket.ticket, ATTEMPT_TAG: str(ticket.attempt)},
     )
 
 

@@ -6,7 +6,7 @@ import time
 
 import dagster as dg
 
-from dtrain_dagster.resources import ProjectResource
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.retraining import (
     CHAMPION_CHECK,
     ask,
@@ -18,7 +18,6 @@ from dtrain_dagster.retraining import (
     staleness,
 )
 from dtrain_dagster.settings import Settings
-from dtrain_dagster.waiting import WaitingList
 
 
 def build_staleness_sensor(settings: Settings, job_name: str) -> dg.SensorDefinition:
@@ -37,7 +36,7 @@ def build_staleness_sensor(settings: Settings, job_name: str) -> dg.SensorDefini
         ),
     )
     def staleness_sensor(
-        context: dg.SensorEvaluationContext, project: ProjectResource
+        context: dg.SensorEvaluationContext, project: ProjectResource, cluster: GPUClusterResource
     ) -> dg.RunRequest | dg.SkipReason:
         champion, latest = registrations(context.instance)
         found = staleness(
@@ -51,9 +50,9 @@ def build_staleness_sensor(settings: Settings, job_name: str) -> dg.SensorDefini
         )
         if isinstance(found, str):
             return dg.SkipReason(found)
-        tickets, why = WaitingList(project.shared_uri).tickets(), []
+        why = []
         for cause in found:  # one that had its run hides no other
-            asked = ask(context.instance, cause, tickets, settings.retrain_budget_usd)
+            asked = ask(context, cause, project, cluster, settings.retrain_budget_usd)
             if isinstance(asked, dg.RunRequest):
                 return asked
             why.append(asked.skip_message or "")

@@ -14,12 +14,15 @@ import pandas as pd
 import pytest
 import torch
 
+from dtrain_dagster.assets.champion import champion_holds
 from dtrain_dagster.assets.dataset import canaries
+from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.retraining import CHAMPION_CHECK
-from dtrain_dagster.settings import load_settings
+from dtrain_dagster.retraining import CHAMPION_CHECK, registrations
+from dtrain_dagster.settings import Settings, load_settings
+from tests.trained import record_training
 from trainer.config import FactoryConfig
 from trainer.losses import build_loss
 from trainer.model import build_model
@@ -63,8 +66,7 @@ def test_a_champion_that_a_baseline_beats_on_new_days_is_trained_again(
             return evaluation.passed, {name: entry.value for name, entry in evaluation.metadata.items()}
 
         def tick() -> Any:
-            resources = {"project": build_resources(settings)["project"]}
-            with dg.build_sensor_context(instance=instance, resources=resources) as context:
+            with dg.build_sensor_context(instance=instance, resources=build_resources(settings)) as context:
                 return defs.resolve_sensor_def("staleness").evaluate_tick(context)
 
         assert with_prices_up_to("2017-06-30") == (True, {"not_judged": "no champion was registered yet"})
@@ -87,3 +89,32 @@ def test_a_champion_that_a_baseline_beats_on_new_days_is_trained_again(
         assert 100 < said["days"] < 130
         [request] = tick().run_requests
         assert request.run_key.startswith("accuracy-v7-")
+
+
+def test_a_champion_that_cannot_be_judged_now_ends_no_run_and_tells_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(home=tmp_path)
+    folder = tmp_path / "newer"
+    folder.mkdir()
+    (folder / "manifest.json").write_text(json.dumps({"source": {"last_date": "2020-02-01"}}))
+    newer = BuiltDataset(uri=str(folder), dataset_id="newer", rows=1, samples={}, excluded={}, built=True)
+    with dg.DagsterInstance.ephemeral() as instance:
+        record_training(instance, settings.shared_uri, "0" * 64, "2020-01-02")
+        champion, _ = registrations(instance)
+        assert champion is not None
+        tags = dg.JsonMetadataValue({"dataset_id": champion.dataset_id, "run_dir": f"{tmp_path}/gone?sig=h0nter22"})
+        metadata = {"version": "1", "alias": "champion", "tags": tags}
+        instance.report_runless_asset_event(dg.AssetMaterialization("registered_model", metadata=metadata))
+
+        def said() -> str:
+            context = dg.build_asset_check_context(instance=instance)
+            found = champion_holds(context, build_resources(settings)["project"], newer)
+            assert isinstance(found, dg.AssetCheckResult)
+            assert found.passed
+            return str(found.metadata["not_judged"].value)
+
+        assert (why := said()).count("sig=[secret]")
+        assert "h0nter22" not in why
+        monkeypatch.setattr("dtrain_dagster.assets.champion.REASSESS_SECONDS", 0.01)
+        assert "longer than 0.01 s" in said()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -16,16 +18,20 @@ from zoneinfo import ZoneInfo
 
 import dagster as dg
 import pytest
+from dagster._core.events import DagsterEventType
 from dagster._utils.schedules import schedule_execution_time_iterator  # what the daemon asks for the next moments
 
+from dtrain_dagster.clusters.base import OWNER, JobSpec
 from dtrain_dagster.data.sources import PriceFile
 from dtrain_dagster.definitions import build_defs, weekly_retraining
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.retraining import CAUSE_TAG, Cause, Judgement, Prices, Registered, staleness, trains
+from dtrain_dagster.retraining import CAUSE_TAG, Cause, Judgement, Prices, Registered, claim, staleness, trains
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.waiting import WaitingList, new_ticket
 from tests.trained import record_prices, record_training, sha256
 from tests.webhook import web_hook
+from trainer.rundir import RunDir
+from trainer.storage import Storage
 
 MINUTE, DAY = 60.0, 86400.0
 
@@ -52,9 +58,8 @@ class World:
     def tick(self, name: str, minutes: float = 0) -> Any:
         self.clock.now += minutes * MINUTE
         sensor = self.defs.resolve_sensor_def(name)
-        resources = {"project": build_resources(self.settings)["project"]}
         with dg.build_sensor_context(
-            instance=self.instance, cursor=self.cursors.get(name), resources=resources
+            instance=self.instance, cursor=self.cursors.get(name), resources=build_resources(self.settings)
         ) as context:
             result = sensor.evaluate_tick(context)
         self.cursors[name] = result.cursor
@@ -62,7 +67,27 @@ class World:
 
     def add_run(self, request: dg.RunRequest, status: dg.DagsterRunStatus) -> dg.DagsterRun:
         """As the daemon makes one of a request."""
-        return self.instance.add_run(dg.DagsterRun(job_name="retraining", status=status, tags=dict(request.tags)))
+        run = self.instance.add_run(dg.DagsterRun(job_name="retraining", status=status, tags=dict(request.tags)))
+        self.instance.report_engine_event("launched", run)
+        return run
+
+    def fail(self, run: dg.DagsterRun, why: str, *, training: bool = False) -> None:
+        """A run that fails, before it trains or while it does."""
+        if training:
+            step = dg.DagsterEvent(DagsterEventType.STEP_START.value, run.job_name, step_key="trained_checkpoint")
+            self.instance.report_dagster_event(step, run.run_id)
+        self.instance.report_run_failed(run, why)
+
+    def sees_failure(self, run: dg.DagsterRun) -> None:
+        """The sensor of failures has its turn."""
+        [record] = self.instance.get_records_for_run(run.run_id, of_type=DagsterEventType.RUN_FAILURE).records
+        event, now = record.event_log_entry.dagster_event, self.instance.get_run_by_id(run.run_id)
+        assert event is not None
+        assert now is not None
+        context = dg.build_run_status_sensor_context(
+            "retraining_failed", event, self.instance, now, resources=build_resources(self.settings)
+        )
+        self.defs.resolve_sensor_def("retraining_failed")(context.for_run_failure())
 
 
 @pytest.fixture
@@ -95,11 +120,90 @@ def test_new_content_retrains_once_it_is_quiet(world: tuple[World, list[dict[str
     assert request.run_key == request.tags[CAUSE_TAG] == f"data-{sha256(here.prices)[:16]}"
     assert request.run_config == {"ops": {"cost_estimate": {"config": {"budget_usd": 2.5}}}}
 
-    run = here.add_run(request, dg.DagsterRunStatus.FAILURE)
+    run = here.add_run(request, dg.DagsterRunStatus.STARTED)
+    here.fail(run, "the node burnt down", training=True)
     here.cursors.clear()
     here.tick("new_data")
     assert f"run {run.run_id[:8]} was started for that (failure)" in here.tick("new_data", minutes=11).skip_message
+    assert "by hand" in here.tick("new_data", minutes=7 * 24 * 60).skip_message, "it may have been paid for"
     assert not heard
+
+
+def test_what_failed_before_it_trained_is_told_and_tried_again_a_few_times(world: tuple[World, list[dict[str, Any]]]):
+    here, heard = world
+    record_training(here.instance, here.settings.shared_uri, "0" * 64, "2020-01-02")
+    here.clock.now += 31 * DAY
+    for number in (1, 2, 3):
+        [request] = here.tick("staleness").run_requests
+        key = request.run_key.removesuffix(f"-{number}") if number > 1 else request.run_key
+        assert request.tags[CAUSE_TAG] == request.run_key
+        run = here.add_run(request, dg.DagsterRunStatus.STARTED)
+        here.fail(run, f"disk full, password=hunter{number}22")
+        here.sees_failure(run)
+        assert len(heard) == number
+        assert heard[-1]["title"] == "dtrain: a retraining has failed"
+        assert f"{request.run_key}: disk full, password=[secret]" in heard[-1]["message"]
+        assert run.run_id in heard[-1]["message"]
+        if number < 3:
+            assert "tried again in 2 h" in here.tick("staleness", minutes=4 * 60).skip_message
+            here.clock.now += 121 * MINUTE
+    assert request.run_key == f"{key}-3"
+    assert "by hand" in here.tick("staleness", minutes=7 * 24 * 60).skip_message
+
+    waiting = WaitingList(here.settings.shared_uri)
+    ticket = new_ticket(run.run_id, (), {}, "no capacity", here.clock.now, 3600.0, tags=request.tags)
+    waiting.put(ticket)
+    here.sees_failure(run)
+    assert len(heard) == 3, "a run that waits for capacity has not failed"
+
+
+def test_a_run_that_died_with_its_machine_holds_nothing_up_and_is_told_once(
+    world: tuple[World, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+):
+    here, heard = world
+    record_training(here.instance, here.settings.shared_uri, "0" * 64, "2020-01-02")
+    here.clock.now += 31 * DAY
+    by_hand = here.add_run(dg.RunRequest(), dg.DagsterRunStatus.STARTED)
+    waits = f"waits for run {by_hand.run_id[:8]}"
+    assert waits in here.tick("staleness", minutes=29).skip_message
+    here.instance.report_engine_event("step 100", by_hand)
+    assert waits in here.tick("staleness", minutes=29).skip_message, "it was heard"
+    queued = here.add_run(dg.RunRequest(), dg.DagsterRunStatus.NOT_STARTED)
+    manager = build_resources(here.settings)["cluster"].manager()
+    manager.provision_cluster(1, "Standard_NC6s_v3")
+    run_dir = RunDir(f"{here.settings.jobs_uri}/train-00000000-11111111")
+    run_dir.write_json(OWNER, {"dagster_run_id": by_hand.run_id})
+    command = (sys.executable, "-c", "import time; time.sleep(60)")
+    job = JobSpec(job_id="train-00000000-11111111", run_dir=run_dir.uri, command=command, node_count=1)
+    manager.submit_job(job)
+    try:
+        here.tick("staleness", minutes=120)
+        assert here.instance.get_run_by_id(by_hand.run_id).status is dg.DagsterRunStatus.STARTED, "its job goes on"
+    finally:
+        manager.cancel_job(job.job_id)
+    assert f"waits for run {queued.run_id[:8]}" in here.tick("staleness").skip_message, "silent, and alive"
+    here.instance.report_run_canceled(queued)
+    assert here.instance.get_run_by_id(by_hand.run_id).status is dg.DagsterRunStatus.FAILURE
+    assert here.tick("staleness").run_requests
+    assert [(message["title"], by_hand.run_id in message["message"]) for message in heard] == [
+        ("dtrain: a run has died", True)
+    ]
+
+
+def test_of_those_who_ask_in_the_same_moment_one_asks(tmp_path: Path):
+    storage, barrier = Storage(f"file://{tmp_path}"), threading.Barrier(8)
+
+    def asks(number: int) -> str:
+        barrier.wait()
+        return claim(storage, f"cause {number}", 1000.0)
+
+    with ThreadPoolExecutor(8) as pool:
+        holders = list(pool.map(asks, range(8)))
+    assert holders.count("") == 1
+    winner = f"cause {holders.index('')}"
+    assert claim(storage, winner, 1001.0) == "", "who was lost over it asks once more"
+    assert claim(storage, "later", 1001.0 + 179) == winner
+    assert claim(storage, "later", 1001.0 + 180) == ""
 
 
 def test_a_file_that_is_gone_is_told_once_and_taken_up_where_it_was_left(world: tuple[World, list[dict[str, Any]]]):
@@ -131,7 +235,8 @@ def test_two_causes_start_one_run(world: tuple[World, list[dict[str, Any]]]):
     here.tick("new_data")
     here.clock.now += 31 * DAY
     [by_age] = here.tick("staleness").run_requests
-    [by_data] = here.tick("new_data").run_requests
+    assert f"waits for the run that was just asked for ({by_age.run_key})" in here.tick("new_data").skip_message
+    [by_data] = here.tick("new_data", minutes=4).run_requests  # no run came of it
     assert by_age.run_key != by_data.run_key
 
     run = here.add_run(by_data, dg.DagsterRunStatus.STARTED)
@@ -141,16 +246,16 @@ def test_two_causes_start_one_run(world: tuple[World, list[dict[str, Any]]]):
     waiting.put(new_ticket(run.run_id, (), {}, "no capacity", here.clock.now, 3600.0))
     assert "waits for capacity" in here.tick("staleness").skip_message
     waiting.remove(waiting.tickets()[0].ticket)
-    assert here.tick("staleness").run_requests[0].run_key == by_age.run_key, "the cause is the same: so is the key"
+    assert here.tick("staleness", minutes=4).run_requests[0].run_key == by_age.run_key, "the same cause, the same key"
 
     for _ in range(12):  # more than are read at once
         record_training(here.instance, here.settings.shared_uri, sha256(here.prices), "2020-02-02", "2", "challenger")
     assert "version 2 was trained since" in here.tick("staleness").skip_message
     assert "is what the latest training had" in here.tick("new_data").skip_message
     record_prices(here.instance, "1" * 64, "2020-03-15")
-    [by_lag] = here.tick("staleness").run_requests
+    [by_lag] = here.tick("staleness", minutes=4).run_requests
     assert by_lag.run_key == f"data-{'1' * 16}", "as the sensor of new data would call it"
-    here.add_run(by_lag, dg.DagsterRunStatus.FAILURE)
+    here.add_run(by_lag, dg.DagsterRunStatus.CANCELED)
     here.clock.now += 31 * DAY
     assert here.tick("staleness").run_requests[0].run_key.startswith("age-v2"), (
         "a cause that had its run hides no other"
@@ -247,7 +352,7 @@ def test_the_week_keeps_its_hour_when_clocks_change(cron: str, around: str, hour
 
 def test_the_week_asks_for_one_run_with_the_budget_unless_a_training_is_under_way(tmp_path: Path):
     settings = Settings(home=tmp_path, retrain_budget_usd=3)
-    schedule, resources = weekly_retraining(settings), {"project": build_resources(settings)["project"]}
+    schedule, resources = weekly_retraining(settings), build_resources(settings)
     with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
 
         def tick(week: int) -> Any:

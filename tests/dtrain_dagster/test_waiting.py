@@ -11,7 +11,11 @@ from typing import Any
 import dagster as dg
 import pytest
 
+from dtrain_dagster.assets.capacity import provision
+from dtrain_dagster.clusters.base import ClusterConfig, NoCapacityError
+from dtrain_dagster.clusters.local import LocalClusterManager
 from dtrain_dagster.resources import build_resources
+from dtrain_dagster.retraining import CAUSE_TAG, run_config
 from dtrain_dagster.sensors.queue import build_queue_sensor
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.waiting import (
@@ -161,3 +165,51 @@ def test_what_has_not_changed_is_not_said_again(tmp_path: Path, instance: dg.Dag
     queue.remove(first.ticket)
     [empty] = tick(settings, instance, told.cursor).asset_events
     assert empty.metadata["waiting_runs"].value == 0
+
+
+class SoldOut(LocalClusterManager):
+    """A cluster whose cloud has no nodes."""
+
+    def provision_cluster(self, node_count: int, gpu_type: str) -> ClusterConfig:
+        raise NoCapacityError(f"no {gpu_type}", (), 0.0)
+
+
+def test_a_whole_job_that_waits_comes_back_as_that_job_for_the_same_cause(
+    tmp_path: Path, instance: dg.DagsterInstance
+) -> None:
+    """`retraining` is the graph but the studies, within a budget: nothing else may come out of the queue."""
+    settings = Settings(home=tmp_path)
+    resources = build_resources(settings)
+    manager = SoldOut(home=tmp_path, cluster_name="local", gpu_type="A", processes_per_node=1)
+
+    @dg.asset(config_schema={"budget_usd": float})
+    def cost_estimate(context) -> None:
+        provision(context, manager, resources["cluster"], resources["project"], "A", 1)
+
+    @dg.asset(deps=[cost_estimate])
+    def trained_checkpoint() -> None: ...
+
+    @dg.asset(deps=[trained_checkpoint], group_name="studies")
+    def scaling_study() -> None: ...
+
+    whole = dg.AssetSelection.all() - dg.AssetSelection.groups("studies")
+    defs = dg.Definitions([cost_estimate, trained_checkpoint, scaling_study], jobs=[dg.define_asset_job("job", whole)])
+    config = run_config(2.5)
+
+    def refused(job: str, **more: Any) -> None:
+        run = defs.resolve_job_def(job).execute_in_process(
+            instance=instance, raise_on_error=False, run_config=config, **more
+        )
+        assert not run.success
+
+    refused("job", tags={CAUSE_TAG: "data-1", "dagster/priority": "3"})
+    queue, names = WaitingList(settings.shared_uri), ["cost_estimate", "trained_checkpoint"]
+    for attempt in (2, 3):
+        [item] = queue.tickets()
+        queue.put(replace(item, retry_at=0.0))
+        [request] = tick(settings, instance).run_requests
+        assert sorted(key.to_user_string() for key in request.asset_selection) == names
+        assert request.run_config == config
+        assert (request.tags[CAUSE_TAG], request.tags[ATTEMPT_TAG]) == ("data-1", str(attempt))
+        assert "dagster/priority" not in request.tags
+        refused("__ASSET_JOB", asset_selection=request.asset_selection, tags=request.tags)

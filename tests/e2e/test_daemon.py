@@ -42,7 +42,7 @@ from .conftest import BIN, ROOT, Project, make_project, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 HOUR = 3600.0
-SENSORS = {"cost_overrun", "idle_cluster", "queue", "orphans", "new_data", "staleness"}
+SENSORS = {"cost_overrun", "idle_cluster", "queue", "orphans", "new_data", "staleness", "retraining_failed"}
 JOB = "train-00000000-11111111"
 
 
@@ -177,12 +177,15 @@ def test_each_cause_fires_once_however_often_the_daemon_dies(world: World):
     [run] = world.runs(CAUSE_TAG)
     assert run.run_config == {"ops": {"cost_estimate": {"config": {"budget_usd": 2.5}}}}
 
-    for run in world.instance.get_runs():  # by a person: what waits for the training has its turn
-        world.instance.report_run_canceled(run)
+    world.instance.report_run_failed(run, "no space left")  # before it trained: its next try is hours away
+    for other in world.runs(TICKET_TAG):
+        world.instance.report_run_canceled(other)
     with world.daemon(moved=HOUR):  # the file has been quiet; the job still costs more than its plan says
         done += Counter({"run for data": 1})
         assert world.done() == done
-    assert "dtrain: a run no longer waits for capacity" in [message["title"] for message in world.heard]
+    assert {"dtrain: a run no longer waits for capacity", "dtrain: a retraining has failed"} <= {
+        message["title"] for message in world.heard
+    }
 
     manager.cancel_job(JOB)
     assert manager.monitor_health().nodes

@@ -1,0 +1,34 @@
+"""A retraining that nobody started fails before nobody's eyes: say so (C5)."""
+
+from __future__ import annotations
+
+import dagster as dg
+
+from dtrain_dagster.notify import tell
+from dtrain_dagster.resources import ProjectResource
+from dtrain_dagster.retraining import CAUSE_TAG
+from dtrain_dagster.secrets import redact
+from dtrain_dagster.waiting import WaitingList
+
+
+def build_retraining_failed_sensor() -> dg.SensorDefinition:
+    @dg.run_failure_sensor(
+        name="retraining_failed",
+        minimum_interval_seconds=60,
+        default_status=dg.DefaultSensorStatus.RUNNING,
+        description="Says once when a run has failed that the schedule or a sensor asked for.",
+    )
+    def retraining_failed(context: dg.RunFailureSensorContext, project: ProjectResource) -> dg.SkipReason | None:
+        run = context.dagster_run
+        cause = run.tags.get(CAUSE_TAG)
+        if cause is None:
+            return dg.SkipReason("a person started it")
+        [latest] = context.instance.get_runs(dg.RunsFilter(tags={CAUSE_TAG: cause}), limit=1)
+        tickets = WaitingList(project.shared_uri).tickets()
+        if latest.run_id != run.run_id or any(item.tags.get(CAUSE_TAG) == cause for item in tickets):
+            return dg.SkipReason("it found no capacity: the sensor `queue` says what becomes of it")
+        message = redact(f"{cause}: {context.failure_event.message}\n{project.run_url(run.run_id)}")
+        tell(project.notify_urls(), "dtrain: a retraining has failed", message, context.log)
+        return None
+
+    return retraining_failed
