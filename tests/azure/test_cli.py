@@ -148,7 +148,9 @@ def test_jobs_of_the_cloud_are_started_seen_and_cancelled_from_shells(shell: She
     [log] = (tmp_path / "home" / "audit").iterdir()
     audit = [json.loads(line) for line in log.read_text().splitlines()]
     done = [(line["operation"], line["target"]) for line in audit if line["operation"].startswith("job.")]
-    assert done == [("job.submit", "first-l1"), ("job.submit", "second-l1"), ("job.cancel", "second-l1")]
+    assert done[:2] == [("job.submit", "first-l1"), ("job.submit", "second-l1")]
+    # Asked for by the shell that cancels, and now and then by the one that tends the job, which sees it end.
+    assert set(done[2:]) == {("job.cancel", "second-l1")}
     assert {line["who"] for line in audit} == {f"{getpass.getuser()}@{socket.gethostname()}"}
 
 
