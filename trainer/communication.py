@@ -39,9 +39,9 @@ EAGER_WINDOWS, WINDOW_SECONDS = 20, 1.0
 costs does not grow with its steps."""
 PROBE_SHARE = 0.2
 """Exposed wire time, as a share of a step's, above which links are looked at one by one."""
-PROBE_EVERY, PROBE_WINDOWS = 200, 3
-"""Steps between two probes at least, as many as last this many times as long as the probe; and the windows whose mean
-decides."""
+PROBE_EVERY, PROBE_REST, PROBE_WINDOWS = 200, 1000, 3
+"""Steps between two probes at least, and how many times as long as the probe they last at least; and the windows whose
+mean decides."""
 PROBE_LEAST, PROBE_BYTES, PROBE_GROWTH, PROBE_SECONDS = 1 << 12, 1 << 20, 4, 2.0
 """A probe sends the least first, and more as long as that is expected to take no longer than this."""
 DIGITS = 7
@@ -248,7 +248,7 @@ def is_probe_due(shares: Sequence[float], step: int, probe_at: int) -> bool:
 
 def next_probe(step: int, took: float, step_seconds: float) -> int:
     """The step before which there is no other probe, after one that took so many seconds."""
-    return step + max(PROBE_EVERY, math.ceil(PROBE_EVERY * took / step_seconds))
+    return step + max(PROBE_EVERY, math.ceil(PROBE_REST * took / step_seconds))
 
 
 def links(size: int) -> list[tuple[int, int]]:

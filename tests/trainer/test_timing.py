@@ -16,6 +16,7 @@ from trainer.communication import (
     FIELDS,
     MOST_STEPS,
     PROBE_EVERY,
+    PROBE_REST,
     WINDOW_SECONDS,
     CommunicationProfiler,
     Window,
@@ -192,7 +193,7 @@ def test_links_are_probed_where_the_wire_takes_long_and_not_often() -> None:
     assert not is_probe_due([0.9] * 3, 229, 230)
     assert is_probe_due([0.9] * 3, 230, 230)
     assert next_probe(30, took=0.1, step_seconds=0.5) == 30 + PROBE_EVERY
-    assert next_probe(30, took=2.0, step_seconds=0.001) == 30 + 2000 * PROBE_EVERY, "a half per cent of the time"
+    assert next_probe(30, took=2.0, step_seconds=0.001) == 30 + 2000 * PROBE_REST, "a tenth of a per cent of the time"
     assert links(2) == [(0, 1), (1, 0)]
     assert sorted(links(3)) == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
     assert len(set(links(5))) == 10
