@@ -37,7 +37,7 @@ MOST_STEPS = 1000
 EAGER_WINDOWS, WINDOW_SECONDS = 20, 1.0
 """So many windows of a world end with the next report; those after them last this long at least, since what a window
 costs does not grow with its steps."""
-PROBE_SHARE = 0.2
+PROBE_SHARE = 0.1
 """Exposed wire time, as a share of a step's, above which links are looked at one by one."""
 PROBE_EVERY, PROBE_REST, PROBE_WINDOWS = 200, 1000, 3
 """Steps between two probes at least, and how many times as long as the probe they last at least; and the windows whose

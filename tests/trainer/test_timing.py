@@ -188,8 +188,8 @@ def test_a_step_that_failed_leaves_no_time_behind_and_one_that_is_done_ends_wher
 
 def test_links_are_probed_where_the_wire_takes_long_and_not_often() -> None:
     assert not is_probe_due([0.9, 0.9], 20, 0), "the first steps of a world say little"
-    assert is_probe_due([0.1, 0.3, 0.3], 30, 0)
-    assert not is_probe_due([0.1, 0.1, 0.3], 30, 0)
+    assert is_probe_due([0.05, 0.15, 0.15], 30, 0)
+    assert not is_probe_due([0.05, 0.05, 0.15], 30, 0)
     assert not is_probe_due([0.9] * 3, 229, 230)
     assert is_probe_due([0.9] * 3, 230, 230)
     assert next_probe(30, took=0.1, step_seconds=0.5) == 30 + PROBE_EVERY
