@@ -34,10 +34,10 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
     Dollars are node-time at list price. On the local cluster they stand in for a SKU's, and nothing is billed.
     """
     from dtrain_dagster.costs import export
-    from dtrain_dagster.costs.carbon import footprint, this_machine
+    from dtrain_dagster.costs.carbon import job_footprint
     from dtrain_dagster.costs.ledger import ledger
     from dtrain_dagster.costs.plan import LISTED, STAND_IN
-    from dtrain_dagster.costs.prices import PriceError, region_of, tier_of
+    from dtrain_dagster.costs.prices import PriceError, tier_of
     from dtrain_dagster.costs.reconcile import UsageError
     from dtrain_dagster.costs.tracker import CostTracker
     from dtrain_dagster.jobs import PLAN
@@ -55,8 +55,7 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
         usage, events = manager.node_usage(job_id), list(rundir.events())
         tracker = CostTracker(settings.cluster_name, usage, tier_of(plan.get("tier", settings.tier)))
         found = ledger(tracker.nodes, events, running)
-        is_local = settings.cluster == "local"
-        energy = footprint(usage, events, None if is_local else region_of(), this_machine() if is_local else None)
+        energy = job_footprint(usage, events, is_local=settings.cluster == "local")
         reconciled = _reconciled(usage_export, tracker, job_id, rundir) if usage_export else None
     except (PriceError, UsageError) as error:
         raise Refusal(str(error)) from None

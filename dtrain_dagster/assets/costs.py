@@ -10,14 +10,15 @@ import dagster as dg
 
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, plan_of, read_finished, table_schema
 from dtrain_dagster.assets.training import FinishedJob
+from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs import export
-from dtrain_dagster.costs.carbon import Footprint, footprint, this_machine
+from dtrain_dagster.costs.carbon import Footprint, job_footprint
 from dtrain_dagster.costs.difference import Reason, reasons, sentence
 from dtrain_dagster.costs.history import Course
 from dtrain_dagster.costs.ledger import Ledger, ledger
 from dtrain_dagster.costs.money import SECOND, digits_of, shown, total_shown
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.costs.prices import price_of, region_of
+from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.timeline import Cause
 from dtrain_dagster.costs.tracker import CostTracker, edges, overrun, paid, utc
 from dtrain_dagster.monitoring import charts, charts_ledger
@@ -62,8 +63,7 @@ def cost_breakdown(
     usage, events = cluster.manager().node_usage(job.job_id), list(rundir.events())
     tracker = CostTracker(job.cluster_name, usage, plan.tier)
     found = ledger(tracker.nodes, events)
-    is_local = cluster.kind == "local"
-    energy = footprint(usage, events, None if is_local else region_of(), this_machine() if is_local else None)
+    energy = job_footprint(usage, events, is_local=cluster.kind == "local")
     result = read_finished(rundir, RESULT)
     estimate = plan.estimate.usd
     metrics = tracker.metrics(result["epochs"], estimate.expected)
@@ -159,7 +159,11 @@ def _probe(cluster: GPUClusterResource, plan: TrainingPlan, rundir: RunDir) -> L
     short = RunDir(f"{rundir.uri.rsplit('/', 1)[0]}/{job_id}")
     if not short.storage.exists(RESULT):
         return None
-    return ledger(paid(cluster.manager().node_usage(job_id))[0], list(short.events()), periods=1)
+    try:
+        usage = cluster.manager().node_usage(job_id)
+    except ClusterError:  # of a cluster that has another name by now: it only serves to explain a difference
+        return None
+    return ledger(paid(usage)[0], list(short.events()), periods=1)
 
 
 def _ledger_check(tracker: CostTracker, found: Ledger) -> dg.AssetCheckResult:

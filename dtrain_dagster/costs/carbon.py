@@ -104,6 +104,13 @@ def footprint(
     )
 
 
+def job_footprint(usage: Iterable[NodeUsage], events: Iterable[Mapping[str, Any]], is_local: bool) -> Footprint:
+    """Of a job on this machine's own nodes, or on those of ``DTRAIN_REGION``; raises as `footprint` does."""
+    if is_local:
+        return footprint(usage, events, None, this_machine())
+    return footprint(usage, events, region_of())
+
+
 def this_machine() -> Machine:
     """The one that this process is on. Its GPUs count only where they were measured."""
     import psutil

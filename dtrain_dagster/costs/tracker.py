@@ -78,18 +78,6 @@ class PeriodCost:
     ended: int
     units: int
 
-    @property
-    def started_at(self) -> float:
-        return self.began / SECOND
-
-    @property
-    def ended_at(self) -> float:
-        return self.ended / SECOND
-
-    @property
-    def usd(self) -> float:
-        return usd(self.units)
-
 
 class CostTracker:
     """Adds up node presence. One tracker looks at one job.
@@ -133,10 +121,6 @@ class CostTracker:
             cost_per_epoch=self.total_usd / epochs if epochs else self.total_usd,
             estimated_total_cost=estimated_usd,
         )
-
-    def by_period(self, periods: int = 12) -> list[PeriodCost]:
-        """The same dollars by node and time, in ``periods`` equal stretches; they add up to `total_units`."""
-        return self.between(edges(self.nodes, periods))
 
     def between(self, edges: Sequence[int]) -> list[PeriodCost]:
         """The same dollars by node and time, cut at ``edges``, which rise and enclose all there is."""

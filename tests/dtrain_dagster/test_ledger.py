@@ -16,7 +16,7 @@ from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs import export
 from dtrain_dagster.costs.ledger import Ledger, ledger
 from dtrain_dagster.costs.money import SECOND, digits_of, shown, split, total_shown
-from dtrain_dagster.costs.tracker import CostTracker, paid, utc
+from dtrain_dagster.costs.tracker import CostTracker, edges, paid, utc
 
 SPRING, AUTUMN = 1774746000.0, 1792890000.0
 """When clocks in Europe change in 2026: 29 March and 25 October, 01:00 UTC."""
@@ -98,7 +98,7 @@ def test_the_ledger_is_the_bill_whatever_happened(usage, told, running, periods)
     tracker = CostTracker("local", usage, "dedicated")
     found = ledger(tracker.nodes, told, running, periods)
     assert found.units == tracker.total_units == sum(node.units for node in tracker.nodes)
-    assert found.units == sum(period.units for period in tracker.by_period(periods))
+    assert found.units == sum(period.units for period in tracker.between(edges(tracker.nodes, periods)))
     assert found.microseconds == sum(node.microseconds for node in tracker.nodes)
     assert all(entry.units > 0 and entry.microseconds > 0 and 0 <= entry.period < periods for entry in found.entries)
     by_node: dict[int, int] = defaultdict(int)
@@ -169,7 +169,8 @@ def test_periods_are_of_equal_length_wherever_they_are_read(monkeypatch):
             monkeypatch.setenv("TZ", zone)
             time.tzset()
             usage = [NodeUsage(node_id=0, sku=SKUS[0], started_at=change - 7200, ended_at=change + 7200)]
-            periods = CostTracker("local", usage, "dedicated").by_period(4)
+            tracker = CostTracker("local", usage, "dedicated")
+            periods = tracker.between(edges(tracker.nodes, 4))
             said.append([utc(period.began) for period in periods])
             assert {period.ended - period.began for period in periods} == {3600 * SECOND}
             assert len({period.units for period in periods}) == 1

@@ -70,6 +70,9 @@ def test_a_job_is_held_against_the_plan_that_it_carried_out(tmp_path: Path) -> N
     rundir.write_json(RESULT, {"epochs": 1, "steps": 60, "samples_seen": 9})
     rundir.write_json(LAUNCH, {"sku": "standard_nc6s_v3"})
     rundir.write_json(PLAN, asdict(PLANNED))
+    probe = RunDir(str(tmp_path / "storage" / "jobs" / "gone"))
+    probe.make()
+    probe.write_json(RESULT, {"status": "succeeded"})  # of a cluster that this one does not know
     for node in range(3):
         rundir.write_node(NodePresence(node_id=node, launch=1, started_at=START - 60, ended_at=START + 40))
     with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
