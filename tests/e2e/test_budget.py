@@ -33,7 +33,8 @@ def test_a_job_stops_at_its_budget_and_goes_on_when_it_is_raised(
         result = rundir.read_json("result.json") or {}
         assert result["status"] == "budget"
         [(_, step)] = [rundir.latest_checkpoint() or ("", 0)]
-        assert step == result["steps"] > 0, "usually 30, where it hung; a slow machine does not come so far"
+        # usually 30, where it hung; 24 where the epoch's checkpoint was still being written when that of 30 was due
+        assert 0 < step <= result["steps"] <= 30
         nodes = rundir.nodes()
         assert {(node.launch, node.stay, node.exit_codes) for node in nodes} == {(1, 1, (77,))}, "nobody came again"
         [event] = [event for event in stopped.all_events if event.is_step_failure]
