@@ -82,6 +82,16 @@ class DistributedTrainingConfig:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast type of the forward pass; fp16 (GPU only) comes with loss scaling. Weights stay float32."""
 
+    compile: Literal["off", "default", "reduce-overhead"] = "off"
+    """Train through ``torch.compile`` in this mode: the first step takes up to a minute then, and so does the first of
+    another size. ``reduce-overhead`` means CUDA graphs, for a GPU. On a CPU a C++ compiler is needed on every node, and
+    for the stock models it did not pay."""
+    prefetch_batches: int | None = Field(default=None, ge=0, le=16)
+    """Batches that a thread gathers ahead; 0: each one in its step. None: see `trainer.input.batches_ahead`."""
+    data_on_device: bool = True
+    """Keep features and targets in the GPU's memory where they take no more than a quarter of what is free there, and
+    gather batches on the GPU. Without a GPU it has no meaning."""
+
     learning_rate: float = Field(default=2e-3, gt=0)
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply the learning rate by (global batch / ``lr_base_batch_size``), or by its square root."""

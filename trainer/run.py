@@ -33,7 +33,8 @@ from trainer.finish import finish
 from trainer.generation import START
 from trainer.group import GroupError
 from trainer.losses import build_loss
-from trainer.memory import is_out_of_memory
+from trainer.input import Batch, BatchLoader, keep_on_gpu
+from trainer.memory import is_out_of_memory, keep_freed_memory
 from trainer.metrics import Reporter, StepWindow
 from trainer.model import build_model
 from trainer.monitor import NodeMonitor
@@ -45,7 +46,7 @@ from trainer.sampler import Sampler
 from trainer.schedule import learning_rate
 from trainer.shards import DatasetError, DataShardManager
 from trainer.state import Progress, TrainingState
-from trainer.step import Batch, BatchLoader, Step, StepResult, Votes
+from trainer.step import Step, StepResult, Votes
 from trainer.watchdog import Watchdog
 from trainer.world import World, choose_device, join, rank_facts
 
@@ -116,6 +117,8 @@ class DistributedTrainer:
             threads = max(1, (os.cpu_count() or 1) // facts.local_world_size)
         if threads is not None:
             torch.set_num_threads(threads)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         if self.elastic is None:
             [generation, *_] = self.world.gather(self.rundir.last_generation() + 1)
             self.world = replace(self.world, generation=generation)
@@ -136,6 +139,8 @@ class DistributedTrainer:
         for split in ("train", "valid", "test"):
             if self.shards.count(split) == 0:
                 raise DatasetError(f"{job.dataset.uri}: the {split} split has no samples; choose other split dates")
+        if self.config.data_on_device:
+            keep_on_gpu(self.shards, self.device)
         deal(self, 0, 1 if self.elastic else self.world.world_size)
         self.total_steps = self.config.epochs * self.sampler.steps_per_epoch
         if self.config.max_steps is not None:
