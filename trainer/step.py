@@ -138,7 +138,7 @@ class Step:
         """Work in this world from now on; waits for its group. All state must be equal on all its ranks already."""
         self.optimizer.zero_grad(set_to_none=True)  # the old ones are views into the buckets of the old group
         self.world = world
-        self.sync = GradientSynchronizer(world, self.faults, self.timer)
+        self.sync = GradientSynchronizer(world, self.faults, self.timer, config=self.config)
         self.model = self.sync.wrap(self.module)
 
     def limit(self, fit: Fit) -> None:

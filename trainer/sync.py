@@ -1,7 +1,9 @@
 """`GradientSynchronizer`: gradients are summed over ranks while the backward pass still computes (R2.3).
 
-DDP fills buckets and hands each over as soon as it is full; the communication thread sums them over ranks, in order.
-In parameter-server mode (D3) there is no DDP: when the backward pass is done, all gradients go to rank 0 and back.
+DDP fills buckets and hands each over as soon as it is full; the communication thread sums them over ranks, in order,
+as ``training.communication`` says (`trainer.compression`).
+In parameter-server mode (D3) there is no DDP: when the backward pass is done, all gradients go to rank 0 and back, as
+they are, for that mode is there when nothing else works.
 """
 
 from __future__ import annotations
@@ -10,24 +12,42 @@ import contextlib
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.choice import Automatic
+from trainer.compression import Computing, Scheme, check, make_scheme
+from trainer.config import DistributedTrainingConfig
 from trainer.faults import Faults
 from trainer.group import GroupError, TorchTransport, Transport
 from trainer.timing import Segment, StepTimer
 from trainer.world import World
 
+if TYPE_CHECKING:
+    from trainer.communication import Window
+
 
 class GradientSynchronizer:
-    """Sums, not averages: the loss is scaled by the global batch, so the sum is the gradient of the mean over it."""
+    """Sums, not averages: the loss is scaled by the global batch, so the sum is the gradient of the mean over it.
 
-    def __init__(self, world: World, faults: Faults, timer: StepTimer) -> None:
+    It belongs to one world; a new one begins without what compression has kept back.
+    """
+
+    def __init__(
+        self, world: World, faults: Faults, timer: StepTimer, config: DistributedTrainingConfig | None = None
+    ) -> None:  # fmt: skip
         self.world, self.faults, self.timer = world, faults, timer
+        self.config = config or DistributedTrainingConfig()
         self.step = 0
+        self._nodes: list[int] = []
+        self._scheme: Scheme
+        self._automatic: Automatic | None = None
+        self._buckets: dict[int, Tensor] = {}
+        """The latest of each, by number."""
+        check(self.config)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """The module to call in a step; the module itself where DDP has no part in it. Its parameters must be equal on
@@ -36,6 +56,13 @@ class GradientSynchronizer:
         if group is None or self.world.topology == "star":
             return module
         process_group = group.run("forming the group", _ddp_group)
+        self._nodes = self.world.gather(self.world.facts.node_rank)
+        kind: str = self.config.communication
+        if kind == "auto":
+            may_drop = self.config.precision != "fp16"
+            self._automatic = Automatic(self.world, self._nodes, self.config.topk_fraction, may_drop)
+            kind = self._automatic.present
+        self._scheme = make_scheme(kind, self._nodes, self.config.topk_fraction)
         ids = [self.world.device.index] if self.world.device.type == "cuda" else None
         # Looking for unused parameters lets a user's model have some, and keeps the first buckets. Rebuilt ones sum in
         # another order, and then the steps after a resume are not those of a run without one, bit for bit.
@@ -76,6 +103,17 @@ class GradientSynchronizer:
                 at += grad.numel()
         self.timer.mark("exposed")
 
+    def review(self, window: Window) -> dict[str, Any] | None:
+        """After a window of `trainer.communication`, between steps: is what ``auto`` does still the best? What a
+        ``communication`` event says, if there is something to say. All ranks must call it."""
+        if self._automatic is None:
+            return None
+        before = self._automatic.present
+        found = self._automatic.review(window, [self._buckets[index] for index in sorted(self._buckets)])
+        if self._automatic.present != before:
+            self._scheme = make_scheme(self._automatic.present, self._nodes, self.config.topk_fraction)
+        return found
+
     def _hook(self, _, bucket):  # no annotations: DDP wants real classes there, or nothing
         """Called by DDP on the thread of autograd, once per bucket, in the same order on all ranks."""
         if bucket.index() == 0:
@@ -89,16 +127,25 @@ class GradientSynchronizer:
             # DDP reports the exception as something that is no tensor; the step asks the group for the real one.
             result.set_result(buffer) if error is None else result.set_exception(error)
 
-        assert self.world.group is not None
+        group, scheme = self.world.group, self._scheme
+        assert group is not None
+        self._buckets[bucket.index()] = buffer
         what = _bucket_name(bucket.index(), buffer)
         if bucket.is_last():
             self.timer.mark("backward")  # what is left of it is the others' and the network's
-        self.world.group.submit(what, partial(_sum, buffer), buffer.nbytes).add_done_callback(done)
+        work = partial(_sum_by, scheme, buffer, bucket.index(), self.step, group.computing)
+        group.submit(what, work, scheme.bytes_of(buffer)).add_done_callback(done)
         return result
 
 
 def _sum(tensor: Tensor, transport: Transport) -> None:
     transport.sum(tensor)
+
+
+def _sum_by(
+    scheme: Scheme, buffer: Tensor, bucket: int, step: int, computing: Computing, transport: Any
+) -> None:  # fmt: skip
+    scheme.sum(buffer, bucket, step, transport, computing)
 
 
 def _ddp_group(transport: Any) -> Any:
