@@ -100,8 +100,9 @@ class Half:
             buffer.copy_(_as_single(theirs).view(-1)[: buffer.numel()])
 
     def _length(self, buffer: Tensor) -> int:
-        """Of a rank's part, with its scale."""
-        return -(-buffer.numel() // self.ranks) + 2
+        """Of a rank's part with its scale; even, so that scales lie where a float32 may."""
+        part = -(-buffer.numel() // self.ranks)
+        return part + part % 2 + 2
 
 
 def _as_half(rows: Tensor) -> Tensor:
@@ -117,7 +118,7 @@ def _as_half(rows: Tensor) -> Tensor:
 
 
 def _as_single(packed: Tensor) -> Tensor:
-    scales = packed[:, :2].contiguous().view(torch.float32)
+    scales = packed.view(torch.float32)[:, :1]
     return packed[:, 2:].float() / scales
 
 

@@ -222,7 +222,7 @@ class TorchTransport:
         self, group: Any, patient: Any, ddp: Any, gpu: torch.device | None, timeout: float,
         make_group: Callable[[str, int, int], Any],
     ) -> None:  # fmt: skip
-        """``make_group``: another group, of some of the ranks, from its name, this process's rank in it and its size."""
+        """``make_group``: another group, of some ranks, from its name, this process's rank in it and its size."""
         self.group, self._patient, self._gpu, self._make_group = group, patient, gpu, make_group
         self._levels: tuple[Any, Any] | None = None
         self.linger_seconds = timeout + 5.0  # DDP has something in flight that nobody waits for
@@ -242,7 +242,7 @@ class TorchTransport:
 
     def collect(self, output: torch.Tensor, input_: torch.Tensor) -> None:
         """All-gather: row i of ``output`` is the ``input_`` of rank i."""
-        self.group._allgather_base(output, input_).wait()
+        self.group._allgather_base(output.view(-1), input_.view(-1)).wait()
 
     def sum_by_node(self, tensor: torch.Tensor, nodes: Sequence[int]) -> None:
         """Sum over ranks, in place: within each node, then between one rank of each, then back. ``nodes``: the node of
