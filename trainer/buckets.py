@@ -30,6 +30,7 @@ class Bucket:
         sizes = [parameter.numel() for parameter in parameters]
         first = parameters[0]
         self._buffer = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
+        self.gradients = self._buffer[: -len(sizes)]
         *parts, self.without = self._buffer.split([*sizes, len(sizes)])
         self.views = [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
         self.missing: set[int] = set()
@@ -45,10 +46,6 @@ class Bucket:
 
     def is_last(self) -> bool:
         return self._is_last
-
-    @property
-    def gradient_bytes(self) -> int:
-        return self._buffer.nbytes - self.without.nbytes
 
 
 class Buckets:
@@ -96,7 +93,7 @@ class Buckets:
             self._under_way = []
             for item in self.buckets:
                 item.missing = set(range(len(item.parameters)))
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         bucket.missing.discard(place)
         while len(self._under_way) < len(self.buckets) and not self.buckets[len(self._under_way)].missing:
             self._start(self.buckets[len(self._under_way)])

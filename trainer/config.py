@@ -134,6 +134,12 @@ class DistributedTrainingConfig:
     gradients go through one rank (parameter-server mode, D3)."""
     allreduce_retry_seconds: float = Field(default=60.0, gt=0)
     """In parameter-server mode: when to try all-reduce again; doubled each time that it fails."""
+    communication: Literal["allreduce", "fp16", "topk", "hierarchical", "auto"] = "allreduce"
+    """How gradients are summed over ranks: exactly, as half precision, the largest of them first, or within nodes
+    first; ``auto`` chooses by what is measured (`trainer.compression`, `trainer.choice`). Runs are reproducible bit for
+    bit with ``allreduce`` and ``hierarchical`` only."""
+    topk_fraction: float = Field(default=0.01, gt=0, le=1)
+    """Part of each gradient bucket that ``topk`` sends in a step; the rest is kept and added to the next one."""
     tls: TLSConfig | None = None
     """Encrypt what goes between nodes; None does not."""
     micro_batch_floor: int = Field(default=8, ge=1)

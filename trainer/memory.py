@@ -45,9 +45,9 @@ def smaller(fit: Fit, floor: int) -> Fit | None:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep large blocks that are freed, for the next step, instead of giving them back to the kernel,
-    which would hand them out again page by page, zeroed: on a CPU that took up to half of a step's time. The process
-    stays as large as it once was. Nothing happens where the library is not glibc."""
+    """Have the C library keep large blocks that are freed for the next step, instead of giving them back to the kernel,
+    which would hand them out again page by page, zeroed: with large batches, that took up to half of a step's time on a
+    CPU. The process stays as large as it once was. Nothing happens where the library is not glibc."""
     if platform.libc_ver()[0] != "glibc":
         return
     library = ctypes.CDLL(None)

@@ -77,7 +77,7 @@ class Step:
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.fit = Fit(config.batch_size_per_gpu, False)
         self.timer = StepTimer(config.timing, device)
-        self.sync: GradientSynchronizer | None = None
+        self.sync: GradientSynchronizer
         self._kind = _AUTOCAST[config.precision]
         self._statistics = [item for item in module.modules() if item._buffers and not isinstance(item, Standardize)]
         """Whatever may have running statistics."""
@@ -85,11 +85,11 @@ class Step:
 
     def adopt(self, world: World) -> None:
         """Work in this world from now on; waits for its group. All state must be equal on all its ranks already."""
-        if self.sync is not None:
+        if hasattr(self, "sync"):
             self.sync.unwrap()
         self.optimizer.zero_grad(set_to_none=True)
         self.world = world
-        self.sync = GradientSynchronizer(world, self.faults, self.timer)
+        self.sync = GradientSynchronizer(world, self.faults, self.timer, config=self.config)
         self.sync.wrap(self.module)
 
     def limit(self, fit: Fit) -> None:
@@ -109,7 +109,6 @@ class Step:
         `trainer.group.GroupError` where communication fails, and what the model raises: the step is not done then,
         and can be done again.
         """
-        assert self.sync is not None
         self.timer.mark("input")
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -155,8 +154,8 @@ class Step:
     def _forward_backward(self, batch: Batch, step: int, votes: Votes) -> list[Tensor]:
         """Sums of this rank's losses, one for each pass; leaves the gradient of the *global* mean in the parameters, on
         every rank."""
-        sync, sums = self.sync, []
-        assert sync is not None
+        sync = self.sync
+        sums: list[Tensor] = []
         # Summed over ranks, not averaged: that makes it the gradient of the mean over the global batch.
         share = torch.full((), 1.0 / batch.samples, device=self.device)
         work = [

@@ -1,7 +1,9 @@
 """`GradientSynchronizer`: gradients are summed over ranks while the backward pass still computes (R2.3).
 
-`trainer.buckets` hands each bucket over as soon as it is full; the communication thread sums them over ranks, in order.
-In parameter-server mode (D3) there are none: when the backward pass is done, all gradients go to rank 0 and back.
+`trainer.buckets` hands each bucket over as soon as it is full; the communication thread sums them over ranks, in order,
+as ``training.communication`` says (`trainer.compression`).
+In parameter-server mode (D3) there are none: when the backward pass is done, all gradients go to rank 0 and back, as
+they are, for that mode is there when nothing else works.
 """
 
 from __future__ import annotations
@@ -9,27 +11,43 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.buckets import Bucket, Buckets, divide
+from trainer.choice import Automatic
+from trainer.compression import Computing, Scheme, check, make_scheme
+from trainer.config import DistributedTrainingConfig
 from trainer.faults import Faults
 from trainer.group import Transport
 from trainer.timing import Segment, StepTimer
 from trainer.world import World
 
+if TYPE_CHECKING:
+    from trainer.communication import Window
+
 
 class GradientSynchronizer:
-    """Sums, not averages: the loss is scaled by the global batch, so the sum is the gradient of the mean over it."""
+    """Sums, not averages: the loss is scaled by the global batch, so the sum is the gradient of the mean over it.
 
-    def __init__(self, world: World, faults: Faults, timer: StepTimer) -> None:
+    It belongs to one world; a new one begins without what compression has kept back.
+    """
+
+    def __init__(
+        self, world: World, faults: Faults, timer: StepTimer, config: DistributedTrainingConfig | None = None
+    ) -> None:  # fmt: skip
         self.world, self.faults, self.timer = world, faults, timer
+        self.config = config or DistributedTrainingConfig()
         self.step = 0
+        self._nodes: list[int] = []
+        self._scheme: Scheme
+        self._automatic: Automatic | None = None
         self.buckets: Buckets | None = None
         self.behind: Callable[[], object] | None = None
         """Called when the last bucket was handed over: what it submits comes right after that, without a wait."""
+        check(self.config)
 
     def wrap(self, module: nn.Module) -> None:
         """From now on, a backward pass through this module sums its gradients over ranks. Its parameters must be equal
@@ -38,6 +56,13 @@ class GradientSynchronizer:
         if group is None or self.world.topology == "star":
             return
         group.run("forming the group", _nothing)
+        self._nodes = self.world.gather(self.world.facts.node_rank)
+        kind: str = self.config.communication
+        if kind == "auto":
+            may_drop = self.config.precision != "fp16"
+            self._automatic = Automatic(self.world, self._nodes, self.config.topk_fraction, may_drop)
+            kind = self._automatic.present
+        self._scheme = make_scheme(kind, self._nodes, self.config.topk_fraction)
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.buckets = Buckets(parameters, self._sum_bucket, self.world.world_size)
 
@@ -82,15 +107,28 @@ class GradientSynchronizer:
                 at += grad.numel()
         self.timer.mark("exposed")
 
+    def review(self, window: Window) -> dict[str, Any] | None:
+        """After a window of `trainer.communication`, between steps: is what ``auto`` does still the best? What a
+        ``communication`` event says, if there is something to say. All ranks must call it."""
+        if self._automatic is None or self.buckets is None:
+            return None
+        before = self._automatic.present
+        found = self._automatic.review(window, [bucket.buffer() for bucket in self.buckets.buckets])
+        if self._automatic.present != before:
+            self._scheme = make_scheme(self._automatic.present, self._nodes, self.config.topk_fraction)
+        return found
+
     def _sum_bucket(self, bucket: Bucket) -> Future[Any]:
         """On the thread of autograd, once per bucket, in the same order on all ranks."""
         if bucket.index() == 0:
             self.faults.reach("all_reduce", self.step)
         if bucket.is_last():
             self.timer.mark("backward")  # what is left of it is the others' and the network's
-        assert self.world.group is not None
-        buffer, size = bucket.buffer(), bucket.gradient_bytes
-        future = self.world.group.submit(_bucket_name(bucket.index(), size), partial(_sum, buffer), size)
+        group, scheme, gradients = self.world.group, self._scheme, bucket.gradients
+        assert group is not None
+        what = _bucket_name(bucket.index(), gradients.nbytes)
+        work = partial(_sum_by, scheme, bucket.buffer(), bucket.index(), self.step, group.computing)
+        future = group.submit(what, work, scheme.bytes_of(gradients))
         if bucket.is_last() and self.behind is not None:
             self.behind()
         return future
@@ -98,6 +136,12 @@ class GradientSynchronizer:
 
 def _sum(tensor: Tensor, transport: Transport) -> None:
     transport.sum(tensor)
+
+
+def _sum_by(
+    scheme: Scheme, buffer: Tensor, bucket: int, step: int, computing: Computing, transport: Any
+) -> None:  # fmt: skip
+    scheme.sum(buffer, bucket, step, transport, computing)
 
 
 def _nothing(_: Transport) -> None: ...
