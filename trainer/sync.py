@@ -29,6 +29,7 @@ from trainer.world import World
 if TYPE_CHECKING:
     from trainer.communication import Window
 
+
 class GradientSynchronizer:
     """Sums, not averages: the loss is scaled by the global batch, so the sum is the gradient of the mean over it.
 

@@ -173,8 +173,8 @@ def _compression(
         ("fp16 compression", "fp16", 0.5, "rounds gradients to 11 bits"),
         (
             "top-k compression", "topk", min(1.0, kept * size),
-            f"sends the largest {kept:.2g} of each gradient, the rest later: look at the loss curve; choosing them costs "
-            "time that is not counted here, but is measured by training.communication = auto",
+            f"sends the largest {kept:.2g} of each gradient, the rest later: look at the loss curve; choosing them "
+            "takes time that is not counted here (auto measures it)",
         ),
     ):  # fmt: skip
         saved = sum((1 - left) * item.bytes * fit.seconds_per_byte for item in _buckets_of(world))

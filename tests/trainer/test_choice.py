@@ -59,10 +59,9 @@ def test_wire_that_is_hidden_is_no_reason_to_compress() -> None:
     for _ in range(300):
         link = Link(latency_seconds=random.uniform(0, 1e-3), seconds_per_byte=10 ** random.uniform(-10, -6))
         last, first = random.integers(1, 2000), random.integers(1, 10**8)
-        step = Step(
-            computing_seconds=first * link.seconds_per_byte + 1e3 * (link.latency_seconds + 2000 * link.seconds_per_byte),
-            exposed_seconds=0.0, hiding_seconds=1e9, buckets=(int(first), int(last)),
-        )  # fmt: skip
+        computing = first * link.seconds_per_byte + 1e3 * (link.latency_seconds + 2000 * link.seconds_per_byte)
+        buckets = int(first), int(last)
+        step = Step(computing_seconds=computing, exposed_seconds=0.0, hiding_seconds=1e9, buckets=buckets)
         assert choice(measured(step, link), link) == PLAIN
 
 
