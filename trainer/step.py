@@ -90,7 +90,7 @@ class BatchLoader:
         for step in steps:
             self.timer.mark("other")
             self.faults.reach("input", epoch * self.sampler.steps_per_epoch + step)
-            ready = ahead.result() if ahead is not None else self._gather(epoch, step)
+            ready = ahead.result() if ahead is not None else self._gather(epoch, step, is_first=True)
             ahead = self._pool.submit(self._gather, epoch, step + 1) if step + 1 in steps else None
             yield ready
 
@@ -102,7 +102,9 @@ class BatchLoader:
         if self.world.device.type == "cuda":
             torch.cuda.set_device(self.world.device)
 
-    def _gather(self, epoch: int, step: int) -> Batch:
+    def _gather(self, epoch: int, step: int, is_first: bool = False) -> Batch:
+        for first, last in self.sampler.ahead(epoch, step, is_first):
+            self.shards.will_need("train", first, last)
         samples, dealt = self.sampler.step(epoch, step)
         used = digest_of(np.concatenate([micro_batch.positions for micro_batch in dealt]))
         return Batch(samples, tuple(self._fetch(micro_batch) for micro_batch in dealt), used)
