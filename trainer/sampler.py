@@ -44,6 +44,10 @@ def permute(indices: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDA
     return result.astype(np.int64).reshape(np.shape(indices))
 
 
+MOST_JUDGED = 1 << 19
+"""Windows that are forecast one by one and kept, of a split that has more: what judging takes does not grow with it."""
+
+
 @dataclass(frozen=True, slots=True)
 class BlockOrder:
     """The two-level order of one epoch: a bijection of [0, size) onto itself, in blocks of ``block`` samples.
@@ -112,6 +116,11 @@ def _feistel(values: NDArray[np.uint64], keys: list[np.uint64], half_bits: int, 
         mixed ^= mixed >> np.uint64(32)
         left, right = right, left ^ (mixed & mask)
     return (left << shift) | right
+
+
+def spread(count: int, most: int = MOST_JUDGED) -> NDArray[np.int64]:
+    """Positions 0 … count - 1; where there are more than ``most``, so many of them at even distances."""
+    return np.arange(count) if count <= most else np.arange(most) * count // most
 
 
 def steps_per_epoch(samples: int, global_batch_size: int, micro_batches: int) -> int:
