@@ -40,11 +40,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.checkpoint import RESULTS, _cpu
-
 ROOT = Path(__file__).parents[1]
 DAYS, TICKERS, WINDOW, HORIZON, BATCH = 8313, 20, 60, 5, 1024
 BLOCK, SECONDS = 1024, 6.0
+LEAST_LIMIT = 64 << 20
+"""What a batch and its bookkeeping take has to fit besides."""
 MDS_ROWS = {"ticker": "str", "date": "int32", "adj_close": "float64"}
 
 
@@ -295,7 +295,7 @@ def read_cold(folder: Path, seconds: float, timeout: float) -> dict[str, Any]:
         drop_cache(folder)
         found[f"unlimited_{what}"] = run_step(f"unlimited.{what}", folder, seconds, timeout)
         drop_cache(folder)
-        with memory_group(size // 4) as group:
+        with memory_group(max(size // 4, LEAST_LIMIT)) as group:
             if group is None:
                 found[f"limited_{what}"] = {"skipped": "no control group with a memory limit can be made here"}
             else:
@@ -352,6 +352,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.step:
         print(json.dumps(be_a_step(options.step, Path(options.folder), options.seconds)))
         return
+    from benchmarks.checkpoint import RESULTS, _cpu  # imports torch, which those who make shards do without
+
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="sharding-") as name:
         figures = measure(Path(name), sorted(options.sizes), options.seconds, options.timeout)
