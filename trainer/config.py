@@ -79,6 +79,9 @@ class DistributedTrainingConfig:
     max_steps: int | None = Field(default=None, ge=1)
     """Stop after this many optimizer steps, whatever ``epochs`` says."""
     seed: int = Field(default=0, ge=0)
+    shuffle_block: int | None = Field(default=None, ge=1)
+    """For a dataset larger than memory: blocks of so many consecutive samples are permuted, and samples within groups
+    of 256 blocks, so that only two groups at a time are read (`trainer.sampler`). None permutes all samples."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast type of the forward pass; fp16 (GPU only) comes with loss scaling. Weights stay float32."""
 

@@ -20,7 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -140,8 +139,7 @@ class BatchLoader:
         self.shards, self.sampler, self.world, self.faults, self.timer = shards, sampler, world, faults, timer
         device = world.device
         resident = shards.device.type == device.type != "cpu"
-        larger = shards.sample_bytes > psutil.virtual_memory().available
-        self.ahead = batches_ahead(prefetch_batches, device, resident, larger)
+        self.ahead = batches_ahead(prefetch_batches, device, resident, shards.is_larger_than_memory)
         self._pool = (
             ThreadPoolExecutor(1, thread_name_prefix="gather", initializer=self._choose_gpu) if self.ahead else None
         )
@@ -169,10 +167,10 @@ class BatchLoader:
             self.timer.mark("other")
             self.faults.reach("input", epoch * self.sampler.steps_per_epoch + step)
             if self._pool is None:
-                batch, slot = self._gather(epoch, step)
+                batch, slot = self._gather(epoch, step, step == first_step)
             else:
                 while asked in steps and len(coming) <= self.ahead:
-                    coming.append(self._pool.submit(self._gather, epoch, asked))
+                    coming.append(self._pool.submit(self._gather, epoch, asked, asked == first_step))
                     asked += 1
                 batch, slot = coming.popleft().result()
             if self._staging is None:
@@ -191,8 +189,11 @@ class BatchLoader:
         if self.world.device.type == "cuda":
             torch.cuda.set_device(self.world.device)
 
-    def _gather(self, epoch: int, step: int) -> tuple[Batch, int]:
+    def _gather(self, epoch: int, step: int, is_first: bool) -> tuple[Batch, int]:
         """A batch, and its slot where it is staged."""
+        if self.shards.device.type == "cpu":
+            for first, last in self.sampler.ahead(epoch, step, is_first):
+                self.shards.will_need("train", first, last)
         if epoch != self._epoch or step not in self._planned:
             self._epoch, self._planned = epoch, self._plan(epoch, step)
         planned = self._planned.pop(step)

@@ -147,6 +147,7 @@ def deal(trainer: DistributedTrainer, rank: int, world_size: int) -> None:
         seed=config.seed,
         rank=rank,
         world_size=world_size,
+        shuffle_block=config.shuffle_block,
     )
 
 
