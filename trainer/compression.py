@@ -133,7 +133,7 @@ class TopK:
         self.ranks, self.fraction = ranks, fraction
         self._kept: dict[tuple[int, int], Tensor] = {}
         self._next: dict[tuple[int, int], tuple[int, Tensor]] = {}
-        """With the step that left it. By bucket and size: DDP may make its buckets anew."""
+        """With the step that left it. By bucket and size."""
 
     def bytes_of(self, buffer: Tensor) -> int:
         # An all-gather loads a link with (ranks - 1) times what each rank gives, an all-reduce with

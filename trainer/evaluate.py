@@ -62,16 +62,14 @@ def evaluate(
     """Judge ``model`` on a split; a collective of all ranks. With ``collect``, rank 0 gets single forecasts.
     ``before_batch`` may raise, to end it.
 
-    The model is called without its DDP wrapper: ranks may have unequal numbers of batches, and DDP would wait for
-    the buffers of a peer that has none left. Raises ValueError for an empty split.
+    Raises ValueError for an empty split.
     """
     count = shards.count(split)
     if count == 0:
         raise ValueError(f"the split {split!r} of the dataset has no samples, so there is nothing to evaluate")
     first, last = (count * part // world.world_size for part in (world.rank, world.rank + 1))
-    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    was_training = inner.training
-    inner.eval()
+    was_training = model.training
+    model.eval()
     kept = spread(count) if collect else np.arange(0)
     begin, end = np.searchsorted(kept, (first, last))
     forecasts = np.empty((end - begin, _FIELDS))
@@ -85,11 +83,11 @@ def evaluate(
                 rows = shards.end_rows(split, np.arange(start, stop))
                 windows, target = shards.gather(rows)
                 windows, target = windows.to(device), target.to(device)
-                table[start - chunk : stop - chunk] = _judge_batch(criterion, rows, inner(windows), target)
+                table[start - chunk : stop - chunk] = _judge_batch(criterion, rows, model(windows), target)
             sums += _sums(table)
             some = slice(*np.searchsorted(kept[begin:end], (chunk, chunk + len(table))))
             forecasts[some] = table[kept[begin:end][some] - chunk]
-    inner.train(was_training)
+    model.train(was_training)
     sums = world.sum(torch.from_numpy(sums)).numpy()
     means = dict(zip(_SUMS, (sums / sums[0]).tolist(), strict=True))
     zero = means.pop("zero_squared_error")

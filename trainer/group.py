@@ -219,16 +219,13 @@ class TorchTransport:
     behind, and the next one made beside it."""
 
     def __init__(
-        self, group: Any, patient: Any, ddp: Any, gpu: torch.device | None, timeout: float,
+        self, group: Any, patient: Any, gpu: torch.device | None, timeout: float,
         make_group: Callable[[str, int, int], Any],
     ) -> None:  # fmt: skip
         """``make_group``: another group, of some ranks, from its name, this process's rank in it and its size."""
         self.group, self._patient, self._gpu, self._make_group = group, patient, gpu, make_group
         self._levels: tuple[Any, Any] | None = None
-        self.linger_seconds = timeout + 5.0  # DDP has something in flight that nobody waits for
-        self.ddp = ddp
-        """For what DDP's reducer says of its own accord, on the thread of autograd: the order of collectives within a
-        group has to be the same on all ranks, so it must not share one with the communication thread."""
+        self.linger_seconds = timeout + 5.0  # the communication thread may be left behind in a collective
         if gpu is not None:
             torch.cuda.set_device(gpu)  # the communication thread's own choice
             torch.cuda.set_stream(torch.cuda.Stream(gpu))  # in that of the computation, sums would wait for all of it
@@ -294,7 +291,7 @@ class TorchTransport:
 
     def abort(self) -> None:
         if self._gpu is not None:  # a kernel that waits for a peer would keep the GPU busy for ever
-            for group in (self.group, self.ddp, *(self._levels or ())):
+            for group in (self.group, *(self._levels or ())):
                 if group is not None:
                     group._get_backend(self._gpu).abort()
 
@@ -344,9 +341,9 @@ def make_torch_transport(
     def make(name: str, rank: int, size: int) -> Any:
         return _group(dist.PrefixStore(name, store), rank, size, gpu, timeout, host)
 
-    data, ddp = make("data", rank, size), make("ddp", rank, size)
+    data = make("data", rank, size)
     patient = _group(dist.PrefixStore("patient", store), rank, size, None, patience, host)
-    return TorchTransport(data, patient, ddp, gpu, timeout, make)
+    return TorchTransport(data, patient, gpu, timeout, make)
 
 
 def _group(

@@ -206,9 +206,7 @@ def _buckets(now: StepModel, world: Sequence[Window], fit: WireFit) -> list[Stra
         return replace(now, communication=min(now.communication, max(0.0, now.communication + change)))
 
     count = min((1, 2, 4, 8, 16), key=lambda number: (exposed(number), number))
-    change = (
-        f"{count} gradient bucket(s) of {_megabytes(total / count)} instead of {len(buckets)} (bucket_cap_mb of DDP)"
-    )
+    change = f"{count} gradient bucket(s) of {_megabytes(total / count)} instead of {len(buckets)} (`trainer.buckets`)"
     note = "at best: communication and backward pass share processors where there is no GPU"
     return [now.to(then(count), "another bucket size", change, note)]
 

@@ -26,7 +26,8 @@ from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.consumed import unproven
 from trainer.faults import Faults
 from trainer.group import Group, GroupError, TorchTransport, make_torch_transport
-from trainer.step import Batch, NonFiniteError, Step, Votes
+from trainer.input import Batch
+from trainer.step import NonFiniteError, Step, Votes
 from trainer.world import RankFacts, World
 
 CPU = torch.device("cpu")
