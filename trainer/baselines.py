@@ -2,7 +2,8 @@
 
 All are fitted on the training split alone; the ridge penalty is chosen on the validation split. Each volatility
 forecast becomes a Student-t distribution with mean zero, whose scale factor and degrees of freedom are fitted by
-maximum likelihood on the training split: a baseline loses by its forecast and not by its tails. Numpy only.
+maximum likelihood on the training split: a baseline loses by its forecast and not by its tails. Of a large split a part
+is used, evenly spread (`trainer.sampler.spread`). Numpy only.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+from trainer.sampler import spread
 
 if TYPE_CHECKING:
     from trainer.shards import DataShardManager
@@ -37,7 +40,7 @@ class Forecast:
 
 
 def baseline_forecasts(shards: DataShardManager, split: str) -> dict[str, Forecast]:
-    """Forecasts for every window of ``split`` in order of position. Those whose columns are no features are left out.
+    """Forecasts for the windows of ``split`` in order of position. Those whose columns are no features are left out.
 
     - ``constant``: zero mean and one scale per ticker;
     - ``last_value``: the realised volatility of the last five days;
@@ -48,7 +51,7 @@ def baseline_forecasts(shards: DataShardManager, split: str) -> dict[str, Foreca
     - ``drift``: the mean of the training targets, mean only;
     - ``ridge_mean``: the return itself regressed on the whole window, mean only.
     """
-    train, judged = (shards.end_rows(part, np.arange(shards.count(part))) for part in ("train", split))
+    train, judged = (shards.end_rows(part, spread(shards.count(part))) for part in ("train", split))
     target = shards.column(shards.spec.target, train).astype(np.float64)
     volatility = {"constant": _constant(shards, train, judged, target)}
     if "log_rv_5" in shards.spec.features:
@@ -138,7 +141,7 @@ def _regression(
 def _ridge(shards: DataShardManager, train: NDArray, judged: NDArray) -> tuple[tuple[Array, ...], Array]:
     """Ridge on the flattened window for log realised volatility and for the return: their normal equations share the
     Gram matrix, which is summed over chunks, so memory does not grow with the data."""
-    valid = shards.end_rows("valid", np.arange(shards.count("valid")))
+    valid = shards.end_rows("valid", spread(shards.count("valid")))
     names = ("target_log_rv", shards.spec.target)
     targets = _columns(shards, names, train)
     centre = targets.mean(axis=0)

@@ -33,6 +33,7 @@ from trainer.gate import suspect_leak
 from trainer.losses import StudentTLoss
 from trainer.model import build_model
 from trainer.report import judge, predictive_of
+from trainer.sampler import spread
 from trainer.world import RankFacts, World
 
 if TYPE_CHECKING:
@@ -90,11 +91,11 @@ def verdict(constant_nll: float, shuffled: Trial, planted: Trial, control: Trial
 
 
 class ShuffledLabels:
-    """The same data, but every training window has the label of another one; validation is left alone."""
+    """The same data, but every training window of the trials has the label of another one; validation is left alone."""
 
     def __init__(self, shards: DataShardManager, seed: int) -> None:
         self._shards = shards
-        rows = shards.end_rows("train", np.arange(shards.count("train")))
+        rows = shards.end_rows("train", spread(shards.count("train")))
         order = np.argsort(rows)
         self._rows = rows[order]
         self._labels = shards.column(shards.spec.target, rows)[np.random.default_rng(seed).permutation(len(rows))]
@@ -134,10 +135,10 @@ def run_trial(shards: Any, steps: int, seed: int) -> Trial:
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps)
     random = np.random.default_rng(seed)
-    count = shards.count("train")
-    batch = min(BATCH, max(32, MAX_PASSES * count // steps))
+    positions = spread(shards.count("train"))
+    batch = min(BATCH, max(32, MAX_PASSES * len(positions) // steps))
     for _ in range(steps):
-        rows = shards.end_rows("train", random.integers(count, size=batch))
+        rows = shards.end_rows("train", positions[random.integers(len(positions), size=batch)])
         windows, target = shards.gather(rows)
         optimizer.zero_grad()
         criterion(model(windows), target).mean().backward()
@@ -161,7 +162,7 @@ def run_trial(shards: Any, steps: int, seed: int) -> Trial:
 def constant_nll(shards: DataShardManager) -> float:
     """NLL on the validation split of the one distribution that fits its labels best: no constant forecast can do
     better, so a model that only guessed a calmer or stormier market than it saw in training cannot beat it by luck."""
-    rows = shards.end_rows("valid", np.arange(shards.count("valid")))
+    rows = shards.end_rows("valid", spread(shards.count("valid")))
     target = shards.column(shards.spec.target, rows).astype(np.float64)
     sigma, nu = fit_student_t(target)
     forecast = Forecast(np.zeros(len(target)), np.full(len(target), sigma), nu)

@@ -1,7 +1,8 @@
 """How good the model is: a distributed pass over one split, and the report on the test split with its baselines.
 
 Every sample counts exactly once: rank r takes a contiguous part of the positions, nothing is padded or repeated, and
-sums are reduced in float64, so the result does not depend on the world size.
+sums are reduced in float64, so the result does not depend on the world size. Memory does not grow with the split: sums
+are taken chunk by chunk, and of a split with more than `MOST_JUDGED` windows so many are kept, at even distances.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from trainer.gate import Gate, gate, suspect_leak
 from trainer.losses import Predictive, gives_predictive
 from trainer.report import Predictions, build_report, judge
 from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
+from trainer.sampler import spread
 
 if TYPE_CHECKING:
     from trainer.shards import DataShardManager
@@ -30,13 +32,15 @@ if TYPE_CHECKING:
 __all__ = ["Evaluation", "Gate", "Predictions", "evaluate", "final_report", "gate", "suspect_leak"]
 
 EVAL_BATCH = 1024
+CHUNK = 1 << 16
+"""Samples whose sums are taken at once."""
 _FIELDS = 6  # row, target, loss, mu, sigma, nu
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """``loss`` is the mean per sample and ``metrics`` what could be judged beside it, equal on all ranks;
-    ``predictions`` are on rank 0 only, and only where asked for."""
+    ``predictions`` are on rank 0 only, and only where asked for; of a large split a part (`trainer.sampler.spread`)."""
 
     samples: int
     loss: float
@@ -55,30 +59,36 @@ def evaluate(
     collect: bool = False,
     before_batch: Callable[[], object] = lambda: None,
 ) -> Evaluation:
-    """Judge ``model`` on a split; a collective of all ranks. With ``collect``, rank 0 gets every single forecast.
+    """Judge ``model`` on a split; a collective of all ranks. With ``collect``, rank 0 gets single forecasts.
     ``before_batch`` may raise, to end it.
 
-    The model is called without its DDP wrapper: ranks may have unequal numbers of batches, and DDP would wait for
-    the buffers of a peer that has none left. Raises ValueError for an empty split.
+    Raises ValueError for an empty split.
     """
     count = shards.count(split)
     if count == 0:
         raise ValueError(f"the split {split!r} of the dataset has no samples, so there is nothing to evaluate")
     first, last = (count * part // world.world_size for part in (world.rank, world.rank + 1))
-    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    was_training = inner.training
-    inner.eval()
-    table = np.empty((last - first, _FIELDS))
+    was_training = model.training
+    model.eval()
+    kept = spread(count) if collect else np.arange(0)
+    begin, end = np.searchsorted(kept, (first, last))
+    forecasts = np.empty((end - begin, _FIELDS))
+    sums = _sums(np.empty((0, _FIELDS)))
     with torch.no_grad():
-        for start in range(first, last, batch_size):
-            before_batch()
-            stop = min(start + batch_size, last)
-            rows = shards.end_rows(split, np.arange(start, stop))
-            windows, target = shards.gather(rows)
-            windows, target = windows.to(device), target.to(device)
-            table[start - first : stop - first] = _judge_batch(criterion, rows, inner(windows), target)
-    inner.train(was_training)
-    sums = world.sum(torch.from_numpy(_sums(table))).numpy()
+        for chunk in range(first, last, CHUNK):
+            table = np.empty((min(CHUNK, last - chunk), _FIELDS))
+            for start in range(chunk, chunk + len(table), batch_size):
+                before_batch()
+                stop = min(start + batch_size, chunk + len(table))
+                rows = shards.end_rows(split, np.arange(start, stop))
+                windows, target = shards.gather(rows)
+                windows, target = windows.to(device), target.to(device)
+                table[start - chunk : stop - chunk] = _judge_batch(criterion, rows, model(windows), target)
+            sums += _sums(table)
+            some = slice(*np.searchsorted(kept[begin:end], (chunk, chunk + len(table))))
+            forecasts[some] = table[kept[begin:end][some] - chunk]
+    model.train(was_training)
+    sums = world.sum(torch.from_numpy(sums)).numpy()
     means = dict(zip(_SUMS, (sums / sums[0]).tolist(), strict=True))
     zero = means.pop("zero_squared_error")
     squared = means.pop("squared_error")
@@ -87,7 +97,7 @@ def evaluate(
     }
     if not math.isnan(squared) and zero > 0:
         metrics["mse_to_zero"] = squared / zero
-    predictions = _gather(table, first, count, world) if collect else None
+    predictions = _gather(forecasts, begin, len(kept), world) if collect else None
     return Evaluation(samples=count, loss=means["loss"], metrics=metrics, predictions=predictions)
 
 

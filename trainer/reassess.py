@@ -24,6 +24,7 @@ from trainer.config import ConfigError
 from trainer.losses import Predictive
 from trainer.report import gain, judge, predictive_of
 from trainer.rundir import RunDir
+from trainer.sampler import spread
 from trainer.saved_model import BATCH, FOLDER, SavedModel, SavedModelError, load_saved_model
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def reassess(saved: SavedModel, shards: DataShardManager, after: np.datetime64) 
         own, its = getattr(saved.spec, name), getattr(shards.spec, name)
         if own != its:
             raise ValueError(f"the model's {name} is {own!r}, the dataset's {its!r}: it cannot be judged on it")
-    rows = shards.end_rows("test", np.arange(shards.count("test")))
+    rows = shards.end_rows("test", spread(shards.count("test")))
     later = np.flatnonzero(shards.dates(rows) > after)
     days = shards.dates(rows[later])
     report: dict[str, Any] = {"windows": len(later), "days": len(np.unique(days)), "nll": None, "baselines": {}}

@@ -2,6 +2,10 @@
 
 The order of an epoch is a permutation computed on demand (a Feistel network keyed by seed and epoch), so nothing has
 to be stored or saved: position p of epoch e is sample ``permutation(p)``, whoever asks and whenever. Numpy only.
+
+With ``training.shuffle_block`` the permutation has two levels, for datasets that are larger than memory: blocks of
+consecutive samples are permuted, and samples are permuted within groups of `GROUP_BLOCKS` blocks. At any moment only
+one group is read, and the blocks of the next one are known long before they are needed.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from numpy.typing import NDArray
 from trainer.config import ConfigError
 
 _ROUNDS = 6
+GROUP_BLOCKS = 256
+"""So many blocks are mixed with each other: a batch holds samples from that many places of the dataset."""
 
 
 def permute(indices: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -38,6 +44,68 @@ def permute(indices: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDA
     return result.astype(np.int64).reshape(np.shape(indices))
 
 
+MOST_JUDGED = 1 << 19
+"""Windows that are forecast one by one and kept, of a split that has more: what judging takes does not grow with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOrder:
+    """The two-level order of one epoch: a bijection of [0, size) onto itself, in blocks of ``block`` samples.
+
+    The blocks are cut at another place in each epoch (``shift``), so that the same neighbours do not always share one.
+    What is left over makes a short block, which comes last.
+    """
+
+    size: int
+    block: int
+    seed: int
+    epoch: int
+
+    @property
+    def group(self) -> int:
+        """Samples of a group."""
+        return self.block * GROUP_BLOCKS
+
+    @property
+    def shift(self) -> int:
+        """Sample at which the first block begins; those before it come after the last sample."""
+        digest = hashlib.blake2b(f"{self.seed}/{self.epoch}/shift".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") % self.size
+
+    def samples(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The samples at these positions (n,) of the epoch."""
+        mixed = np.empty_like(positions)
+        groups = positions // self.group
+        for number in np.unique(groups):
+            first = int(number) * self.group
+            size = min(self.group, self.size - first)
+            part = groups == number
+            key = int.from_bytes(hashlib.blake2b(f"{self.seed}/group/{number}".encode(), digest_size=7).digest(), "big")
+            mixed[part] = first + permute(positions[part] - first, size, key, self.epoch)
+        places, within = np.divmod(mixed, self.block)
+        return (self._blocks(places) * self.block + within + self.shift) % self.size
+
+    def blocks(self, first: int, last: int) -> list[tuple[int, int]]:
+        """The samples [start, stop) of each block whose place in the order begins in positions [first, last)."""
+        places = np.arange(-(-first // self.block), -(-min(last, self.size) // self.block), dtype=np.int64)
+        ranges = []
+        for block in self._blocks(places).tolist():
+            start = block * self.block + self.shift
+            stop = min((block + 1) * self.block, self.size) + self.shift
+            parts = [(start, min(stop, self.size)), (max(start, self.size) - self.size, stop - self.size)]
+            ranges += [(start, stop) for start, stop in parts if stop > start]
+        return ranges
+
+    def _blocks(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which block stands at each place; the short one, if there is one, at the last."""
+        whole = self.size // self.block
+        result = places.copy()
+        inside = places < whole
+        if inside.any():
+            result[inside] = permute(places[inside], whole, self.seed, self.epoch)
+        return result
+
+
 def _feistel(values: NDArray[np.uint64], keys: list[np.uint64], half_bits: int, mask: np.uint64) -> NDArray[np.uint64]:
     shift = np.uint64(half_bits)
     left, right = values >> shift, values & mask
@@ -48,6 +116,11 @@ def _feistel(values: NDArray[np.uint64], keys: list[np.uint64], half_bits: int, 
         mixed ^= mixed >> np.uint64(32)
         left, right = right, left ^ (mixed & mask)
     return (left << shift) | right
+
+
+def spread(count: int, most: int = MOST_JUDGED) -> NDArray[np.int64]:
+    """Positions 0 … count - 1; where there are more than ``most``, so many of them at even distances."""
+    return np.arange(count) if count <= most else np.arange(most) * count // most
 
 
 def steps_per_epoch(samples: int, global_batch_size: int, micro_batches: int) -> int:
@@ -82,6 +155,8 @@ class Sampler:
     seed: int
     rank: int
     world_size: int
+    shuffle_block: int | None = None
+    """Samples of a block; None permutes all samples."""
 
     def __post_init__(self) -> None:
         steps_per_epoch(self.samples, self.global_batch_size, self.micro_batches)
@@ -104,14 +179,37 @@ class Sampler:
 
     def step(self, epoch: int, step_in_epoch: int) -> tuple[int, list[MicroBatch]]:
         """(samples in the global batch, this rank's micro-batches). Every rank gets at least one, none is empty."""
+        return self.steps(epoch, range(step_in_epoch, step_in_epoch + 1))[0]
+
+    def steps(self, epoch: int, steps: range) -> list[tuple[int, list[MicroBatch]]]:
+        """`step` for each of these, permuted together: for a few thousand positions that takes little more than for
+        a few."""
+        numbers = range(self.rank, self.micro_batches, self.world_size)
+        batches = [self.batch_range(step) for step in steps]
+        edges = [
+            [first + (last - first) * edge // self.micro_batches for edge in (number, number + 1)]
+            for first, last in batches
+            for number in numbers
+        ]
+        order = np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in edges])
+        parts = iter(np.split(self._order(epoch, order), np.cumsum(np.diff(edges))[:-1]))
+        return [(last - first, [MicroBatch(number, next(parts)) for number in numbers]) for first, last in batches]
+
+    def ahead(self, epoch: int, step_in_epoch: int, is_first: bool = False) -> list[tuple[int, int]]:
+        """Ranges of samples [start, stop) to be read into memory while this step is gathered: its share of the blocks
+        of the next group; for the first step of a stretch, what is left of its own group as well. None to name without
+        blocks, as any sample may be next."""
+        if self.shuffle_block is None:
+            return []
+        order = BlockOrder(self.samples, self.shuffle_block, self.seed, epoch)
         first, last = self.batch_range(step_in_epoch)
-        count = last - first
-        mine = []
-        for number in range(self.rank, self.micro_batches, self.world_size):
-            start, stop = (first + count * edge // self.micro_batches for edge in (number, number + 1))
-            order = np.arange(start, stop, dtype=np.int64)
-            mine.append(MicroBatch(number, permute(order, self.samples, self.seed, epoch)))
-        return count, mine
+        from_here = first // order.group * order.group if is_first else first + order.group
+        return order.blocks(from_here, last + order.group)
+
+    def _order(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self.shuffle_block is None:
+            return permute(positions, self.samples, self.seed, epoch)
+        return BlockOrder(self.samples, self.shuffle_block, self.seed, epoch).samples(positions)
 
 
 def micro_batch_seed(seed: int, step: int, number: int, part: int = 0) -> int:

@@ -2,29 +2,39 @@
 
 Windows are never stored. A sample is the row where its window ends; a batch of windows is one vectorised gather from
 the memory map, without a Python object per sample.
+
+A process holds the manifest, and nothing that grows with the rows: they are in the page cache, which all processes of a
+node share and the kernel takes back when it needs room. A dataset that is larger than memory is read by the page.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
+import mmap
 import os
 import shutil
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer.host_memory import available_bytes
 from trainer.spec import DataSpec
 from trainer.storage import Storage
 
 SCHEMA_VERSION = 1
 _CACHE_VERSION = 1
+_SAMPLES = ("features", "target")
+"""What training reads; the other arrays are read to judge."""
+_BUFFER = 1 << 20
 
 
 class DatasetError(ValueError):
@@ -54,6 +64,10 @@ class DataShardManager:
         self.folder = self._cached(Path(cache_dir) if cache_dir else default_cache_dir())
         self._maps = {path.stem: np.load(path, mmap_mode="r") for path in self.folder.glob("*.npy")}
         rows, width = self._maps["features"].shape
+        self.is_larger_than_memory = sum(self._maps[name].nbytes for name in _SAMPLES) > available_bytes()
+        if self.is_larger_than_memory:  # each window would bring in megabytes of neighbours, and push others out
+            for name in _SAMPLES:
+                _advise(self._maps[name], mmap.MADV_RANDOM, 0, rows)
         window = self.spec.window
         self._flat = _tensor(self._maps["features"]).view(-1)
         self._windows = self._flat.as_strided((rows - window + 1, window * width), (width, 1))
@@ -62,21 +76,64 @@ class DataShardManager:
 
     def count(self, split: str) -> int:
         """Samples in a split."""
-        return int(self._ranges[split][1][-1]) if len(self._ranges[split][1]) else 0
+        return int(self._ranges[split][1][-1])
 
     def end_rows(self, split: str, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Row in which each sample's window ends, shape as ``positions``; positions count 0 … count - 1."""
-        starts, ends = self._ranges[split]
-        index = np.searchsorted(ends, positions, side="right")
-        before = np.concatenate([[0], ends])[index]
-        return starts[index] + (positions - before)
+        starts, edges = self._ranges[split]
+        index = np.searchsorted(edges, positions, side="right") - 1
+        return starts[index] + (positions - edges[index])
 
-    def gather(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Windows that end in ``rows`` (B,): raw features (B, W, F) float32, and targets (B,) float32."""
+    def will_need(self, split: str, first: int, last: int) -> None:
+        """Have the kernel read the samples at positions [first, last) into memory, without waiting for it."""
+        starts, edges = self._ranges[split]
+        stretches = range(
+            int(np.searchsorted(edges, first, side="right")) - 1, int(np.searchsorted(edges, last, side="left"))
+        )
+        for stretch in stretches:
+            begin, end = max(first, int(edges[stretch])), min(last, int(edges[stretch + 1]))
+            offset = int(starts[stretch]) - int(edges[stretch])
+            self._read_ahead(begin + offset, end + offset)
+
+    def _read_ahead(self, first: int, last: int) -> None:
+        """Windows that end in rows [first, last), and their targets."""
+        _advise(self._maps["features"], mmap.MADV_WILLNEED, first - self.spec.window + 1, last)
+        _advise(self._maps["target"], mmap.MADV_WILLNEED, first, last)
+
+    @property
+    def device(self) -> torch.device:
+        """Where windows are gathered."""
+        return self._targets.device
+
+    @property
+    def sample_bytes(self) -> int:
+        """Of all features and targets."""
+        return self._flat.nbytes + self._targets.nbytes
+
+    def keep_on(self, device: torch.device) -> None:
+        """Copy features and targets to this device; from now on, windows are gathered there."""
+        self._targets, self._flat = self._targets.to(device, copy=True), self._flat.to(device, copy=True)
+        self._windows = self._flat.as_strided(self._windows.shape, self._windows.stride())
+        self.is_larger_than_memory = False  # it is not, there
+
+    def gather(
+        self, rows: NDArray[np.int64] | Tensor, out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Windows that end in ``rows`` (B,): raw features (B, W, F) float32, and targets (B,) float32; on `device`,
+        in the tensors ``out`` where they are given."""
         spec = self.spec
-        index = torch.from_numpy(np.asarray(rows, dtype=np.int64))
-        windows = self._windows.index_select(0, index - (spec.window - 1))
-        return windows.view(len(index), spec.window, len(spec.features)), self._targets.index_select(0, index)
+        index = (rows if isinstance(rows, Tensor) else torch.from_numpy(np.asarray(rows, dtype=np.int64))).to(
+            self.device
+        )
+        if self.is_larger_than_memory:  # all at once, instead of page by page as the gather comes to them
+            for row in index.tolist():
+                self._read_ahead(row, row + 1)
+        first, shape = index - (spec.window - 1), (len(index), spec.window, len(spec.features))
+        if out is None:
+            return self._windows.index_select(0, first).view(shape), self._targets.index_select(0, index)
+        torch.index_select(self._windows, 0, first, out=out[0].view(len(index), -1))
+        torch.index_select(self._targets, 0, index, out=out[1])
+        return out
 
     def column(self, name: str, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Values of any stored column in these rows."""
@@ -107,8 +164,8 @@ class DataShardManager:
         )
 
     def _sample_ranges(self, split: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(first end row, running number of samples) of each stretch of samples: O(segments), whatever their length."""
-        starts, lengths, offset = [], [], 0
+        """(first end row, samples before it) of each stretch of samples, and the number of all: O(segments)."""
+        starts, lengths, offset = [], [0], 0
         for shard in self.manifest["shards"]:
             for segment in shard["segments"]:
                 first, last = segment["samples"][split]
@@ -141,43 +198,58 @@ class DataShardManager:
         return folder
 
     def _convert(self, folder: Path) -> None:
-        """Parquet to npy, one row group at a time, so that memory stays bounded whatever the dataset's size."""
+        """Parquet to npy, one row group (a ticker's history) at a time. Written as files, not through a map: that room
+        on the disk is missing is an error then, and not a killed process."""
         import pyarrow.parquet as pq
 
         shards = self.manifest["shards"]
         rows = sum(shard["rows"] for shard in shards)
         code = {ticker: number for number, ticker in enumerate(self.tickers_by_code)}
-        arrays = {
-            "features": _create(folder / "features.npy", (rows, len(self._features)), np.float32),
-            "target": _create(folder / "target.npy", (rows,), np.float32),
-            "ticker": _create(folder / "ticker.npy", (rows,), np.int32),
-            "date": _create(folder / "date.npy", (rows,), np.int32),
-            **{name: _create(folder / f"{name}.npy", (rows,), np.float64) for name in self._extra},
-        }
-        at = 0
-        for shard in shards:
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                path = self._verified(shard, Path(scratch))
-                file = pq.ParquetFile(path)
-                for group in range(file.num_row_groups):
-                    table = file.read_row_group(group)
-                    stop = at + table.num_rows
-                    for number, name in enumerate(self._features):
-                        arrays["features"][at:stop, number] = table.column(name).to_numpy()
-                    arrays["target"][at:stop] = table.column(self._target).to_numpy()
-                    arrays["date"][at:stop] = table.column("date").to_numpy().astype("datetime64[D]").astype(np.int32)
-                    arrays["ticker"][at:stop] = [code[ticker] for ticker in table.column("ticker").to_pylist()]
-                    for name in self._extra:
-                        arrays[name][at:stop] = table.column(name).to_numpy()
-                    at = stop
-        if at != rows:
+        kinds: dict[str, type] = {"features": np.float32, "target": np.float32, "ticker": np.int32, "date": np.int32}
+        kinds |= dict.fromkeys(self._extra, np.float64)
+        converted = 0
+        try:
+            with ExitStack() as stack:
+                files = {
+                    name: stack.enter_context(open(folder / f"{name}.npy", "wb", buffering=_BUFFER)) for name in kinds
+                }
+                for name, kind in kinds.items():
+                    shape = (rows, len(self._features)) if name == "features" else (rows,)
+                    _write_header(files[name], kind, shape)
+                for shard in shards:
+                    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                        file = pq.ParquetFile(self._verified(shard, Path(scratch)))
+                        for group in range(file.num_row_groups):
+                            table = file.read_row_group(group)
+                            for name, values in self._columns_of(table, code).items():
+                                files[name].write(np.ascontiguousarray(values, dtype=kinds[name]).data)
+                            converted += table.num_rows
+                for file in files.values():
+                    file.flush()
+                    os.fsync(file.fileno())
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            reason = f"no room to unpack the dataset ({error.strerror}); point DTRAIN_CACHE to a folder with more"
+            raise OSError(error.errno, reason, str(folder)) from error
+        if converted != rows:
             raise DatasetError(
-                f"{self.storage.uri}: the manifest says {rows} rows, the shards hold {at}; build it anew"
+                f"{self.storage.uri}: the manifest says {rows} rows, the shards hold {converted}; build it anew"
             )
-        for array in arrays.values():
-            array.flush()
         sizes = {path.name: path.stat().st_size for path in folder.glob("*.npy")}
         (folder / "complete.json").write_text(json.dumps(sizes))
+
+    def _columns_of(self, table: Any, code: dict[str, int]) -> dict[str, NDArray[Any]]:
+        """What goes into each array from some rows of a shard."""
+        tickers = table.column("ticker").combine_chunks().dictionary_encode()
+        codes = np.array([code[ticker] for ticker in tickers.dictionary.to_pylist()], dtype=np.int32)
+        return {
+            "features": np.column_stack([table.column(name).to_numpy() for name in self._features]),
+            "target": table.column(self._target).to_numpy(),
+            "ticker": codes[tickers.indices.to_numpy()],
+            "date": table.column("date").to_numpy().astype("datetime64[D]").astype(np.int32),
+            **{name: table.column(name).to_numpy() for name in self._extra},
+        }
 
     def _verified(self, shard: dict[str, Any], scratch: Path) -> Path:
         """A local file with the shard's content, whose sha256 is what the manifest says."""
@@ -229,17 +301,18 @@ def _cache_is_whole(folder: Path) -> bool:
         return False
 
 
-def _create(path: Path, shape: tuple[int, ...], kind: type) -> Any:
-    """A memory map to fill. Its room is taken at once: on a disk that fills up later, a write through the map would
-    kill the process without a word (SIGBUS)."""
-    array = np.lib.format.open_memmap(path, mode="w+", dtype=kind, shape=shape)
-    with open(path, "r+b") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-        except OSError as error:
-            reason = f"no room to unpack the dataset ({error.strerror}); point DTRAIN_CACHE to a folder with more"
-            raise OSError(error.errno, reason, str(path)) from error
-    return array
+def _write_header(file: IO[bytes], kind: type, shape: tuple[int, ...]) -> None:
+    """Of an npy file whose content follows."""
+    description = {"descr": np.lib.format.dtype_to_descr(np.dtype(kind)), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, description)
+
+
+def _advise(array: Any, advice: int, first: int, last: int) -> None:
+    """Tell the kernel what is going to happen to rows [first, last) of a memory map."""
+    width = array.strides[0]
+    begin = array.offset + first * width
+    start = begin - begin % mmap.PAGESIZE
+    array.base.madvise(advice, start, array.offset + last * width - start)
 
 
 def _tensor(array: NDArray[Any]) -> Tensor:

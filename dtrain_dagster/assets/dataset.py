@@ -16,7 +16,7 @@ from dtrain_dagster.data.prices import PricesRef, write_prices
 from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source
-from dtrain_dagster.data.validation import CHECKS, CheckResult, validate_prices
+from dtrain_dagster.data.validation import CHECKS, CheckResult, validated
 from dtrain_dagster.jobs import code_version
 from dtrain_dagster.monitoring.charts import markdown_image
 from dtrain_dagster.resources import ProjectResource
@@ -64,7 +64,7 @@ def stock_prices(
     settings = load_settings()
     ref = write_prices(price_source(config.source or settings.prices), project.storage_uri)
     context.log.info(f"{ref.rows:,} rows of {ref.tickers} tickers, {ref.first_date} to {ref.last_date}")
-    validation = validate_prices(ref, settings.calendar)
+    validation = validated(ref, settings.calendar)
     source = ref.manifest()["source"]
     masks = [dg.TableRecord(asdict(mask)) for mask in validation.masks]
     metadata: dict[str, Any] = {
@@ -107,7 +107,7 @@ def sharded_dataset(
 ):  # no annotation, see assets.common
     calendar = load_settings().calendar
     params = DatasetParams(**config.model_dump())
-    validation = validate_prices(stock_prices, calendar)
+    validation = validated(stock_prices, calendar)
     built = build_dataset(stock_prices, validation, project.storage_uri, params, calendar)
     context.log.info(
         f"dataset {built.dataset_id}: {built.rows:,} rows, samples {built.samples}"

@@ -1,7 +1,8 @@
 """Any price file in one shape: Parquet, sorted by ticker and date, one row group per ticker, named after its content.
 
-The file is read, unpivoted and sorted by a database engine that spills to disk, so it may be larger than memory; only
-one ticker's history has to fit.
+The file is read, unpivoted and sorted by a database engine that spills to disk, so it may be larger than memory:
+`MEMORY_LIMIT` bounds the engine. What else is held is one ticker's history, which the range of dates that is taken
+bounds, and the header of a wide file.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import math
 import shutil
 import uuid
 import zlib
@@ -25,7 +27,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA_VERSION = 1
-MEMORY_LIMIT = "1GB"
+MEMORY_LIMIT = 256
+"""Megabytes that the engine may take for a file of a few columns."""
+COLUMN_MEMORY = 0.75
+"""Megabytes for each column besides: of a wide file it holds a part of each at a time."""
+_MANY_COLUMNS = 100
+"""From here on one thread reads: each holds such a part."""
 _DATE = ("date", "day", "timestamp", "datetime")
 _TICKER = ("ticker", "symbol")
 _PRICE = ("adj_close", "adjclose", "adjusted_close", "adj_price")
@@ -55,7 +62,7 @@ class PricesRef:
         return json.loads((Path(self.uri) / "manifest.json").read_text())
 
 
-def write_prices(source: PriceSource, storage_uri: str, memory_limit: str = MEMORY_LIMIT) -> PricesRef:
+def write_prices(source: PriceSource, storage_uri: str, memory_limit: int = MEMORY_LIMIT) -> PricesRef:
     """Bring prices into the one shape under ``<storage>/prices/<id>``, or find that they are there already.
 
     `DataError` for a file that cannot be read as prices: empty, a missing column, text or nothing where a price should
@@ -123,7 +130,7 @@ def _refuse_cut_short(file: Path, origin: str) -> None:
         raise DataError(f"{origin} is no whole gzip file ({error}); fetch or compress it again") from error
 
 
-def _convert_on_disk(file: Path, origin: str, target: Path, scratch: Path, memory_limit: str) -> dict[str, Any]:
+def _convert_on_disk(file: Path, origin: str, target: Path, scratch: Path, memory_limit: int) -> dict[str, Any]:
     """`_convert`; `OSError` where the disk cannot hold what the engine writes."""
     import duckdb
 
@@ -136,31 +143,29 @@ def _convert_on_disk(file: Path, origin: str, target: Path, scratch: Path, memor
         raise
 
 
-def _convert(file: Path, origin: str, target: Path, scratch: Path, memory_limit: str) -> dict[str, Any]:
+def _convert(file: Path, origin: str, target: Path, scratch: Path, memory_limit: int) -> dict[str, Any]:
     """Write the Parquet file; rows, tickers and dates."""
     import duckdb
 
     with duckdb.connect(str(scratch / "sort.duckdb")) as database:
-        database.execute(f"SET memory_limit='{memory_limit}'; SET threads=2; SET enable_progress_bar=false")
+        database.execute("SET enable_progress_bar=false")
         database.execute(f"SET temp_directory='{scratch / 'spill'}'")
+        is_csv = not _is_parquet(file)
         try:
-            columns = _load(database, file, origin)
+            columns = _load(database, file, origin, memory_limit)
+            extra = _to_long(database, columns, origin)
+            _refuse_bad_cells(database, ["adj_close", *extra], origin, is_csv)
+            figures = _write_sorted(database, extra, target)
         except (duckdb.InvalidInputException, duckdb.IOException, duckdb.ConversionException) as error:
             if "Could not write" in str(error):
                 raise
             reason = str(error).splitlines()[0]
             raise DataError(f"{origin} cannot be read as CSV or Parquet: {reason}") from error
-        extra = _to_long(database, columns, origin)
-        is_csv = not _is_parquet(file)
-        _refuse_bad_cells(database, ["adj_close", *extra], origin, is_csv)
-        _refuse_bad_rows(database, origin, is_csv)
-        _write_sorted(database, extra, target)
-        rows, tickers, first, last = database.execute(
-            "SELECT count(*), count(DISTINCT ticker), min(date), max(date) FROM clean"
-        ).fetchall()[0]
-    if not rows:
+        if figures is None:
+            _refuse_bad_rows(database, origin, is_csv)
+    if not figures or not figures["rows"]:
         raise DataError(f"{origin} has a header but no prices: there is nothing to train on")
-    return {"rows": rows, "tickers": tickers, "first_date": str(first), "last_date": str(last)}
+    return figures
 
 
 def _is_parquet(file: Path) -> bool:
@@ -168,15 +173,18 @@ def _is_parquet(file: Path) -> bool:
         return handle.read(4) == b"PAR1"
 
 
-def _load(database: duckdb.DuckDBPyConnection, file: Path, origin: str) -> dict[str, str]:
-    """Table ``raw`` of texts, with ``line`` counting rows from 1; normalised name → name in the file."""
+def _load(database: duckdb.DuckDBPyConnection, file: Path, origin: str, memory_limit: int) -> dict[str, str]:
+    """View ``raw`` of texts, with ``line`` counting rows from 1; normalised name → name in the file."""
     path = str(file).replace("'", "''")
     reader = (
         f"read_parquet('{path}')"
         if _is_parquet(file)
         else f"read_csv('{path}', all_varchar=true, header=true, null_padding=true, quote='\"', escape='\"')"
     )
-    database.execute(f'CREATE TABLE raw AS SELECT row_number() OVER () AS "__line", * FROM {reader}')
+    width = len(database.execute(f"DESCRIBE SELECT * FROM {reader}").fetchall())
+    threads = 1 if width > _MANY_COLUMNS else 2
+    database.execute(f"SET memory_limit='{memory_limit + math.ceil(COLUMN_MEMORY * width)}MB'; SET threads={threads}")
+    database.execute(f'CREATE VIEW raw AS SELECT row_number() OVER () AS "__line", * FROM {reader}')
     names = [row[0] for row in database.execute("DESCRIBE raw").fetchall() if row[0] != "__line"]
     for place, name in enumerate(names[1:], 1):
         if name == f"column{place}" and not _is_parquet(file):  # what the engine calls a column without a name
@@ -264,8 +272,7 @@ def _refuse_bad_cells(database: duckdb.DuckDBPyConnection, numbers: list[str], o
             held = "is empty" if value is None or not str(value).strip() else f"holds {value!r}"
             raise DataError(f"{origin}: {_place(line, is_csv)}, ticker {ticker!r}: {column} {held}, not {what}")
     more = "".join(f", TRY_CAST({name} AS DOUBLE) AS {name}" for name in numbers)
-    database.execute(f"CREATE TABLE clean AS SELECT line, ticker, {_AS_DATE} AS date{more} FROM long")
-    database.execute("DROP VIEW long; DROP TABLE raw")
+    database.execute(f"CREATE VIEW clean AS SELECT line, ticker, {_AS_DATE} AS date{more} FROM long")
 
 
 def _refuse_bad_rows(database: duckdb.DuckDBPyConnection, origin: str, is_csv: bool) -> None:
@@ -293,29 +300,54 @@ def _place(line: int, is_csv: bool) -> str:
     return f"line {line + 1}" if is_csv else f"row {line}"
 
 
-def _write_sorted(database: duckdb.DuckDBPyConnection, extra: list[str], target: Path) -> None:
-    """One row group per ticker. Batches come sorted; a ticker's rows are held until the next ticker begins."""
+def _write_sorted(database: duckdb.DuckDBPyConnection, extra: list[str], target: Path) -> dict[str, Any] | None:
+    """One row group per ticker; rows, tickers and dates. None where a row is there twice or out of order.
+
+    Batches come sorted; a ticker's rows are held until the next ticker begins.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     names = ", ".join(["ticker", "date", "adj_close", *extra])
-    reader = database.execute(f"SELECT {names} FROM clean ORDER BY ticker, date").to_arrow_reader(65536)
-    with pq.ParquetWriter(target, reader.schema, compression="zstd", use_dictionary=["ticker"]) as writer:
+    reader = database.execute(f"SELECT {names}, line FROM clean ORDER BY ticker, date, line").to_arrow_reader(65536)
+    schema = reader.schema.remove(reader.schema.get_field_index("line"))
+    rows = tickers = 0
+    firsts, lasts = [], []
+    with pq.ParquetWriter(target, schema, compression="zstd", use_dictionary=["ticker"]) as writer:
         held: list[pa.Table] = []
 
-        def flush() -> None:
-            if held:
-                table = pa.concat_tables(held)
-                writer.write_table(table, row_group_size=len(table))
-                held.clear()
+        def flush() -> bool:
+            """Is the ticker in order?"""
+            nonlocal rows, tickers
+            if not held:
+                return True
+            table = pa.concat_tables(held).combine_chunks()
+            held.clear()
+            dates, lines = (table[name].combine_chunks() for name in ("date", "line"))
+            for column, is_wrong in ((dates, pc.less_equal), (lines, pc.less)):
+                if pc.any(is_wrong(column[1:], column[:-1])).as_py():
+                    return False
+            writer.write_table(table.drop_columns("line"), row_group_size=len(table))
+            rows, tickers = rows + len(table), tickers + 1
+            firsts.append(dates[0].as_py())
+            lasts.append(dates[-1].as_py())
+            return True
 
         current = None
         for batch in reader:
             table = pa.Table.from_batches([batch])
             for ticker in pc.unique(table["ticker"]).to_pylist():
                 if ticker != current:
-                    flush()
+                    if not flush():
+                        return None
                     current = ticker
                 held.append(table.filter(pc.equal(table["ticker"], ticker)))
-        flush()
+        if not flush():
+            return None
+    return {
+        "rows": rows,
+        "tickers": tickers,
+        "first_date": str(min(firsts, default="")),
+        "last_date": str(max(lasts, default="")),
+    }

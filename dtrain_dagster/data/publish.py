@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from dtrain_dagster.data.errors import DataError
 from trainer.storage import Storage
 
 PARALLEL = 4
+BLOCK = 1 << 20
 
 
 def publish_dataset(uri: str, dataset_id: str, shared_uri: str) -> tuple[str, int]:
@@ -32,11 +34,15 @@ def publish_dataset(uri: str, dataset_id: str, shared_uri: str) -> tuple[str, in
         name = str(shard["path"])
         if Path(name).name in there and target.size(name) == shard["bytes"]:
             return 0
-        data = (source / name).read_bytes()
-        if hashlib.sha256(data).hexdigest() != shard["sha256"]:
-            raise DataError(f"{source / name} is not what its manifest says; delete {uri} and build the dataset anew")
-        target.write(name, data)
-        return len(data)
+        with open(source / name, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
+                raise DataError(
+                    f"{source / name} is not what its manifest says; delete {uri} and build the dataset anew"
+                )
+            file.seek(0)
+            with target.stream(name) as copied:
+                shutil.copyfileobj(file, copied, BLOCK)
+            return file.tell()
 
     with ThreadPoolExecutor(PARALLEL) as pool:
         copied = sum(pool.map(copy, json.loads(text)["shards"]))

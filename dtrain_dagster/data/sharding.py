@@ -1,7 +1,8 @@
 """From prices to a dataset that nodes read: Parquet shards of features, and a manifest that is written last.
 
-Two streaming passes over the tickers (the index, then the features) keep memory bounded by one ticker's history. The
-folder is named after what goes in, so the same input is never built twice, and it appears whole or not at all.
+Two streaming passes over the tickers (the index, then the features) keep memory bounded by one ticker's history; the
+manifest, which is held besides, has an entry for each uninterrupted stretch of a ticker. The folder is named after what
+goes in, so the same input is never built twice, and it appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import json
 import shutil
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, date, datetime
@@ -20,7 +22,7 @@ from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.features import FEATURES, TARGET, WARM_UP, index_features, ticker_features
 from dtrain_dagster.data.prices import PricesRef, iter_tickers
 from dtrain_dagster.data.shard_file import Shard, rename_shards, stored_columns
-from dtrain_dagster.data.validation import Validation, exchange_sessions, gaps
+from dtrain_dagster.data.validation import Mask, Validation, exchange_sessions, gaps
 
 if TYPE_CHECKING:
     import numpy as np
@@ -202,6 +204,7 @@ class _Builder:
     params: DatasetParams
     calendar: str | None
     folder: Path
+    masks: dict[str, list[Mask]] = field(default_factory=lambda: defaultdict(list))
     splits: dict[str, dict[str, str]] = field(default_factory=dict)
     features: _Moments = field(default_factory=_Moments)
     target: _Moments = field(default_factory=_Moments)
@@ -210,6 +213,8 @@ class _Builder:
 
     def build(self, dataset_id: str) -> dict[str, Any]:
         """Write the shards; the manifest."""
+        for mask in self.validation.masks:
+            self.masks[mask.ticker].append(mask)
         source = self.prices.manifest()["source"]
         sessions = exchange_sessions(self.calendar, self.prices.first_date, self.prices.last_date)
         index = self._index(sessions)
@@ -243,9 +248,8 @@ class _Builder:
 
         dates = frame["date"].to_numpy().astype("datetime64[D]")
         masked = np.zeros(len(frame), dtype=bool)
-        for mask in self.validation.masks:
-            if mask.ticker == frame["ticker"].iloc[0]:
-                masked |= (dates >= np.datetime64(mask.first)) & (dates <= np.datetime64(mask.last))
+        for mask in self.masks.get(str(frame["ticker"].iloc[0]), ()):
+            masked |= (dates >= np.datetime64(mask.first)) & (dates <= np.datetime64(mask.last))
         breaks = gaps(dates, sessions) | np.concatenate([[False], masked[1:] != masked[:-1]])
         number = np.cumsum(breaks)
         for part in np.unique(number[~masked]):

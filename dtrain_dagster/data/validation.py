@@ -6,12 +6,16 @@ of one ticker that no window may touch.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.prices import PricesRef, iter_tickers
+from trainer.storage import Storage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +29,8 @@ LARGE_MOVE = 0.35
 SPLIT_TOLERANCE = 0.02
 ROUNDING = 1e-3
 GAP_DAYS_WITHOUT_CALENDAR = 7
+_RULES = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+"""Changes with this file, so that what earlier rules found is not taken for what these would find."""
 
 CHECKS = {
     "schema": ("error", "Every row has a ticker, a date and a finite adjusted close, of the right type."),
@@ -81,6 +87,22 @@ class _Findings:
     def add(self, check: str, examples: list[str], count: int | None = None) -> None:
         self.count[check] += len(examples) if count is None else count
         self.examples[check] += examples[: max(0, 5 - len(self.examples[check]))]
+
+
+def validated(ref: PricesRef, calendar: str | None = "XNYS") -> Validation:
+    """`validate_prices`, once for the same prices, calendar and rules: what was found is kept beside the prices."""
+    calendar = None if calendar is None or calendar.lower() == "none" else calendar
+    path = Path(ref.uri) / f"validation-{calendar or 'none'}-{_RULES}.json"
+    try:
+        found = json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        validation = validate_prices(ref, calendar)
+        Storage(ref.uri).write(path.name, json.dumps(asdict(validation)).encode())
+        return validation
+    return Validation(
+        checks=tuple(CheckResult(**check) for check in found["checks"]),
+        masks=tuple(Mask(**mask) for mask in found["masks"]),
+    )
 
 
 def validate_prices(ref: PricesRef, calendar: str | None = "XNYS") -> Validation:

@@ -57,19 +57,20 @@ def load_sample(run_dir: str, cache_dir: str | None = None, rows: int = 32) -> S
     """``rows`` windows at most. `AnswerError` where the run directory's predictions are of another dataset."""
     import numpy as np
 
+    from trainer.sampler import spread
     from trainer.shards import DataShardManager
 
     rundir = RunDir(run_dir)
     saved = load_run_model(rundir)
     shards = DataShardManager(rundir.read_job().dataset.uri, cache_dir, saved.spec.dataset_id)
-    count = shards.count("test")
-    positions = np.unique(np.linspace(0, count - 1, min(rows, count)).astype(np.int64))
-    end_rows = shards.end_rows("test", positions)
+    judged = spread(shards.count("test"))
+    positions = np.unique(np.linspace(0, len(judged) - 1, min(rows, len(judged))).astype(np.int64))
+    end_rows = shards.end_rows("test", judged[positions])
     windows = shards.gather(end_rows)[0].numpy()
     expected = saved.predict(windows)
     with np.load(io.BytesIO(rundir.storage.read(PREDICTIONS)), allow_pickle=False) as stored:
         trained = {name: stored[name] for name in ("row", "mu", "sigma", "nu")}
-    if len(trained["row"]) != count or not np.array_equal(trained["row"][positions], end_rows):
+    if len(trained["row"]) != len(judged) or not np.array_equal(trained["row"][positions], end_rows):
         raise AnswerError(
             f"cannot be judged: {rundir.uri}/{PREDICTIONS} is not of this dataset: its rows are not those of the "
             "test split"

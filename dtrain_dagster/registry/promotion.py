@@ -130,6 +130,7 @@ def compare(
     training wrote. ``own`` and ``its`` are what the candidate and the champion carry as metadata of the model."""
     import numpy as np
 
+    from trainer.sampler import spread
     from trainer.shards import DataShardManager
 
     difference = input_difference(own, its)
@@ -137,9 +138,9 @@ def compare(
         return _incomparable(version, difference)
     rundir = RunDir(run_dir)
     shards = DataShardManager(rundir.read_job().dataset.uri, cache_dir, own["dataset_id"])
-    count = shards.count("test")
-    positions = np.unique(np.linspace(0, count - 1, min(count, MAX_WINDOWS)).astype(np.int64))
-    windows, target = shards.gather(shards.end_rows("test", positions))
+    judged = spread(shards.count("test"))
+    positions = np.unique(np.linspace(0, len(judged) - 1, min(len(judged), MAX_WINDOWS)).astype(np.int64))
+    windows, target = shards.gather(shards.end_rows("test", judged[positions]))
     with np.load(io.BytesIO(rundir.storage.read(PREDICTIONS)), allow_pickle=False) as stored:
         trained = {name: stored[name][positions] for name in ("mu", "sigma", "nu")}
     try:

@@ -173,12 +173,12 @@ def test_who_waits_for_a_peer_is_woken_and_the_next_group_works(ranks: Callable[
 
 
 def test_nobody_waits_for_what_is_in_flight_in_a_group_that_failed(ranks: Callable[..., Ranks]) -> None:
-    """DDP sums something in the background; a peer that runs out of memory does not come to it."""
+    """Something is summed in the background; a peer that runs out of memory does not come to it."""
     world = ranks(timeout=10.0)
     world.all(World.meet)
     group = world.groups[0]
     assert isinstance(group.transport, TorchTransport)
-    work = group.transport.ddp.allreduce([torch.ones(3)])
+    work = group.transport.group.allreduce([torch.ones(3)])
     group.fail("n1 is out of memory")
     group.close()
     assert not group._thread.is_alive()

@@ -6,18 +6,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config import ConfigError
-from trainer.sampler import Sampler, micro_batch_seed, permute, steps_per_epoch
+from trainer.sampler import GROUP_BLOCKS, BlockOrder, Sampler, micro_batch_seed, permute, steps_per_epoch
+
+blocks = st.none() | st.integers(1, 700)
 
 
-def sampler(samples: int, batch: int, micro: int, rank: int = 0, world: int = 1, seed: int = 0) -> Sampler:
+def sampler(
+    samples: int, batch: int, micro: int, rank: int = 0, world: int = 1, seed: int = 0, block: int | None = None
+) -> Sampler:
     return Sampler(
-        samples=samples, global_batch_size=batch * micro, micro_batches=micro, seed=seed, rank=rank, world_size=world
+        samples=samples,
+        global_batch_size=batch * micro,
+        micro_batches=micro,
+        seed=seed,
+        rank=rank,
+        world_size=world,
+        shuffle_block=block,
     )
 
 
-def dealt(samples: int, batch: int, micro: int, world: int, epoch: int = 0) -> list[dict[int, list[int]]]:
+def dealt(
+    samples: int, batch: int, micro: int, world: int, epoch: int = 0, block: int | None = None
+) -> list[dict[int, list[int]]]:
     """For every step of an epoch: micro-batch number -> positions, over all ranks."""
-    ranks = [sampler(samples, batch, micro, rank, world) for rank in range(world)]
+    ranks = [sampler(samples, batch, micro, rank, world, block=block) for rank in range(world)]
     steps = []
     for step in range(ranks[0].steps_per_epoch):
         found: dict[int, list[int]] = {}
@@ -48,16 +60,73 @@ def plans(draw: st.DrawFn) -> tuple[int, int, int]:
     return draw(st.integers(micro, 600)), draw(st.integers(1, 40)), micro
 
 
-@given(plan=plans(), epoch=st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
+@given(plan=plans(), epoch=st.integers(0, 3), block=blocks)
+@settings(max_examples=30, deadline=None)
 def test_every_sample_counts_once_per_epoch_and_the_world_size_does_not_matter(
-    plan: tuple[int, int, int], epoch: int
+    plan: tuple[int, int, int], epoch: int, block: int | None
 ) -> None:
     samples, batch, micro = plan
-    alone = dealt(samples, batch, micro, 1, epoch)
+    alone = dealt(samples, batch, micro, 1, epoch, block)
     assert sorted(p for step in alone for part in step.values() for p in part) == list(range(samples))
     for world in range(2, micro + 1):
-        assert dealt(samples, batch, micro, world, epoch) == alone
+        assert dealt(samples, batch, micro, world, epoch, block) == alone
+
+
+block_orders = st.builds(
+    BlockOrder, size=st.integers(1, 4000), block=st.integers(1, 9), seed=st.integers(0, 2**40), epoch=st.integers(0, 50)
+)
+
+
+def samples_in(ranges: list[tuple[int, int]]) -> set[int]:
+    return {sample for start, stop in ranges for sample in range(start, stop)}
+
+
+@given(order=block_orders)
+@settings(max_examples=100, deadline=None)
+def test_with_blocks_a_group_of_positions_is_a_group_of_blocks(order: BlockOrder) -> None:
+    """A permutation, in which whatever is read at a time lies in so many stretches of the dataset."""
+    positions = np.arange(order.size)
+    samples = order.samples(positions)
+    assert np.array_equal(np.sort(samples), positions)
+    one = order.size // 2
+    assert order.samples(np.array([one])) == samples[one], "a position does not depend on its neighbours"
+    for first in range(0, order.size, order.group):
+        ranges = order.blocks(first, first + order.group)
+        assert samples_in(ranges) == set(samples[first : first + order.group].tolist())
+        assert len(ranges) <= GROUP_BLOCKS + 1, "one may go past the last sample and on from the first"
+
+
+@given(plan=plans(), block=st.integers(1, 3), epoch=st.integers(0, 3), data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_what_a_step_reads_was_announced_and_little_more(
+    plan: tuple[int, int, int], block: int, epoch: int, data: st.DataObject
+) -> None:
+    """From whichever step an epoch is resumed."""
+    samples, batch, micro = 4 * plan[0], 10 + plan[1], plan[2]
+    one = sampler(samples, batch, micro, block=block)
+    group = block * GROUP_BLOCKS
+    start = data.draw(st.integers(0, one.steps_per_epoch - 1))
+    announced: set[int] = set()
+    for step in range(start, one.steps_per_epoch):
+        new = samples_in(one.ahead(epoch, step, is_first=step == start))
+        assert not new & announced, "once is enough"
+        announced |= new
+        _, parts = one.step(epoch, step)
+        read = {position for part in parts for position in part.positions.tolist()}
+        assert read <= announced
+        begun = one.batch_range(start)[0] // group * group
+        assert len(announced) <= one.batch_range(step)[1] - begun + group + block
+    assert sampler(samples, batch, micro).ahead(epoch, start) == []
+
+
+def test_blocks_of_one_epoch_are_cut_elsewhere_in_the_next() -> None:
+    """Neighbours that share a block in one epoch are apart in another, and near and far blocks are mixed."""
+    first, second = (BlockOrder(1_000_000, 1000, 0, epoch) for epoch in (0, 1))
+    assert first.shift % 1000 != second.shift % 1000
+    samples = first.samples(np.arange(1024))
+    assert abs(np.corrcoef(np.arange(1024), samples)[0, 1]) < 0.1
+    assert len(np.unique((samples - first.shift) // 1000)) > 200
+    assert not np.array_equal(samples, second.samples(np.arange(1024)))
 
 
 @given(plan=plans())

@@ -27,7 +27,7 @@ def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
 
 before = peak()
-prices = write_prices(price_source(sys.argv[1]), sys.argv[2], memory_limit="96MB")
+prices = write_prices(price_source(sys.argv[1]), sys.argv[2], memory_limit=96)
 dataset = build_dataset(prices, Validation(checks=(), masks=()), sys.argv[2], calendar=None)
 print(json.dumps({"grown": peak() - before, "rows": prices.rows, "tickers": prices.tickers, "built": dataset.built}))
 """

@@ -1,0 +1,382 @@
+"""From prices to shards, and random windows out of them: rows/s, samples/s and peak memory, beside what others do.
+
+Prices are **synthetic** random walks in the shape of the default data (20 tickers of 8,313 days), and 10 and 100 times
+as many tickers. Each measurement is a process of its own; the peak is its resident set (VmHWM), imports included.
+
+Sharding, from one long Parquet file, the same features by the same function:
+
+    ours                   sort and check every cell, validate, features, checksummed shards, manifest
+    pandas                 as most write it: read all, group by ticker, features, to_parquet; no checks, no manifest
+    mosaic                 the same features, ticker by ticker, into MDSWriter, one row a sample (mosaicml-streaming)
+    …_rows_per_second, …_peak_mb, …_cpu_seconds for each size
+
+Reading batches of 1,024 random windows (60 x 8, and the target) from the smallest set, which fits in memory:
+
+    ours                   memory-mapped arrays, all samples permuted; ours_blocks: with shuffle_block
+    dataloader_N           torch Dataset over the arrays in memory, one window a call, DataLoader with N workers
+    mosaic_N               StreamingDataset(shuffle=True) of windows stored one by one, DataLoader with N workers
+
+and under a memory limit on the page cache that is a quarter of the largest set (skipped where control groups are not
+writable): limited_full, limited_blocks, and unlimited_… from a cold cache: samples/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+DAYS, TICKERS, WINDOW, HORIZON, BATCH = 8313, 20, 60, 5, 1024
+BLOCK, SECONDS = 1024, 6.0
+LEAST_LIMIT = 64 << 20
+"""What a batch and its bookkeeping take has to fit besides."""
+MDS_ROWS = {"ticker": "str", "date": "int32", "adj_close": "float64"}
+
+
+def write_walks(path: Path, tickers: int) -> None:
+    """Synthetic prices, long, in order of ticker and date."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    random = np.random.default_rng(0)
+    dates = pa.array(np.busday_offset("1990-01-02", np.arange(DAYS), roll="forward").astype("datetime64[D]"))
+    writer = None
+    for number in range(tickers):
+        walk = np.round(50 * np.exp(np.cumsum(random.normal(0, 0.01, DAYS)).clip(-8, 8)), 6)
+        table = pa.table({"date": dates, "ticker": [f"SYN{number:05d}"] * DAYS, "adj_close": walk})
+        writer = writer or pq.ParquetWriter(path, table.schema)
+        writer.write_table(table)
+    assert writer is not None
+    writer.close()
+
+
+# Sharding. Each function makes shards of the prices in ``folder`` and returns the number of rows that went in.
+
+
+def shard_ours(folder: Path) -> int:
+    from dtrain_dagster.data.prices import write_prices
+    from dtrain_dagster.data.sharding import build_dataset
+    from dtrain_dagster.data.sources import price_source
+    from dtrain_dagster.data.validation import validate_prices
+
+    prices = write_prices(price_source(str(folder / "walks.parquet")), str(folder / "ours"))
+    build_dataset(prices, validate_prices(prices, None), str(folder / "ours"), calendar=None)
+    return prices.rows
+
+
+def shard_pandas(folder: Path) -> int:
+    import pandas as pd
+
+    from dtrain_dagster.data.features import FEATURES, index_features, ticker_features
+
+    frame = pd.read_parquet(folder / "walks.parquet")
+    frame["date"] = pd.to_datetime(frame["date"])
+    frame = frame.sort_values(["ticker", "date"], kind="stable")
+    returns = np.log(frame["adj_close"]).groupby(frame["ticker"]).diff()
+    index = index_features(returns.groupby(frame["date"]).mean().dropna())
+    parts = [ticker_features(part, index, HORIZON) for _, part in frame.groupby("ticker", sort=False)]
+    pd.concat(parts).dropna(subset=list(FEATURES)).to_parquet(folder / "pandas.parquet", compression="zstd")
+    return len(frame)
+
+
+def feature_frames(folder: Path) -> Iterator[Any]:
+    """Features ticker by ticker, as a careful user of mosaicml-streaming would make them."""
+    import pandas as pd
+    import pyarrow.parquet as pq
+
+    from dtrain_dagster.data.features import FEATURES, index_features, ticker_features
+
+    file = pq.ParquetFile(folder / "walks.parquet")
+    total, count = 0.0, 0
+    for group in range(file.num_row_groups):
+        part = file.read_row_group(group).to_pandas()
+        total, count = total + np.log(part["adj_close"]).diff().to_numpy(), count + 1
+    dates = pd.to_datetime(part["date"])
+    index = index_features(pd.Series(total / count, index=dates).dropna())
+    for group in range(file.num_row_groups):
+        part = file.read_row_group(group).to_pandas()
+        part["date"] = pd.to_datetime(part["date"])
+        yield ticker_features(part, index, HORIZON).dropna(subset=list(FEATURES))
+
+
+def shard_mosaic(folder: Path) -> int:
+    from streaming import MDSWriter
+
+    from dtrain_dagster.data.features import AUXILIARY, FEATURES, TARGET
+
+    numbers = [*FEATURES, *AUXILIARY, TARGET]
+    rows = 0
+    columns = {**MDS_ROWS, **dict.fromkeys(numbers, "float32")}
+    with MDSWriter(out=str(folder / "mds"), columns=columns, compression="zstd") as writer:
+        for frame in feature_frames(folder):
+            rows += DAYS
+            values = frame[numbers].to_numpy(np.float32)
+            days = frame["date"].to_numpy().astype("datetime64[D]").astype(np.int32)
+            closes, ticker = frame["adj_close"].to_numpy(), str(frame["ticker"].iloc[0])
+            for place in range(len(frame)):
+                head = {"ticker": ticker, "date": days[place], "adj_close": closes[place]}
+                writer.write(head | dict(zip(numbers, values[place], strict=True)))
+    return rows
+
+
+# Reading. Each function yields batches of windows without end.
+
+
+def read_ours(folder: Path, block: int | None = None) -> Iterator[Any]:
+    from trainer.sampler import Sampler
+    from trainer.shards import DataShardManager
+
+    shards = DataShardManager(str(next((folder / "ours" / "datasets").glob("*"))), folder / "cache")
+    sampler = Sampler(
+        samples=shards.count("train"), global_batch_size=BATCH, micro_batches=1, seed=0, rank=0, world_size=1,
+        shuffle_block=block,
+    )  # fmt: skip
+    for epoch in range(10**6):
+        for step in range(sampler.steps_per_epoch - 1):
+            for first, last in sampler.ahead(epoch, step, is_first=not step):
+                shards.will_need("train", first, last)
+            yield shards.gather(shards.end_rows("train", sampler.step(epoch, step)[1][0].positions))
+
+
+class Windows:
+    """A torch Dataset as most people write it: the arrays in memory, one window a call."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+
+        from trainer.shards import DataShardManager
+
+        shards = DataShardManager(str(next((folder / "ours" / "datasets").glob("*"))), folder / "cache")
+        self.ends = shards.end_rows("train", np.arange(shards.count("train")))
+        self.features = torch.from_numpy(np.load(shards.folder / "features.npy"))
+        self.target = torch.from_numpy(np.load(shards.folder / "target.npy"))
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, place: int) -> Any:
+        end = self.ends[place]
+        return self.features[end - WINDOW + 1 : end + 1], self.target[end]
+
+
+def read_dataloader(folder: Path, workers: int) -> Iterator[Any]:
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(
+        Windows(folder),  # type: ignore[arg-type]
+        batch_size=BATCH, shuffle=True, num_workers=workers, drop_last=True, persistent_workers=workers > 0,
+    )  # fmt: skip
+    while True:
+        yield from loader
+
+
+def read_mosaic(folder: Path, workers: int) -> Iterator[Any]:
+    from streaming import MDSWriter, StreamingDataset
+    from torch.utils.data import DataLoader
+
+    store = folder / "mds-windows"
+    if not store.exists():
+        windows = Windows(folder)
+        columns = {"x": f"ndarray:float32:{WINDOW},8", "y": "float32"}
+        with MDSWriter(out=str(store), columns=columns) as writer:
+            for place in range(len(windows)):
+                x, y = windows[place]
+                writer.write({"x": x.numpy(), "y": np.float32(y)})
+    dataset = StreamingDataset(local=str(store), shuffle=True, batch_size=BATCH)
+    loader = DataLoader(dataset, batch_size=BATCH, num_workers=workers, drop_last=True, persistent_workers=workers > 0)
+    while True:
+        yield from loader
+
+
+SHARDING: dict[str, Callable[[Path], int]] = {"ours": shard_ours, "pandas": shard_pandas, "mosaic": shard_mosaic}
+READING: dict[str, Callable[[Path], Iterator[Any]]] = {
+    "ours": read_ours,
+    "ours_blocks": lambda folder: read_ours(folder, 64),  # groups of a sixth of this small set
+    "dataloader_0": lambda folder: read_dataloader(folder, 0),
+    "dataloader_2": lambda folder: read_dataloader(folder, 2),
+    "mosaic_0": lambda folder: read_mosaic(folder, 0),
+    "mosaic_2": lambda folder: read_mosaic(folder, 2),
+}
+COLD: dict[str, int | None] = {"full": None, "blocks": BLOCK}
+
+
+def peak_mb() -> float:
+    """Of this process alone; ru_maxrss would begin with the peak of the one that started it."""
+    found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    return int(found[1]) / 1024 if found else 0.0
+
+
+def be_a_step(name: str, folder: Path, seconds: float) -> dict[str, Any]:
+    """What a child process measures."""
+    kind, _, what = name.partition(".")
+    if kind == "shard":
+        import pandas  # noqa: F401
+        import pyarrow.parquet  # noqa: F401
+
+        imported = peak_mb()
+        began, cpu = time.monotonic(), time.process_time()
+        rows = SHARDING[what](folder)
+        return {
+            "rows_per_second": round(rows / (time.monotonic() - began)),
+            "cpu_seconds": round(time.process_time() - cpu, 2),
+            "peak_mb": round(peak_mb()), "imported_mb": round(imported),
+        }  # fmt: skip
+    import torch
+
+    torch.set_num_threads(1)
+    if kind == "read":
+        batches = READING[what](folder)
+    else:
+        if kind == "limited":
+            import memory_group
+
+            memory_group.join(Path(os.environ["DTRAIN_BENCH_GROUP"]))
+        batches = read_ours(folder, COLD[what])
+    x, y = unpack(next(batches))
+    assert (tuple(x.shape), len(y)) == ((BATCH, WINDOW, 8), BATCH), (x.shape, y.shape)
+    seen, began = 0, time.monotonic()
+    while time.monotonic() - began < seconds:
+        seen += len(unpack(next(batches))[1])
+    return {"samples_per_second": round(seen / (time.monotonic() - began)), "peak_mb": round(peak_mb())}
+
+
+def unpack(batch: Any) -> tuple[Any, Any]:
+    return (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+
+
+def run_step(name: str, folder: Path, seconds: float, timeout: float, **environment: str) -> dict[str, Any]:
+    sys.stderr.write(f"{name}\n")
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.sharding", "--step", name, "--folder", str(folder)]
+    path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "tests/trainer"), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [*command, "--seconds", str(seconds)], cwd=ROOT, capture_output=True, text=True, timeout=timeout,
+        env=os.environ | {"PYTHONPATH": path} | environment,
+    )  # fmt: skip
+    if done.returncode:
+        return {"failed": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][-300:]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def drop_cache(folder: Path) -> None:
+    """Out of the page cache, so that reading begins cold and counts for who reads."""
+    os.sync()
+    for path in folder.rglob("*.npy"):
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_cold(folder: Path, seconds: float, timeout: float) -> dict[str, Any]:
+    """Samples/s from a cold page cache, with and without a limit on it."""
+    sys.path.insert(0, str(ROOT / "tests/trainer"))
+    from memory_group import memory_group
+
+    from trainer.shards import DataShardManager
+
+    shards = DataShardManager(str(next((folder / "ours" / "datasets").glob("*"))), folder / "cache")
+    size = sum((shards.folder / f"{name}.npy").stat().st_size for name in ("features", "target"))
+    del shards
+    found: dict[str, Any] = {"read_mb": round(size / 1e6)}
+    for what in COLD:
+        drop_cache(folder)
+        found[f"unlimited_{what}"] = run_step(f"unlimited.{what}", folder, seconds, timeout)
+        drop_cache(folder)
+        with memory_group(max(size // 4, LEAST_LIMIT)) as group:
+            if group is None:
+                found[f"limited_{what}"] = {"skipped": "no control group with a memory limit can be made here"}
+            else:
+                found[f"limited_{what}"] = run_step(
+                    f"limited.{what}", folder, seconds, timeout, DTRAIN_BENCH_GROUP=str(group)
+                )
+    return found
+
+
+def measure(folder: Path, sizes: list[int], seconds: float, timeout: float) -> dict[str, Any]:
+    has_mosaic = importlib.util.find_spec("streaming") is not None
+    result: dict[str, Any] = {}
+    if not has_mosaic:
+        result["skipped"] = ["mosaicml-streaming is not installed"]
+    for size in sizes:
+        here = folder / f"{size}x"
+        here.mkdir()
+        write_walks(here / "walks.parquet", TICKERS * size)
+        for name in SHARDING:
+            if name == "mosaic" and not has_mosaic:
+                continue
+            result[f"shard_{size}x_{name}"] = run_step(f"shard.{name}", here, seconds, timeout)
+            for left in ("pandas.parquet", "mds"):
+                path = here / left
+                (shutil.rmtree if path.is_dir() else Path.unlink)(path) if path.exists() else None
+        if size == min(sizes):
+            for name in READING:
+                if has_mosaic or not name.startswith("mosaic"):
+                    result[f"read_{name}"] = run_step(f"read.{name}", here, seconds, timeout)
+        if size == max(sizes):
+            result |= read_cold(here, seconds, timeout)
+        shutil.rmtree(here)
+    return result
+
+
+def version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.sharding", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 10, 100], help="of the default data (1 10 100)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"of each reading ({SECONDS:g})")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds at most for one measurement (240)")
+    parser.add_argument("--folder", help="where to write, on a disk with 5 GB (a temporary folder)")
+    parser.add_argument("--save", action="store_true", help="also write benchmarks/results/sharding.json")
+    parser.add_argument("--step", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.step:
+        print(json.dumps(be_a_step(options.step, Path(options.folder), options.seconds)))
+        return
+    from benchmarks.checkpoint import RESULTS, _cpu  # imports torch, which those who make shards do without
+
+    load_before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="sharding-") as name:
+        figures = measure(Path(name), sorted(options.sizes), options.seconds, options.timeout)
+    result = {
+        "benchmark": "sharding",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "versions": {
+            name: version(name) for name in ("torch", "numpy", "pandas", "pyarrow", "duckdb", "mosaicml-streaming")
+        },
+        "data": f"synthetic random walks, {TICKERS} tickers of {DAYS} days at 1x",
+        "batch": BATCH,
+        **figures,
+        "load_before": round(load_before, 2),
+        "load_after": round(os.getloadavg()[0], 2),
+    }
+    line = json.dumps(result)
+    print(line)
+    if options.save:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "sharding.json").write_text(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
