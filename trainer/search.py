@@ -3,8 +3,8 @@
 One group of settings after the other is searched, each with the best found so far for all others. The settings hardly
 depend on each other, so that this costs the sum of their numbers where all combinations cost the product, and what it
 may miss is a combination of two that pay only together. Within a group all candidates run in interleaved stretches, and
-after every second round the slower half of those that challenge the present settings leaves. `trainer.tune` does what
-is decided here.
+from the third round on the slower half of those that challenge the present settings leaves after every second one.
+`trainer.tune` does what is decided here.
 """
 
 from __future__ import annotations
@@ -220,8 +220,8 @@ def race(
     bench: Bench, incumbent: Candidate, challengers: Sequence[Candidate], until: float, limit: float,
     rounds: int = MOST_ROUNDS,
 ) -> dict[Candidate, list[float]]:  # fmt: skip
-    """Samples per second of each, round by round; the incumbent runs in all of them. It ends when the rounds are over, at
-    ``until`` where there were enough of them to tell, and at ``limit`` in any case, but for the first round."""
+    """Samples per second of each, round by round; the incumbent runs in all of them. It ends when the rounds are over,
+    at ``until`` where there were enough of them to tell, and at ``limit`` in any case, but for the first round."""
     racing = list(challengers)
     rates: dict[Candidate, list[float]] = {item: [] for item in (incumbent, *racing)}
     for number in range(rounds):
@@ -234,7 +234,7 @@ def race(
                 f"the loss is not finite with the settings {incumbent.label}: lower training.learning_rate or set "
                 "training.clip_norm before you tune"
             )
-        if number % 2:
+        if number + 1 >= LEAST_ROUNDS and number % 2 == 0:
             kept = better_half(racing, rates)
             for candidate in racing:
                 if candidate not in kept:
@@ -334,6 +334,8 @@ class Search:
     def _improve(self, group: Group, until: float) -> None:
         """Search one group; its best becomes the present settings where it pays and learns as much."""
         challengers: list[Candidate] = []
+        if why := self.bench.enter(self.best):  # one that had left its race when others turned out to learn less
+            return self._add(group.name, self.best, why)
         for candidate in self._options(group):
             left = until - self.bench.elapsed
             if len(challengers) == MOST_AT_ONCE:
@@ -397,9 +399,8 @@ class Search:
         """The baseline and the best once more, side by side in the time that is left: this is the figure that counts.
         What does not pay then is not recommended."""
         rivals = [self.best] if self.best != self.baseline else []
-        if self.bench.enter(self.baseline):  # it was there before; there may be no room for both
-            self.best_rate = None
-            return
+        if why := self.bench.enter(self.baseline) or self.bench.enter(self.best):  # there may be no room for both
+            return self._add("confirmation", self.best, f"not confirmed: {why}")
         rounds = MOST_FINAL_ROUNDS if rivals else LEAST_ROUNDS
         rates = race(self.bench, self.baseline, rivals, self.seconds, self.seconds, rounds)
         self.baseline_rate = self.best_rate = spread(rates[self.baseline])
@@ -417,7 +418,10 @@ class Search:
         self, group: str, candidate: Candidate, verdict: str, rates: Sequence[float] = (),
         found: Sequence[float] = (), learned: Learned | None = None,
     ) -> None:  # fmt: skip
-        row: dict[str, Any] = {"group": group, "settings": dict(candidate.settings), "verdict": verdict}
+        now = {**asdict(self.config), **dict(self.best.settings)}
+        change = {name: value for name, value in candidate.settings if now[name] != value}
+        row: dict[str, Any] = {"group": group, "change": change, "settings": dict(candidate.settings)}
+        row["verdict"] = verdict
         if rates:
             row |= {"samples_per_second": asdict(spread(rates)), "gain": asdict(spread(found)), "rounds": len(rates)}
         if learned is not None and self._learned is not None:

@@ -50,8 +50,8 @@ from trainer.step import Batch, NonFiniteError, Step, Votes
 from trainer.storage import Storage
 from trainer.world import PeersMissingError, World, choose_device, join, rank_facts
 
-WARM_UP = 3
-"""Steps before a candidate is measured for the first time."""
+WARM_UP = 2
+"""Steps before a candidate is measured for the first time, and in that first measurement."""
 STRETCHES = 300
 """That a budget is divided into, roughly…"""
 SHORTEST, LONGEST = 0.1, 3.0
@@ -80,11 +80,13 @@ class Alone(World):
 
 
 class Contestant(DistributedTrainer):
-    """A training that goes on a stretch at a time, on the data and in the world of its process."""
+    """A training that goes on a stretch at a time, in the world of its process."""
 
     def __init__(self, tuner: Tuner, candidate: Candidate) -> None:
         super().__init__(replace(tuner.job, training=replace(tuner.job.training, **dict(candidate.settings))))
-        self.facts, self.faults, self.device, self.shards = tuner.facts, tuner.faults, tuner.device, tuner.shards
+        self.facts, self.faults, self.device = tuner.facts, tuner.faults, tuner.device
+        # Its own: where they are kept is a setting too. They are the same memory of the node.
+        self.shards = DataShardManager(self.job.dataset.uri, expected_id=self.job.dataset.dataset_id)
         deal(self, tuner.world.rank, tuner.world.world_size)
         steps = self.config.epochs * self.sampler.steps_per_epoch
         self.total_steps = min(steps, self.config.max_steps or steps)
