@@ -170,7 +170,7 @@ def test_what_cannot_be_judged_in_time_is_not_taken():
 
 def test_nothing_is_recommended_that_the_last_comparison_does_not_confirm():
     machine = Machine(lambda settings: 100.0)
-    machine.speed = lambda settings: 200.0 if settings and machine.elapsed < 300 else 100.0
+    machine.speed = lambda settings: 200.0 if settings and machine.elapsed < 35 else 100.0
     search = searched(machine)
     assert "chosen" in {row["verdict"] for row in search.rows}
     assert search.rows[-1]["verdict"] == "no gain"
