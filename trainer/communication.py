@@ -71,6 +71,17 @@ class Window:
         return exposed.min(axis=0) if len(exposed) > 1 else np.zeros(exposed.shape[1])
 
     @property
+    def wires(self) -> list[tuple[int, float]]:
+        """(bytes, typical seconds) of each collective, without waiting."""
+        seconds = np.nanmedian(self.values[:, :, len(FIELDS) :: 2].min(axis=0), axis=0)
+        return [(bytes_, took) for (_, bytes_), took in zip(self.collectives, seconds.tolist(), strict=True)]
+
+    @property
+    def typical_seconds(self) -> float:
+        """Of a step: the median over steps of the mean over ranks."""
+        return float(np.median(self.values[:, :, : len(SEGMENTS)].sum(axis=2).mean(axis=0)))
+
+    @property
     def seconds(self) -> float:
         """Mean time of a step."""
         return float(self.values[:, :, : len(SEGMENTS)].sum(axis=2).mean())
@@ -186,8 +197,8 @@ def row_of(marks: Sequence[Mark], collectives: Sequence[Collective], samples: in
     for item in collectives:
         assert item.began is not None
         assert item.ended is not None
-        hidden = max(0.0, min(item.ended, computed) - item.began)
-        own[name_of(item.what)] = item.ended - item.began, hidden
+        hidden = max(0.0, min(item.ended, computed) - item.began - item.computing)
+        own[name_of(item.what)] = item.ended - item.began - item.computing, hidden
     nothing = (np.nan, np.nan)
     pairs = [value for name in names for value in own.get(name, nothing)]
     return [*durations(marks, when).values(), samples, *pairs]

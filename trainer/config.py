@@ -82,6 +82,16 @@ class DistributedTrainingConfig:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast type of the forward pass; fp16 (GPU only) comes with loss scaling. Weights stay float32."""
 
+    compile: Literal["off", "default", "reduce-overhead"] = "off"
+    """Train through ``torch.compile`` in this mode: the first step takes up to a minute then, and so does the first of
+    another size. ``reduce-overhead`` means CUDA graphs, for a GPU. On a CPU a C++ compiler is needed on every node, and
+    for the stock models it did not pay."""
+    prefetch_batches: int | None = Field(default=None, ge=0, le=16)
+    """Batches that a thread gathers ahead; 0: each one in its step. None: see `trainer.input.batches_ahead`."""
+    data_on_device: bool = True
+    """Keep features and targets in the GPU's memory where they take no more than a quarter of what is free there, and
+    gather batches on the GPU. Without a GPU it has no meaning."""
+
     learning_rate: float = Field(default=2e-3, gt=0)
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply the learning rate by (global batch / ``lr_base_batch_size``), or by its square root."""
@@ -124,6 +134,12 @@ class DistributedTrainingConfig:
     gradients go through one rank (parameter-server mode, D3)."""
     allreduce_retry_seconds: float = Field(default=60.0, gt=0)
     """In parameter-server mode: when to try all-reduce again; doubled each time that it fails."""
+    communication: Literal["allreduce", "fp16", "topk", "hierarchical", "auto"] = "allreduce"
+    """How gradients are summed over ranks: exactly, as half precision, the largest of them first, or within nodes
+    first; ``auto`` chooses by what is measured (`trainer.compression`, `trainer.choice`). Runs are reproducible bit for
+    bit with ``allreduce`` and ``hierarchical`` only."""
+    topk_fraction: float = Field(default=0.01, gt=0, le=1)
+    """Part of each gradient bucket that ``topk`` sends in a step; the rest is kept and added to the next one."""
     tls: TLSConfig | None = None
     """Encrypt what goes between nodes; None does not."""
     micro_batch_floor: int = Field(default=8, ge=1)

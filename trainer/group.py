@@ -7,6 +7,7 @@ it is the communication thread that waits in it, and the training waits for the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -14,7 +15,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,9 +41,12 @@ class Collective:
     """1 for the group's first; on all ranks, the same number is the same collective."""
     what: str
     bytes: int
+    """Of a tensor whose all-reduce would load each rank's link as much."""
     submitted: float
     began: float | None = None
     ended: float | None = None
+    computing: float = 0.0
+    """Seconds in between that are this rank's own work, and not the network's: compressing."""
 
 
 class GroupError(RuntimeError):
@@ -93,12 +97,13 @@ class Group:
         )
         self._open = open_transport
         self.transport: Transport | None = None
+        self._current: Collective | None = None
         self._thread = threading.Thread(target=self._work, name="communication", daemon=True)
         self._thread.start()
 
     def submit(self, what: str, action: Callable[[Transport], Any], bytes_: int = 0) -> Future[Any]:
-        """Have the communication thread do something, in order; the future fails with a `GroupError`. ``bytes_``: how
-        much this rank gives to it."""
+        """Have the communication thread do something, in order; the future fails with a `GroupError`. ``bytes_``: see
+        `Collective`."""
         future: Future[Any] = Future()
         ready = None
         if self._gpu is not None:
@@ -118,6 +123,16 @@ class Group:
     def run(self, what: str, action: Callable[[Transport], Any], bytes_: int = 0) -> Any:
         """The same, waited for."""
         return self.submit(what, action, bytes_).result()
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Within an action: what follows is this rank's own work (`Collective.computing`)."""
+        began = time.monotonic()
+        yield
+        if self._gpu is not None:
+            torch.cuda.current_stream(self._gpu).synchronize()
+        assert self._current is not None
+        self._current.computing += time.monotonic() - began
 
     def fail(self, message: str, communication: bool = True) -> None:
         """From any thread: whoever waits, or will wait, gets a `GroupError`."""
@@ -159,6 +174,7 @@ class Group:
             try:
                 if ready is not None:
                     ready.synchronize()
+                self._current = collective
                 collective.began = time.monotonic()
                 self.doing = (collective.what, collective.began)
                 result = action(self.transport)
@@ -202,8 +218,13 @@ class TorchTransport:
     """Gloo, and NCCL for tensors on GPUs, without torch's global default group: a group that is stuck can be left
     behind, and the next one made beside it."""
 
-    def __init__(self, group: Any, patient: Any, ddp: Any, gpu: torch.device | None, timeout: float) -> None:
-        self.group, self._patient, self._gpu = group, patient, gpu
+    def __init__(
+        self, group: Any, patient: Any, ddp: Any, gpu: torch.device | None, timeout: float,
+        make_group: Callable[[str, int, int], Any],
+    ) -> None:  # fmt: skip
+        """``make_group``: another group, of some ranks, from its name, this process's rank in it and its size."""
+        self.group, self._patient, self._gpu, self._make_group = group, patient, gpu, make_group
+        self._levels: tuple[Any, Any] | None = None
         self.linger_seconds = timeout + 5.0  # DDP has something in flight that nobody waits for
         self.ddp = ddp
         """For what DDP's reducer says of its own accord, on the thread of autograd: the order of collectives within a
@@ -214,6 +235,38 @@ class TorchTransport:
 
     def sum(self, tensor: torch.Tensor) -> None:
         self.group.allreduce([tensor]).wait()
+
+    def swap(self, output: torch.Tensor, input_: torch.Tensor) -> None:
+        """All to all: row j of ``input_`` goes to rank j, and row i of ``output`` comes from rank i."""
+        self.group.alltoall_base(output, input_, [], []).wait()
+
+    def collect(self, output: torch.Tensor, input_: torch.Tensor) -> None:
+        """All-gather: row i of ``output`` is the ``input_`` of rank i."""
+        self.group._allgather_base(output.view(-1), input_.view(-1)).wait()
+
+    def sum_by_node(self, tensor: torch.Tensor, nodes: Sequence[int]) -> None:
+        """Sum over ranks, in place: within each node, then between one rank of each, then back. ``nodes``: the node of
+        each rank, the same in each call."""
+        if self._levels is None:
+            self._levels = self._make_levels(nodes)
+        within, between = self._levels
+        if within is not None:
+            within.reduce([tensor], dist.ReduceOptions()).wait()  # to its rank 0
+        if between is not None:
+            between.allreduce([tensor]).wait()
+        if within is not None:
+            within.broadcast([tensor], dist.BroadcastOptions()).wait()
+
+    def _make_levels(self, nodes: Sequence[int]) -> tuple[Any, Any]:
+        """The group of this rank's node, and that of the nodes' first ranks; None where this rank needs none."""
+        rank, names = self.group.rank(), sorted(set(nodes))
+        mine = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+        within = between = None
+        if len(mine) > 1:
+            within = self._make_group(f"node-{nodes[rank]}", mine.index(rank), len(mine))
+        if mine[0] == rank and len(names) > 1:
+            between = self._make_group("between", names.index(nodes[rank]), len(names))
+        return within, between
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         options = dist.BroadcastOptions()
@@ -241,8 +294,9 @@ class TorchTransport:
 
     def abort(self) -> None:
         if self._gpu is not None:  # a kernel that waits for a peer would keep the GPU busy for ever
-            for group in (self.group, self.ddp):
-                group._get_backend(self._gpu).abort()
+            for group in (self.group, self.ddp, *(self._levels or ())):
+                if group is not None:
+                    group._get_backend(self._gpu).abort()
 
     def close(self) -> None:
         """Nothing to say to the peers: they have had their last barrier."""
@@ -286,9 +340,13 @@ def make_torch_transport(
 ) -> TorchTransport:  # fmt: skip
     """A group over a store that no other group uses. ``patience``: the timeout of barriers, in seconds. ``host``: the
     address of this host that gloo uses; GLOO_SOCKET_IFNAME in the environment comes first."""
-    data, ddp = (_group(dist.PrefixStore(name, store), rank, size, gpu, timeout, host) for name in ("data", "ddp"))
+
+    def make(name: str, rank: int, size: int) -> Any:
+        return _group(dist.PrefixStore(name, store), rank, size, gpu, timeout, host)
+
+    data, ddp = make("data", rank, size), make("ddp", rank, size)
     patient = _group(dist.PrefixStore("patient", store), rank, size, None, patience, host)
-    return TorchTransport(data, patient, ddp, gpu, timeout)
+    return TorchTransport(data, patient, ddp, gpu, timeout, make)
 
 
 def _group(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 _MARK = "_computes_activations_twice"
 _WORDS = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,17 @@ def smaller(fit: Fit, floor: int) -> Fit | None:
     if fit.chunk > floor:
         return Fit(max(floor, fit.chunk // 2), fit.activation_checkpointing)
     return None if fit.activation_checkpointing else Fit(fit.chunk, True)
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep large blocks that are freed for the next step, instead of giving them back to the kernel,
+    which would hand them out again page by page, zeroed: with large batches, that took up to half of a step's time on a
+    CPU. The process stays as large as it once was. Nothing happens where the library is not glibc."""
+    if platform.libc_ver()[0] != "glibc":
+        return
+    library = ctypes.CDLL(None)
+    for option, value in ((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 16 << 20)):
+        library.mallopt(option, value)
 
 
 def chunks(count: int, size: int) -> list[slice]:

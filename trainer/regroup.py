@@ -16,13 +16,13 @@ from trainer.checkpoint import BEST, CheckpointError, FencedError
 from trainer.communication import CommunicationProfiler
 from trainer.generation import START, Generation
 from trainer.group import GroupError
+from trainer.input import BatchLoader
 from trainer.membership import NoGenerationError
 from trainer.memory import Fit, smaller
 from trainer.metrics import Reporter, StepWindow, sinks_of
 from trainer.monitor import NodeMonitor
 from trainer.outcome import OutOfMemoryError, raise_if_ended
 from trainer.sampler import Sampler
-from trainer.step import BatchLoader
 
 if TYPE_CHECKING:
     from trainer.run import DistributedTrainer
@@ -122,7 +122,9 @@ def enter(trainer: DistributedTrainer, source: int | None, from_checkpoint: bool
     deal(trainer, world.rank, world.world_size)
     if trainer.loader is not None:
         trainer.loader.close()
-    trainer.loader = BatchLoader(trainer.shards, trainer.sampler, world, trainer.faults, trainer.step.timer)
+    trainer.loader = BatchLoader(
+        trainer.shards, trainer.sampler, world, trainer.faults, trainer.step.timer, trainer.config.prefetch_batches
+    )
     trainer.step.adopt(world)
     probe_at = trainer.communication.probe_at if hasattr(trainer, "communication") else 0
     probe_at = max(world.gather(probe_at))  # who has come has heard of no probe

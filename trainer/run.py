@@ -24,7 +24,7 @@ from torch import nn
 from trainer import budget
 from trainer.budget import COMMIT_SECONDS, Budget, BudgetSpent
 from trainer.checkpoint import CheckpointManager
-from trainer.communication import CommunicationProfiler
+from trainer.communication import CommunicationProfiler, Window
 from trainer.config import ConfigError, JobConfig
 from trainer.elastic import Elastic
 from trainer.evaluate import EVAL_BATCH, evaluate
@@ -32,8 +32,9 @@ from trainer.faults import Faults
 from trainer.finish import finish
 from trainer.generation import START
 from trainer.group import GroupError
+from trainer.input import Batch, BatchLoader, keep_on_gpu
 from trainer.losses import build_loss
-from trainer.memory import is_out_of_memory
+from trainer.memory import is_out_of_memory, keep_freed_memory
 from trainer.metrics import Reporter, StepWindow
 from trainer.model import build_model
 from trainer.monitor import NodeMonitor
@@ -45,7 +46,7 @@ from trainer.sampler import Sampler
 from trainer.schedule import learning_rate
 from trainer.shards import DatasetError, DataShardManager
 from trainer.state import Progress, TrainingState
-from trainer.step import Batch, BatchLoader, Step, StepResult, Votes
+from trainer.step import Step, StepResult, Votes
 from trainer.watchdog import Watchdog
 from trainer.world import World, choose_device, join, rank_facts
 
@@ -116,6 +117,8 @@ class DistributedTrainer:
             threads = max(1, (os.cpu_count() or 1) // facts.local_world_size)
         if threads is not None:
             torch.set_num_threads(threads)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         if self.elastic is None:
             [generation, *_] = self.world.gather(self.rundir.last_generation() + 1)
             self.world = replace(self.world, generation=generation)
@@ -136,6 +139,8 @@ class DistributedTrainer:
         for split in ("train", "valid", "test"):
             if self.shards.count(split) == 0:
                 raise DatasetError(f"{job.dataset.uri}: the {split} split has no samples; choose other split dates")
+        if self.config.data_on_device:
+            keep_on_gpu(self.shards, self.device)
         deal(self, 0, 1 if self.elastic else self.world.world_size)
         self.total_steps = self.config.epochs * self.sampler.steps_per_epoch
         if self.config.max_steps is not None:
@@ -209,13 +214,12 @@ class DistributedTrainer:
                 local, loss = self.facts.local_world_size * batch.local_samples, result.loss_sum / batch.local_samples
                 self.monitor.update(epoch, self.progress.step, loss, local, rate, result.grad_norm)
             is_reported = self.progress.step % self.config.log_frequency == 0 or self.progress.step == self.total_steps
-            if is_reported:
-                self._report_step(epoch, rate, result.grad_norm)
+            measured = self._report_step(epoch, rate, result.grad_norm) if is_reported else None
             if result.votes.budget and not self._is_over():
                 raise BudgetSpent(agreed=True)
             paused_at = time.monotonic()
             if is_reported and self.config.timing:
-                self._probe_links()
+                self._look_at_communication(measured)
             self._catch_up()
             self.watchdog.progress(self.progress.step)
             self.window.began += time.monotonic() - paused_at  # that is no part of a step's time
@@ -303,9 +307,9 @@ class DistributedTrainer:
             again = "all-reduce is tried again" if self.world.topology == "star" else "somebody came"
             raise Regroup(self.elastic.wants_regroup or again)
 
-    def _report_step(self, epoch: int, rate: float, norm: float) -> None:
-        """A ``step`` event with means since the one before, and now and then a ``timing`` event beside it: one
-        collective."""
+    def _report_step(self, epoch: int, rate: float, norm: float) -> Window | None:
+        """A ``step`` event with means since the one before, and now and then a ``timing`` event beside it, of the
+        window that is returned: one collective."""
         window, self.window = self.window, StepWindow()
         measured = None
         if self.communication.is_due(self.progress.step, is_last=self.progress.step == self.total_steps):
@@ -333,13 +337,16 @@ class DistributedTrainer:
             if measured is not None:
                 timing = self.communication.report(measured, self.step)
                 self.reporter.emit("timing", step=self.progress.step, nodes=self.nodes, **timing)
+        return measured
 
-    def _probe_links(self) -> None:
-        found = self.communication.probe(self.progress.step)
-        if found is not None:
-            self.step.timer.mark(None)
-            if self.world.rank == 0 and self.reporter:
-                self.reporter.emit("link", **found)
+    def _look_at_communication(self, measured: Window | None) -> None:
+        """Are links worth a probe, and is what ``training.communication = "auto"`` has chosen still the best?"""
+        chosen = self.step.sync.review(measured) if measured is not None else None
+        probed = self.communication.probe(self.progress.step)
+        self.step.timer.mark(None)
+        for kind, found in (("communication", chosen), ("link", probed)):
+            if found is not None and self.world.rank == 0 and self.reporter:
+                self.reporter.emit(kind, **{"step": self.progress.step, **found})
 
     def _is_over(self) -> bool:
         return self.progress.step >= self.total_steps or self.progress.early_stopped

@@ -236,7 +236,9 @@ def event(kind: str, rank: int, generation: int, **fields: Any) -> dict[str, Any
     Kinds: ``phase`` (name), ``step`` (step, epoch, loss, learning_rate, grad_norm, samples_per_second, step_seconds,
     eta_seconds), ``timing`` (of the steps since the one before, on each rank: steps, seconds, nodes, samples, segments,
     typical, collectives, topology, backend, device…; see `trainer.timing` and `trainer.communication`), ``link`` (a
-    probe: step, bytes, seconds as [from rank, to rank, seconds], reason), ``node`` (a sample of utilisation, see
+    probe: step, bytes, seconds as [from rank, to rank, seconds], reason), ``communication`` (what ``auto`` sums
+    gradients by from here on: step, choice, before, reason, step_seconds of each, latency_seconds,
+    bandwidth_bytes_per_second; see `trainer.choice`), ``node`` (a sample of utilisation, see
     `trainer.monitor.NodeMonitor`), ``evaluation`` (step, split, loss…), ``checkpoint`` (step, path, seconds, is_best),
     ``checkpoint_failed`` (step, attempt, message, gives_up), ``resume`` (step, path), ``membership`` (a new generation:
     world_size, nodes, joined, lost, topology, reason, step, seconds), ``communication_error`` (step, operation,

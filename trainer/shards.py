@@ -71,12 +71,36 @@ class DataShardManager:
         before = np.concatenate([[0], ends])[index]
         return starts[index] + (positions - before)
 
-    def gather(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Windows that end in ``rows`` (B,): raw features (B, W, F) float32, and targets (B,) float32."""
+    @property
+    def device(self) -> torch.device:
+        """Where windows are gathered."""
+        return self._targets.device
+
+    @property
+    def sample_bytes(self) -> int:
+        """Of all features and targets."""
+        return self._flat.nbytes + self._targets.nbytes
+
+    def keep_on(self, device: torch.device) -> None:
+        """Copy features and targets to this device; from now on, windows are gathered there."""
+        self._targets, self._flat = self._targets.to(device, copy=True), self._flat.to(device, copy=True)
+        self._windows = self._flat.as_strided(self._windows.shape, self._windows.stride())
+
+    def gather(
+        self, rows: NDArray[np.int64] | Tensor, out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Windows that end in ``rows`` (B,): raw features (B, W, F) float32, and targets (B,) float32; on `device`,
+        in the tensors ``out`` where they are given."""
         spec = self.spec
-        index = torch.from_numpy(np.asarray(rows, dtype=np.int64))
-        windows = self._windows.index_select(0, index - (spec.window - 1))
-        return windows.view(len(index), spec.window, len(spec.features)), self._targets.index_select(0, index)
+        index = (rows if isinstance(rows, Tensor) else torch.from_numpy(np.asarray(rows, dtype=np.int64))).to(
+            self.device
+        )
+        first, shape = index - (spec.window - 1), (len(index), spec.window, len(spec.features))
+        if out is None:
+            return self._windows.index_select(0, first).view(shape), self._targets.index_select(0, index)
+        torch.index_select(self._windows, 0, first, out=out[0].view(len(index), -1))
+        torch.index_select(self._targets, 0, index, out=out[1])
+        return out
 
     def column(self, name: str, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Values of any stored column in these rows."""

@@ -3,47 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.compiling import compiled
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.consumed import digest as digest_of
 from trainer.faults import Faults
-from trainer.group import in_short, is_communication
+from trainer.group import Transport, in_short, is_communication
+from trainer.input import Batch
 from trainer.memory import Fit, checkpoint_activations, chunks
-from trainer.sampler import MicroBatch, Sampler, micro_batch_seed
-from trainer.shards import DataShardManager
+from trainer.model import Standardize
+from trainer.sampler import micro_batch_seed
 from trainer.sync import GradientSynchronizer
 from trainer.timing import StepTimer
 from trainer.world import World
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_COMMIT = "commit of the step"
+_EPSILON = 1e-6
 
 
 class NonFiniteError(RuntimeError):
     """The loss or its gradient is not a finite number. The message names the step and the remedies."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One rank's part of a global batch, on its way to the device."""
-
-    samples: int
-    """In the global batch, over all ranks."""
-    micro_batches: tuple[tuple[int, Tensor, Tensor], ...]
-    """(number, raw windows (b, W, F), targets (b,)) of this rank."""
-    digest: int
-    """Of this rank's samples, see `trainer.consumed`."""
-
-    @property
-    def local_samples(self) -> int:
-        return sum(len(target) for _, _, target in self.micro_batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,51 +58,6 @@ class StepResult:
     """Of all samples of the global batch, see `trainer.consumed`."""
 
 
-class BatchLoader:
-    """Gathers batches on a thread of its own, one step ahead of the step that computes.
-
-    On a GPU the batch is copied from pinned memory without waiting.
-    """
-
-    def __init__(
-        self, shards: DataShardManager, sampler: Sampler, world: World, faults: Faults, timer: StepTimer
-    ) -> None:  # fmt: skip
-        self.shards, self.sampler, self.world, self.faults, self.timer = shards, sampler, world, faults, timer
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="gather", initializer=self._choose_gpu)
-
-    def batches(self, epoch: int, first_step: int) -> Iterator[Batch]:
-        """The batches of an epoch from ``first_step`` (within the epoch) on."""
-        steps = range(first_step, self.sampler.steps_per_epoch)
-        ahead: Future[Batch] | None = None
-        for step in steps:
-            self.timer.mark("other")
-            self.faults.reach("input", epoch * self.sampler.steps_per_epoch + step)
-            ready = ahead.result() if ahead is not None else self._gather(epoch, step)
-            ahead = self._pool.submit(self._gather, epoch, step + 1) if step + 1 in steps else None
-            yield ready
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-    def _choose_gpu(self) -> None:
-        """The current GPU is each thread's own: without this, pinning would open a context on the first one."""
-        if self.world.device.type == "cuda":
-            torch.cuda.set_device(self.world.device)
-
-    def _gather(self, epoch: int, step: int) -> Batch:
-        samples, dealt = self.sampler.step(epoch, step)
-        used = digest_of(np.concatenate([micro_batch.positions for micro_batch in dealt]))
-        return Batch(samples, tuple(self._fetch(micro_batch) for micro_batch in dealt), used)
-
-    def _fetch(self, micro_batch: MicroBatch) -> tuple[int, Tensor, Tensor]:
-        rows = self.shards.end_rows("train", micro_batch.positions)
-        windows, target = self.shards.gather(rows)
-        if self.world.device.type == "cuda":
-            windows, target = (tensor.pin_memory() for tensor in (windows, target))
-        device = self.world.device
-        return micro_batch.number, windows.to(device, non_blocking=True), target.to(device, non_blocking=True)
-
-
 class Step:
     """Carries out optimizer steps on one model. `adopt` gives it a world, and a new one after each regroup."""
 
@@ -126,6 +68,8 @@ class Step:
         if config.precision == "fp16" and device.type != "cuda":
             raise ConfigError("training.precision = 'fp16' needs a GPU; use 'bf16' or 'fp32' on the CPU")
         self.module, self.criterion, self.config, self.device, self.faults = module, criterion, config, device, faults
+        self.model = compiled(module, config.compile, device)
+        """What is called: the module, or its compiled face."""
         self.optimizer = torch.optim.AdamW(
             module.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
         )
@@ -133,19 +77,29 @@ class Step:
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.fit = Fit(config.batch_size_per_gpu, False)
         self.timer = StepTimer(config.timing, device)
+        self.sync: GradientSynchronizer
+        self._kind = _AUTOCAST[config.precision]
+        self._statistics = [item for item in module.modules() if item._buffers and not isinstance(item, Standardize)]
+        """Whatever may have running statistics."""
+        self._commit: Future[Any] | None = None
 
     def adopt(self, world: World) -> None:
         """Work in this world from now on; waits for its group. All state must be equal on all its ranks already."""
-        self.optimizer.zero_grad(set_to_none=True)  # the old ones are views into the buckets of the old group
+        if hasattr(self, "sync"):
+            self.sync.unwrap()
+        self.optimizer.zero_grad(set_to_none=True)
         self.world = world
-        self.sync = GradientSynchronizer(world, self.faults, self.timer)
-        self.model = self.sync.wrap(self.module)
+        self.sync = GradientSynchronizer(world, self.faults, self.timer, config=self.config)
+        self.sync.wrap(self.module)
 
     def limit(self, fit: Fit) -> None:
         """Let no more samples through the model at once than this (D4)."""
         self.fit = fit
         if fit.activation_checkpointing:
             checkpoint_activations(self.module)
+            if self.config.compile != "off":  # what was compiled before keeps all activations
+                torch.compiler.reset()
+                self.model = compiled(self.module, self.config.compile, self.device)
 
     def __call__(self, batch: Batch, step: int, learning_rate: float, votes: Votes) -> StepResult:
         """Train on one global batch. All ranks must call it for the same step; it is done on all or on none of those
@@ -158,31 +112,26 @@ class Step:
         self.timer.mark("input")
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        self.optimizer.zero_grad(set_to_none=True)
+        self.sync.clear(self.parameters)
         self.sync.step = step
-        buffers = [buffer.clone() for buffer in self.module.buffers()]
+        self._commit = None
+        before = [buffer.clone() for buffer in self._changing()]
         try:
-            loss_sum = self._forward_backward(batch, step)
-            self.sync.finish(self.model)
-            if self.scaler.is_enabled():
-                self.scaler.unscale_(self.optimizer)
-            limit = self.config.clip_norm if self.config.clip_norm is not None else math.inf
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit, foreach=True)
-            grad_norm = float(norm)
-            # With a scaler an overflow is usual: the scaler leaves that step out and lowers its scale.
-            finite = math.isfinite(loss_sum) and (math.isfinite(grad_norm) or self.scaler.is_enabled())
+            losses = self._forward_backward(batch, step, votes)
+            self.sync.finish(self.module)
+            loss_sum, grad_norm = self._clip(losses)
             self.timer.mark("optimizer")
-            result = self._agree(batch, votes, not finite, loss_sum, grad_norm)
+            result = self._agree(batch, votes, loss_sum, grad_norm)
             self.timer.mark("exposed")
         except BaseException as error:
             peers = self.world.group
-            if peers is not None and is_communication(error):  # DDP has a group of its own for what it says
+            if peers is not None and is_communication(error):
                 peers.fail(in_short(error))  # before all that a broken GPU may refuse
-            for buffer, before in zip(self.module.buffers(), buffers, strict=True):
-                buffer.copy_(before)  # running statistics must not count a step twice
+            for buffer, value in zip(self._changing(), before, strict=True):
+                buffer.copy_(value)  # running statistics must not count a step twice
             self.timer.drop()
             if peers is not None and peers.error is not None:
-                raise peers.error from error  # whatever DDP made of it
+                raise peers.error from error  # whatever autograd made of it
             raise
         if result is None:
             raise NonFiniteError(
@@ -191,51 +140,93 @@ class Step:
                 "set training.clip_norm, or look for extreme values in the data; the last checkpoint is untouched"
             )
         self.faults.reach("optimizer", step)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
         self.timer.mark("optimizer")
         return result
 
-    def _agree(self, batch: Batch, votes: Votes, broken: bool, loss_sum: float, grad_norm: float) -> StepResult | None:
-        """The one small all-reduce with which a step is committed; None if any rank's numbers are broken."""
-        mine = [broken, *astuple(votes), batch.local_samples, batch.digest]
-        counts = torch.tensor([int(value) for value in mine], dtype=torch.int64)
-        total = self.world.sum(counts, "commit of the step").tolist()
-        *counted, samples, digest = total[1:]
-        if total[0]:
-            return None
-        if samples != batch.samples:
-            raise RuntimeError(f"the ranks used {samples} samples of a batch of {batch.samples}: they disagree")
-        return StepResult(loss_sum, grad_norm, Votes(*counted), digest)
+    def _changing(self) -> list[Tensor]:
+        return [buffer for item in self._statistics for buffer in item._buffers.values() if buffer is not None]
 
-    def _forward_backward(self, batch: Batch, step: int) -> float:
-        """Sum of this rank's losses; leaves the gradient of the *global* mean in the parameters, on every rank."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        kind = _AUTOCAST[self.config.precision]
+    def _forward_backward(self, batch: Batch, step: int, votes: Votes) -> list[Tensor]:
+        """Sums of this rank's losses, one for each pass; leaves the gradient of the *global* mean in the parameters, on
+        every rank."""
+        sync = self.sync
+        sums: list[Tensor] = []
+        # Summed over ranks, not averaged: that makes it the gradient of the mean over the global batch.
+        share = torch.full((), 1.0 / batch.samples, device=self.device)
         work = [
-            (number, part, windows[rows], target[rows])
+            (micro_batch_seed(self.config.seed, step, number, part), windows[rows], target[rows])
             for number, windows, target in batch.micro_batches
             for part, rows in enumerate(chunks(len(target), self.fit.chunk))
         ]
         self.timer.mark("other")
-        for place, (number, part, windows, target) in enumerate(work):
-            torch.manual_seed(micro_batch_seed(self.config.seed, step, number, part))
-            is_last = place == len(work) - 1
-            with self.sync.only_the_last(self.model, is_last):
-                self.faults.reach("forward", step)
-                with torch.autocast(self.device.type, dtype=kind, enabled=kind is not None):
+        for place, (seed, windows, target) in enumerate(work):
+            self._seed(seed)
+            self.faults.reach("forward", step)
+            if self._kind is None:
+                outputs = self.model(windows)
+            else:
+                with torch.autocast(self.device.type, dtype=self._kind):
                     outputs = self.model(windows)
-                losses = self.criterion(outputs.float(), target)
-                # Summed over ranks, not averaged: that makes it the gradient of the mean over the global batch.
-                scaled = losses.sum() * (1.0 / batch.samples)
-                self.timer.mark("forward")
-                self.faults.reach("backward", step)
-                self.scaler.scale(scaled).backward()
-            self.timer.mark(self.sync.after_backward(self.model, is_last))
-            total += losses.detach().double().sum()
-        loss_sum = float(total)
-        self.timer.mark("other")
-        return loss_sum
+            loss = self.criterion(outputs.float(), target).sum()
+            sums.append(loss.detach())
+            self.timer.mark("forward")
+            self.faults.reach("backward", step)
+            is_last = place == len(work) - 1
+            sync.only_the_last(is_last)
+            if is_last and self.device.type == "cpu":  # a GPU's losses are not there yet
+                sync.behind = partial(self._submit_commit, batch, votes, sums)
+            self.scaler.scale(loss).backward(share)
+            self.timer.mark(sync.after_backward(is_last))
+        return sums
+
+    def _seed(self, seed: int) -> None:
+        """`torch.manual_seed`, of this device only: that one formats a stack trace for the sake of GPUs that are not
+        there, which takes as long as a small model's forward pass."""
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def _clip(self, losses: list[Tensor]) -> tuple[float, float]:
+        """The sum of the losses, and the norm of the gradient before it is clipped, as `torch.nn.utils` computes it."""
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimizer)
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=self.device)]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        *sums, grad_norm = torch.stack([*losses, norm]).tolist()  # at once: on a GPU, this waits for all of it
+        limit = self.config.clip_norm
+        if limit is not None and grad_norm + _EPSILON > limit:  # else every gradient would be multiplied by one
+            torch._foreach_mul_(gradients, (limit / (norm + _EPSILON)).clamp(max=1.0))
+        return sum(sums), grad_norm
+
+    def _submit_commit(self, batch: Batch, votes: Votes, losses: list[Tensor]) -> None:
+        """Agree right behind the last gradients: nobody has to wake up in between."""
+        assert self.world.group is not None
+        broken = not all(math.isfinite(loss.item()) for loss in losses)
+        counts = _counts(batch, votes, broken)
+        self._commit = self.world.group.submit(_COMMIT, partial(_summed, counts), counts.nbytes)
+
+    def _agree(self, batch: Batch, votes: Votes, loss_sum: float, grad_norm: float) -> StepResult | None:
+        """The one small all-reduce with which a step is committed; None if any rank's numbers are broken."""
+        # With a scaler an overflow is usual: the scaler leaves that step out and lowers its scale.
+        is_finite = math.isfinite(grad_norm) or self.scaler.is_enabled()
+        if self._commit is not None:
+            commit, self._commit = self._commit, None
+            counts = commit.result()
+        else:
+            broken = not (math.isfinite(loss_sum) and is_finite)
+            counts = self.world.sum(_counts(batch, votes, broken), _COMMIT)
+        broken_on, leaving, regroup, cut_off, budget, samples, digest = counts.tolist()
+        if broken_on or not is_finite:  # what was summed is the same on all ranks
+            return None
+        if samples != batch.samples:
+            raise RuntimeError(f"the ranks used {samples} samples of a batch of {batch.samples}: they disagree")
+        return StepResult(loss_sum, grad_norm, Votes(leaving, regroup, cut_off, budget), digest)
 
     def state_dict(self) -> dict[str, Any]:
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
@@ -243,6 +234,17 @@ class Step:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
+
+
+def _counts(batch: Batch, votes: Votes, broken: bool) -> Tensor:
+    """What ranks sum when they commit a step."""
+    voted = (votes.leaving, votes.regroup, votes.cut_off, votes.budget)
+    return torch.tensor((broken, *voted, batch.local_samples, batch.digest), dtype=torch.int64)
+
+
+def _summed(tensor: Tensor, transport: Transport) -> Tensor:
+    transport.sum(tensor)
+    return tensor
 
 
 def digest(parameters: Sequence[tuple[str, Tensor]]) -> str:

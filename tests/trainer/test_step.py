@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.consumed import digest as digest_of
 from trainer.faults import Faults, InjectedError
+from trainer.input import Batch, BatchLoader
 from trainer.memory import Fit
 from trainer.sampler import Sampler
 from trainer.shards import DataShardManager
-from trainer.step import Batch, BatchLoader, NonFiniteError, Step, Votes, digest
+from trainer.step import NonFiniteError, Step, Votes, digest
 from trainer.timing import StepTimer
 from trainer.world import RankFacts, World
 
