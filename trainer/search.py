@@ -2,13 +2,15 @@
 
 One group of settings after the other is searched, each with the best found so far for all others. The settings hardly
 depend on each other, so that this costs the sum of their numbers where all combinations cost the product, and what it
-may miss is a combination of two that pay only together. Within a group all candidates run in interleaved stretches, and
-from the third round on the slower half of those that challenge the present settings leaves after every second one.
+may miss is a combination of two that pay only together. Within a group all candidates run in interleaved stretches.
+Where none can be refused later for what it learns, the slower half of those that challenge the present settings leaves
+after every second round from the third one on. In the end all that was chosen on the way races the baseline once more.
 `trainer.tune` does what is decided here.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -31,9 +33,11 @@ SEARCHING, JUDGING = 0.55, 0.25
 """Of the budget, for races and for looking at what is learned; the rest confirms the result against the baseline."""
 MOST_AT_ONCE = 4
 """Candidates that challenge the present settings at once: all are in memory."""
-MOST_ROUNDS, MOST_FINAL_ROUNDS, LEAST_ROUNDS = 9, 25, 3
+MOST_ROUNDS, MOST_FINAL_ROUNDS, LEAST_ROUNDS, HALVED_FROM = 9, 25, 6, 3
 LEAST_GAIN = 0.02
-"""What is not faster by so much is not worth another setting."""
+"""What is not faster by so much is not worth another setting…"""
+MOST_CHANCE = 0.02
+"""…nor what is faster in so few rounds that a candidate which is not would do as well this often, by chance."""
 MOST_JUDGED, LEAST_JUDGED = 300, 20
 """Steps after which validation losses are compared."""
 RUNS = 4
@@ -67,6 +71,7 @@ class Facts:
     cores: int
     ranks_per_host: int
     """Ranks that share these cores, of one node or of several."""
+    gpu: bool = False
     batch_matters: bool = False
     """The model has layers that look at a whole micro-batch, so that its size decides what they compute."""
 
@@ -161,6 +166,11 @@ def communications(config: DistributedTrainingConfig, facts: Facts) -> list[Sett
     )
 
 
+def places(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+    """Where the data are kept, if there is a choice."""
+    return _other("data_on_device", True, False)(config, facts) if facts.gpu else []
+
+
 def _other(name: str, *values: Any) -> Callable[[DistributedTrainingConfig, Facts], list[Settings]]:
     """Each value that a field does not have now; nothing for a field that the trainer does not have."""
 
@@ -180,7 +190,7 @@ def groups(vary_batch: bool, facts: Facts) -> list[Group]:
         Group(name="precision", options=_other("precision", "fp32", "bf16", "fp16"), changes_numbers=True),
         Group(name="threads", options=thread_counts),
         Group(name="input", options=_other("prefetch_batches", 0, 1, 2, 4)),
-        Group(name="device", options=_other("data_on_device", True, False)),
+        Group(name="device", options=places),
         Group(name="communication", options=communications, changes_numbers=True),
         Group(
             name="compile", options=_other("compile", "off", "default", "reduce-overhead"), changes_numbers=True,
@@ -202,11 +212,10 @@ def gains(rates: Sequence[float], incumbent: Sequence[float]) -> list[float]:
 
 
 def pays(found: Sequence[float]) -> bool:
-    """Faster by enough in the median, and faster in three of four rounds."""
-    if len(found) < LEAST_ROUNDS:
-        return False
-    figures = spread(found)
-    return figures.median >= 1 + LEAST_GAIN and figures.low > 1
+    """Faster by enough in the median, and in more rounds than chance has it (a sign test)."""
+    rounds, won = len(found), sum(gain > 1 for gain in found)
+    chance = sum(math.comb(rounds, count) for count in range(won, rounds + 1)) / 2**rounds
+    return statistics.median(found) >= 1 + LEAST_GAIN and chance <= MOST_CHANCE
 
 
 def better_half(challengers: Sequence[Candidate], rates: dict[Candidate, list[float]]) -> list[Candidate]:
@@ -218,10 +227,11 @@ def better_half(challengers: Sequence[Candidate], rates: dict[Candidate, list[fl
 
 def race(
     bench: Bench, incumbent: Candidate, challengers: Sequence[Candidate], until: float, limit: float,
-    rounds: int = MOST_ROUNDS,
+    rounds: int = MOST_ROUNDS, halves: bool = False,
 ) -> dict[Candidate, list[float]]:  # fmt: skip
     """Samples per second of each, round by round; the incumbent runs in all of them. It ends when the rounds are over,
-    at ``until`` where there were enough of them to tell, and at ``limit`` in any case, but for the first round."""
+    at ``until`` where there were enough of them to tell, and at ``limit`` in any case, but for the first round.
+    ``halves``: the slower challengers leave early."""
     racing = list(challengers)
     rates: dict[Candidate, list[float]] = {item: [] for item in (incumbent, *racing)}
     for number in range(rounds):
@@ -234,7 +244,7 @@ def race(
                 f"the loss is not finite with the settings {incumbent.label}: lower training.learning_rate or set "
                 "training.clip_norm before you tune"
             )
-        if number + 1 >= LEAST_ROUNDS and number % 2 == 0:
+        if halves and number + 1 >= HALVED_FROM and (number + 1 - HALVED_FROM) % 2 == 0:
             kept = better_half(racing, rates)
             for candidate in racing:
                 if candidate not in kept:
@@ -292,6 +302,8 @@ class Search:
     gain: Spread | None = None
     """Of the best over the baseline, in the last race of these two."""
     is_complete: bool = False
+    _chosen: list[Candidate] = field(default_factory=list)
+    """In each group that had something to choose."""
     _judging_seconds: float = 0.0
     _judged_steps: int = 0
     _learned: Learned | None = None
@@ -349,7 +361,7 @@ class Search:
                 challengers.append(candidate)
         if not challengers:
             return
-        rates = race(self.bench, self.best, challengers, until, self._limit)
+        rates = race(self.bench, self.best, challengers, until, self._limit, halves=not group.changes_numbers)
         found = {item: gains(rates[item], rates[self.best]) for item in challengers}
         chosen = None
         for candidate in sorted(challengers, key=lambda item: statistics.median(found[item]), reverse=True):
@@ -363,6 +375,7 @@ class Search:
         if chosen is not None:
             self.gain = spread(found[chosen]) if self.best == self.baseline else None
             self.best = chosen
+            self._chosen.append(chosen)
 
     def _verdict(
         self, group: Group, found: Sequence[float], chosen: Candidate | None, candidate: Candidate
@@ -396,29 +409,38 @@ class Search:
         return objection(learned, self._learned, self._judged_steps), learned
 
     def _confirm(self) -> None:
-        """The baseline and the best once more, side by side in the time that is left: this is the figure that counts.
-        What does not pay then is not recommended."""
-        rivals = [self.best] if self.best != self.baseline else []
-        if why := self.bench.enter(self.baseline) or self.bench.enter(self.best):  # there may be no room for both
+        """The baseline and what was chosen on the way once more, side by side in the time that is left: these are the
+        figures that count. What does not pay then is not recommended, and if a later choice does not, an earlier one
+        may."""
+        rivals = [item for item in self._chosen[-MOST_AT_ONCE:] if not self._cannot_enter(item)]
+        if why := self.bench.enter(self.baseline):  # there may be no room for all
             return self._add("confirmation", self.best, f"not confirmed: {why}")
-        rounds = MOST_FINAL_ROUNDS if rivals else LEAST_ROUNDS
+        rounds = MOST_FINAL_ROUNDS if rivals else HALVED_FROM
         rates = race(self.bench, self.baseline, rivals, self.seconds, self.seconds, rounds)
-        self.baseline_rate = self.best_rate = spread(rates[self.baseline])
-        self.gain = Spread(1.0, 1.0, 1.0)
-        if rivals:
-            found = gains(rates[self.best], rates[self.baseline])
-            confirmed = pays(found)
-            self._add("confirmation", self.best, "confirmed" if confirmed else "no gain", rates[self.best], found)
-            if confirmed:
-                self.best_rate, self.gain = spread(rates[self.best]), spread(found)
+        found = {item: gains(rates[item], rates[self.baseline]) for item in rivals}
+        self.best = self.baseline
+        self.baseline_rate, self.gain = spread(rates[self.baseline]), Spread(1.0, 1.0, 1.0)
+        for item in sorted(rivals, key=lambda item: statistics.median(found[item]), reverse=True):
+            if not pays(found[item]):
+                verdict = "no gain"
             else:
-                self.best = self.baseline
+                verdict = "confirmed" if self.best == self.baseline else "slower than the confirmed one"
+            self._add("confirmation", item, verdict, rates[item], found[item])
+            if verdict == "confirmed":
+                self.best, self.gain = item, spread(found[item])
+        self.best_rate = spread(rates[self.best])
+
+    def _cannot_enter(self, candidate: Candidate) -> str:
+        if why := self.bench.enter(candidate):
+            self._add("confirmation", candidate, f"not confirmed: {why}")
+        return why
 
     def _add(
         self, group: str, candidate: Candidate, verdict: str, rates: Sequence[float] = (),
         found: Sequence[float] = (), learned: Learned | None = None,
     ) -> None:  # fmt: skip
-        now = {**asdict(self.config), **dict(self.best.settings)}
+        before = self.baseline if group == "confirmation" else self.best
+        now = {**asdict(self.config), **dict(before.settings)}
         change = {name: value for name, value in candidate.settings if now[name] != value}
         row: dict[str, Any] = {"group": group, "change": change, "settings": dict(candidate.settings)}
         row["verdict"] = verdict

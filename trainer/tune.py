@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo  # which the first optimizer would load
 from torch import nn
 
 from trainer.config import ConfigError, JobConfig, parse_job
@@ -171,6 +172,8 @@ class Tuner:
         self._began: float | None = None
         """When the budget began: when the configuration had been set up, which any job has to pay for, and had run."""
         self.reporter = Reporter(self.rundir, 0, 1, []) if self.world.rank == 0 else None
+        gc.freeze()  # what is loaded once need not be looked through at each clean-up
+        self._is_untidy = False
         self._running: dict[Candidate, Contestant] = {}
         self._stretch_seconds = min(LONGEST, max(SHORTEST, seconds / STRETCHES))
         self._step_seconds: dict[Candidate, float] = {}
@@ -180,7 +183,7 @@ class Tuner:
             facts=Facts(
                 world_size=self.world.world_size, local_world_size=self.facts.local_world_size,
                 cores=len(os.sched_getaffinity(0)), ranks_per_host=hosts.count(platform.node()),
-                batch_matters=self._batch_matters(),
+                gpu=self.device.type == "cuda", batch_matters=self._batch_matters(),
             ),
         )  # fmt: skip
 
@@ -188,6 +191,8 @@ class Tuner:
         """First one step alone, which may fail on any rank by itself; then with the others."""
         if candidate in self._running:
             return ""
+        if self._is_untidy:
+            self._clean_up()
         contestant, why = None, ""
         try:
             contestant = Contestant(self, candidate)
@@ -243,7 +248,7 @@ class Tuner:
         if contestant is not None:
             contestant.end()
         contestant = None
-        self._clean_up()
+        self._is_untidy = True
 
     def learn(self, candidate: Candidate, steps: int) -> Learned:
         contestant = Contestant(self, candidate)
@@ -262,6 +267,7 @@ class Tuner:
         except NonFiniteError:
             first = loss = math.nan
         contestant.end()
+        self._is_untidy = True
         self._gather(0.0)
         return Learned(first=first, loss=loss, is_likelihood=is_likelihood)
 
@@ -326,6 +332,7 @@ class Tuner:
         return next(filter(None, self._gather(why)), "")
 
     def _clean_up(self) -> None:
+        self._is_untidy = False
         gc.collect()  # DDP and its hooks refer to each other
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

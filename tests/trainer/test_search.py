@@ -87,7 +87,7 @@ def test_a_race_without_noise_never_drops_the_fastest_and_lets_the_incumbent_sta
     machine = Machine(lambda settings: speeds[settings["precision"]] if settings else 1.0)
     for candidate in (Candidate(), *challengers):
         machine.enter(candidate)
-    rates = race(machine, Candidate(), challengers, until=1e9, limit=1e9)
+    rates = race(machine, Candidate(), challengers, until=1e9, limit=1e9, halves=True)
     fastest = challengers[speeds.index(max(speeds))]
     assert len(rates[fastest]) == len(rates[Candidate()]) == max(map(len, rates.values()))
     assert machine.inside >= {Candidate(), fastest}
@@ -170,11 +170,25 @@ def test_what_cannot_be_judged_in_time_is_not_taken():
 
 def test_nothing_is_recommended_that_the_last_comparison_does_not_confirm():
     machine = Machine(lambda settings: 100.0)
-    machine.speed = lambda settings: 200.0 if settings and machine.elapsed < 35 else 100.0
+    machine.speed = lambda settings: 200.0 if settings and machine.elapsed < 43 else 100.0
     search = searched(machine)
     assert "chosen" in {row["verdict"] for row in search.rows}
     assert search.rows[-1]["verdict"] == "no gain"
     assert (search.best, search.gain.median) == (Candidate(), 1.0)
+
+
+def test_a_choice_that_was_none_does_not_take_an_earlier_one_with_it():
+    def speed(settings: dict) -> float:
+        fast = 2.0 if settings.get("batch_size_per_gpu") == 256 else 1.0
+        if settings.get("precision") == "bf16":
+            fast *= 1.3 if machine.elapsed < 90 else 0.3
+        return 100.0 * fast
+
+    machine = Machine(speed)
+    search = searched(machine)
+    assert verdicts(search, "precision")["bf16",] == "chosen"
+    assert dict(search.best.settings) == {"batch_size_per_gpu": 256, "gradient_accumulation_steps": 1}
+    assert search.gain.median == pytest.approx(2.0)
 
 
 def test_what_does_not_stay_finite_never_wins_and_a_configuration_that_does_not_is_refused():
@@ -185,10 +199,11 @@ def test_what_does_not_stay_finite_never_wins_and_a_configuration_that_does_not_
 
 
 def test_a_gain_counts_where_it_is_large_enough_and_in_most_rounds():
-    assert pays([1.05, 1.04, 1.06])
+    assert pays([1.05] * 6)
+    assert pays([0.9, *[1.05] * 8])
     assert not pays([1 + LEAST_GAIN / 2] * 9)
-    assert not pays([1.5, 1.5])  # too few
-    assert not pays([0.9, 0.95, 1.3, 1.4, 1.5])
+    assert not pays([1.5] * 5)  # too few: one of 32 that are no faster does as well
+    assert not pays([0.9, 0.9, *[1.5] * 7])
     assert gains([2.0, 3.0], [1.0, 2.0, 5.0]) == [2.0, 1.5]
 
 
