@@ -235,7 +235,7 @@ def candidates_table(rows: list[dict[str, Any]]) -> Table:
         style = {"chosen": "green", "confirmed": "green"}.get(row["verdict"], "")
         table.add_row(
             row["group"],
-            Text("\n".join(f"{name} = {value}" for name, value in row["change"].items())),
+            Text("\n".join(f"{name} = {value}" for name, value in row["change"].items()) or "as configured"),
             f"{pace['median']:,.0f}" if pace else "–",
             _percent(gain) if gain else "–",
             f"{difference:+.5f}" if difference is not None else "",

@@ -29,7 +29,7 @@ KNOBS = (
 """What tuning may set: how fast a training is, and nothing of what is trained."""
 LEAST_SECONDS = 5.0
 """The smallest budget with which anything can be told."""
-SEARCHING, JUDGING = 0.55, 0.25
+SEARCHING, JUDGING = 0.6, 0.2
 """Of the budget, for races and for looking at what is learned; the rest confirms the result against the baseline."""
 MOST_AT_ONCE = 4
 """Candidates that challenge the present settings at once: all are in memory."""
@@ -44,7 +44,7 @@ RUNS = 4
 """Trainings that judging has to last for, one of them the baseline's."""
 TOLERANCE = 0.005
 OUT_OF_MEMORY = "out of memory"
-COMPILE_SECONDS = 45.0
+COMPILE_SECONDS = 30.0
 """Compiling cannot be interrupted: with less time left in its group it is not begun."""
 
 
