@@ -11,14 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 FIRST_BYTES, MOST_BYTES = 1 << 20, 25 << 20
 """Of the first bucket, which is small so that communication begins early, and of the others."""
+WAITING = "waiting for the sums of gradients"
+"""In traces (T5): the sums themselves happen on another thread."""
 
 
 class Bucket:
@@ -113,8 +117,9 @@ class Buckets:
             for place in bucket.missing - bucket.used:
                 bucket.without[place] = 1
             self._start(bucket)
-        for future in self._under_way:
-            future.result()
+        with record_function(WAITING) if torch.autograd._profiler_enabled() else nullcontext():
+            for future in self._under_way:
+                future.result()
         self._under_way = None
         for bucket in self.buckets:
             for place in bucket.missing - bucket.used:

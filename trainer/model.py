@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ class Standardize(nn.Module):
 
     def forward(self, windows: Tensor) -> Tensor:
         """Raw windows (B, W, F) -> (B, outputs)."""
-        return self.model((windows - self.mean) / self.std)
+        return self.model((windows - self.mean).div_(self.std))
 
 
 class LinearSkip(nn.Module):
@@ -96,6 +97,20 @@ class LastState(nn.Module):
         return self.dropout(self.lstm(x)[0][:, -1])
 
 
+class LastOfLayer(nn.TransformerEncoderLayer):
+    """The last layer of an encoder that is read at its last position only: (B, W, width) -> (B, 1, width).
+
+    Keys and values come from all positions, all else is computed for the last one. Parameters have the names of the
+    class that it comes from, and the result is the same to rounding, for about a third of the work.
+    """
+
+    def forward(self, src: Tensor, *_: Any, **__: Any) -> Tensor:
+        around = self.norm1(src)
+        seen, _ = self.self_attn(around[:, -1:], around, around, need_weights=False)
+        x = src[:, -1:] + self.dropout1(seen)
+        return x + self._ff_block(self.norm2(x))
+
+
 class LastToken(nn.Module):
     """A transformer encoder over the days, read at the last one. (B, W, F) -> (B, width)."""
 
@@ -104,8 +119,12 @@ class LastToken(nn.Module):
         self.embed = nn.Linear(features, width)
         self.position = nn.Parameter(torch.randn(window, width) * 0.02)
         block = nn.TransformerEncoderLayer(width, heads, 2 * width, dropout, batch_first=True, norm_first=True)
-        block.self_attn.dropout = 0.0  # with dropout inside, attention on a CPU falls back to a slow kernel
+        last = LastOfLayer(width, heads, 2 * width, dropout, batch_first=True, norm_first=True)
+        last.load_state_dict(block.state_dict())  # as in torch's encoder, all layers start alike
+        for layer in (block, last):
+            layer.self_attn.dropout = 0.0  # with dropout inside, attention on a CPU falls back to a slow kernel
         self.encoder = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
+        self.encoder.layers[-1] = last
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:

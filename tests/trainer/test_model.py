@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,6 +64,28 @@ def test_every_day_of_the_window_matters(name: str) -> None:
     model(x).sum().backward()
     assert x.grad is not None
     assert (x.grad.abs().sum(dim=(0, 2)) > 0).all()
+
+
+def test_the_last_layer_of_the_transformer_equals_the_whole_one_where_it_is_read() -> None:
+    """And takes its weights, by the same names: models that were saved with whole layers can be loaded."""
+    torch.manual_seed(0)
+    model = build_model(FactoryConfig(factory="transformer"), SPEC, 3)
+    whole = copy.deepcopy(model)
+    layers = whole.get_submodule("model.body.encoder.layers")
+    assert isinstance(layers, nn.ModuleList)
+    layers[-1] = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True, norm_first=True)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    whole.load_state_dict(model.state_dict())
+    x = torch.randn(16, 60, 8)
+    outputs = [each(x) for each in (model, whole)]
+    torch.testing.assert_close(*outputs)
+    for output in outputs:
+        output.square().sum().backward()
+    for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5 * float(theirs.grad.abs().max()))
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x), whole.eval()(x))
 
 
 def test_standardisation_travels_with_the_weights() -> None:

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.compiling import compiled, obstacle
+from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.faults import Faults
+from trainer.input import Batch
+from trainer.memory import Fit
+from trainer.step import Step, Votes
+from trainer.world import RankFacts, World
+
+CPU = torch.device("cpu")
+
+
+class Squared(nn.Module):
+    def forward(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (outputs[:, 0] - target) ** 2
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "there", "message"),
+    [
+        ("reduce-overhead", "cpu", {"g++"}, r"'reduce-overhead' means CUDA graphs.* use 'default' or 'off'"),
+        ("default", "cpu", set(), r"C\+\+ compiler.* or set training.compile = 'off'"),
+        ("default", "cpu", {"clang++"}, None),
+        ("default", "cuda", {"g++"}, r"package triton"),
+        ("reduce-overhead", "cuda", {"triton"}, None),
+    ],
+)
+def test_what_keeps_a_model_from_being_compiled(
+    mode: str, device: str, there: set[str], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    found = obstacle(mode, device, there.__contains__)
+    if message is None:
+        assert found is None
+    else:
+        assert re.search(message, found or "")
+
+
+def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler \(no-such-compiler\).*CXX"):
+        compiled(nn.Linear(1, 1), "default", CPU)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_has_the_same_losses_and_keeps_its_names() -> None:
+    """With activations computed twice, too."""
+
+    def losses(mode: str) -> tuple[list[float], list[str]]:
+        torch.manual_seed(0)
+        net = Blocks()
+        config = DistributedTrainingConfig(compile=mode, weight_decay=0.0)  # type: ignore[arg-type]
+        step = Step(net, Squared(), config, CPU, Faults({}, 0))
+        step.adopt(World(RankFacts(), CPU, "gloo"))
+        found = []
+        made = torch.Generator().manual_seed(1)
+        step.limit(Fit(8, mode != "off"))
+        for number in range(6):
+            windows, target = torch.randn(8, 3, 2, generator=made), torch.ones(8)
+            found.append(step(Batch(8, ((0, windows, target),), 0), number, 0.05, Votes()).loss_sum)
+        assert (step.model is net) == (mode == "off")
+        return found, list(net.state_dict())
+
+    plain, names = losses("off")
+    fast, fast_names = losses("default")
+    assert fast == pytest.approx(plain, rel=1e-4)
+    assert plain[-1] < plain[0]
+    assert fast_names == names

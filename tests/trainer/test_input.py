@@ -1,0 +1,81 @@
+"""Batches: gathered in the step, by a thread, through staging memory, or from a copy of the data; always the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.faults import Faults
+from trainer.input import PLANNED, BatchLoader, batches_ahead, fits
+from trainer.sampler import Sampler
+from trainer.shards import DataShardManager
+from trainer.timing import StepTimer
+from trainer.world import RankFacts, World
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+ALONE = World(RankFacts(), CPU, "gloo")
+
+
+def sampler(shards: DataShardManager, batch: int = 240) -> Sampler:
+    return Sampler(
+        samples=shards.count("train"), global_batch_size=batch, micro_batches=6, seed=1, rank=1, world_size=2
+    )
+
+
+def loader(shards: DataShardManager, ahead: int = 0) -> BatchLoader:
+    return BatchLoader(shards, sampler(shards), ALONE, Faults({}, 0), StepTimer(True, CPU), ahead)
+
+
+@pytest.mark.parametrize("way", ["step", "thread", "far ahead", "staged", "staged by a thread", "resident"])
+def test_batches_are_those_that_the_sampler_deals(way: str, dataset: Path, cache: Path) -> None:
+    shards = DataShardManager(str(dataset), cache)
+    plain = DataShardManager(str(dataset), cache)
+    if way == "resident":
+        shards.keep_on(CPU)
+        assert shards._flat.data_ptr() != plain._flat.data_ptr()
+        assert not np.shares_memory(shards._flat.numpy(), shards._maps["features"])
+    made = loader(shards, {"thread": 1, "far ahead": 4, "staged by a thread": 2}.get(way, 0))
+    if "staged" in way:
+        made.stage()
+    for first in (0, 3):  # a step that failed begins anew, with batches under way
+        batches = made.batches(2, first)
+        for step in range(first, made.sampler.steps_per_epoch):
+            found = next(batches)
+            samples, dealt = made.sampler.step(2, step)
+            assert found.samples == samples
+            for (number, windows, target), part in zip(found.micro_batches, dealt, strict=True):
+                expected = plain.gather(plain.end_rows("train", part.positions))
+                assert number == part.number
+                assert torch.equal(windows, expected[0])
+                assert torch.equal(target, expected[1])
+            if first == 0 and step == 5:
+                break
+        else:
+            assert next(batches, None) is None
+    made.close()
+
+
+def test_steps_are_planned_together_and_come_out_as_one_by_one(dataset: Path, cache: Path) -> None:
+    shards = DataShardManager(str(dataset), cache)
+    deals = sampler(shards, 60)
+    together = deals.steps(3, range(2, deals.steps_per_epoch))
+    assert len(together) * 30 < PLANNED
+    for step, (samples, dealt) in enumerate(together, start=2):
+        expected_samples, expected = deals.step(3, step)
+        assert samples == expected_samples
+        for one, other in zip(dealt, expected, strict=True):
+            assert one.number == other.number
+            assert np.array_equal(one.positions, other.positions)
+
+
+def test_what_is_gathered_ahead_and_what_fits() -> None:
+    assert batches_ahead(None, CPU, resident=False, larger_than_memory=False) == 0
+    assert batches_ahead(None, CPU, resident=False, larger_than_memory=True) == 1
+    assert batches_ahead(None, GPU, resident=False, larger_than_memory=False) == 1
+    assert batches_ahead(3, CPU, resident=False, larger_than_memory=False) == 3
+    assert batches_ahead(3, GPU, resident=True, larger_than_memory=False) == 0
+    assert fits(250, 1000)
+    assert not fits(251, 1000)

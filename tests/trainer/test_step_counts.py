@@ -1,0 +1,180 @@
+"""What an optimizer step costs beyond its bound, in counts that no machine changes: Python calls, operations, bytes
+that are gathered, and collectives. The bound is the same forward and backward pass, clipping and update, on a batch
+that is there already."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from worlds import Job
+
+from trainer.config import DistributedTrainingConfig, FactoryConfig, parse_job
+from trainer.faults import Faults
+from trainer.group import Group, make_torch_transport
+from trainer.input import Batch, BatchLoader
+from trainer.losses import build_loss
+from trainer.model import build_model
+from trainer.run import DistributedTrainer
+from trainer.sampler import Sampler
+from trainer.shards import DataShardManager
+from trainer.step import Step, Votes
+from trainer.timing import StepTimer
+from trainer.world import RankFacts, World
+
+CPU = torch.device("cpu")
+SIZE, STEPS = 64, 12
+MORE_CALLS, MORE_OPERATIONS = 50, 2
+"""In a whole step, its input and its bookkeeping included, than in the bound: calls of functions, written in Python or
+in C, and operations of torch. No more than there were when this was written, but for three calls."""
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations, and the bytes of what they give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = str(function.overloadpacket)
+        self.count[name] += 1
+        self.bytes[name] += sum(item.nbytes for item in tree_leaves(result) if isinstance(item, torch.Tensor))
+        return result
+
+
+@contextmanager
+def python_calls(counted: Counter[str]) -> Iterator[None]:
+    def note(_: Any, event: str, __: Any) -> None:
+        counted[event] += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+class Counting(DistributedTrainer):
+    """Counts what happens between one batch and the next; ``with_`` is opened at each."""
+
+    def count(self, with_: Callable[[], Any]) -> None:
+        self.counted: list[Any] = []
+        self._with = with_
+
+    def train_epoch(self, dataloader: Iterable[Batch], epoch: int = 0) -> dict[str, float]:
+        return super().train_epoch(self._between(dataloader), epoch)
+
+    def _between(self, dataloader: Iterable[Batch]) -> Iterator[Batch]:
+        batches = iter(dataloader)
+        batch = next(batches, None)
+        while batch is not None:
+            self.batch = batch
+            with self._with() as found:
+                yield batch
+                batch = next(batches, None)
+            self.counted.append(found)
+
+
+def trained(job: Job, with_: Callable[[], Any]) -> Counting:
+    """A training of a few steps, counted."""
+    trainer = Counting(parse_job(job.write().read_text()))
+    trainer.count(with_)
+    trainer.initialize_distributed()
+    try:
+        trainer.setup()
+        trainer.train()
+    finally:
+        trainer.close()
+    return trainer
+
+
+def bound(trainer: DistributedTrainer, batch: Batch) -> None:
+    """What nobody can leave out."""
+    step = trainer.step
+    step.optimizer.zero_grad(set_to_none=True)
+    for _, windows, target in batch.micro_batches:
+        (step.criterion(step.module(windows), target).sum() * (1 / batch.samples)).backward()
+    torch.nn.utils.clip_grad_norm_(step.parameters, 0.5)
+    step.optimizer.step()
+
+
+@pytest.fixture
+def job(new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> Job:
+    made = new_job(
+        world_size=1, gradient_accumulation_steps=1, batch_size_per_gpu=SIZE, max_steps=STEPS, log_frequency=1000,
+        checkpoint_frequency=1000, clip_norm=1e9,
+    )  # fmt: skip
+    monkeypatch.setenv("DTRAIN_CACHE", made.environment["DTRAIN_CACHE"])
+    return made
+
+
+def test_a_step_makes_few_more_calls_than_its_bound(job: Job) -> None:
+    @contextmanager
+    def calls() -> Iterator[Counter[str]]:
+        counted: Counter[str] = Counter()
+        with python_calls(counted):
+            yield counted
+
+    trainer = trained(job, calls)
+    with calls() as needed:
+        bound(trainer, trainer.batch)
+    typical = sorted(item.total() for item in trainer.counted)[STEPS // 2]
+    assert typical <= needed.total() + MORE_CALLS
+
+
+def test_a_step_makes_few_more_operations_than_its_bound_and_gathers_no_byte_twice(job: Job) -> None:
+    trainer = trained(job, Operations)
+    with Operations() as needed:
+        bound(trainer, trainer.batch)
+    made = trainer.counted[-3]
+    assert made.count.total() <= needed.count.total() + MORE_OPERATIONS
+    spec = trainer.shards.spec
+    assert made.bytes["aten.index_select"] == SIZE * (spec.window * len(spec.features) + 1) * 4
+    assert sum(made.bytes.values()) <= 1.05 * sum(needed.bytes.values()) + made.bytes["aten.index_select"]
+
+
+def test_two_ranks_exchange_their_gradients_and_one_line_and_nothing_else(dataset: Path, cache: Path) -> None:
+    shards = DataShardManager(str(dataset), cache)
+    config = DistributedTrainingConfig(world_size=2, batch_size_per_gpu=16)
+    store = dist.HashStore()
+    criterion = build_loss(FactoryConfig(factory="student_t"), shards.spec)
+    models = [build_model(FactoryConfig(factory="tcn"), shards.spec, 3) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def work(rank: int) -> list[tuple[str, int]]:
+        def opened() -> Any:
+            return make_torch_transport(store, rank, 2, None, 60.0, 60.0, "127.0.0.1")
+
+        world = World(RankFacts(rank=rank, world_size=2), CPU, "gloo", group=Group(rank, 2, opened))
+        faults, timer = Faults({}, 0), StepTimer(False, CPU)
+        sampler = Sampler(
+            samples=shards.count("train"), global_batch_size=64, micro_batches=4, seed=0, rank=rank, world_size=2
+        )
+        step = Step(models[rank], criterion, config, CPU, faults)
+        step.adopt(world)
+        assert world.group is not None
+        before = len(world.group.collectives)
+        batches = BatchLoader(shards, sampler, world, faults, timer).batches(0, 0)
+        for number in range(3):
+            step(next(batches), number, 1e-3, Votes())
+        found = [(item.what.split(" (")[0], item.bytes) for item in list(world.group.collectives)[before:]]
+        world.leave()
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        [one, other] = pool.map(work, range(2))
+    weights = sum(parameter.nbytes for parameter in models[0].parameters())
+    assert one == other == 3 * [("all-reduce of gradient bucket 0", weights), ("commit of the step", 7 * 8)]
