@@ -136,8 +136,9 @@ class DistributedTrainingConfig:
     """In parameter-server mode: when to try all-reduce again; doubled each time that it fails."""
     communication: Literal["allreduce", "fp16", "topk", "hierarchical", "auto"] = "allreduce"
     """How gradients are summed over ranks: exactly, as half precision, the largest of them first, or within nodes
-    first; ``auto`` chooses by what is measured (`trainer.compression`, `trainer.choice`). Runs are reproducible bit for
-    bit with ``allreduce`` and ``hierarchical`` only."""
+    first; ``auto`` chooses by what is measured (`trainer.compression`, `trainer.choice`). With ``topk`` and ``auto`` a
+    run that is resumed does not repeat one that was not, bit for bit; nor, with ``fp16``, one of another world size up
+    to rounding of sums. Without effect in parameter-server mode, and on one rank."""
     topk_fraction: float = Field(default=0.01, gt=0, le=1)
     """Part of each gradient bucket that ``topk`` sends in a step; the rest is kept and added to the next one."""
     tls: TLSConfig | None = None

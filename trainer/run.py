@@ -104,6 +104,11 @@ class DistributedTrainer:
             self.rundir.storage.delete(RESULT)  # of an earlier start: only this one says how it ended
         self.budget = budget.begin(self)
         self.device, _ = choose_device(facts, self.config.backend)
+        threads = self.config.threads_per_rank
+        if threads is None and "OMP_NUM_THREADS" not in os.environ:  # which the launcher knows better than we do
+            threads = max(1, (os.cpu_count() or 1) // facts.local_world_size)
+        if threads is not None:
+            torch.set_num_threads(threads)  # before there are other threads, which keep what they begin with
         if self.launch is not None:
             self.elastic = Elastic(self.rundir, self.config, facts, self.device, os.environ, self.job.job_id)
             self.elastic.announce()
@@ -112,11 +117,6 @@ class DistributedTrainer:
         if threading.current_thread() is threading.main_thread():
             # Only now: before, SIGTERM may end the process as it does any other, for nothing has been done yet.
             self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
-        threads = self.config.threads_per_rank
-        if threads is None and "OMP_NUM_THREADS" not in os.environ:  # which the launcher knows better than we do
-            threads = max(1, (os.cpu_count() or 1) // facts.local_world_size)
-        if threads is not None:
-            torch.set_num_threads(threads)
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.elastic is None:

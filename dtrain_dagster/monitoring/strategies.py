@@ -23,7 +23,7 @@ WORTH_IT = 0.01
 CHECKPOINT_BUDGET = 0.01
 """Share of training time that checkpoints may cost."""
 KEPT = 0.01
-"""Share of a gradient's entries that top-k compression sends."""
+"""Share of a gradient's entries that top-k compression sends, where the configuration does not say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +139,8 @@ def communication_strategies(world: Sequence[Window], training: Mapping[str, Any
     fit = fit_wire(typical_collectives(world))
     ranked = [*_more_work(now, training), *_fewer_nodes(now, world)]
     if fit:
-        ranked += _compression(now, world, fit) + _buckets(now, world, fit) + _hierarchy(now, world, fit)
+        ranked += _compression(now, world, fit, training) + _buckets(now, world, fit)
+        ranked += _hierarchy(now, world, fit, training)
     return ranked
 
 
@@ -158,18 +159,26 @@ def _more_work(now: StepModel, training: Mapping[str, Any]) -> list[Strategy]:
     ]
 
 
-def _compression(now: StepModel, world: Sequence[Window], fit: WireFit) -> list[Strategy]:
-    """Fewer bytes: gains on the part that bandwidth decides, and only on what the backward pass does not hide."""
-    size = world[-1].world_size
+def _compression(
+    now: StepModel, world: Sequence[Window], fit: WireFit, training: Mapping[str, Any]
+) -> list[Strategy]:  # fmt: skip
+    """Fewer bytes: gains on the part that bandwidth decides, and only on what the backward pass does not hide. Nothing
+    of what a run does already, nor where gradients go through one host: that mode does not compress."""
+    present = training.get("communication", "allreduce")
+    if world[-1].facts.get("topology") == "star" or present not in ("allreduce", "hierarchical"):
+        return []
+    size, kept = world[-1].world_size, float(training.get("topk_fraction", KEPT))
     found = []
-    for name, change, left, note in (
-        ("fp16 compression", "send gradients as fp16 (a communication hook)", 0.5, "rounds gradients to 11 bits"),
+    for name, setting, left, note in (
+        ("fp16 compression", "fp16", 0.5, "rounds gradients to 11 bits"),
         (
-            "top-k compression", f"send the largest {KEPT:.0%} of each gradient, the rest later (a communication hook)",
-            min(1.0, KEPT * size), "choosing them costs time that is not counted here; look at the loss curve",
+            "top-k compression", "topk", min(1.0, kept * size),
+            f"sends the largest {kept:.2g} of each gradient, the rest later: look at the loss curve; choosing them "
+            "takes time that is not counted here (auto measures it)",
         ),
     ):  # fmt: skip
         saved = sum((1 - left) * item.bytes * fit.seconds_per_byte for item in _buckets_of(world))
+        change = f"training.communication = {setting} (now {present})"
         found.append(now.to(_less_wire(now, world, saved), name, change, note))
     return found
 
@@ -204,20 +213,22 @@ def _buckets(now: StepModel, world: Sequence[Window], fit: WireFit) -> list[Stra
     return [now.to(then(count), "another bucket size", change, note)]
 
 
-def _hierarchy(now: StepModel, world: Sequence[Window], fit: WireFit) -> list[Strategy]:
+def _hierarchy(
+    now: StepModel, world: Sequence[Window], fit: WireFit, training: Mapping[str, Any]
+) -> list[Strategy]:  # fmt: skip
     """Sum within nodes first: only one rank of each node talks to other nodes."""
     size, nodes = world[-1].world_size, now.nodes
-    if nodes == size or nodes == 1:
+    present = training.get("communication", "allreduce")
+    if nodes in (1, size) or present != "allreduce" or world[-1].facts.get("topology") == "star":
         return []
     latency, bandwidth = (nodes - 1) / (size - 1), ((nodes - 1) / nodes) / ((size - 1) / size)
     saved = sum(
         (1 - latency) * fit.latency_seconds + (1 - bandwidth) * item.bytes * fit.seconds_per_byte
         for item in _buckets_of(world)
     )
-    change = f"all-reduce within each node, then between {nodes} nodes (a communication hook)"
-    return [
-        now.to(_less_wire(now, world, saved), "hierarchical all-reduce", change, "at best: sums within a node are free")
-    ]
+    change = f"training.communication = hierarchical (now {present})"
+    note = f"sums within each of the {nodes} nodes, then between them; at best: sums within a node are free"
+    return [now.to(_less_wire(now, world, saved), "hierarchical all-reduce", change, note)]
 
 
 def on_fewer_nodes(world: Sequence[Window]) -> list[StepModel]:

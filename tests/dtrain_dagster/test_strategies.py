@@ -34,6 +34,8 @@ def test_where_bandwidth_is_short_bytes_are_saved_and_the_promise_is_kept():
     halved = replace(LARGE, buckets=(30_000_000,))
     assert found["fp16 compression"].samples_per_second == pytest.approx(rate(halved), rel=0.03)
     assert found["top-k compression"].gain > found["fp16 compression"].gain > 0.1
+    assert found["fp16 compression"].change == "training.communication = fp16 (now allreduce)"
+    assert found["top-k compression"].change == "training.communication = topk (now allreduce)"
     # as many micro-batches more in each step as the change says
     change = found["more accumulation"].change
     assert change == "training.gradient_accumulation_steps = 4 (now 2)"
@@ -65,6 +67,10 @@ def test_sums_within_nodes_are_for_several_ranks_on_each():
         item["nodes"] = [0, 0, 1, 1]
     found = {item.name: item for item in strategies(settled(windows(events)), events, TRAINING)}
     assert found["hierarchical all-reduce"].gain > 0.1
+    assert found["hierarchical all-reduce"].change == "training.communication = hierarchical (now allreduce)"
+    compressed = strategies(settled(windows(events)), events, {**TRAINING, "communication": "topk"})
+    names = {item.name for item in compressed}
+    assert not names & {"fp16 compression", "top-k compression", "hierarchical all-reduce"}, "it does so already"
     assert found["fewer nodes"].change.startswith("1 node(s) instead of 2")
 
 

@@ -10,14 +10,20 @@ from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from elastic_nodes import KILLED, QUICK, Nodes
 from torch import Tensor, nn
+from worlds import Job
 
 from trainer import compression
+from trainer.choice import Automatic
+from trainer.communication import FIELDS, Window
 from trainer.compression import Echo, Half, Scheme, TopK, largest, make_scheme
 from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.consumed import unproven
 from trainer.faults import Faults
 from trainer.group import Group, GroupError, TorchTransport, make_torch_transport
 from trainer.step import Batch, NonFiniteError, Step, Votes
@@ -244,6 +250,45 @@ def test_a_peer_that_dies_in_a_compressed_sum_wakes_everybody(worlds: Callable[[
 
     with mock.patch.object(TorchTransport, "swap", fail):
         assert at_once(work, world) == ["n2 is gone"] * 3
+
+
+def test_ranks_that_try_what_compressing_takes_agree(worlds: Callable[[int], list[World]]) -> None:
+    """Of a step that is nearly all wire, at 10 MB/s."""
+    bytes_ = 400_000
+    values = np.zeros((4, 10, len(FIELDS) + 4))
+    values[:, :, FIELDS.index("backward")], values[:, :, FIELDS.index("exposed")] = 0.001, 0.0402
+    values[:, :, len(FIELDS)], values[:, :, len(FIELDS) + 2] = 0.0401, 0.0001
+    window = Window(values, (("bucket 0", bytes_), ("commit", 56)))
+
+    def work(world: World) -> Any:
+        automatic = Automatic(world, NODES, 0.01, may_drop=True)
+        told = [automatic.review(window, [torch.zeros(bytes_ // 4)]) for _ in range(3)]
+        assert world.group is not None
+        tries = [item.what for item in world.group.collectives].count("trial of compression")
+        return told, tries, automatic.present
+
+    [one, *others] = at_once(work, worlds(4))
+    assert others == [one] * 3
+    told, tries, present = one
+    assert tries == 1
+    assert told[2]["choice"] == present != "allreduce"
+    assert set(told[2]["step_seconds"]) == {"allreduce", "hierarchical", "fp16", "topk"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("communication", ["fp16", "topk"])
+def test_a_node_that_is_killed_while_gradients_are_compressed(new_job: Callable[..., Job], communication: str) -> None:
+    """Those who are left go on from the step that failed; what had been kept back is lost, and nothing else."""
+    job = new_job(communication=communication, **QUICK)
+    nodes = Nodes(job).start(faults=({"kind": "kill", "at": "all_reduce", "step": 6, "node": 1},))
+    try:
+        assert nodes.wait() == [0, KILLED, 0], nodes.log()
+    finally:
+        nodes.kill()
+    result = job.result()
+    assert (result["status"], result["world_size"]) == ("succeeded", 2)
+    assert unproven(result["consumed"], result["train_samples"], round(result["epochs"])) == []
+    assert not job.events("resume")
 
 
 def test_settings_that_do_not_go_together_are_refused_and_others_fall_back() -> None:

@@ -1,0 +1,70 @@
+"""Hosts as network namespaces of this machine, joined by a bridge, each behind a link of a given rate.
+
+Made with ``ip`` and ``tc`` (token buckets in both directions), all of it in the kernel, so that 10 Gbit/s are possible.
+Needs root, and nothing is left of it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from types import TracebackType
+
+RATES = {"10gbit": 10e9, "1gbit": 1e9, "100mbit": 100e6}
+"""As ``tc`` calls them, in bits per second."""
+
+
+class NoNamespacesError(RuntimeError):
+    """This machine does not let us make them. The message says why."""
+
+
+class Hosts:
+    """``count`` hosts; `paths` are those of their namespaces."""
+
+    def __init__(self, count: int) -> None:
+        self._switch = f"dtrain-{os.getpid()}-switch"
+        self.names = [f"dtrain-{os.getpid()}-{number}" for number in range(count)]
+        try:
+            for name in (self._switch, *self.names):
+                _do(f"ip netns add {name}")
+            _do(f"ip -n {self._switch} link add bridge type bridge")
+            _do(f"ip -n {self._switch} link set bridge up")
+            for number, name in enumerate(self.names):
+                _do(f"ip -n {name} link add eth0 type veth peer name port{number} netns {self._switch}")
+                _do(f"ip -n {self._switch} link set port{number} master bridge up")
+                _do(f"ip -n {name} addr add {self.address(number)}/24 dev eth0")
+                _do(f"ip -n {name} link set lo up")
+                _do(f"ip -n {name} link set eth0 up")
+        except (OSError, NoNamespacesError) as error:
+            self.close()
+            raise NoNamespacesError(f"no network namespaces here: {error}") from error
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def paths(self) -> list[str]:
+        return [f"/run/netns/{name}" for name in self.names]
+
+    def address(self, host: int) -> str:
+        return f"10.79.0.{host + 1}"
+
+    def limit(self, rate: str) -> None:
+        """What each host sends and receives at most: one of `RATES`."""
+        burst = max(128 * 1024, round(RATES[rate] / 8 / 250))  # what comes between two ticks of the kernel's clock
+        for number, name in enumerate(self.names):
+            for where, device in ((name, "eth0"), (self._switch, f"port{number}")):
+                _do(f"tc -n {where} qdisc replace dev {device} root tbf rate {rate} burst {burst} latency 100ms")
+
+    def close(self) -> None:
+        for name in (*self.names, self._switch):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def _do(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True)
+    if done.returncode:
+        raise NoNamespacesError(f"{command}: {done.stderr.strip()}")

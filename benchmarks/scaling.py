@@ -1,0 +1,322 @@
+"""What more ranks gain: two on two cores, and three hosts at 10 Gbit/s, 1 Gbit/s and 100 Mbit/s, with each way to sum.
+
+Two ranks: three worlds train the stock model at its default batch, one thread to a rank, in stretches of steps that
+take turns in random order: one rank with nobody beside it, two worlds of one rank at once, and one world of two.
+
+    efficiency_2_ranks           samples per second of the world of two, over those of two worlds of one together: what
+                                 summing and waiting for each other cost, for the cores share caches and clocks alike
+    efficiency_2_ranks_alone     over twice those of one rank while the other core idles
+
+Three hosts: network namespaces with a rank each, joined by links of a given rate; real prices; the stock model, and a
+wide one, whose gradients are megabytes. (Sums by node differ from plain ones where nodes have several ranks: they have
+rows of their own, with two ranks on each of two hosts.) Needs root.
+
+    auto_vs_allreduce_100mbit              how many times as long a step of the wide model takes with allreduce as with
+                                           what auto has settled on
+    auto_vs_allreduce_100mbit_whole_run    the same over all steps, those before auto has settled included
+    auto_loss_difference_100mbit_percent   of the validation loss after the same number of samples
+    rows                                   all trainings: seconds of a step, exposed communication, losses
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests" / "trainer"), str(ROOT / "tests" / "faults")]
+
+import switch  # noqa: E402
+import worlds  # noqa: E402
+
+from benchmarks.checkpoint import RESULTS, _cpu  # noqa: E402
+from benchmarks.namespaces import RATES, Hosts, NoNamespacesError  # noqa: E402
+from dtrain_dagster.data.prices import write_prices  # noqa: E402
+from dtrain_dagster.data.sharding import DatasetParams, build_dataset  # noqa: E402
+from dtrain_dagster.data.sources import price_source  # noqa: E402
+from dtrain_dagster.data.validation import validate_prices  # noqa: E402
+from trainer.config import parse_job  # noqa: E402
+from trainer.run import DistributedTrainer  # noqa: E402
+from trainer.step import Batch  # noqa: E402
+
+WARM_UP = 220
+"""Steps before the first stretch: windows end with each report in the beginning."""
+MODELS = {
+    "stock": ({"factory": "tcn", "args": {}}, 128, 2),
+    "wide": ({"factory": "tcn", "args": {"channels": 256}}, 8, 1),
+}
+"""Model, samples in a micro-batch, micro-batches of a rank."""
+MODES = ("allreduce", "fp16", "topk", "auto")
+SETTLING = 10
+"""Steps at the beginning of a training that its typical step leaves out; with auto, those before its last choice."""
+LATEST = 5
+"""Reports that a loss of the training is the mean of."""
+COMMON = {
+    "epochs": 1000, "log_frequency": 10, "checkpoint_frequency": 10**9, "eval_frequency": 10**9, "warmup_steps": 10,
+    "threads_per_rank": 1, "collective_timeout_seconds": 120, "hang_seconds": 1e6,
+}  # fmt: skip
+
+
+class Trial(DistributedTrainer):
+    """A training in stretches: after each it says how long it took, and waits for the word to begin the next."""
+
+    def __init__(self, job: Any, pipe: Connection, steps: int) -> None:
+        super().__init__(job)
+        self.pipe, self.stretch, self.ends_at, self.began = pipe, steps, WARM_UP, 0.0
+
+    def train_epoch(self, dataloader: Iterable[Batch], epoch: int = 0) -> dict[str, float]:
+        return super().train_epoch(self._in_stretches(dataloader), epoch)
+
+    def _in_stretches(self, dataloader: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in dataloader:
+            if self.progress.step == self.ends_at:
+                self.pipe.send(time.monotonic() - self.began)
+                self.pipe.recv()
+                self.world.meet()
+                self.step.timer.drop()
+                self.ends_at, self.began = self.ends_at + self.stretch, time.monotonic()
+            yield batch
+
+
+def be_timed(config: str, environment: dict[str, str], log: str, pipe: Connection, steps: int) -> None:
+    """A rank that trains in stretches until it is ended."""
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environment)
+    trainer = Trial(parse_job(Path(config).read_text()), pipe, steps)
+    trainer.initialize_distributed()
+    trainer.setup()
+    with contextlib.suppress(EOFError):
+        trainer.train()
+
+
+def two_ranks(folder: Path, dataset: Path, rounds: int, steps: int) -> dict[str, Any]:
+    model, batch, accumulation = MODELS["stock"]
+    settings = {**COMMON, "batch_size_per_gpu": batch, "gradient_accumulation_steps": accumulation}
+    processes, pipes = [], {}
+    try:
+        for name, size in (("one", 1), ("other", 1), ("both", 2)):
+            job = worlds.Job(folder / name, dataset, {"model": model}, {**settings, "world_size": size})
+            path, port, pipes[name] = job.write(), worlds.free_port(), []
+            for rank in range(size):
+                ours, theirs = worlds.FORKS.Pipe()
+                environment = ranks_environment(rank, rank, size, 2, "127.0.0.1", port, dataset)
+                arguments = (str(path), environment, str(job.run_dir / f"log-{rank}.txt"), theirs, steps)
+                processes.append(worlds.FORKS.Process(target=be_timed, args=arguments, daemon=True))
+                processes[-1].start()
+                theirs.close()
+                pipes[name].append(ours)
+        for name in pipes:
+            took(pipes, name)
+        order, found = random.Random(0), {"alone": [], "busy": [], "both": []}  # type: ignore[var-annotated]
+        for number in range(rounds):
+            for kind in order.sample(list(found), 3):
+                names = {"alone": ["one", "other"][number % 2 :][:1], "busy": ["one", "other"], "both": ["both"]}[kind]
+                for name in names:
+                    for pipe in pipes[name]:
+                        pipe.send("go")
+                found[kind].append(statistics.fmean(took(pipes, name) for name in names) / steps)
+            print(f"two ranks: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    # A step of the world of two is as much work for each rank as one of a world of one.
+    busy = [one / both for one, both in zip(found["busy"], found["both"], strict=True)]
+    alone = [one / both for one, both in zip(found["alone"], found["both"], strict=True)]
+    return {
+        "efficiency_2_ranks": statistics.median(busy),
+        "efficiency_2_ranks_quartiles": [round(value, 4) for value in statistics.quantiles(busy, n=4)[::2]],
+        "efficiency_2_ranks_alone": statistics.median(alone),
+        **{f"step_seconds_{kind}": statistics.median(seconds) for kind, seconds in found.items()},
+    }
+
+
+def took(pipes: dict[str, list[Connection]], name: str) -> float:
+    return max(pipe.recv() for pipe in pipes[name])
+
+
+def ranks_environment(
+    rank: int, local: int, size: int, per_node: int, address: str, port: int, dataset: Path
+) -> dict[str, str]:  # fmt: skip
+    facts = {
+        "RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": min(size, per_node),
+        "NODE_RANK": rank // per_node, "MASTER_ADDR": address, "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
+    }  # fmt: skip
+    return {**{name: str(value) for name, value in facts.items()}, "DTRAIN_CACHE": str(dataset.parent / "cache")}
+
+
+def be_host(namespace: str, config: str, environment: dict[str, str], log: str) -> None:
+    """A rank on one of the hosts."""
+    switch.enter(namespace)
+    worlds.be_rank(["--config", config], {**os.environ, **environment, "GLOO_SOCKET_IFNAME": "eth0"}, log)
+
+
+def train(
+    hosts: Hosts, folder: Path, dataset: Path, rate: str, model: str, mode: str, steps: int, per_host: int = 1
+) -> dict[str, Any]:
+    """One training, and its row of the table."""
+    size = 3 if per_host == 1 else 2 * per_host
+    factory, batch, accumulation = MODELS[model]
+    settings = {
+        **COMMON, "world_size": size, "batch_size_per_gpu": batch, "gradient_accumulation_steps": accumulation,
+        "max_steps": steps, "communication": mode,
+    }  # fmt: skip
+    job = worlds.Job(folder / f"{rate}-{model}-{mode}-{size}", dataset, {"model": factory}, settings)
+    path, port, processes = str(job.write()), worlds.free_port(), []
+    try:
+        for rank in range(size):
+            host = rank // per_host
+            environment = ranks_environment(rank, rank % per_host, size, per_host, hosts.address(0), port, dataset)
+            log = str(job.run_dir / f"log-{rank}.txt")
+            processes.append(
+                worlds.FORKS.Process(target=be_host, args=(hosts.paths[host], path, environment, log), daemon=True)
+            )
+            processes[-1].start()
+        for process in processes:
+            process.join(3600)
+        if [process.exitcode for process in processes] != [0] * size:
+            raise RuntimeError(f"{job.run_dir.name} failed: {job.result().get('error')}\n{job.log()[-2000:]}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    row = {"rate": rate, "model": model, "communication": mode, "ranks": size, "hosts": size // per_host}
+    return {**row, **measured(job, steps)}
+
+
+def measured(job: worlds.Job, steps: int) -> dict[str, Any]:
+    choices, timing, reports = job.events("communication"), job.events("timing"), job.events("step")
+    settled = max([SETTLING, *(item["step"] for item in choices)])
+    steady = [item for item in timing if item["step"] - item["steps"] >= settled] or timing[-1:]
+    exposed = [statistics.fmean(item["segments"]["communication"]) for item in steady]
+    began = reports[0]["time"] - reports[0]["step_seconds"] * reports[0]["step"]
+    return {
+        "steps": steps,
+        "step_seconds": statistics.median(item["seconds"] for item in steady),
+        "exposed_seconds": statistics.median(exposed),
+        "whole_run_step_seconds": sum(item["seconds"] * item["steps"] for item in timing) / steps,
+        "gradient_bytes": sum(item["bytes"] for item in steady[-1]["collectives"] if "bucket" in item["name"]),
+        "bandwidth_bytes_per_second": max(
+            (item["bandwidth_bytes_per_second"] or 0 for item in steady[-1]["collectives"] if "bucket" in item["name"]),
+            default=None,
+        ),
+        "chosen": [[item["step"], item["choice"]] for item in choices],
+        "train_loss": statistics.fmean(item["loss"] for item in reports[-LATEST:]),
+        "valid_loss": job.events("evaluation")[-1]["loss"] if job.events("evaluation") else None,
+        "curve": [[round(item["time"] - began, 3), item["loss"]] for item in reports],
+    }
+
+
+def three_hosts(folder: Path, dataset: Path, rates: Sequence[str], steps: int, steps_slow: int) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    with Hosts(3) as hosts:
+        for rate in rates:
+            hosts.limit(rate)
+            plan = [(model, mode, 1) for model in MODELS for mode in MODES]
+            plan += [("wide", mode, 2) for mode in ("allreduce", "hierarchical")] if rate == rates[-1] else []
+            for model, mode, per_host in plan:
+                count = steps_slow if rate == rates[-1] and per_host == 1 else steps
+                rows.append(train(hosts, folder, dataset, rate, model, mode, count, per_host))
+                shown = {name: value for name, value in rows[-1].items() if name != "curve"}
+                print(json.dumps(shown), file=sys.stderr, flush=True)
+    after_a_fixed_time(rows)
+    last = rates[-1]
+    [plain, chosen] = [
+        next(row for row in rows if (row["rate"], row["model"], row["communication"]) == (last, "wide", mode))
+        for mode in ("allreduce", "auto")
+    ]
+    return {
+        f"auto_vs_allreduce_{last}": plain["step_seconds"] / chosen["step_seconds"],
+        f"auto_vs_allreduce_{last}_whole_run": plain["whole_run_step_seconds"] / chosen["whole_run_step_seconds"],
+        f"auto_loss_difference_{last}_percent": 100
+        * abs(chosen["valid_loss"] - plain["valid_loss"])
+        / abs(plain["valid_loss"]),
+        "rows": [{key: _rounded(value) for key, value in row.items()} for row in rows],
+    }
+
+
+def after_a_fixed_time(rows: list[dict[str, Any]]) -> None:
+    """Add the training loss at the time at which the quickest of those that can be compared has ended."""
+    for row in rows:
+        same = [other for other in rows if all(other[key] == row[key] for key in ("rate", "model", "ranks"))]
+        row["fixed_seconds"] = min(other["curve"][-1][0] for other in same)
+    for row in rows:
+        losses = [loss for seconds, loss in row.pop("curve") if seconds <= row["fixed_seconds"]]
+        row["train_loss_after_fixed_seconds"] = statistics.fmean(losses[-LATEST:]) if losses else None
+
+
+def build(folder: Path, window: int, **params: Any) -> Path:
+    """The bundled prices as a dataset."""
+    folder.mkdir()
+    ref = write_prices(price_source("sp500_panel"), str(folder))
+    checked = validate_prices(ref)
+    return Path(build_dataset(ref, checked, str(folder), DatasetParams(window=window, **params), None).uri)
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, 5) if isinstance(value, float) else value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=20, help="of three stretches of the two ranks (20; 0: none)")
+    parser.add_argument("--stretch", type=int, default=150, help="steps in a stretch (150)")
+    parser.add_argument("--steps", type=int, default=80, help="of each training on three hosts (80; 0: none)")
+    parser.add_argument("--steps-slow", type=int, default=160, help="of each at the lowest rate (160)")
+    parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES), help="of links (all), lowest last")
+    parser.add_argument("--folder", help="where to train (a temporary folder)")
+    parser.add_argument("--save", action="store_true", help="also write the line to benchmarks/results/scaling.json")
+    options = parser.parse_args(arguments)
+    if options.rounds == 1 or options.rounds < 0 or options.stretch < 10:
+        parser.error("--rounds must be 0 or at least 2, and --stretch at least 10")
+    began, load_before, figures = time.monotonic(), os.getloadavg()[0], dict[str, Any]()
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="scaling-") as name:
+        folder = Path(name)
+        if options.rounds:
+            figures |= two_ranks(folder, build(folder / "daily", 60), options.rounds, options.stretch)
+            print(json.dumps(figures), file=sys.stderr, flush=True)
+        if options.steps:
+            dataset = build(folder / "short", 20, train_last="2021-06-30", valid_last="2022-03-31")
+            try:
+                figures |= three_hosts(folder, dataset, options.rates, options.steps, options.steps_slow)
+            except NoNamespacesError as error:
+                figures["three_hosts"] = f"skipped: {error}"
+    result = {
+        "benchmark": "scaling",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        **{key: _rounded(value) for key, value in figures.items()},
+        "seconds": round(time.monotonic() - began, 1),
+        "load_before": round(load_before, 2),
+        "load_after": round(os.getloadavg()[0], 2),
+    }
+    line = json.dumps(result)
+    print(line)
+    if options.save:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "scaling.json").write_text(line + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

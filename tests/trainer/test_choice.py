@@ -1,0 +1,154 @@
+"""What ``auto`` sums gradients by: properties of the decision, and real ranks that agree on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.choice import (
+    AGREEING,
+    CLEARLY,
+    GENTLE_FIRST,
+    LEAST_STEPS,
+    PLAIN,
+    Automatic,
+    Link,
+    Means,
+    Step,
+    choose,
+    expect,
+    exposed,
+    link_of,
+)
+from trainer.communication import FIELDS, Window
+from trainer.world import RankFacts, World
+
+SLOW, FAST = (
+    Link(latency_seconds=2e-4, seconds_per_byte=1.33 * 8 / rate) for rate in (100e6, 10e9)
+)  # what a rank's link carries for each byte
+KNOWN = {
+    PLAIN: Means(),
+    "fp16": Means(bytes_share=0.5, cost_per_byte=1e-9),
+    "topk": Means(bytes_share=0.03, cost_per_byte=4e-9),
+}
+LARGE = Step(computing_seconds=0.1, exposed_seconds=0.0, hiding_seconds=0.0, buckets=(1_000_000, 8_000_000))
+
+
+def measured(step: Step, link: Link, name: str = PLAIN) -> Step:
+    return replace(step, exposed_seconds=exposed(step, link, KNOWN[name]))
+
+
+def choice(step: Step, link: Link, present: str = PLAIN) -> str:
+    return choose(present, expect(step, link, KNOWN, {}))
+
+
+def test_where_the_wire_is_slow_most_is_saved_and_where_it_is_quick_nothing_is_changed() -> None:
+    assert choice(LARGE, SLOW) == "topk"
+    assert choice(LARGE, FAST) == PLAIN
+    between = Link(latency_seconds=2e-4, seconds_per_byte=1e-8)
+    assert choice(LARGE, between) == "fp16", "rounding is enough: the rest is not worth another gradient"
+
+
+def test_wire_that_is_hidden_is_no_reason_to_compress() -> None:
+    """All but a small last bucket is summed while the backward pass computes, however slow the link."""
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        link = Link(latency_seconds=random.uniform(0, 1e-3), seconds_per_byte=10 ** random.uniform(-10, -6))
+        last, first = random.integers(1, 2000), random.integers(1, 10**8)
+        computing = first * link.seconds_per_byte + 1e3 * (link.latency_seconds + 2000 * link.seconds_per_byte)
+        buckets = int(first), int(last)
+        step = Step(computing_seconds=computing, exposed_seconds=0.0, hiding_seconds=1e9, buckets=buckets)
+        assert choice(measured(step, link), link) == PLAIN
+
+
+def test_who_is_chosen_is_not_given_up_for_a_trifle_and_a_choice_is_its_own() -> None:
+    random = np.random.default_rng(1)
+    for _ in range(1000):
+        expected = {name: 10 ** random.uniform(-2, 0) for name in GENTLE_FIRST}
+        for present in GENTLE_FIRST:
+            then = choose(present, expected)
+            assert choose(then, expected) == then
+            if then != present:
+                assert GENTLE_FIRST.index(then) < GENTLE_FIRST.index(present) or expected[then] < expected[present]
+    nearly = {PLAIN: 1.0, "fp16": 1 / (CLEARLY - 0.01)}
+    assert choose(PLAIN, nearly) == PLAIN
+    assert choose("fp16", nearly) == "fp16"
+
+
+def test_a_slower_link_never_leads_to_sending_more() -> None:
+    bytes_sent = []
+    for per_byte in np.logspace(-10, -6, 60):
+        link = Link(latency_seconds=2e-4, seconds_per_byte=float(per_byte))
+        bytes_sent.append(KNOWN[choice(LARGE, link)].bytes_share)
+    assert bytes_sent == sorted(bytes_sent, reverse=True)
+    assert {share for share in bytes_sent} == {1.0, 0.5, 0.03}
+
+
+def test_what_was_measured_with_one_counts_more_than_what_was_expected_of_it() -> None:
+    expected = expect(LARGE, SLOW, KNOWN, {PLAIN: 0.0, "topk": 5.0})
+    assert choose("topk", expected) == "fp16"
+    assert expect(LARGE, SLOW, KNOWN, {PLAIN: 0.01})["fp16"] == pytest.approx(
+        0.11 + exposed(LARGE, SLOW, KNOWN["fp16"])
+    ), "what plain sums take beyond the model, others are expected to take as well"
+
+
+def test_latency_and_bandwidth_are_told_apart() -> None:
+    link = link_of([(56, 0.0003), (1_000_056, 0.1003), (56, 0.0003)])
+    assert (link.latency_seconds, link.seconds_per_byte) == pytest.approx((0.0003, 1e-7))
+    assert link_of([(56, 0.0003)]).seconds_per_byte == 0
+
+
+class Simulated:
+    """Windows of three ranks over a link, as the present choice makes them."""
+
+    def __init__(self, computing: float, sizes: tuple[int, ...]) -> None:
+        world = World(RankFacts(world_size=3), torch.device("cpu"), "gloo")
+        self.automatic = Automatic(world, [0, 1, 2], 0.01, may_drop=True)
+        self.tried = 0
+        self.automatic._try = self._try  # type: ignore[method-assign]
+        self.computing, self.buckets = computing, [torch.zeros(size // 4) for size in sizes]
+
+    def _try(self, bucket: Any, link: Link) -> dict[str, Means]:
+        self.tried += 1
+        return {name: means for name, means in KNOWN.items() if name != PLAIN}
+
+    def window(self, link: Link, steps: int = 10) -> dict[str, Any] | None:
+        means = KNOWN[self.automatic.present]
+        names = [*(f"bucket {number}" for number in range(len(self.buckets))), "commit"]
+        sizes = [round(means.bytes_share * bucket.nbytes) for bucket in self.buckets] + [56]
+        wires = [link.latency_seconds + size * link.seconds_per_byte for size in sizes]
+        values = np.zeros((3, steps, len(FIELDS) + 2 * len(names)))
+        values[:, :, FIELDS.index("backward")] = self.computing
+        cost = means.cost_per_byte * sum(bucket.nbytes for bucket in self.buckets)
+        values[:, :, FIELDS.index("exposed")] = sum(wires) + cost
+        values[:, :, len(FIELDS) :: 2] = wires
+        return self.automatic.review(Window(values, tuple(zip(names, sizes, strict=True))), self.buckets)
+
+
+def test_a_world_chooses_stays_and_goes_back_when_its_link_is_better() -> None:
+    world = Simulated(0.1, (4_000_000,))
+    told = [world.window(SLOW) for _ in range(8)]
+    assert [number for number, item in enumerate(told) if item] == [AGREEING]
+    first = told[AGREEING]
+    assert first is not None
+    assert (first["before"], first["choice"]) == (PLAIN, "topk")
+    assert "with topk one takes" in first["reason"]
+    assert first["step_seconds"]["allreduce"] > 3 * first["step_seconds"]["topk"]
+    assert first["bandwidth_bytes_per_second"] == pytest.approx(100e6 / 8, rel=0.01)
+    told = [world.window(FAST) for _ in range(4)]
+    assert [item["choice"] for item in told if item] == [PLAIN]
+    assert world.tried == 1
+
+
+def test_short_windows_and_a_quick_wire_lead_to_no_trial() -> None:
+    short = Simulated(0.1, (4_000_000,))
+    assert [short.window(SLOW, LEAST_STEPS - 1) for _ in range(5)] == [None] * 5
+    quick = Simulated(0.1, (40_000,))
+    told = [item for item in (quick.window(FAST) for _ in range(5)) if item]
+    assert [(item["choice"], item["before"]) for item in told] == [(PLAIN, PLAIN)], "said once, that all stays"
+    assert "nothing to gain" in told[0]["reason"]
+    assert quick.tried == short.tried == 0
