@@ -158,6 +158,7 @@ class Tuner:
             own = "OMP_NUM_THREADS" in os.environ
             threads = torch.get_num_threads() if own else max(1, (os.cpu_count() or 1) // self.facts.local_world_size)
         self.job = replace(job, training=replace(job.training, threads_per_rank=threads))
+        torch.set_num_threads(threads)  # before there are other threads, which keep what they begin with
         self.seconds, self.elapsed, self.asked_to_stop = seconds, 0.0, False
         self.faults = Faults(os.environ, self.facts.node_rank)
         self.device, self.backend = choose_device(self.facts, job.training.backend)
