@@ -34,8 +34,9 @@ from torch import nn
 from trainer.config import ConfigError, JobConfig, parse_job
 from trainer.faults import Faults
 from trainer.group import GroupError
+from trainer.input import Batch, keep_on_gpu
 from trainer.losses import build_loss, gives_predictive
-from trainer.memory import is_out_of_memory
+from trainer.memory import is_out_of_memory, keep_freed_memory
 from trainer.metrics import Reporter
 from trainer.model import build_model
 from trainer.outcome import DONE, EVICTED, FAILED, LOST, UNUSABLE, leave_process
@@ -47,7 +48,7 @@ from trainer.schedule import learning_rate
 from trainer.search import LEAST_SECONDS, OUT_OF_MEMORY, Candidate, Facts, Learned, Search
 from trainer.shards import DatasetError, DataShardManager
 from trainer.state import TrainingState
-from trainer.step import Batch, NonFiniteError, Step, Votes
+from trainer.step import NonFiniteError, Step, Votes
 from trainer.storage import Storage
 from trainer.world import PeersMissingError, World, choose_device, join, rank_facts
 
@@ -88,6 +89,8 @@ class Contestant(DistributedTrainer):
         self.facts, self.faults, self.device = tuner.facts, tuner.faults, tuner.device
         # Its own: where they are kept is a setting too. They are the same memory of the node.
         self.shards = DataShardManager(self.job.dataset.uri, expected_id=self.job.dataset.dataset_id)
+        if self.config.data_on_device:
+            keep_on_gpu(self.shards, self.device)
         deal(self, tuner.world.rank, tuner.world.world_size)
         steps = self.config.epochs * self.sampler.steps_per_epoch
         self.total_steps = min(steps, self.config.max_steps or steps)
@@ -162,6 +165,8 @@ class Tuner:
         self.seconds, self.elapsed, self.asked_to_stop = seconds, 0.0, False
         self.faults = Faults(os.environ, self.facts.node_rank)
         self.device, self.backend = choose_device(self.facts, job.training.backend)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.world = join(job.training)
         self.shards = DataShardManager(job.dataset.uri, expected_id=job.dataset.dataset_id)
         for split in ("train", "valid"):
