@@ -206,6 +206,7 @@ class Tuner:
             contestant.go(1)
         except Exception as error:  # a user's model or a compiler may raise anything
             why = _in_words(error)
+        self.world.meet()  # to compile takes one rank longer than another, and may take longer than a collective
         why = self._agree(why)
         if not why:
             assert contestant is not None
