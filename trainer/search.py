@@ -45,7 +45,7 @@ RUNS = 4
 TOLERANCE = 0.005
 OUT_OF_MEMORY = "out of memory"
 COMPILE_SECONDS = 30.0
-"""Compiling cannot be interrupted: with less time left in its group it is not begun."""
+"""With less time left in its group, compiling is not begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def _other(name: str, *values: Any) -> Callable[[DistributedTrainingConfig, Fact
 
 def groups(vary_batch: bool, facts: Facts) -> list[Group]:
     """In the order of what they decide: the layout and the precision decide how long a step computes, and with that
-    what all others are worth. Compiling comes last, for nothing else can overrun the budget by much."""
+    what all others are worth. Compiling comes last, for nothing else can take up so much of the budget."""
     batch = Group(name="global batch", options=larger_batches, changes_numbers=True)
     return [
         Group(name="layout", options=layouts, changes_numbers=facts.batch_matters),

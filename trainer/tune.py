@@ -54,6 +54,8 @@ from trainer.world import PeersMissingError, World, choose_device, join, rank_fa
 
 WARM_UP = 2
 """Steps before a candidate is measured for the first time, and in that first measurement."""
+FIRST_STEP_BY = 0.85
+"""Of the budget: when the first step of a candidate, for which it may have to be compiled, has to be done."""
 STRETCHES = 300
 """That a budget is divided into, roughly…"""
 SHORTEST, LONGEST = 0.1, 3.0
@@ -202,8 +204,9 @@ class Tuner:
         contestant, why = None, ""
         try:
             contestant = Contestant(self, candidate)
-            contestant.enter(Alone(self.facts, self.device, self.backend))
-            contestant.go(1)
+            with self._in_time():
+                contestant.enter(Alone(self.facts, self.device, self.backend))
+                contestant.go(1)
         except Exception as error:  # a user's model or a compiler may raise anything
             why = _in_words(error)
         self.world.meet()  # to compile takes one rank longer than another, and may take longer than a collective
@@ -333,6 +336,25 @@ class Tuner:
         if any(stop for _, _, stop in found):
             raise Interrupted
         return [value for value, _, _ in found]
+
+    @contextlib.contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """TimeoutError where the first step of a candidate would take what the rest of the search needs."""
+        left = max(LEAST_SECONDS, FIRST_STEP_BY * self.seconds - self.elapsed)
+
+        def ring(*_: object) -> None:
+            raise TimeoutError(f"its first step takes longer than the {left:.0f} s that are left for it")
+
+        if self._began is None:  # the configuration itself may take its time
+            yield
+            return
+        before = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, left)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
     def _agree(self, why: str) -> str:
         """The first rank's reason that has one."""
