@@ -381,9 +381,9 @@ class Search:
         self, group: Group, found: Sequence[float], chosen: Candidate | None, candidate: Candidate
     ) -> tuple[str, Learned | None]:
         if not pays(found):
-            if statistics.median(found) < 1 + LEAST_GAIN:
-                return "no gain", None
-            return "too few rounds to tell" if len(found) < LEAST_ROUNDS else "no sure gain", None
+            if len(found) < HALVED_FROM:
+                return "too few rounds to tell", None
+            return "no gain" if statistics.median(found) < 1 + LEAST_GAIN else "no sure gain", None
         if chosen is not None:
             return "slower than the chosen one", None
         if not group.changes_numbers:
