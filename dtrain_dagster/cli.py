@@ -24,6 +24,7 @@ from dtrain_dagster.cli_endpoint import endpoint
 from dtrain_dagster.cli_monitoring import dashboard, profile, report, watch
 from dtrain_dagster.cli_prices import prices
 from dtrain_dagster.cli_train import launch, train
+from dtrain_dagster.cli_tune import tune
 
 READERS = 16
 """Run directories that are read side by side."""
@@ -39,7 +40,7 @@ def main() -> None:
     """
 
 
-for command in (launch, train, endpoint, dashboard, report, watch, profile, prices, cost):
+for command in (launch, train, tune, endpoint, dashboard, report, watch, profile, prices, cost):
     main.add_command(command)
 
 

@@ -1,5 +1,7 @@
 """`dtrain launch` and `dtrain train`: a job is started on the cluster, followed, and cancelled by Ctrl-C.
 
+What they share with `dtrain tune` (`dtrain_dagster.cli_tune`) is public here.
+
 Added to `dtrain` by `dtrain_dagster.cli`. Each command imports what it needs, so that ``--help`` answers at once.
 """
 
@@ -10,7 +12,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,7 @@ from dtrain_dagster.cli_common import (
 if TYPE_CHECKING:
     from dtrain_dagster.clusters.base import ClusterConfig, GPUClusterManager, JobStatus
     from dtrain_dagster.settings import Settings
+    from trainer.config import JobConfig
     from trainer.rundir import RunDir
 
 
@@ -87,7 +90,7 @@ def launch(
         )
     cluster, project = cluster_of(settings)
     manager = cluster.manager()
-    job_id = _job_id(name, "launch")
+    job_id = new_job_id(name, "launch")
     if _runs_already(manager, job_id):
         raise Refusal(f"job {job_id} is running already: `dtrain logs --follow {job_id}` or `dtrain cancel {job_id}`")
     manager.provision_cluster(nodes or settings.nodes, settings.gpu_type)
@@ -104,24 +107,35 @@ def launch(
         master_port=master_port,
     )
     _take_over(rundir)
-    with _cancelled_by_signals(manager, job_id, unless=detach):
+    with cancelled_by_signals(manager, job_id, unless=detach):
         manager.submit_job(spec)
         if detach:
             click.echo(job_id)
             return
-        _announce(rundir)
+        announce(rundir)
         status = stream_job(console(), manager, job_id, follower)
-    _end(rundir, status)
+    end(rundir, status)
+
+
+def training_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What names a training: its data, model, loss and fields, and its nodes."""
+    options = (
+        click.option("--config", metavar="JOB.JSON", help="A job.json, see trainer.config."),
+        click.option("--dataset", metavar="FOLDER|ID|latest", help="A dataset, instead of --config."),
+        click.option("--model", help="tcn, lstm, transformer, or your own as package.module:factory."),
+        click.option("--loss", help="student_t, gaussian, mse, or your own as package.module:factory."),
+        click.option("--epochs", type=click.IntRange(min=1)),
+        click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Any field, as training.epochs=2."),
+        _size_options,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 @click.command()
-@click.option("--config", metavar="JOB.JSON", help="A job.json, see trainer.config.")
-@click.option("--dataset", metavar="FOLDER|ID|latest", help="A dataset, instead of --config.")
-@click.option("--model", help="tcn, lstm, transformer, or your own as package.module:factory.")
-@click.option("--loss", help="student_t, gaussian, mse, or your own as package.module:factory.")
-@click.option("--epochs", type=click.IntRange(min=1))
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Any field, as training.epochs=2.")
-@_size_options
+@training_options
+@click.option("--settings", "settings_file", metavar="FILE", help="What `dtrain tune` has written; other options win.")
 @click.option("--name", metavar="ID", help="Id of the job.  [default: that of --config, or made from the time]")
 @click.option("--detach", is_flag=True, help="Print the id of the job and leave it running.")
 @refuses
@@ -134,6 +148,7 @@ def train(
     overrides: tuple[str, ...],
     nodes: int | None,
     procs_per_node: int | None,
+    settings_file: str | None,
     name: str | None,
     detach: bool,
 ) -> None:
@@ -150,8 +165,9 @@ def train(
       dtrain train --dataset latest --nodes 3
       dtrain train --dataset <id> --model my_models:make_model --epochs 2 --set training.learning_rate=1e-3
       dtrain train --config job.json --nodes 2 --procs-per-node 2
+      dtrain train --dataset latest --settings tuned.json
     """
-    from dtrain_dagster.cli_job import as_begun, dataset_config, plan_job, read_config, total_steps, with_reachable_data
+    from dtrain_dagster.cli_job import as_begun, total_steps, with_reachable_data
     from dtrain_dagster.jobs import start_job
     from dtrain_dagster.registry.staging import ensure_importable
     from dtrain_dagster.terminal import watch_training
@@ -159,37 +175,67 @@ def train(
     settings = read_settings(procs_per_node)
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)
-    if (config is None) == (dataset is None):
-        raise click.UsageError("give either --config or --dataset", click.get_current_context())
-    shortcuts = {"model.factory": model, "loss.factory": loss, "training.epochs": epochs}
-    given = [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
-    text = read_config(config) if config else dataset_config(settings, dataset or "")
-    if name or dataset:
-        given.append(f"job_id={json.dumps(_job_id(name, 'train'))}")
-    job, node_count = plan_job(text, config or "the command line", [*given, *overrides], nodes, settings)
-    rundir = run_dir(settings, _job_id(job.job_id, "train"))
+    asked = [*as_overrides(model, loss, epochs), *overrides]
+    job_id = new_job_id(name, "train") if name or dataset else None
+    job, node_count = wanted_job(settings, config, dataset, asked, nodes, job_id, settings_file)
+    rundir = run_dir(settings, new_job_id(job.job_id, "train"))
     runs = _runs_already(cluster.manager(), job.job_id)
     steps = total_steps(job)
     job = as_begun(with_reachable_data(job, settings), runs)
     if runs:
         click.echo(f"job {job.job_id} is running already: no other is started", err=True)
     else:
-        _say_what_was_got(manager.provision_cluster(node_count, settings.gpu_type), settings)
+        say_what_was_got(manager.provision_cluster(node_count, settings.gpu_type), settings)
     ensure_importable()  # for a manager that sends a user's modules to its nodes
     _take_over(rundir)
-    with _cancelled_by_signals(manager, job.job_id, unless=detach):
+    with cancelled_by_signals(manager, job.job_id, unless=detach):
         start_job(manager, job, node_count, settings.processes_per_node, cluster.node_env(project))
         if detach:
             click.echo(job.job_id)
             return
-        _announce(rundir)
+        announce(rundir)
         status = watch_training(console(), manager, rundir, job.job_id, steps)
     if status.state == "succeeded":
         print_summary(rundir)
-    _end(rundir, status)
+    end(rundir, status)
 
 
-def _job_id(name: str | None, kind: str) -> str:
+def as_overrides(model: str | None, loss: str | None, epochs: int | None) -> list[str]:
+    """The options that are short for a field, as ``--set`` takes them."""
+    shortcuts = {"model.factory": model, "loss.factory": loss, "training.epochs": epochs}
+    return [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
+
+
+def wanted_job(
+    settings: Settings,
+    config: str | None,
+    dataset: str | None,
+    asked: Sequence[str],
+    nodes: int | None,
+    job_id: str | None = None,
+    settings_file: str | None = None,
+) -> tuple[JobConfig, int]:
+    """The job that the options describe, and the number of its nodes. ``asked``: overrides; they have the last word."""
+    from dtrain_dagster.cli_job import dataset_config, plan_job, read_config
+    from dtrain_dagster.tuned import read_tuned
+
+    if (config is None) == (dataset is None):
+        raise click.UsageError("give either --config or --dataset", click.get_current_context())
+    text, source = read_config(config) if config else dataset_config(settings, dataset or ""), config
+    given = [*([f"job_id={json.dumps(job_id)}"] if job_id else []), *asked]
+    job, node_count = plan_job(text, source or "the command line", given, nodes, settings)
+    if settings_file:
+        section = "training."
+        stated = {item.partition("=")[0].removeprefix(section) for item in asked if item.startswith(section)}
+        tuned, words = read_tuned(settings_file).settings_for(job, stated)
+        for sentence in words:
+            click.echo(f"note: {sentence}", err=True)
+        given = [*(f"{section}{field}={json.dumps(value)}" for field, value in tuned.items()), *given]
+        job, node_count = plan_job(text, source or "the command line", given, nodes, settings)
+    return job, node_count
+
+
+def new_job_id(name: str | None, kind: str) -> str:
     """The id that a person gave, checked, or one made from the time."""
     from trainer.config import JOB_ID
 
@@ -228,7 +274,7 @@ class _Terminated(BaseException):
 
 
 @contextmanager
-def _cancelled_by_signals(manager: GPUClusterManager, job_id: str, unless: bool) -> Iterator[None]:
+def cancelled_by_signals(manager: GPUClusterManager, job_id: str, unless: bool) -> Iterator[None]:
     """Ctrl-C or SIGTERM inside cancels the job and ends the command, ``unless`` it is to be left running."""
 
     def terminate(*_: object) -> None:
@@ -253,14 +299,14 @@ def _cancelled_by_signals(manager: GPUClusterManager, job_id: str, unless: bool)
         signal.signal(signal.SIGTERM, before)
 
 
-def _say_what_was_got(got: ClusterConfig, settings: Settings) -> None:
+def say_what_was_got(got: ClusterConfig, settings: Settings) -> None:
     """Where it is not what was asked for."""
     if got.gpu_type != settings.gpu_type:
         tier = f" ({got.tier})" if got.tier else ""
         click.echo(f"{settings.gpu_type} was not to be had: {got.gpu_type}{tier} is taken", err=True)
 
 
-def _announce(rundir: RunDir) -> None:
+def announce(rundir: RunDir) -> None:
     """Say what was started, and where it can be seen."""
     from trainer.rundir import LAUNCH
 
@@ -272,7 +318,7 @@ def _announce(rundir: RunDir) -> None:
         click.echo(studio, err=True)
 
 
-def _end(rundir: RunDir, status: JobStatus) -> None:
+def end(rundir: RunDir, status: JobStatus) -> None:
     """Say how the job ended, and exit as it did."""
     from trainer.rundir import STATUS
 

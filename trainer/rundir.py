@@ -14,6 +14,7 @@
       evaluation.json, predictions.npz    the test split, judged against the baselines
       provisioning.json, owner.json       where nodes are bought: what was tried to get them; which Dagster run follows
       status.json                         how it stands, in the cluster's words (`JobState`, exit codes)
+      tuned.json                          the fastest settings, of a job that looked for them (`trainer.tune`)
       profile/                            traces of steps, and requests for more (`trainer.profiling`)
       logs/node-0.log                     what the processes of a node printed
 
@@ -49,6 +50,7 @@ MEMBERSHIP = "membership"
 NODES = "nodes"
 LOGS = "logs"
 PROFILE = "profile"
+TUNED = "tuned.json"
 PROFILE_REQUEST = "profile/request.json"
 
 _log = logging.getLogger(__name__)
@@ -242,7 +244,8 @@ def event(kind: str, rank: int, generation: int, **fields: Any) -> dict[str, Any
     world_size, nodes, joined, lost, topology, reason, step, seconds), ``communication_error`` (step, operation,
     waited_seconds, error, peers, attempt), ``out_of_memory`` (step, samples, activation_checkpointing), ``hang`` (no
     progress, as one rank sees it: step, node_id, nodes, operation, sequence, waited_seconds, where, stacks, recent; see
-    `trainer.watchdog`), ``profile`` (a trace: its last step, steps, path, top operations), ``error`` (message, fatal),
+    `trainer.watchdog`), ``tune`` (group, candidate, doing, samples_per_second, gain, elapsed_seconds, budget_seconds),
+    ``profile`` (a trace: its last step, steps, path, top operations), ``error`` (message, fatal),
     ``end`` (status).
     """
     return {"kind": kind, "time": time.time(), "rank": rank, "generation": generation, **fields}

@@ -23,6 +23,7 @@ from dtrain_dagster.costs.prices import SkuPrice, Tier, price_of, price_table, t
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs import fingerprint
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.tuned import read_tuned
 from dtrain_dagster.wording import dollars, duration
 from trainer.config import DistributedTrainingConfig, JobConfig, parse_job
 
@@ -51,6 +52,9 @@ class TrainingOptions(dg.Config):
     seed: int = _DEFAULT.seed
     more: dict[str, Any] = {}
     """Any other field of DistributedTrainingConfig, such as {"early_stopping_patience": 3}."""
+    settings_file: str = ""
+    """What `dtrain tune` has written for this training. What is stated here, other than its default or under ``more``,
+    wins."""
     budget_usd: float = 0.0
     """What it may be expected to cost at most; else nothing starts. 0: any sum."""
     deadline_hours: float = 0.0
@@ -66,6 +70,12 @@ class TrainingOptions(dg.Config):
         known = {field.name for field in fields(DistributedTrainingConfig)}
         named = {name: getattr(self, name) for name in type(self).model_fields if name in known}
         return {"world_size": world_size, "threads_per_rank": threads_per_rank, **named, **self.more}
+
+    def stated(self) -> set[str]:
+        """Fields of the training that somebody has chosen."""
+        default = type(self)()
+        changed = {name for name in type(self).model_fields if getattr(self, name) != getattr(default, name)}
+        return changed | set(self.more)
 
 
 @dg.asset(
@@ -225,14 +235,22 @@ def job_on(
     project: ProjectResource,
     dataset: BuiltDataset,
 ) -> JobConfig:
-    """The training as it would be on so many nodes."""
-    sections = {
+    """The training as it would be on so many nodes. Settings of a file are a part of it, and of its fingerprint."""
+    training = config.training(node_count * cluster.processes_per_node, cluster.threads_per_rank)
+    sections: dict[str, Any] = {
         "dataset": {"uri": dataset.shared_uri, "dataset_id": dataset.dataset_id},
         "model": {"factory": config.model, "args": config.model_args},
         "loss": {"factory": config.loss, "args": config.loss_args},
-        "training": config.training(node_count * cluster.processes_per_node, cluster.threads_per_rank),
+        "training": training,
     }
-    return job_config(sections, job_id="plan", run_dir=f"{project.jobs_uri}/plan")
+    place = {"job_id": "plan", "run_dir": f"{project.jobs_uri}/plan"}
+    job = job_config(sections, **place)
+    if not config.settings_file:
+        return job
+    tuned, words = read_tuned(config.settings_file).settings_for(job, config.stated())
+    for sentence in words:
+        dg.get_dagster_logger().warning(sentence)
+    return job_config({**sections, "training": {**training, **tuned}}, **place)
 
 
 def baseline(forecast: Forecast, price: SkuPrice, tier: Tier, node_count: int) -> Baseline:

@@ -100,7 +100,11 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "launch": ["--detach", "--master-port", "--name", "--nodes", "--procs-per-node", "command"],
         "train": [
             *("--config", "--dataset", "--detach", "--epochs", "--loss", "--model", "--name", "--nodes"),
-            *("--procs-per-node", "--set"),
+            *("--procs-per-node", "--set", "--settings"),
+        ],
+        "tune": [
+            *("--config", "--dataset", "--epochs", "--global-batch", "--loss", "--model", "--name", "--nodes", "--out"),
+            *("--procs-per-node", "--seconds", "--set"),
         ],
         "jobs": [],
         "status": ["job_id"],

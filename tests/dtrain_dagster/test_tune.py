@@ -1,0 +1,233 @@
+"""`dtrain tune` on a real cluster of two ranks, and what a training takes from the file that it writes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from click.testing import CliRunner
+from small_job import write_dataset
+
+from dtrain_dagster.assets.planning import TrainingOptions, job_on
+from dtrain_dagster.cli import main
+from dtrain_dagster.cli_tune import summary
+from dtrain_dagster.data.sharding import BuiltDataset
+from dtrain_dagster.jobs import fingerprint
+from dtrain_dagster.resources import build_resources
+from dtrain_dagster.settings import Settings
+from dtrain_dagster.tuned import Tuned
+from trainer.config import ConfigError, DatasetRef, DistributedTrainingConfig, JobConfig
+from trainer.rundir import RunDir
+
+DTRAIN = str(Path(sys.executable).parent / "dtrain")
+SMALL = ("--set", "training.batch_size_per_gpu=32")
+EVIDENCE: dict[str, Any] = {
+    "dataset_id": "d1", "world_size": 2, "samples_per_rank": 256,
+    "model": {"factory": "tcn", "args": {}}, "loss": {"factory": "student_t", "args": {}},
+}  # fmt: skip
+CUT = {"batch_size_per_gpu": 256, "gradient_accumulation_steps": 1, "precision": "bf16"}
+
+
+class Folder:
+    """A working folder with a dataset and a home of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.home = path, path / "home"
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")}
+        self.env = inherited | {"DTRAIN_HOME": str(self.home), "DTRAIN_NODES": "2"}
+        write_dataset(path / "walks")
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen([DTRAIN, *arguments], cwd=self.path, env=self.env, stdout=pipe, stderr=pipe, text=True)
+
+    def __call__(self, *arguments: str) -> str:
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=200)
+        assert process.returncode == 0, out + err
+        return out + err
+
+    def refused(self, *arguments: str) -> str:
+        with contextlib.chdir(self.path):
+            done = CliRunner().invoke(main, arguments, env=self.env)
+        assert done.exit_code == 2, done.output
+        return " ".join(done.output.split())
+
+    def write(self, name: str, document: Any) -> str:
+        (self.path / name).write_text(json.dumps(document))
+        return name
+
+    def job(self, job_id: str) -> RunDir:
+        return RunDir(str(self.home / "storage" / "jobs" / job_id))
+
+    def processes(self) -> list[psutil.Process]:
+        home = str(self.home)
+        return [p for p in psutil.process_iter(["cmdline"]) if any(home in word for word in p.info["cmdline"] or [])]
+
+
+@pytest.fixture
+def folder(tmp_path: Path):
+    made = Folder(tmp_path)
+    yield made
+    for process in made.processes():
+        process.kill()
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_settings_and_a_training_takes_them(folder: Folder):
+    said = folder("tune", "--dataset", "walks", "--seconds", "5", "--out", "fast.json", "--name", "t", *SMALL)
+    document = json.loads((folder.path / "fast.json").read_text())
+    evidence = document["evidence"]
+    assert evidence["complete"]
+    assert (evidence["world_size"], evidence["samples_per_rank"]) == (2, 64)
+    assert evidence["baseline"]["samples_per_second"]["median"] > 0
+    assert evidence["cost"]["node_seconds"] > 5
+    rows = evidence["candidates"]
+    assert {row["group"] for row in rows} >= {"layout", "precision"}
+    assert all(row["settings"] | row["change"] == row["settings"] for row in rows)
+    assert any("samples_per_second" in row for row in rows)
+    cuts = [row["settings"] for row in rows if row["group"] == "layout"]
+    assert all(cut["batch_size_per_gpu"] * cut["gradient_accumulation_steps"] == 64 for cut in cuts)
+    assert "node-seconds" in said
+    assert ("keep the defaults" in said) == (not document["training"])
+    kept = folder.job("t").read_json("tuned.json")
+    assert kept["training"] == document["training"]
+    assert not folder.processes()
+
+    document["training"] = {"batch_size_per_gpu": 64, "gradient_accumulation_steps": 1, "precision": "bf16"}
+    folder.write("fast.json", document)  # whatever was fastest just now
+    steps = ("--set", "training.max_steps=2", "--set", "training.gradient_accumulation_steps=2")
+    asked = ("train", "--dataset", "walks", "--nodes", "1", "--name", "stated", *SMALL, *steps)
+    assert "measured with world_size 2, and this training has 1" in folder(*asked, "--settings", "fast.json")
+    training = folder.job("stated").read_job().training
+    assert (training.precision, training.batch_size_per_gpu) == ("bf16", 32)  # what is stated on the command line wins
+    assert folder.job("stated").read_json("result.json")["status"] == "succeeded"
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_job_and_leaves_nothing_running(folder: Folder):
+    process = folder.start("tune", "--dataset", "walks", "--seconds", "300", "--name", "t", *SMALL)
+    until = time.monotonic() + 100
+    while not any(event["doing"] == "ready" for event in folder.job("t").events("tune")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "cancelling job t" in err
+    assert "tuning cost" in err
+    assert not folder.processes()
+    # It was written by the ranks, at the end of their stretch; what is not worth a file makes none.
+    document = folder.job("t").read_json("tuned.json")
+    assert not document["evidence"]["complete"]
+    assert (folder.path / "tuned.json").exists() == bool(document["training"])
+
+
+def test_nothing_is_started_that_could_not_be_delivered_or_told(folder: Folder):
+    (folder.path / "folder").mkdir()
+    asked = ("tune", "--dataset", "walks")
+    assert "--out folder cannot be written: it is a folder" in folder.refused(*asked, "--out", "folder")
+    assert "--out nowhere/fast.json cannot be written" in folder.refused(*asked, "--out", "nowhere/fast.json")
+    assert "--seconds 1: nothing can be told in less than 5 s" in folder.refused(*asked, "--seconds", "1")
+    assert "nothing can be told" in folder.refused(*asked, "--seconds", "nan")
+    assert "give either --config or --dataset" in folder.refused("tune")
+    assert "use fewer ranks" in folder.refused(*asked, "--set", "training.gradient_accumulation_steps=9999")
+    assert not (folder.home / "storage" / "jobs").exists()
+
+
+def test_a_file_that_cannot_be_used_is_refused_with_its_reason(folder: Folder):
+    asked = ("train", "--dataset", "walks", "--settings")
+    assert "there is no such file; `dtrain tune` writes one" in folder.refused(*asked, "nowhere.json")
+    wrong = folder.write("wrong.json", {"training": {"precision": "bf16", "epochs": 3}, "comment": "fast"})
+    said = folder.refused(*asked, wrong)
+    assert "'comment', 'training.epochs' cannot be set by such a file" in said
+    assert "batch_size_per_gpu" in said
+    assert 'must be a JSON object with "training" in it' in folder.refused(*asked, folder.write("list.json", []))
+    (folder.path / "cut.json").write_text('{"training": ')
+    assert "settings cut.json cannot be read" in folder.refused(*asked, "cut.json")
+    assert "training.precision = 'bf17'" in folder.refused(
+        *asked, folder.write("value.json", {"training": {"precision": "bf17"}})
+    )
+    other = folder.write("other.json", {"training": CUT, "evidence": EVIDENCE})
+    said = folder.refused(*asked, other, "--model", "lstm")
+    assert "measured with model {'factory': 'tcn', 'args': {}}, and this training has {'factory': 'lstm'" in said
+    assert not (folder.home / "storage" / "jobs").exists()
+
+
+class TestWhatATrainingTakes:
+    JOB = JobConfig(
+        job_id="j", run_dir="r", dataset=DatasetRef(uri="data", dataset_id="d1"),
+        training=DistributedTrainingConfig(world_size=2),
+    )  # fmt: skip
+    TUNED = Tuned("tuned.json", CUT, EVIDENCE)
+
+    def test_all_of_it_without_a_word_where_it_was_measured_on_this_very_training(self):
+        assert self.TUNED.settings_for(self.JOB, ()) == (CUT, [])
+
+    def test_what_is_stated_stays_and_the_two_that_make_a_batch_stay_together(self):
+        assert self.TUNED.settings_for(self.JOB, {"precision"})[0] == {n: v for n, v in CUT.items() if n != "precision"}
+        assert self.TUNED.settings_for(self.JOB, {"gradient_accumulation_steps"})[0] == {"precision": "bf16"}
+
+    def test_other_data_or_ranks_are_named(self):
+        data = replace(self.JOB, dataset=DatasetRef(uri="data", dataset_id="d2"))
+        used, [said] = self.TUNED.settings_for(data, ())
+        assert used == CUT
+        assert "measured with dataset_id d1, and this training has d2" in said
+        ranks = replace(self.JOB, training=replace(self.JOB.training, world_size=3))
+        assert "measured with world_size 2, and this training has 3" in self.TUNED.settings_for(ranks, ())[1][0]
+        assert "does not say what it was measured on" in Tuned("mine.json", CUT).settings_for(self.JOB, ())[1][0]
+
+    def test_another_number_of_samples_in_a_step_is_another_training(self):
+        other = replace(self.JOB, training=replace(self.JOB.training, batch_size_per_gpu=512))
+        with pytest.raises(ConfigError, match=r"256 samples per rank and step, .* has 1024; .*state both"):
+            self.TUNED.settings_for(other, ())
+        assert self.TUNED.settings_for(other, {"batch_size_per_gpu"})[0] == {"precision": "bf16"}
+
+
+def test_tuned_settings_are_a_part_of_a_plan_and_of_its_identity(tmp_path: Path):
+    settings = Settings(home=tmp_path, nodes=2)
+    resources: dict[str, Any] = build_resources(settings)
+    dataset = BuiltDataset(
+        uri="data", dataset_id="d1", rows=1, samples={}, excluded={}, built=True, shared_uri="data"
+    )  # fmt: skip
+    (tmp_path / "fast.json").write_text(json.dumps({"training": CUT, "evidence": EVIDENCE}))
+
+    def planned(**options: Any) -> JobConfig:
+        return job_on(2, TrainingOptions(**options), resources["cluster"], resources["project"], dataset)
+
+    file = str(tmp_path / "fast.json")
+    plain, tuned = planned(), planned(settings_file=file)
+    assert (tuned.training.batch_size_per_gpu, tuned.training.precision) == (256, "bf16")
+    assert tuned.training.global_batch_size == plain.training.global_batch_size
+    assert fingerprint(tuned, 2, 1) != fingerprint(plain, 2, 1)
+    assert planned(settings_file=file, more={"precision": "fp32"}).training.precision == "fp32"
+    assert planned(settings_file=file, batch_size_per_gpu=64).training.batch_size_per_gpu == 64
+    with pytest.raises(ConfigError, match="measured with model"):
+        planned(settings_file=file, model="lstm")
+
+
+def test_the_result_is_said_in_sentences(tmp_path: Path):
+    spread = {"low": 1.1, "median": 1.2, "high": 1.3}
+    pace = {"samples_per_second": {"low": 900.0, "median": 1000.0, "high": 1100.0}}
+    evidence = {"complete": True, "baseline": pace, "chosen": pace, "gain": spread}
+    out = Path("fast.json")
+    assert summary({"training": {}, "evidence": evidence}, out) == [
+        "keep the defaults: nothing that was tried pays (1,000 samples/s)"
+    ]
+    found = summary({"training": {"precision": "bf16"}, "evidence": evidence | {"complete": False}}, out)
+    assert found == [
+        "ended early: this is the best so far, without a last comparison",
+        "precision = bf16: 1,000 samples/s instead of 1,000, +20 % (+10 to +30 %)",
+        "use it: dtrain train … --settings fast.json",
+    ]

@@ -1,0 +1,234 @@
+"""What auto-tuning makes of figures, on a machine whose every step takes what it is told to: no noise, no waiting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.search import (
+    KNOBS,
+    LEAST_GAIN,
+    OUT_OF_MEMORY,
+    Candidate,
+    Facts,
+    Learned,
+    Search,
+    gains,
+    layouts,
+    objection,
+    pays,
+    race,
+    thread_counts,
+    tolerated,
+)
+
+FACTS = Facts(world_size=2, local_world_size=1, cores=8, ranks_per_host=2)
+CONFIG = DistributedTrainingConfig(world_size=2, batch_size_per_gpu=64, gradient_accumulation_steps=4)
+STRETCH, ENTRY = 1.0, 2.0
+
+
+@dataclass
+class Machine:
+    """A bench whose clock goes on only by what is done on it."""
+
+    speed: Callable[[dict], float]
+    """Samples per second with these settings."""
+    refuses: Callable[[dict], str] = lambda settings: ""
+    loss: Callable[[dict], float] = lambda settings: 1.0
+    is_likelihood: bool = True
+    elapsed: float = 0.0
+    inside: set[Candidate] = field(default_factory=set)
+    most_inside: int = 0
+
+    def enter(self, candidate: Candidate) -> str:
+        if candidate not in self.inside:
+            self.elapsed += ENTRY
+            if why := self.refuses(dict(candidate.settings)):
+                return why
+            self.inside.add(candidate)
+            self.most_inside = max(self.most_inside, len(self.inside))
+        return ""
+
+    def stretch(self, candidate: Candidate) -> float:
+        assert candidate in self.inside
+        self.elapsed += STRETCH
+        return self.speed(dict(candidate.settings))
+
+    def leave(self, candidate: Candidate) -> None:
+        self.inside.discard(candidate)
+
+    def learn(self, candidate: Candidate, steps: int) -> Learned:
+        self.elapsed += 0.01 * steps
+        return Learned(first=2.0, loss=self.loss(dict(candidate.settings)), is_likelihood=self.is_likelihood)
+
+    def step_seconds(self, candidate: Candidate) -> float:
+        return 0.01
+
+
+def searched(machine: Machine, seconds: float = 1000.0, config=CONFIG, facts: Facts = FACTS, **more) -> Search:
+    search = Search(config=config, facts=facts, bench=machine, seconds=seconds, **more)
+    search.run()
+    return search
+
+
+def verdicts(search: Search, group: str) -> dict[tuple, str]:
+    return {tuple(row["change"].values()): row["verdict"] for row in search.rows if row["group"] == group}
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=9, unique=True))
+def test_a_race_without_noise_never_drops_the_fastest_and_lets_the_incumbent_stay(speeds: list[float]):
+    challengers = [Candidate((("precision", number),)) for number in range(len(speeds))]
+    machine = Machine(lambda settings: speeds[settings["precision"]] if settings else 1.0)
+    for candidate in (Candidate(), *challengers):
+        machine.enter(candidate)
+    rates = race(machine, Candidate(), challengers, until=1e9, limit=1e9, halves=True)
+    fastest = challengers[speeds.index(max(speeds))]
+    assert len(rates[fastest]) == len(rates[Candidate()]) == max(map(len, rates.values()))
+    assert machine.inside >= {Candidate(), fastest}
+    assert len(machine.inside) <= 1 + 2  # 9, 5, 3, 2 challengers: who has left takes no time any more
+
+
+@given(st.floats(20, 3000), st.dictionaries(st.sampled_from(["fp32", "bf16", "fp16"]), st.floats(0.3, 3)))
+def test_the_budget_is_kept_but_for_what_was_begun_in_it(seconds: float, factors: dict[str, float]):
+    machine = Machine(lambda settings: factors.get(settings.get("precision", "fp32"), 1.0) * 100)
+    searched(machine, seconds)
+    assert machine.elapsed <= seconds + ENTRY + 2 * STRETCH  # what confirms the result takes one round in any case
+    assert machine.most_inside <= 5
+
+
+@given(st.data())
+def test_the_fastest_of_all_is_found_where_settings_do_not_depend_on_each_other(data: st.DataObject):
+    table: dict = {}
+    factors = st.sampled_from([0.5, 0.8, 1.0, 1.25, 2.0])
+
+    def speed(settings: dict) -> float:
+        total = 100.0
+        for name in ("batch_size_per_gpu", "precision", "threads_per_rank"):
+            if (key := (name, settings.get(name))) not in table:
+                table[key] = data.draw(factors) if name in settings else 1.0
+            total *= table[key]
+        return total
+
+    search, again = (searched(Machine(speed)) for _ in range(2))
+    assert (search.best, search.rows) == (again.best, again.rows)  # the same figures, the same decisions
+    best = 100.0
+    for name in ("batch_size_per_gpu", "precision", "threads_per_rank"):
+        best *= max([1.0, *(value for (key, _), value in table.items() if key == name)])
+    assert speed(dict(search.best.settings)) == pytest.approx(best)
+    assert set(dict(search.best.settings)) <= set(KNOBS)
+
+
+def test_the_largest_micro_batch_that_fits_is_found_by_halving_at_the_same_global_batch():
+    tried = [item["batch_size_per_gpu"] for item in layouts(replace(CONFIG, batch_size_per_gpu=64), FACTS)]
+    assert tried == [256, 128, 32, 16, 8]
+
+    def refuses(settings: dict) -> str:
+        return OUT_OF_MEMORY if settings.get("batch_size_per_gpu", 64) > 128 else ""
+
+    search = searched(Machine(lambda settings: settings.get("batch_size_per_gpu", 64), refuses))
+    assert search.best.settings[:2] == (("batch_size_per_gpu", 128), ("gradient_accumulation_steps", 2))
+    assert verdicts(search, "layout")[256, 1] == OUT_OF_MEMORY
+
+
+def test_a_configuration_that_does_not_fit_is_halved_until_it_does():
+    def refuses(settings: dict) -> str:
+        return OUT_OF_MEMORY if settings.get("batch_size_per_gpu", 64) > 16 else ""
+
+    search = searched(Machine(lambda settings: 100.0, refuses))
+    assert dict(search.best.settings) == {"batch_size_per_gpu": 16, "gradient_accumulation_steps": 16}
+    assert search.best == search.baseline
+    with pytest.raises(ConfigError, match=r"as it is configured .*: no such model"):
+        searched(Machine(lambda settings: 100.0, lambda settings: "no such model"))
+
+
+def test_what_learns_less_is_dropped_with_its_figure_and_the_next_best_is_looked_at():
+    speeds = {"bf16": 300.0, "fp16": 200.0}
+    machine = Machine(
+        lambda settings: speeds.get(settings.get("precision", ""), 100.0),
+        loss=lambda settings: {"bf16": -2.99}.get(settings.get("precision", ""), -3.0),
+    )
+    search = searched(machine)
+    assert dict(search.best.settings) == {"precision": "fp16"}
+    assert verdicts(search, "precision")["fp16",] == "chosen"
+    assert "its validation loss is -2.99000, that of the baseline -3.00000" in verdicts(search, "precision")["bf16",]
+    assert search.gain.median == pytest.approx(2.0)
+
+
+def test_what_cannot_be_judged_in_time_is_not_taken():
+    machine = Machine(lambda settings: 200.0 if "precision" in settings else 100.0)
+    machine.step_seconds = lambda candidate: 10.0  # type: ignore[method-assign]
+    search = searched(machine)
+    assert search.best == Candidate()
+    assert "no time to see whether it learns as much" in str(verdicts(search, "precision"))
+
+
+def test_nothing_is_recommended_that_the_last_comparison_does_not_confirm():
+    machine = Machine(lambda settings: 100.0)
+    machine.speed = lambda settings: 200.0 if settings and machine.elapsed < 43 else 100.0
+    search = searched(machine)
+    assert "chosen" in {row["verdict"] for row in search.rows}
+    assert search.rows[-1]["verdict"] == "no gain"
+    assert (search.best, search.gain.median) == (Candidate(), 1.0)
+
+
+def test_a_choice_that_was_none_does_not_take_an_earlier_one_with_it():
+    def speed(settings: dict) -> float:
+        fast = 2.0 if settings.get("batch_size_per_gpu") == 256 else 1.0
+        if settings.get("precision") == "bf16":
+            fast *= 1.3 if machine.elapsed < 90 else 0.3
+        return 100.0 * fast
+
+    machine = Machine(speed)
+    search = searched(machine)
+    assert verdicts(search, "precision")["bf16",] == "chosen"
+    assert dict(search.best.settings) == {"batch_size_per_gpu": 256, "gradient_accumulation_steps": 1}
+    assert search.gain.median == pytest.approx(2.0)
+
+
+def test_what_does_not_stay_finite_never_wins_and_a_configuration_that_does_not_is_refused():
+    search = searched(Machine(lambda settings: 0.0 if "precision" in settings else 100.0))
+    assert search.best == Candidate()
+    with pytest.raises(ConfigError, match="lower training"):
+        searched(Machine(lambda settings: 0.0))
+
+
+def test_a_gain_counts_where_it_is_large_enough_and_in_most_rounds():
+    assert pays([1.05] * 6)
+    assert pays([0.9, *[1.05] * 8])
+    assert not pays([1 + LEAST_GAIN / 2] * 9)
+    assert not pays([1.5] * 5)  # too few: one of 32 that are no faster does as well
+    assert not pays([0.9, 0.9, *[1.5] * 7])
+    assert gains([2.0, 3.0], [1.0, 2.0, 5.0]) == [2.0, 1.5]
+
+
+def test_losses_are_compared_by_what_they_are_measured_in():
+    nats = Learned(first=-2.0, loss=-2.001, is_likelihood=True)
+    assert tolerated(nats) == 0.005  # whatever the unit of the target makes of its value
+    assert not objection(replace(nats, loss=-1.9961), nats, 100)
+    assert objection(replace(nats, loss=-1.9959), nats, 100)
+    assert objection(replace(nats, loss=math.nan), nats, 100)
+    assert not objection(replace(nats, loss=-9.0), nats, 100)  # better is better
+    near_zero = Learned(first=2.0, loss=0.001, is_likelihood=False)
+    assert tolerated(near_zero) == pytest.approx(0.01, rel=1e-3)
+    assert tolerated(replace(near_zero, first=0.9, loss=0.8)) == pytest.approx(0.004)
+
+
+def test_threads_get_cores_of_their_own():
+    assert thread_counts(replace(CONFIG, threads_per_rank=1), FACTS) == [{"threads_per_rank": n} for n in (2, 4)]
+    assert thread_counts(replace(CONFIG, threads_per_rank=1), replace(FACTS, cores=2)) == []
+
+
+def test_a_larger_global_batch_is_tried_only_on_request():
+    def speed(settings: dict) -> float:
+        each = settings.get("batch_size_per_gpu", 64) * settings.get("gradient_accumulation_steps", 4)
+        return 100.0 * each / 256
+
+    assert searched(Machine(speed)).best == Candidate()
+    free = searched(Machine(speed), vary_batch=True)
+    assert dict(free.best.settings)["batch_size_per_gpu"] == 256

@@ -1,0 +1,456 @@
+"""What auto-tuning tries and what it makes of the figures: decisions only, without a clock, a process or a model.
+
+One group of settings after the other is searched, each with the best found so far for all others. The settings hardly
+depend on each other, so that this costs the sum of their numbers where all combinations cost the product, and what it
+may miss is a combination of two that pay only together. Within a group all candidates run in interleaved stretches.
+Where none can be refused later for what it learns, the slower half of those that challenge the present settings leaves
+after every second round from the third one on. In the end all that was chosen on the way races the baseline once more.
+`trainer.tune` does what is decided here.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Protocol
+
+from trainer.config import ConfigError, DistributedTrainingConfig
+
+Settings = dict[str, Any]
+FIELDS = {item.name for item in fields(DistributedTrainingConfig)}
+LAYOUT = ("batch_size_per_gpu", "gradient_accumulation_steps")
+"""They go together: their product is what a rank gives to a step."""
+KNOBS = (
+    *LAYOUT, "precision", "threads_per_rank", "prefetch_batches", "data_on_device", "communication", "topk_fraction",
+    "compile",
+)  # fmt: skip
+"""What tuning may set: how fast a training is, and nothing of what is trained."""
+LEAST_SECONDS = 5.0
+"""The smallest budget with which anything can be told."""
+SEARCHING, JUDGING = 0.6, 0.2
+"""Of the budget, for races and for looking at what is learned; the rest confirms the result against the baseline."""
+MOST_AT_ONCE = 4
+"""Candidates that challenge the present settings at once: all are in memory."""
+MOST_ROUNDS, MOST_FINAL_ROUNDS, LEAST_ROUNDS, HALVED_FROM = 9, 25, 6, 3
+LEAST_GAIN = 0.02
+"""What is not faster by so much is not worth another setting…"""
+MOST_CHANCE = 0.02
+"""…nor what is faster in so few rounds that a candidate which is not would do as well this often, by chance."""
+MOST_JUDGED, LEAST_JUDGED = 300, 20
+"""Steps after which validation losses are compared."""
+RUNS = 4
+"""Trainings that judging has to last for, one of them the baseline's."""
+TOLERANCE = 0.005
+OUT_OF_MEMORY = "out of memory"
+COMPILE_SECONDS = 30.0
+"""With less time left in its group, compiling is not begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Settings that differ from the configuration."""
+
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def but(self, changes: Settings) -> Candidate:
+        return Candidate(tuple({**dict(self.settings), **changes}.items()))
+
+    @property
+    def label(self) -> str:
+        return ", ".join(f"{name} = {value}" for name, value in self.settings) or "as configured"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What the choice of candidates depends on besides the configuration."""
+
+    world_size: int
+    local_world_size: int
+    cores: int
+    ranks_per_host: int
+    """Ranks that share these cores, of one node or of several."""
+    gpu: bool = False
+    batch_matters: bool = False
+    """The model has layers that look at a whole micro-batch, so that its size decides what they compute."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Settings that are searched together."""
+
+    name: str
+    options: Callable[[DistributedTrainingConfig, Facts], list[Settings]]
+    """From the present configuration to what else can be tried, in this order."""
+    changes_numbers: bool = False
+    """More than by rounding: what was learned is compared with the baseline."""
+    least_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Learned:
+    """What some steps of training came to."""
+
+    first: float
+    """Validation loss before them."""
+    loss: float
+    """Validation loss after them."""
+    is_likelihood: bool
+    """The loss is a negative log likelihood, in nats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The quartiles of some figures."""
+
+    low: float
+    median: float
+    high: float
+
+
+class Bench(Protocol):
+    """Where candidates are tried; every method is a collective of all ranks, and gives all of them the same."""
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the budget that are gone."""
+
+    def enter(self, candidate: Candidate) -> str:
+        """Make it ready to run; "" or why it cannot be. One that is ready stays as it is."""
+
+    def stretch(self, candidate: Candidate) -> float:
+        """Some steps of real training; samples per second, 0 where its numbers are no longer finite."""
+
+    def leave(self, candidate: Candidate) -> None:
+        """Give back what it takes."""
+
+    def learn(self, candidate: Candidate, steps: int) -> Learned:
+        """Train it from its first weights on as many samples as the configuration has in so many steps."""
+
+    def step_seconds(self, candidate: Candidate) -> float:
+        """Of the last stretch."""
+
+
+def layouts(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+    """The same samples of each rank and step in other micro-batches: the largest first, each half of the one before, so
+    that the first ones that do not run out of memory are the largest that fit."""
+    per_rank = config.batch_size_per_gpu * config.gradient_accumulation_steps
+    least = min(config.micro_batch_floor, config.batch_size_per_gpu)
+    found, parts = [], 1
+    while per_rank % parts == 0 and per_rank // parts >= least:
+        if parts != config.gradient_accumulation_steps:
+            found.append({"batch_size_per_gpu": per_rank // parts, "gradient_accumulation_steps": parts})
+        parts *= 2
+    return found
+
+
+def larger_batches(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+    return [{"batch_size_per_gpu": factor * config.batch_size_per_gpu} for factor in (4, 2)]
+
+
+def thread_counts(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+    """Half and twice as many, and a fair share of the cores: threads that have none to run on wait for each other."""
+    now, share = config.threads_per_rank or 1, facts.cores // facts.ranks_per_host
+    counts = {now // 2, 2 * now, share} - {now}
+    return [{"threads_per_rank": count} for count in sorted(counts) if 1 <= count <= share]
+
+
+def communications(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+    """Ways to sum gradients that differ in this world; ``auto`` is not among them, for here they are measured."""
+    if facts.world_size == 1:
+        return []
+    is_two_level = 1 < facts.local_world_size < facts.world_size
+    return _other("communication", "allreduce", "fp16", "topk", *(["hierarchical"] if is_two_level else []))(
+        config, facts
+    )
+
+
+def places(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+    """Where the data are kept, if there is a choice."""
+    return _other("data_on_device", True, False)(config, facts) if facts.gpu else []
+
+
+def _other(name: str, *values: Any) -> Callable[[DistributedTrainingConfig, Facts], list[Settings]]:
+    """Each value that a field does not have now; nothing for a field that the trainer does not have."""
+
+    def options(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+        return [{name: value} for value in values if name in FIELDS and value != getattr(config, name)]
+
+    return options
+
+
+def groups(vary_batch: bool, facts: Facts) -> list[Group]:
+    """In the order of what they decide: the layout and the precision decide how long a step computes, and with that
+    what all others are worth. Compiling comes last, for nothing else can take up so much of the budget."""
+    batch = Group(name="global batch", options=larger_batches, changes_numbers=True)
+    return [
+        Group(name="layout", options=layouts, changes_numbers=facts.batch_matters),
+        *([batch] if vary_batch else []),
+        Group(name="precision", options=_other("precision", "fp32", "bf16", "fp16"), changes_numbers=True),
+        Group(name="threads", options=thread_counts),
+        Group(name="input", options=_other("prefetch_batches", 0, 1, 2, 4)),
+        Group(name="device", options=places),
+        Group(name="communication", options=communications, changes_numbers=True),
+        Group(
+            name="compile", options=_other("compile", "off", "default", "reduce-overhead"), changes_numbers=True,
+            least_seconds=COMPILE_SECONDS,
+        ),
+    ]  # fmt: skip
+
+
+def spread(values: Sequence[float]) -> Spread:
+    if len(values) < 2:
+        return Spread(*(3 * [values[0]]))
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(low, median, high)
+
+
+def gains(rates: Sequence[float], incumbent: Sequence[float]) -> list[float]:
+    """By how much a candidate was faster, round by round: what disturbs the machine disturbs both of a round."""
+    return [mine / other for mine, other in zip(rates, incumbent, strict=False)]
+
+
+def pays(found: Sequence[float]) -> bool:
+    """Faster by enough in the median, and in more rounds than chance has it (a sign test)."""
+    rounds, won = len(found), sum(gain > 1 for gain in found)
+    chance = sum(math.comb(rounds, count) for count in range(won, rounds + 1)) / 2**rounds
+    return statistics.median(found) >= 1 + LEAST_GAIN and chance <= MOST_CHANCE
+
+
+def better_half(challengers: Sequence[Candidate], rates: dict[Candidate, list[float]]) -> list[Candidate]:
+    """Those with the higher medians, in their order; one at least."""
+    ranked = sorted(challengers, key=lambda item: statistics.median(rates[item]), reverse=True)
+    kept = set(ranked[: -(-len(ranked) // 2)])
+    return [item for item in challengers if item in kept]
+
+
+def race(
+    bench: Bench, incumbent: Candidate, challengers: Sequence[Candidate], until: float, limit: float,
+    rounds: int = MOST_ROUNDS, halves: bool = False,
+) -> dict[Candidate, list[float]]:  # fmt: skip
+    """Samples per second of each, round by round; the incumbent runs in all of them. It ends when the rounds are over,
+    at ``until`` where there were enough of them to tell, and at ``limit`` in any case, but for the first round.
+    ``halves``: the slower challengers leave early."""
+    racing = list(challengers)
+    rates: dict[Candidate, list[float]] = {item: [] for item in (incumbent, *racing)}
+    for number in range(rounds):
+        before = bench.elapsed
+        order = [incumbent, *racing]
+        for candidate in order if number % 2 == 0 else reversed(order):
+            rates[candidate].append(bench.stretch(candidate))
+        if not rates[incumbent][-1]:
+            raise ConfigError(
+                f"the loss is not finite with the settings {incumbent.label}: lower training.learning_rate or set "
+                "training.clip_norm before you tune"
+            )
+        if halves and number + 1 >= HALVED_FROM and (number + 1 - HALVED_FROM) % 2 == 0:
+            kept = better_half(racing, rates)
+            for candidate in racing:
+                if candidate not in kept:
+                    bench.leave(candidate)
+            racing = kept
+        took = (bench.elapsed - before) / len(order)
+        then = bench.elapsed + took * (1 + len(racing))
+        if then > limit or (number + 1 >= LEAST_ROUNDS and then > until):
+            break
+    return rates
+
+
+def tolerated(baseline: Learned) -> float:
+    """By how much a validation loss may be higher: 0.5 % of what the loss is measured in.
+
+    A negative log likelihood has a sign and a size that hang on the unit of the target, so a share of it says nothing;
+    a difference of 0.005 nats means that a sample is 0.5 % less likely, in any unit. Any other loss is held against its
+    own size, or against what the steps have taken off it where that is more, for it may end near zero.
+    """
+    if baseline.is_likelihood:
+        return TOLERANCE
+    return TOLERANCE * max(abs(baseline.loss), baseline.first - baseline.loss)
+
+
+def objection(found: Learned, baseline: Learned, steps: int) -> str:
+    """Why a candidate does not learn as the baseline does; "" where it does, or learns more."""
+    worse, limit = found.loss - baseline.loss, tolerated(baseline)
+    if worse <= limit:  # not so for NaN
+        return ""
+    return (
+        f"learns less: after {steps} steps its validation loss is {found.loss:.5f}, that of the baseline "
+        f"{baseline.loss:.5f}; at most {limit:.5f} more is allowed"
+    )
+
+
+@dataclass(kw_only=True)
+class Search:
+    """Searches all groups. What it has found so far is in its fields at any time."""
+
+    config: DistributedTrainingConfig
+    facts: Facts
+    bench: Bench
+    seconds: float
+    vary_batch: bool = False
+    say: Callable[..., None] = lambda **_: None
+    """Told of each thing that is done, in keywords."""
+    keep: Callable[[], None] = lambda: None
+    """Called when something better may have been found."""
+    baseline: Candidate = field(default_factory=Candidate)
+    best: Candidate = field(default_factory=Candidate)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """A line for each candidate: group, settings, verdict, and figures where there are any."""
+    baseline_rate: Spread | None = None
+    best_rate: Spread | None = None
+    gain: Spread | None = None
+    """Of the best over the baseline, in the last race of these two."""
+    is_complete: bool = False
+    _chosen: list[Candidate] = field(default_factory=list)
+    """In each group that had something to choose."""
+    _judging_seconds: float = 0.0
+    _judged_steps: int = 0
+    _learned: Learned | None = None
+
+    def run(self) -> None:
+        """Raises `ConfigError` where the configuration cannot be trained at all."""
+        self._begin()
+        parts = [group for group in groups(self.vary_batch, self.facts) if self._options(group)]
+        for number, group in enumerate(parts):
+            left = self._limit - self.bench.elapsed
+            self._improve(group, self.bench.elapsed + left / (len(parts) - number))
+            self.keep()
+        self._confirm()
+        self.is_complete = True
+        self.keep()
+
+    @property
+    def _limit(self) -> float:
+        """When searching has to be over."""
+        return SEARCHING * self.seconds + self._judging_seconds
+
+    def _options(self, group: Group) -> list[Candidate]:
+        now = replace(self.config, **dict(self.best.settings))
+        return [self.best.but(changes) for changes in group.options(now, self.facts)]
+
+    def _begin(self) -> None:
+        """The configuration itself, or, where that does not fit into memory, its largest micro-batch that does."""
+        why = self.bench.enter(self.baseline)
+        for changes in layouts(self.config, self.facts):
+            if why != OUT_OF_MEMORY:
+                break
+            if changes[LAYOUT[0]] > self.config.batch_size_per_gpu:
+                continue
+            self._add("layout", self.baseline, why)
+            self.baseline = self.best = Candidate().but(changes)
+            why = self.bench.enter(self.baseline)
+        if why:
+            raise ConfigError(f"the training cannot be run as it is configured ({self.baseline.label}): {why}")
+
+    def _improve(self, group: Group, until: float) -> None:
+        """Search one group; its best becomes the present settings where it pays and learns as much."""
+        challengers: list[Candidate] = []
+        if why := self.bench.enter(self.best):  # one that had left its race when others turned out to learn less
+            return self._add(group.name, self.best, why)
+        for candidate in self._options(group):
+            left = until - self.bench.elapsed
+            if len(challengers) == MOST_AT_ONCE:
+                self._add(group.name, candidate, f"not tried: {MOST_AT_ONCE} others were")
+            elif left <= group.least_seconds:
+                self._add(group.name, candidate, "not tried: no time left")
+            elif why := self.bench.enter(candidate):
+                self._add(group.name, candidate, why)
+            else:
+                self.say(group=group.name, candidate=candidate.label, doing="ready")
+                challengers.append(candidate)
+        if not challengers:
+            return
+        rates = race(self.bench, self.best, challengers, until, self._limit, halves=not group.changes_numbers)
+        found = {item: gains(rates[item], rates[self.best]) for item in challengers}
+        chosen = None
+        for candidate in sorted(challengers, key=lambda item: statistics.median(found[item]), reverse=True):
+            verdict, learned = self._verdict(group, found[candidate], chosen, candidate)
+            if verdict == "chosen":
+                chosen = candidate
+            self._add(group.name, candidate, verdict, rates[candidate], found[candidate], learned)
+        for candidate in (self.best, *challengers):
+            if candidate != (chosen or self.best):
+                self.bench.leave(candidate)
+        if chosen is not None:
+            self.gain = spread(found[chosen]) if self.best == self.baseline else None
+            self.best = chosen
+            self._chosen.append(chosen)
+
+    def _verdict(
+        self, group: Group, found: Sequence[float], chosen: Candidate | None, candidate: Candidate
+    ) -> tuple[str, Learned | None]:
+        if not pays(found):
+            if len(found) < HALVED_FROM:
+                return "too few rounds to tell", None
+            return "no gain" if statistics.median(found) < 1 + LEAST_GAIN else "no sure gain", None
+        if chosen is not None:
+            return "slower than the chosen one", None
+        if not group.changes_numbers:
+            return "chosen", None
+        why, learned = self._judge(candidate)
+        return why or "chosen", learned
+
+    def _judge(self, candidate: Candidate) -> tuple[str, Learned | None]:
+        """Why it does not learn as the configuration does, "" if it does. All runs have the same samples."""
+        allowed = JUDGING * self.seconds
+        if self._learned is None:
+            step = self.bench.step_seconds(self.best)
+            self._judged_steps = min(MOST_JUDGED, int(allowed / RUNS / step))
+        if self._judged_steps < LEAST_JUDGED or self._judging_seconds > allowed:
+            return "faster, but there is no time to see whether it learns as much", None
+        before = self.bench.elapsed
+        if self._learned is None:
+            self.say(group="judging", candidate=self.baseline.label, doing=f"trains {self._judged_steps} steps")
+            self._learned = self.bench.learn(self.baseline, self._judged_steps)
+        self.say(group="judging", candidate=candidate.label, doing=f"trains {self._judged_steps} steps")
+        learned = self.bench.learn(candidate, self._judged_steps)
+        self._judging_seconds += self.bench.elapsed - before
+        return objection(learned, self._learned, self._judged_steps), learned
+
+    def _confirm(self) -> None:
+        """The baseline and what was chosen on the way once more, side by side in the time that is left: these are the
+        figures that count. What does not pay then is not recommended, and if a later choice does not, an earlier one
+        may."""
+        rivals = [item for item in self._chosen[-MOST_AT_ONCE:] if not self._cannot_enter(item)]
+        if why := self.bench.enter(self.baseline):  # there may be no room for all
+            return self._add("confirmation", self.best, f"not confirmed: {why}")
+        rounds = MOST_FINAL_ROUNDS if rivals else HALVED_FROM
+        rates = race(self.bench, self.baseline, rivals, self.seconds, self.seconds, rounds)
+        found = {item: gains(rates[item], rates[self.baseline]) for item in rivals}
+        self.best = self.baseline
+        self.baseline_rate, self.gain = spread(rates[self.baseline]), Spread(1.0, 1.0, 1.0)
+        for item in sorted(rivals, key=lambda item: statistics.median(found[item]), reverse=True):
+            if not pays(found[item]):
+                verdict = "no gain"
+            else:
+                verdict = "confirmed" if self.best == self.baseline else "slower than the confirmed one"
+            self._add("confirmation", item, verdict, rates[item], found[item])
+            if verdict == "confirmed":
+                self.best, self.gain = item, spread(found[item])
+        self.best_rate = spread(rates[self.best])
+
+    def _cannot_enter(self, candidate: Candidate) -> str:
+        if why := self.bench.enter(candidate):
+            self._add("confirmation", candidate, f"not confirmed: {why}")
+        return why
+
+    def _add(
+        self, group: str, candidate: Candidate, verdict: str, rates: Sequence[float] = (),
+        found: Sequence[float] = (), learned: Learned | None = None,
+    ) -> None:  # fmt: skip
+        before = self.baseline if group == "confirmation" else self.best
+        now = {**asdict(self.config), **dict(before.settings)}
+        change = {name: value for name, value in candidate.settings if now[name] != value}
+        row: dict[str, Any] = {"group": group, "change": change, "settings": dict(candidate.settings)}
+        row["verdict"] = verdict
+        if rates:
+            row |= {"samples_per_second": asdict(spread(rates)), "gain": asdict(spread(found)), "rounds": len(rates)}
+        if learned is not None and self._learned is not None:
+            row["validation_loss"] = {"candidate": learned.loss, "baseline": self._learned.loss}
+            row["validation_loss"] |= {"steps": self._judged_steps, "tolerated": tolerated(self._learned)}
+        self.rows.append(row)
+        self.say(candidate=candidate.label, doing=verdict, **{key: row[key] for key in row if key in _SAID})
+
+
+_SAID = ("group", "samples_per_second", "gain")
