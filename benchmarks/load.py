@@ -2,9 +2,9 @@
 
 All train the stock model on the bundled prices, on the local cluster, as `trained_checkpoint` does.
 
-    rss_slope_mb_per_hour   of all processes of a job of ``--minutes`` or ``--hours`` together: ranks, supervisor, reaper.
-                            Theil and Sen's slope over medians of blocks of samples after warm-up, which is the first
-                            quarter; ``…_error`` is half the width of its 95 % interval
+    rss_slope_mb_per_hour   of all processes of a job of ``--minutes`` or ``--hours`` together: ranks, supervisor,
+                            reaper. Theil and Sen's slope over medians of blocks of samples after warm-up, which is
+                            the first quarter; ``…_error`` is half the width of its 95 % interval
     memory                  the same for each process, also of anonymous memory alone (``anon``, which nothing can take
                             back), and for the one that follows the job; with what each held at first and at last
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import statistics

@@ -33,9 +33,7 @@ class Workplace:
         self.env = {"DTRAIN_CACHE": str(folder / "cache"), "PYTHONPATH": str(Path(__file__).parents[1])}
         prices = write_prices(price_source("sp500_panel"), f"{folder}/storage")
         validation = validate_prices(prices, CALENDAR)
-        self.dataset: BuiltDataset = build_dataset(
-            prices, validation, f"{folder}/storage", DatasetParams(), CALENDAR
-        )
+        self.dataset: BuiltDataset = build_dataset(prices, validation, f"{folder}/storage", DatasetParams(), CALENDAR)
 
     def job(self, job_id: str, ranks: int, **training: Any) -> JobConfig:
         """The stock model as `trained_checkpoint` trains it, tracked as there; ``training`` changes its settings."""
