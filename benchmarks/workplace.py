@@ -16,7 +16,7 @@ import torch
 from benchmarks.checkpoint import RESULTS, _cpu
 from dtrain_dagster.clusters.local import LocalClusterManager
 from dtrain_dagster.data.prices import write_prices
-from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset
+from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.validation import validate_prices
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
@@ -25,15 +25,12 @@ CALENDAR = "XNYS"
 
 
 class Workplace:
-    """A home of its own in ``folder``: the bundled prices as shards, and a local cluster."""
+    """A home of its own in ``folder``, with a local cluster. ``dataset``: None makes shards of the bundled prices."""
 
-    def __init__(self, folder: Path, threads_per_rank: int = 1) -> None:
-        self.home = folder
+    def __init__(self, folder: Path, dataset: DatasetRef | None = None, threads_per_rank: int = 1) -> None:
+        self.home, self.dataset = folder, dataset or real_dataset(folder)
         self.manager = LocalClusterManager(home=folder, threads_per_rank=threads_per_rank, max_replacements=0)
         self.env = {"DTRAIN_CACHE": str(folder / "cache"), "PYTHONPATH": str(Path(__file__).parents[1])}
-        prices = write_prices(price_source("sp500_panel"), f"{folder}/storage")
-        validation = validate_prices(prices, CALENDAR)
-        self.dataset: BuiltDataset = build_dataset(prices, validation, f"{folder}/storage", DatasetParams(), CALENDAR)
 
     def job(self, job_id: str, ranks: int, **training: Any) -> JobConfig:
         """The stock model as `trained_checkpoint` trains it, tracked as there; ``training`` changes its settings."""
@@ -41,10 +38,17 @@ class Workplace:
         return JobConfig(
             job_id=job_id,
             run_dir=f"{self.manager.jobs_dir}/{job_id}",
-            dataset=DatasetRef(uri=self.dataset.uri, dataset_id=self.dataset.dataset_id),
+            dataset=self.dataset,
             training=replace(settings, **training),
             tracking=TrackingConfig(mlflow_tracking_uri=f"sqlite:///{self.home}/mlflow.db", mlflow_run_name=job_id),
         )
+
+
+def real_dataset(folder: Path) -> DatasetRef:
+    prices = write_prices(price_source("sp500_panel"), f"{folder}/storage")
+    validation = validate_prices(prices, CALENDAR)
+    built = build_dataset(prices, validation, f"{folder}/storage", DatasetParams(), CALENDAR)
+    return DatasetRef(uri=built.uri, dataset_id=built.dataset_id)
 
 
 def note(text: str) -> None:
