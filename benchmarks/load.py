@@ -147,6 +147,8 @@ def contention(place: Workplace, ranks: int, steps: int, hog_mb: int) -> dict[st
     limit = round(1.15 * alone["anon_mb"]) if alone["anon_mb"] else None
     with crowd(hog_mb):
         crowded = trained(place, place.job("crowded", ranks, epochs=FOREVER, max_steps=steps), ranks, limit)
+    with contextlib.suppress(OSError):  # not made, or its last process is still on its way out
+        CGROUP.rmdir()
     same = alone["weights_sha256"] is not None and alone["weights_sha256"] == crowded["weights_sha256"]
     figures = {"steps": steps, "hog_mb": hog_mb, "alone": alone, "crowded": crowded}
     return {"contention_same_weights": same, "contention": figures}
