@@ -51,7 +51,8 @@ def jobs() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     from dtrain_dagster.clusters.base import JobStatus
-    from dtrain_dagster.terminal import jobs_table, last_step
+    from dtrain_dagster.jobs import last_step
+    from dtrain_dagster.terminal import jobs_table
     from trainer.rundir import LAUNCH
 
     settings = read_settings()

@@ -23,7 +23,7 @@ from dtrain_dagster.monitoring.alerts import LATEST_WINDOWS, keep
 from dtrain_dagster.monitoring.hangs import HangNews, unresolved, verdict
 from dtrain_dagster.monitoring.windows import settled, shares, windows
 from trainer.config import JobConfig
-from trainer.rundir import JOB, RunDir
+from trainer.rundir import EVENTS, JOB, RunDir, parsed
 
 PLAN = "plan.json"
 """In a run directory: the plan that the job carries out, for whoever watches its cost."""
@@ -262,6 +262,18 @@ def _after_phase(progress: Progress, item: dict[str, Any]) -> Progress:
     return replace(progress, phase=doing[item["name"]])
 
 
+def last_step(rundir: RunDir) -> tuple[int, float] | None:
+    """The last step that a training reported, and its loss; the newest events are looked at first."""
+    for file in reversed(rundir.storage.list(EVENTS)):
+        if "-r00000-" not in file:
+            continue
+        events, _ = parsed(rundir.storage.read(f"{EVENTS}/{file}"))
+        for event in reversed(events):
+            if event["kind"] == "step" and event.keys() >= {"step", "loss"}:
+                return event["step"], event["loss"]
+    return None
+
+
 def follow_job(
     manager: GPUClusterManager,
     rundir: RunDir,
@@ -284,4 +296,4 @@ def follow_job(
         yield status, progress
         if status.state.is_final:
             return
-        time.sleep(manager.poll_seconds)
+        manager.wait(status)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import dagster as dg
 
-from dtrain_dagster.azure_settings import AzureSettings
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
 from dtrain_dagster.settings import Settings, SettingsError, read_environment
@@ -183,7 +182,11 @@ def build_resources(settings: Settings) -> dict[str, dg.ConfigurableResource]:
 
     `dtrain_dagster.settings.SettingsError` where what Azure needs is missing or cannot be used; nobody is asked.
     """
-    on_azure = settings.cluster == "azure_ml"
+    on_azure, azure = settings.cluster == "azure_ml", {}
+    if on_azure:
+        from dtrain_dagster.azure_settings import AzureSettings
+
+        azure = read_environment(AzureSettings).options()
     cluster = GPUClusterResource(
         kind=settings.cluster,
         cluster_name=settings.cluster_name,
@@ -196,7 +199,7 @@ def build_resources(settings: Settings) -> dict[str, dg.ConfigurableResource]:
         gpu_type=settings.gpu_type,
         tier=settings.tier,
         shared_uri=settings.shared_uri,
-        azure=read_environment(AzureSettings).options() if on_azure else {},
+        azure=azure,
     )
     if on_azure:
         try:

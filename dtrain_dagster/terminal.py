@@ -20,7 +20,7 @@ from dtrain_dagster.logs import LogFollower
 from dtrain_dagster.monitoring.dashboard import PerformanceDashboard
 from dtrain_dagster.monitoring.hangs import verdict
 from dtrain_dagster.wording import duration
-from trainer.rundir import EVENTS, LAUNCH, NodePresence, RunDir, parsed, stale_seconds
+from trainer.rundir import LAUNCH, NodePresence, RunDir, stale_seconds
 
 NODE_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 STATE_COLOURS = {
@@ -244,18 +244,6 @@ def pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
     for what, figure in pairs:
         table.add_row(what, figure)
     return table
-
-
-def last_step(rundir: RunDir) -> tuple[int, float] | None:
-    """The last step that a training reported, and its loss; the newest events are looked at first."""
-    for file in reversed(rundir.storage.list(EVENTS)):
-        if "-r00000-" not in file:
-            continue
-        events, _ = parsed(rundir.storage.read(f"{EVENTS}/{file}"))
-        for event in reversed(events):
-            if event["kind"] == "step" and event.keys() >= {"step", "loss"}:
-                return event["step"], event["loss"]
-    return None
 
 
 def state_text(state: JobState) -> Text:

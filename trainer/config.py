@@ -16,15 +16,13 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
+from trainer.errors import ConfigError
+
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """What a job may be called: a folder of its run directory, and a part of what clusters call it."""
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 MOST_TRACED_STEPS = 50
 """What a trace costs the training grows with it: see `trainer.profiling`."""
-
-
-class ConfigError(ValueError):
-    """The configuration cannot be used. The message names the field, the value, and the remedy."""
 
 
 @dataclass(kw_only=True, slots=True, config=_STRICT)

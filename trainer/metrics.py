@@ -24,7 +24,7 @@ from trainer.config import JobConfig
 from trainer.rundir import EVENTS, RunDir, event, event_file
 from trainer.scalars import Scalars
 from trainer.storage import Storage
-from trainer.tracking import artifact_location
+from trainer.tracking import artifact_location, opening
 
 METRICS_PER_REQUEST, AZURE_NAMES = 200, 40
 """Azure ML takes 250 values at once, and 50 names of metrics in a run, of which registration needs some."""
@@ -263,17 +263,21 @@ class MLflowSink:
 
         assert job.tracking.mlflow_tracking_uri is not None
         self._uri = tracking_address(job.tracking.mlflow_tracking_uri)
-        self._client = MlflowClient(tracking_uri=self._uri)
         self._most = AZURE_NAMES if WORKSPACE in self._uri else None
+        with opening(self._uri):
+            self._client = MlflowClient(tracking_uri=self._uri)
+            self.run_id = self._begin(job, rundir)
         self._names: set[str] = set()
         self._scalars = Scalars()
-        known = rundir.read_json(TRACKING)
-        if known:
-            self.run_id = known["mlflow_run_id"]
-            self._client.update_run(self.run_id, status="RUNNING")
-            return
-        self.run_id = self._start(job)
-        rundir.write_json(TRACKING, {"mlflow_run_id": self.run_id})
+
+    def _begin(self, job: JobConfig, rundir: RunDir) -> str:
+        """The run of this job: the one it had before, or a new one."""
+        if known := rundir.read_json(TRACKING):
+            self._client.update_run(known["mlflow_run_id"], status="RUNNING")
+            return known["mlflow_run_id"]
+        run_id = self._start(job)
+        rundir.write_json(TRACKING, {"mlflow_run_id": run_id})
+        return run_id
 
     def _start(self, job: JobConfig) -> str:
         from mlflow.entities import Param

@@ -30,10 +30,13 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainer.config import MOST_TRACED_STEPS, ConfigError, JobConfig, parse_job
+from trainer.errors import ConfigError
 from trainer.storage import Storage
+
+if TYPE_CHECKING:
+    from trainer.config import JobConfig
 
 JOB = "job.json"
 LAUNCH = "launch.json"
@@ -103,6 +106,8 @@ class RunDir:
         self.storage.write(JOB, job.to_json().encode())
 
     def read_job(self) -> JobConfig:
+        from trainer.config import parse_job
+
         return parse_job(self.storage.read(JOB).decode(), source=f"{self.uri}/{JOB}")
 
     def write_json(self, name: str, value: Any) -> None:
@@ -159,6 +164,8 @@ class RunDir:
     def request_trace(self, steps: int = 5, ranks: Iterable[int] = (0,)) -> None:
         """Have a job that runs trace its next steps on these ranks. FileExistsError where a request is waiting, which
         is taken within seconds by a job that trains; ValueError for more than `MOST_TRACED_STEPS` steps, or none."""
+        from trainer.config import MOST_TRACED_STEPS
+
         if not 1 <= steps <= MOST_TRACED_STEPS:
             raise ValueError(f"steps = {steps}: a trace has 1 to {MOST_TRACED_STEPS} steps (`trainer.profiling`)")
         self.storage.create(PROFILE_REQUEST, json.dumps({"steps": steps, "ranks": list(ranks)}).encode())

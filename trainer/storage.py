@@ -19,7 +19,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.swap import swap_file, write_through
 
 AZURE = "az://"

@@ -24,7 +24,6 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, price_table
 from dtrain_dagster.monitoring import charts, charts_time
 from dtrain_dagster.monitoring.alerts import best, told
-from dtrain_dagster.monitoring.page import write_report
 from dtrain_dagster.monitoring.performance import (
     NodePerformance,
     Performance,
@@ -50,6 +49,8 @@ PERFORMANCE_REPORT = "reports/performance_report.json"
 def performance_report(
     cluster: GPUClusterResource, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob
 ) -> dg.MaterializeResult:
+    from dtrain_dagster.monitoring.page import write_report
+
     job = trained_checkpoint
     rundir = RunDir(job.run_dir)
     plan = plan_of(rundir, cost_estimate)

@@ -7,6 +7,7 @@ is the run directory's business (`trainer.rundir`).
 from __future__ import annotations
 
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -230,6 +231,11 @@ class GPUClusterManager(ABC):
     @abstractmethod
     def job_status(self, job_id: str) -> JobStatus:
         """Where the job stands. `ClusterError` for an unknown id."""
+
+    def wait(self, seen: JobStatus) -> None:
+        """Until the next look at a job that is followed: `poll_seconds`, or less where it is known at once that its
+        state is no longer the one that was ``seen``."""
+        time.sleep(self.poll_seconds)
 
     @abstractmethod
     def list_jobs(self, prefix: str = "") -> list[JobStatus]:

@@ -50,6 +50,8 @@ START_SECONDS = 30.0
 """How long a supervisor may take to say that it has the job."""
 FORCE_SECONDS = 15.0
 """How much longer than its grace a supervisor may take to end a job before it is killed itself."""
+NOTICE_SECONDS = 0.1
+"""How soon it is noticed that a job that is followed has ended. Each look is at the date of one file."""
 END_SECONDS = 25.0
 """How long the end of an orphan is waited for, at one tick of a sensor."""
 
@@ -272,6 +274,16 @@ class LocalClusterManager(GPUClusterManager):
             ended_at=status["ended_at"],
         )
 
+    def wait(self, seen: JobStatus) -> None:
+        rundir, deadline = self._rundir(seen.job_id), time.monotonic() + self.poll_seconds
+        path, known = rundir.storage.path(STATUS), None
+        while time.monotonic() < deadline:
+            if (version := _version(path)) != known:
+                known = version
+                if (rundir.read_json(STATUS) or {}).get("state", JobState.QUEUED) != seen.state:
+                    return
+            time.sleep(NOTICE_SECONDS)
+
     def _observe(self, rundir: RunDir) -> tuple[dict[str, Any] | None, bool]:
         """``status.json`` and whether a supervisor lives, seen at one moment; settled where the supervisor died."""
         folder = rundir.storage.local_path()
@@ -412,6 +424,15 @@ class LocalClusterManager(GPUClusterManager):
 
     def _write(self, config: ClusterConfig) -> None:
         self.state.write(CLUSTER, json.dumps(asdict(config), indent=2).encode())
+
+
+def _version(path: str) -> tuple[int, int] | None:
+    """What changes whenever a file is replaced; None where there is none."""
+    try:
+        stat = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
 
 
 def most_ranks() -> int:

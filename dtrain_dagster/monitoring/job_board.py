@@ -18,9 +18,8 @@ from dtrain_dagster.costs.plan import LISTED, STAND_IN
 from dtrain_dagster.costs.prices import PriceError, Tier
 from dtrain_dagster.costs.projection import Pace, project
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.jobs import PLAN
+from dtrain_dagster.jobs import PLAN, last_step
 from dtrain_dagster.monitoring.dashboard import UNREADABLE, PerformanceDashboard, is_number
-from dtrain_dagster.terminal import last_step
 from dtrain_dagster.wording import dollars, duration
 from trainer.config import JOB_ID
 from trainer.rundir import EVENTS, JOB, LAUNCH, RESULT, STATUS, NodePresence, RunDir, parsed, stale_seconds

@@ -1,0 +1,267 @@
+"""What it costs to train under Dagster: `dagster asset materialize` of ``trained_checkpoint`` against the bare trainer.
+
+The bare trainer is the same ranks of ``python -m trainer --config job.json``, started at once by hand with the job.json
+of the asset: same data, same settings, same threads, same tracking. Both are whole processes, in turn, at a short and a
+long training. Seconds of CPU are those of every process that comes of the command: this one takes in orphans, so that
+supervisors and nodes, which outlive what started them, are waited for here and their usage is known to the kernel. The
+difference is a line over the length of the training: where it begins is what is fixed.
+
+    fixed_cpu_seconds, fixed_wall_seconds   where the line begins; ``…_error``: its standard error
+    cpu_seconds_per_minute                  its slope: what it costs to follow a job
+    load_ratio                              loading the code location against ``import dagster``, CPU, whole processes
+    import_ratio                            the same, each left by ``os._exit``: without what a process's end takes
+    phases                                  where the wall-clock time of a short run goes, by its records, seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.workplace import note, tell
+from dtrain_dagster.clusters.base import OWNER
+from dtrain_dagster.jobs import CLAIM
+from trainer.rundir import JOB, LAUNCH, STATUS, RunDir
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+PR_SET_CHILD_SUBREAPER = 36
+MODULE = "dtrain_dagster.definitions"
+QUIET = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
+EPOCHS = 10**4
+LOADS = {
+    "dagster": "import dagster",
+    "location": f"import {MODULE}",
+    "dagster_import": "import dagster, os; os._exit(0)",
+    "location_import": f"import {MODULE}, os; os._exit(0)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Of a command with all that comes of it."""
+
+    wall: float
+    """Seconds until the command was done."""
+    cpu: float
+    code: int
+
+
+def run(*commands: tuple[Sequence[str], Mapping[str, str]], log: Path) -> Usage:
+    """Run commands, all at once, and wait for them and for every process that they leave behind."""
+    with open(log, "ab") as file:
+        began = time.monotonic()
+        started = [
+            subprocess.Popen(command, env=dict(env), stdin=subprocess.DEVNULL, stdout=file, stderr=file).pid
+            for command, env in commands
+        ]
+        wall, cpu, codes = 0.0, 0.0, []
+        while True:
+            try:
+                pid, status, used = os.wait4(-1, 0)
+            except ChildProcessError:  # nobody is left
+                return Usage(wall=wall, cpu=cpu, code=max(codes, key=abs))
+            cpu += used.ru_utime + used.ru_stime
+            if pid in started:
+                wall = time.monotonic() - began
+                codes.append(os.waitstatus_to_exitcode(status))
+
+
+@dataclass
+class Bench:
+    """A home of its own, with everything up to the plan materialized."""
+
+    home: Path
+    ranks: int
+    env: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("DTRAIN_", "DAGSTER_"))}
+        self.env = inherited | {
+            "DTRAIN_HOME": str(self.home),
+            "DAGSTER_HOME": str(self.home / "dagster"),
+            "DTRAIN_NODES": str(self.ranks),
+            "DTRAIN_THREADS_PER_RANK": "1",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONWARNINGS": "ignore",
+        }
+        (self.home / "dagster").mkdir(parents=True)
+        (self.home / "dagster" / "dagster.yaml").write_bytes((ROOT / "dagster.yaml").read_bytes())
+        self.jobs = self.home / "storage" / "jobs"
+        self.log = self.home / "benchmark.log"
+
+    def materialize(self, assets: str, **options: Any) -> Usage:
+        path = self.home / "run.yaml"
+        path.write_text(yaml.safe_dump(QUIET | ({"ops": {"cost_estimate": {"config": options}}} if options else {})))
+        command = [
+            str(BIN / "dagster"),
+            "asset",
+            "materialize",
+            "-m",
+            MODULE,
+            "--select",
+            assets,
+            "--config",
+            str(path),
+        ]
+        usage = run((command, self.env), log=self.log)
+        if usage.code:
+            raise RuntimeError(f"materializing {assets} failed:\n{self.log.read_text()[-3000:]}")
+        return usage
+
+    def plan(self, steps: int) -> None:
+        self.materialize("stock_prices,sharded_dataset,cost_estimate", epochs=EPOCHS, more={"max_steps": steps})
+
+    def checkpoint(self) -> tuple[Usage, RunDir]:
+        """Materialize ``trained_checkpoint`` alone; what it took, and the job that it started."""
+        before = set(self.jobs.glob("train-*"))
+        usage = self.materialize("trained_checkpoint")
+        [made] = set(self.jobs.glob("train-*")) - before
+        return usage, RunDir(str(made))
+
+    def bare(self, like: RunDir, name: str) -> Usage:
+        """The job again, without anything around it."""
+        job, launch = like.read_json(JOB), like.read_json(LAUNCH)
+        rundir = RunDir(str(self.home / "bare" / name))
+        rundir.write_json(JOB, job | {"job_id": name, "run_dir": rundir.uri})
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        world = {"WORLD_SIZE": self.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": 1}
+        common = self.env | launch["env"] | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        command = (sys.executable, "-m", "trainer", "--config", f"{rundir.uri}/{JOB}")
+        places = [world | {"RANK": rank, "NODE_RANK": rank, "LOCAL_RANK": 0} for rank in range(self.ranks)]
+        usage = run(*((command, common | {key: str(at[key]) for key in at}) for at in places), log=self.log)
+        if usage.code:
+            raise RuntimeError(f"the bare trainer ended with {usage.code}:\n{self.log.read_text()[-3000:]}")
+        return usage
+
+
+def phases(began: float, usage: Usage, rundir: RunDir, env: Mapping[str, str]) -> dict[str, float]:
+    """From the command to the shell's next prompt: what was reached when, as the records say."""
+    from dagster import DagsterEventType, DagsterInstance
+
+    launch, status, claim = (rundir.read_json(name) or {} for name in (LAUNCH, STATUS, CLAIM))
+    nodes = rundir.nodes()
+    with DagsterInstance.from_config(env["DAGSTER_HOME"]) as instance:
+        logs = instance.all_logs((rundir.read_json(OWNER) or {})["dagster_run_id"])
+    at = {entry.dagster_event_type: entry.timestamp for entry in reversed(logs) if entry.dagster_event_type}
+    moments = {
+        "interpreter, imports, Dagster's start": at[DagsterEventType.STEP_START],
+        "plan read, cluster asked, job written": launch["submitted_at"],
+        "supervisor and nodes started": min(node.started_at for node in nodes),
+        "training": max(node.ended_at or 0.0 for node in nodes),
+        "the end of the job written": status["ended_at"],
+        "noticed, judged, claimed": claim["claimed_at"],
+        "checks and events stored": at[DagsterEventType.RUN_SUCCESS],
+        "teardown": began + usage.wall,
+    }
+    found, before = {}, began
+    for name, moment in moments.items():
+        found[name], before = round(moment - before, 3), moment
+    return found
+
+
+def difference(pairs: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """(where the line begins, its standard error, its slope) of points (length, with, without)."""
+    lengths, gaps = [length for length, *_ in pairs], [with_it - without for _, with_it, without in pairs]
+    mean, count = statistics.fmean(lengths), len(pairs)
+    spread = sum((length - mean) ** 2 for length in lengths)
+    slope = sum((length - mean) * gap for length, gap in zip(lengths, gaps, strict=True)) / spread
+    start = statistics.fmean(gaps) - slope * mean
+    rest = sum((gap - start - slope * length) ** 2 for length, gap in zip(lengths, gaps, strict=True)) / (count - 2)
+    return start, (rest * (1 / count + mean**2 / spread)) ** 0.5, slope
+
+
+def loads(rounds: int, log: Path) -> dict[str, float]:
+    order = random.Random(0)
+    seconds: dict[str, list[float]] = {name: [] for name in LOADS}
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    for _ in range(rounds):
+        for name in order.sample(sorted(LOADS), len(LOADS)):
+            seconds[name].append(run(([sys.executable, "-c", LOADS[name]], env), log=log).cpu)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return {
+        "load_ratio": round(medians["location"] / medians["dagster"], 3),
+        "import_ratio": round(medians["location_import"] / medians["dagster_import"], 3),
+        **{f"{name}_cpu_seconds": round(value, 3) for name, value in medians.items()},
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.orchestration",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=4, help="pairs of each length (4)")
+    parser.add_argument("--short", type=int, default=48, help="steps of a short training (48)")
+    parser.add_argument("--long", type=int, default=800, help="steps of a long training (800)")
+    parser.add_argument("--ranks", type=int, default=2, help="of each training (2)")
+    parser.add_argument("--loads", type=int, default=11, help="times that each import is measured (11)")
+    parser.add_argument("--keep", metavar="FOLDER", help="keep the home, in this folder, which must be new")
+    parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
+    options = parser.parse_args(arguments)
+    if options.rounds < 2 or options.long <= options.short:
+        parser.error("--rounds must be 2 or more, and --long more than --short")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    load_before, spent = os.getloadavg()[0], time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="orchestration-") as temporary:
+        bench = Bench(Path(options.keep or temporary) / "home", options.ranks)
+        rows, marks = [], []
+        for steps in (options.short, options.long):
+            bench.plan(steps)
+            _, like = bench.checkpoint()
+            for number in range(options.rounds):
+                if number % 2:
+                    bare = bench.bare(like, f"{steps}-{number}")
+                began = time.time()
+                under, rundir = bench.checkpoint()
+                if steps == options.short:
+                    marks.append(phases(began, under, rundir, bench.env))
+                if not number % 2:
+                    bare = bench.bare(like, f"{steps}-{number}")
+                rows.append({
+                    "steps": steps,
+                    "wall": round(under.wall, 3), "bare_wall": round(bare.wall, 3),
+                    "cpu": round(under.cpu, 3), "bare_cpu": round(bare.cpu, 3),
+                })  # fmt: skip
+                note(f"{rows[-1]}")
+        loaded = loads(options.loads, bench.log)
+    cpu, cpu_error, cpu_slope = difference([(row["bare_wall"], row["cpu"], row["bare_cpu"]) for row in rows])
+    wall, wall_error, wall_slope = difference([(row["bare_wall"], row["wall"], row["bare_wall"]) for row in rows])
+    figures = {
+        "ranks": options.ranks,
+        "fixed_cpu_seconds": round(cpu, 2),
+        "fixed_cpu_error": round(cpu_error, 2),
+        "fixed_wall_seconds": round(wall, 2),
+        "fixed_wall_error": round(wall_error, 2),
+        "cpu_seconds_per_minute": round(60 * cpu_slope, 2),
+        "wall_seconds_per_minute": round(60 * wall_slope, 2),
+        **loaded,
+        "phases": {name: round(statistics.median(mark[name] for mark in marks), 3) for name in marks[0]},
+        "rows": rows,
+        "seconds": round(time.monotonic() - spent, 1),
+        "load_before": round(load_before, 2),
+    }
+    tell("orchestration", figures, options.save)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

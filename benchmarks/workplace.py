@@ -1,0 +1,75 @@
+"""What benchmarks of whole jobs share: a folder with the real dataset, the stock job, and what processes have used."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.checkpoint import RESULTS, _cpu
+from dtrain_dagster.clusters.local import LocalClusterManager
+from dtrain_dagster.data.prices import write_prices
+from dtrain_dagster.data.sharding import DatasetParams, build_dataset
+from dtrain_dagster.data.sources import price_source
+from dtrain_dagster.data.validation import validate_prices
+from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
+
+CALENDAR = "XNYS"
+
+
+class Workplace:
+    """A home of its own in ``folder``, with a local cluster. ``dataset``: None makes shards of the bundled prices."""
+
+    def __init__(self, folder: Path, dataset: DatasetRef | None = None, threads_per_rank: int = 1) -> None:
+        self.home, self.dataset = folder, dataset or real_dataset(folder)
+        self.manager = LocalClusterManager(home=folder, threads_per_rank=threads_per_rank, max_replacements=0)
+        self.env = {"DTRAIN_CACHE": str(folder / "cache"), "PYTHONPATH": str(Path(__file__).parents[1])}
+
+    def job(self, job_id: str, ranks: int, **training: Any) -> JobConfig:
+        """The stock model as `trained_checkpoint` trains it, tracked as there; ``training`` changes its settings."""
+        settings = DistributedTrainingConfig(world_size=ranks, threads_per_rank=self.manager.threads_per_rank)
+        return JobConfig(
+            job_id=job_id,
+            run_dir=f"{self.manager.jobs_dir}/{job_id}",
+            dataset=self.dataset,
+            training=replace(settings, **training),
+            tracking=TrackingConfig(mlflow_tracking_uri=f"sqlite:///{self.home}/mlflow.db", mlflow_run_name=job_id),
+        )
+
+
+def real_dataset(folder: Path) -> DatasetRef:
+    prices = write_prices(price_source("sp500_panel"), f"{folder}/storage")
+    validation = validate_prices(prices, CALENDAR)
+    built = build_dataset(prices, validation, f"{folder}/storage", DatasetParams(), CALENDAR)
+    return DatasetRef(uri=built.uri, dataset_id=built.dataset_id)
+
+
+def note(text: str) -> None:
+    """Progress, for people."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def tell(name: str, figures: dict[str, Any], save: bool) -> None:
+    """The one line on stdout, with date and machine; ``save``: to ``benchmarks/results/<name>.json`` as well."""
+    result = {
+        "benchmark": name,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **figures,
+        "load_after": round(os.getloadavg()[0], 2),
+    }
+    line = json.dumps(result)
+    print(line)
+    if save:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{name}.json").write_text(line + "\n")
