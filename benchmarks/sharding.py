@@ -23,6 +23,7 @@ writable): limited_full, limited_blocks, and unlimited_… from a cold cache: sa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import importlib.util
@@ -30,6 +31,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -263,13 +265,21 @@ def run_step(name: str, folder: Path, seconds: float, timeout: float, **environm
     sys.stderr.write(f"{name}\n")
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.sharding", "--step", name, "--folder", str(folder)]
     path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "tests/trainer"), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [*command, "--seconds", str(seconds)], cwd=ROOT, capture_output=True, text=True, timeout=timeout,
-        env=os.environ | {"PYTHONPATH": path} | environment,
+    step = subprocess.Popen(
+        [*command, "--seconds", str(seconds)], cwd=ROOT, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path} | environment,
     )  # fmt: skip
-    if done.returncode:
-        return {"failed": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][-300:]}
-    return json.loads(done.stdout.splitlines()[-1])
+    try:
+        said, complained = step.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"took longer than {timeout:g} s"}
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(step.pid, signal.SIGKILL)  # workers of a data loader, too
+        step.wait()
+    if step.returncode:
+        return {"failed": (complained.strip().splitlines() or [f"exit code {step.returncode}"])[-1][-300:]}
+    return json.loads(said.splitlines()[-1])
 
 
 def drop_cache(folder: Path) -> None:

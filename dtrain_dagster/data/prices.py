@@ -38,6 +38,7 @@ _TICKER = ("ticker", "symbol")
 _PRICE = ("adj_close", "adjclose", "adjusted_close", "adj_price")
 _EXTRA = ("open", "high", "low", "close", "volume")
 _BLOCK = 1 << 20
+_CSV_BUFFER = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +110,7 @@ def iter_tickers(ref: PricesRef) -> Iterator[tuple[str, pd.DataFrame]]:
 
     file = pq.ParquetFile(ref.path)
     for group in range(file.num_row_groups):
-        frame = file.read_row_group(group).to_pandas(date_as_object=False)
+        frame = file.read_row_group(group).to_pandas(date_as_object=False, use_threads=False)
         frame["date"] = frame["date"].astype("datetime64[s]")
         yield str(frame["ticker"].iloc[0]), frame
 
@@ -179,7 +180,8 @@ def _load(database: duckdb.DuckDBPyConnection, file: Path, origin: str, memory_l
     reader = (
         f"read_parquet('{path}')"
         if _is_parquet(file)
-        else f"read_csv('{path}', all_varchar=true, header=true, null_padding=true, quote='\"', escape='\"')"
+        else f"read_csv('{path}', all_varchar=true, header=true, null_padding=true, quote='\"', escape='\"', "
+        f"buffer_size={_CSV_BUFFER})"
     )
     width = len(database.execute(f"DESCRIBE SELECT * FROM {reader}").fetchall())
     threads = 1 if width > _MANY_COLUMNS else 2

@@ -40,7 +40,7 @@ class Shard:
         columns = stored_columns()
         kinds = {"string": pa.string(), "date32": pa.date32(), "float64": pa.float64(), "float32": pa.float32()}
         schema = pa.schema([(column["name"], kinds[column["type"]]) for column in columns])
-        table = pa.Table.from_pandas(frame[schema.names], schema=schema, preserve_index=False, safe=False)
+        table = pa.Table.from_pandas(frame[schema.names], schema=schema, preserve_index=False, safe=False, nthreads=1)
         if self._writer is None:
             self._writer = pq.ParquetWriter(self.path, schema, compression="zstd", use_dictionary=["ticker"])
         self._writer.write_table(table, row_group_size=len(table))

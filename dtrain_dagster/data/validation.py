@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,11 +109,11 @@ def validated(ref: PricesRef, calendar: str | None = "XNYS") -> Validation:
 def validate_prices(ref: PricesRef, calendar: str | None = "XNYS") -> Validation:
     """Evaluate every check of `CHECKS`, always all of them. ``calendar``: an exchange's code, or None / "none"."""
     sessions = exchange_sessions(calendar, ref.first_date, ref.last_date)
-    schema = _schema()
     findings, masks, ends = _Findings(), [], []
     for ticker, frame in iter_tickers(ref):
         ends.append(str(frame["date"].iloc[-1].date()))
-        _check_schema(findings, schema, ticker, frame)
+        if not _is_whole(frame):
+            _check_schema(findings, ticker, frame)
         _check_calendar(findings, ticker, frame, sessions)
         _check_order(findings, ticker, frame)
         masks += _check_moves(findings, ticker, frame)
@@ -163,6 +164,20 @@ def gaps(dates: NDArray[np.datetime64], sessions: NDArray[np.datetime64] | None)
     return np.concatenate([[False], np.diff(place) > 1])
 
 
+def _is_whole(frame: pd.DataFrame) -> bool:
+    """Does the frame certainly suit `_schema`? That takes far longer to say so, and is asked what is wrong."""
+    import numpy as np
+
+    given = [frame[name] for name in frame if name not in ("ticker", "date")]
+    return (
+        str(frame["date"].dtype) == "datetime64[s]"
+        and not frame[["ticker", "date", "adj_close"]].isna().to_numpy().any()
+        and all(column.dtype == np.float64 for column in given)
+        and bool(np.isfinite(frame["adj_close"].to_numpy()).all())
+    )
+
+
+@cache
 def _schema() -> Any:
     import pandera.pandas as pa
 
@@ -177,11 +192,11 @@ def _schema() -> Any:
     )
 
 
-def _check_schema(findings: _Findings, schema: Any, ticker: str, frame: pd.DataFrame) -> None:
+def _check_schema(findings: _Findings, ticker: str, frame: pd.DataFrame) -> None:
     import pandera.errors
 
     try:
-        schema.validate(frame.reset_index(drop=True), lazy=True)
+        _schema().validate(frame.reset_index(drop=True), lazy=True)
     except pandera.errors.SchemaErrors as errors:
         cases = errors.failure_cases.itertuples()
         findings.add("schema", [f"{ticker}: {case.column} {case.check} {case.failure_case}" for case in cases])
@@ -222,7 +237,7 @@ def _check_moves(findings: _Findings, ticker: str, frame: pd.DataFrame) -> list[
     """Stale stretches and jumps; masks for the stretches too long to be a halt, with the jump that ends them."""
     import numpy as np
 
-    dates = [str(date.date()) for date in frame["date"]]
+    dates = frame["date"].to_numpy().astype("datetime64[D]")
     prices = frame["adj_close"].to_numpy()
     with np.errstate(divide="ignore", invalid="ignore"):
         moves = np.diff(np.log(prices), prepend=np.nan)
@@ -247,7 +262,7 @@ def _check_moves(findings: _Findings, ticker: str, frame: pd.DataFrame) -> list[
             reason = f"the price stands still for {length} sessions" + (
                 f", then jumps by a ratio of {np.exp(moves[last + 1]):.2f}" if jump else ""
             )
-            masks.append(Mask(ticker=ticker, first=dates[first - 1], last=dates[last + jump], reason=reason))
+            masks.append(Mask(ticker=ticker, first=str(dates[first - 1]), last=str(dates[last + jump]), reason=reason))
     return masks
 
 

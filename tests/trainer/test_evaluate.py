@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainer.gate import better_baselines
 from trainer.reassess import reassess
 from trainer.report import build_report
 from trainer.rundir import RunDir
+from trainer.sampler import spread
 from trainer.saved_model import SavedModel
 from trainer.world import RankFacts, World
 
@@ -98,6 +100,25 @@ def test_every_sample_counts_once_whatever_the_world(size: int, samples: int, ma
         assert rank["report"] == ranks[0]["report"]
         assert rank["report"]["model"] == pytest.approx(alone["report"]["model"], rel=1e-4)
     assert RunDir(str(tmp_path / "many" / "run")).read_json("evaluation.json") == ranks[0]["report"]
+
+
+def test_of_a_large_split_all_counts_and_a_part_is_kept(market: Market, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, criterion = forecaster(market)
+    whole = evaluate(model, criterion, market, "valid", ALONE, 64, CPU, collect=True)
+    monkeypatch.setattr("trainer.evaluate.CHUNK", 150)
+    monkeypatch.setattr("trainer.evaluate.spread", partial(spread, most=101))
+    part = evaluate(model, criterion, market, "valid", ALONE, 64, CPU, collect=True)
+    assert (part.samples, part.loss) == (whole.samples, pytest.approx(whole.loss, rel=1e-9))
+    assert part.metrics == pytest.approx(whole.metrics, rel=1e-9)
+    assert whole.predictions is not None
+    assert part.predictions is not None
+    positions = spread(whole.samples, 101)
+    steps = np.diff(positions)
+    assert (len(positions), positions[0]) == (101, 0)
+    assert steps.max() - steps.min() <= 1
+    assert positions[-1] + steps.max() >= whole.samples
+    np.testing.assert_array_equal(part.predictions.row, whole.predictions.row[positions])
+    np.testing.assert_allclose(part.predictions.mu, whole.predictions.mu[positions], rtol=1e-5)
 
 
 class Median(nn.Module):

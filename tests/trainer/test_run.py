@@ -278,8 +278,10 @@ def test_what_cannot_be_used_is_refused_before_the_first_step(new_job: NewJob, w
     assert foreign.result()["status"] == "failed"
 
 
-def test_it_stops_early_and_runs_in_bf16_and_starts_over_when_asked(new_job: NewJob, whole: Job) -> None:
-    early = new_job("early", early_stopping_patience=1, eval_frequency=2, precision="bf16", learning_rate=0.3)
+def test_it_stops_early_and_runs_in_bf16_in_blocks_and_starts_over_when_asked(new_job: NewJob, whole: Job) -> None:
+    early = new_job(
+        "early", early_stopping_patience=1, eval_frequency=2, precision="bf16", learning_rate=0.3, shuffle_block=1
+    )
     over = at(whole, new_job("over", resume=False, max_steps=4, keep_checkpoints=1), 30)
     assert early.run_here() == 0, early.result()
     result, evaluations = early.result(), early.events("evaluation")
