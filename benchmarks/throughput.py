@@ -99,12 +99,14 @@ def describe(cell: Cell) -> dict[str, Any]:
     pace = {name: sorted(global_batch / seconds for seconds in cell.seconds(name)) for name in cell.stretches}
     cpu = {name: sum(part.cpu_seconds for part in parts) for name, parts in cell.stretches.items()}
     steps = {name: sum(part.steps for part in parts) for name, parts in cell.stretches.items()}
-    ratios = {}
-    for one in OURS:
-        for other in ("bound", *PEERS):
-            values = cell.ratios(one, other)
-            if values:
-                ratios[f"{one}_vs_{other}"] = in_short(interval([values]))
+    against = {
+        one: {
+            other: in_short(interval([values]))
+            for other in cell.stretches if other != one and (values := cell.ratios(one, other))
+        }
+        for one in OURS
+    }  # fmt: skip
+    vs_bound = {one: in_short(interval([values])) for one in pace if (values := cell.ratios(one, "bound"))}
     return {
         "model": cell.case.model,
         "batch_per_rank": cell.case.batch,
@@ -117,7 +119,8 @@ def describe(cell: Cell) -> dict[str, Any]:
             for name, values in pace.items()
         },
         "cpu_ms_per_step": {name: round(1000 * cpu[name] / steps[name], 3) for name in cpu},
-        **ratios,
+        "vs_bound": {name: share for name, share in vs_bound.items() if name != "bound"},
+        **{f"{one}_vs": ratios for one, ratios in against.items()},
         "validation_loss": {name: round(loss, 5) for name, loss in cell.losses.items()},
         "tuned_loss_difference_percent": loss_difference(cell.losses),
     }
