@@ -96,7 +96,8 @@ def sharding(result: Mapping[str, Any]) -> Figure:
                 line(axis, points, text, colour, marker="o")
     for axis in (pace, memory):
         axis.set_xscale("log")
-        axis.set_xticks(sizes, [f"{size}×" for size in sizes], minor=False)
+        axis.minorticks_off()
+        axis.set_xticks(sizes, [f"{size}×" for size in sizes])
         axis.set_ylim(bottom=0)
         _thousands(axis)
     label(pace, "To shards", "size of the data", "rows per second")
@@ -106,15 +107,15 @@ def sharding(result: Mapping[str, Any]) -> Figure:
     shown = {name: value for name, value in shown.items() if value}
     colours = [COLOURS[0] if name.startswith("ours") else COLOURS[1 if "loader" in name else 2] for name in shown]
     _bars(reading, [READERS[name] for name in shown], list(shown.values()), colours)
-    reading.set_xscale("log")
-    label(reading, "Random windows", "samples per second (log scale)", "")
+    reading.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:,.0f}")
+    label(reading, "Random windows", "thousand samples per second", "")
     return picture
 
 
 def orchestration(result: Mapping[str, Any]) -> Figure:
     """A training under Dagster beside the bare one, short and long; and where a short run's time goes."""
-    picture = new_figure(9, 3.4)
-    cpu, wall, parts = picture.subplots(1, 3, width_ratios=(1, 1, 1.5))
+    picture = new_figure(10, 3.4)
+    cpu, wall, parts = picture.subplots(1, 3, width_ratios=(1.15, 1.15, 1.3))
     lengths = sorted({row["steps"] for row in result["rows"]})
     for axis, key, title in ((cpu, "cpu", "CPU time"), (wall, "wall", "Wall-clock time")):
         for side, (field, text) in enumerate(((f"bare_{key}", "bare trainer"), (key, "under Dagster"))):
@@ -152,7 +153,8 @@ def _bars(axis: Axes, names: Sequence[str], values: Sequence[float], colours: Se
         axis.text(
             value, place, f" {value:,.0f}" if value >= 10 else f" {value:.2f}", va="center", fontsize=8, color=MUTED
         )
-    axis.margins(x=0.22)
+    axis.margins(x=0.25)
+    axis.grid(visible=False, axis="y")
 
 
 def _thousands(axis: Axes) -> None:
