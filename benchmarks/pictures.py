@@ -24,8 +24,8 @@ NAMES = {
 }  # fmt: skip
 SHARDERS = {"ours": "dtrain", "pandas": "pandas + Parquet", "mosaic": "mosaicml-streaming"}
 READERS = {
-    "ours": "dtrain", "ours_blocks": "dtrain, in blocks", "dataloader_0": "DataLoader", "dataloader_2": "…2 workers",
-    "mosaic_0": "mosaicml-streaming", "mosaic_2": "…2 workers",
+    "ours": "dtrain", "ours_blocks": "dtrain, in blocks", "dataloader_0": "DataLoader", "dataloader_2": "… 2 workers",
+    "mosaic_0": "mosaicml-streaming", "mosaic_2": "… 2 workers",
 }  # fmt: skip
 MODES = ("allreduce", "fp16", "topk", "hierarchical", "auto")
 LIGHT = "#d0d7de"
@@ -106,9 +106,9 @@ def sharding(result: Mapping[str, Any]) -> Figure:
     shown = {name: result.get(f"read_{name}", {}).get("samples_per_second") for name in READERS}
     shown = {name: value for name, value in shown.items() if value}
     colours = [COLOURS[0] if name.startswith("ours") else COLOURS[1 if "loader" in name else 2] for name in shown]
+    label(reading, "Random windows", "thousand samples per second", "")
     _bars(reading, [READERS[name] for name in shown], list(shown.values()), colours)
     reading.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:,.0f}")
-    label(reading, "Random windows", "thousand samples per second", "")
     return picture
 
 
@@ -133,8 +133,8 @@ def orchestration(result: Mapping[str, Any]) -> Figure:
         axis.title.set_fontsize(9)
     cpu.legend(frameon=False, fontsize=8, loc="upper left")
     phases = result["phases"]
-    _bars(parts, list(phases), list(phases.values()), [LIGHT if name == "training" else COLOURS[0] for name in phases])
     label(parts, "A short run, phase by phase", "seconds", "")
+    _bars(parts, list(phases), list(phases.values()), [LIGHT if name == "training" else COLOURS[0] for name in phases])
     return picture
 
 
