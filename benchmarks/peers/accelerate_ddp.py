@@ -1,0 +1,33 @@
+"""Accelerate: the plain loop, with its Accelerator in the places that its documentation names."""
+
+from __future__ import annotations
+
+from accelerate import Accelerator
+from torch import nn
+
+from benchmarks.peers.parts import Parts, device_of
+from benchmarks.peers.turns import Case, Turns
+
+
+def train(case: Case, turns: Turns) -> None:
+    parts = Parts(case, device_of(case))
+    accelerator = Accelerator(
+        cpu=case.device == "cpu", mixed_precision="no" if case.precision == "fp32" else case.precision
+    )
+    assert accelerator.num_processes == case.ranks
+    model: nn.Module
+    model, optimizer, loader = accelerator.prepare(parts.module, parts.optimizer(), parts.loader())
+    try:
+        while True:
+            total = 0.0
+            for windows, target in loader:
+                if not turns.step():
+                    return
+                optimizer.zero_grad()
+                loss = parts.criterion(model(windows).float(), target).mean()
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), case.clip_norm)
+                optimizer.step()
+                total += loss.item()
+    finally:
+        accelerator.free_memory()

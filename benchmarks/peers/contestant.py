@@ -1,0 +1,226 @@
+"""The benchmark's side: a contestant's processes, who stand still but in their turns."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from benchmarks.peers.turns import ADDRESS, Case, Failed
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_SECONDS = 300.0
+"""For a contestant to come, to be ready, or to end a stretch."""
+
+
+class ContestantError(RuntimeError):
+    """It failed, ended, or does not answer. The message says why, as far as it or its log does."""
+
+
+class Stretch(NamedTuple):
+    """So many steps of one contestant."""
+
+    steps: int
+    seconds: float
+    """From when the first rank began until the last one was done."""
+    cpu_seconds: float
+    """Of all its processes."""
+
+
+@dataclass
+class Contestant:
+    """The processes of one way to train."""
+
+    name: str
+    folder: Path
+    ranks: int
+    processes: list[subprocess.Popen[bytes]]
+    connections: list[Connection]
+    case: Case | None = None
+    began: int = 0
+    """How many cases it has begun."""
+
+    def begin(self, case: Case) -> None:
+        """Make ready for a case; returns when all ranks stand before the first step."""
+        self.began += 1
+        folder = self.folder / f"case-{self.began}"
+        folder.mkdir()
+        self.case = replace(case, folder=str(folder), port=free_port())
+        with self._awake():
+            self._tell(self.case)
+            self._hear()
+
+    def stretch(self, steps: int) -> Stretch:
+        """Take so many steps, while nobody else does anything."""
+        before = self._cpu_seconds()
+        with self._awake():
+            self._tell(steps)
+            times = self._hear()
+        seconds = max(ended for _, ended in times) - min(began for began, _ in times)
+        return Stretch(steps, seconds, self._cpu_seconds() - before)
+
+    def end(self) -> Any:
+        """Leave the case; what rank 0 has to say in the end."""
+        self.case = None
+        with self._awake():
+            self._tell(0)
+            return next((result for result in self._hear() if result is not None), None)
+
+    def close(self) -> None:
+        """End its processes, all of them."""
+        tree = self._tree()
+        with contextlib.suppress(ContestantError):
+            self._signal(signal.SIGCONT)
+            if self.case is None:
+                self._tell(None)
+        _, alive = psutil.wait_procs(tree, timeout=10 if self.case is None else 0)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=10)
+        for child in self.processes:
+            child.wait()
+
+    def _tell(self, what: Any) -> None:
+        try:
+            for connection in self.connections:
+                connection.send(what)
+        except OSError:
+            raise ContestantError(f"{self.name} ended: {self.log()}") from None
+
+    def _hear(self) -> list[Any]:
+        answers = [self._answer(connection) for connection in self.connections]
+        failed = [answer for answer in answers if isinstance(answer, Failed)]
+        if failed:
+            self.case = None  # all ranks have left it
+            raise ContestantError(f"{self.name} failed: {failed[0]}")
+        return answers
+
+    def _answer(self, connection: Connection) -> Any:
+        try:
+            if connection.poll(PATIENCE_SECONDS):
+                return connection.recv()
+        except (EOFError, OSError):
+            raise ContestantError(f"{self.name} ended: {self.log()}") from None
+        raise ContestantError(f"{self.name} has not answered for {PATIENCE_SECONDS:g} s: {self.log()}")
+
+    def log(self) -> str:
+        lines = [line for path in sorted(self.folder.glob("log-*.txt")) for line in path.read_text().splitlines()]
+        return " | ".join(line.strip() for line in lines[-6:])[-600:]
+
+    @contextlib.contextmanager
+    def _awake(self) -> Iterator[None]:
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def _tree(self) -> list[psutil.Process]:
+        """Its processes and all that they have started."""
+        found = []
+        for child in self.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(child.pid)
+                found += [process, *process.children(recursive=True)]
+        return found
+
+    def _cpu_seconds(self) -> float:
+        """Of all its processes so far, those that have ended included where their parent has waited for them."""
+        total = 0.0
+        for process in self._tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system + times.children_user + times.children_system
+        return total
+
+
+def start(names: Sequence[str], ranks: int, device: str, folder: Path) -> tuple[list[Contestant], dict[str, str]]:
+    """All contestants, waiting for their first case; and why some are not among them."""
+    contestants = []
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(folder / "turns"))
+        server.listen(64)
+        server.settimeout(0.5)
+        try:
+            for name in names:
+                contestants.append(_start(name, ranks, device, folder))
+            _let_come(server, {contestant.name: contestant for contestant in contestants})
+        except BaseException:
+            for contestant in contestants:
+                contestant.close()
+            raise
+    failed = {}
+    for contestant in [*contestants]:
+        if len(contestant.connections) < ranks:
+            failed[contestant.name] = f"it did not start: {contestant.log()}"
+            contestants.remove(contestant)
+            contestant.close()
+    return contestants, failed
+
+
+def _start(name: str, ranks: int, device: str, folder: Path) -> Contestant:
+    (folder / name).mkdir()
+    port, processes = free_port(), []
+    for rank in range(1 if name == "ray" else ranks):  # Ray starts its own
+        environment = {
+            **os.environ,
+            ADDRESS: str(folder / "turns"),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1" if device == "cpu" else str(max(1, (os.cpu_count() or 1) // ranks)),
+            "DTRAIN_CACHE": str(folder / "cache"),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", "")))),
+        }
+        if device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        with (folder / name / f"log-{rank}.txt").open("wb") as log:
+            command = [sys.executable, "-m", "benchmarks.peers", name, device]
+            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder))
+    return Contestant(name, folder / name, ranks, processes, [])
+
+
+def _let_come(server: socket.socket, contestants: dict[str, Contestant]) -> None:
+    """Until all ranks have come that still can."""
+    come: dict[str, dict[int, Connection]] = {name: {} for name in contestants}
+    until = time.monotonic() + PATIENCE_SECONDS
+    awaited = set(contestants)
+    while awaited and time.monotonic() < until:
+        try:
+            connection = Connection(server.accept()[0].detach())
+        except TimeoutError:
+            awaited = {name for name in awaited if all(child.poll() is None for child in contestants[name].processes)}
+            continue
+        name, rank = connection.recv()
+        come[name][rank] = connection
+        contestant = contestants[name]
+        contestant.connections = [come[name][rank] for rank in sorted(come[name])]
+        if len(contestant.connections) == contestant.ranks:
+            awaited.discard(name)
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])

@@ -1,0 +1,58 @@
+"""Lightning's Trainer with its DDP strategy, «barebones»: without all that its documentation says may cost speed."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import lightning
+import torch
+from torch import Tensor
+
+from benchmarks.peers.parts import Parts, device_of
+from benchmarks.peers.turns import Case, Turns
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self.parts = parts
+        self.model, self.criterion = parts.module, parts.criterion
+
+    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+        windows, target = batch
+        return self.criterion(self.model(windows).float(), target).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.parts.optimizer()
+
+
+class InTurns(lightning.Callback):
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> int | None:
+        if self.turns.step():
+            return None
+        trainer.should_stop = True
+        return -1  # the rest of the epoch is left out
+
+
+def train(case: Case, turns: Turns) -> None:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    gpu = case.device == "cuda"
+    parts = Parts(case, device_of(case))
+    trainer = lightning.Trainer(
+        accelerator="gpu" if gpu else "cpu",
+        devices=case.ranks,
+        strategy=lightning.pytorch.strategies.DDPStrategy(process_group_backend="nccl" if gpu else "gloo"),
+        precision="32-true" if case.precision == "fp32" else "bf16-mixed",
+        barebones=True,
+        max_epochs=-1,
+        gradient_clip_val=case.clip_norm,
+        callbacks=[InTurns(turns)],
+    )
+    assert trainer.world_size == case.ranks
+    trainer.fit(Module(parts), parts.loader())

@@ -1,0 +1,90 @@
+"""The trainer of this project as it is, with its timing, reports and monitor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+
+from benchmarks.peers.parts import LOSS, Parts, device_of
+from benchmarks.peers.turns import Case, Turns
+from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig
+from trainer.run import DistributedTrainer
+from trainer.step import Batch
+
+NEVER = 10**9
+
+
+class OverError(Exception):
+    """The case is over."""
+
+
+class Trainer(DistributedTrainer):
+    """Takes a step only when it is its turn."""
+
+    turns: Turns
+
+    def train_epoch(self, dataloader: Iterable[Batch], epoch: int = 0) -> dict[str, float]:
+        return super().train_epoch(self._in_turns(dataloader), epoch)
+
+    def _in_turns(self, dataloader: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in dataloader:
+            pauses = self.turns.is_due
+            if pauses:
+                self.watchdog.rest()
+            if not self.turns.step():
+                raise OverError
+            if pauses:  # which is no part of a step
+                self.step.timer.drop()
+                self.watchdog.progress(self.progress.step)
+            yield batch
+
+
+def job_of(case: Case) -> JobConfig:
+    """Evaluations and checkpoints are left out, as they are with all others; all else is as a user has it."""
+    settings = {
+        "world_size": case.ranks,
+        "batch_size_per_gpu": case.batch,
+        "gradient_accumulation_steps": 1,
+        "epochs": NEVER,
+        "threads_per_rank": 1,
+        "precision": case.precision,
+        "seed": case.seed,
+        "learning_rate": case.learning_rate,
+        "clip_norm": case.clip_norm,
+        "weight_decay": case.weight_decay,
+        "schedule": "constant",
+        "checkpoint_frequency": NEVER,
+        "eval_frequency": NEVER,
+    }
+    if case.judged_after is not None:
+        settings |= {"schedule": "cosine", "max_steps": case.judged_after + 1}
+    config = DistributedTrainingConfig(**{**settings, **case.training})
+    if config.global_batch_size != case.batch * case.ranks:
+        raise ValueError(f"{case.training} make a global batch of {config.global_batch_size}, not of {case.batch} each")
+    return JobConfig(
+        job_id="benchmark",
+        run_dir=case.folder,
+        dataset=DatasetRef(uri=case.dataset),
+        model=FactoryConfig(factory=case.model),
+        loss=LOSS,
+        training=config,
+    )
+
+
+def ours(case: Case, turns: Turns) -> float | None:
+    os.environ["MASTER_PORT"] = str(case.port)  # the group of the case before has left its own
+    trainer = Trainer(job_of(case))
+    trainer.turns = turns
+    try:
+        trainer.initialize_distributed()
+        trainer.setup()
+        trainer.train()
+    except OverError:
+        if case.judged_after is None or trainer.world.rank != 0:
+            return None
+        parts = Parts(case, device_of(case))
+        parts.module.load_state_dict(trainer.step.module.state_dict())
+        return parts.validation_loss()
+    finally:
+        trainer.close()
+    raise AssertionError("the training ended before the benchmark did")

@@ -1,0 +1,101 @@
+"""What contestants have in common: data, model, loss, optimizer, and a step as one writes it with torch alone."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from benchmarks.peers.turns import Case
+from trainer.config import DistributedTrainingConfig, FactoryConfig
+from trainer.evaluate import EVAL_BATCH, evaluate
+from trainer.losses import build_loss
+from trainer.model import build_model
+from trainer.schedule import learning_rate
+from trainer.shards import DataShardManager
+from trainer.world import RankFacts, World
+
+LOSS = FactoryConfig(factory="student_t")
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """The training split, a sample at a time: the window that ends in a row, and the row's target."""
+
+    def __init__(self, shards: DataShardManager) -> None:
+        self.rows = shards.end_rows("train", np.arange(shards.count("train"))).tolist()
+        self.window = shards.spec.window
+        everything = np.load(shards.folder / "features.npy"), np.load(shards.folder / "target.npy")
+        self.features, self.target = (torch.from_numpy(array) for array in everything)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        row = self.rows[index]
+        return self.features[row - self.window + 1 : row + 1], self.target[row]
+
+
+class Parts:
+    """Everything that a loop needs, made anew for a case."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case, self.device = case, device
+        self.shards = DataShardManager(case.dataset)
+        torch.manual_seed(case.seed)
+        self.criterion: Any = build_loss(LOSS, self.shards.spec).to(device)
+        self.module = build_model(FactoryConfig(factory=case.model), self.shards.spec, self.criterion.outputs)
+        self.module.to(device)
+
+    @functools.cached_property
+    def data(self) -> Windows:
+        return Windows(self.shards)
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        case = self.case
+        return torch.optim.AdamW(
+            self.module.parameters(), lr=case.learning_rate, weight_decay=case.weight_decay, fused=True
+        )
+
+    def loader(self, sampler: Sampler[int] | None = None) -> DataLoader[tuple[Tensor, Tensor]]:
+        """Shuffled, unless a sampler does that."""
+        case = self.case
+        return DataLoader(
+            self.data, batch_size=case.batch, sampler=sampler, shuffle=sampler is None, drop_last=True,
+            num_workers=case.workers, persistent_workers=case.workers > 0, pin_memory=self.device.type == "cuda",
+        )  # fmt: skip
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.case.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, windows: Tensor, target: Tensor) -> float:
+        """One optimizer step; the loss."""
+        windows, target = (tensor.to(self.device, non_blocking=True) for tensor in (windows, target))
+        optimizer.zero_grad()
+        with self.autocast():
+            outputs = model(windows)
+        loss = self.criterion(outputs.float(), target).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), self.case.clip_norm)
+        optimizer.step()
+        return loss.item()
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a training that is judged."""
+        assert self.case.judged_after is not None
+        return learning_rate(DistributedTrainingConfig(), step, self.case.judged_after + 1)
+
+    def validation_loss(self) -> float:
+        """Of the model as it is, on the whole validation split, by this process alone."""
+        alone = World(RankFacts(), self.device, "none")
+        return evaluate(self.module, self.criterion, self.shards, "valid", alone, EVAL_BATCH, self.device).loss
+
+
+def device_of(case: Case) -> torch.device:
+    return torch.device(case.device)

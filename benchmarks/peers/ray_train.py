@@ -1,0 +1,63 @@
+"""Ray Train: a TorchTrainer whose workers run the plain loop, prepared as its documentation says.
+
+Ray serves on loopback only, without a dashboard, and tells nobody that it is used.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+
+from benchmarks.peers.parts import Parts
+from benchmarks.peers.turns import Case, Turns
+
+
+def train(case: Case, turns: Turns) -> None:
+    assert ray.train.get_context().get_world_size() == case.ranks
+    parts = Parts(case, ray.train.torch.get_device())
+    model = ray.train.torch.prepare_model(parts.module)
+    loader = ray.train.torch.prepare_data_loader(parts.loader())
+    optimizer = parts.optimizer()
+    epoch = 0
+    while True:
+        if case.ranks > 1:
+            loader.sampler.set_epoch(epoch)
+        total = 0.0
+        for windows, target in loader:
+            if not turns.step():
+                return
+            total += parts.step(model, optimizer, windows, target)
+        epoch += 1
+
+
+def worker(config: dict[str, Any]) -> None:
+    from benchmarks.peers.__main__ import serve
+
+    serve("ray", ray.train.get_context().get_world_rank(), config["device"])
+
+
+def drive(ranks: int, device: str) -> None:
+    """Start Ray on this machine and the workers in it; until these have ended."""
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_TRAIN_ENABLE_STATE_TRACKING": "0"}
+    # Between its turns all of Ray is stopped: nobody is dead who was not heard meanwhile.
+    os.environ |= {"RAY_health_check_failure_threshold": "100000", "RAY_health_check_timeout_ms": "600000"}
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        ray.init(
+            num_cpus=ranks, num_gpus=ranks if device == "cuda" else 0, include_dashboard=False, _temp_dir=folder,
+            _node_ip_address="127.0.0.1", object_store_memory=100 << 20, log_to_driver=False,
+        )  # fmt: skip
+        try:
+            ray.train.torch.TorchTrainer(
+                worker,
+                train_loop_config={"device": device},
+                torch_config=ray.train.torch.TorchConfig(backend="nccl" if device == "cuda" else "gloo"),
+                scaling_config=ray.train.ScalingConfig(num_workers=ranks, use_gpu=device == "cuda"),
+                run_config=ray.train.RunConfig(storage_path=folder, name="benchmark"),
+            ).fit()
+        finally:
+            ray.shutdown()

@@ -1,0 +1,182 @@
+"""Draw docs/pictures/performance-*.png from benchmarks/results: of each benchmark whose result is there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.checkpoint import RESULTS
+from dtrain_dagster.monitoring.drawing import COLOURS, INK, MUTED, label, line, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
+NAMES = {
+    "ours": "dtrain", "tuned": "dtrain, tuned", "plain_ddp": "plain DDP", "lightning": "Lightning",
+    "accelerate": "Accelerate", "ray": "Ray Train",
+}  # fmt: skip
+SHARDERS = {"ours": "dtrain", "pandas": "pandas + Parquet", "mosaic": "mosaicml-streaming"}
+READERS = {
+    "ours": "dtrain", "ours_blocks": "dtrain, in blocks", "dataloader_0": "DataLoader", "dataloader_2": "… 2 workers",
+    "mosaic_0": "mosaicml-streaming", "mosaic_2": "… 2 workers",
+}  # fmt: skip
+MODES = ("allreduce", "fp16", "topk", "hierarchical", "auto")
+LIGHT = "#d0d7de"
+
+
+def throughput(result: Mapping[str, Any]) -> Figure:
+    """Each contestant's pace as a share of the bound's, model by model and batch by batch."""
+    cells = result["cells"]
+    picture = new_figure(9, 3.8)
+    axis = picture.subplots()
+    shown = [name for name in NAMES if any(name in cell["vs_bound"] for cell in cells)]
+    width = 0.84 / len(shown)
+    for index, name in enumerate(shown):
+        there = [(place, cell["vs_bound"][name]) for place, cell in enumerate(cells) if name in cell["vs_bound"]]
+        places = [place + width * (index - (len(shown) - 1) / 2) for place, _ in there]
+        shares = [found["ratio"] for _, found in there]
+        spread = [
+            [found["ratio"] - found["low"] for _, found in there],
+            [found["high"] - found["ratio"] for _, found in there],
+        ]
+        axis.bar(places, shares, width * 0.92, color=COLOURS[index], label=NAMES[name])
+        axis.errorbar(places, shares, spread, fmt="none", ecolor=INK, elinewidth=0.8, capsize=1.5)
+    axis.axhline(1, color=INK, linewidth=1, linestyle="--")
+    axis.annotate("the bound: no input, no communication", (1, 1), (0, 3), xycoords=("axes fraction", "data"),
+                  textcoords="offset points", ha="right", fontsize=8, color=INK)  # fmt: skip
+    axis.set_xticks(range(len(cells)), [f"{cell['model']}\n{cell['batch_per_rank']:,} per rank" for cell in cells])
+    title = (
+        f"Samples per second, {result['ranks']} ranks, {result['cpu']} ({result['cores']} cores), {result['date'][:10]}"
+    )
+    label(axis, title, "", "share of the bound's")
+    axis.set_ylim(0, 1.15 * max(1.0, *(found["high"] for cell in cells for found in cell["vs_bound"].values())))
+    picture.legend(*axis.get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside lower center", ncols=6)
+    return picture
+
+
+def scaling(result: Mapping[str, Any]) -> Figure:
+    """A step of the wide model on three hosts, rate by rate and way by way: what communication adds is light."""
+    rows = [row for row in result["rows"] if row["model"] == "wide" and row["ranks"] == 3]
+    rates = list(dict.fromkeys(row["rate"] for row in rows))
+    picture = new_figure(9, 3.4)
+    for axis, rate in zip(picture.subplots(1, len(rates), squeeze=False)[0], rates, strict=True):
+        here = {row["communication"]: row for row in rows if row["rate"] == rate}
+        modes = [mode for mode in MODES if mode in here]
+        steps, exposed = ([1000 * here[mode][key] for mode in modes] for key in ("step_seconds", "exposed_seconds"))
+        computed = [step - wire for step, wire in zip(steps, exposed, strict=True)]
+        axis.bar(modes, computed, color=COLOURS[0], label="computation, and communication hidden by it", width=0.65)
+        axis.bar(modes, exposed, bottom=computed, color=COLOURS[1], label="exposed communication", width=0.65)
+        for place, step in enumerate(steps):
+            axis.text(place, step, f"{step:,.0f}", ha="center", va="bottom", fontsize=8, color=INK)
+        label(axis, f"3 hosts, {rate}", "", "ms per step, wide model")
+        axis.set_xticks(range(len(modes)), modes, rotation=30, ha="right")
+        axis.set_ylim(0, 1.12 * max(steps))
+        handles = axis.get_legend_handles_labels()
+    picture.legend(*handles, frameon=False, fontsize=8, loc="outside lower center", ncols=2)
+    return picture
+
+
+def sharding(result: Mapping[str, Any]) -> Figure:
+    """Rows per second and peak memory over the size of the data; samples per second of random windows."""
+    picture = new_figure(9, 3.6)
+    pace, memory, reading = picture.subplots(1, 3, width_ratios=(1, 1, 1.1))
+    sizes = sorted({int(key.split("_")[1][:-1]) for key in result if key.startswith("shard_")})
+    for (name, text), colour in zip(SHARDERS.items(), COLOURS, strict=False):
+        found = {size: result.get(f"shard_{size}x_{name}", {}) for size in sizes}
+        for axis, key in ((pace, "rows_per_second"), (memory, "peak_mb")):
+            points = [(float(size), each[key]) for size, each in found.items() if key in each]
+            if points:
+                line(axis, points, text, colour, marker="o")
+    for axis in (pace, memory):
+        axis.set_xscale("log")
+        axis.minorticks_off()
+        axis.set_xticks(sizes, [f"{size}×" for size in sizes])
+        axis.set_ylim(bottom=0)
+        _thousands(axis)
+    label(pace, "To shards", "size of the data", "rows per second")
+    label(memory, "Peak memory", "size of the data", "MB")
+    pace.legend(frameon=False, fontsize=8)
+    shown = {name: result.get(f"read_{name}", {}).get("samples_per_second") for name in READERS}
+    shown = {name: value for name, value in shown.items() if value}
+    colours = [COLOURS[0] if name.startswith("ours") else COLOURS[1 if "loader" in name else 2] for name in shown]
+    label(reading, "Random windows", "thousand samples per second", "")
+    _bars(reading, [READERS[name] for name in shown], list(shown.values()), colours)
+    reading.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:,.0f}")
+    return picture
+
+
+def orchestration(result: Mapping[str, Any]) -> Figure:
+    """A training under Dagster beside the bare one, short and long; and where a short run's time goes."""
+    picture = new_figure(10, 3.4)
+    cpu, wall, parts = picture.subplots(1, 3, width_ratios=(1.15, 1.15, 1.3))
+    lengths = sorted({row["steps"] for row in result["rows"]})
+    for axis, key, title in ((cpu, "cpu", "CPU time"), (wall, "wall", "Wall-clock time")):
+        for side, (field, text) in enumerate(((f"bare_{key}", "bare trainer"), (key, "under Dagster"))):
+            values = [
+                statistics.median(row[field] for row in result["rows"] if row["steps"] == steps) for steps in lengths
+            ]
+            places = [place + 0.38 * (side - 0.5) for place in range(len(lengths))]
+            axis.bar(places, values, 0.36, color=(LIGHT, COLOURS[0])[side], label=text)
+            for place, value in zip(places, values, strict=True):
+                axis.text(place, value, f"{value:.1f}", ha="center", va="bottom", fontsize=8, color=INK)
+        axis.set_xticks(range(len(lengths)), [f"{steps:,} steps" for steps in lengths])
+        axis.margins(y=0.2)
+        fixed, error = (result[f"fixed_{key}_{name}"] for name in ("seconds", "error"))
+        label(axis, f"{title}: {fixed:.1f} ± {error:.1f} s fixed", "", "seconds of a whole run")
+        axis.title.set_fontsize(9)
+    cpu.legend(frameon=False, fontsize=8, loc="upper left")
+    phases = result["phases"]
+    label(parts, "A short run, phase by phase", "seconds", "")
+    _bars(parts, list(phases), list(phases.values()), [LIGHT if name == "training" else COLOURS[0] for name in phases])
+    return picture
+
+
+DRAWN: dict[str, Callable[[Mapping[str, Any]], Figure]] = {
+    "throughput": throughput, "scaling": scaling, "sharding": sharding, "orchestration": orchestration,
+}  # fmt: skip
+
+
+def _bars(axis: Axes, names: Sequence[str], values: Sequence[float], colours: Sequence[str]) -> None:
+    """Horizontal bars from top to bottom, with their values."""
+    places = range(len(names))
+    axis.barh(places, values, color=colours, height=0.65)
+    axis.set_yticks(places, names)
+    axis.invert_yaxis()
+    for place, value in zip(places, values, strict=True):
+        axis.text(
+            value, place, f" {value:,.0f}" if value >= 10 else f" {value:.2f}", va="center", fontsize=8, color=MUTED
+        )
+    axis.margins(x=0.25)
+    axis.grid(visible=False, axis="y")
+
+
+def _thousands(axis: Axes) -> None:
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m benchmarks.pictures", description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of results (benchmarks/results)")
+    parser.add_argument("--to", type=Path, default=PICTURES, help="folder of pictures (docs/pictures)")
+    options = parser.parse_args(arguments)
+    options.to.mkdir(parents=True, exist_ok=True)
+    for name, draw in DRAWN.items():
+        source = options.results / f"{name}.json"
+        result = json.loads(source.read_text()) if source.exists() else {}
+        if result.get("benchmark") != name or (name == "scaling" and "rows" not in result):
+            print(f"no result of benchmarks.{name}: left out", file=sys.stderr)
+            continue
+        target = options.to / f"performance-{name}.png"
+        draw(result).savefig(target, dpi=110)
+        print(target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""How fast the same training is with this project, with others, and at most: side by side on this machine.
+
+Contestants train the same model on the same data (the bundled prices) with the same loss, optimizer (fused AdamW),
+clipping and global batch. Each is a pair of processes of one thread, joined by gloo on loopback, that trains a stretch
+of steps when it is its turn and is stopped (SIGSTOP, with all that it has started) when it is not; stretches of all of
+them follow each other in an order that is random in each round. Without evaluation and checkpoints, for all.
+
+    bound        the same step on batches that are in memory already: no input, no communication, two processes alike
+    ours         the trainer as it is, with timing, reports, monitor and TensorBoard, at the settings of the others
+    tuned        the same with the settings of --tuned, or those that a short search finds here
+    plain_ddp    PyTorch's DDP with Dataset, DataLoader, DistributedSampler; the DataLoader at its best number of
+                 workers of 0, 1 and 2, found before (and so for the three that follow)
+    lightning    Lightning's Trainer, barebones         accelerate, ray    the plain loop, prepared by them
+
+Ratios are medians over rounds of ratios within a round, with a 95 % interval (bootstrap over rounds); above 1 the first
+one is faster. What is not installed is in ``skipped``, what failed in ``failed``.
+
+    min_vs_bound                  ours against the bound: the least over models and batches
+    min_vs_any_peer               ours against the fastest of the others at the same settings: the least
+    geomean_vs_plain_ddp          tuned against plain DDP; geomean_vs_plain_ddp_equal: ours against it
+    tuned_loss_difference_percent  by model: how much worse validation is after the same number of samples with the
+                                  tuned settings than with plain DDP. A negative log likelihood has no natural zero, so
+                                  this is no share of the loss: a difference of d nats is a validation sample whose
+                                  likelihood is lower by 1 - exp(-d). Of several batches, the one with the largest
+                                  difference; ``cells`` has the losses
+    cells                         samples per second (median and quartiles), CPU milliseconds of a step (all processes),
+                                  ratios, settings and losses of each model and batch
+
+With ``--device cuda`` there is one rank, all train in bf16, and the trainer keeps its data on the GPU. (That has not
+been run on a GPU yet.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.checkpoint import RESULTS, _cpu
+from benchmarks.peers.contestant import start
+from benchmarks.peers.course import OURS, PEERS, Cell, Course, say
+from benchmarks.peers.turns import Case
+from dtrain_dagster.data.prices import write_prices
+from dtrain_dagster.data.sharding import DatasetParams, build_dataset
+from dtrain_dagster.data.sources import price_source
+from dtrain_dagster.data.validation import validate_prices
+
+MODELS = ("tcn", "lstm", "transformer")
+PACKAGES = ("torch", "numpy", "lightning", "accelerate", "ray")
+LEAST_JUDGED = 100
+
+
+def usable(tuned: Mapping[str, Any], case: Case) -> dict[str, Any]:
+    """Settings of a file, for this case: the layout of the batch only where it makes the same global batch."""
+    layout = ("batch_size_per_gpu", "gradient_accumulation_steps")
+    own = {"world_size", "epochs", "max_steps", "seed", "learning_rate", "threads_per_rank"}
+    settings = {name: value for name, value in tuned.items() if name not in own}
+    if settings.get(layout[0], case.batch) * settings.get(layout[1], 1) != case.batch:
+        settings = {name: value for name, value in settings.items() if name not in layout}
+    return settings
+
+
+def build(folder: Path) -> str:
+    """The bundled panel of 20 stocks as a dataset, as the product builds it."""
+    ref = write_prices(price_source("sp500_panel"), str(folder))
+    return build_dataset(ref, validate_prices(ref), str(folder), DatasetParams()).uri
+
+
+def interval(rounds: Sequence[Sequence[float]], draws: int = 2000) -> tuple[float, float, float]:
+    """Geometric mean over cells of the median over rounds, and its 95 % interval by drawing rounds anew."""
+    chance = np.random.default_rng(0)
+    logs = [np.log(values) for values in rounds]
+    middle = float(np.mean([np.median(part) for part in logs]))
+    drawn = [np.median(part[chance.integers(len(part), size=(draws, len(part)))], axis=1) for part in logs]
+    low, high = np.quantile(np.mean(drawn, axis=0), (0.025, 0.975))
+    return math.exp(middle), math.exp(low), math.exp(high)
+
+
+def in_short(figures: tuple[float, float, float]) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in zip(("ratio", "low", "high"), figures, strict=True)}
+
+
+def describe(cell: Cell) -> dict[str, Any]:
+    """What the result says of one cell."""
+    global_batch = cell.case.batch * cell.case.ranks
+    pace = {name: sorted(global_batch / seconds for seconds in cell.seconds(name)) for name in cell.stretches}
+    cpu = {name: sum(part.cpu_seconds for part in parts) for name, parts in cell.stretches.items()}
+    steps = {name: sum(part.steps for part in parts) for name, parts in cell.stretches.items()}
+    against = {
+        one: {
+            other: in_short(interval([values]))
+            for other in cell.stretches if other != one and (values := cell.ratios(one, other))
+        }
+        for one in OURS
+    }  # fmt: skip
+    vs_bound = {one: in_short(interval([values])) for one in pace if (values := cell.ratios(one, "bound"))}
+    return {
+        "model": cell.case.model,
+        "batch_per_rank": cell.case.batch,
+        "global_batch": global_batch,
+        "steps_per_stretch": cell.steps,
+        "loader_workers": cell.case.workers,
+        "tuned": cell.tuned,
+        "samples_per_second": {
+            name: dict(zip(("low", "median", "high"), np.quantile(values, (0.25, 0.5, 0.75)).round(0), strict=True))
+            for name, values in pace.items()
+        },
+        "cpu_ms_per_step": {name: round(1000 * cpu[name] / steps[name], 3) for name in cpu},
+        "vs_bound": {name: share for name, share in vs_bound.items() if name != "bound"},
+        **{f"{one}_vs": ratios for one, ratios in against.items()},
+        "validation_loss": {name: round(loss, 5) for name, loss in cell.losses.items()},
+        "tuned_loss_difference_percent": loss_difference(cell.losses),
+    }
+
+
+def loss_difference(losses: Mapping[str, float]) -> float | None:
+    """Percent by which a validation sample is less likely with the tuned settings than with plain DDP."""
+    if "tuned" not in losses or "plain_ddp" not in losses:
+        return None
+    return round(100 * -math.expm1(losses["plain_ddp"] - losses["tuned"]), 3)
+
+
+def summary(cells: Sequence[Cell]) -> dict[str, Any]:
+    """The figures over all cells; one that nothing was measured for is left out."""
+    result: dict[str, Any] = {}
+    for key, rivals in (("min_vs_bound", ("bound",)), ("min_vs_any_peer", tuple(PEERS))):
+        known = [
+            (*interval([values]), cell.case.model, cell.case.batch, rival)
+            for cell in cells for rival in rivals if (values := cell.ratios("ours", rival))
+        ]  # fmt: skip
+        if known:
+            *figures, model, batch, rival = min(known)
+            result[key] = round(figures[0], 4)
+            result[f"{key}_where"] = {**in_short(figures), "model": model, "batch_per_rank": batch, "against": rival}
+    for key, one in (("geomean_vs_plain_ddp", "tuned"), ("geomean_vs_plain_ddp_equal", "ours")):
+        rounds = [values for cell in cells if (values := cell.ratios(one, "plain_ddp"))]
+        if rounds:
+            figures = in_short(interval(rounds))
+            result |= {key: figures["ratio"], f"{key}_low": figures["low"], f"{key}_high": figures["high"]}
+    differences: dict[str, float] = {}
+    for cell in cells:
+        found = loss_difference(cell.losses)
+        if found is not None and abs(found) >= abs(differences.get(cell.case.model, 0.0)):
+            differences[cell.case.model] = found
+    return result | ({"tuned_loss_difference_percent": differences} if differences else {})
+
+
+def measure(course: Course, cell: Cell, options: argparse.Namespace, given: Mapping[str, Any] | None) -> None:
+    """Everything about one model and batch."""
+    say(f"{cell.case.model}, {cell.case.batch} per rank")
+    course.measure_out(cell)
+    workers = course.best_workers(cell, options.pairs)
+    course.rest()
+    cell.case = replace(cell.case, workers=workers)
+    cell.tuned = usable(given, cell.case) if given is not None else course.search(cell, options.pairs)
+    course.rest()
+    say(f"  DataLoader with {workers} workers; tuned: {cell.tuned}; {cell.steps} steps in a stretch")
+    course.run(cell, options.rounds)
+    if options.loss_steps:
+        least = min(options.batches)
+        course.judge(cell, max(min(LEAST_JUDGED, options.loss_steps), options.loss_steps * least // cell.case.batch))
+
+
+def versions() -> dict[str, str]:
+    known = {}
+    for package in PACKAGES:
+        try:
+            known[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return known
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.throughput", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--batches", nargs="+", type=int, default=[64, 1024], help="samples per rank and step")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="all, where installed")
+    parser.add_argument("--rounds", type=int, default=8, help="of one stretch of each contestant (8)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="about so long is a stretch of the bound (1)")
+    parser.add_argument("--pairs", type=int, default=3, help="of stretches for each choice of the search (3)")
+    parser.add_argument("--tuned", metavar="FILE", help="settings of `dtrain tune`, instead of a search")
+    parser.add_argument("--loss-steps", type=int, default=300, help="at the least batch, for the losses; 0: none (300)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
+    options = parser.parse_args(arguments)
+    if options.rounds < 2 or options.pairs < 1 or min(options.batches) < 1:
+        parser.error("--rounds must be 2 or more, --pairs and --batches 1 or more")
+    given = json.loads(Path(options.tuned).read_text())["training"] if options.tuned else None
+    skipped = {
+        peer: f"{package} is not installed: pip install 'dtrain[bench]'"
+        for peer, package in PEERS.items() if peer in options.peers and importlib.util.find_spec(package) is None
+    } | {peer: "not asked for" for peer in PEERS if peer not in options.peers}  # fmt: skip
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # contestants are ended on the way out
+    load_before, began = os.getloadavg()[0], datetime.datetime.now(datetime.UTC)
+    ranks, precision = (2, "fp32") if options.device == "cpu" else (1, "bf16")
+    names = ["bound", *OURS, *(peer for peer in PEERS if peer not in skipped)]
+    with tempfile.TemporaryDirectory(prefix="throughput-", ignore_cleanup_errors=True) as temporary:
+        folder = Path(temporary)
+        dataset = build(folder)
+        contestants, failed = start(names, ranks, options.device, folder)
+        course = Course(contestants, failed, options.seconds, options.seed)
+        cells = [
+            Cell(
+                Case(
+                    model=model, batch=batch, ranks=ranks, dataset=dataset, folder="", port=0, device=options.device,
+                    precision=precision, seed=options.seed,
+                )
+            )
+            for model in options.models for batch in options.batches
+        ]  # fmt: skip
+        try:
+            for cell in cells:
+                measure(course, cell, options, given)
+        finally:
+            course.close()
+    result = {
+        "benchmark": "throughput",
+        "date": began.isoformat(timespec="seconds"),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "device": options.device,
+        "ranks": ranks,
+        "precision": precision,
+        "versions": versions(),
+        "rounds": options.rounds,
+        **summary(cells),
+        "skipped": skipped,
+        "failed": failed,
+        "cells": [describe(cell) for cell in cells],
+        "seconds": round((datetime.datetime.now(datetime.UTC) - began).total_seconds(), 1),
+        "load_before": round(load_before, 2),
+        "load_after": round(os.getloadavg()[0], 2),
+    }
+    line = json.dumps(result)
+    print(line)
+    if options.save:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "throughput.json").write_text(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What the benchmark concludes from stretches, and which settings it may give to whom."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from benchmarks.peers.contestant import Stretch
+from benchmarks.peers.course import Cell, overrides
+from benchmarks.peers.turns import Case
+from benchmarks.throughput import interval, loss_difference, summary, usable
+
+
+def cell(model: str = "tcn", **seconds: list[float]) -> Cell:
+    case = Case(model=model, batch=64, ranks=2, dataset="", folder="", port=0)
+    stretches = {name: [Stretch(10, 10 * value, 0.0) for value in values] for name, values in seconds.items()}
+    return Cell(case, 10, stretches)
+
+
+def test_summary_takes_the_worst_rival_and_means_over_cells():
+    cells = [
+        cell(ours=[1.0] * 5, tuned=[0.5] * 5, bound=[0.96] * 5, plain_ddp=[1.0] * 5, ray=[3.0] * 5),
+        cell("lstm", ours=[1.0] * 5, tuned=[1.0] * 5, bound=[0.9] * 5, plain_ddp=[2.0] * 5, lightning=[0.8] * 5),
+    ]
+    cells[0].losses = {"tuned": -2.0, "plain_ddp": -2.0 - 0.004}
+    found = summary(cells)
+    assert found["min_vs_bound"] == 0.9
+    assert found["min_vs_any_peer"] == 0.8
+    assert found["min_vs_any_peer_where"]["against"] == "lightning"
+    assert found["geomean_vs_plain_ddp"] == 2.0
+    assert found["geomean_vs_plain_ddp_equal"] == pytest.approx(math.sqrt(2), abs=1e-4)
+    assert found["tuned_loss_difference_percent"] == {"tcn": pytest.approx(0.399)}
+
+
+def test_one_disturbed_round_moves_neither_the_ratio_nor_its_interval():
+    middle, low, high = interval([[1.1] * 10 + [9.0]])
+    assert (middle, low, high) == pytest.approx((1.1, 1.1, 1.1))
+
+
+def test_a_lower_loss_is_a_negative_difference_wherever_zero_is():
+    assert loss_difference({"tuned": 0.001, "plain_ddp": 0.011}) == pytest.approx(-1.005)
+    assert loss_difference({"ours": 1.0}) is None
+
+
+def test_settings_of_a_file_keep_the_global_batch():
+    tuned = {"precision": "bf16", "batch_size_per_gpu": 32, "gradient_accumulation_steps": 4, "learning_rate": 1.0}
+    case = cell().case
+    assert usable(tuned, case) == {"precision": "bf16"}
+    assert usable({**tuned, "gradient_accumulation_steps": 2}, case)["gradient_accumulation_steps"] == 2
+
+
+def test_what_cannot_be_chosen_is_not_tried():
+    case = cell().case
+    assert overrides("micro_batches", 3, case) is None
+    assert overrides("precision", "fp32", case) is None
+    assert overrides("no_such_setting", 1, case) is None
+    assert overrides("micro_batches", 4, case) == {"batch_size_per_gpu": 16, "gradient_accumulation_steps": 4}
