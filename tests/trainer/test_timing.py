@@ -116,8 +116,9 @@ def test_each_collective_has_its_wire_its_waiting_and_what_the_backward_pass_hid
 
 
 def test_one_step_of_one_rank_as_a_row() -> None:
-    def all_reduce(what: str, began: float, ended: float) -> Collective:
-        return Collective(1, what, 8, began, began, ended)
+    def all_reduce(what: str, began: float, ended: float, computing: float = 0.0) -> Collective:
+        """``computing``: compressing is the rank's own work, and no part of the wire's time."""
+        return Collective(1, what, 8, began, began - computing, ended, computing)
 
     marks = [
         Mark(None, 10.0), Mark("checkpoint", 10.5), Mark("other", 10.6), Mark(None, 50.0), Mark("input", 50.1),
@@ -126,7 +127,7 @@ def test_one_step_of_one_rank_as_a_row() -> None:
         Mark("optimizer", 54.4),
     ]  # fmt: skip
     collectives = [
-        all_reduce("all-reduce of gradient bucket 0 (8 bytes)", 52.9, 53.4),
+        all_reduce("all-reduce of gradient bucket 0 (8 bytes)", 52.9, 53.4, computing=0.2),
         all_reduce("all-reduce of gradient bucket 1 (8 bytes)", 53.4, 54.0),
         all_reduce("commit of the step", 54.1, 54.3),
     ]
