@@ -18,7 +18,7 @@ examples:
   torchrun --nproc-per-node 2 -m trainer --config job.json             two processes on this machine
   torchrun --nnodes 3 --node-rank K --master-addr HOST --master-port 29500 -m trainer --config job.json
 
-exit codes: 0 done; 2 unusable configuration or data; 3 its budget is spent (training.max_node_seconds); 143 evicted:
+exit codes: 0 done; 2 unusable configuration or data; 77 its budget is spent (training.max_node_seconds); 143 evicted:
 ended by SIGTERM after a checkpoint; 75 lost its peers or its device: starting again helps; 1 anything else
 """
 

@@ -135,6 +135,8 @@ def enter(trainer: DistributedTrainer, source: int | None, from_checkpoint: bool
         trainer.saved_step = trainer.progress.step
         if folder and trainer.reporter:
             trainer.reporter.emit("resume", path=folder, step=trainer.progress.step)
+    where = world.generation, world.rank, world.world_size, trainer.progress.step
+    _log.info("generation %d: rank %d of %d trains from step %d on", *where)
 
 
 def deal(trainer: DistributedTrainer, rank: int, world_size: int) -> None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 HOST = "127.0.0.1"
+ATTEMPTS, IN_USE = 3, "address already in use"
+"""A port that is free when it is looked for may be taken by any connection before the server, seconds later, is up."""
 
 _BOOTSTRAP = """
 import ctypes, runpy, signal, sys
@@ -91,6 +93,24 @@ def scoring_server(
     It runs in an empty folder and without ``PYTHONPATH``: a model that finds its code only on this machine fails here
     rather than where it is deployed. `ServingError` if it ends or does not answer in time.
     """
+    for attempt in range(ATTEMPTS):
+        with _started(model_uri, tracking_uri, registry_uri) as (process, port, log_path):
+            began = time.monotonic()
+            try:
+                _wait_until_ready(process, port, log_path, began + timeout_seconds)
+            except ServingError:
+                if attempt < ATTEMPTS - 1 and IN_USE in log_path.read_text(errors="replace"):
+                    continue
+                raise
+            yield ScoringServer(port=port, log_path=log_path, start_seconds=time.monotonic() - began)
+            return
+
+
+@contextlib.contextmanager
+def _started(
+    model_uri: str, tracking_uri: str, registry_uri: str | None
+) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
+    """The process of a server, its port, and its log."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port = probe.getsockname()[1]
@@ -100,7 +120,6 @@ def scoring_server(
         log_path = Path(scratch) / "server.log"
         empty = Path(scratch) / "empty"
         empty.mkdir()
-        began = time.monotonic()
         with open(log_path, "wb") as log:
             process = subprocess.Popen(
                 command,
@@ -112,8 +131,7 @@ def scoring_server(
                 start_new_session=True,
             )
         try:
-            _wait_until_ready(process, port, log_path, began + timeout_seconds)
-            yield ScoringServer(port=port, log_path=log_path, start_seconds=time.monotonic() - began)
+            yield process, port, log_path
         finally:
             _stop(process)
 

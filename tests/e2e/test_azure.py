@@ -29,7 +29,7 @@ SENT = {
 FAULTS = [
     # The size that is asked for is refused after the compute exists, and one node dies while it trains.
     {"fault": "refuse", "vm_size": "Standard_NC6s_v3", "how": "async", "count": None},
-    {"fault": "lose", "job": "train-*", "node": 1, "log": "reducer.cpp", "policy": "survive"},
+    {"fault": "lose", "job": "train-*", "node": 1, "log": "trains from step", "policy": "survive"},
 ]
 
 
