@@ -48,8 +48,8 @@ LEAST_LEARNED = 10
 OUT_OF_MEMORY = "out of memory"
 UNTOLD, NO_TIME = "too few rounds to tell", "not tried: no time left"
 COMPILE_SECONDS, LEAST_EACH = 30.0, 10.0
-"""With less time left in its group, compiling is not begun. So much is held for it, where there is as much as the second
-for each group besides."""
+"""With less time left in its group, compiling is not begun. So much is held for it, where each group has as much as the
+second besides."""
 
 
 @dataclass(frozen=True, slots=True)

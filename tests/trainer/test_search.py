@@ -252,19 +252,18 @@ def test_what_fails_while_it_is_judged_is_dropped_and_has_the_memory_to_itself()
 
 def test_the_last_comparison_makes_room_and_says_where_it_could_not_be_made():
     machine = Machine(lambda settings: 200.0 if settings.get("precision") == "bf16" else 100.0)
-    once: list[int] = []
-
-    def refuses(settings: dict) -> str:
-        return OUT_OF_MEMORY if not settings and search.rows and len(machine.inside) >= most else ""
-
-    machine.refuses = refuses
-    for most, known in ((1, True), (0, False)):  # no room beside the choice; none at all
-        machine.inside.clear()
-        search = Search(config=CONFIG, facts=FACTS, bench=machine, seconds=1000.0 + machine.elapsed)
-        search.run()
-        assert search.is_complete == known
-        assert dict(search.best.settings) == ({"precision": "bf16"} if known else {})
-        once.append(len(search.rows))
+    machine.refuses = lambda settings: (
+        OUT_OF_MEMORY if not settings and machine.elapsed > 10 and len(machine.inside) >= room else ""
+    )
+    room = 1  # beside the choice there is none
+    search = searched(machine)
+    assert search.is_complete
+    assert dict(search.best.settings) == {"precision": "bf16"}
+    room, machine.elapsed = 0, 0.0  # there is none at all any more
+    machine.inside.clear()
+    search = searched(machine)
+    assert search.rows[-1]["verdict"] == f"nothing is confirmed: {OUT_OF_MEMORY}"
+    assert (search.best, search.is_complete) == (Candidate(), False)
 
 
 @given(st.floats(30, 200), st.floats(1.1, 3))
