@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from click.testing import CliRunner
 from small_job import write_dataset
 
@@ -27,9 +29,11 @@ from dtrain_dagster.jobs import fingerprint
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.tuned import Tuned
-from trainer.config import ConfigError, DatasetRef, DistributedTrainingConfig, JobConfig
+from trainer.config import ConfigError, DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig
 from trainer.rundir import RunDir
-from trainer.tune import with_layout
+from trainer.search import Candidate
+from trainer.spec import DataSpec
+from trainer.tune import Tuner, with_layout
 
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
 SMALL = ("--set", "training.batch_size_per_gpu=32")
@@ -223,6 +227,64 @@ def test_tuned_settings_are_a_part_of_a_plan_and_of_its_identity(tmp_path: Path)
     assert planned(settings_file=file, batch_size_per_gpu=64).training.batch_size_per_gpu == 64
     with pytest.raises(ConfigError, match="measured with model"):
         planned(settings_file=file, model="lstm")
+
+
+WORN_OUT: list[int] = []
+
+
+def tires(spec: DataSpec, outputs: int) -> torch.nn.Module:
+    """A model that runs out of memory in its first step once it is worn out."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(len(spec.features), outputs)
+
+        def forward(self, windows: torch.Tensor) -> torch.Tensor:
+            if WORN_OUT and self.training:
+                raise MemoryError
+            return self.layer(windows[:, -1])
+
+    return Model()
+
+
+@pytest.fixture
+def tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A single rank, in this process."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    handler, threads = signal.getsignal(signal.SIGTERM), torch.get_num_threads()
+    made = Tuner(
+        JobConfig(
+            job_id="t", run_dir=str(tmp_path / "t"), dataset=DatasetRef(uri=str(write_dataset(tmp_path / "walks"))),
+            model=FactoryConfig(factory=f"{__name__}:tires"),
+            training=DistributedTrainingConfig(world_size=1, batch_size_per_gpu=64, gradient_accumulation_steps=1, epochs=100),
+        ),
+        30.0, vary_batch=False,
+    )  # fmt: skip
+    yield made
+    made.close()
+    WORN_OUT.clear()
+    signal.signal(signal.SIGTERM, handler)
+    torch.set_num_threads(threads)
+    gc.unfreeze()
+
+
+def test_what_is_learned_begins_at_the_first_weights_and_has_the_whole_schedule(tuner: Tuner):
+    assert not tuner.enter(Candidate())
+    short, again, longer = (tuner.learn(Candidate(), steps) for steps in (20, 20, 60))
+    assert short == again
+    assert short.first == longer.first
+    assert short.first > short.loss > longer.loss
+    halves = Candidate((("batch_size_per_gpu", 32), ("gradient_accumulation_steps", 2)))
+    assert tuner.learn(halves, 20).loss == pytest.approx(short.loss, abs=1e-4)
+
+
+def test_what_runs_out_of_memory_while_it_learns_is_told_and_ends_nothing(tuner: Tuner):
+    WORN_OUT.append(1)
+    assert tuner.learn(Candidate(), 20).why == "out of memory"
+    WORN_OUT.clear()
+    assert not tuner.learn(Candidate(), 20).why
+    assert not tuner.enter(Candidate())
 
 
 def test_a_batch_is_written_as_both_of_its_parts():
