@@ -33,7 +33,7 @@ from trainer.config import ConfigError, DatasetRef, DistributedTrainingConfig, F
 from trainer.rundir import RunDir
 from trainer.search import Candidate
 from trainer.spec import DataSpec
-from trainer.tune import Tuner, with_layout
+from trainer.tune import Contestant, Tuner, with_layout
 
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
 SMALL = ("--set", "training.batch_size_per_gpu=32")
@@ -257,7 +257,9 @@ def tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         JobConfig(
             job_id="t", run_dir=str(tmp_path / "t"), dataset=DatasetRef(uri=str(write_dataset(tmp_path / "walks"))),
             model=FactoryConfig(factory=f"{__name__}:tires"),
-            training=DistributedTrainingConfig(world_size=1, batch_size_per_gpu=64, gradient_accumulation_steps=1, epochs=100),
+            training=DistributedTrainingConfig(
+                world_size=1, batch_size_per_gpu=64, gradient_accumulation_steps=1, epochs=100
+            ),
         ),
         30.0, vary_batch=False,
     )  # fmt: skip
@@ -273,7 +275,13 @@ def test_what_is_learned_begins_at_the_first_weights_and_has_the_whole_schedule(
     assert not tuner.enter(Candidate())
     short, again, longer = (tuner.learn(Candidate(), steps) for steps in (20, 20, 60))
     assert short == again
-    assert short.first == longer.first
+    by_hand = Contestant(tuner, Candidate())
+    by_hand.enter(tuner.world)
+    assert short.first == longer.first == by_hand.validation_loss()
+    by_hand.total_steps = 20
+    by_hand.go(20)
+    assert short.loss == by_hand.validation_loss()
+    by_hand.end()
     assert short.first > short.loss > longer.loss
     halves = Candidate((("batch_size_per_gpu", 32), ("gradient_accumulation_steps", 2)))
     assert tuner.learn(halves, 20).loss == pytest.approx(short.loss, abs=1e-4)
