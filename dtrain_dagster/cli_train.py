@@ -225,14 +225,24 @@ def wanted_job(
     given = [*([f"job_id={json.dumps(job_id)}"] if job_id else []), *asked]
     job, node_count = plan_job(text, source or "the command line", given, nodes, settings)
     if settings_file:
-        section = "training."
-        stated = {item.partition("=")[0].removeprefix(section) for item in asked if item.startswith(section)}
-        tuned, words = read_tuned(settings_file).settings_for(job, stated)
+        own = {"threads_per_rank"} if settings.threads_per_rank else set()  # DTRAIN_THREADS_PER_RANK
+        tuned, words = read_tuned(settings_file).settings_for(job, stated_fields(asked) | own)
         for sentence in words:
             click.echo(f"note: {sentence}", err=True)
-        given = [*(f"{section}{field}={json.dumps(value)}" for field, value in tuned.items()), *given]
+        given += [f"training.{field}={json.dumps(value)}" for field, value in tuned.items()]  # none of them is stated
         job, node_count = plan_job(text, source or "the command line", given, nodes, settings)
     return job, node_count
+
+
+def stated_fields(asked: Sequence[str]) -> set[str]:
+    """Fields of ``training`` that these overrides set, one by one or as a whole. Pure."""
+    found: set[str] = set()
+    for item in asked:
+        key, _, value = item.partition("=")
+        section, _, name = key.partition(".")
+        if section == "training":
+            found |= {name.partition(".")[0]} if name else set(json.loads(value))
+    return found
 
 
 def new_job_id(name: str | None, kind: str) -> str:

@@ -38,7 +38,11 @@ if TYPE_CHECKING:
 @click.command()
 @training_options
 @click.option(
-    "--seconds", type=float, default=120.0, show_default=True, help="What measuring may take, after start-up."
+    "--seconds",
+    type=float,
+    default=300.0,
+    show_default=True,
+    help="What measuring may take, after start-up; compiling is hardly tried with less than 300.",
 )
 @click.option("--global-batch", is_flag=True, help="Try larger global batches too: that is another training.")
 @click.option(
@@ -74,7 +78,7 @@ def tune(
     \b
     Examples:
       dtrain tune --dataset latest --nodes 3
-      dtrain tune --config job.json --seconds 300 --out fast.json && dtrain train --config job.json --settings fast.json
+      dtrain tune --config job.json --seconds 600 --out fast.json && dtrain train --config job.json --settings fast.json
     """  # fmt: skip
     from dtrain_dagster.cli_job import total_steps, with_reachable_data
     from dtrain_dagster.clusters.base import JobSpec
@@ -82,7 +86,7 @@ def tune(
     from trainer.search import LEAST_SECONDS
 
     if not LEAST_SECONDS <= seconds < math.inf:
-        raise Refusal(f"--seconds {seconds:g}: nothing can be told in less than {LEAST_SECONDS:g} s; try 120")
+        raise Refusal(f"--seconds {seconds:g}: nothing can be told in less than {LEAST_SECONDS:g} s; try 300")
     _refuse_unwritable(out)
     settings = read_settings(procs_per_node)
     cluster, project = cluster_of(settings)
@@ -196,7 +200,8 @@ def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path,
         for sentence in summary(document, out):
             click.echo(sentence)
     elif document is not None:
-        click.echo(f"ended before anything was found that pays: {out} is not written", err=True)
+        console().print(candidates_table(document["evidence"]["candidates"]), highlight=False)
+        click.echo(f"nothing was confirmed in this time: {out} is not written; give more --seconds", err=True)
     if tracker is not None:
         click.echo(
             f"tuning cost {tracker.node_hours * 3600:.0f} node-seconds, {dollars(tracker.total_usd)} ({words})",
@@ -206,19 +211,23 @@ def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path,
 
 def summary(document: Mapping[str, Any], out: Path) -> list[str]:
     """What was found, in sentences. Pure."""
+    from trainer.search import NO_TIME, UNTOLD
+
     training, evidence = document["training"], document["evidence"]
     cut = [] if evidence["complete"] else ["ended early: this is the best so far, without a last comparison"]
+    short = sum(row["verdict"] in (UNTOLD, NO_TIME) for row in evidence["candidates"])
+    untold = [f"{short} candidate(s) had too little time: a larger --seconds tells more"] if short else []
     baseline, chosen = (evidence[name]["samples_per_second"] for name in ("baseline", "chosen"))
     if not training:
         pace = f" ({baseline['median']:,.0f} samples/s)" if baseline else ""
-        return [*cut, f"keep the defaults: nothing that was tried pays{pace}"]
+        return [*cut, *untold, f"keep the defaults: nothing that was told pays{pace}"]
     found = ", ".join(f"{name} = {value}" for name, value in training.items())
     gain = ""
     if baseline and chosen:
         gain = f": {chosen['median']:,.0f} samples/s instead of {baseline['median']:,.0f}"
     if evidence["gain"]:
         gain += f", {_percent(evidence['gain'])}"
-    return [*cut, f"{found}{gain}", f"use it: dtrain train … --settings {out}"]
+    return [*cut, *untold, f"{found}{gain}", f"use it: dtrain train … --settings {out}"]
 
 
 def candidates_table(rows: list[dict[str, Any]]) -> Table:

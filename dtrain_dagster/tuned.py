@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -30,7 +31,8 @@ class Tuned:
         ``stated``: fields that were given besides and stay as they are.
 
         Another dataset or number of ranks is warned of: a dataset gets another id with each day of new prices, and the
-        settings can be used all the same, only the figures may be others. `ConfigError` where they must not be used:
+        settings can be used all the same, only the figures may be others. So is a search that did not come to its end.
+        `ConfigError` where they must not be used:
         another model or loss, for what a precision does to what is learned was seen on that one alone, and another
         number of samples in a step, which would make it another training.
         """
@@ -58,7 +60,13 @@ class Tuned:
                 "training, or leave the file out"
             )
         now = {"dataset_id": _dataset_id(job), "world_size": job.training.world_size}
-        return used, [
+        words = []
+        if used and not self.evidence.get("complete", True):
+            words.append(
+                f"settings of {self.source} are of a search that ended early: they were not compared with the "
+                "configuration in the end, and may be no faster; tune again, with more --seconds"
+            )
+        return used, words + [
             f"settings of {self.source} were measured with {name} {self.evidence.get(name)}, and this training has "
             f"{value}: its figures may be others"
             for name, value in now.items()
@@ -76,6 +84,8 @@ def _dataset_id(job: JobConfig) -> str | None:
 
 def read_tuned(path: str) -> Tuned:
     """The settings of a file, wherever it is. `ConfigError` for one that cannot be used."""
+    if "://" not in path:
+        path = os.path.abspath(path)  # which says where it was looked for, in a code server as well
     folder, slash, name = path.rpartition("/")
     try:
         document = json.loads(Storage(folder or slash or ".").read(name))
@@ -93,6 +103,11 @@ def read_tuned(path: str) -> Tuned:
         raise ConfigError(
             f"settings {path}: {', '.join(wrong)} cannot be set by such a file, only these of training: "
             f"{', '.join(known)}; give others with --set or in job.json"
+        )
+    if sum(name in training for name in LAYOUT) == 1:
+        both = " and ".join(f"training.{name}" for name in LAYOUT)
+        raise ConfigError(
+            f"settings {path}: one of {both} is missing: it takes both to say what a step has; add it, or tune again"
         )
     evidence = document.get("evidence") or {}
     if not isinstance(evidence, dict):

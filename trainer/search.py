@@ -27,7 +27,7 @@ KNOBS = (
     "compile",
 )  # fmt: skip
 """What tuning may set: how fast a training is, and nothing of what is trained."""
-LEAST_SECONDS = 5.0
+LEAST_SECONDS = 10.0
 """The smallest budget with which anything can be told."""
 SEARCHING, JUDGING = 0.6, 0.2
 """Of the budget, for races and for looking at what is learned; the rest confirms the result against the baseline."""
@@ -43,9 +43,13 @@ MOST_JUDGED, LEAST_JUDGED = 300, 20
 RUNS = 4
 """Trainings that judging has to last for, one of them the baseline's."""
 TOLERANCE = 0.005
+LEAST_LEARNED = 10
+"""Times what is tolerated, that the baseline has to learn in these steps: else what learns nothing is not worse."""
 OUT_OF_MEMORY = "out of memory"
-COMPILE_SECONDS = 30.0
-"""With less time left in its group, compiling is not begun."""
+UNTOLD, NO_TIME = "too few rounds to tell", "not tried: no time left"
+COMPILE_SECONDS, LEAST_EACH = 30.0, 10.0
+"""With less time left in its group, compiling is not begun. So much is held for it, where each group has as much as the
+second besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +75,12 @@ class Facts:
     cores: int
     ranks_per_host: int
     """Ranks that share these cores, of one node or of several."""
-    gpu: bool = False
     batch_matters: bool = False
     """The model has layers that look at a whole micro-batch, so that its size decides what they compute."""
+    fits_gpu: bool = False
+    """The data can be kept on the GPU."""
+    batches_ahead: int = 0
+    """What the trainer makes of ``prefetch_batches`` where it is not given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +105,8 @@ class Learned:
     """Validation loss after them."""
     is_likelihood: bool
     """The loss is a negative log likelihood, in nats."""
+    why: str = ""
+    """It could not be trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +116,10 @@ class Spread:
     low: float
     median: float
     high: float
+
+
+class NotFinite(ConfigError):
+    """The settings that others are compared with no longer train."""
 
 
 class Bench(Protocol):
@@ -126,7 +139,8 @@ class Bench(Protocol):
         """Give back what it takes."""
 
     def learn(self, candidate: Candidate, steps: int) -> Learned:
-        """Train it from its first weights on as many samples as the configuration has in so many steps."""
+        """Train it from its first weights on as many samples as the configuration has in so many steps, with the whole
+        schedule of the learning rate in them."""
 
     def step_seconds(self, candidate: Candidate) -> float:
         """Of the last stretch."""
@@ -146,7 +160,11 @@ def layouts(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
 
 
 def larger_batches(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
-    return [{"batch_size_per_gpu": factor * config.batch_size_per_gpu} for factor in (4, 2)]
+    parts = config.gradient_accumulation_steps
+    return [
+        {"batch_size_per_gpu": factor * config.batch_size_per_gpu, "gradient_accumulation_steps": parts}
+        for factor in (4, 2)
+    ]
 
 
 def thread_counts(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
@@ -168,7 +186,15 @@ def communications(config: DistributedTrainingConfig, facts: Facts) -> list[Sett
 
 def places(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
     """Where the data are kept, if there is a choice."""
-    return _other("data_on_device", True, False)(config, facts) if facts.gpu else []
+    return _other("data_on_device", True, False)(config, facts) if facts.fits_gpu else []
+
+
+def depths(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+    """Other numbers of batches that are gathered ahead; none are, whatever is set, of data that are on the GPU."""
+    if facts.fits_gpu and config.data_on_device:
+        return []
+    now = facts.batches_ahead if config.prefetch_batches is None else config.prefetch_batches
+    return [{"prefetch_batches": count} for count in (0, 1, 2, 4) if count != now]
 
 
 def _other(name: str, *values: Any) -> Callable[[DistributedTrainingConfig, Facts], list[Settings]]:
@@ -189,14 +215,22 @@ def groups(vary_batch: bool, facts: Facts) -> list[Group]:
         *([batch] if vary_batch else []),
         Group(name="precision", options=_other("precision", "fp32", "bf16", "fp16"), changes_numbers=True),
         Group(name="threads", options=thread_counts),
-        Group(name="input", options=_other("prefetch_batches", 0, 1, 2, 4)),
         Group(name="device", options=places),
+        Group(name="input", options=depths),
         Group(name="communication", options=communications, changes_numbers=True),
         Group(
             name="compile", options=_other("compile", "off", "default", "reduce-overhead"), changes_numbers=True,
             least_seconds=COMPILE_SECONDS,
         ),
     ]  # fmt: skip
+
+
+def share(parts: Sequence[Group], left: float) -> float:
+    """Of the seconds that are left for these groups, those for the first one: as many as for each other, beside what is
+    held for those that cannot begin without."""
+    held = sum(group.least_seconds for group in parts)
+    each = (left - held) / len(parts)
+    return parts[0].least_seconds + each if each >= LEAST_EACH else left / len(parts)
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -216,6 +250,14 @@ def pays(found: Sequence[float]) -> bool:
     rounds, won = len(found), sum(gain > 1 for gain in found)
     chance = sum(math.comb(rounds, count) for count in range(won, rounds + 1)) / 2**rounds
     return statistics.median(found) >= 1 + LEAST_GAIN and chance <= MOST_CHANCE
+
+
+def no_gain(found: Sequence[float], enough: int) -> str:
+    """What is said of a candidate that does not pay. So many rounds are ``enough`` where it is no faster in them."""
+    is_faster = statistics.median(found) >= 1 + LEAST_GAIN
+    if len(found) < (LEAST_ROUNDS if is_faster else enough):
+        return UNTOLD
+    return "no sure gain" if is_faster else "no gain"
 
 
 def better_half(challengers: Sequence[Candidate], rates: dict[Candidate, list[float]]) -> list[Candidate]:
@@ -240,7 +282,7 @@ def race(
         for candidate in order if number % 2 == 0 else reversed(order):
             rates[candidate].append(bench.stretch(candidate))
         if not rates[incumbent][-1]:
-            raise ConfigError(
+            raise NotFinite(
                 f"the loss is not finite with the settings {incumbent.label}: lower training.learning_rate or set "
                 "training.clip_norm before you tune"
             )
@@ -269,8 +311,24 @@ def tolerated(baseline: Learned) -> float:
     return TOLERANCE * max(abs(baseline.loss), baseline.first - baseline.loss)
 
 
+def untold(baseline: Learned, steps: int) -> str:
+    """Why nothing can be compared with what the baseline has learned; "" where it can."""
+    if baseline.why:
+        return f"not compared: the baseline could not be trained beside it: {baseline.why}"
+    if baseline.first - baseline.loss >= LEAST_LEARNED * tolerated(baseline):  # not so for NaN
+        return ""
+    return (
+        f"not compared: {steps} steps take the validation loss of the baseline from {baseline.first:.5f} to "
+        f"{baseline.loss:.5f} only, so that nothing is told by what a candidate learns in them; give more --seconds"
+    )
+
+
 def objection(found: Learned, baseline: Learned, steps: int) -> str:
     """Why a candidate does not learn as the baseline does; "" where it does, or learns more."""
+    if why := untold(baseline, steps):
+        return why
+    if found.why:
+        return f"not compared: {found.why}"
     worse, limit = found.loss - baseline.loss, tolerated(baseline)
     if worse <= limit:  # not so for NaN
         return ""
@@ -307,27 +365,52 @@ class Search:
     _judging_seconds: float = 0.0
     _judged_steps: int = 0
     _learned: Learned | None = None
+    _stretch_seconds: float = 0.0
+    _entry_seconds: float = 0.0
+    """The longest that was seen of each, with all that is done around it."""
 
     def run(self) -> None:
         """Raises `ConfigError` where the configuration cannot be trained at all."""
         self._begin()
         parts = [group for group in groups(self.vary_batch, self.facts) if self._options(group)]
         for number, group in enumerate(parts):
-            left = self._limit - self.bench.elapsed
-            self._improve(group, self.bench.elapsed + left / (len(parts) - number))
+            self._improve(group, self.bench.elapsed + share(parts[number:], self._limit - self.bench.elapsed))
             self.keep()
-        self._confirm()
-        self.is_complete = True
+        self.is_complete = self._confirm()
         self.keep()
 
     @property
     def _limit(self) -> float:
-        """When searching has to be over."""
-        return SEARCHING * self.seconds + self._judging_seconds
+        """When searching has to be over. What was found has to be compared with the baseline, once more, in so many
+        rounds that they tell, come what may."""
+        confirming = LEAST_ROUNDS * 2 * self._stretch_seconds + self._entry_seconds
+        return min(SEARCHING * self.seconds + self._judging_seconds, self.seconds - confirming)
 
     def _options(self, group: Group) -> list[Candidate]:
         now = replace(self.config, **dict(self.best.settings))
         return [self.best.but(changes) for changes in group.options(now, self.facts)]
+
+    def _has_time(self, count: int) -> bool:
+        """One candidate more, and a race of so many that can tell anything?"""
+        needed = self._entry_seconds + LEAST_ROUNDS * count * self._stretch_seconds
+        return self.bench.elapsed + needed <= self._limit
+
+    def _enter(self, candidate: Candidate) -> str:
+        before = self.bench.elapsed
+        why = self.bench.enter(candidate)
+        if not why:
+            self._entry_seconds = max(self._entry_seconds, self.bench.elapsed - before)
+        return why
+
+    def _race(
+        self, incumbent: Candidate, challengers: Sequence[Candidate], until: float, limit: float, rounds: int,
+        halves: bool = False,
+    ) -> dict[Candidate, list[float]]:  # fmt: skip
+        before = self.bench.elapsed
+        rates = race(self.bench, incumbent, challengers, until, limit, rounds, halves)
+        mean = (self.bench.elapsed - before) / sum(map(len, rates.values()))
+        self._stretch_seconds = max(self._stretch_seconds, mean)
+        return rates
 
     def _begin(self) -> None:
         """The configuration itself, or, where that does not fit into memory, its largest micro-batch that does."""
@@ -346,25 +429,34 @@ class Search:
     def _improve(self, group: Group, until: float) -> None:
         """Search one group; its best becomes the present settings where it pays and learns as much."""
         challengers: list[Candidate] = []
-        if why := self.bench.enter(self.best):  # one that had left its race when others turned out to learn less
+        if why := self._enter(self.best):  # one that had left, for its race or for what others learn
             return self._add(group.name, self.best, why)
         for candidate in self._options(group):
             left = until - self.bench.elapsed
             if len(challengers) == MOST_AT_ONCE:
                 self._add(group.name, candidate, f"not tried: {MOST_AT_ONCE} others were")
-            elif left <= group.least_seconds:
-                self._add(group.name, candidate, "not tried: no time left")
-            elif why := self.bench.enter(candidate):
+            elif left <= group.least_seconds or not self._has_time(2 + len(challengers)):
+                self._add(group.name, candidate, NO_TIME)
+            elif why := self._enter(candidate):
                 self._add(group.name, candidate, why)
             else:
                 self.say(group=group.name, candidate=candidate.label, doing="ready")
                 challengers.append(candidate)
         if not challengers:
             return
-        rates = race(self.bench, self.best, challengers, until, self._limit, halves=not group.changes_numbers)
+        try:
+            rates = self._race(self.best, challengers, until, self._limit, MOST_ROUNDS, not group.changes_numbers)
+        except NotFinite:
+            if self.best == self.baseline:
+                raise
+            return self._fall_back(group, challengers)
         found = {item: gains(rates[item], rates[self.best]) for item in challengers}
         chosen = None
         for candidate in sorted(challengers, key=lambda item: statistics.median(found[item]), reverse=True):
+            if group.changes_numbers and chosen is None and pays(found[candidate]):
+                for other in (self.best, *challengers):  # another training has to find room beside it
+                    if other != candidate:
+                        self.bench.leave(other)
             verdict, learned = self._verdict(group, found[candidate], chosen, candidate)
             if verdict == "chosen":
                 chosen = candidate
@@ -377,13 +469,20 @@ class Search:
             self.best = chosen
             self._chosen.append(chosen)
 
+    def _fall_back(self, group: Group, challengers: Sequence[Candidate]) -> None:
+        """To what was chosen before, for the last choice does not train for long."""
+        for candidate in (self.best, *challengers):
+            self.bench.leave(candidate)
+        self._chosen.remove(self.best)
+        broken, self.best = self.best, self._chosen[-1] if self._chosen else self.baseline
+        self.gain = None
+        self._add(group.name, broken, "its loss does not stay finite")
+
     def _verdict(
         self, group: Group, found: Sequence[float], chosen: Candidate | None, candidate: Candidate
     ) -> tuple[str, Learned | None]:
         if not pays(found):
-            if len(found) < HALVED_FROM:
-                return "too few rounds to tell", None
-            return "no gain" if statistics.median(found) < 1 + LEAST_GAIN else "no sure gain", None
+            return no_gain(found, HALVED_FROM), None
         if chosen is not None:
             return "slower than the chosen one", None
         if not group.changes_numbers:
@@ -403,37 +502,57 @@ class Search:
         if self._learned is None:
             self.say(group="judging", candidate=self.baseline.label, doing=f"trains {self._judged_steps} steps")
             self._learned = self.bench.learn(self.baseline, self._judged_steps)
-        self.say(group="judging", candidate=candidate.label, doing=f"trains {self._judged_steps} steps")
-        learned = self.bench.learn(candidate, self._judged_steps)
+        learned = None
+        if not (why := untold(self._learned, self._judged_steps)):
+            self.say(group="judging", candidate=candidate.label, doing=f"trains {self._judged_steps} steps")
+            learned = self.bench.learn(candidate, self._judged_steps)
+            why = objection(learned, self._learned, self._judged_steps)
         self._judging_seconds += self.bench.elapsed - before
-        return objection(learned, self._learned, self._judged_steps), learned
+        return why, learned
 
-    def _confirm(self) -> None:
+    def _confirm(self) -> bool:
         """The baseline and what was chosen on the way once more, side by side in the time that is left: these are the
         figures that count. What does not pay then is not recommended, and if a later choice does not, an earlier one
-        may."""
-        rivals = [item for item in self._chosen[-MOST_AT_ONCE:] if not self._cannot_enter(item)]
-        if why := self.bench.enter(self.baseline):  # there may be no room for all
-            return self._add("confirmation", self.best, f"not confirmed: {why}")
-        rounds = MOST_FINAL_ROUNDS if rivals else HALVED_FROM
-        rates = race(self.bench, self.baseline, rivals, self.seconds, self.seconds, rounds)
+        may. True where that could be told."""
+        last, self.best, self.gain = self.best, self.baseline, Spread(1.0, 1.0, 1.0)
+        why = self._enter(self.baseline)
+        if why:  # there may be no room beside the last choice
+            self.bench.leave(last)
+            why = self._enter(self.baseline)
+        if why:
+            self._add("confirmation", self.baseline, f"nothing is confirmed: {why}")
+            return False
+        rivals = self._rivals()
+        rates = self._race(
+            self.baseline, rivals, self.seconds, self.seconds, MOST_FINAL_ROUNDS if rivals else HALVED_FROM
+        )
         found = {item: gains(rates[item], rates[self.baseline]) for item in rivals}
-        self.best = self.baseline
-        self.baseline_rate, self.gain = spread(rates[self.baseline]), Spread(1.0, 1.0, 1.0)
+        self.baseline_rate = spread(rates[self.baseline])
         for item in sorted(rivals, key=lambda item: statistics.median(found[item]), reverse=True):
             if not pays(found[item]):
-                verdict = "no gain"
+                verdict = no_gain(found[item], LEAST_ROUNDS)
             else:
                 verdict = "confirmed" if self.best == self.baseline else "slower than the confirmed one"
             self._add("confirmation", item, verdict, rates[item], found[item])
             if verdict == "confirmed":
                 self.best, self.gain = item, spread(found[item])
         self.best_rate = spread(rates[self.best])
+        if not self._chosen or self.best != self.baseline:
+            return True
+        return bool(rivals) and len(rates[self.baseline]) >= LEAST_ROUNDS
 
-    def _cannot_enter(self, candidate: Candidate) -> str:
-        if why := self.bench.enter(candidate):
-            self._add("confirmation", candidate, f"not confirmed: {why}")
-        return why
+    def _rivals(self) -> list[Candidate]:
+        """What was chosen, the last first, as far as there is room, and time for enough rounds; one in any case."""
+        rivals: list[Candidate] = []
+        for candidate in reversed(self._chosen[-MOST_AT_ONCE:]):
+            needed = LEAST_ROUNDS * (2 + len(rivals)) * self._stretch_seconds + self._entry_seconds
+            if rivals and self.bench.elapsed + needed > self.seconds:
+                break
+            if why := self._enter(candidate):
+                self._add("confirmation", candidate, f"not confirmed: {why}")
+            else:
+                rivals.append(candidate)
+        return rivals
 
     def _add(
         self, group: str, candidate: Candidate, verdict: str, rates: Sequence[float] = (),

@@ -1,4 +1,4 @@
-"""``python -m trainer.tune --config job.json --seconds 120``: one rank of a tuning job, which measures settings.
+"""``python -m trainer.tune --config job.json --seconds 300``: one rank of a tuning job, which measures settings.
 
 All ranks try candidates one after the other in the same processes, each as a training of its own: model, step, sampler,
 loader and group as `trainer.regroup.enter` makes them, so that whole real steps are timed, with their input and their
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import gc
 import itertools
 import logging
@@ -31,10 +32,10 @@ import torch
 import torch._dynamo  # which the first optimizer would load
 from torch import nn
 
-from trainer.config import ConfigError, JobConfig, parse_job
+from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig, parse_job
 from trainer.faults import Faults
 from trainer.group import GroupError
-from trainer.input import Batch, keep_on_gpu
+from trainer.input import Batch, batches_ahead, fits, keep_on_gpu
 from trainer.losses import build_loss, gives_predictive
 from trainer.memory import is_out_of_memory, keep_freed_memory
 from trainer.metrics import Reporter
@@ -45,7 +46,7 @@ from trainer.regroup import deal, enter
 from trainer.run import DistributedTrainer
 from trainer.rundir import TUNED, RunDir
 from trainer.schedule import learning_rate
-from trainer.search import LEAST_SECONDS, OUT_OF_MEMORY, Candidate, Facts, Learned, Search
+from trainer.search import LAYOUT, LEAST_SECONDS, OUT_OF_MEMORY, Candidate, Facts, Learned, Search
 from trainer.shards import DatasetError, DataShardManager
 from trainer.state import TrainingState
 from trainer.step import NonFiniteError, Step, Votes
@@ -54,8 +55,9 @@ from trainer.world import PeersMissingError, World, choose_device, join, rank_fa
 
 WARM_UP = 2
 """Steps before a candidate is measured for the first time, and in that first measurement."""
-FIRST_STEP_BY = 0.85
-"""Of the budget: when the first step of a candidate, for which it may have to be compiled, has to be done."""
+FIRST_STEP_BY, LEAST_FOR_IT = 0.85, 5.0
+"""Of the budget: when the first step of a candidate, for which it may have to be compiled, has to be done; and seconds
+that it has in any case."""
 STRETCHES = 300
 """That a budget is divided into, roughly…"""
 SHORTEST, LONGEST = 0.1, 3.0
@@ -100,7 +102,7 @@ class Contestant(DistributedTrainer):
         self.criterion = build_loss(self.job.loss, self.shards.spec).to(self.device)
         module = build_model(self.job.model, self.shards.spec, int(self.criterion.outputs)).to(self.device)  # type: ignore[arg-type]
         self.step = Step(module, self.criterion, self.config, self.device, self.faults)
-        self.state = TrainingState(module, self.step)
+        self.state: TrainingState = TrainingState(module, self.step)
         self._batches: Iterator[Batch] = iter(())
 
     def enter(self, world: World) -> None:
@@ -191,7 +193,8 @@ class Tuner:
             facts=Facts(
                 world_size=self.world.world_size, local_world_size=self.facts.local_world_size,
                 cores=len(os.sched_getaffinity(0)), ranks_per_host=hosts.count(platform.node()),
-                gpu=self.device.type == "cuda", batch_matters=self._batch_matters(),
+                batch_matters=self._batch_matters(), fits_gpu=self._fits_gpu(),
+                batches_ahead=batches_ahead(None, self.device, False, self.shards.is_larger_than_memory),
             ),
         )  # fmt: skip
 
@@ -201,18 +204,8 @@ class Tuner:
             return ""
         if self._is_untidy:
             self._clean_up()
-        contestant, why = None, ""
-        try:
-            contestant = Contestant(self, candidate)
-            with self._in_time():
-                contestant.enter(Alone(self.facts, self.device, self.backend))
-                contestant.go(1)
-        except Exception as error:  # a user's model or a compiler may raise anything
-            why = _in_words(error)
-        self.world.meet()  # to compile takes one rank longer than another, and may take longer than a collective
-        why = self._agree(why)
-        if not why:
-            assert contestant is not None
+        contestant, why = self._first_step(candidate)
+        if contestant is not None:
             try:
                 contestant.enter(self.world)
                 contestant.go(WARM_UP)
@@ -221,13 +214,12 @@ class Tuner:
             except Exception as error:
                 why = _in_words(error)
             why = self._agree(why)
-        if why:
+        if contestant is None or why:
             if contestant is not None:
                 contestant.end()
             contestant = None
             self._clean_up()
             return why
-        assert contestant is not None
         began = time.monotonic()
         contestant.go(WARM_UP)
         self._step_seconds[candidate] = max(self._gather(time.monotonic() - began)) / WARM_UP
@@ -235,6 +227,27 @@ class Tuner:
         if self._began is None:
             self._began = time.monotonic()
         return ""
+
+    def _first_step(self, candidate: Candidate, stays: bool = True) -> tuple[Contestant | None, str]:
+        """A contestant that has done one step alone, or why there is none, on all ranks. Unless the step ``stays``, it
+        has its first weights again."""
+        contestant, why = None, ""
+        try:
+            contestant = Contestant(self, candidate)
+            with self._in_time():
+                before = None if stays else copy.deepcopy(contestant.state.capture())
+                contestant.enter(Alone(self.facts, self.device, self.backend))
+                contestant.go(1)
+                if before is not None:
+                    contestant.state.restore(before)
+        except Exception as error:  # a user's model or a compiler may raise anything
+            why = _in_words(error)
+        self.world.meet()  # to compile takes one rank longer than another, and may take longer than a collective
+        why = self._agree(why)
+        if why and contestant is not None:
+            contestant.end()
+            contestant = None
+        return contestant, why
 
     def stretch(self, candidate: Candidate) -> float:
         contestant, samples, seconds = self._running[candidate], 0, 0.0
@@ -261,25 +274,32 @@ class Tuner:
         self._is_untidy = True
 
     def learn(self, candidate: Candidate, steps: int) -> Learned:
-        contestant = Contestant(self, candidate)
-        contestant.enter(self.world)
-        ratio = self.job.training.global_batch_size / contestant.config.global_batch_size
-        is_likelihood = gives_predictive(contestant.criterion)
-        try:
-            first = contestant.validation_loss()
-            left = max(1, round(steps * ratio))
-            while left:  # in parts, so that nobody who wants to end has to wait long
-                part = min(left, LISTENING_STEPS)
-                contestant.go(part)
-                left -= part
-                self._gather(0.0)
-            loss = contestant.validation_loss()
-        except NonFiniteError:
-            first = loss = math.nan
-        contestant.end()
+        if self._is_untidy:
+            self._clean_up()
+        contestant, why = self._first_step(candidate, stays=False)
+        first = loss = math.nan
+        is_likelihood = gives_predictive(build_loss(self.job.loss, self.shards.spec))
+        if contestant is not None:
+            ratio = self.job.training.global_batch_size / contestant.config.global_batch_size
+            contestant.total_steps = left = max(1, round(steps * ratio))
+            try:
+                contestant.enter(self.world)
+                first = contestant.validation_loss()
+                while left:  # in parts, so that nobody who wants to end has to wait long
+                    part = min(left, LISTENING_STEPS)
+                    contestant.go(part)
+                    left -= part
+                    self._gather(0.0)
+                loss = contestant.validation_loss()
+            except NonFiniteError:  # on all ranks
+                loss = math.nan
+            except (GroupError, Interrupted):
+                raise
+            except Exception as error:
+                why = _in_words(error)
+            contestant.end()
         self._is_untidy = True
-        self._gather(0.0)
-        return Learned(first=first, loss=loss, is_likelihood=is_likelihood)
+        return Learned(first=first, loss=loss, is_likelihood=is_likelihood, why=self._agree(why))
 
     def step_seconds(self, candidate: Candidate) -> float:
         return self._step_seconds[candidate]
@@ -288,7 +308,7 @@ class Tuner:
         """What ``tuned.json`` holds."""
         search, training = self.search, self.job.training
         return {
-            "training": dict(search.best.settings),
+            "training": with_layout(search.best.settings, training),
             "evidence": {
                 "complete": search.is_complete,
                 "dataset_id": self.shards.spec.dataset_id,
@@ -340,7 +360,7 @@ class Tuner:
     @contextlib.contextmanager
     def _in_time(self) -> Iterator[None]:
         """TimeoutError where the first step of a candidate would take what the rest of the search needs."""
-        left = max(LEAST_SECONDS, FIRST_STEP_BY * self.seconds - self.elapsed)
+        left = max(LEAST_FOR_IT, FIRST_STEP_BY * self.seconds - self.elapsed)
 
         def ring(*_: object) -> None:
             raise TimeoutError(f"its first step takes longer than the {left:.0f} s that are left for it")
@@ -372,12 +392,24 @@ class Tuner:
         module = build_model(self.job.model, spec, int(build_loss(self.job.loss, spec).outputs))  # type: ignore[arg-type]
         return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
 
+    def _fits_gpu(self) -> bool:
+        """On every rank, so that all try the same."""
+        here = self.device.type == "cuda" and fits(self.shards.sample_bytes, torch.cuda.mem_get_info(self.device)[0])
+        return all(self.world.gather(here))
+
     def _say(self, **what: Any) -> None:
         if self.reporter:
             self.reporter.emit("tune", elapsed_seconds=self.elapsed, budget_seconds=self.seconds, **what)
 
     def _on_sigterm(self, *_: object) -> None:
         self.asked_to_stop = True  # no more here: the ranks hear of it at the end of the stretch
+
+
+def with_layout(settings: Sequence[tuple[str, Any]], training: DistributedTrainingConfig) -> dict[str, Any]:
+    """What was found, with both parts of a layout where there is one of them: a job may be cut otherwise."""
+    found = dict(settings)
+    both = {name: found.get(name, getattr(training, name)) for name in LAYOUT}
+    return {**found, **both} if any(name in found for name in LAYOUT) else found
 
 
 def _in_words(error: Exception) -> str:
@@ -440,7 +472,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m trainer.tune", description="Measure which settings train a job.json fastest (tuned.json)."
     )
     parser.add_argument("--config", required=True, metavar="JOB", help="job.json: a path or any fsspec address")
-    parser.add_argument("--seconds", type=float, default=120.0, help="what it may take once all ranks train (120)")
+    parser.add_argument("--seconds", type=float, default=300.0, help="what it may take once all ranks train (300)")
     parser.add_argument("--global-batch", action="store_true", help="try larger global batches too")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")

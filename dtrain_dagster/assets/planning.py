@@ -247,7 +247,8 @@ def job_on(
     job = job_config(sections, **place)
     if not config.settings_file:
         return job
-    tuned, words = read_tuned(config.settings_file).settings_for(job, config.stated())
+    own = {"threads_per_rank"} if cluster.threads_per_rank else set()  # DTRAIN_THREADS_PER_RANK
+    tuned, words = read_tuned(config.settings_file).settings_for(job, config.stated() | own)
     for sentence in words:
         dg.get_dagster_logger().warning(sentence)
     return job_config({**sections, "training": {**training, **tuned}}, **place)

@@ -167,6 +167,7 @@ def _compression(
     present = training.get("communication", "allreduce")
     if world[-1].facts.get("topology") == "star" or present not in ("allreduce", "hierarchical"):
         return []
+    takes_topk = training.get("precision") != "fp16"  # see `trainer.compression.check`
     size, kept = world[-1].world_size, float(training.get("topk_fraction", KEPT))
     found = []
     for name, setting, left, note in (
@@ -177,6 +178,8 @@ def _compression(
             "takes time that is not counted here (auto measures it)",
         ),
     ):  # fmt: skip
+        if setting == "topk" and not takes_topk:
+            continue
         saved = sum((1 - left) * item.bytes * fit.seconds_per_byte for item in _buckets_of(world))
         change = f"training.communication = {setting} (now {present})"
         found.append(now.to(_less_wire(now, world, saved), name, change, note))
@@ -206,8 +209,11 @@ def _buckets(now: StepModel, world: Sequence[Window], fit: WireFit) -> list[Stra
         return replace(now, communication=min(now.communication, max(0.0, now.communication + change)))
 
     count = min((1, 2, 4, 8, 16), key=lambda number: (exposed(number), number))
-    change = f"{count} gradient bucket(s) of {_megabytes(total / count)} instead of {len(buckets)} (`trainer.buckets`)"
-    note = "at best: communication and backward pass share processors where there is no GPU"
+    change = f"{count} gradient bucket(s) of {_megabytes(total / count)} instead of {len(buckets)}"
+    note = (
+        "no setting does this, it takes a change of `trainer.buckets`; at best: communication and backward pass share "
+        "processors where there is no GPU"
+    )
     return [now.to(then(count), "another bucket size", change, note)]
 
 

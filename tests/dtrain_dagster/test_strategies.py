@@ -36,6 +36,11 @@ def test_where_bandwidth_is_short_bytes_are_saved_and_the_promise_is_kept():
     assert found["top-k compression"].gain > found["fp16 compression"].gain > 0.1
     assert found["fp16 compression"].change == "training.communication = fp16 (now allreduce)"
     assert found["top-k compression"].change == "training.communication = topk (now allreduce)"
+    events = LARGE.events()
+    half = strategies(settled(windows(events)), events, {**TRAINING, "precision": "fp16"})
+    names = {item.name for item in half}
+    assert "fp16 compression" in names
+    assert "top-k compression" not in names, "a training with a loss scale refuses it"
     # as many micro-batches more in each step as the change says
     change = found["more accumulation"].change
     assert change == "training.gradient_accumulation_steps = 4 (now 2)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -15,19 +16,24 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from click.testing import CliRunner
 from small_job import write_dataset
 
 from dtrain_dagster.assets.planning import TrainingOptions, job_on
 from dtrain_dagster.cli import main
+from dtrain_dagster.cli_train import stated_fields, wanted_job
 from dtrain_dagster.cli_tune import summary
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs import fingerprint
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.tuned import Tuned
-from trainer.config import ConfigError, DatasetRef, DistributedTrainingConfig, JobConfig
+from trainer.config import ConfigError, DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig
 from trainer.rundir import RunDir
+from trainer.search import Candidate
+from trainer.spec import DataSpec
+from trainer.tune import Contestant, Tuner, with_layout
 
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
 SMALL = ("--set", "training.batch_size_per_gpu=32")
@@ -85,13 +91,15 @@ def folder(tmp_path: Path):
 
 @pytest.mark.slow
 def test_two_ranks_measure_settings_and_a_training_takes_them(folder: Folder):
-    said = folder("tune", "--dataset", "walks", "--seconds", "5", "--out", "fast.json", "--name", "t", *SMALL)
-    document = json.loads((folder.path / "fast.json").read_text())
+    said = folder("tune", "--dataset", "walks", "--seconds", "10", "--out", "fast.json", "--name", "t", *SMALL)
+    document = kept = folder.job("t").read_json("tuned.json")
+    if kept["evidence"]["complete"] or kept["training"]:  # a busy machine may leave too little time to confirm
+        document = json.loads((folder.path / "fast.json").read_text())
+        assert kept["training"] == document["training"]
+        assert document["evidence"]["cost"]["node_seconds"] > 10
     evidence = document["evidence"]
-    assert evidence["complete"]
     assert (evidence["world_size"], evidence["samples_per_rank"]) == (2, 64)
     assert evidence["baseline"]["samples_per_second"]["median"] > 0
-    assert evidence["cost"]["node_seconds"] > 5
     rows = evidence["candidates"]
     assert {row["group"] for row in rows} >= {"layout", "precision"}
     assert all(row["settings"] | row["change"] == row["settings"] for row in rows)
@@ -99,9 +107,7 @@ def test_two_ranks_measure_settings_and_a_training_takes_them(folder: Folder):
     cuts = [row["settings"] for row in rows if row["group"] == "layout"]
     assert all(cut["batch_size_per_gpu"] * cut["gradient_accumulation_steps"] == 64 for cut in cuts)
     assert "node-seconds" in said
-    assert ("keep the defaults" in said) == (not document["training"])
-    kept = folder.job("t").read_json("tuned.json")
-    assert kept["training"] == document["training"]
+    assert ("keep the defaults" in said) == (evidence["complete"] and not document["training"])
     assert not folder.processes()
 
     document["training"] = {"batch_size_per_gpu": 64, "gradient_accumulation_steps": 1, "precision": "bf16"}
@@ -139,7 +145,7 @@ def test_nothing_is_started_that_could_not_be_delivered_or_told(folder: Folder):
     asked = ("tune", "--dataset", "walks")
     assert "--out folder cannot be written: it is a folder" in folder.refused(*asked, "--out", "folder")
     assert "--out nowhere/fast.json cannot be written" in folder.refused(*asked, "--out", "nowhere/fast.json")
-    assert "--seconds 1: nothing can be told in less than 5 s" in folder.refused(*asked, "--seconds", "1")
+    assert "--seconds 1: nothing can be told in less than 10 s" in folder.refused(*asked, "--seconds", "1")
     assert "nothing can be told" in folder.refused(*asked, "--seconds", "nan")
     assert "give either --config or --dataset" in folder.refused("tune")
     assert "use fewer ranks" in folder.refused(*asked, "--set", "training.gradient_accumulation_steps=9999")
@@ -155,10 +161,12 @@ def test_a_file_that_cannot_be_used_is_refused_with_its_reason(folder: Folder):
     assert "batch_size_per_gpu" in said
     assert 'must be a JSON object with "training" in it' in folder.refused(*asked, folder.write("list.json", []))
     (folder.path / "cut.json").write_text('{"training": ')
-    assert "settings cut.json cannot be read" in folder.refused(*asked, "cut.json")
+    assert "cut.json cannot be read" in folder.refused(*asked, "cut.json")
     assert "training.precision = 'bf17'" in folder.refused(
         *asked, folder.write("value.json", {"training": {"precision": "bf17"}})
     )
+    half = folder.write("half.json", {"training": {"batch_size_per_gpu": 512}})
+    assert f"{folder.path}/half.json: one of training.batch_size_per_gpu" in folder.refused(*asked, half)
     other = folder.write("other.json", {"training": CUT, "evidence": EVIDENCE})
     said = folder.refused(*asked, other, "--model", "lstm")
     assert "measured with model {'factory': 'tcn', 'args': {}}, and this training has {'factory': 'lstm'" in said
@@ -187,6 +195,10 @@ class TestWhatATrainingTakes:
         ranks = replace(self.JOB, training=replace(self.JOB.training, world_size=3))
         assert "measured with world_size 2, and this training has 3" in self.TUNED.settings_for(ranks, ())[1][0]
         assert "does not say what it was measured on" in Tuned("mine.json", CUT).settings_for(self.JOB, ())[1][0]
+
+    def test_a_search_that_ended_early_is_told_of(self):
+        [said] = Tuned("tuned.json", CUT, EVIDENCE | {"complete": False}).settings_for(self.JOB, ())[1]
+        assert "ended early" in said
 
     def test_another_number_of_samples_in_a_step_is_another_training(self):
         other = replace(self.JOB, training=replace(self.JOB.training, batch_size_per_gpu=512))
@@ -217,14 +229,107 @@ def test_tuned_settings_are_a_part_of_a_plan_and_of_its_identity(tmp_path: Path)
         planned(settings_file=file, model="lstm")
 
 
+WORN_OUT: list[int] = []
+
+
+def tires(spec: DataSpec, outputs: int) -> torch.nn.Module:
+    """A model that runs out of memory in its first step once it is worn out."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(len(spec.features), outputs)
+
+        def forward(self, windows: torch.Tensor) -> torch.Tensor:
+            if WORN_OUT and self.training:
+                raise MemoryError
+            return self.layer(windows[:, -1])
+
+    return Model()
+
+
+@pytest.fixture
+def tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A single rank, in this process."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    handler, threads = signal.getsignal(signal.SIGTERM), torch.get_num_threads()
+    made = Tuner(
+        JobConfig(
+            job_id="t", run_dir=str(tmp_path / "t"), dataset=DatasetRef(uri=str(write_dataset(tmp_path / "walks"))),
+            model=FactoryConfig(factory=f"{__name__}:tires"),
+            training=DistributedTrainingConfig(
+                world_size=1, batch_size_per_gpu=64, gradient_accumulation_steps=1, epochs=100
+            ),
+        ),
+        30.0, vary_batch=False,
+    )  # fmt: skip
+    yield made
+    made.close()
+    WORN_OUT.clear()
+    signal.signal(signal.SIGTERM, handler)
+    torch.set_num_threads(threads)
+    gc.unfreeze()
+
+
+def test_what_is_learned_begins_at_the_first_weights_and_has_the_whole_schedule(tuner: Tuner):
+    assert not tuner.enter(Candidate())
+    short, again, longer = (tuner.learn(Candidate(), steps) for steps in (20, 20, 60))
+    assert short == again
+    by_hand = Contestant(tuner, Candidate())
+    by_hand.enter(tuner.world)
+    assert short.first == longer.first == by_hand.validation_loss()
+    by_hand.total_steps = 20
+    by_hand.go(20)
+    assert short.loss == by_hand.validation_loss()
+    by_hand.end()
+    assert short.first > short.loss > longer.loss
+    halves = Candidate((("batch_size_per_gpu", 32), ("gradient_accumulation_steps", 2)))
+    assert tuner.learn(halves, 20).loss == pytest.approx(short.loss, abs=1e-4)
+
+
+def test_what_runs_out_of_memory_while_it_learns_is_told_and_ends_nothing(tuner: Tuner):
+    WORN_OUT.append(1)
+    assert tuner.learn(Candidate(), 20).why == "out of memory"
+    WORN_OUT.clear()
+    assert not tuner.learn(Candidate(), 20).why
+    assert not tuner.enter(Candidate())
+
+
+def test_a_batch_is_written_as_both_of_its_parts():
+    config = DistributedTrainingConfig(world_size=2, batch_size_per_gpu=64, gradient_accumulation_steps=2)
+    assert with_layout((("batch_size_per_gpu", 256),), config) == {
+        "batch_size_per_gpu": 256, "gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    assert with_layout((("precision", "bf16"),), config) == {"precision": "bf16"}
+
+
+def test_what_is_stated_is_found_in_whole_sections_and_in_the_environment(folder: Folder, tmp_path: Path):
+    asked = ["training.precision=bf16", "training.epochs=2", 'training={"clip_norm": 1}', "model.factory=lstm"]
+    assert stated_fields(asked) == {"precision", "epochs", "clip_norm"}
+    training = CUT | {"threads_per_rank": 7}
+    file = tmp_path / "fast.json"
+    file.write_text(json.dumps({"training": training, "evidence": EVIDENCE | {"dataset_id": None}}))
+    for threads, used in ((None, 7), (2, 2)):
+        settings = Settings(home=tmp_path / "home", nodes=2, threads_per_rank=threads)
+        sets = ('training={"clip_norm": 0.5, "precision": "fp32"}',)
+        job, _ = wanted_job(settings, None, str(tmp_path / "walks"), sets, 2, "j", str(file))
+        found = job.training
+        assert (found.threads_per_rank, found.clip_norm, found.precision) == (used, 0.5, "fp32")
+        assert found.batch_size_per_gpu == 256
+
+
 def test_the_result_is_said_in_sentences(tmp_path: Path):
     spread = {"low": 1.1, "median": 1.2, "high": 1.3}
     pace = {"samples_per_second": {"low": 900.0, "median": 1000.0, "high": 1100.0}}
-    evidence = {"complete": True, "baseline": pace, "chosen": pace, "gain": spread}
+    rows = [{"verdict": "no gain"}]
+    evidence = {"complete": True, "baseline": pace, "chosen": pace, "gain": spread, "candidates": rows}
     out = Path("fast.json")
     assert summary({"training": {}, "evidence": evidence}, out) == [
-        "keep the defaults: nothing that was tried pays (1,000 samples/s)"
+        "keep the defaults: nothing that was told pays (1,000 samples/s)"
     ]
+    rows.append({"verdict": "too few rounds to tell"})
+    assert "1 candidate(s) had too little time" in summary({"training": {}, "evidence": evidence}, out)[0]
+    rows.pop()
     found = summary({"training": {"precision": "bf16"}, "evidence": evidence | {"complete": False}}, out)
     assert found == [
         "ended early: this is the best so far, without a last comparison",

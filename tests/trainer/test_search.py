@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.search import (
+    COMPILE_SECONDS,
     KNOBS,
     LEAST_GAIN,
     OUT_OF_MEMORY,
@@ -19,11 +20,14 @@ from trainer.search import (
     Facts,
     Learned,
     Search,
+    depths,
     gains,
+    groups,
     layouts,
     objection,
     pays,
     race,
+    share,
     thread_counts,
     tolerated,
 )
@@ -208,7 +212,7 @@ def test_a_gain_counts_where_it_is_large_enough_and_in_most_rounds():
 
 
 def test_losses_are_compared_by_what_they_are_measured_in():
-    nats = Learned(first=-2.0, loss=-2.001, is_likelihood=True)
+    nats = Learned(first=-1.0, loss=-2.001, is_likelihood=True)
     assert tolerated(nats) == 0.005  # whatever the unit of the target makes of its value
     assert not objection(replace(nats, loss=-1.9961), nats, 100)
     assert objection(replace(nats, loss=-1.9959), nats, 100)
@@ -217,6 +221,110 @@ def test_losses_are_compared_by_what_they_are_measured_in():
     near_zero = Learned(first=2.0, loss=0.001, is_likelihood=False)
     assert tolerated(near_zero) == pytest.approx(0.01, rel=1e-3)
     assert tolerated(replace(near_zero, first=0.9, loss=0.8)) == pytest.approx(0.004)
+
+
+def test_where_the_baseline_learns_nothing_nobody_is_taken_to_learn_as_much():
+    nothing = Learned(first=2.0, loss=1.997, is_likelihood=True)
+    assert "not compared" in objection(replace(nothing, loss=2.0), nothing, 20)
+    assert "not compared" in objection(nothing, replace(nothing, loss=math.nan), 20)
+    machine = Machine(lambda settings: 200.0 if "precision" in settings else 100.0, loss=lambda settings: 1.997)
+    search = searched(machine)
+    assert search.best == Candidate()
+    assert "from 2.00000 to 1.99700 only" in verdicts(search, "precision")["bf16",]
+
+
+def test_what_fails_while_it_is_judged_is_dropped_and_has_the_memory_to_itself():
+    machine = Machine(lambda settings: {"bf16": 300.0, "fp16": 200.0}.get(settings.get("precision", ""), 100.0))
+    trains, beside = machine.learn, []
+
+    def learn(candidate: Candidate, steps: int) -> Learned:
+        beside.append(len(machine.inside))
+        if dict(candidate.settings).get("precision") == "bf16":
+            return Learned(first=math.nan, loss=math.nan, is_likelihood=True, why=OUT_OF_MEMORY)
+        return trains(candidate, steps)
+
+    machine.learn = learn  # type: ignore[method-assign]
+    search = searched(machine)
+    assert verdicts(search, "precision") == {("bf16",): f"not compared: {OUT_OF_MEMORY}", ("fp16",): "chosen"}
+    assert dict(search.best.settings) == {"precision": "fp16"}
+    assert max(beside) == 1
+
+
+def test_the_last_comparison_makes_room_and_says_where_it_could_not_be_made():
+    machine = Machine(lambda settings: 200.0 if settings.get("precision") == "bf16" else 100.0)
+    machine.refuses = lambda settings: (
+        OUT_OF_MEMORY if not settings and machine.elapsed > 10 and len(machine.inside) >= room else ""
+    )
+    room = 1  # beside the choice there is none
+    search = searched(machine)
+    assert search.is_complete
+    assert dict(search.best.settings) == {"precision": "bf16"}
+    room, machine.elapsed = 0, 0.0  # there is none at all any more
+    machine.inside.clear()
+    search = searched(machine)
+    assert search.rows[-1]["verdict"] == f"nothing is confirmed: {OUT_OF_MEMORY}"
+    assert (search.best, search.is_complete) == (Candidate(), False)
+
+
+@given(st.floats(30, 200), st.floats(1.1, 3))
+def test_a_small_budget_never_says_that_nothing_pays_where_something_was_faster(seconds: float, gain: float):
+    machine = Machine(lambda settings: 100.0 * gain if settings.get("batch_size_per_gpu") == 256 else 100.0)
+    search = searched(machine, seconds)
+    if "chosen" in verdicts(search, "layout").values():
+        assert search.is_complete
+        assert search.gain.median == pytest.approx(gain)
+    for row in search.rows:
+        if row.get("gain", {}).get("median", 1.0) > 1.1:
+            assert row["verdict"] not in ("no gain", "no sure gain")
+
+
+def test_a_confirmation_that_had_too_few_rounds_is_no_result():
+    machine = Machine(lambda settings: 130.0 if settings.get("precision") == "bf16" else 100.0)
+    stretch = machine.stretch
+
+    def slow(candidate: Candidate) -> float:  # the machine is busy with something else in the end
+        machine.elapsed += 20.0 if "chosen" in {row["verdict"] for row in search.rows} else 0.0
+        return stretch(candidate)
+
+    machine.stretch = slow  # type: ignore[method-assign]
+    search = Search(config=replace(CONFIG, prefetch_batches=0), facts=FACTS, bench=machine, seconds=200.0)
+    search.run()
+    assert search.rows[-1]["verdict"] == "too few rounds to tell"
+    assert (search.best, search.is_complete) == (Candidate(), False)
+
+
+def test_compiling_gets_the_time_that_it_needs_where_there_is_any():
+    parts = groups(False, FACTS)
+    assert share(parts[-1:], 40.0) == 40.0
+    for left, enough in ((180.0, True), (72.0, False)):
+        for number in range(len(parts) - 1):
+            left -= share(parts[number:], left)
+        assert (left > COMPILE_SECONDS) == enough
+
+
+def test_a_choice_that_does_not_stay_finite_gives_way_to_the_one_before():
+    def compiling() -> bool:
+        return any("compile" in dict(candidate.settings) for candidate in machine.inside)
+
+    def speed(settings: dict) -> float:
+        if settings.get("precision") == "bf16" and "communication" in settings and compiling():
+            return 0.0
+        fast = 2.0 if settings.get("precision") == "bf16" else 1.0
+        return 100.0 * fast * (2.0 if settings.get("communication") == "fp16" else 1.0)
+
+    machine = Machine(speed)
+    search = searched(machine)
+    assert "its loss does not stay finite" in {row["verdict"] for row in search.rows}
+    assert dict(search.best.settings) == {"precision": "bf16"}
+
+
+def test_batches_ahead_are_tried_where_they_make_a_difference():
+    assert [item["prefetch_batches"] for item in depths(CONFIG, FACTS)] == [1, 2, 4]
+    assert [item["prefetch_batches"] for item in depths(CONFIG, replace(FACTS, batches_ahead=1))] == [0, 2, 4]
+    on_gpu = replace(FACTS, batches_ahead=1, fits_gpu=True)
+    assert depths(CONFIG, on_gpu) == []
+    assert depths(replace(CONFIG, data_on_device=False), on_gpu)
+    assert [group.name for group in groups(False, FACTS)].index("device") == 3  # and then input
 
 
 def test_threads_get_cores_of_their_own():
