@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.sources import PriceSource
 
 if TYPE_CHECKING:
     import duckdb
     import pandas as pd
+
+    from dtrain_dagster.data.sources import PriceSource
 
 SCHEMA_VERSION = 1
 MEMORY_LIMIT = 256
