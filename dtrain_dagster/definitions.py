@@ -1,5 +1,6 @@
 """What there is: assets, checks, jobs, schedules, sensors, resources. No I/O and no heavy import happens here."""
 
+# ruff: noqa: E402
 import gc
 from collections.abc import Mapping
 
