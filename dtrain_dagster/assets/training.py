@@ -131,6 +131,7 @@ def trained_checkpoint(
         manager.cancel_job(choice.job_id)
         raise
     result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
+    events = list(rundir.events())
     finished = FinishedJob(
         job_id=choice.job_id,
         run_dir=rundir.uri,
@@ -141,11 +142,11 @@ def trained_checkpoint(
     outcome = dg.MaterializeResult(
         value=finished,
         data_version=dg.DataVersion(result["weights_sha256"]),
-        metadata=_metadata(rundir, result, evaluation, plan) | provisioning(manager),
+        metadata=_metadata(rundir, events, result, evaluation, plan) | provisioning(manager),
         check_results=[
             _weights_check(result),
             _samples_check(result, plan),
-            communication_check(list(rundir.events()), plan.job["training"]),
+            communication_check(events, plan.job["training"]),
             cost_check(manager, choice.job_id, plan),
             _baselines_check(evaluation),
         ],
@@ -196,11 +197,17 @@ def hand_over_budget(
     return f"runs up to stop_at_usd = {dollars(plan.stop_at_usd)} from now on ({seconds / 3600:.4g} node-hours in all)"
 
 
-def _metadata(rundir: RunDir, result: dict[str, Any], evaluation: dict[str, Any], plan: TrainingPlan) -> dict[str, Any]:
+def _metadata(
+    rundir: RunDir,
+    events: Sequence[dict[str, Any]],
+    result: dict[str, Any],
+    evaluation: dict[str, Any],
+    plan: TrainingPlan,
+) -> dict[str, Any]:
     from dtrain_dagster.monitoring import charts
     from trainer.membership import generations
 
-    steps, evaluations = list(rundir.events("step")), list(rundir.events("evaluation"))
+    steps, evaluations = ([item for item in events if item["kind"] == kind] for kind in ("step", "evaluation"))
     model = evaluation["model"]
     metadata: dict[str, Any] = {
         "job_id": rundir.uri.rsplit("/", 1)[-1],
