@@ -1,9 +1,15 @@
 """What there is: assets, checks, jobs, schedules, sensors, resources. No I/O and no heavy import happens here."""
 
+# ruff: noqa: E402
 import gc
 from collections.abc import Mapping
 
 import dagster as dg
+
+# Dagster's hundred thousand objects stay for as long as the process lives: the collections of garbage that our own
+# imports and everything after them set off need not walk over them again. What is freed by counting references still
+# is; a cycle among them that became garbage later would stay, and modules, classes and functions make none.
+gc.freeze()
 
 from dtrain_dagster.assets import champion, costs, dataset, planning, registry, reporting, scaling, scoring, training
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, build_resources
@@ -88,7 +94,3 @@ def weekly_retraining(settings: Settings) -> dg.ScheduleDefinition:
 
 
 defs = build_defs()
-
-# What is loaded by now stays for as long as the process lives. Collections of garbage, the one at its end above all, no
-# longer walk over it: that is a third of a second in each process that loads this, and more in one that lives long.
-gc.freeze()

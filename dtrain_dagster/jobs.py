@@ -19,9 +19,6 @@ from typing import Any, Literal
 import trainer
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobSpec, JobState, JobStatus
 from dtrain_dagster.costs.budget import write_limit
-from dtrain_dagster.monitoring.alerts import LATEST_WINDOWS, keep
-from dtrain_dagster.monitoring.hangs import HangNews, unresolved, verdict
-from dtrain_dagster.monitoring.windows import settled, shares, windows
 from trainer.config import JobConfig
 from trainer.rundir import EVENTS, JOB, RunDir, parsed
 
@@ -196,15 +193,23 @@ class Progress:
 
     def shares(self) -> dict[str, float]:
         """Of the latest steps, the part of each segment (`monitoring.windows.SEGMENTS`); empty while not known."""
+        from dtrain_dagster.monitoring.alerts import LATEST_WINDOWS
+        from dtrain_dagster.monitoring.windows import settled, shares, windows
+
         return shares(settled(windows(self.recent))[-LATEST_WINDOWS:])
 
     def explained(self, message: str) -> str:
         """The message, and who kept the others waiting, if that is how it came to it."""
+        from dtrain_dagster.monitoring.hangs import verdict
+
         return f"{message}; {verdict(self.hang)}" if self.hang else message
 
 
 def advance(progress: Progress, events: Sequence[dict[str, Any]]) -> Progress:
     """Progress after these events. Pure."""
+    from dtrain_dagster.monitoring.alerts import keep
+    from dtrain_dagster.monitoring.hangs import unresolved
+
     progress = replace(progress, hang=unresolved(progress.hang, events), recent=keep(progress.recent, events))
     for item in events:
         if item["kind"] == "phase":
@@ -283,6 +288,8 @@ def follow_job(
 ) -> Iterator[tuple[JobStatus, Progress]]:
     """Yield the job's status and progress, again and again, until it has ended; the last one yielded is final. ``take``
     gets the events that have come since, before each."""
+    from dtrain_dagster.monitoring.hangs import HangNews
+
     seen: set[str] = set()
     progress, hang_news = Progress(), HangNews()
     while True:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -70,14 +70,21 @@ def forecast(
     mark: str,
     env: dict[str, str],
     learned: Learned,
+    tell: Callable[[str], object] = lambda sentence: None,
 ) -> Forecast:
-    """Probe the training on so many nodes (the planned count last), or read probes that were run before."""
+    """Probe the training on so many nodes (the planned count last), or read probes that were run before. ``tell``:
+    which of the two, before each."""
     jobs_uri = job.run_dir.rpartition("/")[0]
     measured, words, jobs, reused = [], [], [], True
     for count in counts:
         short = probe_job(job, jobs_uri, mark, count, sizes)
-        reused &= not run(manager, short, count, sizes.processes_per_node, env)
         rundir = RunDir(short.run_dir)
+        if has_succeeded(rundir):
+            tell(f"the probe {short.job_id} was run before")
+        else:
+            tell(f"probing on {count} node(s): job {short.job_id}")
+            run(manager, short, count, sizes.processes_per_node, env)
+            reused = False
         done = rundir.read_job().training  # an earlier probe may have had more steps
         item = read_measured(list(rundir.events()), rundir.nodes(), count, done.global_batch_size, bool(sizes.cores))
         tracking = TRACKING_SHARE * item.startup_seconds / sizes.crowding(count)
@@ -98,15 +105,14 @@ def forecast(
 
 def run(
     manager: GPUClusterManager, job: JobConfig, node_count: int, processes_per_node: int, env: dict[str, str]
-) -> bool:
-    """Carry out a short job, and wait for its end; False if it had been carried out before.
+) -> None:
+    """Carry out a short job, and wait for its end, unless that was done before.
 
     Raises `ClusterError` with the job's own message where it fails.
     """
     rundir = RunDir(job.run_dir)
-    done = rundir.read_json(RESULT)
-    if done and done["status"] == "succeeded":
-        return False
+    if has_succeeded(rundir):
+        return
     start_job(manager, job, node_count, processes_per_node, env)
     try:
         status, _ = list(follow_job(manager, rundir, job.job_id))[-1]
@@ -115,7 +121,11 @@ def run(
         raise
     if status.state is not JobState.SUCCEEDED:
         raise ClusterError(f"job {job.job_id}, a short run to measure this training, {status.state}: {status.message}")
-    return True
+
+
+def has_succeeded(rundir: RunDir) -> bool:
+    result = rundir.read_json(RESULT)
+    return result is not None and result["status"] == "succeeded"
 
 
 def of_last_launch(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
 from dtrain_dagster.assets.choosing import in_words
 from dtrain_dagster.clusters.base import ClusterConfig
-from dtrain_dagster.costs.choices import Choice, Choices, PlanError, choose, misses
 from dtrain_dagster.costs.estimate import Forecast, estimate_cost
 from dtrain_dagster.costs.limits import Limits, least, objection, remedies
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -16,6 +15,9 @@ from dtrain_dagster.costs.prices import SkuPrice, Tier, hardware_of, price_of, t
 from dtrain_dagster.notify import tell
 from dtrain_dagster.resources import ProjectResource
 from dtrain_dagster.wording import dollars, duration
+
+if TYPE_CHECKING:
+    from dtrain_dagster.costs.choices import Choice, Choices
 
 
 def limits_of(config: Any) -> Limits:
@@ -60,6 +62,8 @@ def refusal(
     fits = remedies(forecast, limits, price, tier, counts, node_count) if forecast else []
     nearest = ""
     if table:
+        from dtrain_dagster.costs.choices import PlanError, choose
+
         try:
             fits.append(f"{in_words(choose(table))} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
         except PlanError as error:
@@ -97,6 +101,8 @@ def warnings_of(plan: TrainingPlan, limits: Limits) -> list[str]:
 def cheapest_here(table: Choices, sku: str, tier: Tier, most: int) -> Choice | None:
     """Of the choices that this cluster can carry out as it is, the cheapest that fits: surely, else as expected, else
     the cheapest, which is refused."""
+    from dtrain_dagster.costs.choices import misses
+
     here = [row for row in table.rows if (row.sku, row.tier) == (sku, tier) and row.node_count <= most]
     limits = Limits(budget_usd=table.budget_usd or 0.0, deadline_hours=(table.deadline_seconds or 0.0) / 3600)
     surely = [row for row in here if not misses(row, table.deadline_seconds, table.budget_usd)]

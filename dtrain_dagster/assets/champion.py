@@ -12,7 +12,6 @@ from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.resources import ProjectResource
 from dtrain_dagster.retraining import CHAMPION_CHECK, prices_of, registrations
 from dtrain_dagster.secrets import redact
-from trainer.gate import better_baselines
 
 REASSESS_SECONDS = 300
 DAYS_ENOUGH = 20
@@ -62,6 +61,8 @@ def champion_holds(
         return _not_judged(f"{report['days']} of its days came since, {DAYS_ENOUGH} are enough", **facts)
     if report["nll"] is None:
         return _not_judged("the champion forecasts no distribution", **facts)
+    from trainer.gate import better_baselines
+
     better = better_baselines(report)
     return dg.AssetCheckResult(
         passed=not better,

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
 from dtrain_dagster.assets.common import table_schema
-from dtrain_dagster.costs.choices import Choice, Choices, tier_words
-from dtrain_dagster.monitoring.charts import markdown_image
-from dtrain_dagster.monitoring.charts_costs import choices_chart
 from dtrain_dagster.wording import dollars, duration
+
+if TYPE_CHECKING:
+    from dtrain_dagster.costs.choices import Choice, Choices
 
 
 def choices_metadata(table: Choices) -> dict[str, Any]:
     """``choices`` (table), ``choices_picture``, ``choice`` (in words), ``choices_rest_on``, ``choices_not_available``:
     those of them that there is something to say of."""
+    from dtrain_dagster.costs.choices import tier_words
+    from dtrain_dagster.monitoring.charts import markdown_image
+    from dtrain_dagster.monitoring.charts_costs import choices_chart
+
     metadata: dict[str, Any] = {"choices_rest_on": dg.MarkdownMetadataValue(_rest_on(table))}
     if table.chosen:
         metadata["choice"] = in_words(table.chosen)
@@ -44,6 +48,8 @@ def in_words(choice: Choice) -> str:
 
 
 def _row(choice: Choice) -> dict[str, str | int | float]:
+    from dtrain_dagster.costs.choices import tier_words
+
     told = (("chosen", choice.is_chosen), ("this plan", choice.is_planned), ("Pareto", choice.is_pareto))
     marks = [word for word, holds in told if holds]
     seconds, usd = choice.seconds, choice.usd

@@ -7,17 +7,19 @@ value, and a parametrised one does not go together with check specs.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.costs.optimizer import Optimization
 from dtrain_dagster.costs.plan import TrainingPlan, parse_plan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.jobs import PLAN
-from dtrain_dagster.monitoring.strategies import Strategy
 from dtrain_dagster.resources import GPUClusterResource
 from trainer.rundir import RunDir
+
+if TYPE_CHECKING:
+    from dtrain_dagster.costs.optimizer import Optimization
+    from dtrain_dagster.monitoring.strategies import Strategy
 
 OWNERS = ["team:ml-platform"]
 CODE_VERSION = "1"

@@ -4,29 +4,27 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict
 from decimal import Decimal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, plan_of, read_finished, table_schema
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.costs import export
-from dtrain_dagster.costs.carbon import Footprint, job_footprint
-from dtrain_dagster.costs.difference import Reason, reasons, sentence
-from dtrain_dagster.costs.history import Course
-from dtrain_dagster.costs.ledger import Ledger, ledger
 from dtrain_dagster.costs.money import SECOND, digits_of, shown, total_shown
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.costs.timeline import Cause
 from dtrain_dagster.costs.tracker import CostTracker, edges, overrun, paid, utc
-from dtrain_dagster.monitoring import charts, charts_ledger
-from dtrain_dagster.monitoring.performance import paid_wall_seconds
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.settings import load_settings
 from dtrain_dagster.wording import dollars
 from trainer.rundir import RESULT, RunDir
+
+if TYPE_CHECKING:
+    from dtrain_dagster.costs.carbon import Footprint
+    from dtrain_dagster.costs.difference import Reason
+    from dtrain_dagster.costs.export import Rows
+    from dtrain_dagster.costs.ledger import Ledger
 
 REPORTS = "reports"
 COST_REPORT = f"{REPORTS}/cost_breakdown.json"
@@ -57,6 +55,14 @@ MOST_NODES = 32
 def cost_breakdown(
     cluster: GPUClusterResource, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob
 ) -> dg.MaterializeResult:
+    from dtrain_dagster.costs import export
+    from dtrain_dagster.costs.carbon import job_footprint
+    from dtrain_dagster.costs.difference import reasons, sentence
+    from dtrain_dagster.costs.history import Course
+    from dtrain_dagster.costs.ledger import ledger
+    from dtrain_dagster.monitoring import charts_ledger
+    from dtrain_dagster.monitoring.performance import paid_wall_seconds
+
     job = trained_checkpoint
     rundir = RunDir(job.run_dir)
     plan = plan_of(rundir, cost_estimate)
@@ -144,15 +150,17 @@ def _identity(job: FinishedJob, plan: TrainingPlan, tracker: CostTracker) -> dic
     }
 
 
-def _energy(found: Footprint) -> dict[str, Any]:
+def _energy(found: "Footprint") -> dict[str, Any]:
     """As metadata: electricity and, where the grid is known, its carbon; on what both rest."""
     carbon = {} if found.kg_co2e is None else {"kg_co2e": float(f"{found.kg_co2e:.3g}")}
     rests_on = dg.MarkdownMetadataValue(f"- {found.basis}\n- {found.source}")
     return {"kwh": float(f"{found.kwh:.3g}"), **carbon, "energy_rests_on": rests_on}
 
 
-def _probe(cluster: GPUClusterResource, plan: TrainingPlan, rundir: RunDir) -> Ledger | None:
+def _probe(cluster: GPUClusterResource, plan: TrainingPlan, rundir: RunDir) -> "Ledger | None":
     """The ledger of the probe that the estimate rests on; None where there is none any more, or was none."""
+    from dtrain_dagster.costs.ledger import ledger
+
     if plan.basis_kind != "probe" or not plan.rests_on:
         return None
     job_id = next((name for name in plan.rests_on if name.endswith(f"-{plan.node_count}n")), plan.rests_on[0])
@@ -166,7 +174,9 @@ def _probe(cluster: GPUClusterResource, plan: TrainingPlan, rundir: RunDir) -> L
     return ledger(paid(usage)[0], list(short.events()), periods=1)
 
 
-def _ledger_check(tracker: CostTracker, found: Ledger) -> dg.AssetCheckResult:
+def _ledger_check(tracker: CostTracker, found: "Ledger") -> dg.AssetCheckResult:
+    from dtrain_dagster.costs.timeline import Cause
+
     row = found.causes().get(Cause.UNEXPLAINED)
     share = row.microseconds / found.microseconds if row else 0.0
     return dg.AssetCheckResult(
@@ -179,7 +189,9 @@ def _ledger_check(tracker: CostTracker, found: Ledger) -> dg.AssetCheckResult:
     )
 
 
-def _by_node(tracker: CostTracker, digits: int) -> export.Rows:
+def _by_node(tracker: CostTracker, digits: int) -> "Rows":
+    from dtrain_dagster.costs import export
+
     return [
         {
             "node": f"node {row['node']}",
@@ -193,7 +205,7 @@ def _by_node(tracker: CostTracker, digits: int) -> export.Rows:
     ]
 
 
-def _by_time(tracker: CostTracker, digits: int) -> export.Rows:
+def _by_time(tracker: CostTracker, digits: int) -> "Rows":
     """A row for each period, a column for each node, and one for all."""
     bounds = edges(tracker.nodes, 12)
     nodes = sorted({node.node_id for node in tracker.nodes})[:MOST_NODES]
@@ -202,7 +214,7 @@ def _by_time(tracker: CostTracker, digits: int) -> export.Rows:
         period = bisect_right(bounds, item.began) - 1
         cells[period, item.node_id] = cells.get((period, item.node_id), 0) + item.units
     amounts = dict(zip(cells, shown(list(cells.values()), digits), strict=True))
-    rows: export.Rows = []
+    rows: Rows = []
     for period, edge in enumerate(bounds[:-1]):
         mine = {node: usd for (place, node), usd in amounts.items() if place == period}
         row: dict[str, Any] = {"from_utc": utc(edge)}
@@ -211,13 +223,13 @@ def _by_time(tracker: CostTracker, digits: int) -> export.Rows:
     return rows
 
 
-def _reasons_table(told: Sequence[Reason]) -> str:
+def _reasons_table(told: "Sequence[Reason]") -> str:
     rows = ["| reason | dollars |", "|---|---|"]
     rows += [f"| {item.words} | {'+' if item.usd >= 0 else '−'}{dollars(abs(item.usd))} |" for item in told]
     return "\n".join(rows)
 
 
-def _table(rows: export.Rows) -> dg.TableMetadataValue:
+def _table(rows: "Rows") -> dg.TableMetadataValue:
     records = [dg.TableRecord({key: _number(value) for key, value in row.items()}) for row in rows]
     return dg.TableMetadataValue(records, table_schema(records))
 
@@ -227,4 +239,6 @@ def _number(value: Any) -> Any:
 
 
 def _picture(svg: bytes, title: str) -> dg.MarkdownMetadataValue:
-    return dg.MarkdownMetadataValue(charts.markdown_image(svg, title))
+    from dtrain_dagster.monitoring.charts import markdown_image
+
+    return dg.MarkdownMetadataValue(markdown_image(svg, title))

@@ -11,14 +11,10 @@ from typing import Any
 import dagster as dg
 
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS
-from dtrain_dagster.data.preview import dataset_picture, preview_rows
 from dtrain_dagster.data.prices import PricesRef, write_prices
-from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset
-from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.validation import CHECKS, CheckResult, validated
 from dtrain_dagster.jobs import code_version
-from dtrain_dagster.monitoring.charts import markdown_image
 from dtrain_dagster.resources import ProjectResource
 from dtrain_dagster.settings import load_settings
 from trainer.storage import Storage
@@ -61,6 +57,8 @@ class DatasetConfig(dg.Config):
 def stock_prices(
     context: dg.AssetExecutionContext, config: PricesConfig, project: ProjectResource
 ):  # no annotation, see assets.common
+    from dtrain_dagster.data.sources import price_source
+
     settings = load_settings()
     ref = write_prices(price_source(config.source or settings.prices), project.storage_uri)
     context.log.info(f"{ref.rows:,} rows of {ref.tickers} tickers, {ref.first_date} to {ref.last_date}")
@@ -105,6 +103,10 @@ def _asset_check(check: CheckResult) -> dg.AssetCheckResult:
 def sharded_dataset(
     context: dg.AssetExecutionContext, config: DatasetConfig, project: ProjectResource, stock_prices: PricesRef
 ):  # no annotation, see assets.common
+    from dtrain_dagster.data.preview import dataset_picture, preview_rows
+    from dtrain_dagster.data.publish import publish_dataset
+    from dtrain_dagster.monitoring.charts import markdown_image
+
     calendar = load_settings().calendar
     params = DatasetParams(**config.model_dump())
     validation = validated(stock_prices, calendar)

@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
@@ -14,15 +14,16 @@ from dtrain_dagster.assets.common import rounded, strategy_table
 from dtrain_dagster.clusters.base import GPUClusterManager, JobState
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
-from dtrain_dagster.costs.projection import Pace, Projection, project
 from dtrain_dagster.costs.tracker import CostTracker, overrun
 from dtrain_dagster.jobs import Progress, follow_job
-from dtrain_dagster.monitoring.alerts import COMMUNICATION, alerts, communication_alert
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
 from dtrain_dagster.notify import tell
 from dtrain_dagster.settings import load_settings
 from dtrain_dagster.wording import dollars, duration
 from trainer.rundir import LAUNCH, RESULT, RunDir
+
+if TYPE_CHECKING:
+    from dtrain_dagster.costs.projection import Projection
 
 COST_CHECK = "cost_within_estimate"
 RAISE_BUDGET = (
@@ -45,6 +46,8 @@ def watch(
     notify_urls: Sequence[str],
 ) -> None:
     """Follow the job to its end, with an observation every few seconds. `dagster.Failure` if it does not succeed."""
+    from dtrain_dagster.costs.projection import Pace, project
+
     observed_at, phase = 0.0, ""
     told: dict[str, Any] | None = None
     judged: Sequence[Mapping[str, Any]] = ()
@@ -124,6 +127,8 @@ def tell_of(
 ) -> None:
     """Tell people what holds the job up, if something does: once per job, whoever follows it and how often. ``told``:
     the content of `TOLD`, which is added to."""
+    from dtrain_dagster.monitoring.alerts import COMMUNICATION, alerts
+
     job_id = rundir.uri.rsplit("/", 1)[-1]
     for alert in alerts(recent, told, training):
         told[alert.key] = {"sentence": alert.sentence, "at": time.time()}
@@ -209,6 +214,8 @@ def cost_check(manager: GPUClusterManager, job_id: str, plan: TrainingPlan) -> d
 
 def communication_check(events: Sequence[dict[str, Any]], training: Mapping[str, Any]) -> dg.AssetCheckResult:
     """The whole job's communication against its limit, with what would help."""
+    from dtrain_dagster.monitoring.alerts import communication_alert
+
     found = settled(windows(events))
     alert = communication_alert(found, training)
     metadata: dict[str, Any] = {"limit_percent": 100 * COMMUNICATION_LIMIT}

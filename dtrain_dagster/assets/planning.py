@@ -5,27 +5,26 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster import probe
 from dtrain_dagster.assets.affording import cheapest_here, limits_of, refusal, sure_objection, warnings_of
 from dtrain_dagster.assets.capacity import provision, provisioning
 from dtrain_dagster.assets.choosing import choices_metadata, in_words
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, hardware_mark
-from dtrain_dagster.costs.choices import Baseline, choices
 from dtrain_dagster.costs.estimate import Estimate, Forecast, Learned, Sizes, estimate_cost
-from dtrain_dagster.costs.history import History, knows, pace_mark
 from dtrain_dagster.costs.limits import objection
 from dtrain_dagster.costs.plan import LISTED, STAND_IN, TrainingPlan
 from dtrain_dagster.costs.prices import SkuPrice, Tier, price_of, price_table, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs import fingerprint
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
-from dtrain_dagster.tuned import read_tuned
 from dtrain_dagster.wording import dollars, duration
 from trainer.config import DistributedTrainingConfig, JobConfig, parse_job
+
+if TYPE_CHECKING:
+    from dtrain_dagster.costs.choices import Baseline
 
 _DEFAULT = DistributedTrainingConfig()
 CLUSTER_TIERS: tuple[Tier, ...] = ("dedicated", "low_priority")
@@ -96,6 +95,10 @@ def cost_estimate(
     project: ProjectResource,
     sharded_dataset: BuiltDataset,
 ):  # no annotation, see assets.common
+    from dtrain_dagster import probe
+    from dtrain_dagster.costs.choices import choices
+    from dtrain_dagster.costs.history import History, knows, pace_mark
+
     price = price_of(cluster.gpu_type)
     tier = tier_of(cluster.first_tier)
     price.usd_per_hour(tier)  # what has no price is refused before it is bought
@@ -133,7 +136,6 @@ def cost_estimate(
             )
     if config.probe and not knows(forecast, node_count):
         counts = probe.probe_counts(node_count, bool(limits) or config.choose_nodes)
-        context.log.info(f"probing on {' and '.join(map(str, counts))} node(s)")
         forecast = probe.forecast(
             manager,
             job,
@@ -142,6 +144,7 @@ def cost_estimate(
             pace + hardware_mark(cluster, price.sku),
             cluster.node_env(project),
             history.learned("probe", price.sku),
+            context.log.info,
         )
     assert forecast is not None
     words = STAND_IN if cluster.kind == "local" else LISTED
@@ -247,6 +250,8 @@ def job_on(
     job = job_config(sections, **place)
     if not config.settings_file:
         return job
+    from dtrain_dagster.tuned import read_tuned
+
     own = {"threads_per_rank"} if cluster.threads_per_rank else set()  # DTRAIN_THREADS_PER_RANK
     tuned, words = read_tuned(config.settings_file).settings_for(job, config.stated() | own)
     for sentence in words:
@@ -254,8 +259,10 @@ def job_on(
     return job_config({**sections, "training": {**training, **tuned}}, **place)
 
 
-def baseline(forecast: Forecast, price: SkuPrice, tier: Tier, node_count: int) -> Baseline:
+def baseline(forecast: Forecast, price: SkuPrice, tier: Tier, node_count: int) -> "Baseline":
     """What the choices are compared with: the nodes that the settings ask for."""
+    from dtrain_dagster.costs.choices import Baseline
+
     return Baseline(
         price=price,
         node_count=node_count,

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
@@ -19,22 +19,15 @@ from dtrain_dagster.assets.common import (
 )
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import NodeUsage
-from dtrain_dagster.costs.optimizer import ResourceOptimizer
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, price_table
-from dtrain_dagster.monitoring import charts, charts_time
-from dtrain_dagster.monitoring.alerts import best, told
-from dtrain_dagster.monitoring.performance import (
-    NodePerformance,
-    Performance,
-    RankPerformance,
-    paid_wall_seconds,
-    summarise,
-)
 from dtrain_dagster.monitoring.windows import WireTime, windows
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.wording import duration
 from trainer.rundir import EVALUATION, RESULT, RunDir
+
+if TYPE_CHECKING:
+    from dtrain_dagster.monitoring.performance import NodePerformance, Performance, RankPerformance
 
 PERFORMANCE_REPORT = "reports/performance_report.json"
 
@@ -49,7 +42,9 @@ PERFORMANCE_REPORT = "reports/performance_report.json"
 def performance_report(
     cluster: GPUClusterResource, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob
 ) -> dg.MaterializeResult:
+    from dtrain_dagster.costs.optimizer import ResourceOptimizer
     from dtrain_dagster.monitoring.page import write_report
+    from dtrain_dagster.monitoring.performance import paid_wall_seconds, summarise
 
     job = trained_checkpoint
     rundir = RunDir(job.run_dir)
@@ -97,7 +92,7 @@ def performance_report(
     return dg.MaterializeResult(metadata=metadata)
 
 
-def _figures(performance: Performance) -> dict[str, Any]:
+def _figures(performance: "Performance") -> dict[str, Any]:
     """What Dagster plots from run to run. What is not known is left out."""
     figures: dict[str, Any] = {
         "cause": performance.diagnosis.where,
@@ -129,8 +124,10 @@ def _figures(performance: Performance) -> dict[str, Any]:
     return {name: _short(value) for name, value in figures.items()}
 
 
-def _pictures(performance: Performance, usage: Sequence[NodeUsage], events: Sequence[dict[str, Any]]) -> str:
+def _pictures(performance: "Performance", usage: Sequence[NodeUsage], events: Sequence[dict[str, Any]]) -> str:
     """All pictures in one piece of Markdown, below the verdict and what to change."""
+    from dtrain_dagster.monitoring import charts, charts_time
+    from dtrain_dagster.monitoring.alerts import best, told
 
     def of(kind: str) -> list[dict[str, Any]]:
         return [item for item in events if item["kind"] == kind]
@@ -154,7 +151,7 @@ def _pictures(performance: Performance, usage: Sequence[NodeUsage], events: Sequ
     return "\n\n".join([*text, *(charts.markdown_image(picture, title) for title, picture in pictures.items())])
 
 
-def _rank_row(rank: RankPerformance) -> dict[str, Any]:
+def _rank_row(rank: "RankPerformance") -> dict[str, Any]:
     row = {"rank": rank.rank, "node": f"node {rank.node_id}", "samples_per_second": _or_none(rank.samples_per_second)}
     return row | {f"{name}_ms": round(value, 3) for name, value in rank.milliseconds.items()}
 
@@ -171,7 +168,7 @@ def _collective_row(item: WireTime) -> dict[str, Any]:
     }
 
 
-def _node_row(node: NodePerformance) -> dict[str, Any]:
+def _node_row(node: "NodePerformance") -> dict[str, Any]:
     return {name: _or_none(value) for name, value in (asdict(node) | {"node_id": f"node {node.node_id}"}).items()}
 
 

@@ -4,27 +4,30 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster import probe
 from dtrain_dagster.assets.capacity import provision
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, hardware_mark
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
-from dtrain_dagster.monitoring import charts, charts_scaling, scaling
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.wording import dollars
 from trainer.config import JobConfig, parse_job
 from trainer.rundir import RunDir
 from trainer.storage import Storage
 
+if TYPE_CHECKING:
+    from dtrain_dagster.monitoring.scaling import Mode, ScalingPoint, Study
+
 STUDIES = "studies"
 """Folder beside the jobs where studies are kept."""
 GROUP = "studies"
 STEPS, LOG_EVERY = 96, 4
+TOLERANCE = 0.2
+"""How far a prediction of the model may be off."""
 
 
 class ScalingOptions(dg.Config):
@@ -49,7 +52,7 @@ class ScalingOptions(dg.Config):
         dg.AssetCheckSpec(
             "model_predicts_what_it_has_not_seen",
             asset="scaling_study",
-            description=f"Fitted without the largest world, the model meets its step within {scaling.TOLERANCE:.0%}.",
+            description=f"Fitted without the largest world, the model meets its step within {TOLERANCE:.0%}.",
         )
     ],
 )
@@ -61,6 +64,9 @@ def scaling_study(
     sharded_dataset: BuiltDataset,
     cost_estimate: TrainingPlan,
 ):  # no annotation, see assets.common
+    from dtrain_dagster import probe
+    from dtrain_dagster.monitoring import charts, charts_scaling, scaling
+
     plan = cost_estimate
     counts = sorted(set(config.nodes)) or list(range(1, plan.node_count + 1))
     if counts[0] < 1 or counts[-1] > plan.node_count or config.steps < 3 * LOG_EVERY:
@@ -115,15 +121,15 @@ def scaling_study(
     )
 
 
-def short_runs(counts: Sequence[int], accumulation: int) -> list[tuple[scaling.Mode, int]]:
+def short_runs(counts: Sequence[int], accumulation: int) -> "list[tuple[Mode, int]]":
     """What to measure with these node counts. Strong scaling has only those that share out the step of all nodes
     evenly: a smaller step would not be the same work. With all nodes the two are one and the same run."""
-    runs: list[tuple[scaling.Mode, int]] = [("weak", count) for count in counts]
+    runs: list[tuple[Mode, int]] = [("weak", count) for count in counts]
     return runs + [("strong", count) for count in counts[:-1] if accumulation * counts[-1] % count == 0]
 
 
 def short_job(
-    plan: TrainingPlan, jobs_uri: str, mark: str, mode: scaling.Mode, nodes: int, most: int, steps: int,
+    plan: TrainingPlan, jobs_uri: str, mark: str, mode: "Mode", nodes: int, most: int, steps: int,
     shares_machine: bool,
 ) -> JobConfig:  # fmt: skip
     """The planned training, cut to some steps and as many nodes. Weak: each rank does what it would do in the plan.
@@ -145,7 +151,7 @@ def short_job(
     return parse_job(json.dumps({**plan.job, "training": training, **fields}), source="the plan")
 
 
-def row(point: scaling.ScalingPoint) -> dict[str, Any]:
+def row(point: "ScalingPoint") -> dict[str, Any]:
     """A measured point as people read it."""
     return {
         "scaling": point.mode,
@@ -160,12 +166,12 @@ def row(point: scaling.ScalingPoint) -> dict[str, Any]:
     }
 
 
-def model_check(study: scaling.Study) -> dg.AssetCheckResult:
+def model_check(study: "Study") -> dg.AssetCheckResult:
     """Did the model predict the world that it was not fitted on?"""
     errors = [abs(item.error) for item in study.checks]
     return dg.AssetCheckResult(
         check_name="model_predicts_what_it_has_not_seen",
-        passed=bool(errors) and max(errors) <= scaling.TOLERANCE,
+        passed=bool(errors) and max(errors) <= TOLERANCE,
         severity=dg.AssetCheckSeverity.WARN,
         metadata={"error": max(errors)} if errors else {"why": "measured on fewer than three node counts"},
     )

@@ -1,16 +1,15 @@
 """Every estimate is scored: how far off it was, and whether its interval can be believed (R5.1, R5.2)."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
 from dtrain_dagster.assets.costs import cost_breakdown
-from dtrain_dagster.costs.history import latest_score, past_scores
-from dtrain_dagster.costs.scoring import Score, learn, summarise
-from dtrain_dagster.monitoring.charts import markdown_image
-from dtrain_dagster.monitoring.charts_scores import history_chart
 from dtrain_dagster.wording import dollars, duration
+
+if TYPE_CHECKING:
+    from dtrain_dagster.costs.scoring import Score
 
 
 @dg.asset_check(
@@ -21,12 +20,18 @@ from dtrain_dagster.wording import dollars, duration
     "SKU or tier than planned has no score.",
 )
 def estimate_scored(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
+    from dtrain_dagster.costs.history import latest_score, past_scores
+
     scores = [past.score for past in past_scores(context.instance)]
     return judged(latest_score(context.instance, context.run.run_id), scores)
 
 
-def judged(latest: tuple[str, Score | str] | None, scores: Sequence[Score]) -> dg.AssetCheckResult:
+def judged(latest: "tuple[str, Score | str] | None", scores: "Sequence[Score]") -> dg.AssetCheckResult:
     """A job by its own score, or why it has none; and all scores together, the oldest first."""
+    from dtrain_dagster.costs.scoring import learn, summarise
+    from dtrain_dagster.monitoring.charts import markdown_image
+    from dtrain_dagster.monitoring.charts_scores import history_chart
+
     if latest is None:
         return dg.AssetCheckResult(passed=True, metadata={"why": "not scored: cost_breakdown told of no run yet"})
     job_id, last = latest

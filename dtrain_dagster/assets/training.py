@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
@@ -27,14 +27,14 @@ from dtrain_dagster.jobs import (
     known_jobs,
     start_job,
 )
-from dtrain_dagster.monitoring import charts
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.wording import dollars
 from trainer.config import JobConfig, TrackingConfig, parse_job
-from trainer.gate import better_baselines
-from trainer.membership import Generation, generations
 from trainer.rundir import EVALUATION, LAUNCH, LIMIT, RESULT, RunDir
+
+if TYPE_CHECKING:
+    from trainer.membership import Generation
 
 gpu_cluster = dg.AssetSpec(
     "gpu_cluster",
@@ -131,6 +131,7 @@ def trained_checkpoint(
         manager.cancel_job(choice.job_id)
         raise
     result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
+    events = list(rundir.events())
     finished = FinishedJob(
         job_id=choice.job_id,
         run_dir=rundir.uri,
@@ -141,11 +142,11 @@ def trained_checkpoint(
     outcome = dg.MaterializeResult(
         value=finished,
         data_version=dg.DataVersion(result["weights_sha256"]),
-        metadata=_metadata(rundir, result, evaluation, plan) | provisioning(manager),
+        metadata=_metadata(rundir, events, result, evaluation, plan) | provisioning(manager),
         check_results=[
             _weights_check(result),
             _samples_check(result, plan),
-            communication_check(list(rundir.events()), plan.job["training"]),
+            communication_check(events, plan.job["training"]),
             cost_check(manager, choice.job_id, plan),
             _baselines_check(evaluation),
         ],
@@ -196,8 +197,17 @@ def hand_over_budget(
     return f"runs up to stop_at_usd = {dollars(plan.stop_at_usd)} from now on ({seconds / 3600:.4g} node-hours in all)"
 
 
-def _metadata(rundir: RunDir, result: dict[str, Any], evaluation: dict[str, Any], plan: TrainingPlan) -> dict[str, Any]:
-    steps, evaluations = list(rundir.events("step")), list(rundir.events("evaluation"))
+def _metadata(
+    rundir: RunDir,
+    events: Sequence[dict[str, Any]],
+    result: dict[str, Any],
+    evaluation: dict[str, Any],
+    plan: TrainingPlan,
+) -> dict[str, Any]:
+    from dtrain_dagster.monitoring import charts
+    from trainer.membership import generations
+
+    steps, evaluations = ([item for item in events if item["kind"] == kind] for kind in ("step", "evaluation"))
     model = evaluation["model"]
     metadata: dict[str, Any] = {
         "job_id": rundir.uri.rsplit("/", 1)[-1],
@@ -222,7 +232,7 @@ def _metadata(rundir: RunDir, result: dict[str, Any], evaluation: dict[str, Any]
     return metadata
 
 
-def membership_table(history: Sequence[Generation]) -> str:
+def membership_table(history: "Sequence[Generation]") -> str:
     """Who trained when, as a Markdown table: one row per generation."""
     rows = ["| generation | at | from step | nodes | mode | why |", "|---|---|---|---|---|---|"]
     for item in history:
@@ -257,6 +267,8 @@ def _samples_check(result: dict[str, Any], plan: TrainingPlan) -> dg.AssetCheckR
 
 
 def _baselines_check(evaluation: dict[str, Any]) -> dg.AssetCheckResult:
+    from trainer.gate import better_baselines
+
     own = evaluation["model"].get("nll")
     better = better_baselines(evaluation)
     return dg.AssetCheckResult(
@@ -271,4 +283,6 @@ def _baselines_check(evaluation: dict[str, Any]) -> dg.AssetCheckResult:
 
 
 def _picture(svg: bytes, title: str) -> dg.MarkdownMetadataValue:
-    return dg.MarkdownMetadataValue(charts.markdown_image(svg, title))
+    from dtrain_dagster.monitoring.charts import markdown_image
+
+    return dg.MarkdownMetadataValue(markdown_image(svg, title))

@@ -7,6 +7,7 @@ bounds, and the header of a wide file.
 
 from __future__ import annotations
 
+import datetime
 import gzip
 import hashlib
 import json
@@ -20,17 +21,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.sources import PriceSource
 
 if TYPE_CHECKING:
     import duckdb
     import pandas as pd
+
+    from dtrain_dagster.data.sources import PriceSource
 
 SCHEMA_VERSION = 1
 MEMORY_LIMIT = 256
 """Megabytes that the engine may take for a file of a few columns."""
 COLUMN_MEMORY = 0.75
 """Megabytes for each column besides: of a wide file it holds a part of each at a time."""
+FIRST_DAY, LAST_DAY = datetime.date(1800, 1, 1), datetime.date(2200, 1, 1)
+MOST_DAYS = (LAST_DAY - FIRST_DAY).days + 1
+"""Rows that a ticker can have."""
 _MANY_COLUMNS = 100
 """From here on one thread reads: each holds such a part."""
 _DATE = ("date", "day", "timestamp", "datetime")
@@ -255,7 +260,7 @@ _AS_DATE = "coalesce(TRY_CAST(date AS DATE), TRY_CAST(date AS TIMESTAMP)::DATE)"
 def _refuse_bad_cells(database: duckdb.DuckDBPyConnection, numbers: list[str], origin: str, is_csv: bool) -> None:
     """`DataError` for the first cell that is not what its column should hold."""
     checks = {
-        "date": f"NOT coalesce({_AS_DATE} BETWEEN DATE '1800-01-01' AND DATE '2200-01-01', false)",
+        "date": f"NOT coalesce({_AS_DATE} BETWEEN DATE '{FIRST_DAY}' AND DATE '{LAST_DAY}', false)",
         "ticker": "coalesce(ticker, '') = ''",
         "adj_close": "NOT coalesce(isfinite(TRY_CAST(adj_close AS DOUBLE)), false)",
         **{
@@ -305,7 +310,7 @@ def _place(line: int, is_csv: bool) -> str:
 def _write_sorted(database: duckdb.DuckDBPyConnection, extra: list[str], target: Path) -> dict[str, Any] | None:
     """One row group per ticker; rows, tickers and dates. None where a row is there twice or out of order.
 
-    Batches come sorted; a ticker's rows are held until the next ticker begins.
+    Batches come sorted; a ticker's rows are held until the next ticker begins, or there are more of them than days.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -345,6 +350,8 @@ def _write_sorted(database: duckdb.DuckDBPyConnection, extra: list[str], target:
                         return None
                     current = ticker
                 held.append(table.filter(pc.equal(table["ticker"], ticker)))
+                if sum(map(len, held)) > MOST_DAYS:
+                    return None
         if not flush():
             return None
     return {

@@ -11,6 +11,7 @@ import json
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,9 +92,11 @@ class _Findings:
 
 
 def validated(ref: PricesRef, calendar: str | None = "XNYS") -> Validation:
-    """`validate_prices`, once for the same prices, calendar and rules: what was found is kept beside the prices."""
+    """`validate_prices`, once for the same prices, calendar, version of the calendars and rules: what was found
+    is kept beside the prices."""
     calendar = None if calendar is None or calendar.lower() == "none" else calendar
-    path = Path(ref.uri) / f"validation-{calendar or 'none'}-{_RULES}.json"
+    sessions = f"{calendar}-{version('exchange_calendars')}" if calendar else "none"
+    path = Path(ref.uri) / f"validation-{sessions}-{_RULES}.json"
     try:
         found = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):

@@ -107,9 +107,6 @@ WORST_NOISE = 2.0
 """The pessimist's factor on the measured noise; the optimist has none at all."""
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-TOLERANCE = 0.2
-"""How far a prediction may be off."""
-
 CLAIMED = {1: 1.0, 2: 0.98, 4: 0.95, 8: 0.93, 16: 0.89, 32: 0.84, 64: 0.78, 128: 0.72, 256: 0.63}
 """Efficiencies that the framework's checklist claims for up to 256 GPUs, of unknown origin: drawn for comparison."""
 

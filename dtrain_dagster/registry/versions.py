@@ -19,7 +19,7 @@ from dtrain_dagster.registry.staging import ensure_importable, stage_code
 from trainer.membership import generations
 from trainer.rundir import EVALUATION, RESULT, RunDir
 from trainer.storage import Storage
-from trainer.tracking import artifact_location
+from trainer.tracking import artifact_location, opening
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -63,7 +63,8 @@ def open_client(tracking_uri: str, registry_uri: str | None = None) -> MlflowCli
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # nobody watches a bar in a log
     from mlflow import MlflowClient
 
-    return MlflowClient(tracking_uri=tracking_uri, registry_uri=registry_uri or tracking_uri)
+    with opening(tracking_uri):
+        return MlflowClient(tracking_uri=tracking_uri, registry_uri=registry_uri or tracking_uri)
 
 
 def register_model(

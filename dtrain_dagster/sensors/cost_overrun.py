@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
@@ -14,7 +14,6 @@ from dtrain_dagster.costs.plan import STAND_IN
 from dtrain_dagster.costs.prices import price_table, tier_of
 from dtrain_dagster.costs.projection import Overrun, Pace, Projection, overruns, thresholds
 from dtrain_dagster.costs.projection import project as project_cost
-from dtrain_dagster.costs.savings import Hired, Saving, saving_table, savings
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs import PLAN
 from dtrain_dagster.monitoring.windows import settled, windows
@@ -23,6 +22,9 @@ from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.wording import dollars
 from trainer.rundir import EVENTS, RunDir, parsed
+
+if TYPE_CHECKING:
+    from dtrain_dagster.costs.savings import Saving
 
 COST_TOLD = "cost_alerts.json"
 """In a run directory: what people have been told of its cost, and when. Beside `following.TOLD`, which whoever follows
@@ -113,8 +115,10 @@ def _advice(
     usage: Sequence[NodeUsage],
     rundir: RunDir,
     projection: Projection,
-) -> tuple[Saving, ...]:
+) -> "tuple[Saving, ...]":
     """What would save; nothing where that cannot be told, for the alert must not wait for it."""
+    from dtrain_dagster.costs.savings import Hired, savings
+
     whole = projection.at_end.expected if projection.at_end else projection.so_far
     try:
         hired = Hired(
@@ -157,8 +161,10 @@ def _sentence(job_id: str, item: Overrun, projection: Projection) -> str:
 
 
 def _check(
-    job_id: str, item: Overrun, projection: Projection, advice: tuple[Saving, ...], plan: Mapping[str, Any]
+    job_id: str, item: Overrun, projection: Projection, advice: "tuple[Saving, ...]", plan: Mapping[str, Any]
 ) -> dg.AssetCheckEvaluation:
+    from dtrain_dagster.costs.savings import saving_table
+
     words = plan.get("price_words", STAND_IN)
     metadata: dict[str, Any] = {
         "job_id": job_id,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from pydantic_settings import BaseSettings
 
 from dtrain_dagster.azure_settings import AzureSettings
 from dtrain_dagster.settings import Settings
+from trainer.config import DistributedTrainingConfig
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -50,3 +53,12 @@ def test_every_make_target_of_the_readme_exists():
     for document in DOCUMENTS:
         for target in re.findall(r"(?:^|`|=\S* )make ([a-z-]+)", document.read_text(), flags=re.MULTILINE):
             assert target in targets, f"{document.name}: make {target}"
+
+
+def test_settings_for_speed_are_listed_with_their_defaults():
+    text = (ROOT / "docs" / "performance.md").read_text()
+    listed = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", text, flags=re.MULTILINE))
+    defaults = {name: json.dumps(value) for name, value in asdict(DistributedTrainingConfig()).items()}
+    assert {name: defaults[name] for name in listed} == listed
+    speed = {"compile", "prefetch_batches", "data_on_device", "communication", "topk_fraction", "shuffle_block"}
+    assert speed <= listed.keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from dtrain_dagster.costs.history import (
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs import PLAN, fingerprint
+from dtrain_dagster.probe import forecast, probe_job
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings import Settings
 from trainer.config import JobConfig
@@ -227,6 +229,22 @@ def plan_of(
         for event in found.get_step_failure_events()
     ]
     return (found.output_for_node("cost_estimate") if found.success else None), [*text, *failures]
+
+
+def test_a_probe_that_was_run_before_is_told_as_such(finished, tmp_path):
+    home, rundir, job = finished
+    job = replace(job, run_dir=f"{tmp_path}/plan")
+    manifest = json.loads((Path(job.dataset.uri) / "manifest.json").read_text())
+    sizes, said = sizes_of(job, manifest["samples"], 1, None), []
+    short = probe_job(job, str(tmp_path), "mark", 1, sizes)
+    shutil.copytree(rundir.uri, short.run_dir)
+    times = [item["time"] for item in rundir.events()]
+    presence = NodePresence(node_id=0, launch=1, started_at=min(times), ended_at=max(times))
+    RunDir(short.run_dir).write_node(presence)
+    manager = build_resources(Settings(home=home, nodes=1))["cluster"].manager()
+    found = forecast(manager, job, sizes, [1], "mark", {}, Learned(), said.append)
+    assert said == [f"the probe {short.job_id} was run before"]
+    assert found.rests_on == (short.job_id,)
 
 
 def test_the_plan_rests_on_what_is_known_and_keeps_to_its_budget(finished, instance, monkeypatch):

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import small_job
 from dtrain_dagster import registry
 from dtrain_dagster.registry.staging import stage_code
 from dtrain_dagster.registry.versions import open_client
+from trainer import tracking
 from trainer.gate import Gate
 from trainer.rundir import RunDir
 
@@ -37,6 +39,20 @@ def comparison(candidate: float | None, champion: float | None, note: str = "") 
     return registry.Comparison(
         champion_version="4", metric="NLL", candidate=candidate, champion=champion, windows=100, note=note
     )
+
+
+def test_a_new_sqlite_file_is_opened_by_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at once, of whom one is a training, would leave a file that nobody can open."""
+    path, waits, sleep = tmp_path / "mlflow.db", threading.Event(), time.sleep
+    monkeypatch.setattr("trainer.tracking.time.sleep", lambda seconds: (waits.set(), sleep(seconds)))
+    with tracking.opening(f"sqlite:///{path}"):
+        thread = threading.Thread(target=open_client, args=(f"sqlite:///{path}",))
+        thread.start()
+        while thread.is_alive() and not waits.is_set():
+            thread.join(0.05)
+        assert not path.exists()
+    thread.join(60)
+    assert path.exists()
 
 
 @pytest.mark.parametrize(

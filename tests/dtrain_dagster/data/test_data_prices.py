@@ -13,12 +13,13 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from price_files import assert_nothing_half_written, long_frame, save, sessions, walk, write
 
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.prices import iter_tickers, write_prices
+from dtrain_dagster.data.prices import MOST_DAYS, iter_tickers, write_prices
 from dtrain_dagster.data.sources import price_source
 
 BAD_FILES = {
@@ -65,6 +66,15 @@ BAD_FILES = {
 
 def write_address(address: str, storage: Path) -> dict[str, pd.DataFrame]:
     return dict(iter_tickers(write_prices(price_source(address), str(storage))))
+
+
+def test_rows_beyond_all_days_are_refused_before_they_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ticker is held as a whole; how much that is must not be up to the file."""
+    monkeypatch.setattr(pa, "concat_tables", lambda tables: pytest.fail("a whole ticker was put together"))
+    path = tmp_path / "same.csv"
+    path.write_text("date,ticker,adj_close\n" + "2020-01-02,AAA,1\n" * (MOST_DAYS + 1))
+    with pytest.raises(DataError, match="line 3: AAA has 2020-01-02 a second time"):
+        write_prices(price_source(str(path)), str(tmp_path / "storage"))
 
 
 @pytest.mark.parametrize("case", BAD_FILES)

@@ -228,7 +228,7 @@ def test_gaps_by_calendar_and_by_days() -> None:
     np.testing.assert_array_equal(gaps(np.array(["2020-01-01", "2020-01-08", "2020-01-16"], "M8[D]"), None), [0, 0, 1])
 
 
-def test_what_was_found_is_kept_until_the_calendar_or_the_rules_change(
+def test_what_was_found_is_kept_until_calendars_or_rules_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frame = long_frame(days=300)
@@ -246,6 +246,11 @@ def test_what_was_found_is_kept_until_the_calendar_or_the_rules_change(
     monkeypatch.setattr(validation, "_RULES", "others")
     validation.validated(prices)
     assert looked == ["XNYS"]
+    monkeypatch.setattr(validation, "version", lambda package: "another")
+    validation.validated(prices, "none")
+    assert looked == ["XNYS", None]  # by the rules alone
+    validation.validated(prices)
+    assert looked == ["XNYS", None, "XNYS"]
     next(Path(prices.uri).glob("validation-none-*.json")).write_text("{")
     monkeypatch.undo()
     assert validation.validated(prices, "none") == expected["none"]
