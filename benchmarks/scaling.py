@@ -152,7 +152,9 @@ def two_ranks(folder: Path, dataset: Path, rounds: int, steps: int) -> dict[str,
     alone = [one / both for one, both in zip(found["alone"], found["both"], strict=True)]
     return {
         "efficiency_2_ranks": statistics.median(busy),
-        "efficiency_2_ranks_quartiles": [round(value, 4) for value in statistics.quantiles(busy, n=4)[::2]],
+        "efficiency_2_ranks_quartiles": [
+            round(value, 4) for value in statistics.quantiles(busy, n=4, method="inclusive")[::2]
+        ],
         "efficiency_2_ranks_alone": statistics.median(alone),
         **{f"step_seconds_{kind}": statistics.median(seconds) for kind, seconds in found.items()},
     }
