@@ -19,6 +19,7 @@ difference is a line over the length of the training: where it begins is what is
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import random
@@ -34,6 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from benchmarks.workplace import in_parts, note, tell
@@ -74,15 +76,22 @@ def run(*commands: tuple[Sequence[str], Mapping[str, str]], log: Path) -> Usage:
             for command, env in commands
         ]
         wall, cpu, codes = 0.0, 0.0, []
-        while True:
-            try:
-                pid, status, used = os.wait4(-1, 0)
-            except ChildProcessError:  # nobody is left
-                return Usage(wall=wall, cpu=cpu, code=max(codes, key=abs))
-            cpu += used.ru_utime + used.ru_stime
-            if pid in started:
-                wall = time.monotonic() - began
-                codes.append(os.waitstatus_to_exitcode(status))
+        try:
+            while True:
+                try:
+                    pid, status, used = os.wait4(-1, 0)
+                except ChildProcessError:  # nobody is left
+                    return Usage(wall=wall, cpu=cpu, code=max(codes, key=abs))
+                cpu += used.ru_utime + used.ru_stime
+                if pid in started:
+                    wall = time.monotonic() - began
+                    codes.append(os.waitstatus_to_exitcode(status))
+        finally:  # this process is to end: all that came of the commands does
+            while left := psutil.Process().children(recursive=True):
+                for process in left:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                psutil.wait_procs(left)
 
 
 @dataclass
