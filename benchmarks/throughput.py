@@ -12,8 +12,9 @@ them follow each other in an order that is random in each round. Without evaluat
                  `dtrain tune` (``tuned_by``)
     plain_ddp    PyTorch's DDP with Dataset, DataLoader, DistributedSampler
     lightning    Lightning's Trainer, barebones         accelerate, ray    the plain loop, prepared by them
-    plain_ddp_malloc    plain DDP with malloc set as in ours. All others have the defaults of glibc, as most people run
-                 them, which costs large batches page faults: what ours gains on this one is not malloc
+    plain_ddp_malloc    plain DDP, at the same settings, with malloc set as in ours. All others have the defaults of
+                 glibc, as most people run them, which costs large batches page faults: what ours gains on this one
+                 is not malloc
 
 Each of the others trains with what is fastest for it, found before: 0, 1 or 2 workers of its DataLoader, and DDP with
 or without gradient_as_bucket_view and static_graph. The rendezvous of Lightning, Accelerate and Ray listens on all
@@ -63,7 +64,7 @@ import numpy as np
 
 from benchmarks.checkpoint import RESULTS, _cpu
 from benchmarks.peers.contestant import ContestantError, start
-from benchmarks.peers.course import OURS, PEERS, Cell, Course, say
+from benchmarks.peers.course import MALLOC, OURS, PEERS, Cell, Course, say
 from benchmarks.peers.turns import Case
 from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset
@@ -74,7 +75,6 @@ MODELS = ("tcn", "lstm", "transformer")
 LOSS_DIFFERENCES = {"tuned_loss_difference_percent": "ours", "tuned_loss_difference_vs_plain_percent": "plain_ddp"}
 PACKAGES = ("torch", "numpy", "lightning", "accelerate", "ray")
 LEAST_JUDGED = 50
-MALLOC = "plain_ddp_malloc"
 
 
 def usable(tuned: Mapping[str, Any], case: Case) -> dict[str, Any]:

@@ -18,6 +18,8 @@ PEERS = {
     "plain_ddp_malloc": "torch",
 }  # fmt: skip
 """Others, and the package of each."""
+MALLOC = "plain_ddp_malloc"
+"""Is compared with plain DDP, and so has its settings."""
 OURS = ("ours", "tuned")
 CHOICES: dict[str, tuple[Any, ...]] = {
     "workers": (0, 1, 2),
@@ -101,7 +103,7 @@ class Course:
 
     def choose(self, cell: Cell, pairs: int) -> None:
         """For each peer by itself, what of `CHOICES` it is fastest with."""
-        for name in [name for name in PEERS if name in self.contestants]:
+        for name in [name for name in PEERS if name in self.contestants and name != MALLOC]:
             chosen, best = {setting: values[0] for setting, values in CHOICES.items()}, 0.0
             for setting, values in CHOICES.items():
                 for value in values[bool(best) :]:  # with the first one it has been measured already
@@ -110,6 +112,8 @@ class Course:
                     if gain > (GAIN * best if best else 0.0):
                         chosen, best = {**chosen, setting: value}, gain
             cell.chosen[name] = chosen
+        if MALLOC in self.contestants:
+            cell.chosen[MALLOC] = cell.chosen.get("plain_ddp", {})
 
     def search(self, cell: Cell, pairs: int) -> dict[str, Any]:
         """Settings with which ours is fastest at the same global batch, one after the other."""
