@@ -50,6 +50,7 @@ from trainer.rundir import LAUNCH, RESULT, RunDir
 
 SAMPLE_SECONDS = 5.0
 BLOCKS = 40
+LEAST_SAMPLES = 5
 WARM_UP = 0.25
 """Of a run: libraries are opened, the first evaluations and checkpoints are made, buffers grow to their size."""
 FOREVER = 10**6
@@ -269,8 +270,10 @@ def size_of(pid: int) -> dict[str, float]:
 
 def growth(samples: Sequence[tuple[float, dict[str, dict[str, float]]]]) -> dict[str, Any]:
     """Slopes of the whole job and of each process that was there throughout."""
-    last = samples[-1][0]
+    last = samples[-1][0] if samples else 0.0
     settled = [(at, sizes) for at, sizes in samples if at >= WARM_UP * last]
+    if len(settled) < LEAST_SAMPLES:
+        raise RuntimeError(f"{len(settled)} samples make no slope: watch the memory for more --minutes")
     names = set.intersection(*(set(sizes) for _, sizes in settled))
     series: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for at, sizes in settled:

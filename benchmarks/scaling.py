@@ -127,8 +127,9 @@ def two_ranks(folder: Path, dataset: Path, rounds: int, steps: int) -> dict[str,
                 ours, theirs = worlds.FORKS.Pipe()
                 environment = ranks_environment(rank, rank, size, 2, "127.0.0.1", port, dataset)
                 arguments = (str(path), environment, str(job.run_dir / f"log-{rank}.txt"), theirs, steps)
-                processes.append(worlds.FORKS.Process(target=be_timed, args=arguments, daemon=True))
-                processes[-1].start()
+                process = worlds.FORKS.Process(target=be_timed, args=arguments, daemon=True)
+                process.start()
+                processes.append(process)
                 theirs.close()
                 pipes[name].append(ours)
         for name in pipes:
@@ -205,10 +206,10 @@ def train(
             host = rank // per_host
             environment = ranks_environment(rank, rank % per_host, size, per_host, hosts.address(0), port, dataset)
             log = str(job.run_dir / f"log-{rank}.txt")
-            processes.append(
-                worlds.FORKS.Process(target=be_host, args=(hosts.paths[host], path, environment, log), daemon=True)
-            )
-            processes[-1].start()
+            arguments = (hosts.paths[host], path, environment, log)
+            process = worlds.FORKS.Process(target=be_host, args=arguments, daemon=True)
+            process.start()
+            processes.append(process)
         for process in processes:
             process.join(3600)
         if [process.exitcode for process in processes] != [0] * size:
