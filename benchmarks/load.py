@@ -13,6 +13,7 @@ All train the stock model on the bundled prices, on the local cluster, as `train
     rss_slope_mb_per_hour   of all processes of a job of ``--minutes`` or ``--hours`` together: ranks, supervisor,
                             reaper. Theil and Sen's slope over medians of blocks of samples after warm-up, which is
                             the first quarter; ``…_error`` is half the width of its 95 % interval
+    failed                  parts that nothing can be said of, and why
     memory                  the same for each process, also of anonymous memory alone (``anon``, which nothing can take
                             back), and for the one that follows the job; with what each held at first and at last
 """
@@ -37,7 +38,7 @@ from typing import Any
 
 from scipy.stats import theilslopes
 
-from benchmarks.workplace import Workplace, note, tell
+from benchmarks.workplace import Workplace, in_parts, note, tell
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.processes import marked
 from dtrain_dagster.costs.money import SECOND
@@ -49,6 +50,7 @@ from trainer.rundir import LAUNCH, RESULT, RunDir
 
 SAMPLE_SECONDS = 5.0
 BLOCKS = 40
+LEAST_SAMPLES = 5
 WARM_UP = 0.25
 """Of a run: libraries are opened, the first evaluations and checkpoints are made, buffers grow to their size."""
 FOREVER = 10**6
@@ -147,8 +149,6 @@ def contention(place: Workplace, ranks: int, steps: int, hog_mb: int) -> dict[st
     limit = round(1.15 * alone["anon_mb"]) if alone["anon_mb"] else None
     with crowd(hog_mb):
         crowded = trained(place, place.job("crowded", ranks, epochs=FOREVER, max_steps=steps), ranks, limit)
-    with contextlib.suppress(OSError):  # not made, or its last process is still on its way out
-        CGROUP.rmdir()
     same = alone["weights_sha256"] is not None and alone["weights_sha256"] == crowded["weights_sha256"]
     figures = {"steps": steps, "hog_mb": hog_mb, "alone": alone, "crowded": crowded}
     return {"contention_same_weights": same, "contention": figures}
@@ -231,7 +231,7 @@ def memory(place: Workplace, ranks: int, seconds: float) -> dict[str, Any]:
     manager.cancel_job(job.job_id)
     state, steps = manager.job_status(job.job_id).state, progress.step
     found = growth(samples)
-    return {
+    details = {
         "ended": state is JobState.CANCELLED and rundir.latest_checkpoint() is not None,
         "seconds": round(samples[-1][0], 1),
         "ranks": ranks,
@@ -240,6 +240,7 @@ def memory(place: Workplace, ranks: int, seconds: float) -> dict[str, Any]:
         "event_files": len(rundir.storage.list("events")),
         **found,
     }
+    return {**{name: found[name] for name in ("rss_slope_mb_per_hour", "rss_slope_error")}, "memory": details}
 
 
 def held(token: str) -> dict[str, dict[str, float]]:
@@ -269,8 +270,10 @@ def size_of(pid: int) -> dict[str, float]:
 
 def growth(samples: Sequence[tuple[float, dict[str, dict[str, float]]]]) -> dict[str, Any]:
     """Slopes of the whole job and of each process that was there throughout."""
-    last = samples[-1][0]
+    last = samples[-1][0] if samples else 0.0
     settled = [(at, sizes) for at, sizes in samples if at >= WARM_UP * last]
+    if len(settled) < LEAST_SAMPLES:
+        raise RuntimeError(f"{len(settled)} samples make no slope: watch the memory for more --minutes")
     names = set.intersection(*(set(sizes) for _, sizes in settled))
     series: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for at, sizes in settled:
@@ -307,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.load", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=5.0, help="of the run whose memory is watched (5)")
+    parser.add_argument("--minutes", type=float, default=2.0, help="of the run whose memory is watched (2)")
     parser.add_argument("--hours", type=float, help="the same in hours")
     parser.add_argument("--ranks", type=int, default=2, help="of that run (2)")
     parser.add_argument("--jobs", type=int, default=10, help="that are started at once (10)")
@@ -320,22 +323,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seconds = 3600 * options.hours if options.hours else 60 * options.minutes
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     load_before = os.getloadavg()[0]
-    figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="load-") as temporary:
         place = Workplace(Path(options.keep or temporary))
         try:
-            if options.only in (None, "jobs"):
-                figures |= together(place, options.jobs, options.steps)
-            if options.only in (None, "contention"):
-                figures |= contention(place, 2, options.steps, options.hog)
-            if options.only in (None, "memory"):
-                found = memory(place, options.ranks, seconds)
-                figures |= {name: found[name] for name in ("rss_slope_mb_per_hour", "rss_slope_error")}
-                figures["memory"] = found
+            parts = {
+                "jobs": lambda: together(place, options.jobs, options.steps),
+                "contention": lambda: contention(place, 2, options.steps, options.hog),
+                "memory": lambda: memory(place, options.ranks, seconds),
+            }
+            figures, failed = in_parts({name: parts[name] for name in parts if options.only in (None, name)})
         finally:
             place.manager.cleanup_cluster()  # whatever raises: nothing runs on
-    tell("load", {**figures, "load_before": round(load_before, 2)}, options.save)
-    wrong = figures.get("jobs_lost") or figures.get("jobs_ended", options.jobs) < options.jobs
+            with contextlib.suppress(OSError):  # not made, or its last process is still on its way out
+                CGROUP.rmdir()
+    tell("load", {**figures, "failed": failed, "load_before": round(load_before, 2)}, options.save)
+    wrong = failed or figures.get("jobs_lost") or figures.get("jobs_ended", options.jobs) < options.jobs
     return int(bool(wrong) or not figures.get("contention_same_weights", True))
 
 

@@ -35,9 +35,11 @@ class Hosts:
                 _do(f"ip -n {name} addr add {self.address(number)}/24 dev eth0")
                 _do(f"ip -n {name} link set lo up")
                 _do(f"ip -n {name} link set eth0 up")
-        except (OSError, NoNamespacesError) as error:
+        except BaseException as error:
             self.close()
-            raise NoNamespacesError(f"no network namespaces here: {error}") from error
+            if isinstance(error, OSError | NoNamespacesError):
+                raise NoNamespacesError(f"no network namespaces here: {error}") from error
+            raise
 
     def __enter__(self) -> Hosts:
         return self

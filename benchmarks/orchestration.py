@@ -8,14 +8,18 @@ difference is a line over the length of the training: where it begins is what is
 
     fixed_cpu_seconds, fixed_wall_seconds   where the line begins; ``…_error``: its standard error
     cpu_seconds_per_minute                  its slope: what it costs to follow a job
-    load_ratio                              loading the code location against ``import dagster``, CPU, whole processes
-    import_ratio                            the same, each left by ``os._exit``: without what a process's end takes
+    import_ratio                            loading the code location against ``import dagster``, CPU, each left by
+                                            ``os._exit``: without what a process's end takes
+    load_ratio                              the same with whole processes, each with its garbage collector frozen, as
+                                            the code location has it: unfrozen, the end of the other takes far longer
     phases                                  where the wall-clock time of a short run goes, by its records, seconds
+    failed                                  parts that nothing can be said of, and why
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import random
@@ -31,9 +35,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
-from benchmarks.workplace import note, tell
+from benchmarks.workplace import in_parts, note, tell
 from dtrain_dagster.clusters.base import OWNER
 from dtrain_dagster.jobs import CLAIM
 from trainer.rundir import JOB, LAUNCH, STATUS, RunDir
@@ -45,8 +50,8 @@ MODULE = "dtrain_dagster.definitions"
 QUIET = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
 EPOCHS = 10**4
 LOADS = {
-    "dagster": "import dagster",
-    "location": f"import {MODULE}",
+    "dagster": "import dagster, gc; gc.freeze()",
+    "location": f"import {MODULE}, gc; gc.freeze()",
     "dagster_import": "import dagster, os; os._exit(0)",
     "location_import": f"import {MODULE}, os; os._exit(0)",
 }
@@ -71,15 +76,22 @@ def run(*commands: tuple[Sequence[str], Mapping[str, str]], log: Path) -> Usage:
             for command, env in commands
         ]
         wall, cpu, codes = 0.0, 0.0, []
-        while True:
-            try:
-                pid, status, used = os.wait4(-1, 0)
-            except ChildProcessError:  # nobody is left
-                return Usage(wall=wall, cpu=cpu, code=max(codes, key=abs))
-            cpu += used.ru_utime + used.ru_stime
-            if pid in started:
-                wall = time.monotonic() - began
-                codes.append(os.waitstatus_to_exitcode(status))
+        try:
+            while True:
+                try:
+                    pid, status, used = os.wait4(-1, 0)
+                except ChildProcessError:  # nobody is left
+                    return Usage(wall=wall, cpu=cpu, code=max(codes, key=abs))
+                cpu += used.ru_utime + used.ru_stime
+                if pid in started:
+                    wall = time.monotonic() - began
+                    codes.append(os.waitstatus_to_exitcode(status))
+        finally:  # this process is to end: all that came of the commands does
+            while left := psutil.Process().children(recursive=True):
+                for process in left:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                psutil.wait_procs(left)
 
 
 @dataclass
@@ -187,17 +199,50 @@ def difference(pairs: Sequence[tuple[float, float, float]]) -> tuple[float, floa
     return start, (rest * (1 / count + mean**2 / spread)) ** 0.5, slope
 
 
+def runs(bench: Bench, rounds: int, lengths: Sequence[int]) -> dict[str, Any]:
+    """Trainings under Dagster and bare ones in turn, short and long; what the former take more."""
+    rows, marks = [], []
+    for steps in lengths:
+        bench.plan(steps)
+        _, like = bench.checkpoint()
+        for number in range(rounds):
+            if number % 2:
+                bare = bench.bare(like, f"{steps}-{number}")
+            began = time.time()
+            under, rundir = bench.checkpoint()
+            if steps == lengths[0]:
+                marks.append(phases(began, under, rundir, bench.env))
+            if not number % 2:
+                bare = bench.bare(like, f"{steps}-{number}")
+            rows.append({
+                "steps": steps,
+                "wall": round(under.wall, 3), "bare_wall": round(bare.wall, 3),
+                "cpu": round(under.cpu, 3), "bare_cpu": round(bare.cpu, 3),
+            })  # fmt: skip
+            note(f"{rows[-1]}")
+    found: dict[str, Any] = {}
+    for kind in ("cpu", "wall"):
+        start, error, slope = difference([(row["bare_wall"], row[kind], row[f"bare_{kind}"]) for row in rows])
+        found |= {f"fixed_{kind}_seconds": round(start, 2), f"fixed_{kind}_error": round(error, 2)}
+        found[f"{kind}_seconds_per_minute"] = round(60 * slope, 2)
+    middle = {name: round(statistics.median(mark[name] for mark in marks), 3) for name in marks[0]}
+    return {**found, "phases": middle, "rows": rows}
+
+
 def loads(rounds: int, log: Path) -> dict[str, float]:
     order = random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in LOADS}
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     for _ in range(rounds):
         for name in order.sample(sorted(LOADS), len(LOADS)):
-            seconds[name].append(run(([sys.executable, "-c", LOADS[name]], env), log=log).cpu)
+            usage = run(([sys.executable, "-c", LOADS[name]], env), log=log)
+            if usage.code:
+                raise RuntimeError(f"{LOADS[name]!r} failed:\n{log.read_text()[-3000:]}")
+            seconds[name].append(usage.cpu)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {
-        "load_ratio": round(medians["location"] / medians["dagster"], 3),
         "import_ratio": round(medians["location_import"] / medians["dagster_import"], 3),
+        "load_ratio": round(medians["location"] / medians["dagster"], 3),
         **{f"{name}_cpu_seconds": round(value, 3) for name, value in medians.items()},
     }
 
@@ -208,59 +253,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rounds", type=int, default=4, help="pairs of each length (4)")
+    parser.add_argument("--rounds", type=int, default=3, help="pairs of each length (3)")
     parser.add_argument("--short", type=int, default=48, help="steps of a short training (48)")
-    parser.add_argument("--long", type=int, default=800, help="steps of a long training (800)")
+    parser.add_argument("--long", type=int, default=480, help="steps of a long training (480)")
     parser.add_argument("--ranks", type=int, default=2, help="of each training (2)")
-    parser.add_argument("--loads", type=int, default=11, help="times that each import is measured (11)")
+    parser.add_argument("--loads", type=int, default=7, help="times that each import is measured (7)")
     parser.add_argument("--keep", metavar="FOLDER", help="keep the home, in this folder, which must be new")
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
-    if options.rounds < 2 or options.long <= options.short:
-        parser.error("--rounds must be 2 or more, and --long more than --short")
+    if options.rounds < 2 or options.loads < 1 or options.long <= options.short:
+        parser.error("--rounds must be 2 or more, --loads 1 or more, and --long more than --short")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     load_before, spent = os.getloadavg()[0], time.monotonic()
     with tempfile.TemporaryDirectory(prefix="orchestration-") as temporary:
         bench = Bench(Path(options.keep or temporary) / "home", options.ranks)
-        rows, marks = [], []
-        for steps in (options.short, options.long):
-            bench.plan(steps)
-            _, like = bench.checkpoint()
-            for number in range(options.rounds):
-                if number % 2:
-                    bare = bench.bare(like, f"{steps}-{number}")
-                began = time.time()
-                under, rundir = bench.checkpoint()
-                if steps == options.short:
-                    marks.append(phases(began, under, rundir, bench.env))
-                if not number % 2:
-                    bare = bench.bare(like, f"{steps}-{number}")
-                rows.append({
-                    "steps": steps,
-                    "wall": round(under.wall, 3), "bare_wall": round(bare.wall, 3),
-                    "cpu": round(under.cpu, 3), "bare_cpu": round(bare.cpu, 3),
-                })  # fmt: skip
-                note(f"{rows[-1]}")
-        loaded = loads(options.loads, bench.log)
-    cpu, cpu_error, cpu_slope = difference([(row["bare_wall"], row["cpu"], row["bare_cpu"]) for row in rows])
-    wall, wall_error, wall_slope = difference([(row["bare_wall"], row["wall"], row["bare_wall"]) for row in rows])
+        lengths = (options.short, options.long)
+        parts = {"loads": lambda: loads(options.loads, bench.log), "runs": lambda: runs(bench, options.rounds, lengths)}
+        figures, failed = in_parts(parts)
     figures = {
         "ranks": options.ranks,
-        "fixed_cpu_seconds": round(cpu, 2),
-        "fixed_cpu_error": round(cpu_error, 2),
-        "fixed_wall_seconds": round(wall, 2),
-        "fixed_wall_error": round(wall_error, 2),
-        "cpu_seconds_per_minute": round(60 * cpu_slope, 2),
-        "wall_seconds_per_minute": round(60 * wall_slope, 2),
-        **loaded,
-        "phases": {name: round(statistics.median(mark[name] for mark in marks), 3) for name in marks[0]},
-        "rows": rows,
+        **figures,
+        "failed": failed,
         "seconds": round(time.monotonic() - spent, 1),
         "load_before": round(load_before, 2),
     }
     tell("orchestration", figures, options.save)
-    return 0
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -3,39 +3,49 @@
 Two ranks: three worlds train the stock model at its default batch, one thread to a rank, in stretches of steps that
 take turns in random order: one rank with nobody beside it, two worlds of one rank at once, and one world of two.
 
-    efficiency_2_ranks           samples per second of the world of two, over those of two worlds of one together: what
-                                 summing and waiting for each other cost, for the cores share caches and clocks alike
-    efficiency_2_ranks_alone     over twice those of one rank while the other core idles
+    efficiency_2_ranks           samples per second of the world of two, over the sum of those of two worlds of one that
+                                 train at the same time, with nothing between them: what summing gradients and waiting
+                                 for each other cost. What the cores take from each other is in both
+    efficiency_2_ranks_alone     over twice the samples per second of one rank while the other core idles: what the
+                                 cores take from each other (caches, memory, clocks) is in this as well
 
-Three hosts: network namespaces with a rank each, joined by links of a given rate; real prices; the stock model, and a
-wide one, whose gradients are megabytes. (Sums by node differ from plain ones where nodes have several ranks: they have
-rows of their own, with two ranks on each of two hosts.) Needs root.
+Three hosts: network namespaces with a rank each, joined by links of a given rate; real prices; the stock model at its
+default batch, and a wide one, whose gradients are megabytes and which trains **8 samples per rank and step**: chosen
+so that the link is what a step waits for. With larger batches, communication weighs less. (Sums by node differ from
+plain ones where nodes have several ranks: they have rows of their own, with two ranks on each of two hosts.) At the
+lowest rate, allreduce and auto train twice, once at each end of the series. Needs root.
 
     auto_vs_allreduce_100mbit              how many times as long a step of the wide model takes with allreduce as with
-                                           what auto has settled on
+                                           what auto has settled on: geometric mean of the two rounds; ``…_rounds``
     auto_vs_allreduce_100mbit_whole_run    the same over all steps, those before auto has settled included
-    auto_loss_difference_100mbit_percent   of the validation loss after the same number of samples
-    rows                                   all trainings: seconds of a step, exposed communication, losses
+    …_stock                                both of the stock model
+    auto_loss_difference_100mbit_percent   how much worse the wide model's validation is after the same samples: a
+                                           difference of d nats is a sample whose likelihood is lower by 1 - exp(-d).
+                                           Of trainings of their own, ``--loss-steps`` long, with allreduce and with
+                                           what auto settled on at the lowest rate, set by hand from the first step on;
+                                           over the quickest link, which changes no number of these
+    loss_rows                              these two trainings; auto_loss_samples: samples of each
+    rows                                   all others: seconds of a step, exposed communication, losses
+    failed                                 parts that nothing can be said of, and why
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
+import math
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-import torch
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "trainer"), str(ROOT / "tests" / "faults")]
@@ -43,8 +53,8 @@ sys.path[:0] = [str(ROOT / "tests" / "trainer"), str(ROOT / "tests" / "faults")]
 import switch  # noqa: E402
 import worlds  # noqa: E402
 
-from benchmarks.checkpoint import RESULTS, _cpu  # noqa: E402
 from benchmarks.namespaces import RATES, Hosts, NoNamespacesError  # noqa: E402
+from benchmarks.workplace import in_parts, tell  # noqa: E402
 from dtrain_dagster.data.prices import write_prices  # noqa: E402
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset  # noqa: E402
 from dtrain_dagster.data.sources import price_source  # noqa: E402
@@ -117,8 +127,9 @@ def two_ranks(folder: Path, dataset: Path, rounds: int, steps: int) -> dict[str,
                 ours, theirs = worlds.FORKS.Pipe()
                 environment = ranks_environment(rank, rank, size, 2, "127.0.0.1", port, dataset)
                 arguments = (str(path), environment, str(job.run_dir / f"log-{rank}.txt"), theirs, steps)
-                processes.append(worlds.FORKS.Process(target=be_timed, args=arguments, daemon=True))
-                processes[-1].start()
+                process = worlds.FORKS.Process(target=be_timed, args=arguments, daemon=True)
+                process.start()
+                processes.append(process)
                 theirs.close()
                 pipes[name].append(ours)
         for name in pipes:
@@ -130,7 +141,8 @@ def two_ranks(folder: Path, dataset: Path, rounds: int, steps: int) -> dict[str,
                 for name in names:
                     for pipe in pipes[name]:
                         pipe.send("go")
-                found[kind].append(statistics.fmean(took(pipes, name) for name in names) / steps)
+                # Of two worlds the speeds add up, so that the mean of their durations is the harmonic one.
+                found[kind].append(statistics.harmonic_mean([took(pipes, name) for name in names]) / steps)
             print(f"two ranks: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     finally:
         for process in processes:
@@ -141,7 +153,9 @@ def two_ranks(folder: Path, dataset: Path, rounds: int, steps: int) -> dict[str,
     alone = [one / both for one, both in zip(found["alone"], found["both"], strict=True)]
     return {
         "efficiency_2_ranks": statistics.median(busy),
-        "efficiency_2_ranks_quartiles": [round(value, 4) for value in statistics.quantiles(busy, n=4)[::2]],
+        "efficiency_2_ranks_quartiles": [
+            round(value, 4) for value in statistics.quantiles(busy, n=4, method="inclusive")[::2]
+        ],
         "efficiency_2_ranks_alone": statistics.median(alone),
         **{f"step_seconds_{kind}": statistics.median(seconds) for kind, seconds in found.items()},
     }
@@ -168,7 +182,15 @@ def be_host(namespace: str, config: str, environment: dict[str, str], log: str) 
 
 
 def train(
-    hosts: Hosts, folder: Path, dataset: Path, rate: str, model: str, mode: str, steps: int, per_host: int = 1
+    hosts: Hosts,
+    folder: Path,
+    dataset: Path,
+    rate: str,
+    model: str,
+    mode: str,
+    steps: int,
+    per_host: int = 1,
+    turn: int = 0,
 ) -> dict[str, Any]:
     """One training, and its row of the table."""
     size = 3 if per_host == 1 else 2 * per_host
@@ -177,17 +199,17 @@ def train(
         **COMMON, "world_size": size, "batch_size_per_gpu": batch, "gradient_accumulation_steps": accumulation,
         "max_steps": steps, "communication": mode,
     }  # fmt: skip
-    job = worlds.Job(folder / f"{rate}-{model}-{mode}-{size}", dataset, {"model": factory}, settings)
+    job = worlds.Job(folder / f"{rate}-{model}-{mode}-{size}-{steps}-{turn}", dataset, {"model": factory}, settings)
     path, port, processes = str(job.write()), worlds.free_port(), []
     try:
         for rank in range(size):
             host = rank // per_host
             environment = ranks_environment(rank, rank % per_host, size, per_host, hosts.address(0), port, dataset)
             log = str(job.run_dir / f"log-{rank}.txt")
-            processes.append(
-                worlds.FORKS.Process(target=be_host, args=(hosts.paths[host], path, environment, log), daemon=True)
-            )
-            processes[-1].start()
+            arguments = (hosts.paths[host], path, environment, log)
+            process = worlds.FORKS.Process(target=be_host, args=arguments, daemon=True)
+            process.start()
+            processes.append(process)
         for process in processes:
             process.join(3600)
         if [process.exitcode for process in processes] != [0] * size:
@@ -197,7 +219,11 @@ def train(
             process.kill()
             process.join()
     row = {"rate": rate, "model": model, "communication": mode, "ranks": size, "hosts": size // per_host}
-    return {**row, **measured(job, steps)}
+    return {**row, "round": turn, **measured(job, steps)}
+
+
+def samples_per_rank(settings: Mapping[str, Any]) -> int:
+    return int(settings["batch_size_per_gpu"] * settings["gradient_accumulation_steps"])
 
 
 def measured(job: worlds.Job, steps: int) -> dict[str, Any]:
@@ -208,6 +234,7 @@ def measured(job: worlds.Job, steps: int) -> dict[str, Any]:
     began = reports[0]["time"] - reports[0]["step_seconds"] * reports[0]["step"]
     return {
         "steps": steps,
+        "samples": steps * job.training["world_size"] * samples_per_rank(job.training),
         "step_seconds": statistics.median(item["seconds"] for item in steady),
         "exposed_seconds": statistics.median(exposed),
         "whole_run_step_seconds": sum(item["seconds"] * item["steps"] for item in timing) / steps,
@@ -223,31 +250,67 @@ def measured(job: worlds.Job, steps: int) -> dict[str, Any]:
     }
 
 
-def three_hosts(folder: Path, dataset: Path, rates: Sequence[str], steps: int, steps_slow: int) -> dict[str, Any]:
+def three_hosts(
+    folder: Path, dataset: Path, rates: Sequence[str], steps: int, steps_slow: int, loss_steps: int
+) -> dict[str, Any]:  # fmt: skip
     rows: list[dict[str, Any]] = []
+    figures: dict[str, Any] = {}
+    last = rates[-1]
     with Hosts(3) as hosts:
         for rate in rates:
             hosts.limit(rate)
-            plan = [(model, mode, 1) for model in MODELS for mode in MODES]
-            plan += [("wide", mode, 2) for mode in ("allreduce", "hierarchical")] if rate == rates[-1] else []
-            for model, mode, per_host in plan:
-                count = steps_slow if rate == rates[-1] and per_host == 1 else steps
-                rows.append(train(hosts, folder, dataset, rate, model, mode, count, per_host))
+            plan = [(model, mode, 1, 0) for model in MODELS for mode in MODES]
+            if rate == last:
+                plan += [("wide", mode, 2, 0) for mode in ("allreduce", "hierarchical")]
+                plan += [(model, mode, 1, 1) for model in MODELS for mode in ("auto", "allreduce")]
+            for model, mode, per_host, turn in plan:
+                count = steps_slow if rate == last and per_host == 1 else steps
+                rows.append(train(hosts, folder, dataset, rate, model, mode, count, per_host, turn))
                 shown = {name: value for name, value in rows[-1].items() if name != "curve"}
                 print(json.dumps(shown), file=sys.stderr, flush=True)
+        if loss_steps:
+            figures |= losses(hosts, folder, dataset, settled_on(rows, last), loss_steps, last)
     after_a_fixed_time(rows)
-    last = rates[-1]
-    [plain, chosen] = [
-        next(row for row in rows if (row["rate"], row["model"], row["communication"]) == (last, "wide", mode))
-        for mode in ("allreduce", "auto")
-    ]
+    for model, name in (("wide", ""), ("stock", "_stock")):
+        figures |= against_plain(rows, last, model, f"auto_vs_allreduce_{last}{{}}{name}")
+    return {**figures, "rows": [{key: _rounded(value) for key, value in row.items()} for row in rows]}
+
+
+def against_plain(rows: Sequence[Mapping[str, Any]], rate: str, model: str, key: str) -> dict[str, Any]:
+    """How many times as fast auto is as allreduce, once it has settled and in all. ``key``: of the figures."""
+    found: dict[str, Any] = {}
+    for name, field in (("", "step_seconds"), ("_whole_run", "whole_run_step_seconds")):
+        plain, chosen = (
+            {row["round"]: row[field] for row in rows
+             if (row["rate"], row["model"], row["communication"], row["hosts"]) == (rate, model, mode, 3)}
+            for mode in ("allreduce", "auto")
+        )  # fmt: skip
+        ratios = [plain[turn] / chosen[turn] for turn in sorted(plain)]
+        found |= {key.format(name): statistics.geometric_mean(ratios)}
+        found |= {key.format(name) + "_rounds": [_rounded(ratio) for ratio in ratios]}
+    return found
+
+
+def settled_on(rows: Sequence[Mapping[str, Any]], rate: str) -> str:
+    """What auto trained the wide model with in the end: allreduce where it never chose."""
+    [chosen] = [
+        row["chosen"] for row in rows
+        if (row["rate"], row["model"], row["communication"], row["round"]) == (rate, "wide", "auto", 0)
+    ]  # fmt: skip
+    return str(chosen[-1][1]) if chosen else "allreduce"
+
+
+def losses(hosts: Hosts, folder: Path, dataset: Path, mode: str, steps: int, rate: str) -> dict[str, Any]:
+    """Long trainings of the wide model with allreduce and with ``mode``, and what the latter costs in the end."""
+    quickest = max(RATES, key=lambda name: RATES[name])
+    hosts.limit(quickest)
+    rows = [train(hosts, folder, dataset, quickest, "wide", one, steps) for one in dict.fromkeys(("allreduce", mode))]
+    gap = rows[-1]["valid_loss"] - rows[0]["valid_loss"]
+    kept = ("communication", "steps", "samples", "train_loss", "valid_loss")
     return {
-        f"auto_vs_allreduce_{last}": plain["step_seconds"] / chosen["step_seconds"],
-        f"auto_vs_allreduce_{last}_whole_run": plain["whole_run_step_seconds"] / chosen["whole_run_step_seconds"],
-        f"auto_loss_difference_{last}_percent": 100
-        * abs(chosen["valid_loss"] - plain["valid_loss"])
-        / abs(plain["valid_loss"]),
-        "rows": [{key: _rounded(value) for key, value in row.items()} for row in rows],
+        f"auto_loss_difference_{rate}_percent": 100 * -math.expm1(-gap),
+        "auto_loss_samples": rows[0]["samples"],
+        "loss_rows": [{key: _rounded(row[key]) for key in kept} for row in rows],
     }
 
 
@@ -277,45 +340,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=20, help="of three stretches of the two ranks (20; 0: none)")
-    parser.add_argument("--stretch", type=int, default=150, help="steps in a stretch (150)")
-    parser.add_argument("--steps", type=int, default=80, help="of each training on three hosts (80; 0: none)")
-    parser.add_argument("--steps-slow", type=int, default=160, help="of each at the lowest rate (160)")
+    parser.add_argument("--rounds", type=int, default=12, help="of three stretches of the two ranks (12; 0: none)")
+    parser.add_argument("--stretch", type=int, default=100, help="steps in a stretch (100)")
+    parser.add_argument("--steps", type=int, default=60, help="of each training on three hosts (60; 0: none)")
+    parser.add_argument("--steps-slow", type=int, default=120, help="of each at the lowest rate (120)")
+    parser.add_argument("--loss-steps", type=int, default=600, help="of each of the two for the losses (600; 0: none)")
     parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES), help="of links (all), lowest last")
     parser.add_argument("--folder", help="where to train (a temporary folder)")
     parser.add_argument("--save", action="store_true", help="also write the line to benchmarks/results/scaling.json")
     options = parser.parse_args(arguments)
     if options.rounds == 1 or options.rounds < 0 or options.stretch < 10:
         parser.error("--rounds must be 0 or at least 2, and --stretch at least 10")
-    began, load_before, figures = time.monotonic(), os.getloadavg()[0], dict[str, Any]()
-    with tempfile.TemporaryDirectory(dir=options.folder, prefix="scaling-") as name:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks, namespaces and folders go first
+    began, load_before = time.monotonic(), os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="scaling-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        if options.rounds:
-            figures |= two_ranks(folder, build(folder / "daily", 60), options.rounds, options.stretch)
-            print(json.dumps(figures), file=sys.stderr, flush=True)
-        if options.steps:
+
+        def ranks() -> dict[str, Any]:
+            return two_ranks(folder, build(folder / "daily", 60), options.rounds, options.stretch)
+
+        def hosts() -> dict[str, Any]:
             dataset = build(folder / "short", 20, train_last="2021-06-30", valid_last="2022-03-31")
+            lengths = (options.steps, options.steps_slow, options.loss_steps)
             try:
-                figures |= three_hosts(folder, dataset, options.rates, options.steps, options.steps_slow)
+                return three_hosts(folder, dataset, options.rates, *lengths)
             except NoNamespacesError as error:
-                figures["three_hosts"] = f"skipped: {error}"
-    result = {
-        "benchmark": "scaling",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        **{key: _rounded(value) for key, value in figures.items()},
-        "seconds": round(time.monotonic() - began, 1),
-        "load_before": round(load_before, 2),
-        "load_after": round(os.getloadavg()[0], 2),
-    }
-    line = json.dumps(result)
-    print(line)
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "scaling.json").write_text(line + "\n")
-    return 0
+                return {"three_hosts": f"skipped: {error}"}
+
+        parts = {"two_ranks": ranks} if options.rounds else {}
+        figures, failed = in_parts(parts | ({"three_hosts": hosts} if options.steps else {}))
+    result = {key: _rounded(value) for key, value in figures.items()}
+    spent = {"seconds": round(time.monotonic() - began, 1), "load_before": round(load_before, 2)}
+    tell("scaling", {**result, "failed": failed, **spent}, options.save)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -5,24 +5,36 @@ clipping and global batch. Each is a pair of processes of one thread, joined by 
 of steps when it is its turn and is stopped (SIGSTOP, with all that it has started) when it is not; stretches of all of
 them follow each other in an order that is random in each round. Without evaluation and checkpoints, for all.
 
-    bound        the same step on batches that are in memory already: no input, no communication, two processes alike
+    bound        the same step on batches that are in memory already: no input, no communication, two processes alike,
+                 with malloc set as in ours (`trainer.memory.keep_freed_memory`)
     ours         the trainer as it is, with timing, reports, monitor and TensorBoard, at the settings of the others
-    tuned        the same with the settings of --tuned, or those that a short search finds here
-    plain_ddp    PyTorch's DDP with Dataset, DataLoader, DistributedSampler; the DataLoader at its best number of
-                 workers of 0, 1 and 2, found before (and so for the three that follow)
+    tuned        the same with the settings of --tuned, or those that a short search finds here, which is not that of
+                 `dtrain tune` (``tuned_by``)
+    plain_ddp    PyTorch's DDP with Dataset, DataLoader, DistributedSampler
     lightning    Lightning's Trainer, barebones         accelerate, ray    the plain loop, prepared by them
+    plain_ddp_malloc    plain DDP, at the same settings, with malloc set as in ours. All others have the defaults of
+                 glibc, as most people run them, which costs large batches page faults: what ours gains on this one
+                 is not malloc
+
+Each of the others trains with what is fastest for it, found before: 0, 1 or 2 workers of its DataLoader, and DDP with
+or without gradient_as_bucket_view and static_graph. The rendezvous of Lightning, Accelerate and Ray listens on all
+interfaces while this runs, as theirs always does.
 
 Ratios are medians over rounds of ratios within a round, with a 95 % interval (bootstrap over rounds); above 1 the first
 one is faster. What is not installed is in ``skipped``, what failed in ``failed``.
 
     min_vs_bound                  ours against the bound: the least over models and batches
-    min_vs_any_peer               ours against the fastest of the others at the same settings: the least
-    geomean_vs_plain_ddp          tuned against plain DDP; geomean_vs_plain_ddp_equal: ours against it
+    min_vs_any_peer               ours against the fastest of the others at the same settings: the least, without
+                                  plain_ddp_malloc; min_vs_plain_ddp_malloc: against that one
+    geomean_vs_plain_ddp          tuned against plain DDP; geomean_vs_plain_ddp_equal: ours against it;
+                                  geomean_vs_plain_ddp_malloc and …_malloc_equal: against that
     tuned_loss_difference_percent  by model: how much worse validation is after the same number of samples with the
-                                  tuned settings than with plain DDP. A negative log likelihood has no natural zero, so
-                                  this is no share of the loss: a difference of d nats is a validation sample whose
-                                  likelihood is lower by 1 - exp(-d). Of several batches, the one with the largest
-                                  difference; ``cells`` has the losses
+                                  tuned settings than with those of the others (ours): the same start, order of samples
+                                  and seeds. A negative log likelihood has no natural zero, so this is no share of the
+                                  loss: a difference of d nats is a validation sample whose likelihood is lower by
+                                  1 - exp(-d). Mean over seeds, of several batches the worst; ``cells`` has the least
+                                  and largest over seeds, and all losses
+    tuned_loss_difference_vs_plain_percent    the same against plain DDP, which draws samples in another order
     cells                         samples per second (median and quartiles), CPU milliseconds of a step (all processes),
                                   ratios, settings and losses of each model and batch
 
@@ -33,6 +45,7 @@ been run on a GPU yet.)
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import importlib.util
@@ -40,18 +53,18 @@ import json
 import math
 import os
 import signal
+import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.checkpoint import RESULTS, _cpu
-from benchmarks.peers.contestant import start
-from benchmarks.peers.course import OURS, PEERS, Cell, Course, say
+from benchmarks.peers.contestant import ContestantError, start
+from benchmarks.peers.course import MALLOC, OURS, PEERS, Cell, Course, say
 from benchmarks.peers.turns import Case
 from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset
@@ -59,8 +72,9 @@ from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.validation import validate_prices
 
 MODELS = ("tcn", "lstm", "transformer")
+LOSS_DIFFERENCES = {"tuned_loss_difference_percent": "ours", "tuned_loss_difference_vs_plain_percent": "plain_ddp"}
 PACKAGES = ("torch", "numpy", "lightning", "accelerate", "ray")
-LEAST_JUDGED = 100
+LEAST_JUDGED = 50
 
 
 def usable(tuned: Mapping[str, Any], case: Case) -> dict[str, Any]:
@@ -112,7 +126,7 @@ def describe(cell: Cell) -> dict[str, Any]:
         "batch_per_rank": cell.case.batch,
         "global_batch": global_batch,
         "steps_per_stretch": cell.steps,
-        "loader_workers": cell.case.workers,
+        "peer_settings": cell.chosen,
         "tuned": cell.tuned,
         "samples_per_second": {
             name: dict(zip(("low", "median", "high"), np.quantile(values, (0.25, 0.5, 0.75)).round(0), strict=True))
@@ -121,22 +135,28 @@ def describe(cell: Cell) -> dict[str, Any]:
         "cpu_ms_per_step": {name: round(1000 * cpu[name] / steps[name], 3) for name in cpu},
         "vs_bound": {name: share for name, share in vs_bound.items() if name != "bound"},
         **{f"{one}_vs": ratios for one, ratios in against.items()},
-        "validation_loss": {name: round(loss, 5) for name, loss in cell.losses.items()},
-        "tuned_loss_difference_percent": loss_difference(cell.losses),
+        "validation_loss": {name: [round(loss, 5) for loss in losses] for name, losses in cell.losses.items()},
+        **{key: loss_difference(cell.losses, other) for key, other in LOSS_DIFFERENCES.items()},
     }
 
 
-def loss_difference(losses: Mapping[str, float]) -> float | None:
-    """Percent by which a validation sample is less likely with the tuned settings than with plain DDP."""
-    if "tuned" not in losses or "plain_ddp" not in losses:
+def loss_difference(losses: Mapping[str, Sequence[float]], other: str) -> dict[str, float] | None:
+    """Percent by which a validation sample is less likely with the tuned settings than with another's: the mean over
+    seeds, the least and the largest."""
+    if not losses.get("tuned") or not losses.get(other):
         return None
-    return round(100 * -math.expm1(losses["plain_ddp"] - losses["tuned"]), 3)
+    gaps = [tuned - theirs for tuned, theirs in zip(losses["tuned"], losses[other], strict=True)]
+    return {
+        name: round(100 * -math.expm1(-gap), 3)
+        for name, gap in (("mean", statistics.fmean(gaps)), ("low", min(gaps)), ("high", max(gaps)))
+    }
 
 
 def summary(cells: Sequence[Cell]) -> dict[str, Any]:
     """The figures over all cells; one that nothing was measured for is left out."""
     result: dict[str, Any] = {}
-    for key, rivals in (("min_vs_bound", ("bound",)), ("min_vs_any_peer", tuple(PEERS))):
+    others = tuple(peer for peer in PEERS if peer != MALLOC)
+    for key, rivals in (("min_vs_bound", ("bound",)), ("min_vs_any_peer", others), (f"min_vs_{MALLOC}", (MALLOC,))):
         known = [
             (*interval([values]), cell.case.model, cell.case.batch, rival)
             for cell in cells for rival in rivals if (values := cell.ratios("ours", rival))
@@ -145,33 +165,36 @@ def summary(cells: Sequence[Cell]) -> dict[str, Any]:
             *figures, model, batch, rival = min(known)
             result[key] = round(figures[0], 4)
             result[f"{key}_where"] = {**in_short(figures), "model": model, "batch_per_rank": batch, "against": rival}
-    for key, one in (("geomean_vs_plain_ddp", "tuned"), ("geomean_vs_plain_ddp_equal", "ours")):
-        rounds = [values for cell in cells if (values := cell.ratios(one, "plain_ddp"))]
-        if rounds:
-            figures = in_short(interval(rounds))
-            result |= {key: figures["ratio"], f"{key}_low": figures["low"], f"{key}_high": figures["high"]}
-    differences: dict[str, float] = {}
-    for cell in cells:
-        found = loss_difference(cell.losses)
-        if found is not None and abs(found) >= abs(differences.get(cell.case.model, 0.0)):
-            differences[cell.case.model] = found
-    return result | ({"tuned_loss_difference_percent": differences} if differences else {})
+    for other in ("plain_ddp", MALLOC):
+        for key, one in ((f"geomean_vs_{other}", "tuned"), (f"geomean_vs_{other}_equal", "ours")):
+            rounds = [values for cell in cells if (values := cell.ratios(one, other))]
+            if rounds:
+                figures = in_short(interval(rounds))
+                result |= {key: figures["ratio"], f"{key}_low": figures["low"], f"{key}_high": figures["high"]}
+    for key, other in LOSS_DIFFERENCES.items():
+        found: dict[str, list[float]] = {}
+        for cell in cells:
+            if (difference := loss_difference(cell.losses, other)) is not None:
+                found.setdefault(cell.case.model, []).append(difference["mean"])
+        if found:
+            result[key] = {model: max(means) for model, means in found.items()}
+    return result
 
 
 def measure(course: Course, cell: Cell, options: argparse.Namespace, given: Mapping[str, Any] | None) -> None:
     """Everything about one model and batch."""
     say(f"{cell.case.model}, {cell.case.batch} per rank")
     course.measure_out(cell)
-    workers = course.best_workers(cell, options.pairs)
+    course.choose(cell, options.pairs)
     course.rest()
-    cell.case = replace(cell.case, workers=workers)
     cell.tuned = usable(given, cell.case) if given is not None else course.search(cell, options.pairs)
     course.rest()
-    say(f"  DataLoader with {workers} workers; tuned: {cell.tuned}; {cell.steps} steps in a stretch")
+    say(f"  {cell.chosen}; tuned: {cell.tuned}; {cell.steps} steps in a stretch")
     course.run(cell, options.rounds)
     if options.loss_steps:
         least = min(options.batches)
-        course.judge(cell, max(min(LEAST_JUDGED, options.loss_steps), options.loss_steps * least // cell.case.batch))
+        steps = max(min(LEAST_JUDGED, options.loss_steps), options.loss_steps * least // cell.case.batch)
+        course.judge(cell, steps, options.loss_seeds if cell.case.batch == least else 1)
 
 
 def versions() -> dict[str, str]:
@@ -191,17 +214,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 1024], help="samples per rank and step")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="all, where installed")
-    parser.add_argument("--rounds", type=int, default=8, help="of one stretch of each contestant (8)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="about so long is a stretch of the bound (1)")
-    parser.add_argument("--pairs", type=int, default=3, help="of stretches for each choice of the search (3)")
+    parser.add_argument("--rounds", type=int, default=6, help="of one stretch of each contestant (6)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="about so long is a stretch of the bound (0.5)")
+    parser.add_argument("--pairs", type=int, default=2, help="of stretches for each choice of a search (2)")
     parser.add_argument("--tuned", metavar="FILE", help="settings of `dtrain tune`, instead of a search")
-    parser.add_argument("--loss-steps", type=int, default=300, help="at the least batch, for the losses; 0: none (300)")
+    parser.add_argument("--loss-steps", type=int, default=150, help="at the least batch, for the losses; 0: none (150)")
+    parser.add_argument("--loss-seeds", type=int, default=3, help="that the least batch is judged with (3)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
-    if options.rounds < 2 or options.pairs < 1 or min(options.batches) < 1:
-        parser.error("--rounds must be 2 or more, --pairs and --batches 1 or more")
+    if options.rounds < 2 or min(options.pairs, options.loss_seeds, *options.batches) < 1:
+        parser.error("--rounds must be 2 or more, --pairs, --loss-seeds and --batches 1 or more")
     given = json.loads(Path(options.tuned).read_text())["training"] if options.tuned else None
     skipped = {
         peer: f"{package} is not installed: pip install 'dtrain[bench]'"
@@ -227,7 +251,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ]  # fmt: skip
         try:
             for cell in cells:
-                measure(course, cell, options, given)
+                try:
+                    measure(course, cell, options, given)
+                except (ContestantError, KeyError) as error:  # the bound's or ours: without these there are no ratios
+                    failed[f"{cell.case.model}, {cell.case.batch} per rank"] = f"{type(error).__name__}: {error}"
+                    with contextlib.suppress(ContestantError):
+                        course.rest()
         finally:
             course.close()
     result = {
@@ -239,6 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "ranks": ranks,
         "precision": precision,
         "versions": versions(),
+        "tuned_by": options.tuned or "a search of this benchmark, not `dtrain tune`",
         "rounds": options.rounds,
         **summary(cells),
         "skipped": skipped,

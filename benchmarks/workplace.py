@@ -7,6 +7,8 @@ import json
 import os
 import platform
 import sys
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,19 @@ def real_dataset(folder: Path) -> DatasetRef:
     validation = validate_prices(prices, CALENDAR)
     built = build_dataset(prices, validation, f"{folder}/storage", DatasetParams(), CALENDAR)
     return DatasetRef(uri=built.uri, dataset_id=built.dataset_id)
+
+
+def in_parts(parts: Mapping[str, Callable[[], dict[str, Any]]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The figures of all parts of a benchmark, and of those that failed, why: the others are told all the same."""
+    figures: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    for name, part in parts.items():
+        try:
+            figures |= part()
+        except Exception as error:
+            note(traceback.format_exc())
+            failed[name] = f"{type(error).__name__}: {error}"
+    return figures, failed
 
 
 def note(text: str) -> None:

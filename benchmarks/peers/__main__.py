@@ -15,6 +15,7 @@ from benchmarks.peers.turns import Case, Failed, Turns
 
 LOOPS = {
     "ours": "ours:ours", "tuned": "ours:ours", "bound": "plain:bound", "plain_ddp": "plain:plain_ddp",
+    "plain_ddp_malloc": "plain:plain_ddp_malloc",
     "lightning": "lightning_ddp:train", "accelerate": "accelerate_ddp:train", "ray": "ray_train:train",
 }  # fmt: skip
 

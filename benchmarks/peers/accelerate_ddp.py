@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import nn
 
 from benchmarks.peers.parts import Parts, device_of
@@ -12,7 +12,9 @@ from benchmarks.peers.turns import Case, Turns
 def train(case: Case, turns: Turns) -> None:
     parts = Parts(case, device_of(case))
     accelerator = Accelerator(
-        cpu=case.device == "cpu", mixed_precision="no" if case.precision == "fp32" else case.precision
+        cpu=case.device == "cpu",
+        mixed_precision="no" if case.precision == "fp32" else case.precision,
+        kwargs_handlers=[DistributedDataParallelKwargs(**case.ddp)],
     )
     assert accelerator.num_processes == case.ranks
     model: nn.Module

@@ -13,14 +13,25 @@ from benchmarks.peers.contestant import Contestant, ContestantError, Stretch
 from benchmarks.peers.turns import Case
 from trainer.config import DistributedTrainingConfig
 
-PEERS = {"plain_ddp": "torch", "lightning": "lightning", "accelerate": "accelerate", "ray": "ray"}
+PEERS = {
+    "plain_ddp": "torch", "lightning": "lightning", "accelerate": "accelerate", "ray": "ray",
+    "plain_ddp_malloc": "torch",
+}  # fmt: skip
 """Others, and the package of each."""
+MALLOC = "plain_ddp_malloc"
+"""Is compared with plain DDP, and so has its settings."""
 OURS = ("ours", "tuned")
-WORKERS = (0, 1, 2)
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "workers": (0, 1, 2),
+    "ddp": ({}, {"gradient_as_bucket_view": True, "static_graph": True}),
+}
+"""Fields of a case that each peer may choose, one after the other. The first value stands unless another gains."""
 WARM_UP, REPORT = 10, 10
 """Steps before anything is measured, and of one report of ours: stretches are multiples of that."""
 GAIN = 1.02
 """What a setting must gain in the search to be taken."""
+HOPELESS = 0.9
+"""What is slower than this share of the best so far in its first pair is not tried again."""
 SEARCH = (
     ("precision", ("bf16",)), ("micro_batches", (2, 4)), ("prefetch_batches", (0, 2)), ("communication", ("fp16",)),
     ("compile", ("default", "reduce-overhead")),
@@ -37,7 +48,14 @@ class Cell:
     steps: int = 0
     stretches: dict[str, list[Stretch]] = field(default_factory=dict)
     tuned: dict[str, Any] = field(default_factory=dict)
-    losses: dict[str, float] = field(default_factory=dict)
+    chosen: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By peer, the fields of the case that are its own."""
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    """Seed by seed."""
+
+    def case_of(self, name: str) -> Case:
+        own = {"training": self.tuned} if name == "tuned" else self.chosen.get(name, {})
+        return replace(self.case, **own)
 
     def seconds(self, name: str) -> list[float]:
         return [stretch.seconds / stretch.steps for stretch in self.stretches[name]]
@@ -60,7 +78,7 @@ class Course:
         """All rounds of a cell. A contestant that fails is left out from there on, and its part of this cell too."""
         names = list(self.contestants)
         for name in names:
-            case = replace(cell.case, training=cell.tuned) if name == "tuned" else cell.case
+            case = cell.case_of(name)
             self._try(name, lambda contestant, case=case: self._warm(contestant, case))
         measured = [name for name in names if name in self.contestants]
         found: list[dict[str, Stretch]] = []
@@ -83,13 +101,19 @@ class Course:
         bound.end()
         cell.steps = REPORT * max(1, round(self.seconds * WARM_UP / stretch.seconds / REPORT))
 
-    def best_workers(self, cell: Cell, pairs: int) -> int:
-        """With how many workers plain DDP is fastest."""
-        if "plain_ddp" not in self.contestants:
-            return 0
-        cases = {workers: replace(cell.case, workers=workers) for workers in WORKERS}
-        gains = {workers: self.gain("plain_ddp", case, "bound", cell, pairs) for workers, case in cases.items()}
-        return max(gains, key=lambda workers: gains[workers])
+    def choose(self, cell: Cell, pairs: int) -> None:
+        """For each peer by itself, what of `CHOICES` it is fastest with."""
+        for name in [name for name in PEERS if name in self.contestants and name != MALLOC]:
+            chosen, best = {setting: values[0] for setting, values in CHOICES.items()}, 0.0
+            for setting, values in CHOICES.items():
+                for value in values[bool(best) :]:  # with the first one it has been measured already
+                    case = replace(cell.case, **{**chosen, setting: value})
+                    gain = self.gain(name, case, "bound", cell, pairs, HOPELESS * best)
+                    if gain > (GAIN * best if best else 0.0):
+                        chosen, best = {**chosen, setting: value}, gain
+            cell.chosen[name] = chosen
+        if MALLOC in self.contestants:
+            cell.chosen[MALLOC] = cell.chosen.get("plain_ddp", {})
 
     def search(self, cell: Cell, pairs: int) -> dict[str, Any]:
         """Settings with which ours is fastest at the same global batch, one after the other."""
@@ -102,14 +126,16 @@ class Course:
                 if override is None:
                     continue
                 candidate = base | override
-                gain = self.gain("tuned", replace(cell.case, training=candidate), "ours", cell, pairs)
+                case = replace(cell.case, training=candidate)
+                gain = self.gain("tuned", case, "ours", cell, pairs, HOPELESS * best_gain)
                 say(f"  {candidate}: {gain:.3f} times as fast")
                 if gain > GAIN * best_gain:
                     best, best_gain = candidate, gain
         return best
 
-    def gain(self, name: str, case: Case, reference: str, cell: Cell, pairs: int) -> float:
-        """How many times as fast a contestant is with this case as the reference with the cell's; 0 where it fails."""
+    def gain(self, name: str, case: Case, reference: str, cell: Cell, pairs: int, least: float) -> float:
+        """How many times as fast a contestant is with this case as the reference with the cell's; 0 where it fails.
+        Only one pair is measured where that is less than ``least``."""
         one, other = self.contestants[name], self.contestants[reference]
         if other.case is None:
             self._warm(other, cell.case)
@@ -119,22 +145,22 @@ class Course:
             for _ in range(pairs):
                 stretches = {item.name: item.stretch(steps) for item in self.order.sample([one, other], 2)}
                 ratios.append(stretches[reference].seconds / stretches[name].seconds)
+                if ratios[0] < least:
+                    break
             one.end()
         except ContestantError as error:
             say(f"  {error}")
             return 0.0
         return statistics.median(ratios)
 
-    def judge(self, cell: Cell, steps: int) -> None:
-        """Validation losses after so many steps."""
-        for name in (*OURS, "plain_ddp"):
-            if name not in self.contestants:
-                continue
-            training = cell.tuned if name == "tuned" else {}
+    def judge(self, cell: Cell, steps: int, seeds: int) -> None:
+        """Validation losses after so many steps, seed by seed."""
+        for name in [name for name in (*OURS, "plain_ddp") if name in self.contestants]:
             contestant = self.contestants[name]
-            contestant.begin(replace(cell.case, training=training, judged_after=steps))
-            contestant.stretch(steps)
-            cell.losses[name] = contestant.end()
+            for seed in range(cell.case.seed, cell.case.seed + seeds):
+                contestant.begin(replace(cell.case_of(name), seed=seed, judged_after=steps))
+                contestant.stretch(steps)
+                cell.losses.setdefault(name, []).append(contestant.end())
 
     def rest(self) -> None:
         """Whoever stands in a case leaves it."""

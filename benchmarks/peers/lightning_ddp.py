@@ -47,7 +47,7 @@ def train(case: Case, turns: Turns) -> None:
     trainer = lightning.Trainer(
         accelerator="gpu" if gpu else "cpu",
         devices=case.ranks,
-        strategy=lightning.pytorch.strategies.DDPStrategy(process_group_backend="nccl" if gpu else "gloo"),
+        strategy=lightning.pytorch.strategies.DDPStrategy(process_group_backend="nccl" if gpu else "gloo", **case.ddp),
         precision="32-true" if case.precision == "fp32" else "bf16-mixed",
         barebones=True,
         max_epochs=-1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.utils.data import DistributedSampler
 
 from benchmarks.peers.parts import Parts, device_of
 from benchmarks.peers.turns import Case, Turns
+from trainer.memory import keep_freed_memory
 
 READY = 8
 """Different batches that the bound has in memory: with one alone it would soon know it by heart."""
@@ -20,6 +22,8 @@ READY = 8
 
 def bound(case: Case, turns: Turns) -> None:
     """The same step on a batch that is already there: no input, no communication."""
+    if case.device == "cpu":
+        keep_freed_memory()  # as the trainer does: without it, a large step is half page faults, and no bound
     parts = Parts(case, device_of(case))
     parameters, optimizer = list(parts.module.parameters()), parts.optimizer()
     chance = np.random.default_rng(int(os.environ["RANK"]))
@@ -43,10 +47,14 @@ def plain_ddp(case: Case, turns: Turns) -> float | None:
     """Dataset, DataLoader, DistributedSampler, DistributedDataParallel."""
     parts = Parts(case, device_of(case))
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if parts.device.type == "cuda" else "gloo")
+        # A store in a file: one at MASTER_PORT would listen on all interfaces.
+        dist.init_process_group(
+            "nccl" if parts.device.type == "cuda" else "gloo",
+            init_method=Path(case.folder, "store").as_uri(), rank=int(os.environ["RANK"]), world_size=case.ranks,
+        )  # fmt: skip
     sampler = DistributedSampler(parts.data, shuffle=True, seed=case.seed, drop_last=True)
     loader = parts.loader(sampler)
-    model = DistributedDataParallel(parts.module)
+    model = DistributedDataParallel(parts.module, **case.ddp)
     optimizer = parts.optimizer()
     step = 0
     for epoch in itertools.count():
@@ -61,3 +69,10 @@ def plain_ddp(case: Case, turns: Turns) -> float | None:
             total += parts.step(model, optimizer, windows, target)
             step += 1
     raise AssertionError("counting has no end")
+
+
+def plain_ddp_malloc(case: Case, turns: Turns) -> float | None:
+    """The same with the settings of malloc that the trainer makes: what of its gain is no more than these."""
+    if case.device == "cpu":
+        keep_freed_memory()
+    return plain_ddp(case, turns)

@@ -20,7 +20,7 @@ from benchmarks.peers.turns import Case, Turns
 def train(case: Case, turns: Turns) -> None:
     assert ray.train.get_context().get_world_size() == case.ranks
     parts = Parts(case, ray.train.torch.get_device())
-    model = ray.train.torch.prepare_model(parts.module)
+    model = ray.train.torch.prepare_model(parts.module, parallel_strategy_kwargs=case.ddp)
     loader = ray.train.torch.prepare_data_loader(parts.loader())
     optimizer = parts.optimizer()
     epoch = 0

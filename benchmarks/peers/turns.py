@@ -33,6 +33,8 @@ class Case:
     weight_decay: float = 1e-2
     workers: int = 0
     """Of a DataLoader."""
+    ddp: dict[str, bool] = field(default_factory=dict)
+    """Options of DistributedDataParallel."""
     training: dict[str, Any] = field(default_factory=dict)
     """Settings of ours that differ from this."""
     judged_after: int | None = None

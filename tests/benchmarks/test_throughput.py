@@ -23,14 +23,19 @@ def test_summary_takes_the_worst_rival_and_means_over_cells():
         cell(ours=[1.0] * 5, tuned=[0.5] * 5, bound=[0.96] * 5, plain_ddp=[1.0] * 5, ray=[3.0] * 5),
         cell("lstm", ours=[1.0] * 5, tuned=[1.0] * 5, bound=[0.9] * 5, plain_ddp=[2.0] * 5, lightning=[0.8] * 5),
     ]
-    cells[0].losses = {"tuned": -2.0, "plain_ddp": -2.0 - 0.004}
+    cells[0].losses = {"ours": [-2.0], "tuned": [-1.98], "plain_ddp": [-1.98]}
+    cells[1].losses = {"ours": [-2.0], "tuned": [-2.03], "plain_ddp": [-2.0]}
+    cells.append(cell(plain_ddp_malloc=[0.1] * 5, ours=[1.0] * 5))
+    cells[2].losses = {"ours": [-2.0, -2.0], "tuned": [-2.02, -2.03]}
     found = summary(cells)
     assert found["min_vs_bound"] == 0.9
     assert found["min_vs_any_peer"] == 0.8
     assert found["min_vs_any_peer_where"]["against"] == "lightning"
     assert found["geomean_vs_plain_ddp"] == 2.0
     assert found["geomean_vs_plain_ddp_equal"] == pytest.approx(math.sqrt(2), abs=1e-4)
-    assert found["tuned_loss_difference_percent"] == {"tcn": pytest.approx(0.399)}
+    assert found["min_vs_plain_ddp_malloc"] == 0.1
+    assert found["tuned_loss_difference_percent"] == {"tcn": pytest.approx(1.98), "lstm": pytest.approx(-3.045)}
+    assert found["tuned_loss_difference_vs_plain_percent"] == {"tcn": 0.0, "lstm": pytest.approx(-3.045)}
 
 
 def test_one_disturbed_round_moves_neither_the_ratio_nor_its_interval():
@@ -39,8 +44,9 @@ def test_one_disturbed_round_moves_neither_the_ratio_nor_its_interval():
 
 
 def test_a_lower_loss_is_a_negative_difference_wherever_zero_is():
-    assert loss_difference({"tuned": 0.001, "plain_ddp": 0.011}) == pytest.approx(-1.005)
-    assert loss_difference({"ours": 1.0}) is None
+    losses = {"tuned": [0.001, 2.0], "plain_ddp": [0.011, 2.0]}
+    assert loss_difference(losses, "plain_ddp") == pytest.approx({"mean": -0.501, "low": -1.005, "high": 0.0})
+    assert loss_difference({"ours": [1.0]}, "ours") is None
 
 
 def test_settings_of_a_file_keep_the_global_batch():

@@ -1,0 +1,33 @@
+"""Contestants of the benchmark of throughput, as the processes that they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.peers.contestant import start
+from benchmarks.peers.turns import Case
+from benchmarks.throughput import build
+
+STEPS = 5
+
+
+def faults(pid: int) -> int:
+    """Pages that the kernel has handed to a process so far."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
+
+
+def test_the_bound_pays_for_no_pages(tmp_path: Path) -> None:
+    """Nothing can be faster than it only if it has all that the trainer has: here, its setting of malloc."""
+    case = Case(model="tcn", batch=1024, ranks=1, dataset=build(tmp_path), folder="", port=0)
+    [bound], failed = start(["bound"], 1, "cpu", tmp_path)
+    try:
+        bound.begin(case)
+        bound.stretch(STEPS)
+        before = faults(bound.processes[0].pid)
+        bound.stretch(STEPS)
+        taken = (faults(bound.processes[0].pid) - before) / STEPS
+        bound.end()
+    finally:
+        bound.close()
+    assert not failed
+    assert taken < 1000  # as malloc is by default: two to twenty thousand
