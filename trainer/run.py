@@ -126,10 +126,12 @@ class DistributedTrainer:
         self.phase("startup")
 
     def setup_data_parallel(self, model: nn.Module) -> nn.Module:
-        """The model on this rank's device, its gradients summed over ranks; as it is in a world of one."""
+        """The model on this rank's device, its gradients summed over ranks in each backward pass through its outputs,
+        in a training loop of the caller's own; as it is in a world of one."""
         untimed = replace(self.config, timing=False)  # nobody takes the marks away
         step = Step(model.to(self.device), self.criterion, untimed, self.device, self.faults)
         step.adopt(self.world)
+        step.sync.sum_each_pass(step.model, step.module)
         return step.model
 
     def setup(self) -> None:
