@@ -93,6 +93,16 @@ class Step:
         self.sync = GradientSynchronizer(world, self.faults, self.timer, config=self.config)
         self.sync.wrap(self.module)
 
+    def check_parameters(self) -> None:
+        """`ConfigError` where the model has unfrozen some: nobody would sum or clear their gradients."""
+        known = set(map(id, self.parameters))
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ConfigError(
+                    f"{name} was frozen when training began and is not any more: freeze and unfreeze parameters where "
+                    "the model is made; to train some of them later, let the model leave them out (detach) until then"
+                )
+
     def limit(self, fit: Fit) -> None:
         """Let no more samples through the model at once than this (D4)."""
         self.fit = fit
