@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from worlds import FORKS
 
 from trainer.buckets import Buckets, divide
-from trainer.config import DistributedTrainingConfig, parse_job
+from trainer.config import ConfigError, DistributedTrainingConfig, parse_job
 from trainer.faults import Faults
 from trainer.group import Group, make_torch_transport
 from trainer.input import Batch
@@ -226,6 +226,18 @@ def test_a_loop_of_the_callers_own_gets_sums_over_ranks(to_none: bool) -> None:
         for found in on_two_ranks(work):
             for mine, theirs in zip(found, expected, strict=True):
                 torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_parameters_that_are_unfrozen_later_or_lie_elsewhere_are_refused() -> None:
+    net = Choosy().requires_grad_(False)
+    net.always.requires_grad_(True)
+    step = Step(net, Squared(), DistributedTrainingConfig(), CPU, Faults({}, 0))
+    step.check_parameters()
+    net.positive.weight.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"positive.weight was frozen .*detach"):
+        step.check_parameters()
+    with pytest.raises(ConfigError, match="parameters on cpu and meta"):
+        divide([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, device="meta"))])
 
 
 def test_cuda_graphs_find_gradients_in_memory_that_stays() -> None:
