@@ -3,21 +3,25 @@
 What `torch.nn.parallel.DistributedDataParallel` does, with less in each step. DDP either looks for parameters that have
 no gradient, by a walk over the graph and a collective of its own in every step, or it refuses models that have some and
 sorts its buckets anew after the first step: then the steps after a resume are not those of a run without one, bit for
-bit. Here buckets stay as they are, and what has no gradient is found when the backward pass is over; that some have
-none travels with the gradients.
+bit. Here buckets stay as they are, and what has no gradient is found when the backward pass is over; who sums that over
+ranks, exactly, lets `Buckets.settle` know.
+
+The end of a backward pass is when the outermost ``backward()`` returns. Autograd's own callbacks would not do: they
+come at the end of the innermost one, which re-entrant checkpointing begins inside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
+
+from trainer.config import ConfigError
 
 FIRST_BYTES, MOST_BYTES = 1 << 20, 25 << 20
 """Of the first bucket, which is small so that communication begins early, and of the others."""
@@ -26,21 +30,19 @@ WAITING = "waiting for the sums of gradients"
 
 
 class Bucket:
-    """Gradients of some parameters in one buffer. Behind them is one number for each parameter: 1 if this rank has no
-    gradient for it, so that the sum says how many have none; what drops small values may drop these."""
+    """Gradients of some parameters in one buffer."""
 
     def __init__(self, number: int, parameters: Sequence[nn.Parameter], is_last: bool) -> None:
         self._number, self.parameters, self._is_last = number, parameters, is_last
         sizes = [parameter.numel() for parameter in parameters]
         first = parameters[0]
-        self._buffer = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
-        self.gradients = self._buffer[: -len(sizes)]
-        *parts, self.without = self._buffer.split([*sizes, len(sizes)])
-        self.views = [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
+        self._buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        parts = self._buffer.split(sizes)
+        self.views = [_like(part, parameter) for part, parameter in zip(parts, parameters, strict=True)]
         self.missing: set[int] = set()
         """Places of parameters whose gradient is not there yet…"""
         self.used: set[int] = set()
-        """…and of those that had one in an earlier backward pass of the step."""
+        """…and of those that had one before this backward pass."""
 
     def index(self) -> int:
         return self._number
@@ -54,12 +56,13 @@ class Bucket:
 
 class Buckets:
     """The buckets of a model's parameters. ``hand_over`` is given each full one, in the same order on all ranks, on the
-    thread of autograd; its future says that the buffer holds the sum. A backward pass ends when all are summed."""
+    thread of autograd; its future says that the buffer holds the sum.
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], hand_over: Callable[[Bucket], Future[Any]], world_size: int
-    ) -> None:
-        self._hand_over, self._world_size = hand_over, world_size
+    A step is `clear`, then for each backward pass `begin`, then `finish` and `settle`.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], hand_over: Callable[[Bucket], Future[Any]]) -> None:
+        self._hand_over = hand_over
         parts = divide(list(reversed(parameters)))  # about the order in which a backward pass comes to them
         self.buckets = [Bucket(number, part, number == len(parts) - 1) for number, part in enumerate(parts)]
         self._hooks = [
@@ -67,19 +70,67 @@ class Buckets:
             for bucket in self.buckets
             for place, parameter in enumerate(bucket.parameters)
         ]
-        self.summing = True
-        """False: gradients only pile up."""
-        self._under_way: list[Future[Any]] | None = None
-        """Of this backward pass; None before its first gradient."""
+        self._summing = False
+        self._under_way: list[Future[Any]] = []
+        """Of this backward pass, or of one that failed."""
 
     def clear(self) -> None:
         """Gradients are zero, and views of the buffers."""
-        self._under_way = None
+        self._let_go()
         for bucket in self.buckets:
             bucket.used.clear()
             bucket.buffer().zero_()
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view
+
+    def begin(self, summing: bool = True) -> None:
+        """A backward pass comes, in which gradients only pile up, or are summed when they are there."""
+        self._let_go()
+        self._summing = summing
+        if summing:
+            for bucket in self.buckets:
+                bucket.missing = set(range(len(bucket.parameters)))
+
+    def take_as_they_are(self) -> None:
+        """Instead of `clear`: gradients are what somebody else has left. Until `finish` they stay out of the buffers:
+        if the pass fails, sums that are under way must not meet what is done to gradients then."""
+        for bucket in self.buckets:
+            bucket.used.clear()
+            for place, parameter in enumerate(bucket.parameters):
+                if parameter.grad is not None:
+                    bucket.used.add(place)
+                    parameter.grad = parameter.grad.clone()
+
+    def finish(self) -> None:
+        """The backward pass is over: whatever has no gradient has none. Returns when all are summed."""
+        for bucket in self.buckets[len(self._under_way) :]:
+            self._start(bucket)
+        with record_function(WAITING):
+            for future in self._under_way:
+                future.result()
+        self._under_way.clear()
+        for bucket in self.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view
+
+    def without(self) -> list[int]:
+        """For each parameter, in the same order on all ranks: 1 where this rank has no gradient for it. Known from when
+        the last bucket is handed over."""
+        flags: list[int] = []
+        for bucket in self.buckets:
+            of_bucket = [0] * len(bucket.parameters)
+            for place in bucket.missing - bucket.used:
+                of_bucket[place] = 1
+            flags += of_bucket
+        return flags
+
+    def settle(self, ranks_without: Sequence[int], world_size: int) -> None:
+        """``ranks_without``: the sum of `without` over ranks. What has a gradient on none of them has none: the
+        optimizer leaves it alone."""
+        parameters = (parameter for bucket in self.buckets for parameter in bucket.parameters)
+        for parameter, count in zip(parameters, ranks_without, strict=True):
+            if count == world_size:
+                parameter.grad = None
 
     def detach(self) -> None:
         """Let go of the parameters; no gradient is a view any more."""
@@ -89,16 +140,23 @@ class Buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
 
+    def _let_go(self) -> None:
+        """Of a pass that failed: what was handed over must be out of the buffers."""
+        for future in self._under_way:
+            future.exception()
+        self._under_way.clear()
+
     def _arrived(self, bucket: Bucket, place: int, _: Tensor) -> None:
-        if not self.summing:
+        if not self._summing:
             bucket.used.add(place)
             return
-        if self._under_way is None:
-            self._under_way = []
-            for item in self.buckets:
-                item.missing = set(range(len(item.parameters)))
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        bucket.missing.discard(place)
+        if place not in bucket.missing:
+            raise RuntimeError(
+                "a parameter got its gradient twice in one backward pass, the second time after it may have been sent: "
+                "it is used in several parts of the model that are checkpointed re-entrantly. Call "
+                "torch.utils.checkpoint.checkpoint with use_reentrant=False"
+            )
+        bucket.missing.remove(place)
         while len(self._under_way) < len(self.buckets) and not self.buckets[len(self._under_way)].missing:
             self._start(self.buckets[len(self._under_way)])
 
@@ -106,29 +164,24 @@ class Buckets:
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
             if parameter.grad is not view:  # somebody else has set gradients to None or to a tensor of their own
                 view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
-                parameter.grad = view
-        assert self._under_way is not None
         self._under_way.append(self._hand_over(bucket))
 
-    def _finish(self) -> None:
-        """The backward pass is over: whatever has no gradient has none."""
-        assert self._under_way is not None
-        for bucket in self.buckets[len(self._under_way) :]:
-            for place in bucket.missing - bucket.used:
-                bucket.without[place] = 1
-            self._start(bucket)
-        with record_function(WAITING) if torch.autograd._profiler_enabled() else nullcontext():
-            for future in self._under_way:
-                future.result()
-        self._under_way = None
-        for bucket in self.buckets:
-            for place in bucket.missing - bucket.used:
-                if round(float(bucket.without[place])) == self._world_size:
-                    bucket.parameters[place].grad = None  # on no rank: the optimizer leaves it alone
+
+def _like(part: Tensor, parameter: nn.Parameter) -> Tensor:
+    """As a gradient of this parameter, with strides as autograd would choose them: the parameter's own where it has no
+    gaps. Fused optimizers walk through both as they lie in memory."""
+    strides = torch.empty_like(parameter, device="meta").stride()  # keeps them where there are no gaps
+    return part.as_strided(parameter.size(), strides, part.storage_offset())
 
 
 def divide(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Consecutive parameters of one type, up to about `MOST_BYTES` together."""
+    """Consecutive parameters of one type, up to about `MOST_BYTES` together. `ConfigError` where they are on several
+    devices."""
+    if len(devices := {parameter.device for parameter in parameters}) > 1:
+        raise ConfigError(
+            f"the model has parameters on {' and '.join(sorted(map(str, devices)))}: each rank trains on one device, "
+            "so leave them where the trainer puts them"
+        )
     parts: list[list[nn.Parameter]] = []
     size, limit, kind = 0, FIRST_BYTES, None
     for parameter in parameters:

@@ -16,7 +16,8 @@ from torch import nn
 
 from trainer.config import ConfigError
 
-_COMPILERS = ("g++", "clang++", "c++")
+_COMPILER = "g++"
+"""What torch looks for where CXX names none."""
 
 
 def obstacle(mode: str, device: str, has: Callable[[str], bool]) -> str | None:
@@ -25,9 +26,9 @@ def obstacle(mode: str, device: str, has: Callable[[str], bool]) -> str | None:
     where = f"training.compile = {mode!r}"
     if device == "cpu" and mode == "reduce-overhead":
         return f"{where} means CUDA graphs, which need a GPU; use 'default' or 'off' on the CPU"
-    if device == "cpu" and not any(has(name) for name in _compilers()):
+    if device == "cpu" and not has(compiler := os.environ.get("CXX") or _COMPILER):
         return (
-            f"{where} needs a C++ compiler ({' or '.join(_compilers())}) on every node: install one (Debian: apt-get "
+            f"{where} needs a C++ compiler ({compiler}) on every node: install one (Debian: apt-get "
             "install g++), name it in the environment variable CXX, or set training.compile = 'off'"
         )
     if device == "cuda" and not has("triton"):
@@ -43,11 +44,6 @@ def compiled(module: nn.Module, mode: str, device: torch.device) -> nn.Module:
     if why is not None:
         raise ConfigError(why)
     return torch.compile(module, mode=mode)  # type: ignore[return-value]  # it is one, its stubs say a callable
-
-
-def _compilers() -> tuple[str, ...]:
-    named = os.environ.get("CXX")
-    return (named,) if named else _COMPILERS
 
 
 def _has(name: str) -> bool:

@@ -12,11 +12,12 @@ _ROOT = Path("/sys/fs/cgroup")
 
 def available_bytes() -> int:
     """Bytes that could be filled with the page cache of a file, as far as can be told."""
-    return min([psutil.virtual_memory().available, *group_limits()])
+    return min([psutil.virtual_memory().available, *group_room()])
 
 
-def group_limits(root: Path = _ROOT, membership: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """Limits of the control groups, of version 1 or 2, that this process is in. None where there are none."""
+def group_room(root: Path = _ROOT, membership: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+    """What the control groups, of version 1 or 2, that this process is in still have room for; the page cache of files
+    that are not in use makes way. None where there are no limits."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -24,16 +25,28 @@ def group_limits(root: Path = _ROOT, membership: Path = Path("/proc/self/cgroup"
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            top, name = root, "memory.max"
+            top, names = root, ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            top, name = root / "memory", "memory.limit_in_bytes"
+            top = root / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
         own = PurePosixPath(path)
         for group in (own, *own.parents):  # in a container the path may be the host's: then only the top is there
-            try:
-                text = (top / group.relative_to("/") / name).read_text().strip()
-            except (OSError, ValueError):
-                continue
-            if text.isdecimal():
-                yield int(text)
+            limit, held, idle = _numbers(top / group.relative_to("/"), *names)
+            if limit is not None:
+                yield max(0, limit - max(0, (held or 0) - (idle or 0)))
+
+
+def _numbers(folder: Path, limit: str, held: str, idle: str) -> tuple[int | None, int | None, int | None]:
+    """None for each that is not there, or is no number."""
+    found = []
+    for name in (limit, held, "memory.stat"):
+        try:
+            text = (folder / name).read_text().strip()
+        except (OSError, ValueError):
+            text = ""
+        if name == "memory.stat":
+            text = dict(line.partition(" ")[::2] for line in text.splitlines()).get(idle, "")
+        found.append(int(text) if text.isdecimal() else None)
+    return found[0], found[1], found[2]

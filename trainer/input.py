@@ -104,6 +104,8 @@ class Staging:
         self._host = [tuple(torch.empty(shape, pin_memory=pinned) for shape in shapes) for _ in range(slots)]
         self._there = [tuple(torch.empty(shape, device=device) for shape in shapes) for _ in range(slots)]
         self._copied, self._used = ([self._module.Event() for _ in range(slots)] for _ in range(2))
+        for slot in range(slots):  # what computes may still be at work in memory that was free for these
+            self.release(slot)
 
     def fill(self, slot: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Gather a batch, and have it copied; by one thread at a time."""
@@ -127,6 +129,11 @@ class Staging:
     def release(self, slot: int) -> None:
         """What was asked of the stream that computes so far is the last that needs this batch."""
         self._used[slot].record(self._module.current_stream())
+
+    def close(self) -> None:
+        """Copies are done: their memory may be given away."""
+        for event in self._copied:
+            event.synchronize()
 
 
 class BatchLoader:
@@ -182,7 +189,9 @@ class BatchLoader:
 
     def close(self) -> None:
         if self._pool is not None:
-            self._pool.shutdown()
+            self._pool.shutdown(cancel_futures=True)  # what is being gathered right now ends first
+        if self._staging is not None:
+            self._staging.close()
 
     def _choose_gpu(self) -> None:
         """The current GPU is each thread's own: without this, pinning would open a context on the first one."""

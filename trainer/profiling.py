@@ -195,9 +195,10 @@ class StepProfiler:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        if torch.autograd._profiler_enabled():  # two at once end in a crash
+        # Two at once end in a crash. One of all threads is known to the second of these only.
+        if torch.autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled:
             return self._failed(step, "the model's own code is tracing already")
-        profile = torch.profiler.profile(activities=activities)
+        profile = torch.profiler.profile(activities=activities, experimental_config=_all_threads())
         try:
             profile.start()
         except Exception as error:  # CUPTI is taken, or not permitted
@@ -232,6 +233,11 @@ class StepProfiler:
             self.reporter.emit("error", message=f"the trace {path} was not written: {error}", fatal=False)
             return
         self.reporter.emit("profile", step=step, steps=steps, path=path, top=top)
+
+
+def _all_threads() -> Any:
+    """Collectives happen on a thread that was there before."""
+    return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 
 
 def top_operations(profile: torch.profiler.profile, on_gpu: bool) -> list[dict[str, Any]]:

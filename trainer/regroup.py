@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from trainer.generation import START, Generation
 from trainer.group import GroupError
 from trainer.input import BatchLoader
 from trainer.membership import NoGenerationError
-from trainer.memory import Fit, smaller
+from trainer.memory import Fit, give_back_freed_memory, smaller
 from trainer.metrics import Reporter, StepWindow, sinks_of
 from trainer.monitor import NodeMonitor
 from trainer.outcome import OutOfMemoryError, raise_if_ended
@@ -194,8 +195,11 @@ def use_less_memory(trainer: DistributedTrainer, error: Exception) -> None:
     """Out of memory: smaller parts, on all ranks, and the step once more (D4). `OutOfMemoryError` at the end of that
     road, or where ranks cannot agree because their world is fixed."""
     fit = smaller(trainer.step.fit, trainer.config.micro_batch_floor)
+    traceback.clear_frames(error.__traceback__)  # which hold the activations of the pass that failed
     if trainer.device.type == "cuda":
         torch.cuda.empty_cache()
+    else:
+        give_back_freed_memory()
     if fit is None or (trainer.elastic is None and trainer.world.world_size > 1):
         now = trainer.step.fit
         raise OutOfMemoryError(

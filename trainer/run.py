@@ -34,7 +34,7 @@ from trainer.generation import START
 from trainer.group import GroupError
 from trainer.input import Batch, BatchLoader, keep_on_gpu
 from trainer.losses import build_loss
-from trainer.memory import is_out_of_memory, keep_freed_memory
+from trainer.memory import give_back_freed_memory, is_out_of_memory, keep_freed_memory
 from trainer.metrics import Reporter, StepWindow
 from trainer.model import build_model
 from trainer.monitor import NodeMonitor
@@ -106,7 +106,7 @@ class DistributedTrainer:
         self.device, _ = choose_device(facts, self.config.backend)
         threads = self.config.threads_per_rank
         if threads is None and "OMP_NUM_THREADS" not in os.environ:  # which the launcher knows better than we do
-            threads = max(1, (os.cpu_count() or 1) // facts.local_world_size)
+            threads = max(1, len(os.sched_getaffinity(0)) // facts.local_world_size)
         if threads is not None:
             torch.set_num_threads(threads)  # before there are other threads, which keep what they begin with
         if self.device.type == "cpu":
@@ -126,10 +126,12 @@ class DistributedTrainer:
         self.phase("startup")
 
     def setup_data_parallel(self, model: nn.Module) -> nn.Module:
-        """The model on this rank's device, its gradients summed over ranks; as it is in a world of one."""
+        """The model on this rank's device, its gradients summed over ranks in each backward pass through its outputs,
+        in a training loop of the caller's own; as it is in a world of one."""
         untimed = replace(self.config, timing=False)  # nobody takes the marks away
         step = Step(model.to(self.device), self.criterion, untimed, self.device, self.faults)
         step.adopt(self.world)
+        step.sync.sum_each_pass(step.model, step.module)
         return step.model
 
     def setup(self) -> None:
@@ -178,6 +180,7 @@ class DistributedTrainer:
                     self.train_epoch(self.loader.batches(epoch, first_step), epoch)
                     continue
                 self.profiler.close(self.progress.step)
+                give_back_freed_memory()
                 return finish(self)
             except BudgetSpent as spent:
                 budget.save(self, spent)
@@ -197,6 +200,7 @@ class DistributedTrainer:
     def train_epoch(self, dataloader: Iterable[Batch], epoch: int = 0) -> dict[str, float]:
         """Train on the batches of (the rest of) an epoch; the mean loss over them and all ranks."""
         self.step.module.train()
+        self.step.check_parameters()
         self.step.timer.mark(None)
         self.watchdog.progress(self.progress.step)
         totals = {"loss_sum": 0.0, "samples": 0.0}
@@ -377,6 +381,7 @@ class DistributedTrainer:
                 "evaluation", step=self.progress.step, split="valid", loss=result.loss, metrics=result.metrics,
                 seconds=time.monotonic() - began,
             )  # fmt: skip
+        give_back_freed_memory()
         self.phase("evaluation")
         self.step.timer.mark(None)
         progress = self.progress

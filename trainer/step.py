@@ -82,6 +82,7 @@ class Step:
         self._statistics = [item for item in module.modules() if item._buffers and not isinstance(item, Standardize)]
         """Whatever may have running statistics."""
         self._commit: Future[Any] | None = None
+        self._is_checkpointed = False
 
     def adopt(self, world: World) -> None:
         """Work in this world from now on; waits for its group. All state must be equal on all its ranks already."""
@@ -92,10 +93,21 @@ class Step:
         self.sync = GradientSynchronizer(world, self.faults, self.timer, config=self.config)
         self.sync.wrap(self.module)
 
+    def check_parameters(self) -> None:
+        """`ConfigError` where the model has unfrozen some: nobody would sum or clear their gradients."""
+        known = set(map(id, self.parameters))
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ConfigError(
+                    f"{name} was frozen when training began and is not any more: freeze and unfreeze parameters where "
+                    "the model is made; to train some of them later, let the model leave them out (detach) until then"
+                )
+
     def limit(self, fit: Fit) -> None:
         """Let no more samples through the model at once than this (D4)."""
         self.fit = fit
-        if fit.activation_checkpointing:
+        if fit.activation_checkpointing and not self._is_checkpointed:
+            self._is_checkpointed = True
             checkpoint_activations(self.module)
             if self.config.compile != "off":  # what was compiled before keeps all activations
                 torch.compiler.reset()
@@ -181,7 +193,8 @@ class Step:
             if is_last and self.device.type == "cpu":  # a GPU's losses are not there yet
                 sync.behind = partial(self._submit_commit, batch, votes, sums)
             self.scaler.scale(loss).backward(share)
-            self.timer.mark(sync.after_backward(is_last))
+            if not is_last:  # which `GradientSynchronizer.finish` waits for
+                self.timer.mark("backward")
         return sums
 
     def _seed(self, seed: int) -> None:
@@ -208,7 +221,7 @@ class Step:
         """Agree right behind the last gradients: nobody has to wake up in between."""
         assert self.world.group is not None
         broken = not all(math.isfinite(loss.item()) for loss in losses)
-        counts = _counts(batch, votes, broken)
+        counts = _counts(batch, votes, broken, self.sync.without())
         self._commit = self.world.group.submit(_COMMIT, partial(_summed, counts), counts.nbytes)
 
     def _agree(self, batch: Batch, votes: Votes, loss_sum: float, grad_norm: float) -> StepResult | None:
@@ -220,12 +233,13 @@ class Step:
             counts = commit.result()
         else:
             broken = not (math.isfinite(loss_sum) and is_finite)
-            counts = self.world.sum(_counts(batch, votes, broken), _COMMIT)
-        broken_on, leaving, regroup, cut_off, budget, samples, digest = counts.tolist()
+            counts = self.world.sum(_counts(batch, votes, broken, self.sync.without()), _COMMIT)
+        broken_on, leaving, regroup, cut_off, budget, samples, digest, *without = counts.tolist()
         if broken_on or not is_finite:  # what was summed is the same on all ranks
             return None
         if samples != batch.samples:
             raise RuntimeError(f"the ranks used {samples} samples of a batch of {batch.samples}: they disagree")
+        self.sync.settle(without)
         return StepResult(loss_sum, grad_norm, Votes(leaving, regroup, cut_off, budget), digest)
 
     def state_dict(self) -> dict[str, Any]:
@@ -236,10 +250,10 @@ class Step:
         self.scaler.load_state_dict(state["scaler"])
 
 
-def _counts(batch: Batch, votes: Votes, broken: bool) -> Tensor:
-    """What ranks sum when they commit a step."""
+def _counts(batch: Batch, votes: Votes, broken: bool, without: list[int]) -> Tensor:
+    """What ranks sum when they commit a step. ``without``: see `GradientSynchronizer.without`."""
     voted = (votes.leaving, votes.regroup, votes.cut_off, votes.budget)
-    return torch.tensor((broken, *voted, batch.local_samples, batch.digest), dtype=torch.int64)
+    return torch.tensor((broken, *voted, batch.local_samples, batch.digest, *without), dtype=torch.int64)
 
 
 def _summed(tensor: Tensor, transport: Transport) -> Tensor:

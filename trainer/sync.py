@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from trainer.buckets import Bucket, Buckets, divide
 from trainer.choice import Automatic
@@ -22,7 +23,7 @@ from trainer.compression import Computing, Scheme, check, make_scheme
 from trainer.config import DistributedTrainingConfig
 from trainer.faults import Faults
 from trainer.group import Transport
-from trainer.timing import Segment, StepTimer
+from trainer.timing import StepTimer
 from trainer.world import World
 
 if TYPE_CHECKING:
@@ -45,15 +46,24 @@ class GradientSynchronizer:
         self._scheme: Scheme
         self._automatic: Automatic | None = None
         self.buckets: Buckets | None = None
+        self._is_overlapped = False
+        """Are the buckets what is summed?"""
+        self._pass = -1
+        """Autograd's number of the latest backward pass, where `sum_each_pass` minds them."""
         self.behind: Callable[[], object] | None = None
-        """Called when the last bucket was handed over: what it submits comes right after that, without a wait."""
+        """Called when the last bucket was handed over: what it submits comes right after that, without a wait. By then
+        it is known what has no gradient."""
         check(self.config)
 
     def wrap(self, module: nn.Module) -> None:
         """From now on, a backward pass through this module sums its gradients over ranks. Its parameters must be equal
         on all ranks already. Waits for the group; raises `GroupError`."""
         group = self.world.group
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if group is None or self.world.topology == "star":
+            if self.config.compile == "reduce-overhead":
+                # CUDA graphs give gradients in memory that their next run writes to, so they need a place of their own.
+                self.buckets = Buckets(parameters, _not_summed)
             return
         group.run("forming the group", _nothing)
         self._nodes = self.world.gather(self.world.facts.node_rank)
@@ -63,8 +73,7 @@ class GradientSynchronizer:
             self._automatic = Automatic(self.world, self._nodes, self.config.topk_fraction, may_drop)
             kind = self._automatic.present
         self._scheme = make_scheme(kind, self._nodes, self.config.topk_fraction)
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.buckets = Buckets(parameters, self._sum_bucket, self.world.world_size)
+        self.buckets, self._is_overlapped = Buckets(parameters, self._sum_bucket), True
 
     def unwrap(self) -> None:
         if self.buckets is not None:
@@ -79,18 +88,22 @@ class GradientSynchronizer:
             parameter.grad = None
 
     def only_the_last(self, is_last: bool) -> None:
-        """Accumulate without communicating, in all but a step's last backward pass."""
+        """Before each backward pass: accumulate without communicating, in all but a step's last one."""
         if self.buckets is not None:
-            self.buckets.summing = is_last
-
-    def after_backward(self, is_last: bool) -> Segment:
-        """What a backward pass was doing when it returned: the last one waits for the sums."""
-        return "exposed" if is_last and self.buckets is not None else "backward"
+            self.buckets.begin(is_last)
 
     def finish(self, wrapped: nn.Module) -> None:
-        """After the last backward pass: in parameter-server mode, the gradients' way to rank 0 and back."""
+        """After the last backward pass: wait for the sums; in parameter-server mode, the gradients' way to rank 0 and
+        back."""
         group = self.world.group
-        if group is None or self.buckets is not None:
+        if self.buckets is not None:
+            self.buckets.finish()
+            if self._is_overlapped:
+                self.timer.mark("exposed")
+                return
+            self.buckets.settle(self.buckets.without(), 1)
+        self.timer.mark("backward")
+        if group is None:
             return
         self.faults.reach("all_reduce", self.step)
         parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
@@ -106,6 +119,49 @@ class GradientSynchronizer:
                 item.grad = grad.copy_(flat[at : at + grad.numel()].view_as(grad))
                 at += grad.numel()
         self.timer.mark("exposed")
+
+    def without(self) -> list[int]:
+        """What ranks must sum after `finish`, for `settle`: 1 for each parameter that this one has no gradient for."""
+        return self.buckets.without() if self.buckets is not None and self._is_overlapped else []
+
+    def settle(self, ranks_without: list[int]) -> None:
+        """What no rank has a gradient for is left alone."""
+        if self.buckets is not None and self._is_overlapped:
+            self.buckets.settle(ranks_without, self.world.world_size)
+
+    def sum_each_pass(self, model: nn.Module, module: nn.Module) -> None:
+        """For a loop that calls none of these methods, but ``model``, which is called instead of the wrapped module:
+        each backward pass through its outputs adds the sum over ranks to gradients that are equal on all of them."""
+        if self.world.group is None:
+            return
+
+        def mind(_: nn.Module, __: Any, outputs: Any) -> None:
+            for output in tree_leaves(outputs):
+                if isinstance(output, Tensor) and output.requires_grad:
+                    output.register_hook(begin)
+
+        def begin(_: Tensor) -> None:
+            # Before any parameter's gradient, and in the outermost pass, which is the one to be waited for.
+            number = torch._C._current_graph_task_id()
+            if number != self._pass:
+                self._pass = number
+                self._begin_pass(module)
+                torch.autograd.Variable._execution_engine.queue_callback(end)
+
+        def end() -> None:
+            self.finish(module)
+            if without := self.without():
+                self.settle(self.world.sum(torch.tensor(without)).tolist())
+
+        model.register_forward_hook(mind)
+
+    def _begin_pass(self, module: nn.Module) -> None:
+        if self.buckets is not None:
+            self.buckets.begin()
+            self.buckets.take_as_they_are()
+        for parameter in module.parameters():
+            if self.world.rank > 0 and parameter.requires_grad and parameter.grad is not None:
+                parameter.grad.zero_()  # what was summed before counts once
 
     def review(self, window: Window) -> dict[str, Any] | None:
         """After a window of `trainer.communication`, between steps: is what ``auto`` does still the best? What a
@@ -124,10 +180,10 @@ class GradientSynchronizer:
             self.faults.reach("all_reduce", self.step)
         if bucket.is_last():
             self.timer.mark("backward")  # what is left of it is the others' and the network's
-        group, scheme, gradients = self.world.group, self._scheme, bucket.gradients
+        group, scheme, gradients = self.world.group, self._scheme, bucket.buffer()
         assert group is not None
         what = _bucket_name(bucket.index(), gradients.nbytes)
-        work = partial(_sum_by, scheme, bucket.buffer(), bucket.index(), self.step, group.computing)
+        work = partial(_sum_by, scheme, gradients, bucket.index(), self.step, group.computing)
         future = group.submit(what, work, scheme.bytes_of(gradients))
         if bucket.is_last() and self.behind is not None:
             self.behind()
@@ -145,6 +201,12 @@ def _sum_by(
 
 
 def _nothing(_: Transport) -> None: ...
+
+
+def _not_summed(_: Bucket) -> Future[Any]:
+    done: Future[Any] = Future()
+    done.set_result(None)
+    return done
 
 
 @lru_cache(maxsize=1024)

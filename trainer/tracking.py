@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 _SQLITE = "sqlite:///"
+_log = logging.getLogger(__name__)
 PATIENCE_SECONDS = 120.0
 """MLflow makes its tables within seconds; on a machine that is used up, within a minute."""
 
@@ -42,6 +44,9 @@ def opening(tracking_uri: str) -> Iterator[None]:
                 break
             except BlockingIOError:
                 time.sleep(0.05)
+            except OSError as error:  # a file system without locks, as some of NFS are
+                _log.warning("%s cannot be locked (%s): going on without", lock.name, error)
+                break
         yield
 
 

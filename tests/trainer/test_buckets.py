@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_ranks import KINDS, answer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from worlds import FORKS
 
 from trainer.buckets import Buckets, divide
-from trainer.config import DistributedTrainingConfig
+from trainer.config import ConfigError, DistributedTrainingConfig, parse_job
 from trainer.faults import Faults
 from trainer.group import Group, make_torch_transport
 from trainer.input import Batch
+from trainer.run import DistributedTrainer
 from trainer.step import Step, Votes
+from trainer.sync import GradientSynchronizer
+from trainer.timing import StepTimer
 from trainer.world import RankFacts, World
 
 CPU = torch.device("cpu")
@@ -94,6 +103,192 @@ def test_two_ranks_do_what_one_does_whatever_they_use(signs: tuple[float, ...], 
         assert torch.equal(value, before[name]) == (not is_used)
 
 
+class Odd(nn.Module):
+    """Weights that do not lie in memory row by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.turned = nn.Parameter(torch.randn(6, 4).t())
+        self.conv = nn.Conv2d(4, 3, 2, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.last = nn.Linear(12, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.conv((x.flatten(1) @ self.turned.t()).view(-1, 4, 1, 1)).flatten(1))
+
+
+class Reentrant(nn.Module):
+    """Two parts inside which a backward pass of their own begins; ``tied``: with the same parameters."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.body = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.head = self.body if tied else nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.body, self.first(x.flatten(1)).tanh(), use_reentrant=True)
+        return checkpoint(self.head, x.tanh(), use_reentrant=True)
+
+
+@pytest.mark.parametrize("bytes_", [1 << 20, 100])
+@pytest.mark.parametrize("kind", [Odd, Reentrant])
+def test_two_ranks_do_what_one_does_whatever_the_model_is(kind: Callable[[], nn.Module], bytes_: int) -> None:
+    parts = [part(number, 1) for number in range(4)]
+
+    def trained(net: nn.Module, world: World, mine: tuple[Any, ...]) -> dict[str, Tensor]:
+        step = Step(net, Squared(), DistributedTrainingConfig(), CPU, Faults({}, 0))
+        step.adopt(world)
+        for number in range(3):
+            step(Batch(16, mine, digest=0), number, 0.1, Votes())
+        return net.state_dict()
+
+    nets = [kind() for _ in range(3)]
+    expected = trained(nets[2], ALONE, tuple(parts))
+    with mock.patch.multiple("trainer.buckets", FIRST_BYTES=bytes_, MOST_BYTES=bytes_):
+        found = on_two_ranks(lambda world: trained(nets[world.rank], world, tuple(parts[world.rank :: 2])))
+    for name, value in expected.items():
+        assert torch.equal(found[0][name], found[1][name])
+        torch.testing.assert_close(found[0][name], value, msg=name)
+
+
+def test_a_parameter_in_two_reentrant_parts_is_refused_not_summed_too_early() -> None:
+    nets = [Reentrant(tied=True) for _ in range(2)]
+
+    def work(world: World) -> None:
+        step = Step(nets[world.rank], Squared(), DistributedTrainingConfig(), CPU, Faults({}, 0))
+        step.adopt(world)
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            step(Batch(8, (part(world.rank, 1),), digest=0), 0, 0.1, Votes())
+
+    on_two_ranks(work)
+
+
+@pytest.mark.parametrize("communication", ["fp16", "topk"])
+def test_ranks_stay_equal_where_what_they_use_changes_and_small_values_are_dropped(communication: Any) -> None:
+    config = DistributedTrainingConfig(communication=communication, topk_fraction=0.03, weight_decay=0.5)
+    nets = [Choosy() for _ in range(2)]
+    before = copy.deepcopy(nets[0].state_dict())
+
+    def work(world: World) -> dict[str, Tensor]:
+        step = Step(nets[world.rank], Squared(), config, CPU, Faults({}, 0))
+        step.adopt(world)
+        for number in range(12):
+            sign = 1 if (world.rank + number) % 2 else -1
+            step(Batch(8, (part(2 * number + world.rank, sign),), digest=0), number, 0.1, Votes())
+        return nets[world.rank].state_dict()
+
+    one, other = on_two_ranks(work)
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+        assert torch.equal(value, before[name]) == name.startswith("never")
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_loop_of_the_callers_own_gets_sums_over_ranks(to_none: bool) -> None:
+    """It accumulates over two passes, one of which is lost, and knows nothing of buckets."""
+
+    class Lost(Exception):
+        pass
+
+    def lose(_: Tensor) -> None:
+        raise Lost
+
+    def gradients(model: nn.Module, net: Choosy, ranks: tuple[int, ...]) -> list[dict[str, Tensor | None]]:
+        optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.5)
+        found = []
+        for number in range(4):
+            for again in range(2 if number == 1 else 1):
+                optimizer.zero_grad(set_to_none=to_none or number == 2)
+                if number == 1 and not again:
+                    broken = net.always.weight.register_hook(lose)
+                    with pytest.raises(Lost):
+                        model(part(99, 1)[1]).sum().backward()
+                    broken.remove()
+            for micro in range(2):
+                for rank in ranks:
+                    _, windows, target = part(100 * number + 10 * micro + rank, 1 if rank or number % 2 else -1)
+                    Squared()(model(windows), target).sum().backward()
+            optimizer.step()
+            found.append({name: None if one.grad is None else one.grad.clone() for name, one in net.named_parameters()})
+        return found
+
+    def work(world: World) -> list[dict[str, Tensor | None]]:
+        trainer = DistributedTrainer(job)
+        trainer.device, trainer.world, trainer.criterion, trainer.faults = CPU, world, Squared(), Faults({}, 0)
+        net = nets[world.rank]
+        return gradients(trainer.setup_data_parallel(net), net, (world.rank,))
+
+    job = parse_job('{"job_id": "loop", "run_dir": "/nowhere", "dataset": {"uri": "/nowhere"}}')
+    nets = [Choosy() for _ in range(3)]
+    expected = gradients(nets[2], nets[2], (0, 1))
+    with mock.patch.multiple("trainer.buckets", FIRST_BYTES=100, MOST_BYTES=100):
+        for found in on_two_ranks(work):
+            for mine, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_parameters_that_are_unfrozen_later_or_lie_elsewhere_are_refused() -> None:
+    net = Choosy().requires_grad_(False)
+    net.always.requires_grad_(True)
+    step = Step(net, Squared(), DistributedTrainingConfig(), CPU, Faults({}, 0))
+    step.check_parameters()
+    net.positive.weight.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"positive.weight was frozen .*detach"):
+        step.check_parameters()
+    with pytest.raises(ConfigError, match="parameters on cpu and meta"):
+        divide([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, device="meta"))])
+
+
+def test_cuda_graphs_find_gradients_in_memory_that_stays() -> None:
+    """Without a GPU: the place of each gradient is the bucket's, and what is unused has none."""
+    net = Choosy()
+    config = DistributedTrainingConfig(compile="reduce-overhead")
+    sync = GradientSynchronizer(ALONE, Faults({}, 0), StepTimer(False, CPU), config)
+    sync.wrap(net)
+    for _ in range(2):
+        sync.clear(list(net.parameters()))
+        assert net.always.weight.grad is not None
+        place = net.always.weight.grad.data_ptr()
+        sync.only_the_last(True)
+        net(part(0, 1)[1]).sum().backward()
+        sync.finish(net)
+        assert net.always.weight.grad.data_ptr() == place
+        assert net.always.weight.grad.count_nonzero()
+        assert net.negative.weight.grad is None
+        assert net.never.weight.grad is None
+
+
+@pytest.fixture(scope="module")
+def ddp_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Connection]]:
+    store = str(tmp_path_factory.mktemp("ddp") / "store")
+    ours, theirs = zip(*(FORKS.Pipe() for _ in range(2)), strict=True)
+    ranks = [FORKS.Process(target=answer, args=(rank, store, theirs[rank])) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    yield list(ours)
+    for rank, pipe in zip(ranks, ours, strict=True):
+        if rank.is_alive():
+            pipe.send(None)
+        rank.join(10)
+        rank.kill()
+
+
+@settings(max_examples=40)
+@given(data=st.data(), seed=st.integers(0, 1000), bytes_=st.sampled_from([1, 100, 1 << 20]))
+def test_gradients_are_those_of_distributed_data_parallel(
+    ddp_ranks: list[Connection], data: st.DataObject, seed: int, bytes_: int
+) -> None:
+    kinds = data.draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=5))
+    used = st.lists(st.integers(0, len(kinds) - 1), max_size=4)
+    uses = data.draw(st.lists(st.lists(used, min_size=1, max_size=3), min_size=2, max_size=2))
+    for pipe in ddp_ranks:
+        pipe.send((seed, kinds, uses, bytes_))
+    for pipe in ddp_ranks:
+        assert pipe.poll(60), "a rank is gone"
+        assert pipe.recv() == []
+
+
 def test_a_bucket_is_handed_over_before_the_backward_pass_is_over() -> None:
     class Over:
         def result(self) -> None:
@@ -110,13 +305,15 @@ def test_a_bucket_is_handed_over_before_the_backward_pass_is_over() -> None:
             order.append(f"bucket {bucket.index()}{' is the last' if bucket.is_last() else ''}")
             return Over()
 
-        buckets = Buckets(parameters, hand_over, 2)
+        buckets = Buckets(parameters, hand_over)
     buckets.clear()
-    buckets.summing = False
+    buckets.begin(summing=False)
     net(torch.ones(1, 8)).sum().backward()
     assert order == ["first layer"]
-    buckets.summing = True
+    buckets.begin()
     net(torch.ones(1, 8)).sum().backward()
+    assert order[1:] == ["bucket 0", "first layer", "bucket 1 is the last"]
+    buckets.finish()
     assert order[1:] == ["bucket 0", "first layer", "bucket 1 is the last", "waited", "waited"]
     for bucket in buckets.buckets:
         assert all(one.grad is view for one, view in zip(bucket.parameters, bucket.views, strict=True))

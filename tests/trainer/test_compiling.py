@@ -40,7 +40,8 @@ class Blocks(nn.Module):
     [
         ("reduce-overhead", "cpu", {"g++"}, r"'reduce-overhead' means CUDA graphs.* use 'default' or 'off'"),
         ("default", "cpu", set(), r"C\+\+ compiler.* or set training.compile = 'off'"),
-        ("default", "cpu", {"clang++"}, None),
+        ("default", "cpu", {"clang++"}, r"\(g\+\+\).* name it in the environment variable CXX"),
+        ("default", "cpu", {"g++"}, None),
         ("default", "cuda", {"g++"}, r"package triton"),
         ("reduce-overhead", "cuda", {"triton"}, None),
     ],

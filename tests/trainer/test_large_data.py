@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from memory_group import memory_group
 
-from trainer.host_memory import group_limits
+from trainer.host_memory import group_room
 
 FEATURES, WINDOW = 8, 60
 LIMIT = 48 << 20
@@ -152,8 +152,10 @@ def test_the_tightest_group_counts_whatever_the_version(tmp_path: Path) -> None:
         "memory/job/memory.limit_in_bytes": "5000",
         "slice/memory.max": "max",
         "slice/unit/memory.max": "7000",
+        "slice/unit/memory.current": "4000",
+        "slice/unit/memory.stat": "anon 2500\ninactive_file 1000\nactive_file 500",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
-    assert sorted(group_limits(tmp_path, membership)) == [5000, 7000, 9223372036854771712]
-    assert list(group_limits(tmp_path, tmp_path / "none")) == []
+    assert sorted(group_room(tmp_path, membership)) == [4000, 5000, 9223372036854771712]
+    assert list(group_room(tmp_path, tmp_path / "none")) == []

@@ -158,7 +158,9 @@ def test_the_world_size_does_not_change_the_losses(
             assert item["samples_per_second"] * item["step_seconds"] * len(steps) == pytest.approx(count)
         for rank in range(2):  # T5
             trace = json.loads((job.run_dir / f"profile/trace-r{rank:05d}-s000002.json").read_text())
-            assert any(event.get("name") == WAITING for event in trace["traceEvents"])
+            names = {event.get("name") for event in trace["traceEvents"]}
+            assert WAITING in names
+            assert any("gloo" in str(name) for name in names), "the sums, on the communication thread"
             assert sum(event.get("name", "").startswith("Optimizer.step#") for event in trace["traceEvents"]) == 2
     for mine, theirs in zip(whole.events("evaluation"), job.events("evaluation"), strict=True):
         assert theirs["loss"] == pytest.approx(mine["loss"], rel=1e-5)

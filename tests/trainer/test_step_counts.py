@@ -34,9 +34,10 @@ from trainer.world import RankFacts, World
 
 CPU = torch.device("cpu")
 SIZE, STEPS = 64, 12
-MORE_CALLS, MORE_OPERATIONS = 50, 2
+MORE_CALLS, MORE_OPERATIONS = 70, 2
 """In a whole step, its input and its bookkeeping included, than in the bound: calls of functions, written in Python or
-in C, and operations of torch. No more than there were when this was written, but for three calls."""
+in C, and operations of torch. No more than there were when this was written, but for some twenty calls: which ones an
+interpreter counts differs between versions of Python."""
 
 
 class Operations(TorchDispatchMode):
@@ -177,4 +178,5 @@ def test_two_ranks_exchange_their_gradients_and_one_line_and_nothing_else(datase
     with ThreadPoolExecutor(2) as pool:
         [one, other] = pool.map(work, range(2))
     weights = sum(parameter.nbytes for parameter in models[0].parameters())
-    assert one == other == 3 * [("all-reduce of gradient bucket 0", weights), ("commit of the step", 7 * 8)]
+    line = 8 * (7 + len(list(models[0].parameters())))
+    assert one == other == 3 * [("all-reduce of gradient bucket 0", weights), ("commit of the step", line)]
