@@ -13,8 +13,8 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from trainer.candidates import FIELDS, KNOBS, LAYOUT
 from trainer.config import ConfigError, JobConfig
-from trainer.search import FIELDS, KNOBS, LAYOUT
 from trainer.storage import Storage
 
 

@@ -1,4 +1,4 @@
-"""What runs on the nodes: a DDP trainer that knows a run directory, and neither Dagster, nor Azure, nor dollars.
+"""What runs on the nodes: a trainer, data-parallel, that knows a run directory, and neither Dagster, Azure nor dollars.
 
 Importing this package is cheap: torch is imported by the modules that compute (`shards`, `model`, `step`, `run`…),
 never by those that only describe (`config`, `rundir`, `storage`), which the orchestrator reads too.

@@ -29,11 +29,12 @@ from dtrain_dagster.jobs import fingerprint
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.tuned import Tuned
+from trainer.candidates import Candidate
 from trainer.config import ConfigError, DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig
+from trainer.contestant import Contestant
 from trainer.rundir import RunDir
-from trainer.search import Candidate
 from trainer.spec import DataSpec
-from trainer.tune import Contestant, Tuner, with_layout
+from trainer.tune import Tuner, with_layout
 
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
 SMALL = ("--set", "training.batch_size_per_gpu=32")

@@ -10,27 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.candidates import COMPILE_SECONDS, KNOBS, Candidate, Facts, depths, groups, layouts, share, thread_counts
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.search import (
-    COMPILE_SECONDS,
-    KNOBS,
-    LEAST_GAIN,
-    OUT_OF_MEMORY,
-    Candidate,
-    Facts,
-    Learned,
-    Search,
-    depths,
-    gains,
-    groups,
-    layouts,
-    objection,
-    pays,
-    race,
-    share,
-    thread_counts,
-    tolerated,
-)
+from trainer.search import LEAST_GAIN, OUT_OF_MEMORY, Learned, Search, gains, objection, pays, race, tolerated
 
 FACTS = Facts(world_size=2, local_world_size=1, cores=8, ranks_per_host=2)
 CONFIG = DistributedTrainingConfig(world_size=2, batch_size_per_gpu=64, gradient_accumulation_steps=4)
