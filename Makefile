@@ -45,7 +45,9 @@ ui: setup  ## the Dagster UI on http://127.0.0.1:3000 (PORT=… for another)
 
 test: setup  ## all tests (browser tests want Chromium: installed where that is possible)
 	@command -v chromium >/dev/null || ./tests/install_chromium.sh
-	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not browser"
+	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not browser" || \
+	  { test $$? = 1 && echo "what failed beside other tests is repeated alone; it fails here as well where it is broken" && \
+	    python -m pytest --last-failed --last-failed-no-failures none -m "not browser"; }
 	@python -m pytest -m browser  # alone: a page that is rendered on a busy machine runs into the browser's own timeouts
 
 test-fast: setup  ## tests that start no world of processes and no browser

@@ -60,7 +60,8 @@ def main(folder: str, generation: int, saves: int) -> None:
     rundir = RunDir(folder)
 
     def report(kind: str, **fields: Any) -> None:
-        print(json.dumps({"kind": kind, "step": fields["step"], "message": fields.get("message")}), flush=True)
+        if fields.get("gives_up", True):  # else it is tried again: its folder was swept away while it wrote, say
+            print(json.dumps({"kind": kind, "step": fields["step"], "message": fields.get("message")}), flush=True)
 
     checkpoints = CheckpointManager(rundir, 3, "this", report)
     if generation > 1:

@@ -53,7 +53,7 @@ def test_a_step_is_retried_then_goes_through_one_rank_and_all_reduce_comes_back(
     """Node 1 comes too late to its all-reduce four times in a row; nobody is lost."""
     late = {"kind": "sleep", "at": "all_reduce", "step": 7, "node": 1, "seconds": 2.5}
     nodes = begin(
-        collective_timeout_seconds=1, peer_timeout_seconds=15, health_check_seconds=1, allreduce_retry_seconds=0.2
+        collective_timeout_seconds=1, peer_timeout_seconds=15, health_check_seconds=1, allreduce_retry_seconds=0.01
     ).start(faults=(late,) * 4)
     assert nodes.wait() == [0, 0, 0], nodes.log()
     job = nodes.job
