@@ -119,6 +119,8 @@ class DistributedTrainingConfig:
 
     threads_per_rank: int | None = Field(default=None, ge=1)
     """Intra-op threads of torch; None: OMP_NUM_THREADS, else the machine's cores divided by the ranks on it."""
+    bind_cores: bool = True
+    """Where the ranks of a host take all of its cores and compute on them, each has its own (`trainer.cores`)."""
     collective_timeout_seconds: float = Field(default=60.0, gt=0)
     """How long a collective may wait for a peer (D3)."""
     max_node_seconds: float | None = Field(default=None, gt=0)

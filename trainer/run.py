@@ -26,6 +26,7 @@ from trainer.budget import COMMIT_SECONDS, Budget, BudgetSpent
 from trainer.checkpoint import CheckpointManager
 from trainer.communication import CommunicationProfiler, Window
 from trainer.config import ConfigError, JobConfig
+from trainer.cores import AVAILABLE
 from trainer.elastic import Elastic
 from trainer.evaluate import EVAL_BATCH, evaluate
 from trainer.faults import Faults
@@ -106,7 +107,7 @@ class DistributedTrainer:
         self.device, _ = choose_device(facts, self.config.backend)
         threads = self.config.threads_per_rank
         if threads is None and "OMP_NUM_THREADS" not in os.environ:  # which the launcher knows better than we do
-            threads = max(1, len(os.sched_getaffinity(0)) // facts.local_world_size)
+            threads = max(1, len(AVAILABLE) // facts.local_world_size)
         if threads is not None:
             torch.set_num_threads(threads)  # before there are other threads, which keep what they begin with
         if self.device.type == "cpu":

@@ -33,6 +33,7 @@ from torch import nn
 from trainer.candidates import LAYOUT, Candidate, Facts
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig, parse_job
 from trainer.contestant import Contestant
+from trainer.cores import AVAILABLE
 from trainer.faults import Faults
 from trainer.group import GroupError
 from trainer.input import batches_ahead, fits
@@ -87,7 +88,7 @@ class Tuner:
         threads = job.training.threads_per_rank
         if threads is None:
             own = "OMP_NUM_THREADS" in os.environ
-            threads = torch.get_num_threads() if own else max(1, (os.cpu_count() or 1) // self.facts.local_world_size)
+            threads = torch.get_num_threads() if own else max(1, len(AVAILABLE) // self.facts.local_world_size)
         self.job = replace(job, training=replace(job.training, threads_per_rank=threads))
         torch.set_num_threads(threads)  # before there are other threads, which keep what they begin with
         self.seconds, self.elapsed, self.asked_to_stop = seconds, 0.0, False
@@ -116,7 +117,7 @@ class Tuner:
             keep=self.write,
             facts=Facts(
                 world_size=self.world.world_size, local_world_size=self.facts.local_world_size,
-                cores=len(os.sched_getaffinity(0)), ranks_per_host=hosts.count(platform.node()),
+                cores=len(AVAILABLE), ranks_per_host=hosts.count(platform.node()),
                 batch_matters=self._batch_matters(), fits_gpu=self._fits_gpu(),
                 batches_ahead=batches_ahead(None, self.device, False, self.shards.is_larger_than_memory),
             ),

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.cores import AVAILABLE, bind, share_of
 from trainer.generation import Generation
 from trainer.group import Group, GroupError, StarTransport, TorchTransport, Transport, make_torch_transport
 from trainer.star import Star
@@ -203,6 +204,7 @@ def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | Non
             "cluster (DTRAIN_LAUNCH in the environment), not with a fixed MASTER_ADDR"
         )
     _stay_on_loopback(facts.master_addr)
+    _bind(facts.local_rank, facts.local_world_size, device, config)
     listener = None
     under_torchrun = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # whose agent holds the store
     if facts.rank == 0 and not under_torchrun:
@@ -254,6 +256,9 @@ def form(
     rank = generation.rank_of(member)
     assert rank is not None
     size, first = len(generation.members), generation.members[0]
+    host = generation.members[rank].host
+    here = [other for other, seat in enumerate(generation.members) if seat.host == host]
+    _bind(here.index(rank), len(here), device, config)
     backend = "nccl" if generation.gpu and config.backend != "gloo" else "gloo"
     group = None
     topology = "star" if config.tls is not None else generation.topology
@@ -280,6 +285,12 @@ def form(
 
         group = Group(rank, size, open_transport, device if device.type == "cuda" else None)
     return World(facts, device, backend, generation.number, group, topology, config.solo_timeout_seconds)
+
+
+def _bind(place: int, ranks: int, device: torch.device, config: DistributedTrainingConfig) -> None:
+    """This thread, and what it starts, to the cores of the rank at this place among those of its host."""
+    if config.bind_cores and device.type == "cpu":
+        bind(share_of(place, ranks, torch.get_num_threads(), AVAILABLE))
 
 
 def own_host(environment: Mapping[str, str], facts: RankFacts) -> str:
