@@ -35,7 +35,16 @@ from trainer.communication import (
     links,
     time_links,
 )
-from trainer.group import Group, GroupError, StarTransport, TorchTransport, Transport, abandoned, make_torch_transport
+from trainer.group import (
+    SMALL_BYTES,
+    Group,
+    GroupError,
+    StarTransport,
+    TorchTransport,
+    Transport,
+    abandoned,
+    make_torch_transport,
+)
 from trainer.star import Star
 from trainer.timing import StepTimer
 from trainer.world import RankFacts, World, listen
@@ -146,6 +155,20 @@ def test_all_ranks_get_the_same(ranks: Callable[..., Ranks], kind: str) -> None:
     assert others == [one, one]
     world.close()
     assert not any(group._thread.is_alive() for group in world.groups)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("numbers", [300, SMALL_BYTES])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+def test_a_sum_has_the_same_bits_on_all_ranks(
+    ranks: Callable[..., Ranks], size: int, numbers: int, kind: torch.dtype
+) -> None:
+    """By exchange and by gloo's own all-reduce."""
+    parts = torch.randn(size, numbers, generator=torch.Generator().manual_seed(size)).to(kind)
+    found = ranks("torch", size=size).all(lambda rank: rank.sum(parts[rank.rank].clone()))
+    for other in found[1:]:
+        assert torch.equal(found[0], other)
+    torch.testing.assert_close(found[0].double(), parts.double().sum(0), rtol=0, atol=0.01)
 
 
 @pytest.mark.parametrize("kind", ["torch", "star"])

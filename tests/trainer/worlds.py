@@ -88,6 +88,10 @@ class Forked:
         self._process = FORKS.Process(target=be_rank, args=(arguments, environment, str(log)))
         self._process.start()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
+
     def poll(self) -> int | None:
         return self._process.exitcode
 
@@ -98,8 +102,8 @@ class Forked:
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        if self._process.pid is not None and self.poll() is None:
-            os.kill(self._process.pid, number)
+        if self.pid and self.poll() is None:
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         self._process.kill()

@@ -1,0 +1,63 @@
+"""Each rank on cores of its own, and gloo's threads behind those that send."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from worlds import Forked, Job
+
+from trainer.cores import AVAILABLE, bind, share_of
+
+CORES = [2, 3, 5, 7]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "shares"),
+    [
+        (2, 2, [[2, 3], [5, 7]]),
+        (4, 1, [[2], [3], [5], [7]]),
+        (3, 1, [[2], [3], [5]]),  # the rest is nobody's
+        (1, 4, [CORES]),  # nobody to wait for
+        (2, 1, [CORES] * 2),  # half of the cores idle: whichever they are
+        (5, 1, [CORES] * 5),  # more ranks than cores
+    ],
+)
+def test_ranks_that_take_all_cores_have_their_own(ranks: int, threads: int, shares: list[list[int]]) -> None:
+    assert [share_of(place, ranks, threads, CORES) for place in range(ranks)] == shares
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(AVAILABLE) < 2, reason="a core for each of two ranks is needed")
+@pytest.mark.parametrize("bound", [True, False])
+def test_two_ranks_that_share_a_host(new_job: Callable[..., Job], bound: bool) -> None:
+    each = len(AVAILABLE) // 2
+    job = new_job(world_size=2, threads_per_rank=each, bind_cores=bound, epochs=1000).start(2)
+    found = []
+
+    def trains() -> bool:
+        return bool(job.losses())
+
+    try:
+        job.signal_when(trains, number=0)
+        for process in job.processes:
+            assert isinstance(process, Forked)
+            tasks = list(Path(f"/proc/{process.pid}/task").iterdir())
+            loops = [int(task.name) for task in tasks if (task / "comm").read_text().strip() == "gloo_tcp_loop"]
+            found.append((os.sched_getaffinity(process.pid), {os.sched_getscheduler(loop) for loop in loops}))
+    finally:
+        job.kill()
+    shares = [set(share_of(rank, 2, each, AVAILABLE)) for rank in range(2)]
+    assert [cores for cores, _ in found] == (shares if bound else [set(AVAILABLE)] * 2)
+    assert [policies for _, policies in found] == [{os.SCHED_BATCH}] * 2
+
+
+def test_a_thread_that_is_bound_is_let_go_again() -> None:
+    try:
+        bind(AVAILABLE[:1])
+        assert os.sched_getaffinity(0) == set(AVAILABLE[:1])
+    finally:
+        bind(AVAILABLE)
+    assert os.sched_getaffinity(0) == set(AVAILABLE)
