@@ -17,7 +17,8 @@ lowest rate, allreduce and auto train twice, once at each end of the series. Nee
 
     auto_vs_allreduce_100mbit              how many times as long a step of the wide model takes with allreduce as with
                                            what auto has settled on: geometric mean of the two rounds; ``…_rounds``
-    auto_vs_allreduce_100mbit_whole_run    the same over all steps, those before auto has settled included
+    auto_vs_allreduce_100mbit_whole_run    the same by the clock, over the whole run: steps before auto has settled,
+                                           what it tries, and whatever else happens between steps included
     …_stock                                both of the stock model
     auto_loss_difference_100mbit_percent   how much worse the wide model's validation is after the same samples: a
                                            difference of d nats is a sample whose likelihood is lower by 1 - exp(-d).
@@ -237,7 +238,7 @@ def measured(job: worlds.Job, steps: int) -> dict[str, Any]:
         "samples": steps * job.training["world_size"] * samples_per_rank(job.training),
         "step_seconds": statistics.median(item["seconds"] for item in steady),
         "exposed_seconds": statistics.median(exposed),
-        "whole_run_step_seconds": sum(item["seconds"] * item["steps"] for item in timing) / steps,
+        "whole_run_step_seconds": (reports[-1]["time"] - began) / steps,
         "gradient_bytes": sum(item["bytes"] for item in steady[-1]["collectives"] if "bucket" in item["name"]),
         "bandwidth_bytes_per_second": max(
             (item["bandwidth_bytes_per_second"] or 0 for item in steady[-1]["collectives"] if "bucket" in item["name"]),
@@ -251,27 +252,34 @@ def measured(job: worlds.Job, steps: int) -> dict[str, Any]:
 
 
 def three_hosts(
-    folder: Path, dataset: Path, rates: Sequence[str], steps: int, steps_slow: int, loss_steps: int
-) -> dict[str, Any]:  # fmt: skip
+    folder: Path,
+    dataset: Path,
+    rates: Sequence[str],
+    models: Sequence[str],
+    steps: int,
+    steps_slow: int,
+    loss_steps: int,
+) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     figures: dict[str, Any] = {}
     last = rates[-1]
     with Hosts(3) as hosts:
         for rate in rates:
             hosts.limit(rate)
-            plan = [(model, mode, 1, 0) for model in MODELS for mode in MODES]
+            plan = [(model, mode, 1, 0) for model in models for mode in MODES]
             if rate == last:
-                plan += [("wide", mode, 2, 0) for mode in ("allreduce", "hierarchical")]
-                plan += [(model, mode, 1, 1) for model in MODELS for mode in ("auto", "allreduce")]
+                plan += [("wide", mode, 2, 0) for mode in ("allreduce", "hierarchical") if "wide" in models]
+                plan += [(model, mode, 1, 1) for model in models for mode in ("auto", "allreduce")]
             for model, mode, per_host, turn in plan:
                 count = steps_slow if rate == last and per_host == 1 else steps
                 rows.append(train(hosts, folder, dataset, rate, model, mode, count, per_host, turn))
                 shown = {name: value for name, value in rows[-1].items() if name != "curve"}
                 print(json.dumps(shown), file=sys.stderr, flush=True)
-        if loss_steps:
+        if loss_steps and "wide" in models:
             figures |= losses(hosts, folder, dataset, settled_on(rows, last), loss_steps, last)
     after_a_fixed_time(rows)
-    for model, name in (("wide", ""), ("stock", "_stock")):
+    for model in models:
+        name = "" if model == "wide" else f"_{model}"
         figures |= against_plain(rows, last, model, f"auto_vs_allreduce_{last}{{}}{name}")
     return {**figures, "rows": [{key: _rounded(value) for key, value in row.items()} for row in rows]}
 
@@ -346,6 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps-slow", type=int, default=120, help="of each at the lowest rate (120)")
     parser.add_argument("--loss-steps", type=int, default=600, help="of each of the two for the losses (600; 0: none)")
     parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES), help="of links (all), lowest last")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of the three hosts (all)")
     parser.add_argument("--folder", help="where to train (a temporary folder)")
     parser.add_argument("--save", action="store_true", help="also write the line to benchmarks/results/scaling.json")
     options = parser.parse_args(arguments)
@@ -363,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             dataset = build(folder / "short", 20, train_last="2021-06-30", valid_last="2022-03-31")
             lengths = (options.steps, options.steps_slow, options.loss_steps)
             try:
-                return three_hosts(folder, dataset, options.rates, *lengths)
+                return three_hosts(folder, dataset, options.rates, options.models, *lengths)
             except NoNamespacesError as error:
                 return {"three_hosts": f"skipped: {error}"}
 

@@ -1,7 +1,12 @@
 """What ``training.communication = "auto"`` sums gradients by: a decision from measured times, the same on all ranks.
 
 What ranks know of a window is the same on each (`trainer.communication.Window`), and so is what they decide from it.
-`link_of`, `exposed`, `expect` and `choose` are pure; `Automatic` remembers, and tries what compressing takes.
+`link_of`, `exposed`, `expect`, `choose`, `is_settled` and `rest_of` are pure; `Automatic` remembers, tries what
+compressing takes, and sounds the link.
+
+Small messages say nothing of large ones: what is left of a gradient by top-k takes a latency, and passes within the
+burst that many links allow. So what larger messages would take is never taken from them: it is what plain sums took
+when they were last seen, in steps or in a sounding, which sums one bucket as it is beside the training.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import torch
 from torch import Tensor
 
 from trainer.compression import Echo, Scheme, Wire, make_scheme
+from trainer.group import Transport
 from trainer.world import World
 
 if TYPE_CHECKING:
@@ -34,8 +40,14 @@ HANDICAP = {"topk": 1.25}
 """It sends another gradient, not only a rounded one, and must gain more for that."""
 WORTH_A_LOOK = 0.1
 """Share of a step that plain communication must expose for compressing to be tried."""
-LEAST_STEPS, AGREEING = 5, 2
-"""A window of fewer steps decides nothing; so many windows in a row must come to the same."""
+LEAST_STEPS, AGREEING, AT_ONCE = 5, 2, 2.0
+"""A window of fewer steps decides nothing; so many windows in a row must come to the same. One is enough where steps
+with plain sums are expected to take more than so many times as long: there a window costs most."""
+SUMS = 2
+"""Of a bucket, in a sounding. The last counts: by then what a link allows as a burst is used up."""
+REST, SHORTEST_REST, LONGEST_REST = 100, 10.0, 600.0
+"""Until all is looked at anew: so many times as long as a sounding takes, and at least so many seconds; twice as long
+after each look, up to so many seconds."""
 BY_NODE_LATENCIES = 2.0
 TRIALS = 3
 
@@ -108,6 +120,19 @@ def choose(present: str, expected: Mapping[str, float]) -> str:
     return next(name for name in names if seconds[name] <= best * (CLEARLY if name == present else NEARLY))
 
 
+def is_settled(present: str, verdicts: Sequence[str], expected: Mapping[str, float]) -> bool:
+    """Is the last verdict one to act on? ``verdicts``: of the latest `AGREEING` windows, or fewer."""
+    if present == PLAIN and expected[present] > AT_ONCE * expected[verdicts[-1]]:
+        return True
+    return len(verdicts) == AGREEING and len(set(verdicts)) == 1
+
+
+def rest_of(link: Link, bytes_: int, looks: int) -> float:
+    """Seconds until all is looked at anew, after so many looks. ``bytes_``: what a sounding sums."""
+    first = max(SHORTEST_REST, REST * SUMS * (link.latency_seconds + bytes_ * link.seconds_per_byte))
+    return max(first, min(LONGEST_REST, first * 2.0 ** min(looks, 20)))
+
+
 class Automatic:
     """The present choice of a world, reviewed at the end of each of its windows."""
 
@@ -118,6 +143,10 @@ class Automatic:
         self._known: dict[str, Means] = {PLAIN: Means()}
         self._off: dict[str, float] = {}
         self._hiding = 0.0
+        self._link = Link(latency_seconds=0.0, seconds_per_byte=0.0)
+        """As plain sums saw it last."""
+        self._age, self._looks = 0.0, 0
+        """Seconds of training since the last change or look, and how often all was looked at anew."""
         self._windows, self._told = 0, False
         self._verdicts: deque[str] = deque(maxlen=AGREEING)
 
@@ -127,27 +156,33 @@ class Automatic:
         self._windows += 1
         if self._windows == 1 or window.values.shape[1] < LEAST_STEPS or not buckets:
             return None  # the first steps of a world are like no others
-        held_up = float(np.median(window.wire))
-        seconds = window.typical_seconds
-        if len(self._known) == 1 and held_up > WORTH_A_LOOK * seconds:
-            self._known |= self._try(max(buckets, key=Tensor.numel), link_of(window.wires))
+        held_up, seconds = float(np.median(window.wire)), window.typical_seconds
+        largest = max(buckets, key=Tensor.numel)
         if self.present == PLAIN:
+            self._link = link_of(window.wires)
             self._hiding = max(0.0, sum(took for _, took in window.wires) - held_up)
+            if len(self._known) == 1 and held_up > WORTH_A_LOOK * seconds:
+                self._known |= self._try(largest, self._link)
+        self._age += window.seconds * window.values.shape[1]
         step = Step(
             computing_seconds=seconds - held_up,
             exposed_seconds=held_up,
             hiding_seconds=self._hiding,
             buckets=tuple(bucket.nbytes for bucket in buckets),
         )
-        link = link_of(window.wires)
-        self._off[self.present] = held_up - exposed(step, link, self._known[self.present])
-        expected = expect(step, link, self._known, self._off)
+        expected = self._expect(step)
+        if self._is_look_due(expected, largest.nbytes):
+            if self.present != PLAIN:
+                self._link = link_of(self._sound(largest))
+            self._off, self._age, self._looks = {}, 0.0, self._looks + 1
+            expected = self._expect(step)
         self._verdicts.append(choose(self.present, expected))
-        before, agreed = self.present, set(self._verdicts)
-        if len(self._verdicts) < AGREEING or len(agreed) > 1:
+        if not is_settled(self.present, self._verdicts, expected):
             return None
-        [self.present] = agreed
-        if self._told and self.present == before:
+        before, self.present = self.present, self._verdicts[-1]
+        if self.present != before:
+            self._age = 0.0
+        elif self._told:
             return None
         self._told = True
         return {
@@ -155,11 +190,31 @@ class Automatic:
             "before": before,
             "reason": _reason(self.present, step, expected),
             "step_seconds": expected,
-            "latency_seconds": link.latency_seconds,
-            "bandwidth_bytes_per_second": carried(len(self.nodes)) / link.seconds_per_byte
-            if link.seconds_per_byte
+            "latency_seconds": self._link.latency_seconds,
+            "bandwidth_bytes_per_second": carried(len(self.nodes)) / self._link.seconds_per_byte
+            if self._link.seconds_per_byte
             else None,
         }
+
+    def _expect(self, step: Step) -> dict[str, float]:
+        """Seconds of a step with each; with the present one, what was measured."""
+        self._off[self.present] = step.exposed_seconds - exposed(step, self._link, self._known[self.present])
+        return expect(step, self._link, self._known, self._off)
+
+    def _is_look_due(self, expected: Mapping[str, float], bytes_: int) -> bool:
+        """Shall what was measured of others be forgotten, and the link be sounded where steps do not show it? Now and
+        then; and sooner where old knowledge says that the present one should be given up."""
+        if self.present == PLAIN:
+            return len(self._off) > 1 and self._age >= rest_of(self._link, bytes_, self._looks)
+        is_doubted = choose(self.present, expected) != self.present
+        return self._age >= rest_of(self._link, bytes_, 0 if is_doubted else self._looks)
+
+    def _sound(self, bucket: Tensor) -> list[tuple[int, float]]:
+        """(bytes, seconds) of plain sums, of one number and of something like this bucket, without waiting."""
+        assert self.world.group is not None
+        took = self.world.group.run("sounding of the link", partial(_time_plain, bucket))
+        quickest = [min(values) for values in zip(*self.world.gather(took), strict=True)]
+        return list(zip((bucket.itemsize, bucket.nbytes), quickest, strict=True))
 
     def _try(self, bucket: Tensor, link: Link) -> dict[str, Means]:
         """What the other means take, tried on something like this bucket on all ranks at once."""
@@ -201,6 +256,21 @@ def _time(schemes: Mapping[str, Scheme], bucket: Tensor, transport: Any) -> list
             seconds.append(time.monotonic() - began)
         found.append(min(seconds))
     return found
+
+
+def _time_plain(bucket: Tensor, transport: Transport) -> list[float]:
+    """Seconds of a sum of one number, after which all ranks are there, and of something like this bucket."""
+
+    def seconds_of(like: Tensor) -> float:
+        tensor = torch.randn_like(like)
+        _finish(tensor)
+        began = time.monotonic()
+        transport.sum(tensor)
+        _finish(tensor)
+        return time.monotonic() - began
+
+    latency = min(seconds_of(bucket[:1]) for _ in range(TRIALS))
+    return [latency, [seconds_of(bucket) for _ in range(SUMS)][-1]]
 
 
 def _finish(tensor: Tensor) -> None:

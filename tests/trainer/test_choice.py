@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,14 @@ import torch
 
 from trainer.choice import (
     AGREEING,
+    AT_ONCE,
     CLEARLY,
     GENTLE_FIRST,
     LEAST_STEPS,
+    LONGEST_REST,
     PLAIN,
+    REST,
+    SUMS,
     Automatic,
     Link,
     Means,
@@ -22,7 +27,9 @@ from trainer.choice import (
     choose,
     expect,
     exposed,
+    is_settled,
     link_of,
+    rest_of,
 )
 from trainer.communication import FIELDS, Window
 from trainer.world import RankFacts, World
@@ -102,46 +109,144 @@ def test_latency_and_bandwidth_are_told_apart() -> None:
     assert link_of([(56, 0.0003)]).seconds_per_byte == 0
 
 
-class Simulated:
-    """Windows of three ranks over a link, as the present choice makes them."""
+def test_one_window_is_enough_where_plain_sums_cost_most_else_two_must_agree() -> None:
+    expected = {PLAIN: 1.0, "fp16": 0.6, "topk": 0.9 / AT_ONCE}
+    assert is_settled(PLAIN, ["topk"], expected)
+    assert not is_settled(PLAIN, ["fp16"], expected)
+    assert not is_settled(PLAIN, ["topk", "fp16"], expected)
+    assert is_settled(PLAIN, ["fp16"] * AGREEING, expected)
+    assert not is_settled("fp16", ["topk"], {**expected, "fp16": 100.0}), "no hurry: the worst is over"
 
-    def __init__(self, computing: float, sizes: tuple[int, ...]) -> None:
+
+def test_looks_cost_next_to_nothing_and_become_rare_but_never_cease() -> None:
+    for link in (SLOW, FAST):
+        for bytes_ in (1000, 10**6, 25 * 10**6, 10**9):
+            cost = SUMS * (link.latency_seconds + bytes_ * link.seconds_per_byte)
+            rests = [rest_of(link, bytes_, looks) for looks in range(2000)]
+            assert rests[0] >= REST * cost
+            assert all(then == min(2 * now, max(now, LONGEST_REST)) for now, then in pairwise(rests))
+
+
+class Simulated:
+    """Windows of three ranks over a link, as the present choice makes them. The link passes ``burst`` bytes of each
+    message at once."""
+
+    def __init__(self, computing: float, sizes: tuple[int, ...], burst: int = 0) -> None:
         world = World(RankFacts(world_size=3), torch.device("cpu"), "gloo")
         self.automatic = Automatic(world, [0, 1, 2], 0.01, may_drop=True)
-        self.tried = 0
+        self.tried, self.sounded, self.seconds = 0, list[float](), 0.0
         self.automatic._try = self._try  # type: ignore[method-assign]
-        self.computing, self.buckets = computing, [torch.zeros(size // 4) for size in sizes]
+        self.automatic._sound = self._sound  # type: ignore[method-assign]
+        self.computing, self.burst, self.buckets = computing, burst, [torch.zeros(size // 4) for size in sizes]
 
     def _try(self, bucket: Any, link: Link) -> dict[str, Means]:
         self.tried += 1
         return {name: means for name, means in KNOWN.items() if name != PLAIN}
 
-    def window(self, link: Link, steps: int = 10) -> dict[str, Any] | None:
+    def _sound(self, bucket: torch.Tensor) -> list[tuple[int, float]]:
+        self.sounded.append(self.seconds)
+        link = self.sounds_like
+        return [(size, link.latency_seconds + size * link.seconds_per_byte) for size in (4, bucket.nbytes)]
+
+    def window(
+        self, link: Link, steps: int = 10, stall: float = 0.0, sounds_like: Link | None = None
+    ) -> dict[str, Any] | None:
+        """``stall``: seconds that each sum takes beyond what the link does."""
+        self.sounds_like = sounds_like or link
         means = KNOWN[self.automatic.present]
         names = [*(f"bucket {number}" for number in range(len(self.buckets))), "commit"]
         sizes = [round(means.bytes_share * bucket.nbytes) for bucket in self.buckets] + [56]
-        wires = [link.latency_seconds + size * link.seconds_per_byte for size in sizes]
-        values = np.zeros((3, steps, len(FIELDS) + 2 * len(names)))
-        values[:, :, FIELDS.index("backward")] = self.computing
+        wires = [link.latency_seconds + max(0, size - self.burst) * link.seconds_per_byte + stall for size in sizes]
         cost = means.cost_per_byte * sum(bucket.nbytes for bucket in self.buckets)
-        values[:, :, FIELDS.index("exposed")] = sum(wires) + cost
-        values[:, :, len(FIELDS) :: 2] = wires
-        return self.automatic.review(Window(values, tuple(zip(names, sizes, strict=True))), self.buckets)
+        return self.see(dict(zip(names, zip(sizes, wires, strict=True), strict=True)), sum(wires) + cost, steps)
+
+    def see(self, wires: dict[str, tuple[int, float]], exposed: float, steps: int = 10) -> dict[str, Any] | None:
+        """``wires``: bytes and seconds of each collective."""
+        values = np.zeros((3, steps, len(FIELDS) + 2 * len(wires)))
+        values[:, :, FIELDS.index("backward")], values[:, :, FIELDS.index("exposed")] = self.computing, exposed
+        values[:, :, len(FIELDS) :: 2] = [seconds for _, seconds in wires.values()]
+        self.seconds += steps * (self.computing + exposed)
+        window = Window(values, tuple((name, bytes_) for name, (bytes_, _) in wires.items()))
+        return self.automatic.review(window, self.buckets)
 
 
-def test_a_world_chooses_stays_and_goes_back_when_its_link_is_better() -> None:
+def choices(told: list[dict[str, Any] | None]) -> list[str]:
+    return [item["choice"] for item in told if item]
+
+
+def test_a_slow_link_is_noticed_in_the_first_window_that_counts() -> None:
     world = Simulated(0.1, (4_000_000,))
     told = [world.window(SLOW) for _ in range(8)]
-    assert [number for number, item in enumerate(told) if item] == [AGREEING]
-    first = told[AGREEING]
+    assert [number for number, item in enumerate(told) if item] == [1]
+    first = told[1]
     assert first is not None
     assert (first["before"], first["choice"]) == (PLAIN, "topk")
     assert "with topk one takes" in first["reason"]
     assert first["step_seconds"]["allreduce"] > 3 * first["step_seconds"]["topk"]
     assert first["bandwidth_bytes_per_second"] == pytest.approx(100e6 / 8, rel=0.01)
-    told = [world.window(FAST) for _ in range(4)]
-    assert [item["choice"] for item in told if item] == [PLAIN]
     assert world.tried == 1
+
+
+def test_small_messages_say_nothing_of_large_ones() -> None:
+    """As it was seen at 100 Mbit/s: after top-k all messages are small, and take about as long as the smallest."""
+    world = Simulated(0.008, (1_050_000, 1_070_000))
+    plain = {"bucket 0": (1_050_000, 0.138), "bucket 1": (1_070_000, 0.1), "commit": (56, 0.004)}
+    small = {"bucket 0": (21_000, 0.0041), "bucket 1": (21_400, 0.0039), "commit": (56, 0.004)}
+    told = [world.see(plain, 0.234) for _ in range(2)] + [world.see(small, 0.011) for _ in range(30)]
+    assert choices(told) == ["topk"]
+    assert not world.sounded
+    assert world.automatic.present == "topk"
+
+
+def test_a_link_that_stays_slow_is_sounded_ever_more_rarely() -> None:
+    world = Simulated(0.1, (4_000_000,), burst=131_072)
+    assert choices([world.window(SLOW) for _ in range(2)]) == ["topk"]
+    chosen = world.seconds
+    assert choices([world.window(SLOW) for _ in range(3000)]) == []
+    rests = np.diff([chosen, *world.sounded])
+    cost = SUMS * 4_000_000 * SLOW.seconds_per_byte
+    expected = [min(LONGEST_REST, REST * cost * 2**looks) for looks in range(len(rests))]
+    assert len(rests) > 5
+    assert rests == pytest.approx(expected, rel=0.05)
+
+
+def test_a_choice_is_taken_back_when_the_link_is_better() -> None:
+    world = Simulated(0.1, (4_000_000,), burst=131_072)
+    told = [world.window(SLOW) for _ in range(100)]
+    slow = world.seconds
+    while world.automatic.present != PLAIN and world.seconds < 10 * slow:
+        told.append(world.window(FAST))
+    assert world.automatic.present == PLAIN, "it was never noticed"
+    assert world.seconds < 3 * slow, "doubled rests: within about as long as it had been slow"
+    assert choices(told + [world.window(FAST) for _ in range(300)]) == ["topk", PLAIN]
+    assert world.tried == 1
+
+
+def test_a_link_that_is_quick_in_soundings_only_holds_up_few_windows() -> None:
+    """One that saves up for bursts while it is hardly used."""
+    world = Simulated(0.1, (4_000_000,))
+    told = [world.window(SLOW, 50, sounds_like=FAST) for _ in range(700)]
+    back = choices(told).count(PLAIN)
+    assert choices(told) == ["topk"] + [PLAIN, "topk"] * back
+    assert 3 < back == len(world.sounded) < 12
+    assert max(np.diff(world.sounded)) > 400
+
+
+def test_a_link_that_gets_worse_is_sounded_before_the_present_one_is_given_up() -> None:
+    """Not so soon, and plain sums would be tried: they were not bad when they were last seen."""
+    world = Simulated(0.1, (4_000_000,))
+    between = Link(latency_seconds=2e-4, seconds_per_byte=1.25e-8)
+    assert choices([world.window(between) for _ in range(1000)]) == ["fp16"]
+    told = [world.window(SLOW) for _ in range(10)]
+    assert choices(told) == ["topk"]
+
+
+def test_one_that_was_given_up_in_a_bad_moment_gets_another_chance() -> None:
+    world = Simulated(0.1, (4_000_000,))
+    assert choices([world.window(SLOW) for _ in range(3)]) == ["topk"]
+    while world.automatic.present != PLAIN:
+        world.window(SLOW, stall=1.0)
+    assert choices([world.window(SLOW) for _ in range(300)])[-1] == "topk"
 
 
 def test_short_windows_and_a_quick_wire_lead_to_no_trial() -> None:

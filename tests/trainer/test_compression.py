@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from worlds import Job
 
 from trainer import compression
-from trainer.choice import Automatic
+from trainer.choice import AGREEING, Automatic
 from trainer.communication import FIELDS, Window
 from trainer.compression import Echo, Half, Scheme, TopK, largest, make_scheme
 from trainer.config import ConfigError, DistributedTrainingConfig
@@ -253,27 +253,38 @@ def test_a_peer_that_dies_in_a_compressed_sum_wakes_everybody(worlds: Callable[[
         assert at_once(work, world) == ["n2 is gone"] * 3
 
 
-def test_ranks_that_try_what_compressing_takes_agree(worlds: Callable[[int], list[World]]) -> None:
-    """Of a step that is nearly all wire, at 10 MB/s."""
+def test_ranks_that_try_what_compressing_takes_and_sound_the_link_agree(
+    worlds: Callable[[int], list[World]],
+) -> None:
+    """What they are told of their steps is nearly all wire, at 4 kB/s; what they sound is this machine's loopback."""
     bytes_ = 400_000
-    values = np.zeros((4, 10, len(FIELDS) + 4))
-    values[:, :, FIELDS.index("backward")], values[:, :, FIELDS.index("exposed")] = 0.001, 0.0402
-    values[:, :, len(FIELDS)], values[:, :, len(FIELDS) + 2] = 0.0401, 0.0001
-    window = Window(values, (("bucket 0", bytes_), ("commit", 56)))
+
+    def window(wire: float) -> Window:
+        values = np.zeros((4, 10, len(FIELDS) + 4))
+        values[:, :, FIELDS.index("backward")], values[:, :, FIELDS.index("exposed")] = 1.0, wire
+        values[:, :, len(FIELDS)], values[:, :, len(FIELDS) + 2] = wire, 0.0001
+        return Window(values, (("bucket 0", bytes_), ("commit", 56)))
 
     def work(world: World) -> Any:
         automatic = Automatic(world, NODES, 0.01, may_drop=True)
-        told = [automatic.review(window, [torch.zeros(bytes_ // 4)]) for _ in range(3)]
+        told = []
+        for number in range(200):
+            wire = 100.0 if automatic.present == "allreduce" else 20.0
+            told.append(automatic.review(window(wire), [torch.zeros(bytes_ // 4)]))
+            if number > 1 and automatic.present == "allreduce":
+                break
         assert world.group is not None
-        tries = [item.what for item in world.group.collectives].count("trial of compression")
-        return told, tries, automatic.present
+        done = [item.what for item in world.group.collectives]
+        return told, done.count("trial of compression"), done.count("sounding of the link")
 
     [one, *others] = at_once(work, worlds(4))
     assert others == [one] * 3
-    told, tries, present = one
-    assert tries == 1
-    assert told[2]["choice"] == present != "allreduce"
-    assert set(told[2]["step_seconds"]) == {"allreduce", "hierarchical", "fp16", "topk"}
+    told, tries, soundings = one
+    chosen = [item for item in told if item]
+    assert (tries, soundings) == (1, AGREEING), "windows are long: each has its own sounding"
+    assert told[1]["choice"] == chosen[-1]["before"] != chosen[-1]["choice"] == "allreduce"
+    assert set(told[1]["step_seconds"]) == {"allreduce", "hierarchical", "fp16", "topk"}
+    assert chosen[-1]["bandwidth_bytes_per_second"] > 10 * told[1]["bandwidth_bytes_per_second"]
 
 
 @pytest.mark.slow
