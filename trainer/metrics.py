@@ -33,6 +33,9 @@ AZURE_NODE_NAMES, AZURE_NODE_FIELDS = 10, ("gpu_utilization", "gpu_memory_percen
 TRACKING = "tracking.json"
 """In the run directory: the MLflow run, so that a resumed job goes on in the same one."""
 TENSORBOARD = "tensorboard"
+OPENING_SECONDS = 5.0
+"""So long at most, training waits at its start for the sinks to be open: what that imports takes the interpreter away
+from steps, and all ranks would wait for this one in each of them."""
 UPLOAD_SECONDS = 60.0
 FLUSH_SECONDS, REMOTE_FLUSH_SECONDS = 1.0, 5.0
 """How much time the events of one file span; every file on remote storage is paid for."""
@@ -68,6 +71,7 @@ class Reporter:
         self.has_other_nodes = True
         """Is there anybody else whose samples are to be drawn? Whoever knows that there is not says so."""
         self._tracking: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
+        self._opened = threading.Event()
         self._threads = [threading.Thread(target=self._work, name="reporter", daemon=True)]
         self._threads[0].start()
         self._open(sinks)
@@ -81,6 +85,10 @@ class Reporter:
         if sinks and len(self._threads) == 1:
             self._threads.append(threading.Thread(target=self._track, args=(sinks,), name="tracking", daemon=True))
             self._threads[1].start()
+
+    def wait_until_open(self, seconds: float) -> bool:
+        """Until the sinks are open, or gave up; False if that takes longer."""
+        return len(self._threads) == 1 or self._opened.wait(seconds)
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Report an event; returns at once. A number that is not finite is written as null."""
@@ -145,6 +153,7 @@ class Reporter:
         # Before the sinks are opened, which takes seconds; what others report meanwhile is drawn.
         self._known.update(self._try("read the events for", lambda: self.rundir.storage.list(EVENTS)) or ())
         sinks = [sink for factory in factories if (sink := self._try("open", factory))]
+        self._opened.set()
         seconds = OTHERS_SECONDS if self.rundir.storage.is_local else REMOTE_OTHERS_SECONDS
         look_at = time.monotonic() + seconds
         while (batch := self._wait_for_batch(seconds)) is not None:

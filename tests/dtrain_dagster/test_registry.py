@@ -180,6 +180,14 @@ def server(home: Home, model: registry.RegisteredModel) -> Iterator[registry.Sco
 
 
 @pytest.mark.slow
+def test_training_begins_when_tracking_is_open(home: Home, run_dir: str) -> None:
+    """Which imports MLflow and makes its tables: the other ranks would wait for that in every step."""
+    run_id = (RunDir(run_dir).read_json("result.json") or {})["mlflow_run_id"]
+    opened_at = open_client(home.tracking_uri).get_run(run_id).info.start_time / 1000
+    assert opened_at <= next(RunDir(run_dir).events("step"))["time"]
+
+
+@pytest.mark.slow
 def test_a_version_tells_where_it_comes_from(home: Home, run_dir: str, model: registry.RegisteredModel) -> None:
     client = open_client(home.tracking_uri)
     version = client.get_model_version("forecaster", model.version)

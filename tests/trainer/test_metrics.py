@@ -114,6 +114,25 @@ def test_a_sink_that_hangs_delays_neither_events_nor_the_end(tmp_path: Path) -> 
     released.set()
 
 
+def test_sinks_are_waited_for_but_not_for_ever(tmp_path: Path) -> None:
+    rundir, released, opened = RunDir(str(tmp_path)), threading.Event(), []
+
+    def open_slowly() -> Kept:
+        released.wait()
+        opened.append(True)
+        return Kept()
+
+    reporter = Reporter(rundir, 0, 1, [open_slowly])
+    assert not reporter.wait_until_open(0.05)
+    released.set()
+    assert reporter.wait_until_open(60.0)
+    assert opened
+    reporter.close()
+    other = Reporter(rundir, 1, 1, [])
+    assert other.wait_until_open(0.0), "there are none"
+    other.close()
+
+
 def test_a_dead_tracking_server_is_reported_once_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
