@@ -26,7 +26,7 @@ from trainer.metrics import (
     fits,
     sinks_of,
 )
-from trainer.rundir import RunDir, event
+from trainer.rundir import RunDir, SeenFiles, event
 from trainer.scalars import NODE, Scalars
 from trainer.storage import Storage
 
@@ -188,7 +188,7 @@ def test_the_end_is_told_whatever_can_be_seen_of_others(
     monkeypatch.setattr(metrics, "REMOTE_FLUSH_SECONDS", 0.2)
     kept, remote = Kept(), f"memory://{uuid.uuid4().hex}"
     rundir, other = (RunDir(remote if why_not == "remote" else str(tmp_path)) for _ in range(2))
-    follow, looks = rundir.follow, list[set[str]]()
+    follow, looks = rundir.follow, list[SeenFiles]()
     rundir.follow = lambda seen: (looks.append(seen), follow(seen))[1]  # type: ignore[method-assign]
     reporter = Reporter(rundir, 0, 1, [lambda: kept])
     reporter.has_other_nodes = why_not != "alone"
