@@ -176,7 +176,7 @@ def report_as_this_rank(trainer: DistributedTrainer) -> None:
         trainer.monitor = NodeMonitor(facts.node_rank, trainer.reporter, interval, pids)
         trainer.monitor.start()
     if is_new:  # the others wait in their next collective; where one is replaced, training goes on at once
-        trainer.reporter.wait_until_open(min(OPENING_SECONDS, trainer.config.collective_timeout_seconds / 4))
+        trainer.reporter.wait_until_open(min(OPENING_SECONDS, trainer.config.collective_timeout_seconds / 3))
 
 
 def record(trainer: DistributedTrainer, error: GroupError) -> None:

@@ -21,7 +21,7 @@ import small_job
 from dtrain_dagster import registry
 from dtrain_dagster.registry.staging import stage_code
 from dtrain_dagster.registry.versions import open_client
-from trainer import tracking
+from trainer import regroup, tracking
 from trainer.gate import Gate
 from trainer.rundir import RunDir
 
@@ -149,6 +149,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     path = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DTRAIN_CACHE", str(path / "cache"))
+        patch.setattr(regroup, "OPENING_SECONDS", 60.0)  # on a machine that is used up, MLflow takes longer than usual
         yield Home(path, small_job.write_dataset(path / "dataset"), f"sqlite:///{path}/mlflow.db")
 
 
