@@ -38,6 +38,7 @@ sys.path.insert(0, str(ROOT / "tests" / "trainer"))
 from worlds import build  # noqa: E402
 
 from benchmarks.launchers import NODES, Launcher, Ours, Torchrun  # noqa: E402
+from trainer.rundir import SeenFiles  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 LIMIT_SECONDS = 180.0
@@ -76,7 +77,7 @@ class Steps:
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
-        self._seen: set[str] = set()
+        self._seen = SeenFiles()
         self.steps: list[dict[str, Any]] = []
         self._ranks: dict[int, set[int]] = defaultdict(set)
 

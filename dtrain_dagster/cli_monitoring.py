@@ -104,14 +104,14 @@ def profile(job_id: str, steps: int, ranks: tuple[int, ...], wait: float) -> Non
     The trace opens in Perfetto (ui.perfetto.dev) or chrome://tracing. The job goes on; these steps are slower.
     """
     from dtrain_dagster.terminal import operations_table
-    from trainer.rundir import EVENTS
+    from trainer.rundir import EVENTS, SeenFiles
 
     settings = read_settings()
     rundir = _training(settings, job_id)
     manager = cluster_of(settings)[0].manager()
     if (state := manager.job_status(job_id).state).is_final:
         raise Refusal(f"job {job_id} has {state}: only a job that runs can be traced; `dtrain jobs` lists them")
-    seen = set(rundir.storage.list(EVENTS))
+    seen = SeenFiles(rundir.storage.list(EVENTS))
     asked = sorted(set(ranks)) or [0]
     try:
         rundir.request_trace(steps, asked)

@@ -20,7 +20,7 @@ import trainer
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobSpec, JobState, JobStatus
 from dtrain_dagster.costs.budget import write_limit
 from trainer.config import JobConfig
-from trainer.rundir import EVENTS, JOB, RunDir, parsed
+from trainer.rundir import EVENTS, JOB, RunDir, SeenFiles, parsed
 
 PLAN = "plan.json"
 """In a run directory: the plan that the job carries out, for whoever watches its cost."""
@@ -290,7 +290,7 @@ def follow_job(
     gets the events that have come since, before each."""
     from dtrain_dagster.monitoring.hangs import HangNews
 
-    seen: set[str] = set()
+    seen = SeenFiles()
     progress, hang_news = Progress(), HangNews()
     while True:
         status = manager.job_status(job_id)  # asked first, so that the final round reads all events

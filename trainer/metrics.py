@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from trainer.azure_token import WORKSPACE, tracking_address
 from trainer.config import JobConfig
-from trainer.rundir import EVENTS, RunDir, event, event_file
+from trainer.rundir import EVENTS, RunDir, SeenFiles, event, event_file
 from trainer.scalars import Scalars
 from trainer.storage import Storage
 from trainer.tracking import artifact_location, opening
@@ -33,6 +33,9 @@ AZURE_NODE_NAMES, AZURE_NODE_FIELDS = 10, ("gpu_utilization", "gpu_memory_percen
 TRACKING = "tracking.json"
 """In the run directory: the MLflow run, so that a resumed job goes on in the same one."""
 TENSORBOARD = "tensorboard"
+OPENING_SECONDS = 10.0
+"""So long at most, training waits at its start for the sinks to be open: what that imports takes the interpreter away
+from steps, and all ranks would wait for this one in each of them."""
 UPLOAD_SECONDS = 60.0
 FLUSH_SECONDS, REMOTE_FLUSH_SECONDS = 1.0, 5.0
 """How much time the events of one file span; every file on remote storage is paid for."""
@@ -63,11 +66,12 @@ class Reporter:
         self.rundir, self.rank, self.generation = rundir, rank, generation
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._numbers: dict[tuple[int, int], int] = {}
-        self._known: set[str] = set()
+        self._known = SeenFiles()
         """Files of events that need not be looked at for what others report; kept where there are sinks."""
         self.has_other_nodes = True
         """Is there anybody else whose samples are to be drawn? Whoever knows that there is not says so."""
         self._tracking: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
+        self._opened = threading.Event()
         self._threads = [threading.Thread(target=self._work, name="reporter", daemon=True)]
         self._threads[0].start()
         self._open(sinks)
@@ -81,6 +85,10 @@ class Reporter:
         if sinks and len(self._threads) == 1:
             self._threads.append(threading.Thread(target=self._track, args=(sinks,), name="tracking", daemon=True))
             self._threads[1].start()
+
+    def wait_until_open(self, seconds: float) -> bool:
+        """Until the sinks are open, or gave up; False if that takes longer."""
+        return len(self._threads) == 1 or self._opened.wait(seconds)
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Report an event; returns at once. A number that is not finite is written as null."""
@@ -133,18 +141,20 @@ class Reporter:
         while True:
             number = self._numbers[place] = self._numbers.get(place, 0) + 1
             if len(self._threads) > 1:
-                self._known.add(event_file(*place, number))
+                self._known.add([event_file(*place, number)])
             try:
                 return self.rundir.append_events(*place, number, events)
             except FileExistsError:  # of an earlier start that was given the same generation
                 continue
             except (OSError, ValueError, TypeError) as error:
+                self._numbers[place] -= 1  # the next file has this number: none is missing
                 return _log.error("could not write %d events: %s", len(events), error)
 
     def _track(self, factories: list[Callable[[], Sink]]) -> None:
         # Before the sinks are opened, which takes seconds; what others report meanwhile is drawn.
-        self._known.update(self._try("read the events for", lambda: self.rundir.storage.list(EVENTS)) or ())
+        self._known.add(self._try("read the events for", lambda: self.rundir.storage.list(EVENTS)) or ())
         sinks = [sink for factory in factories if (sink := self._try("open", factory))]
+        self._opened.set()
         seconds = OTHERS_SECONDS if self.rundir.storage.is_local else REMOTE_OTHERS_SECONDS
         look_at = time.monotonic() + seconds
         while (batch := self._wait_for_batch(seconds)) is not None:

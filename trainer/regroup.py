@@ -20,7 +20,7 @@ from trainer.group import GroupError
 from trainer.input import BatchLoader
 from trainer.membership import NoGenerationError
 from trainer.memory import Fit, give_back_freed_memory, smaller
-from trainer.metrics import Reporter, StepWindow, sinks_of
+from trainer.metrics import OPENING_SECONDS, Reporter, StepWindow, sinks_of
 from trainer.monitor import NodeMonitor
 from trainer.outcome import OutOfMemoryError, raise_if_ended
 from trainer.sampler import Sampler
@@ -160,6 +160,7 @@ def report_as_this_rank(trainer: DistributedTrainer) -> None:
     sinks = sinks_of(trainer.job, trainer.rundir, world.rank)
     ranks = world.gather((facts.node_rank, os.getpid()))
     trainer.nodes = [node for node, _ in ranks]
+    is_new = trainer.reporter is None
     if trainer.reporter is None:
         trainer.reporter = Reporter(trainer.rundir, world.rank, world.generation, sinks)
         for name, seconds in trainer.seconds.items():
@@ -174,6 +175,8 @@ def report_as_this_rank(trainer: DistributedTrainer) -> None:
         interval = trainer.config.monitor_interval_seconds
         trainer.monitor = NodeMonitor(facts.node_rank, trainer.reporter, interval, pids)
         trainer.monitor.start()
+    if is_new:  # the others wait in their next collective; where one is replaced, training goes on at once
+        trainer.reporter.wait_until_open(min(OPENING_SECONDS, trainer.config.collective_timeout_seconds / 3))
 
 
 def record(trainer: DistributedTrainer, error: GroupError) -> None:

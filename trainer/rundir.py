@@ -27,6 +27,7 @@ import json
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -82,6 +83,39 @@ class NodePresence:
         return max(0.0, (self.ended_at if self.ended_at is not None else now) - self.started_at)
 
 
+class SeenFiles:
+    """Files of events that need not be read any more. Those of one rank in one generation are numbered from 1 on, so
+    a number stands for all before it: however long a job runs, what is kept of it does not grow. Any number of threads
+    may use it."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._until: dict[tuple[int, int], int] = {}
+        self._beyond: set[str] = set()
+        """Of those that came out of order."""
+        self._lock = threading.Lock()
+        self.add(names)
+
+    def add(self, names: Iterable[str]) -> None:
+        with self._lock:
+            for name in names:
+                if (match := _EVENT_FILE.match(name)) is None or not self._is_new(name, match):
+                    continue
+                writer = int(match[1]), int(match[2])
+                self._beyond.add(name)
+                while (after := event_file(*writer, self._until.get(writer, 0) + 1)) in self._beyond:
+                    self._beyond.remove(after)
+                    self._until[writer] = self._until.get(writer, 0) + 1
+
+    def others(self, names: Iterable[str]) -> list[str]:
+        """Which of these are files of events, and new."""
+        with self._lock:
+            return [name for name in names if (match := _EVENT_FILE.match(name)) and self._is_new(name, match)]
+
+    def _is_new(self, name: str, match: re.Match[str]) -> bool:
+        until = self._until.get((int(match[1]), int(match[2])), 0)
+        return not 0 < int(match[3]) <= until and name not in self._beyond
+
+
 class RunDir:
     """Reads and writes a run directory, wherever it is."""
 
@@ -131,12 +165,12 @@ class RunDir:
         names = [name for folder in (EVENTS, CHECKPOINTS, MEMBERSHIP) for name in self.storage.list(folder)]
         return max((int(match[1]) for name in names if (match := _GENERATION.match(name))), default=0)
 
-    def follow(self, seen: set[str]) -> list[dict[str, Any]]:
+    def follow(self, seen: SeenFiles) -> list[dict[str, Any]]:
         """Events of the files not in ``seen`` yet, in order of time; adds those files to ``seen``. What is no event is
         left out, with a warning."""
-        new = [name for name in self.storage.list(EVENTS) if name not in seen and _EVENT_FILE.match(name)]
+        new = seen.others(self.storage.list(EVENTS))
         found = [parsed(data) for data in self.storage.read_all([f"{EVENTS}/{name}" for name in new])]
-        seen.update(new)
+        seen.add(new)
         damaged = [name for name, (_, left_out) in zip(new, found, strict=True) if left_out]
         if damaged:
             count = sum(left_out for _, left_out in found)
@@ -147,7 +181,7 @@ class RunDir:
 
     def events(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
         """All events in order of time, or those of one kind."""
-        return (event for event in self.follow(set()) if kind is None or event["kind"] == kind)
+        return (event for event in self.follow(SeenFiles()) if kind is None or event["kind"] == kind)
 
     def steps_reported(self, down_to: int) -> set[int]:
         """Steps from this one on that rank 0 has reported; reads no more files than it takes to know."""

@@ -15,10 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
-from fsspec.implementations.memory import MemoryFileSystem
-
 from trainer.errors import ConfigError
 from trainer.swap import swap_file, write_through
 
@@ -49,6 +45,9 @@ class Storage:
         return super().__new__(cls)
 
     def __init__(self, uri: str | os.PathLike[str]) -> None:
+        import fsspec  # here, for it looks for file systems in all installed packages, which takes time
+        from fsspec.implementations.local import LocalFileSystem
+
         self.uri = str(uri).rstrip("/") or "/"
         self.fs: Any
         try:
@@ -153,6 +152,8 @@ class Storage:
 
     def require_swap(self) -> None:
         """`ConfigError`, with the name of the file system, where `swap` does not work."""
+        from fsspec.implementations.memory import MemoryFileSystem
+
         if not self.is_local and not isinstance(self.fs, MemoryFileSystem):
             raise ConfigError(
                 f"{self.uri}: the file system {type(self.fs).__name__} has no compare-and-swap here, which checkpoints "

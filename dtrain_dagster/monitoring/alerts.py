@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtrain_dagster.monitoring.diagnosis import Cause, diagnose, too_much_communication
-from dtrain_dagster.monitoring.stragglers import FEWEST_WINDOWS
+from dtrain_dagster.monitoring.stragglers import FEWEST_WINDOWS, LEAST_SECONDS
 from dtrain_dagster.monitoring.strategies import Strategy, communication_strategies, waiting_strategies
-from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, Window, settled, shares, windows, worlds
+from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, Window, seconds_of, settled, shares, windows, worlds
 
 KINDS = ("timing", "link", "checkpoint")
 """Events that tell what holds steps up."""
@@ -49,8 +49,9 @@ def alerts(
     """What the latest events give reason to tell people, and has not been told. ``training``: the configuration."""
     found = settled(windows(recent))
     due = []
-    communication = communication_alert(found[-LATEST_WINDOWS:], training)
-    if communication and COMMUNICATION not in told_before:
+    latest = found[-LATEST_WINDOWS:]
+    communication = communication_alert(latest, training)
+    if communication and COMMUNICATION not in told_before and seconds_of(latest) >= LEAST_SECONDS:
         due.append(communication)
     diagnosis = diagnose(recent)
     for item in (diagnosis, *diagnosis.also):

@@ -22,7 +22,7 @@ from dtrain_dagster.jobs import PLAN, last_step
 from dtrain_dagster.monitoring.dashboard import UNREADABLE, PerformanceDashboard, is_number
 from dtrain_dagster.wording import dollars, duration
 from trainer.config import JOB_ID
-from trainer.rundir import EVENTS, JOB, LAUNCH, RESULT, STATUS, NodePresence, RunDir, parsed, stale_seconds
+from trainer.rundir import EVENTS, JOB, LAUNCH, RESULT, STATUS, NodePresence, RunDir, SeenFiles, parsed, stale_seconds
 from trainer.storage import Storage
 
 RECENT_JOBS = 16
@@ -80,7 +80,7 @@ class OpenJob:
         self._tier = tier
         self._training: Mapping[str, Any] = {}
         self._pace = Pace()
-        self._seen: set[str] = set()
+        self._seen = SeenFiles()
         self._read_at = -1e9
         self._end: dict[str, Any] | None = None
         """What the cluster said of the end, once everything until then has been read."""

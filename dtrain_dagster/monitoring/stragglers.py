@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from dtrain_dagster.monitoring.windows import Window
+from dtrain_dagster.monitoring.windows import Window, seconds_of
 
 LATE_SHARE = 0.03
 """Of the step: who is later than that, and well above noise, is called a straggler."""
@@ -27,6 +27,9 @@ DEAL_ERROR = 0.10
 FEWEST_WINDOWS, FEWEST_AT_THE_END, FEWEST_OF_MEANS = 3, 5, 8
 """Windows that a lateness must have lasted: at least, where it began within the run, and where it is not typical of
 steps but a mean, which one long step spoils."""
+LEAST_SECONDS = 2.0
+"""…and of wall time: where steps are short, many windows pass while a machine is held up once, and nobody replaces it
+for that."""
 MEANS_NOISE = 2.0
 """How much noisier means are than the noise between medians tells."""
 
@@ -93,13 +96,16 @@ def _judge(
     fewest = FEWEST_WINDOWS if typically else FEWEST_OF_MEANS
     if count < fewest or not (whole or (last == len(late) and count >= FEWEST_AT_THE_END)):
         return None
+    stretch = windows[first:last]
+    lasted = seconds_of(stretch)
+    if lasted < LEAST_SECONDS:
+        return None
     share = statistics.median(late[first:last])
     # The standard error of a median; of few values it is uncertain itself, and a stretch that was looked for is found.
     error = 1.2533 * noise / math.sqrt(count) * (1 + 2 / count)
     dealt = statistics.median(max(dealt_seconds(window)) / window.seconds for window in windows)
     if share < LATE_SHARE + DEAL_ERROR * dealt or share < NOISE_FACTOR * error:
         return None
-    stretch = windows[first:last]
     why, own, others = _reason(stretch, rank, statistics.median(series[first:last]), typically)
     return Straggler(
         rank=rank,
@@ -114,7 +120,7 @@ def _judge(
         from_the_start=first <= max(1, len(late) // 10),
         windows=sum(value > LATE_SHARE / 2 for value in late),
         of_windows=len(late),
-        lost_seconds=share * sum(window.total_seconds for window in stretch),
+        lost_seconds=share * lasted,
     )
 
 

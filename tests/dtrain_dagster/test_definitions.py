@@ -77,9 +77,9 @@ def test_loading_the_code_location_costs_little_more_than_importing_dagster():
     """A Dagster process does it at each start. What it may need beyond Dagster is named, and how much of it is bounded:
     a heavy module that slips in shows in both, and so do parts of our own that only the body of an asset needs."""
     found = loaded("import dtrain_dagster.definitions", first="dagster")
-    assert of_others(found) <= {"dagster", "pydantic", "pydantic_settings", "dotenv", "fsspec"}
+    assert of_others(found) <= {"dagster", "pydantic", "pydantic_settings", "dotenv"}
     own = {name for name in found if name.startswith(("dtrain_dagster", "trainer"))}
-    assert len(found - own) <= 65
+    assert len(found - own) <= 45
     assert len(own) <= 70
     bodies = [f"dtrain_dagster.monitoring.{name}" for name in ("charts", "diagnosis", "performance", "scaling")]
     assert not [name for name in own if name.startswith(tuple(bodies))]
@@ -88,7 +88,7 @@ def test_loading_the_code_location_costs_little_more_than_importing_dagster():
 
 def test_what_starts_nodes_and_what_only_answers_import_next_to_nothing():
     """The supervisor of a job, and `dtrain --help`."""
-    assert of_others(loaded("import dtrain_dagster.clusters.supervisor")) == {"fsspec"}
+    assert of_others(loaded("import dtrain_dagster.clusters.supervisor")) == set()
     help_only = "from dtrain_dagster.cli import main; main(['--help'], standalone_mode=False)"
     assert of_others(loaded(help_only)) == {"click"}
 

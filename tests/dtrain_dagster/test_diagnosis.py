@@ -129,6 +129,14 @@ def test_a_slow_spell_that_is_over_is_not_a_straggler():
     assert diagnose([*slow[:16], *quick[16:]]).cause is Cause.SLOW_COMPUTE, "most windows are too many for a spell"
 
 
+def test_who_is_late_for_a_moment_of_many_short_steps_is_not_blamed():
+    """A second that a rank spends on something else is twelve windows of such steps."""
+    late = {"computing": 0.003, "optimizer": 0.0005, "late_compute": {0: 0.004}, "buckets": (40_000,)}
+    assert diagnose(Simulation(windows=12, **late).events()).cause is Cause.HEALTHY
+    found = diagnose(Simulation(windows=40, **late).events())
+    assert (found.cause, found.rank) == (Cause.SLOW_COMPUTE, 0)
+
+
 @pytest.mark.parametrize("save_every", [2, 6, 40])
 def test_saves_make_neither_their_rank_late_nor_the_others(save_every: int):
     found = diagnose(Simulation(ranks=2, windows=26, save_every=save_every, stall=0.03 * save_every).events())

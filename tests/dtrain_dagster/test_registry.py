@@ -21,7 +21,7 @@ import small_job
 from dtrain_dagster import registry
 from dtrain_dagster.registry.staging import stage_code
 from dtrain_dagster.registry.versions import open_client
-from trainer import tracking
+from trainer import regroup, tracking
 from trainer.gate import Gate
 from trainer.rundir import RunDir
 
@@ -149,6 +149,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     path = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DTRAIN_CACHE", str(path / "cache"))
+        patch.setattr(regroup, "OPENING_SECONDS", 60.0)  # on a machine that is used up, MLflow takes longer than usual
         yield Home(path, small_job.write_dataset(path / "dataset"), f"sqlite:///{path}/mlflow.db")
 
 
@@ -177,6 +178,14 @@ def model(home: Home, run_dir: str, card: str) -> registry.RegisteredModel:
 def server(home: Home, model: registry.RegisteredModel) -> Iterator[registry.ScoringServer]:
     with registry.scoring_server(model.uri, home.tracking_uri) as running:
         yield running
+
+
+@pytest.mark.slow
+def test_training_begins_when_tracking_is_open(home: Home, run_dir: str) -> None:
+    """Which imports MLflow and makes its tables: the other ranks would wait for that in every step."""
+    run_id = (RunDir(run_dir).read_json("result.json") or {})["mlflow_run_id"]
+    opened_at = open_client(home.tracking_uri).get_run(run_id).info.start_time / 1000
+    assert opened_at <= next(RunDir(run_dir).events("step"))["time"]
 
 
 @pytest.mark.slow

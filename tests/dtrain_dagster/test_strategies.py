@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.monitoring.alerts import KEPT_EVENTS, KEPT_WINDOWS, alerts, keep, told
+from dtrain_dagster.monitoring.alerts import (
+    COMMUNICATION,
+    KEPT_EVENTS,
+    KEPT_WINDOWS,
+    alerts,
+    communication_alert,
+    keep,
+    told,
+)
 from dtrain_dagster.monitoring.gpu_memory import GPUMemory
 from dtrain_dagster.monitoring.strategies import Strategy, step_model, strategies
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
@@ -192,6 +200,14 @@ def test_waiting_for_a_slow_rank_is_no_alert_about_communication():
     assert found[0].strategies[0].name == "replace node 10"
     assert "samples/s" in told(found[0].strategies[0])
     assert shares(windows(events))["waiting"] > COMMUNICATION_LIMIT
+
+
+def test_a_moment_of_many_short_steps_is_no_alert():
+    short = Simulation(windows=12, computing=0.003, optimizer=0.0005, buckets=(4_000_000,)).events()
+    longer = Simulation(windows=12, computing=0.03, optimizer=0.005, buckets=(40_000_000,)).events()
+    assert communication_alert(settled(windows(short)), TRAINING)
+    assert not alerts(short, (), TRAINING)
+    assert [item.key for item in alerts(longer, (), TRAINING)] == [COMMUNICATION]
 
 
 def test_one_window_that_hangs_is_no_alert():

@@ -26,7 +26,7 @@ from trainer.metrics import (
     fits,
     sinks_of,
 )
-from trainer.rundir import RunDir, event
+from trainer.rundir import RunDir, SeenFiles, event
 from trainer.scalars import NODE, Scalars
 from trainer.storage import Storage
 
@@ -114,6 +114,25 @@ def test_a_sink_that_hangs_delays_neither_events_nor_the_end(tmp_path: Path) -> 
     released.set()
 
 
+def test_sinks_are_waited_for_but_not_for_ever(tmp_path: Path) -> None:
+    rundir, released, opened = RunDir(str(tmp_path)), threading.Event(), []
+
+    def open_slowly() -> Kept:
+        released.wait()
+        opened.append(True)
+        return Kept()
+
+    reporter = Reporter(rundir, 0, 1, [open_slowly])
+    assert not reporter.wait_until_open(0.05)
+    released.set()
+    assert reporter.wait_until_open(60.0)
+    assert opened
+    reporter.close()
+    other = Reporter(rundir, 1, 1, [])
+    assert other.wait_until_open(0.0), "there are none"
+    other.close()
+
+
 def test_a_dead_tracking_server_is_reported_once_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,7 +188,7 @@ def test_the_end_is_told_whatever_can_be_seen_of_others(
     monkeypatch.setattr(metrics, "REMOTE_FLUSH_SECONDS", 0.2)
     kept, remote = Kept(), f"memory://{uuid.uuid4().hex}"
     rundir, other = (RunDir(remote if why_not == "remote" else str(tmp_path)) for _ in range(2))
-    follow, looks = rundir.follow, list[set[str]]()
+    follow, looks = rundir.follow, list[SeenFiles]()
     rundir.follow = lambda seen: (looks.append(seen), follow(seen))[1]  # type: ignore[method-assign]
     reporter = Reporter(rundir, 0, 1, [lambda: kept])
     reporter.has_other_nodes = why_not != "alone"

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import tracemalloc
 import uuid
 from pathlib import Path
 
 import pytest
 
 from trainer.config import DatasetRef, JobConfig
-from trainer.rundir import NodePresence, RunDir, event
+from trainer.rundir import NodePresence, RunDir, SeenFiles, event, event_file
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -25,12 +26,33 @@ def test_events_come_in_order_of_time_and_each_once(rundir: RunDir) -> None:
     sooner["time"] = later["time"] - 1
     rundir.append_events(1, 1, 1, [later])
     rundir.append_events(1, 0, 1, [sooner])
-    seen: set[str] = set()
+    seen = SeenFiles()
     assert rundir.follow(seen) == [sooner, later]
     assert rundir.follow(seen) == []
     rundir.append_events(2, 0, 1, [event("end", 0, 2, status="succeeded")])
     assert [item["kind"] for item in rundir.follow(seen)] == ["end"]
     assert [item["step"] for item in rundir.events("step")] == [1, 2]
+
+
+def test_files_that_were_read_are_known_in_whatever_order_they_came() -> None:
+    names = [event_file(1, rank, number) for rank in (0, 1) for number in range(1, 20)]
+    seen, late = SeenFiles(), names.pop(5)
+    assert seen.others([*names, "notes.txt"]) == names
+    for name in reversed(names):
+        seen.add([name])
+    assert seen.others([late, *names, event_file(2, 0, 1)]) == [late, event_file(2, 0, 1)]
+    seen.add([late])
+    assert seen.others([late, *names]) == []
+
+
+def test_to_know_what_was_read_takes_no_memory_that_grows() -> None:
+    seen = SeenFiles()
+    tracemalloc.start()
+    seen.add(event_file(1, 0, number) for number in range(1, 5001))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 5000
+    assert seen.others([event_file(1, 0, 5000), event_file(1, 0, 5001)]) == [event_file(1, 0, 5001)]
 
 
 def test_a_damaged_line_takes_no_other_away(rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
@@ -42,7 +64,7 @@ def test_a_damaged_line_takes_no_other_away(rundir: RunDir, caplog: pytest.LogCa
     ):
         rundir.storage.write(f"events/g0001-r00001-{number:06d}.jsonl", damage)
     rundir.storage.write("events/g0001-r00001-000009.jsonl", b"")
-    seen: set[str] = set()
+    seen = SeenFiles()
     assert rundir.follow(seen) == events
     assert rundir.follow(seen) == []
     assert [record.getMessage().split(": ")[1][:7] for record in caplog.records] == ["4 line("]
