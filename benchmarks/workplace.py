@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -64,6 +65,18 @@ def in_parts(parts: Mapping[str, Callable[[], dict[str, Any]]]) -> tuple[dict[st
             note(traceback.format_exc())
             failed[name] = f"{type(error).__name__}: {error}"
     return figures, failed
+
+
+def stop_on_signals() -> None:
+    """SIGTERM and SIGINT raise SystemExit, the first of them alone: what was found is told, and what runs is ended."""
+
+    def stop(number: int, _: object) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
 
 
 def note(text: str) -> None:
