@@ -325,7 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "versions": versions(),
                 "tuned_by": options.tuned or "a search of this benchmark, not `dtrain tune`",
                 "rounds": options.rounds,
-                **({"partial": True, "missing": missing} if missing else {}),
+                "missing": missing,
                 **summary(cells),
                 "skipped": skipped,
                 "failed": course.failed,
