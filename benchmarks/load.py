@@ -24,7 +24,6 @@ import argparse
 import contextlib
 import hashlib
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -38,7 +37,7 @@ from typing import Any
 
 from scipy.stats import theilslopes
 
-from benchmarks.workplace import Workplace, in_parts, note, tell
+from benchmarks.workplace import Workplace, in_parts, note, stop_on_signals, tell
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.processes import marked
 from dtrain_dagster.costs.money import SECOND
@@ -72,11 +71,19 @@ def together(place: Workplace, count: int, steps: int) -> dict[str, Any]:
         for number in range(count)
     ]
     with ThreadPoolExecutor(count) as pool:
-        found = list(pool.map(lambda job: one_of_many(place, job), jobs))
+        futures = [pool.submit(one_of_many, place, job) for job in jobs]
+        try:
+            errors = [future.exception() for future in futures]
+        except SystemExit:
+            place.manager.cleanup_cluster()  # the pool waits for those who follow the jobs, and they for the jobs' end
+            raise
+    found = [lost_job(error) if error else future.result() for future, error in zip(futures, errors, strict=True)]
     rates = [row["samples_per_second"] for row in found]
-    usage = [stay for job in jobs for stay in place.manager.node_usage(job.job_id)]
+    squares = sum(rate**2 for rate in rates)
+    there = [job for job, row in zip(jobs, found, strict=True) if row["state"]]
+    usage = [stay for job in there for stay in place.manager.node_usage(job.job_id)]
     whole = sum(round((stay.ended_at - stay.started_at) * SECOND) for stay in usage)
-    billed = sum(node.microseconds for job in jobs for node in bill(place, job).nodes)
+    billed = sum(node.microseconds for job in there for node in bill(place, job).nodes)
     lost = sum(bool(row["lacks"]) for row in found)
     return {
         "jobs_ended": sum(row["state"] == JobState.SUCCEEDED for row in found),
@@ -85,7 +92,7 @@ def together(place: Workplace, count: int, steps: int) -> dict[str, Any]:
             "count": count,
             "steps": steps,
             "seconds": [min(row["seconds"] for row in found), max(row["seconds"] for row in found)],
-            "fairness": round(sum(rates) ** 2 / (len(rates) * sum(rate**2 for rate in rates)), 4),
+            "fairness": round(sum(rates) ** 2 / (len(rates) * squares), 4) if squares else None,
             "node_seconds": round(billed / SECOND, 1),
             "lacks": {job.job_id: row["lacks"] for job, row in zip(jobs, found, strict=True) if row["lacks"]},
         },
@@ -94,6 +101,11 @@ def together(place: Workplace, count: int, steps: int) -> dict[str, Any]:
 
 def bill(place: Workplace, job: JobConfig) -> CostTracker:
     return CostTracker(place.manager.cluster_name, place.manager.node_usage(job.job_id), "dedicated")
+
+
+def lost_job(error: BaseException) -> dict[str, Any]:
+    """What is known of a job that could not be started, or followed to its end."""
+    return {"state": None, "seconds": 0.0, "samples_per_second": 0.0, "lacks": [f"{type(error).__name__}: {error}"]}
 
 
 def one_of_many(place: Workplace, job: JobConfig) -> dict[str, Any]:
@@ -316,12 +328,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=10, help="that are started at once (10)")
     parser.add_argument("--steps", type=int, default=60, help="of each of these, and under contention (60)")
     parser.add_argument("--hog", type=int, default=2048, metavar="MB", help="that another process writes over (2048)")
-    parser.add_argument("--only", choices=("jobs", "contention", "memory"), help="one part of it")
+    parser.add_argument("--only", choices=("jobs", "contention", "memory"), help="one part of it, saved beside others")
+    parser.add_argument("--budget", type=float, default=0, metavar="SECONDS", help="after which it is stopped (never)")
     parser.add_argument("--keep", metavar="FOLDER", help="keep the run directories, in this folder, which must be new")
     parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
     seconds = 3600 * options.hours if options.hours else 60 * options.minutes
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    stop_on_signals(options.budget)
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="load-") as temporary:
         place = Workplace(Path(options.keep or temporary))
@@ -336,7 +349,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             place.manager.cleanup_cluster()  # whatever raises: nothing runs on
             with contextlib.suppress(OSError):  # not made, or its last process is still on its way out
                 CGROUP.rmdir()
-    tell("load", {**figures, "failed": failed, "load_before": round(load_before, 2)}, options.save)
+    name = f"load_{options.only}" if options.only else "load"
+    tell(name, {**figures, "failed": failed, "load_before": round(load_before, 2)}, options.save)
     wrong = failed or figures.get("jobs_lost") or figures.get("jobs_ended", options.jobs) < options.jobs
     return int(bool(wrong) or not figures.get("contention_same_weights", True))
 

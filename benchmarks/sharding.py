@@ -1,15 +1,18 @@
 """From prices to shards, and random windows out of them: rows/s, samples/s and peak memory, beside what others do.
 
 Prices are **synthetic** random walks in the shape of the default data (20 tickers of 8,313 days), and 10 times as many
-tickers; with ``--sizes 1 10 100 --timeout 900`` also 100 times, which takes a quarter of an hour, 5 GB of disk and, for
-pandas, more memory than most machines have. What fails, or takes too long, says so in its place. Each
+tickers; with ``--sizes 1 10 100`` also 100 times, which takes 5 GB of disk and, for pandas, more memory than most
+machines have. What fails, takes longer than ``--timeout`` or has no time left in the ``--budget`` says so in its place,
+and is in ``missing``; the line has ``partial`` then. A signal (SIGTERM, SIGINT) ends it in the same way. Each
 measurement is a process of its own; the peak is its resident set (VmHWM), imports included.
 
 Sharding, from one long Parquet file, the same features by the same function:
 
     ours                   sort and check every cell, validate, features, checksummed shards, manifest
     pandas                 as most write it: read all, group by ticker, features, to_parquet; no checks, no manifest
-    mosaic                 the same features, ticker by ticker, into MDSWriter, one row a sample (mosaicml-streaming)
+    mosaic                 the same features, ticker by ticker, into MDSWriter, one row a sample (mosaicml-streaming);
+                           what it has done after two minutes tells its pace (``share_done``), which the pass over
+                           all prices that comes before makes a little too low
     …_rows_per_second, …_peak_mb, …_cpu_seconds for each size
 
 Reading batches of 1,024 random windows (60 x 8, and the target) from the smallest set, which fits in memory:
@@ -19,7 +22,8 @@ Reading batches of 1,024 random windows (60 x 8, and the target) from the smalle
     mosaic_N               StreamingDataset(shuffle=True) of windows stored one by one, DataLoader with N workers
 
 and under a memory limit on the page cache that is a quarter of the largest set (skipped where control groups are not
-writable): limited_full, limited_blocks, and unlimited_… from a cold cache: samples/s. ``failed``: whole sizes, and why.
+writable): limited_full, limited_blocks, and unlimited_… from a cold cache: samples/s. ``failed``: sizes of which some
+was not even tried, and why.
 """
 
 from __future__ import annotations
@@ -47,6 +51,9 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 DAYS, TICKERS, WINDOW, HORIZON, BATCH = 8313, 20, 60, 5, 1024
 BLOCK, SECONDS = 1024, 6.0
+STEADY_SECONDS = 120.0
+"""After so long, the pace of what goes row by row is known."""
+CLOSING_SECONDS = 10.0
 LEAST_LIMIT = 64 << 20
 """What a batch and its bookkeeping take has to fit besides."""
 MDS_ROWS = {"ticker": "str", "date": "int32", "adj_close": "float64"}
@@ -108,7 +115,7 @@ def feature_frames(folder: Path) -> Iterator[Any]:
     file = pq.ParquetFile(folder / "walks.parquet")
     total, count = 0.0, 0
     for group in range(file.num_row_groups):
-        part = file.read_row_group(group).to_pandas()
+        part = file.read_row_group(group, columns=["date", "adj_close"]).to_pandas()
         total, count = total + np.log(part["adj_close"]).diff().to_numpy(), count + 1
     dates = pd.to_datetime(part["date"])
     index = index_features(pd.Series(total / count, index=dates).dropna())
@@ -124,10 +131,12 @@ def shard_mosaic(folder: Path) -> int:
     from dtrain_dagster.data.features import AUXILIARY, FEATURES, TARGET
 
     numbers = [*FEATURES, *AUXILIARY, TARGET]
-    rows = 0
+    rows, until = 0, time.monotonic() + STEADY_SECONDS
     columns = {**MDS_ROWS, **dict.fromkeys(numbers, "float32")}
     with MDSWriter(out=str(folder / "mds"), columns=columns, compression="zstd") as writer:
         for frame in feature_frames(folder):
+            if time.monotonic() > until:
+                break
             rows += DAYS
             values = frame[numbers].to_numpy(np.float32)
             days = frame["date"].to_numpy().astype("datetime64[D]").astype(np.int32)
@@ -191,8 +200,10 @@ def read_dataloader(folder: Path, workers: int) -> Iterator[Any]:
 
 def read_mosaic(folder: Path, workers: int) -> Iterator[Any]:
     from streaming import MDSWriter, StreamingDataset
+    from streaming.base.util import clean_stale_shared_memory
     from torch.utils.data import DataLoader
 
+    clean_stale_shared_memory()  # of one that was ended
     store = folder / "mds-windows"
     if not store.exists():
         windows = Windows(folder)
@@ -232,10 +243,12 @@ def be_a_step(name: str, folder: Path, seconds: float) -> dict[str, Any]:
         import pandas  # noqa: F401
         import pyarrow.parquet  # noqa: F401
 
+        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, this goes, and nobody else
         imported = peak_mb()
         began, cpu = time.monotonic(), time.process_time()
         rows = SHARDING[what](folder)
         return {
+            "rows": rows,
             "rows_per_second": round(rows / (time.monotonic() - began)),
             "cpu_seconds": round(time.process_time() - cpu, 2),
             "peak_mb": round(peak_mb()), "imported_mb": round(imported),
@@ -263,8 +276,32 @@ def unpack(batch: Any) -> tuple[Any, Any]:
     return (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
 
 
+class Measurements:
+    """Runs measurements one after the other while there is time, and keeps what they found."""
+
+    def __init__(self, seconds: float, timeout: float, budget: float) -> None:
+        self.seconds, self.timeout = seconds, timeout
+        self.began = time.monotonic()
+        self.until = self.began + budget
+        self.found: dict[str, Any] = {}
+
+    def take(self, key: str, step: str, folder: Path, **environment: str) -> dict[str, Any]:
+        """One measurement; ``step``: what the process is to do."""
+        limit = min(self.timeout, self.until - time.monotonic())
+        if limit < self.seconds:
+            self.found[key] = {"failed": "no time was left for it"}
+        else:
+            self.found[key] = {"failed": "it was stopped"}  # unless it comes to its end
+            self.found[key] = run_step(step, folder, self.seconds, limit, **environment)
+        sys.stderr.write(f"{time.monotonic() - self.began:4.0f} s: {key} {self.found[key]}\n")
+        return self.found[key]
+
+    @property
+    def missing(self) -> list[str]:
+        return [key for key, figures in self.found.items() if isinstance(figures, dict) and "failed" in figures]
+
+
 def run_step(name: str, folder: Path, seconds: float, timeout: float, **environment: str) -> dict[str, Any]:
-    sys.stderr.write(f"{name}\n")
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.sharding", "--step", name, "--folder", str(folder)]
     path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "tests/trainer"), os.environ.get("PYTHONPATH"))))
     step = subprocess.Popen(
@@ -274,11 +311,13 @@ def run_step(name: str, folder: Path, seconds: float, timeout: float, **environm
     try:
         said, complained = step.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        return {"failed": f"took longer than {timeout:g} s"}
+        return {"failed": f"took longer than {timeout:.0f} s"}
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(step.pid, signal.SIGKILL)  # workers of a data loader, too
         step.wait()
+    if step.returncode == -signal.SIGKILL:
+        return {"failed": "it was killed: the kernel does that where memory ends"}
     if step.returncode:
         return {"failed": (complained.strip().splitlines() or [f"exit code {step.returncode}"])[-1][-300:]}
     return json.loads(said.splitlines()[-1])
@@ -292,7 +331,7 @@ def drop_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def read_cold(folder: Path, seconds: float, timeout: float) -> dict[str, Any]:
+def read_cold(measurements: Measurements, folder: Path) -> None:
     """Samples/s from a cold page cache, with and without a limit on it."""
     sys.path.insert(0, str(ROOT / "tests/trainer"))
     from memory_group import memory_group
@@ -302,25 +341,24 @@ def read_cold(folder: Path, seconds: float, timeout: float) -> dict[str, Any]:
     shards = DataShardManager(str(next((folder / "ours" / "datasets").glob("*"))), folder / "cache")
     size = sum((shards.folder / f"{name}.npy").stat().st_size for name in ("features", "target"))
     del shards
-    found: dict[str, Any] = {"read_mb": round(size / 1e6)}
+    measurements.found["read_mb"] = round(size / 1e6)
     for what in COLD:
         drop_cache(folder)
-        found[f"unlimited_{what}"] = run_step(f"unlimited.{what}", folder, seconds, timeout)
+        measurements.take(f"unlimited_{what}", f"unlimited.{what}", folder)
         drop_cache(folder)
         with memory_group(max(size // 4, LEAST_LIMIT)) as group:
             if group is None:
-                found[f"limited_{what}"] = {"skipped": "no control group with a memory limit can be made here"}
+                reason = "no control group with a memory limit can be made here"
+                measurements.found[f"limited_{what}"] = {"skipped": reason}
             else:
-                found[f"limited_{what}"] = run_step(
-                    f"limited.{what}", folder, seconds, timeout, DTRAIN_BENCH_GROUP=str(group)
-                )
-    return found
+                measurements.take(f"limited_{what}", f"limited.{what}", folder, DTRAIN_BENCH_GROUP=str(group))
 
 
-def measure(folder: Path, size: int, sizes: Sequence[int], seconds: float, timeout: float) -> dict[str, Any]:
+def measure(measurements: Measurements, folder: Path, size: int, sizes: Sequence[int]) -> dict[str, Any]:
     """Everything about data of one of the sizes."""
     has_mosaic = importlib.util.find_spec("streaming") is not None
-    result: dict[str, Any] = {} if has_mosaic else {"skipped": ["mosaicml-streaming is not installed"]}
+    if not has_mosaic:
+        measurements.found["skipped"] = ["mosaicml-streaming is not installed"]
     here = folder / f"{size}x"
     here.mkdir()
     try:
@@ -328,19 +366,21 @@ def measure(folder: Path, size: int, sizes: Sequence[int], seconds: float, timeo
         for name in SHARDING:
             if name == "mosaic" and not has_mosaic:
                 continue
-            result[f"shard_{size}x_{name}"] = run_step(f"shard.{name}", here, seconds, timeout)
+            found = measurements.take(f"shard_{size}x_{name}", f"shard.{name}", here)
+            if (share := found.pop("rows", DAYS * TICKERS * size) / (DAYS * TICKERS * size)) < 1:
+                found["share_done"] = round(share, 3)
             for left in ("pandas.parquet", "mds"):
                 path = here / left
                 (shutil.rmtree if path.is_dir() else Path.unlink)(path) if path.exists() else None
         if size == min(sizes):
             for name in READING:
                 if has_mosaic or not name.startswith("mosaic"):
-                    result[f"read_{name}"] = run_step(f"read.{name}", here, seconds, timeout)
+                    measurements.take(f"read_{name}", f"read.{name}", here)
         if size == max(sizes):
-            result |= read_cold(here, seconds, timeout)
+            read_cold(measurements, here)
     finally:
         shutil.rmtree(here)
-    return result
+    return {}
 
 
 def version(name: str) -> str | None:
@@ -350,40 +390,45 @@ def version(name: str) -> str | None:
         return None
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.sharding", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 10], help="of the default data (1 10)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"of each reading ({SECONDS:g})")
     parser.add_argument("--timeout", type=float, default=240, help="seconds at most for one measurement (240)")
+    parser.add_argument("--budget", type=float, default=690, metavar="SECONDS", help="that all of it may take (690)")
     parser.add_argument("--folder", help="where to write, on a disk with 5 GB (a temporary folder)")
     parser.add_argument("--save", action="store_true", help="also write benchmarks/results/sharding.json")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.step:
         print(json.dumps(be_a_step(options.step, Path(options.folder), options.seconds)))
-        return
-    from benchmarks.workplace import in_parts, tell  # imports torch, which those who make shards do without
+        return 0
+    # Here, as it imports torch, which those who make shards do without.
+    from benchmarks.workplace import in_parts, stop_on_signals, tell
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that measurements and folders go first
+    stop_on_signals()
     load_before = os.getloadavg()[0]
+    sizes = sorted(set(options.sizes))
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="sharding-", ignore_cleanup_errors=True) as name:
-        common = (options.sizes, options.seconds, options.timeout)
-        sizes = sorted(set(options.sizes))
-        figures, failed = in_parts({f"{size}x": partial(measure, Path(name), size, *common) for size in sizes})
+        measurements = Measurements(options.seconds, options.timeout, options.budget - CLOSING_SECONDS)
+        parts = {f"{size}x": partial(measure, measurements, Path(name), size, sizes) for size in sizes}
+        _, failed = in_parts(parts)
     result = {
         "versions": {
             name: version(name) for name in ("torch", "numpy", "pandas", "pyarrow", "duckdb", "mosaicml-streaming")
         },
         "data": f"synthetic random walks, {TICKERS} tickers of {DAYS} days at 1x",
         "batch": BATCH,
-        **figures,
+        "missing": measurements.missing,
+        **measurements.found,
         "failed": failed,
         "load_before": round(load_before, 2),
     }
     tell("sharding", result, options.save)
+    return int("stopped" in failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

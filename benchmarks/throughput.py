@@ -18,7 +18,11 @@ them follow each other in an order that is random in each round. Without evaluat
 
 Each of the others trains with what is fastest for it, found before: 0, 1 or 2 workers of its DataLoader, and DDP with
 or without gradient_as_bucket_view and static_graph. The rendezvous of Lightning, Accelerate and Ray listens on all
-interfaces while this runs, as theirs always does.
+interfaces while this runs, as theirs always does. What is fastest is found for each batch, with the first model.
+
+``--budget`` is divided among the cells (a model and a batch): what the searches leave of a cell's share is for rounds,
+at most ``--rounds``, and losses. What a budget, a signal (SIGTERM, SIGINT) or a failure leaves out is in ``missing``,
+by cell, and the line has ``partial``. A contestant that fails misses that cell, and is started anew for the next one.
 
 Ratios are medians over rounds of ratios within a round, with a 95 % interval (bootstrap over rounds); above 1 the first
 one is faster. What is not installed is in ``skipped``, what failed in ``failed``.
@@ -45,27 +49,25 @@ been run on a GPU yet.)
 from __future__ import annotations
 
 import argparse
-import contextlib
-import datetime
 import importlib.metadata
 import importlib.util
 import json
 import math
 import os
-import signal
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.checkpoint import RESULTS, _cpu
-from benchmarks.peers.contestant import ContestantError, start
-from benchmarks.peers.course import MALLOC, OURS, PEERS, Cell, Course, say
+from benchmarks.peers.contestant import ContestantError
+from benchmarks.peers.course import MALLOC, OURS, PEERS, SEARCH_SHARE, Cell, Course, say
 from benchmarks.peers.turns import Case
+from benchmarks.workplace import stop_on_signals, tell
 from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source
@@ -75,6 +77,9 @@ MODELS = ("tcn", "lstm", "transformer")
 LOSS_DIFFERENCES = {"tuned_loss_difference_percent": "ours", "tuned_loss_difference_vs_plain_percent": "plain_ddp"}
 PACKAGES = ("torch", "numpy", "lightning", "accelerate", "ray")
 LEAST_JUDGED = 50
+CHOICE_SHARE = 0.25
+"""Of the time that is left: what the choices of the peers may take, once for each batch."""
+CLOSING_SECONDS = 15.0
 
 
 def usable(tuned: Mapping[str, Any], case: Case) -> dict[str, Any]:
@@ -126,6 +131,7 @@ def describe(cell: Cell) -> dict[str, Any]:
         "batch_per_rank": cell.case.batch,
         "global_batch": global_batch,
         "steps_per_stretch": cell.steps,
+        "rounds": max(map(len, cell.stretches.values()), default=0),
         "peer_settings": cell.chosen,
         "tuned": cell.tuned,
         "samples_per_second": {
@@ -181,20 +187,75 @@ def summary(cells: Sequence[Cell]) -> dict[str, Any]:
     return result
 
 
-def measure(course: Course, cell: Cell, options: argparse.Namespace, given: Mapping[str, Any] | None) -> None:
-    """Everything about one model and batch."""
-    say(f"{cell.case.model}, {cell.case.batch} per rank")
+def judged_steps(cell: Cell, options: argparse.Namespace) -> tuple[int, int]:
+    """Steps of the trainings whose losses are compared, and with how many seeds: about as many samples as with the
+    least batch, which is judged with several."""
+    least = min(options.batches)
+    steps = max(min(LEAST_JUDGED, options.loss_steps), options.loss_steps * least // cell.case.batch)
+    return steps, options.loss_seeds if cell.case.batch == least else 1
+
+
+def measure(
+    course: Course, cell: Cell, options: argparse.Namespace, given: Mapping[str, Any] | None, end: float, left: int
+) -> None:
+    """Everything about one model and batch; ``left``: cells, this one included, until ``end``."""
+    began = time.monotonic()
+    course.gather()
     course.measure_out(cell)
-    course.choose(cell, options.pairs)
-    course.rest()
-    cell.tuned = usable(given, cell.case) if given is not None else course.search(cell, options.pairs)
-    course.rest()
-    say(f"  {cell.chosen}; tuned: {cell.tuned}; {cell.steps} steps in a stretch")
-    course.run(cell, options.rounds)
-    if options.loss_steps:
-        least = min(options.batches)
-        steps = max(min(LEAST_JUDGED, options.loss_steps), options.loss_steps * least // cell.case.batch)
-        course.judge(cell, steps, options.loss_seeds if cell.case.batch == least else 1)
+    now = time.monotonic()
+    course.choose(cell, options.pairs, now + CHOICE_SHARE * (end - now))
+    now = time.monotonic()
+    share = max(0.0, end - now) / left
+    say(f"  {cell.chosen} after {now - began:.0f} s; {share:.0f} s for what is left of this cell")
+    until = now + share
+    cell.tuned = (
+        usable(given, cell.case)
+        if given is not None
+        else course.search(cell, options.pairs, now + SEARCH_SHARE * share)
+    )
+    say(f"  tuned: {cell.tuned} after {time.monotonic() - began:.0f} s; {cell.steps} steps in a stretch")
+    steps, seeds = judged_steps(cell, options)
+    reserved = course.judging_seconds(cell, steps, seeds) if steps else 0.0
+    course.run(cell, options.rounds, until - reserved)
+    say(f"  rounds: {len(cell.stretches.get('ours', ()))} after {time.monotonic() - began:.0f} s")
+    if steps:
+        course.judge(cell, steps, seeds, until)
+    say(f"  done after {time.monotonic() - began:.0f} s")
+
+
+def measure_all(
+    course: Course, cells: Sequence[Cell], options: argparse.Namespace, given: Mapping[str, Any] | None, end: float
+) -> None:
+    """Cell after cell until the time is up; what fails in one says so, and does not spoil the others."""
+    for number, cell in enumerate(cells):
+        seconds = end - time.monotonic()
+        if seconds <= 0:
+            return
+        last = time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
+        say(f"cell {number + 1} of {len(cells)}: {cell.name}; all ends at about {last}, in {seconds:.0f} s")
+        try:
+            measure(course, cell, options, given, end, len(cells) - number)
+        except (ContestantError, KeyError) as error:  # the bound's or ours: without these there are no ratios
+            say(f"  {error}")
+            course.failed[cell.name] = f"{type(error).__name__}: {error}"
+            course.rest()
+        except SystemExit:
+            cell.missing.append("what came after a signal")
+            raise
+
+
+def lacking(cells: Sequence[Cell], names: Sequence[str], failed: Mapping[str, str], losses: bool) -> dict[str, Any]:
+    """By cell, what is not there of what was asked for."""
+    found = {
+        cell.name: [
+            *(name for name in names if cell.stretches and name not in cell.stretches),
+            *(["everything"] if not cell.stretches else ["losses"] if losses and not cell.losses else []),
+            *cell.missing,
+            *(["what came after a failure"] if cell.name in failed else []),
+        ]
+        for cell in cells
+    }
+    return {cell: items for cell, items in found.items() if items}
 
 
 def versions() -> dict[str, str]:
@@ -207,14 +268,15 @@ def versions() -> dict[str, str]:
     return known
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.throughput", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 1024], help="samples per rank and step")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="all, where installed")
-    parser.add_argument("--rounds", type=int, default=6, help="of one stretch of each contestant (6)")
+    parser.add_argument("--budget", type=float, default=720, metavar="SECONDS", help="that all of it may take (720)")
+    parser.add_argument("--rounds", type=int, default=6, help="at most, of one stretch of each contestant (6)")
     parser.add_argument("--seconds", type=float, default=0.5, help="about so long is a stretch of the bound (0.5)")
     parser.add_argument("--pairs", type=int, default=2, help="of stretches for each choice of a search (2)")
     parser.add_argument("--tuned", metavar="FILE", help="settings of `dtrain tune`, instead of a search")
@@ -231,15 +293,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         peer: f"{package} is not installed: pip install 'dtrain[bench]'"
         for peer, package in PEERS.items() if peer in options.peers and importlib.util.find_spec(package) is None
     } | {peer: "not asked for" for peer in PEERS if peer not in options.peers}  # fmt: skip
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # contestants are ended on the way out
-    load_before, began = os.getloadavg()[0], datetime.datetime.now(datetime.UTC)
+    stop_on_signals()
+    load_before, began = os.getloadavg()[0], time.monotonic()
+    end = began + options.budget - CLOSING_SECONDS
     ranks, precision = (2, "fp32") if options.device == "cpu" else (1, "bf16")
     names = ["bound", *OURS, *(peer for peer in PEERS if peer not in skipped)]
-    with tempfile.TemporaryDirectory(prefix="throughput-", ignore_cleanup_errors=True) as temporary:
+    with tempfile.TemporaryDirectory(prefix="throughput-", dir="/tmp", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)
+        course = Course(names, ranks, options.device, folder, options.seconds, options.seed)
         dataset = build(folder)
-        contestants, failed = start(names, ranks, options.device, folder)
-        course = Course(contestants, failed, options.seconds, options.seed)
         cells = [
             Cell(
                 Case(
@@ -247,43 +309,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     precision=precision, seed=options.seed,
                 )
             )
-            for model in options.models for batch in options.batches
+            for batch in options.batches for model in options.models
         ]  # fmt: skip
+        code = 0
         try:
-            for cell in cells:
-                try:
-                    measure(course, cell, options, given)
-                except (ContestantError, KeyError) as error:  # the bound's or ours: without these there are no ratios
-                    failed[f"{cell.case.model}, {cell.case.batch} per rank"] = f"{type(error).__name__}: {error}"
-                    with contextlib.suppress(ContestantError):
-                        course.rest()
+            try:
+                measure_all(course, cells, options, given, end)
+            except SystemExit as stopped:
+                code = int(stopped.code or 0)
+            missing = lacking(cells, names, course.failed, bool(options.loss_steps))
+            result = {
+                "device": options.device,
+                "ranks": ranks,
+                "precision": precision,
+                "versions": versions(),
+                "tuned_by": options.tuned or "a search of this benchmark, not `dtrain tune`",
+                "rounds": options.rounds,
+                "missing": missing,
+                **summary(cells),
+                "skipped": skipped,
+                "failed": course.failed,
+                "cells": [describe(cell) for cell in cells if cell.stretches],
+                "seconds": round(time.monotonic() - began, 1),
+                "load_before": round(load_before, 2),
+            }
+            tell("throughput", result, options.save and bool(result["cells"]))
         finally:
             course.close()
-    result = {
-        "benchmark": "throughput",
-        "date": began.isoformat(timespec="seconds"),
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "device": options.device,
-        "ranks": ranks,
-        "precision": precision,
-        "versions": versions(),
-        "tuned_by": options.tuned or "a search of this benchmark, not `dtrain tune`",
-        "rounds": options.rounds,
-        **summary(cells),
-        "skipped": skipped,
-        "failed": failed,
-        "cells": [describe(cell) for cell in cells],
-        "seconds": round((datetime.datetime.now(datetime.UTC) - began).total_seconds(), 1),
-        "load_before": round(load_before, 2),
-        "load_after": round(os.getloadavg()[0], 2),
-    }
-    line = json.dumps(result)
-    print(line)
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "throughput.json").write_text(line + "\n")
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -54,16 +55,37 @@ def real_dataset(folder: Path) -> DatasetRef:
 
 
 def in_parts(parts: Mapping[str, Callable[[], dict[str, Any]]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The figures of all parts of a benchmark, and of those that failed, why: the others are told all the same."""
+    """The figures of all parts of a benchmark, and of those that failed, why: the others are told all the same. A part
+    that is stopped by a signal is the last one."""
     figures: dict[str, Any] = {}
     failed: dict[str, str] = {}
     for name, part in parts.items():
+        if "stopped" in failed:
+            failed[name] = "it was not begun"
+            continue
         try:
             figures |= part()
+        except SystemExit:
+            failed |= {name: "it was stopped", "stopped": "by a signal, or at the end of its time"}
         except Exception as error:
             note(traceback.format_exc())
             failed[name] = f"{type(error).__name__}: {error}"
     return figures, failed
+
+
+def stop_on_signals(seconds: float = 0.0) -> None:
+    """SIGTERM, SIGINT and the end of so many seconds (0: for ever) raise SystemExit, the first of them alone: what was
+    found is told then, and what runs is ended."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
+
+    def stop(number: int, _: object) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number in numbers:
+        signal.signal(number, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def note(text: str) -> None:
@@ -72,7 +94,8 @@ def note(text: str) -> None:
 
 
 def tell(name: str, figures: dict[str, Any], save: bool) -> None:
-    """The one line on stdout, with date and machine; ``save``: to ``benchmarks/results/<name>.json`` as well."""
+    """The one line on stdout, with date and machine, and ``partial`` where something failed or is missing; ``save``: to
+    ``benchmarks/results/<name>.json`` as well."""
     result = {
         "benchmark": name,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -80,6 +103,7 @@ def tell(name: str, figures: dict[str, Any], save: bool) -> None:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **({"partial": True} if figures.get("failed") or figures.get("missing") else {}),
         **figures,
         "load_after": round(os.getloadavg()[0], 2),
     }

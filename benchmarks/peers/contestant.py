@@ -20,7 +20,7 @@ import psutil
 from benchmarks.peers.turns import ADDRESS, Case, Failed
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_SECONDS = 300.0
+PATIENCE_SECONDS = 120.0
 """For a contestant to come, to be ready, or to end a stretch."""
 
 
@@ -50,6 +50,8 @@ class Contestant:
     case: Case | None = None
     began: int = 0
     """How many cases it has begun."""
+    is_broken: bool = False
+    """It ended, or does not answer: nothing more will come of it."""
 
     def begin(self, case: Case) -> None:
         """Make ready for a case; returns when all ranks stand before the first step."""
@@ -84,7 +86,7 @@ class Contestant:
             self._signal(signal.SIGCONT)
             if self.case is None:
                 self._tell(None)
-        _, alive = psutil.wait_procs(tree, timeout=10 if self.case is None else 0)
+        _, alive = psutil.wait_procs(tree, timeout=10 if self.case is None and not self.is_broken else 0)
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -93,10 +95,13 @@ class Contestant:
             child.wait()
 
     def _tell(self, what: Any) -> None:
+        if self.is_broken:
+            raise ContestantError(f"{self.name} is not there any more: {self.log()}")
         try:
             for connection in self.connections:
                 connection.send(what)
         except OSError:
+            self.is_broken = True
             raise ContestantError(f"{self.name} ended: {self.log()}") from None
 
     def _hear(self) -> list[Any]:
@@ -112,7 +117,9 @@ class Contestant:
             if connection.poll(PATIENCE_SECONDS):
                 return connection.recv()
         except (EOFError, OSError):
+            self.is_broken = True
             raise ContestantError(f"{self.name} ended: {self.log()}") from None
+        self.is_broken = True
         raise ContestantError(f"{self.name} has not answered for {PATIENCE_SECONDS:g} s: {self.log()}")
 
     def log(self) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.peers.contestant import Contestant, ContestantError, Stretch
+from benchmarks.peers.contestant import Contestant, ContestantError, Stretch, start
 from benchmarks.peers.turns import Case
 from trainer.config import DistributedTrainingConfig
 
@@ -21,13 +23,18 @@ PEERS = {
 MALLOC = "plain_ddp_malloc"
 """Is compared with plain DDP, and so has its settings."""
 OURS = ("ours", "tuned")
+NEEDED = ("bound", "ours")
+"""Without these there are no ratios."""
 CHOICES: dict[str, tuple[Any, ...]] = {
     "workers": (0, 1, 2),
     "ddp": ({}, {"gradient_as_bucket_view": True, "static_graph": True}),
 }
 """Fields of a case that each peer may choose, one after the other. The first value stands unless another gains."""
-WARM_UP, REPORT = 10, 10
-"""Steps before anything is measured, and of one report of ours: stretches are multiples of that."""
+REPORT, LEAST_STEPS = 10, 3
+"""Steps of one report of ours, of which longer stretches are multiples; and of the shortest stretch."""
+LEAST_ROUNDS = 2
+SEARCH_SHARE = 0.5
+"""Of a cell's time: what the search for the tuned settings may take."""
 GAIN = 1.02
 """What a setting must gain in the search to be taken."""
 HOPELESS = 0.9
@@ -46,12 +53,21 @@ class Cell:
 
     case: Case
     steps: int = 0
+    """Of a stretch."""
     stretches: dict[str, list[Stretch]] = field(default_factory=dict)
     tuned: dict[str, Any] = field(default_factory=dict)
     chosen: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By peer, the fields of the case that are its own."""
     losses: dict[str, list[float]] = field(default_factory=dict)
     """Seed by seed."""
+    step_seconds: float = 0.0
+    """Of the bound, roughly."""
+    missing: list[str] = field(default_factory=list)
+    """What there was no time for, or failed."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.model}, {self.case.batch} per rank"
 
     def case_of(self, name: str) -> Case:
         own = {"training": self.tuned} if name == "tuned" else self.chosen.get(name, {})
@@ -66,56 +82,91 @@ class Cell:
             return None
         return [theirs / ours for ours, theirs in zip(self.seconds(one), self.seconds(other), strict=True)]
 
+    def stretch_of(self, seconds: float) -> int:
+        """Steps that the bound takes in about so long."""
+        steps = round(seconds / self.step_seconds)
+        return steps // REPORT * REPORT if steps >= REPORT else max(LEAST_STEPS, steps)
+
 
 class Course:
-    """Lets contestants train in turns."""
+    """Lets contestants train in turns. Times (``until``) are those of `time.monotonic`."""
 
-    def __init__(self, contestants: Sequence[Contestant], failed: dict[str, str], seconds: float, seed: int) -> None:
-        self.contestants = {contestant.name: contestant for contestant in contestants}
-        self.failed, self.seconds, self.order = failed, seconds, random.Random(seed)
+    def __init__(self, names: Sequence[str], ranks: int, device: str, folder: Path, seconds: float, seed: int) -> None:
+        self.ranks, self.device, self.folder, self.seconds = ranks, device, folder, seconds
+        self.order = random.Random(seed)
+        self.contestants: dict[str, Contestant] = {}
+        self.failed: dict[str, str] = {}
+        """Why, by contestant, or by contestant and cell."""
+        self._wanted, self._starts = list(names), 0
+        self._choices: dict[int, dict[str, dict[str, Any]]] = {}
 
-    def run(self, cell: Cell, rounds: int) -> None:
-        """All rounds of a cell. A contestant that fails is left out from there on, and its part of this cell too."""
-        names = list(self.contestants)
-        for name in names:
+    def gather(self) -> None:
+        """Start all contestants, or those that failed since; who does not come is not waited for again."""
+        if not (absent := [name for name in self._wanted if name not in self.contestants]):
+            return
+        self._starts += 1
+        folder = self.folder / str(self._starts)
+        folder.mkdir()
+        started, failed = start(absent, self.ranks, self.device, folder)
+        self.contestants |= {contestant.name: contestant for contestant in started}
+        self.failed |= failed
+        self._wanted = [name for name in self._wanted if name not in failed]
+
+    def run(self, cell: Cell, rounds: int, until: float) -> None:
+        """All rounds of a cell, or as many as there is time for. Whoever fails takes no part in any of them."""
+        wanted = list(self.contestants)
+        for name in wanted:
             case = cell.case_of(name)
-            self._try(name, lambda contestant, case=case: self._warm(contestant, case))
-        measured = [name for name in names if name in self.contestants]
-        found: list[dict[str, Stretch]] = []
-        for _ in range(rounds):
-            stretches: dict[str, Stretch] = {}
-            for name in self.order.sample(measured, len(measured)):
-                stretch = self._try(name, lambda contestant: contestant.stretch(cell.steps))
+            self._try(name, cell, lambda contestant, case=case: self._warm(contestant, case, cell))
+        began = time.monotonic()
+        for number in range(rounds):
+            each = (time.monotonic() - began) / max(1, number)
+            if number >= LEAST_ROUNDS and time.monotonic() + each > until:
+                break
+            names = [name for name in wanted if name in self.contestants]
+            found: dict[str, Stretch] = {}
+            for name in self.order.sample(names, len(names)):
+                stretch = self._try(name, cell, lambda contestant: contestant.stretch(cell.steps))
                 if stretch is not None:
-                    stretches[name] = stretch
-            found.append(stretches)
-        for name in measured:
-            self._try(name, lambda contestant: contestant.end() or True)
-        cell.stretches = {name: [part[name] for part in found] for name in measured if name in self.contestants}
+                    found[name] = stretch
+            # In one go: the benchmark may be stopped at any moment, and tells of whole rounds.
+            cell.stretches = {name: [*cell.stretches.get(name, []), stretch] for name, stretch in found.items()}
+        self.rest()
 
     def measure_out(self, cell: Cell) -> None:
         """How many steps a stretch has: of the bound's, about as many as the seconds hold."""
         bound = self.contestants["bound"]
-        self._warm(bound, cell.case)
-        stretch = bound.stretch(WARM_UP)
+        bound.begin(cell.case)
+        bound.stretch(LEAST_STEPS)
+        cell.step_seconds = bound.stretch(LEAST_STEPS).seconds / LEAST_STEPS  # good enough to see how many tell more
+        steps = cell.stretch_of(self.seconds / 2)
+        cell.step_seconds = bound.stretch(steps).seconds / steps
         bound.end()
-        cell.steps = REPORT * max(1, round(self.seconds * WARM_UP / stretch.seconds / REPORT))
+        cell.steps = cell.stretch_of(self.seconds)
 
-    def choose(self, cell: Cell, pairs: int) -> None:
-        """For each peer by itself, what of `CHOICES` it is fastest with."""
-        for name in [name for name in PEERS if name in self.contestants and name != MALLOC]:
+    def choose(self, cell: Cell, pairs: int, until: float) -> None:
+        """For each peer by itself, what of `CHOICES` it is fastest with: found for the first model with this batch."""
+        known = self._choices.setdefault(cell.case.batch, {})
+        for name in [name for name in PEERS if name in self.contestants and name not in (MALLOC, *known)]:
             chosen, best = {setting: values[0] for setting, values in CHOICES.items()}, 0.0
             for setting, values in CHOICES.items():
                 for value in values[bool(best) :]:  # with the first one it has been measured already
+                    if time.monotonic() > until:
+                        cell.missing.append(f"choice of {setting} for {name}")
+                        break
                     case = replace(cell.case, **{**chosen, setting: value})
                     gain = self.gain(name, case, "bound", cell, pairs, HOPELESS * best)
                     if gain > (GAIN * best if best else 0.0):
                         chosen, best = {**chosen, setting: value}, gain
             cell.chosen[name] = chosen
+            if best:
+                known[name] = chosen
+        cell.chosen |= known
         if MALLOC in self.contestants:
             cell.chosen[MALLOC] = cell.chosen.get("plain_ddp", {})
+        self.rest()
 
-    def search(self, cell: Cell, pairs: int) -> dict[str, Any]:
+    def search(self, cell: Cell, pairs: int, until: float) -> dict[str, Any]:
         """Settings with which ours is fastest at the same global batch, one after the other."""
         best: dict[str, Any] = {}
         best_gain = 1.0
@@ -123,7 +174,10 @@ class Course:
             base = dict(best)
             for value in values:
                 override = overrides(setting, value, cell.case)
-                if override is None:
+                if override is None or "tuned" not in self.contestants:
+                    continue
+                if time.monotonic() > until:
+                    cell.missing.append(f"trial of {setting} {value}")
                     continue
                 candidate = base | override
                 case = replace(cell.case, training=candidate)
@@ -131,17 +185,18 @@ class Course:
                 say(f"  {candidate}: {gain:.3f} times as fast")
                 if gain > GAIN * best_gain:
                     best, best_gain = candidate, gain
+        self.rest()
         return best
 
     def gain(self, name: str, case: Case, reference: str, cell: Cell, pairs: int, least: float) -> float:
         """How many times as fast a contestant is with this case as the reference with the cell's; 0 where it fails.
         Only one pair is measured where that is less than ``least``."""
         one, other = self.contestants[name], self.contestants[reference]
-        if other.case is None:
-            self._warm(other, cell.case)
-        steps, ratios = max(REPORT, cell.steps // 2 // REPORT * REPORT), []
+        if other.case is None or other.is_broken:
+            self._warm(other, cell.case, cell)
+        steps, ratios = cell.stretch_of(self.seconds / 2), []
         try:
-            self._warm(one, case)
+            self._warm(one, case, cell)
             for _ in range(pairs):
                 stretches = {item.name: item.stretch(steps) for item in self.order.sample([one, other], 2)}
                 ratios.append(stretches[reference].seconds / stretches[name].seconds)
@@ -153,45 +208,75 @@ class Course:
             return 0.0
         return statistics.median(ratios)
 
-    def judge(self, cell: Cell, steps: int, seeds: int) -> None:
-        """Validation losses after so many steps, seed by seed."""
-        for name in [name for name in (*OURS, "plain_ddp") if name in self.contestants]:
-            contestant = self.contestants[name]
-            for seed in range(cell.case.seed, cell.case.seed + seeds):
-                contestant.begin(replace(cell.case_of(name), seed=seed, judged_after=steps))
-                contestant.stretch(steps)
-                cell.losses.setdefault(name, []).append(contestant.end())
+    def judge(self, cell: Cell, steps: int, seeds: int, until: float) -> None:
+        """Validation losses after so many steps, seed by seed, while there is time."""
+        # Without settings of its own, tuned is ours, number for number.
+        judged = [name for name in (*OURS, "plain_ddp") if cell.tuned or name != "tuned"]
+        took = self.judging_seconds(cell, steps, 1)
+        for seed in range(cell.case.seed, cell.case.seed + seeds):
+            began = time.monotonic()
+            if began + took > until:
+                cell.missing.append(f"losses of {cell.case.seed + seeds - seed} of {seeds} seeds")
+                break
+            found: dict[str, float] = {}
+            for name in judged:
+                case = replace(cell.case_of(name), seed=seed, judged_after=steps)
+                loss = self._try(name, cell, lambda contestant, case=case: _loss(contestant, case, steps))
+                if loss is not None:
+                    found[name] = loss
+            if not cell.tuned and "tuned" in self.contestants:
+                found["tuned"] = found["ours"]
+            cell.losses = {name: [*cell.losses.get(name, []), loss] for name, loss in found.items()}
+            took = time.monotonic() - began
+
+    def judging_seconds(self, cell: Cell, steps: int, seeds: int) -> float:
+        """What `judge` takes, roughly: training, and two seconds to begin and to evaluate."""
+        return seeds * (3 if cell.tuned else 2) * (2.0 + 1.3 * steps * cell.step_seconds)
 
     def rest(self) -> None:
-        """Whoever stands in a case leaves it."""
-        for contestant in self.contestants.values():
-            if contestant.case is not None:
-                contestant.end()
+        """Whoever stands in a case leaves it; who cannot, goes."""
+        for name, contestant in [*self.contestants.items()]:
+            if contestant.case is not None or contestant.is_broken:
+                try:
+                    contestant.end()
+                except ContestantError as error:
+                    say(f"  {error}")
+                    self._drop(name)
 
     def close(self) -> None:
         for contestant in self.contestants.values():
             contestant.close()
 
-    def _warm(self, contestant: Contestant, case: Case) -> bool:
+    def _warm(self, contestant: Contestant, case: Case, cell: Cell) -> bool:
         contestant.begin(case)
-        contestant.stretch(WARM_UP)
+        contestant.stretch(min(REPORT, cell.stretch_of(self.seconds / 2)))
         return True
 
-    def _try(self, name: str, action: Callable[[Contestant], _T]) -> _T | None:
-        """Of a peer, a failure is noted; the benchmark goes on without it. None then."""
+    def _try(self, name: str, cell: Cell, action: Callable[[Contestant], _T]) -> _T | None:
+        """A failure is noted, and the cell goes on without the contestant, which is started anew for the next one.
+        None then. Raises where the contestant is needed."""
         contestant = self.contestants.get(name)
         if contestant is None:
             return None
         try:
             return action(contestant)
         except ContestantError as error:
-            if name not in PEERS:
+            if name in NEEDED:
                 raise
-            say(str(error))
-            self.failed[name] = str(error)
-            del self.contestants[name]
-            contestant.close()
+            say(f"  {error}")
+            self.failed[f"{name}: {cell.name}"] = str(error)
+            self._drop(name)
             return None
+
+    def _drop(self, name: str) -> None:
+        self.contestants[name].close()  # while it is known: who is interrupted here closes it again
+        del self.contestants[name]
+
+
+def _loss(contestant: Contestant, case: Case, steps: int) -> float:
+    contestant.begin(case)
+    contestant.stretch(steps)
+    return contestant.end()
 
 
 def overrides(setting: str, value: Any, case: Case) -> dict[str, Any] | None:

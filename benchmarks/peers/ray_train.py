@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -46,7 +47,7 @@ def drive(ranks: int, device: str) -> None:
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_TRAIN_ENABLE_STATE_TRACKING": "0"}
     # Between its turns all of Ray is stopped: nobody is dead who was not heard meanwhile.
     os.environ |= {"RAY_health_check_failure_threshold": "100000", "RAY_health_check_timeout_ms": "600000"}
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), ignore_cleanup_errors=True) as folder:
         ray.init(
             num_cpus=ranks, num_gpus=ranks if device == "cuda" else 0, include_dashboard=False, _temp_dir=folder,
             _node_ip_address="127.0.0.1", object_store_memory=100 << 20, log_to_driver=False,
