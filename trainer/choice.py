@@ -44,7 +44,10 @@ LEAST_STEPS, AGREEING, AT_ONCE = 5, 2, 2.0
 """A window of fewer steps decides nothing; so many windows in a row must come to the same. One is enough where steps
 with plain sums are expected to take more than so many times as long: there a window costs most."""
 SUMS = 2
-"""Of a bucket, in a sounding. The last counts: by then what a link allows as a burst is used up."""
+"""Of each size, in a sounding. The last counts: by then what a link allows as a burst is used up."""
+SOUNDED_FIRST, GROWTH, SOUNDING_SECONDS = 16384, 8, 1.0
+"""A sounding begins with so many numbers of a bucket, and goes on with so many times as many where that is expected to
+take no longer than this: a link that has got worse must not hold the training up, and fewer bytes show it as well."""
 REST, SHORTEST_REST, LONGEST_REST = 100, 10.0, 600.0
 """Until all is looked at anew: so many times as long as a sounding takes, and at least so many seconds; twice as long
 after each look, up to so many seconds."""
@@ -210,11 +213,12 @@ class Automatic:
         return self._age >= rest_of(self._link, bytes_, 0 if is_doubted else self._looks)
 
     def _sound(self, bucket: Tensor) -> list[tuple[int, float]]:
-        """(bytes, seconds) of plain sums, of one number and of something like this bucket, without waiting."""
+        """(bytes, seconds) of plain sums, of one number and of something like this bucket or, where that would take too
+        long, like a part of it; without waiting."""
         assert self.world.group is not None
-        took = self.world.group.run("sounding of the link", partial(_time_plain, bucket))
+        numbers, *took = self.world.group.run("sounding of the link", partial(_time_plain, bucket))
         quickest = [min(values) for values in zip(*self.world.gather(took), strict=True)]
-        return list(zip((bucket.itemsize, bucket.nbytes), quickest, strict=True))
+        return list(zip((bucket.itemsize, int(numbers) * bucket.itemsize), quickest, strict=True))
 
     def _try(self, bucket: Tensor, link: Link) -> dict[str, Means]:
         """What the other means take, tried on something like this bucket on all ranks at once."""
@@ -259,7 +263,8 @@ def _time(schemes: Mapping[str, Scheme], bucket: Tensor, transport: Any) -> list
 
 
 def _time_plain(bucket: Tensor, transport: Transport) -> list[float]:
-    """Seconds of a sum of one number, after which all ranks are there, and of something like this bucket."""
+    """How many numbers of this bucket were summed in the end, the same on all ranks; seconds of a sum of one number,
+    after which all ranks are there, and of that."""
 
     def seconds_of(like: Tensor) -> float:
         tensor = torch.randn_like(like)
@@ -270,7 +275,14 @@ def _time_plain(bucket: Tensor, transport: Transport) -> list[float]:
         return time.monotonic() - began
 
     latency = min(seconds_of(bucket[:1]) for _ in range(TRIALS))
-    return [latency, [seconds_of(bucket) for _ in range(SUMS)][-1]]
+    numbers = min(SOUNDED_FIRST, bucket.numel())
+    while True:
+        seconds = [seconds_of(bucket[:numbers]) for _ in range(SUMS)][-1]
+        longest = torch.tensor([seconds], dtype=torch.float64)
+        transport.sum(longest)  # so that all ranks end alike: no less than any of them has measured
+        if numbers == bucket.numel() or GROWTH * longest.item() > SOUNDING_SECONDS:
+            return [numbers, latency, seconds]
+        numbers = min(GROWTH * numbers, bucket.numel())
 
 
 def _finish(tensor: Tensor) -> None:

@@ -32,8 +32,12 @@ from trainer.star import Star
 _ABANDONED: list[tuple[Group, float]] = []
 REMEMBERED = 1024
 """Collectives whose times a group keeps."""
-SMALL_BYTES = 16 << 10
-"""What a rank sends in a sum may be so much for it to go to all others at once; between two ranks, anything."""
+SMALL_BYTES, PAIR_BYTES = 16 << 10, 1 << 20
+"""A sum goes directly from each rank to each other one where a rank sends at most so much: among several, between two.
+More goes in parts, each of which has the timeout for itself."""
+UNSHARED = 32768
+"""Numbers that torch adds up on one thread however many it has: more would start a second pool of threads, which takes
+cores from the step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -236,14 +240,15 @@ class TorchTransport:
     def sum(self, tensor: torch.Tensor) -> None:
         """In place, the same bits on all ranks."""
         others = self.group.size() - 1
-        if tensor.is_cuda or (others > 1 and others * tensor.nbytes > SMALL_BYTES):
+        if tensor.is_cuda or others * tensor.nbytes > (PAIR_BYTES if others == 1 else SMALL_BYTES):
             self.group.allreduce([tensor]).wait()
         else:
             self._exchange(tensor)
 
     def _exchange(self, tensor: torch.Tensor) -> None:
         """Each rank sends all of it to each other one, and adds up: one message's time, where gloo's ring takes that of
-        2 (W - 1) after each other, and a thread more. Between two ranks the bytes are the same."""
+        2 (W - 1) after each other, and a thread more. Between two ranks the bytes are the same. ``tensor``: contiguous,
+        as for all that gloo does."""
         rank, size = self.group.rank(), self.group.size()
         parts = [tensor if peer == rank else torch.empty_like(tensor) for peer in range(size)]
         peers = [peer for peer in range(size) if peer != rank]
@@ -251,11 +256,11 @@ class TorchTransport:
         works += [self.group.recv([parts[peer]], peer, 0) for peer in peers]
         for work in works:
             work.wait()
-        total = parts[0]
-        for part in parts[1:]:  # in order of rank, so that rounding is the same everywhere
-            total += part
+        for total, *rest in zip(*(part.view(-1).split(UNSHARED) for part in parts), strict=True):
+            for part in rest:  # in order of rank, so that rounding is the same everywhere
+                total += part
         if rank:
-            tensor.copy_(total)
+            tensor.copy_(parts[0])
 
     def swap(self, output: torch.Tensor, input_: torch.Tensor) -> None:
         """All to all: row j of ``input_`` goes to rank j, and row i of ``output`` comes from rank i."""

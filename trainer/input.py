@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from trainer.consumed import digests
+from trainer.cores import roam
 from trainer.faults import Faults
 from trainer.sampler import Sampler
 from trainer.shards import DataShardManager
@@ -148,7 +149,7 @@ class BatchLoader:
         resident = shards.device.type == device.type != "cpu"
         self.ahead = batches_ahead(prefetch_batches, device, resident, shards.is_larger_than_memory)
         self._pool = (
-            ThreadPoolExecutor(1, thread_name_prefix="gather", initializer=self._choose_gpu) if self.ahead else None
+            ThreadPoolExecutor(1, thread_name_prefix="gather", initializer=self._settle_thread) if self.ahead else None
         )
         self._staging: Staging | None = None
         self._slots, self._next = self.ahead + 2, 0
@@ -193,8 +194,9 @@ class BatchLoader:
         if self._staging is not None:
             self._staging.close()
 
-    def _choose_gpu(self) -> None:
+    def _settle_thread(self) -> None:
         """The current GPU is each thread's own: without this, pinning would open a context on the first one."""
+        roam()
         if self.world.device.type == "cuda":
             torch.cuda.set_device(self.world.device)
 

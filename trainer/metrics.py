@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from trainer.azure_token import WORKSPACE, tracking_address
 from trainer.config import JobConfig
+from trainer.cores import roam
 from trainer.rundir import EVENTS, RunDir, SeenFiles, event, event_file
 from trainer.scalars import Scalars
 from trainer.storage import Storage
@@ -107,6 +108,7 @@ class Reporter:
             self._write(left)
 
     def _work(self) -> None:
+        roam()
         closing = False
         while not closing:
             batch, closing = self._next_batch()
@@ -151,6 +153,7 @@ class Reporter:
                 return _log.error("could not write %d events: %s", len(events), error)
 
     def _track(self, factories: list[Callable[[], Sink]]) -> None:
+        roam()
         # Before the sinks are opened, which takes seconds; what others report meanwhile is drawn.
         self._known.add(self._try("read the events for", lambda: self.rundir.storage.list(EVENTS)) or ())
         sinks = [sink for factory in factories if (sink := self._try("open", factory))]

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from trainer.cores import roam
 from trainer.metrics import Reporter
 from trainer.shards import default_cache_dir
 
@@ -236,6 +237,7 @@ class NodeMonitor:
         return percent / (psutil.cpu_count() or 1), memory
 
     def _work(self) -> None:
+        roam()
         is_last = failed = False
         while not is_last:
             is_last = self._stop.wait(self.interval_seconds)

@@ -26,7 +26,7 @@ from trainer.budget import COMMIT_SECONDS, Budget, BudgetSpent
 from trainer.checkpoint import CheckpointManager
 from trainer.communication import CommunicationProfiler, Window
 from trainer.config import ConfigError, JobConfig
-from trainer.cores import AVAILABLE
+from trainer.cores import AVAILABLE, bind
 from trainer.elastic import Elastic
 from trainer.evaluate import EVAL_BATCH, evaluate
 from trainer.faults import Faults
@@ -262,6 +262,7 @@ class DistributedTrainer:
             self.world.leave()
         if self.budget:
             self.budget.close()
+        bind(AVAILABLE)  # a process that goes on has its cores back
         if self._old_handler is not None:
             signal.signal(signal.SIGTERM, self._old_handler)
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.cores import roam
 from trainer.staging import Stage
 
 ATTEMPTS = 5
@@ -110,6 +111,7 @@ class Writer:
             self._thread.join(seconds)
 
     def _work(self) -> None:
+        roam()
         _yield_to_training()
         while True:
             with self._turn:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import trainer.choice
 from trainer.choice import (
     AGREEING,
     AT_ONCE,
@@ -32,6 +33,7 @@ from trainer.choice import (
     rest_of,
 )
 from trainer.communication import FIELDS, Window
+from trainer.compression import Echo
 from trainer.world import RankFacts, World
 
 SLOW, FAST = (
@@ -257,3 +259,13 @@ def test_short_windows_and_a_quick_wire_lead_to_no_trial() -> None:
     assert [(item["choice"], item["before"]) for item in told] == [(PLAIN, PLAIN)], "said once, that all stays"
     assert "nothing to gain" in told[0]["reason"]
     assert quick.tried == short.tried == 0
+
+
+@pytest.mark.parametrize(("patience", "numbers"), [(0.0, trainer.choice.SOUNDED_FIRST), (1e9, 1_000_000)])
+def test_a_sounding_of_a_link_that_has_got_worse_ends_early(
+    patience: float, numbers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer.choice, "SOUNDING_SECONDS", patience)
+    found, latency, seconds = trainer.choice._time_plain(torch.zeros(1_000_000), Echo())
+    assert found == numbers
+    assert min(latency, seconds) > 0

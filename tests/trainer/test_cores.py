@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 from worlds import Forked, Job
 
-from trainer.cores import AVAILABLE, bind, share_of
+from trainer.cores import AVAILABLE, bind, roam, share_of
 
 CORES = [2, 3, 5, 7]
 
@@ -19,7 +21,7 @@ CORES = [2, 3, 5, 7]
     [
         (2, 2, [[2, 3], [5, 7]]),
         (4, 1, [[2], [3], [5], [7]]),
-        (3, 1, [[2], [3], [5]]),  # the rest is nobody's
+        (3, 1, [CORES] * 3),  # one is left, for whoever needs it
         (1, 4, [CORES]),  # nobody to wait for
         (2, 1, [CORES] * 2),  # half of the cores idle: whichever they are
         (5, 1, [CORES] * 5),  # more ranks than cores
@@ -54,10 +56,40 @@ def test_two_ranks_that_share_a_host(new_job: Callable[..., Job], bound: bool) -
     assert [policies for _, policies in found] == [{os.SCHED_BATCH}] * 2
 
 
-def test_a_thread_that_is_bound_is_let_go_again() -> None:
-    try:
-        bind(AVAILABLE[:1])
-        assert os.sched_getaffinity(0) == set(AVAILABLE[:1])
-    finally:
+@pytest.fixture
+def let_go() -> Iterator[None]:
+    yield
+    bind(AVAILABLE)
+
+
+@pytest.mark.skipif(len(AVAILABLE) < 2, reason="two cores are needed")
+@pytest.mark.usefixtures("let_go")
+def test_threads_that_were_bound_together_move_together_and_others_roam() -> None:
+    """As after a regroup: threads that compute follow; one that works beside the training stays free."""
+    every, one, other = set(AVAILABLE), {AVAILABLE[0]}, {AVAILABLE[1]}
+    bind([*one])
+    with ThreadPoolExecutor(1) as computing, ThreadPoolExecutor(1, initializer=roam) as beside:
+
+        def where() -> list[set[int]]:
+            here = partial(os.sched_getaffinity, 0)
+            return [here(), computing.submit(here).result(), beside.submit(here).result()]
+
+        assert where() == [one, one, every]
+        bind([*other])
+        assert where() == [other, other, every]
         bind(AVAILABLE)
-    assert os.sched_getaffinity(0) == set(AVAILABLE)
+        assert where() == [every] * 3
+
+
+@pytest.mark.skipif(len(AVAILABLE) < 2, reason="two cores are needed")
+@pytest.mark.usefixtures("let_go")
+def test_who_was_never_bound_keeps_what_others_have_chosen() -> None:
+    """With taskset, say, after this process began."""
+    chosen = set(AVAILABLE[:1])
+    os.sched_setaffinity(0, chosen)
+    try:
+        bind(AVAILABLE)
+        roam()
+        assert os.sched_getaffinity(0) == chosen
+    finally:
+        os.sched_setaffinity(0, AVAILABLE)

@@ -36,7 +36,8 @@ from trainer.communication import (
     time_links,
 )
 from trainer.group import (
-    SMALL_BYTES,
+    PAIR_BYTES,
+    UNSHARED,
     Group,
     GroupError,
     StarTransport,
@@ -158,7 +159,7 @@ def test_all_ranks_get_the_same(ranks: Callable[..., Ranks], kind: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("numbers", [300, SMALL_BYTES])
+@pytest.mark.parametrize("numbers", [300, 2 * UNSHARED + 5, PAIR_BYTES])
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16])
 def test_a_sum_has_the_same_bits_on_all_ranks(
     ranks: Callable[..., Ranks], size: int, numbers: int, kind: torch.dtype
