@@ -7,6 +7,9 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
+TRANSFER = "transfer"
+"""Name of these threads."""
+
 
 class Lanes:
     """Does jobs in up to ``count`` threads; a context manager, at whose end all are done, or the first error is raised.
@@ -28,7 +31,7 @@ class Lanes:
         if self._error is not None:
             raise self._error
         if len(self._threads) < self._count:
-            thread = threading.Thread(target=self._work, name="transfer", daemon=True)
+            thread = threading.Thread(target=self._work, name=TRANSFER, daemon=True)
             self._threads.append(thread)
             thread.start()
         self._jobs.put(job)

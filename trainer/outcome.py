@@ -17,6 +17,7 @@ from trainer.metrics import TRACKING
 from trainer.rundir import RESULT, RunDir
 from trainer.shards import DatasetError
 from trainer.storage import StorageError
+from trainer.writer import still_writing
 
 if TYPE_CHECKING:
     from trainer.run import DistributedTrainer
@@ -147,9 +148,10 @@ def end_at_budget(trainer: DistributedTrainer) -> None:
 
 
 def leave_process(code: int) -> int:
-    """The exit code; where a group was left behind, whose threads may hang for long, or where each second is one too
-    many, the process ends here."""
-    if abandoned() or code == BUDGET:
+    """The exit code; where a group was left behind, whose threads may hang for long, where a checkpoint is still being
+    written, which would make the interpreter crash at its end, or where each second is one too many, the process ends
+    here."""
+    if abandoned() or still_writing() or code == BUDGET:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.cores import roam
+from trainer.lanes import TRANSFER
 from trainer.staging import Stage
 
 ATTEMPTS = 5
@@ -20,6 +21,8 @@ BACKOFF_SECONDS = 0.5
 """Before the second attempt; twice as long before each one after it."""
 SILENT_SECONDS = 30.0
 """A write that takes longer than that is reported: storage stalls."""
+WRITER = "checkpoints"
+"""Name of the thread."""
 _log = logging.getLogger(__name__)
 
 
@@ -82,7 +85,7 @@ class Writer:
             raise
         with self._turn:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
+                self._thread = threading.Thread(target=self._work, name=WRITER, daemon=True)
                 self._thread.start()
             save.stall_seconds = time.monotonic() - began
             self._waiting = save
@@ -157,6 +160,12 @@ class Writer:
             save.told = True
             message = f"still being written after {now - save.began:.0f} s: storage is slow or stalls; training goes on"
             self._report("checkpoint_failed", step=save.step, attempt=save.attempt, message=message, gives_up=False)
+
+
+def still_writing() -> bool:
+    """Does a thread of this process still write a checkpoint, or what belongs to one? It is in the midst of native
+    code, which does not survive the interpreter's end: the process would abort, whatever its exit code was to be."""
+    return any(thread.name in (WRITER, TRANSFER) for thread in threading.enumerate())
 
 
 def _yield_to_training() -> None:
