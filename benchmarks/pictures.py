@@ -75,28 +75,37 @@ def _multiples(axis: Axes, cells: Sequence[Mapping[str, Any]]) -> None:
         axis.annotate(f"{found['ratio']:.2f}", (place, found["high"]), (0, 2), textcoords="offset points",
                       ha="center", fontsize=8, color=INK)  # fmt: skip
     axis.axhline(1, color=INK, linewidth=1, linestyle="--")
+    axis.set_ylim(0, 1.12 * max([1.0, *(found["high"] for _, found in there)]))
     axis.set_xticks(range(len(cells)), [f"{cell['model']}\n{cell['batch_per_rank']:,}" for cell in cells], fontsize=7)
     label(axis, "dtrain with settings tuned", "model and samples per rank", "times as fast as plain DDP")
     axis.title.set_fontsize(9)
 
 
 def scaling(result: Mapping[str, Any]) -> Figure:
-    """A step of the wide model on three hosts, rate by rate and way by way: what communication adds is light."""
+    """A step of the wide model on three hosts, rate by rate and way by way: the mean over rounds, and where there are
+    several, each of them as a dot."""
     rows = [row for row in result["rows"] if row["model"] == "wide" and row["ranks"] == 3]
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     picture = new_figure(9, 3.4)
     for axis, rate in zip(picture.subplots(1, len(rates), squeeze=False)[0], rates, strict=True):
-        here = {row["communication"]: row for row in rows if row["rate"] == rate}
-        modes = [mode for mode in MODES if mode in here]
-        steps, exposed = ([1000 * here[mode][key] for mode in modes] for key in ("step_seconds", "exposed_seconds"))
+        here = {mode: [row for row in rows if (row["rate"], row["communication"]) == (rate, mode)] for mode in MODES}
+        modes = [mode for mode in MODES if here[mode]]
+        steps, exposed = (
+            [1000 * statistics.fmean(row[key] for row in here[mode]) for mode in modes]
+            for key in ("step_seconds", "exposed_seconds")
+        )
         computed = [step - wire for step, wire in zip(steps, exposed, strict=True)]
         axis.bar(modes, computed, color=COLOURS[0], label="computation, and communication hidden by it", width=0.65)
         axis.bar(modes, exposed, bottom=computed, color=COLOURS[1], label="exposed communication", width=0.65)
         for place, step in enumerate(steps):
-            axis.text(place, step, f"{step:,.0f}", ha="center", va="bottom", fontsize=8, color=INK)
+            rounds = [1000 * row["step_seconds"] for row in here[modes[place]]]
+            if len(rounds) > 1:
+                axis.plot([place] * len(rounds), rounds, "o", color=INK, markersize=3)
+            axis.annotate(f"{step:,.0f}", (place, max(rounds)), (0, 3), textcoords="offset points", ha="center",
+                          fontsize=8, color=INK)  # fmt: skip
         label(axis, f"3 hosts, {rate}", "", "ms per step, wide model")
         axis.set_xticks(range(len(modes)), modes, rotation=30, ha="right")
-        axis.set_ylim(0, 1.12 * max(steps))
+        axis.set_ylim(0, 1.12 * max(1000 * row["step_seconds"] for mode in modes for row in here[mode]))
         handles = axis.get_legend_handles_labels()
     picture.legend(*handles, frameon=False, fontsize=8, loc="outside lower center", ncols=2)
     return picture
@@ -121,13 +130,18 @@ def sharding(result: Mapping[str, Any]) -> Figure:
         _thousands(axis)
     label(pace, "To shards", "size of the data", "rows per second")
     label(memory, "Peak memory", "size of the data", "MB")
-    pace.legend(frameon=False, fontsize=8)
+    picture.legend(*pace.get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside lower left", ncols=3)
+    if absent := [
+        f"{text} at {size}×" for name, text in SHARDERS.items() for size in sizes
+        if "failed" in result.get(f"shard_{size}x_{name}", {})
+    ]:  # fmt: skip
+        memory.annotate("did not end: " + ", ".join(absent), (0, 1), (4, -2), xycoords="axes fraction", fontsize=7,
+                        textcoords="offset points", va="top", color=MUTED)  # fmt: skip
     shown = {name: result.get(f"read_{name}", {}).get("samples_per_second") for name in READERS}
-    shown = {name: value for name, value in shown.items() if value}
+    shown = {name: value / 1000 for name, value in shown.items() if value}
     colours = [COLOURS[0] if name.startswith("ours") else COLOURS[1 if "loader" in name else 2] for name in shown]
     label(reading, "Random windows", "thousand samples per second", "")
     _bars(reading, [READERS[name] for name in shown], list(shown.values()), colours)
-    reading.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:,.0f}")
     return picture
 
 
@@ -161,6 +175,12 @@ DRAWN: dict[str, Callable[[Mapping[str, Any]], Figure]] = {
     "throughput": throughput, "scaling": scaling, "sharding": sharding, "orchestration": orchestration,
 }  # fmt: skip
 
+NEEDED = {
+    "throughput": ("cells",), "scaling": ("rows",), "sharding": ("shard_1x_ours", "read_ours"),
+    "orchestration": ("rows",),
+}  # fmt: skip
+"""Of a benchmark that was stopped early, what there has to be some of."""
+
 
 def _bars(axis: Axes, names: Sequence[str], values: Sequence[float], colours: Sequence[str]) -> None:
     """Horizontal bars from top to bottom, with their values."""
@@ -189,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, draw in DRAWN.items():
         source = options.results / f"{name}.json"
         result = json.loads(source.read_text()) if source.exists() else {}
-        if result.get("benchmark") != name or (name == "scaling" and "rows" not in result):
+        if result.get("benchmark") != name or not any(result.get(key) for key in NEEDED[name]):
             print(f"no result of benchmarks.{name}: left out", file=sys.stderr)
             continue
         target = options.to / f"performance-{name}.png"
