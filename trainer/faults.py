@@ -21,7 +21,9 @@ import torch
 from trainer.config import ConfigError
 
 Kind = Literal["kill", "stop", "oom", "raise", "sigterm", "sleep"]
-Point = Literal["input", "forward", "backward", "all_reduce", "optimizer", "evaluate", "save", "regroup", "finish"]
+Point = Literal[
+    "input", "forward", "backward", "all_reduce", "optimizer", "evaluate", "save", "regroup", "formed", "finish"
+]
 
 
 class InjectedError(RuntimeError):

@@ -76,6 +76,7 @@ def regroup(trainer: DistributedTrainer, reason: str, communication: bool = Fals
     )
     new = elastic.generation
     assert new is not None
+    trainer.faults.reach("formed", progress.step)
     if new.attempt > 2 * trainer.config.communication_retries + 2:
         raise NoGenerationError(f"communication failed {new.attempt} times in a row at step {progress.step}: {reason}")
     if new.chunk is not None:
@@ -86,6 +87,8 @@ def regroup(trainer: DistributedTrainer, reason: str, communication: bool = Fals
     else:
         enter(trainer, source=0, from_checkpoint=trainer.config.resume or new.reason != START)
     elastic.has_state_of = new.number
+    while trainer.recent_steps and trainer.recent_steps[-1]["step"] > trainer.progress.step:
+        trainer.recent_steps.pop()  # it is done, and reported, once more
     if trainer.world.rank == 0:
         trainer.best_saved_step = best_pointer(trainer)["step"]
         _fence(trainer, new.number)

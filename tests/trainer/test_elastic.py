@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,19 @@ def test_nodes_that_are_killed_one_after_the_other_and_while_they_regroup(
     assert nodes.wait() == [KILLED, KILLED, KILLED, 0], nodes.log()
     assert_undisturbed(nodes, whole)
     assert nodes.members()[-1] == [3]
+
+
+def test_what_is_done_once_more_from_a_checkpoint_is_reported_once(begin: Callable[..., Nodes], whole: Job) -> None:
+    """The second rank 0 dies before it has handed on the state: whoever is left does not know what it had done by
+    then, goes back, and has steps of its own that the first rank 0 had no time to report."""
+    nodes = begin().start(faults=(fault("kill", "all_reduce", 9, 0), fault("kill", "formed", 9, 1)))
+    assert nodes.wait() == [KILLED, KILLED, 0], nodes.log()
+    assert_undisturbed(nodes, whole)
+    assert [len(item.members) for item in nodes.history()] == [3, 2, 1]
+    [resumed] = nodes.job.events("resume")
+    assert resumed["step"] < 9
+    reports = Counter((item["generation"], item["step"]) for item in nodes.job.events("step"))
+    assert set(reports.values()) == {1}, reports
 
 
 def test_three_two_three_one(begin: Callable[..., Nodes], paced: Job) -> None:
