@@ -34,7 +34,7 @@ REMEMBERED = 1024
 """Collectives whose times a group keeps."""
 SMALL_BYTES, PAIR_BYTES = 16 << 10, 1 << 20
 """A sum goes directly from each rank to each other one where a rank sends at most so much: among several, between two.
-More goes in parts, each of which has the timeout for itself."""
+What is larger is left to gloo's ring, which sends it in parts, each with the whole timeout."""
 UNSHARED = 32768
 """Numbers that torch adds up on one thread however many it has: more would start a second pool of threads, which takes
 cores from the step."""
