@@ -6,6 +6,9 @@ sorts its buckets anew after the first step: then the steps after a resume are n
 bit. Here buckets stay as they are, and what has no gradient is found when the backward pass is over; who sums that over
 ranks, exactly, lets `Buckets.settle` know.
 
+A single bucket is full with the last gradient, so there is nothing to mind meanwhile: gradients are left where autograd
+puts them, and collected when the backward pass is over.
+
 The end of a backward pass is when the outermost ``backward()`` returns. Autograd's own callbacks would not do: they
 come at the end of the innermost one, which re-entrant checkpointing begins inside.
 """
@@ -13,15 +16,15 @@ come at the end of the innermost one, which re-entrant checkpointing begins insi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
 from trainer.config import ConfigError
+from trainer.group import Outcome
 
 FIRST_BYTES, MOST_BYTES = 1 << 20, 25 << 20
 """Of the first bucket, which is small so that communication begins early, and of the others."""
@@ -56,29 +59,38 @@ class Bucket:
 
 class Buckets:
     """The buckets of a model's parameters. ``hand_over`` is given each full one, in the same order on all ranks, on the
-    thread of autograd; its future says that the buffer holds the sum.
+    thread of autograd; its outcome says that the buffer holds the sum. ``in_place``: gradients pile up in the buffers,
+    in all cases.
 
     A step is `clear`, then for each backward pass `begin`, then `finish` and `settle`.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], hand_over: Callable[[Bucket], Future[Any]]) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], hand_over: Callable[[Bucket], Outcome], in_place: bool = False
+    ) -> None:
         self._hand_over = hand_over
         parts = divide(list(reversed(parameters)))  # about the order in which a backward pass comes to them
         self.buckets = [Bucket(number, part, number == len(parts) - 1) for number, part in enumerate(parts)]
+        self._at_end = len(parts) == 1 and not in_place
+        hooked = [] if self._at_end else self.buckets
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket, place))
-            for bucket in self.buckets
+            for bucket in hooked
             for place, parameter in enumerate(bucket.parameters)
         ]
         self._summing = False
-        self._under_way: list[Future[Any]] = []
+        self._under_way: list[Outcome] = []
         """Of this backward pass, or of one that failed."""
 
     def clear(self) -> None:
-        """Gradients are zero, and views of the buffers."""
+        """Gradients are zero, and views of the buffers; or there are none, where they are collected at the end."""
         self._let_go()
         for bucket in self.buckets:
             bucket.used.clear()
+            if self._at_end:
+                for parameter in bucket.parameters:
+                    parameter.grad = None
+                continue
             bucket.buffer().zero_()
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view
@@ -103,11 +115,12 @@ class Buckets:
 
     def finish(self) -> None:
         """The backward pass is over: whatever has no gradient has none. Returns when all are summed."""
-        for bucket in self.buckets[len(self._under_way) :]:
-            self._start(bucket)
-        with record_function(WAITING):
-            for future in self._under_way:
-                future.result()
+        # To ask first takes less than a mark that nobody sees.
+        with record_function(WAITING) if torch.autograd._profiler_enabled() else nullcontext():
+            for bucket in self.buckets[len(self._under_way) :]:
+                self._start(bucket)
+            for outcome in self._under_way:
+                outcome.result()
         self._under_way.clear()
         for bucket in self.buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
@@ -142,8 +155,8 @@ class Buckets:
 
     def _let_go(self) -> None:
         """Of a pass that failed: what was handed over must be out of the buffers."""
-        for future in self._under_way:
-            future.exception()
+        for outcome in self._under_way:
+            outcome.exception()
         self._under_way.clear()
 
     def _arrived(self, bucket: Bucket, place: int, _: Tensor) -> None:
@@ -161,9 +174,20 @@ class Buckets:
             self._start(self.buckets[len(self._under_way)])
 
     def _start(self, bucket: Bucket) -> None:
-        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-            if parameter.grad is not view:  # somebody else has set gradients to None or to a tensor of their own
-                view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+        if self._at_end:
+            bucket.missing.clear()
+        views, gradients = [], []
+        for place, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
+            gradient = parameter.grad
+            if gradient is None:
+                view.zero_()
+                if self._at_end:
+                    bucket.missing.add(place)
+            elif gradient is not view:
+                views.append(view)
+                gradients.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
+        if views:
+            torch._foreach_copy_(views, gradients)
         self._under_way.append(self._hand_over(bucket))
 
 

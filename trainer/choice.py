@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from trainer.compression import Echo, Scheme, Wire, make_scheme
-from trainer.group import Transport
+from trainer.transport import Transport
 from trainer.world import World
 
 if TYPE_CHECKING:

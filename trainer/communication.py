@@ -26,9 +26,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer.group import Collective, GroupError, TorchTransport, Transport
+from trainer.group import Collective, GroupError
 from trainer.step import Step
 from trainer.timing import SEGMENTS, Mark, StepTimer, computed_at, durations, moments
+from trainer.transport import TorchTransport, Transport
 from trainer.world import World
 
 FIELDS = (*SEGMENTS, "samples")

@@ -22,7 +22,7 @@ looked for."""
 
 
 class Wire(Protocol):
-    """What schemes need of a `trainer.group.TorchTransport`."""
+    """What schemes need of a `trainer.transport.TorchTransport`."""
 
     def sum(self, tensor: Tensor) -> None: ...
     def swap(self, output: Tensor, input_: Tensor) -> None: ...

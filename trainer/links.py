@@ -1,4 +1,4 @@
-"""Connections of parameter-server mode, below its collectives (`trainer.star`).
+"""Connections of our own between ranks: what `trainer.star` and `trainer.direct` are made of.
 
 No call on a socket blocks. What is to be sent or received is a `Flow`, and `run` carries out several at once, on one
 thread: a TLS connection must not be read by one and written by another.
@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
+
+import torch
 
 SEND_BYTES = 1 << 18
 MOST_JSON_BYTES = 1 << 26
@@ -170,6 +172,11 @@ def prepare(connection: socket.socket, tls: ssl.SSLContext | None, server_side: 
     if tls is None:
         return connection
     return tls.wrap_socket(connection, server_side=server_side, do_handshake_on_connect=False)
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """The memory of a one-dimensional tensor on the CPU, without a copy."""
+    return flat.view(torch.uint8).numpy().data
 
 
 def small(rank: int, size: int) -> int:

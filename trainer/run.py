@@ -69,6 +69,10 @@ class DistributedTrainer:
         """Of the best checkpoint that is known to be in storage."""
         self.recent_steps: deque[dict[str, Any]] = deque(maxlen=64)
         self._cut_off = 0
+        self._leaves = False
+        """Was this process asked to end, and has it told the others so in the latest step?"""
+        self._unheeded: StepResult | None = None
+        """Of a step that is done, until what ranks agreed in it has been seen to."""
         self.elastic: Elastic | None = None
         self.reporter: Reporter | None = None
         self.monitor: NodeMonitor | None = None
@@ -192,6 +196,9 @@ class DistributedTrainer:
                 record(self, error)
                 if self.elastic is None:
                     raise
+                if self._leaves and self._unheeded is not None:
+                    self._heed(self._unheeded)  # the others were quicker: they go on without this one already
+                self._unheeded = None
                 until_formed(self, partial(regroup, self, str(error), error.communication))
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -207,8 +214,11 @@ class DistributedTrainer:
         totals = {"loss_sum": 0.0, "samples": 0.0}
         for batch in dataloader:
             rate = learning_rate(self.config, self.progress.step, self.total_steps)
-            result = self.step(batch, self.progress.step, rate, self._votes())
+            votes = self._votes()
+            result = self.step(batch, self.progress.step, rate, votes)
+            self._leaves = bool(votes.leaving)
             self.progress.commit(epoch, batch.samples, result.digest)
+            self._unheeded = result
             self.watchdog.progress(self.progress.step)
             self.profiler.step(self.progress.step)
             totals["loss_sum"] += result.loss_sum
@@ -302,11 +312,13 @@ class DistributedTrainer:
 
     def _heed(self, result: StepResult) -> None:
         """After a step: does somebody leave, or does rank 0 want another generation? All ranks see the same votes."""
-        votes, self._cut_off = result.votes, result.votes.cut_off
+        votes, self._cut_off, self._unheeded = result.votes, result.votes.cut_off, None
         if votes.leaving:
-            self.save(wait=self.asked_to_stop)
-            if self.elastic is None or votes.leaving == self.world.world_size or self.asked_to_stop:
-                raise Stopped(everybody=self.elastic is None or votes.leaving == self.world.world_size)
+            everybody = self.elastic is None or votes.leaving == self.world.world_size
+            self.save(wait=everybody or self._leaves)
+            if everybody or self._leaves:
+                raise Stopped(everybody)
+            # Who has been asked meanwhile says so in the next step: nobody must go without being counted.
             raise Regroup("a node was asked to leave")
         if votes.regroup and not self._is_over():
             assert self.elastic is not None

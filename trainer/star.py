@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from trainer.links import SIZE, Flow, Link, PeerError, connect, parse, prepare, run, small
+from trainer.links import SIZE, Flow, Link, PeerError, bytes_of, connect, parse, prepare, run, small
 
 PART_BYTES = 1 << 20
 """The hub adds up, and passes on, this much at a time."""
@@ -124,7 +124,7 @@ class Star:
                 self._heads(_head(b"S", host), self.timeout)
                 self._sum(parts)
             else:
-                views = [_bytes_of(part) for part in parts]
+                views = [bytes_of(part) for part in parts]
                 # The sum overwrites its part, which has left by then: the hub needs all of it to add it up.
                 self._exchange([_head(b"S", host), *views], views)
         if host is not target:
@@ -135,7 +135,7 @@ class Star:
         target = tensor.detach()
         host = target.cpu().contiguous()
         with self._doing("broadcast"):
-            views = [_bytes_of(part) for part in _parts(host)]
+            views = [bytes_of(part) for part in _parts(host)]
             if self.rank == 0:
                 self._heads(_head(b"B", host), self.timeout)
                 self._with_all(lambda link: link.send(*(piece for view in views for piece in (b"=", view))))
@@ -186,12 +186,12 @@ class Star:
         theirs = {rank: torch.empty_like(parts[0]) for rank in self._links} if parts else {}
         going: list[tuple[Link, Flow]] = []
         for part in parts:
-            buffers = {rank: _bytes_of(other[: part.numel()]) for rank, other in theirs.items()}
+            buffers = {rank: bytes_of(other[: part.numel()]) for rank, other in theirs.items()}
             coming = [(link, link.receive(buffers[link.rank])) for link in self._links.values()]
             run([*going, *coming], self.timeout)
             for other in theirs.values():
                 part += other[: part.numel()]
-            result = _bytes_of(part)
+            result = bytes_of(part)
             going = [(link, link.send(b"=", result)) for link in self._links.values()]
         run(going, self.timeout)
 
@@ -351,11 +351,6 @@ def _receive_head(link: Link, raw: bytearray, mine: bytes) -> Flow:
 def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     flat = tensor.view(-1)
     return flat.split(PART_BYTES // flat.element_size()) if flat.numel() else ()
-
-
-def _bytes_of(flat: torch.Tensor) -> memoryview:
-    """The memory of a one-dimensional tensor on the CPU, without a copy."""
-    return flat.view(torch.uint8).numpy().data
 
 
 def _head(code: bytes, tensor: torch.Tensor) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from trainer.compiling import compiled
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.faults import Faults
-from trainer.group import Transport, in_short, is_communication
+from trainer.group import Outcome, in_short, is_communication
 from trainer.input import Batch
 from trainer.memory import Fit, checkpoint_activations, chunks
 from trainer.model import Standardize
@@ -81,7 +80,7 @@ class Step:
         self._kind = _AUTOCAST[config.precision]
         self._statistics = [item for item in module.modules() if item._buffers and not isinstance(item, Standardize)]
         """Whatever may have running statistics."""
-        self._commit: Future[Any] | None = None
+        self._commit: Outcome | None = None
         self._is_checkpointed = False
 
     def adopt(self, world: World) -> None:
@@ -205,10 +204,12 @@ class Step:
             torch.cuda.manual_seed(seed)
 
     def _clip(self, losses: list[Tensor]) -> tuple[float, float]:
-        """The sum of the losses, and the norm of the gradient before it is clipped, as `torch.nn.utils` computes it."""
+        """The sum of the losses, and the norm of the gradient before it is clipped, like `torch.nn.utils`."""
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        gradients = self.sync.summed()
+        if gradients is None:
+            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=self.device)]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         *sums, grad_norm = torch.stack([*losses, norm]).tolist()  # at once: on a GPU, this waits for all of it
@@ -222,7 +223,7 @@ class Step:
         assert self.world.group is not None
         broken = not all(math.isfinite(loss.item()) for loss in losses)
         counts = _counts(batch, votes, broken, self.sync.without())
-        self._commit = self.world.group.submit(_COMMIT, partial(_summed, counts), counts.nbytes)
+        self._commit = self.world.group.sum(_COMMIT, counts)
 
     def _agree(self, batch: Batch, votes: Votes, loss_sum: float, grad_norm: float) -> StepResult | None:
         """The one small all-reduce with which a step is committed; None if any rank's numbers are broken."""
@@ -254,11 +255,6 @@ def _counts(batch: Batch, votes: Votes, broken: bool, without: list[int]) -> Ten
     """What ranks sum when they commit a step. ``without``: see `GradientSynchronizer.without`."""
     voted = (votes.leaving, votes.regroup, votes.cut_off, votes.budget)
     return torch.tensor((broken, *voted, batch.local_samples, batch.digest, *without), dtype=torch.int64)
-
-
-def _summed(tensor: Tensor, transport: Transport) -> Tensor:
-    transport.sum(tensor)
-    return tensor
 
 
 def digest(parameters: Sequence[tuple[str, Tensor]]) -> str:

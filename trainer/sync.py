@@ -1,7 +1,8 @@
 """`GradientSynchronizer`: gradients are summed over ranks while the backward pass still computes (R2.3).
 
 `trainer.buckets` hands each bucket over as soon as it is full; the communication thread sums them over ranks, in order,
-as ``training.communication`` says (`trainer.compression`).
+as ``training.communication`` says (`trainer.compression`). The only bucket of a small model is summed as it is by the
+thread that trains, where ranks have direct links (`trainer.direct`): there is nothing left that it could overlap with.
 In parameter-server mode (D3) there are none: when the backward pass is done, all gradients go to rank 0 and back, as
 they are, for that mode is there when nothing else works.
 """
@@ -9,7 +10,6 @@ they are, for that mode is there when nothing else works.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.buckets import Bucket, Buckets, divide
 from trainer.choice import Automatic
-from trainer.compression import Computing, Scheme, check, make_scheme
+from trainer.compression import Computing, Exact, Scheme, check, make_scheme
 from trainer.config import DistributedTrainingConfig
 from trainer.faults import Faults
-from trainer.group import Transport
+from trainer.group import Outcome, Over
 from trainer.timing import StepTimer
+from trainer.transport import Transport
 from trainer.world import World
 
 if TYPE_CHECKING:
@@ -60,10 +61,11 @@ class GradientSynchronizer:
         on all ranks already. Waits for the group; raises `GroupError`."""
         group = self.world.group
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        # CUDA graphs give gradients in memory that their next run writes to, so they need a place of their own.
+        in_place = self.config.compile == "reduce-overhead"
         if group is None or self.world.topology == "star":
-            if self.config.compile == "reduce-overhead":
-                # CUDA graphs give gradients in memory that their next run writes to, so they need a place of their own.
-                self.buckets = Buckets(parameters, _not_summed)
+            if in_place:
+                self.buckets = Buckets(parameters, _not_summed, in_place)
             return
         group.run("forming the group", _nothing)
         self._nodes = self.world.gather(self.world.facts.node_rank)
@@ -73,7 +75,7 @@ class GradientSynchronizer:
             self._automatic = Automatic(self.world, self._nodes, self.config.topk_fraction, may_drop)
             kind = self._automatic.present
         self._scheme = make_scheme(kind, self._nodes, self.config.topk_fraction)
-        self.buckets, self._is_overlapped = Buckets(parameters, self._sum_bucket), True
+        self.buckets, self._is_overlapped = Buckets(parameters, self._sum_bucket, in_place), True
 
     def unwrap(self) -> None:
         if self.buckets is not None:
@@ -119,6 +121,12 @@ class GradientSynchronizer:
                 item.grad = grad.copy_(flat[at : at + grad.numel()].view_as(grad))
                 at += grad.numel()
         self.timer.mark("exposed")
+
+    def summed(self) -> list[Tensor] | None:
+        """After `finish`: flat tensors in which all gradients are, which are fewer to compute with, if there are."""
+        if self.buckets is None or not self._is_overlapped:
+            return None
+        return [bucket.buffer() for bucket in self.buckets.buckets]
 
     def without(self) -> list[int]:
         """What ranks must sum after `finish`, for `settle`: 1 for each parameter that this one has no gradient for."""
@@ -174,7 +182,7 @@ class GradientSynchronizer:
             self._scheme = make_scheme(self._automatic.present, self._nodes, self.config.topk_fraction)
         return found
 
-    def _sum_bucket(self, bucket: Bucket) -> Future[Any]:
+    def _sum_bucket(self, bucket: Bucket) -> Outcome:
         """On the thread of autograd, once per bucket, in the same order on all ranks."""
         if bucket.index() == 0:
             self.faults.reach("all_reduce", self.step)
@@ -183,11 +191,14 @@ class GradientSynchronizer:
         group, scheme, gradients = self.world.group, self._scheme, bucket.buffer()
         assert group is not None
         what = _bucket_name(bucket.index(), gradients.nbytes)
-        work = partial(_sum_by, scheme, gradients, bucket.index(), self.step, group.computing)
-        future = group.submit(what, work, scheme.bytes_of(gradients))
+        if isinstance(scheme, Exact) and bucket.index() == 0 and bucket.is_last():
+            outcome = group.sum(what, gradients)
+        else:
+            work = partial(_sum_by, scheme, gradients, bucket.index(), self.step, group.computing)
+            outcome = group.submit(what, work, scheme.bytes_of(gradients))
         if bucket.is_last() and self.behind is not None:
             self.behind()
-        return future
+        return outcome
 
 
 def _sum(tensor: Tensor, transport: Transport) -> None:
@@ -203,10 +214,8 @@ def _sum_by(
 def _nothing(_: Transport) -> None: ...
 
 
-def _not_summed(_: Bucket) -> Future[Any]:
-    done: Future[Any] = Future()
-    done.set_result(None)
-    return done
+def _not_summed(_: Bucket) -> Outcome:
+    return Over()
 
 
 @lru_cache(maxsize=1024)

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.cores import AVAILABLE, bind, share_of
 from trainer.generation import Generation
-from trainer.group import Group, GroupError, StarTransport, TorchTransport, Transport, make_torch_transport
+from trainer.group import Group, GroupError
 from trainer.star import Star
 from trainer.tls import client_context, server_context
+from trainer.transport import StarTransport, TorchTransport, Transport, make_torch_transport
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -116,7 +117,7 @@ class World:
     generation: int = 1
     group: Group | None = None
     topology: str = "mesh"
-    """``star``: parameter-server mode, see `trainer.group.StarTransport`."""
+    """``star``: parameter-server mode, see `trainer.transport.StarTransport`."""
     solo_timeout: float = 1800.0
 
     @property
@@ -140,7 +141,7 @@ class World:
     def sum(self, values: torch.Tensor, what: str = "all-reduce") -> torch.Tensor:
         """Sum over ranks, in place. Integers wrap. ``what`` names it in times and failures."""
         if self.group:
-            self.group.run(what, lambda transport: transport.sum(values), values.nbytes)
+            self.group.sum(what, values).result()
         return values
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
@@ -219,7 +220,7 @@ def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | Non
         gpu = device if backend == "nccl" else None
         return make_torch_transport(
             dist.PrefixStore(prefix, store), facts.rank, facts.world_size, gpu,
-            config.collective_timeout_seconds, config.solo_timeout_seconds,
+            config.collective_timeout_seconds, config.solo_timeout_seconds, own_host=own_host(environment, facts),
         )  # fmt: skip
 
     world = World(

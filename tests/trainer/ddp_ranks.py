@@ -59,9 +59,10 @@ def answer(rank: int, store_path: str, asked: Connection) -> None:
     asked, the parameters whose gradients differ."""
     from trainer.config import DistributedTrainingConfig
     from trainer.faults import Faults
-    from trainer.group import Group, make_torch_transport
+    from trainer.group import Group
     from trainer.sync import GradientSynchronizer
     from trainer.timing import StepTimer
+    from trainer.transport import make_torch_transport
     from trainer.world import RankFacts, World
 
     torch.set_num_threads(1)

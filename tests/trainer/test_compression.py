@@ -25,9 +25,10 @@ from trainer.compression import Echo, Half, Scheme, TopK, largest, make_scheme
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.consumed import unproven
 from trainer.faults import Faults
-from trainer.group import Group, GroupError, TorchTransport, make_torch_transport
+from trainer.group import Group, GroupError
 from trainer.input import Batch
 from trainer.step import NonFiniteError, Step, Votes
+from trainer.transport import TorchTransport, make_torch_transport
 from trainer.world import RankFacts, World
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from worlds import Job
 
 from trainer.config import DistributedTrainingConfig, FactoryConfig, parse_job
 from trainer.faults import Faults
-from trainer.group import Group, make_torch_transport
+from trainer.group import Group
 from trainer.input import Batch, BatchLoader
 from trainer.losses import build_loss
 from trainer.model import build_model
@@ -30,6 +30,7 @@ from trainer.sampler import Sampler
 from trainer.shards import DataShardManager
 from trainer.step import Step, Votes
 from trainer.timing import StepTimer
+from trainer.transport import make_torch_transport
 from trainer.world import RankFacts, World
 
 CPU = torch.device("cpu")

@@ -1,0 +1,255 @@
+"""`DirectLinks`: a connection between each two ranks of a small world, for sums of few bytes.
+
+A sum by gloo wakes two threads, one after the other, on each rank, and among several it goes around a ring. Where a
+model's gradients are some kilobytes, that takes longer than to send and to add them. Here the thread that trains does
+all of it: it sends what it has to each other rank, waits for what they have, and adds up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import math
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.cores import AVAILABLE
+from trainer.links import PeerError, bytes_of, connect, prepare
+
+MOST_RANKS = 8
+"""In larger worlds too little is small enough for it to pay."""
+NEAR_BYTES, FAR_BYTES = 1 << 20, 16 << 10
+"""What a rank sends for a sum at most: within one host and between two ranks, where no ring would send less; and
+else."""
+UNSHARED = 32768
+"""Numbers that torch adds up on one thread however many it has: on the communication thread, more would start a second
+pool of threads, which takes cores from the step."""
+AWAKE_SECONDS = 2e-4
+"""So long, who waits looks again and again, where it takes no core from another rank: to be woken up from sleep takes
+longer than all the rest of a sum."""
+FORMING_SECONDS, STRANGER_SECONDS = 10.0, 1.0
+"""To be connected to all others; and for whoever knocks to say who that is."""
+_HEAD = struct.Struct("!QQ")
+"""Before each message: the number of the sum, and its bytes."""
+_HELLO = struct.Struct("!32sI")
+"""The first words of who connects: what the listener has put into the store, and a rank."""
+
+
+class DirectLinks:
+    """One rank's end. All ranks must call `sum` in the same order, on one thread at a time.
+
+    ``timeout``: seconds of silence in the middle of a sum that are a failure. What fails raises
+    `trainer.links.PeerError`; the links are of no use then, on any rank, and the tensor holds anything.
+    """
+
+    def __init__(
+        self, rank: int, sockets: Mapping[int, socket.socket], timeout: float, one_host: bool = False,
+        awake_seconds: float = 0.0,
+    ) -> None:  # fmt: skip
+        """``sockets``: to each other rank, by its number. ``one_host``: are all ranks on one? ``awake_seconds``: see
+        `AWAKE_SECONDS`."""
+        self.rank, self.size, self.timeout = rank, len(sockets) + 1, timeout
+        self._limit = (NEAR_BYTES if one_host or self.size == 2 else FAR_BYTES) // len(sockets)
+        self._sockets = {peer: sockets[peer] for peer in sorted(sockets)}
+        self._awake_seconds = awake_seconds
+        self._number = 0
+        self._spare: dict[tuple[int, torch.dtype], dict[int, tuple[Tensor, memoryview]]] = {}
+        self._called_off, self._call_off = socket.socketpair()
+
+    def take(self, tensor: Tensor) -> bool:
+        """Is this small enough? The same on all ranks."""
+        return tensor.nbytes <= self._limit and not tensor.is_cuda
+
+    def sum(self, tensor: Tensor) -> None:
+        """Over ranks, in place, the same bits on all of them. ``tensor``: contiguous, on the CPU."""
+        flat = tensor.detach().view(-1)
+        self._number += 1
+        theirs = self._buffers(flat)
+        message = [memoryview(_HEAD.pack(self._number, flat.nbytes)), bytes_of(flat)]
+        self._carry_out([_Exchange(peer, self._sockets[peer], message, memory) for peer, (_, memory) in theirs.items()])
+        # In order of rank, so that rounding is the same everywhere; of two, either order gives the same.
+        ordered = [part for part, _ in theirs.values()]
+        ordered.insert(0 if self.size == 2 else self.rank, flat)
+        total, *rest = ordered
+        for part in rest:
+            _add(total, part)
+        if total is not flat:
+            flat.copy_(total)
+
+    def call_off(self) -> None:
+        """From any thread: whoever waits in here, or comes later, fails at once. Peers hear nothing of it."""
+        with contextlib.suppress(OSError):
+            self._call_off.send(b"!")
+
+    def close(self) -> None:
+        """Not while another thread is in here: that is what `call_off` is for."""
+        for connection in (*self._sockets.values(), self._called_off, self._call_off):
+            connection.close()
+
+    def _buffers(self, flat: Tensor) -> dict[int, tuple[Tensor, memoryview]]:
+        """For what each peer has, and its memory; used over and over."""
+        key = flat.numel(), flat.dtype
+        if key not in self._spare:
+            if len(self._spare) > 8:
+                self._spare.clear()
+            parts = {peer: torch.empty_like(flat) for peer in self._sockets}
+            self._spare[key] = {peer: (part, bytes_of(part)) for peer, part in parts.items()}
+        return self._spare[key]
+
+    def _carry_out(self, exchanges: Sequence[_Exchange]) -> None:
+        """All of them, as far as each goes without waiting, then wait for any that is not done."""
+        awake_until = time.monotonic() + self._awake_seconds
+        while True:
+            left = []
+            for exchange in exchanges:
+                try:
+                    exchange.go_on()
+                except OSError as error:
+                    raise PeerError(exchange.peer, f"{error or type(error).__name__} (rank {exchange.peer})") from error
+                if not exchange.is_done:
+                    left.append(exchange)
+            if not left:
+                return
+            exchanges = left
+            if time.monotonic() < awake_until:
+                continue
+            poll = select.poll()
+            poll.register(self._called_off, select.POLLIN)
+            for exchange in left:
+                poll.register(exchange.connection, select.POLLIN | select.POLLOUT * bool(exchange.going))
+            ready = poll.poll(math.ceil(1000 * self.timeout))
+            if any(number == self._called_off.fileno() for number, _ in ready):
+                raise PeerError(None, "it was called off")
+            if not ready:
+                late = sorted(exchange.peer for exchange in left)
+                raise PeerError(late[0], f"nothing came from ranks {late} for {self.timeout:g} s")
+
+
+def _add(total: Tensor, part: Tensor) -> None:
+    if len(total) <= UNSHARED:
+        total += part
+        return
+    for mine, other in zip(total.split(UNSHARED), part.split(UNSHARED), strict=True):
+        mine += other
+
+
+class _Exchange:
+    """With one peer: what is still to be sent, and still to be received: the head, and what follows it."""
+
+    __slots__ = ("_expected", "_head", "coming", "connection", "going", "peer")
+
+    def __init__(self, peer: int, connection: socket.socket, message: list[memoryview], into: memoryview) -> None:
+        self.peer, self.connection, self.going, self._expected = peer, connection, message, message[0]
+        self._head = memoryview(bytearray(_HEAD.size))
+        self.coming = [self._head, into]
+
+    @property
+    def is_done(self) -> bool:
+        return not self.going and not self.coming
+
+    def go_on(self) -> None:
+        """As far as it goes without waiting."""
+        try:
+            while self.going:
+                self.going = _rest(self.going, self.connection.sendmsg(self.going))
+        except BlockingIOError:
+            pass
+        try:
+            while self.coming:
+                count = self.connection.recvmsg_into(self.coming)[0]
+                if not count:
+                    raise ConnectionResetError("it closed the connection")
+                self.coming = _rest(self.coming, count)
+                if len(self.coming) < 2 and self._head != self._expected:
+                    raise PeerError(self.peer, self._odds())
+        except BlockingIOError:
+            pass
+
+    def _odds(self) -> str:
+        (theirs, their_bytes), (own, own_bytes) = _HEAD.unpack(self._head), _HEAD.unpack(self._expected)
+        return f"rank {self.peer} is at sum {theirs}, of {their_bytes} bytes; this is {own}, of {own_bytes}"
+
+
+def _rest(parts: list[memoryview], done: int) -> list[memoryview]:
+    """Without so many bytes."""
+    for place, part in enumerate(parts):
+        if done < len(part):
+            return [part[done:], *parts[place + 1 :]]
+        done -= len(part)
+    return []
+
+
+def connect_all(store: dist.Store, rank: int, size: int, host: str | None, timeout: float) -> DirectLinks:
+    """Connect this rank to all others, who find each other through ``store``, which no one else uses. ``host``: this
+    host's address, None where that is not known. OSError where it does not succeed in time, on one rank at least."""
+    token, sockets = secrets.token_hex(16), dict[int, socket.socket]()
+    with contextlib.ExitStack() as opened:
+        place = None
+        try:
+            if host is None:
+                raise OSError("this host's address is not known: set DTRAIN_HOST")
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = opened.enter_context(socket.create_server((host, 0), family=family, backlog=size))
+            place = host, listener.getsockname()[1], token
+        finally:
+            store.set(str(rank), json.dumps(place))  # others wait for it, whatever it is
+        places = [json.loads(store.get(str(peer))) for peer in range(size)]
+        if None in places:
+            raise OSError(f"rank {places.index(None)} has no address for them")
+        until = time.monotonic() + FORMING_SECONDS
+        try:
+            for peer, (address, port, word) in enumerate(places[:rank]):
+                connection = connect((address, port), until - time.monotonic())
+                connection.sendall(_HELLO.pack(word.encode(), rank))
+                sockets[peer] = prepare(connection, None, server_side=False)
+            while len(sockets) < size - 1:
+                listener.settimeout(max(0.001, until - time.monotonic()))
+                connection, _ = listener.accept()
+                who = _who_is(connection, token)
+                if who is None or not rank < who < size or who in sockets:
+                    connection.close()
+                    continue
+                sockets[who] = prepare(connection, None, server_side=True)
+        except BaseException:
+            for connection in sockets.values():
+                connection.close()
+            raise
+    here = sum(address == host for address, _, _ in places)
+    awake = AWAKE_SECONDS if here * torch.get_num_threads() <= len(AVAILABLE) else 0.0
+    return DirectLinks(rank, sockets, timeout, here == size, awake)
+
+
+def _who_is(connection: socket.socket, token: str) -> int | None:
+    """The rank of who has connected, if it knows the token."""
+    hello = bytearray(_HELLO.size)
+    try:
+        connection.settimeout(STRANGER_SECONDS)
+        if connection.recv_into(hello, flags=socket.MSG_WAITALL) < len(hello):
+            return None
+    except OSError:
+        return None
+    word, rank = _HELLO.unpack(hello)
+    return rank if hmac.compare_digest(word, token.encode()) else None
+
+
+def address_on(interfaces: str | None, host: str | None) -> str | None:
+    """The address at which this host's other ranks and its peers reach it: of the first interface that
+    GLOO_SOCKET_IFNAME names, where it is set, else ``host``. None: nobody knows."""
+    if not interfaces:
+        return host
+    addresses = psutil.net_if_addrs().get(interfaces.split(",")[0], [])
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for address in addresses:
+            if address.family == family:
+                return address.address
+    return None
