@@ -21,6 +21,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler
 from torch.profiler import record_function
 
 from trainer.config import ConfigError
@@ -116,7 +117,7 @@ class Buckets:
     def finish(self) -> None:
         """The backward pass is over: whatever has no gradient has none. Returns when all are summed."""
         # To ask first takes less than a mark that nobody sees.
-        with record_function(WAITING) if torch.autograd._profiler_enabled() else nullcontext():
+        with record_function(WAITING) if profiler._is_profiler_enabled else nullcontext():
             for bucket in self.buckets[len(self._under_way) :]:
                 self._start(bucket)
             for outcome in self._under_way:

@@ -23,6 +23,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
+from torch.profiler import record_function
 
 from trainer.transport import Transport
 
@@ -144,7 +146,8 @@ class Group:
             return self.submit(what, partial(_summed, tensor), tensor.nbytes)
         assert self.transport is not None
         try:
-            self.transport.sum(tensor)
+            with record_function(f"direct {what}") if profiler._is_profiler_enabled else contextlib.nullcontext():
+                self.transport.sum(tensor)
         except Exception as error:  # a peer's end, or of its own
             self._broken(error)
             return Over(error=self.error)
