@@ -37,8 +37,10 @@ pool of threads, which takes cores from the step."""
 AWAKE_SECONDS = 2e-4
 """So long, who waits looks again and again, where it takes no core from another rank: to be woken up from sleep takes
 longer than all the rest of a sum."""
-FORMING_SECONDS, STRANGER_SECONDS = 10.0, 1.0
-"""To be connected to all others; and for whoever knocks to say who that is."""
+FORMING_SECONDS, STRANGER_SECONDS = 5.0, 1.0
+"""To be connected to all others, at most; and for whoever knocks to say who that is."""
+_LONGEST = (1 << 31) - 1
+"""Milliseconds that poll(2) can wait."""
 _HEAD = struct.Struct("!QQ")
 """Before each message: the number of the sum, and its bytes."""
 _HELLO = struct.Struct("!32sI")
@@ -65,10 +67,11 @@ class DirectLinks:
         self._number = 0
         self._spare: dict[tuple[int, torch.dtype], dict[int, tuple[Tensor, memoryview]]] = {}
         self._called_off, self._call_off = socket.socketpair()
+        self._call_off.setblocking(False)  # nobody takes out what is put in
 
     def take(self, tensor: Tensor) -> bool:
         """Is this small enough? The same on all ranks."""
-        return tensor.nbytes <= self._limit and not tensor.is_cuda
+        return tensor.nbytes <= self._limit
 
     def sum(self, tensor: Tensor) -> None:
         """Over ranks, in place, the same bits on all of them. ``tensor``: contiguous, on the CPU."""
@@ -108,7 +111,7 @@ class DirectLinks:
 
     def _carry_out(self, exchanges: Sequence[_Exchange]) -> None:
         """All of them, as far as each goes without waiting, then wait for any that is not done."""
-        awake_until = time.monotonic() + self._awake_seconds
+        awake_until, called_off = time.monotonic() + self._awake_seconds, False
         while True:
             left = []
             for exchange in exchanges:
@@ -120,6 +123,8 @@ class DirectLinks:
                     left.append(exchange)
             if not left:
                 return
+            if called_off:  # and what was there already has not sufficed
+                raise PeerError(None, "it was called off")
             exchanges = left
             if time.monotonic() < awake_until:
                 continue
@@ -127,9 +132,8 @@ class DirectLinks:
             poll.register(self._called_off, select.POLLIN)
             for exchange in left:
                 poll.register(exchange.connection, select.POLLIN | select.POLLOUT * bool(exchange.going))
-            ready = poll.poll(math.ceil(1000 * self.timeout))
-            if any(number == self._called_off.fileno() for number, _ in ready):
-                raise PeerError(None, "it was called off")
+            ready = poll.poll(min(math.ceil(1000 * self.timeout), _LONGEST))
+            called_off = any(number == self._called_off.fileno() for number, _ in ready)
             if not ready:
                 late = sorted(exchange.peer for exchange in left)
                 raise PeerError(late[0], f"nothing came from ranks {late} for {self.timeout:g} s")
@@ -206,7 +210,7 @@ def connect_all(store: dist.Store, rank: int, size: int, host: str | None, timeo
         places = [json.loads(store.get(str(peer))) for peer in range(size)]
         if None in places:
             raise OSError(f"rank {places.index(None)} has no address for them")
-        until = time.monotonic() + FORMING_SECONDS
+        until = time.monotonic() + min(FORMING_SECONDS, timeout / 2)  # others may wait in a collective already
         try:
             for peer, (address, port, word) in enumerate(places[:rank]):
                 connection = connect((address, port), until - time.monotonic())

@@ -153,7 +153,7 @@ class Group:
             return Over(error=self.error)
         collective.ended = time.monotonic()
         self.doing = ("nothing", collective.ended)
-        return Over(tensor, self.error)
+        return Over(tensor)  # also where the group has been called off meanwhile: others have it, too
 
     def _begin_here(self, what: str, tensor: torch.Tensor) -> Collective | None:
         """A collective of this thread, None where it is one for the communication thread."""
@@ -277,5 +277,10 @@ def abandoned() -> bool:
 
 
 def _still_waiting() -> list[tuple[Group, float]]:
-    now = time.monotonic()
-    return [(group, until) for group, until in _ABANDONED if group._thread.is_alive() or now < until]
+    now, waiting = time.monotonic(), list[tuple[Group, float]]()
+    for group, until in _ABANDONED:
+        if group._thread.is_alive() or now < until:
+            waiting.append((group, until))
+        elif group.transport is not None:
+            group.transport.close()
+    return waiting

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer.budget import COMMIT_SECONDS
 from trainer.checkpoint import BEST, CheckpointError, FencedError
 from trainer.communication import CommunicationProfiler
 from trainer.generation import START, Generation
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from trainer.run import DistributedTrainer
 
 STOP_SECONDS = 3.0
-"""How long a regroup may keep a process that was asked to end from its checkpoint."""
+"""How long a regroup may keep a process that was asked to end from its checkpoint…"""
+LEAVING = "a node was asked to leave"
+"""…unless this is the reason: then that node may be writing one, and whoever stays last says how the job ended."""
 LOAD_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between attempts to read the latest checkpoint from storage that fails."""
 _log = logging.getLogger(__name__)
@@ -54,6 +57,7 @@ def regroup(trainer: DistributedTrainer, reason: str, communication: bool = Fals
     assert trainer.elastic is not None
     assert trainer.state is not None
     elastic, progress, began = trainer.elastic, trainer.progress, time.monotonic()
+    patience = STOP_SECONDS + COMMIT_SECONDS * (reason == LEAVING)
     old = elastic.generation
     if old is not None:
         trainer.phase("training")
@@ -62,7 +66,7 @@ def regroup(trainer: DistributedTrainer, reason: str, communication: bool = Fals
 
     def ended() -> None:
         # With a state in hand there is a checkpoint to be written first, at the next step, unless it takes too long.
-        stop = trainer.asked_to_stop and (not elastic.has_state_of or time.monotonic() - began > STOP_SECONDS)
+        stop = trainer.asked_to_stop and (not elastic.has_state_of or time.monotonic() - began > patience)
         raise_if_ended(trainer.rundir, elastic.launch, stop)
 
     trainer.world = elastic.regroup(

@@ -41,7 +41,7 @@ from trainer.model import build_model
 from trainer.monitor import NodeMonitor
 from trainer.outcome import Regroup, Stopped
 from trainer.profiling import StepProfiler
-from trainer.regroup import deal, enter, record, regroup, report_as_this_rank, until_formed, use_less_memory
+from trainer.regroup import LEAVING, deal, enter, record, regroup, report_as_this_rank, until_formed, use_less_memory
 from trainer.rundir import RESULT, RunDir
 from trainer.sampler import Sampler
 from trainer.schedule import learning_rate
@@ -315,11 +315,11 @@ class DistributedTrainer:
         votes, self._cut_off, self._unheeded = result.votes, result.votes.cut_off, None
         if votes.leaving:
             everybody = self.elastic is None or votes.leaving == self.world.world_size
-            self.save(wait=everybody or self._leaves)
+            self.save(wait=everybody or self.asked_to_stop)
             if everybody or self._leaves:
                 raise Stopped(everybody)
             # Who has been asked meanwhile says so in the next step: nobody must go without being counted.
-            raise Regroup("a node was asked to leave")
+            raise Regroup(LEAVING)
         if votes.regroup and not self._is_over():
             assert self.elastic is not None
             again = "all-reduce is tried again" if self.world.topology == "star" else "somebody came"

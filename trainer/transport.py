@@ -63,7 +63,11 @@ class TorchTransport:
 
     def sum(self, tensor: torch.Tensor) -> None:
         """In place, the same bits on all ranks."""
-        if self.takes_at_once(tensor):
+        if tensor.is_cuda and self._gpu is None:  # a member without a GPU is among us
+            host = tensor.detach().cpu()
+            self.sum(host)
+            tensor.detach().copy_(host)
+        elif self.takes_at_once(tensor):
             assert self._direct is not None
             self._direct.sum(tensor)
         else:
@@ -209,12 +213,14 @@ def _direct_links(
         links = connect_all(store, rank, size, address_on(os.environ.get("GLOO_SOCKET_IFNAME"), host), timeout)
     except (OSError, RuntimeError) as error:  # RuntimeError is what a store raises
         _log.warning("rank %d has no direct links to all others: %s; small sums take gloo's way", rank, error)
-    having = torch.tensor([links is not None], dtype=torch.int64)
-    group.allreduce([having]).wait()
-    if links is not None and int(having) < size:
-        links.close()
-        return None
-    return links
+    having, all_have = torch.tensor([links is not None], dtype=torch.int64), False
+    try:
+        group.allreduce([having]).wait()
+        all_have = int(having) == size
+    finally:
+        if links is not None and not all_have:
+            links.close()
+    return links if all_have else None
 
 
 def _group(

@@ -220,7 +220,8 @@ def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | Non
         gpu = device if backend == "nccl" else None
         return make_torch_transport(
             dist.PrefixStore(prefix, store), facts.rank, facts.world_size, gpu,
-            config.collective_timeout_seconds, config.solo_timeout_seconds, own_host=own_host(environment, facts),
+            config.collective_timeout_seconds, config.solo_timeout_seconds,
+            own_host=None if gpu is not None else _known_host(environment, facts),
         )  # fmt: skip
 
     world = World(
@@ -300,7 +301,8 @@ def own_host(environment: Mapping[str, str], facts: RankFacts) -> str:
         return environment["DTRAIN_HOST"]
     if _is_loopback(facts.master_addr):
         return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing: only asks the routing table
+    family = socket.AF_INET6 if ":" in facts.master_addr else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing: only asks the routing table
         try:
             probe.connect((facts.master_addr, 9))
         except OSError as error:
@@ -309,6 +311,14 @@ def own_host(environment: Mapping[str, str], facts: RankFacts) -> str:
                 "DTRAIN_HOST to this host's own address"
             ) from error
         return probe.getsockname()[0]
+
+
+def _known_host(environment: Mapping[str, str], facts: RankFacts) -> str | None:
+    """The same, None where it cannot be told: gloo may know better."""
+    try:
+        return own_host(environment, facts)
+    except ConfigError:
+        return None
 
 
 def _stay_on_loopback(address: str) -> None:

@@ -111,6 +111,23 @@ def test_who_waits_is_woken_when_it_is_called_off() -> None:
         link.close()
 
 
+def test_what_is_there_already_counts_though_it_is_called_off() -> None:
+    """And to call it off over and over, with nobody looking, holds nobody up."""
+    links = connected(2)
+    for _ in range(2000):
+        links[0].call_off()
+    tensors = [torch.ones(4), torch.ones(4)]
+    other = ThreadPoolExecutor(1).submit(links[1].sum, tensors[1])
+    time.sleep(0.2)
+    links[0].sum(tensors[0])
+    other.result(60)
+    assert tensors[0].tolist() == [2.0] * 4
+    with pytest.raises(PeerError, match="called off"):
+        links[0].sum(torch.ones(4))
+    for link in links:
+        link.close()
+
+
 def test_strangers_at_the_door_keep_nobody_out() -> None:
     """One says nothing, one says the wrong word; both come first."""
 

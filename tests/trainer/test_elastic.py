@@ -202,7 +202,7 @@ def test_who_is_asked_to_leave_goes_though_the_others_were_quicker_to_go_on(new_
     """They have heard of it in the step, and are in the next generation before this one has their last report."""
     trainer = DistributedTrainer(parse_job(new_job().write().read_text()))
     trainer.world = World(RankFacts(world_size=2), torch.device("cpu"), "gloo", group=mock.Mock(rank=0, size=2))
-    trainer.elastic, trainer._leaves = mock.Mock(), True
+    trainer.elastic, trainer.asked_to_stop, trainer._leaves = mock.Mock(), True, True
     trainer._unheeded = StepResult(0.0, 0.0, Votes(leaving=1), 0)
     called_off = GroupError("the others regroup", communication=False)
     with (
