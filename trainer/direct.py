@@ -69,7 +69,7 @@ class DirectLinks:
         self._called_off, self._call_off = socket.socketpair()
         self._call_off.setblocking(False)  # nobody takes out what is put in
 
-    def take(self, tensor: Tensor) -> bool:
+    def takes(self, tensor: Tensor) -> bool:
         """Is this small enough? The same on all ranks."""
         return tensor.nbytes <= self._limit
 
@@ -90,7 +90,8 @@ class DirectLinks:
             flat.copy_(total)
 
     def call_off(self) -> None:
-        """From any thread: whoever waits in here, or comes later, fails at once. Peers hear nothing of it."""
+        """From any thread: whoever waits in here, or comes later, fails at once, unless all has arrived already. Peers
+        hear nothing of it."""
         with contextlib.suppress(OSError):
             self._call_off.send(b"!")
 

@@ -74,7 +74,7 @@ class TorchTransport:
             self.group.allreduce([tensor]).wait()
 
     def takes_at_once(self, tensor: torch.Tensor) -> bool:
-        return self._direct is not None and self._direct.take(tensor)
+        return self._direct is not None and self._direct.takes(tensor)
 
     def call_off(self) -> None:
         if self._direct is not None:

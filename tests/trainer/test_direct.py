@@ -49,7 +49,7 @@ def test_what_is_small_depends_on_how_often_it_is_sent_and_how_far() -> None:
         ends = [socket.socketpair() for _ in range(size - 1)]
         links = DirectLinks(0, {rank: ends[rank - 1][0] for rank in range(1, size)}, NEVER, one_host)
         try:
-            return links.take(torch.empty(bytes_, dtype=torch.uint8))
+            return links.takes(torch.empty(bytes_, dtype=torch.uint8))
         finally:
             links.close()
             for _, other in ends:
@@ -88,7 +88,7 @@ def test_all_add_up_the_same_in_any_order_of_arrival(size: int, shape: tuple[int
         link.close()
 
 
-def test_who_is_late_who_is_gone_and_who_does_something_else_are_named(pair: list[DirectLinks]) -> None:
+def test_who_is_late_and_who_is_gone_are_named(pair: list[DirectLinks]) -> None:
     with pytest.raises(PeerError, match=r"nothing came from ranks \[1\] for 0.5 s"):
         pair[0].sum(torch.ones(4))
     pair[1].close()
