@@ -16,16 +16,14 @@ come at the end of the innermost one, which re-entrant checkpointing begins insi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import profiler
-from torch.profiler import record_function
 
 from trainer.config import ConfigError
 from trainer.group import Outcome
+from trainer.timing import traced
 
 FIRST_BYTES, MOST_BYTES = 1 << 20, 25 << 20
 """Of the first bucket, which is small so that communication begins early, and of the others."""
@@ -38,11 +36,9 @@ class Bucket:
 
     def __init__(self, number: int, parameters: Sequence[nn.Parameter], is_last: bool) -> None:
         self._number, self.parameters, self._is_last = number, parameters, is_last
-        sizes = [parameter.numel() for parameter in parameters]
-        first = parameters[0]
-        self._buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        parts = self._buffer.split(sizes)
-        self.views = [_like(part, parameter) for part, parameter in zip(parts, parameters, strict=True)]
+        size, first = sum(parameter.numel() for parameter in parameters), parameters[0]
+        self._buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self.views = views(self._buffer, parameters)
         self.missing: set[int] = set()
         """Places of parameters whose gradient is not there yet…"""
         self.used: set[int] = set()
@@ -116,8 +112,7 @@ class Buckets:
 
     def finish(self) -> None:
         """The backward pass is over: whatever has no gradient has none. Returns when all are summed."""
-        # To ask first takes less than a mark that nobody sees.
-        with record_function(WAITING) if profiler._is_profiler_enabled else nullcontext():
+        with traced(WAITING):
             for bucket in self.buckets[len(self._under_way) :]:
                 self._start(bucket)
             for outcome in self._under_way:
@@ -192,11 +187,14 @@ class Buckets:
         self._under_way.append(self._hand_over(bucket))
 
 
-def _like(part: Tensor, parameter: nn.Parameter) -> Tensor:
-    """As a gradient of this parameter, with strides as autograd would choose them: the parameter's own where it has no
-    gaps. Fused optimizers walk through both as they lie in memory."""
-    strides = torch.empty_like(parameter, device="meta").stride()  # keeps them where there are no gaps
-    return part.as_strided(parameter.size(), strides, part.storage_offset())
+def views(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Each of these in a flat tensor, one behind the other, with strides as autograd would choose them for a gradient:
+    the tensor's own where it has no gaps. Fused optimizers walk through both as they lie in memory."""
+    found = []
+    for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
+        strides = torch.empty_like(tensor, device="meta").stride()  # keeps them where there are no gaps
+        found.append(part.as_strided(tensor.size(), strides, part.storage_offset()))
+    return found
 
 
 def divide(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

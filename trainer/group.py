@@ -23,9 +23,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.autograd import profiler
-from torch.profiler import record_function
 
+from trainer.timing import traced
 from trainer.transport import Transport
 
 # Groups that failed, and until when to keep them (time.monotonic): something may still wait in them, for a peer that
@@ -146,7 +145,7 @@ class Group:
             return self.submit(what, partial(_summed, tensor), tensor.nbytes)
         assert self.transport is not None
         try:
-            with record_function(f"direct {what}") if profiler._is_profiler_enabled else contextlib.nullcontext():
+            with traced(f"direct {what}"):
                 self.transport.sum(tensor)
         except Exception as error:  # a peer's end, or of its own
             self._broken(error)

@@ -214,6 +214,8 @@ class BatchLoader:
         else:
             self._next = (slot + 1) % self._slots
             windows, target = self._staging.fill(slot, planned.rows)
+        if len(planned.numbers) == 1:
+            return Batch(planned.samples, ((planned.numbers[0], windows, target),), planned.digest), slot
         parts = zip(planned.numbers, windows.split(planned.sizes), target.split(planned.sizes), strict=True)
         return Batch(planned.samples, tuple(parts), planned.digest), slot
 

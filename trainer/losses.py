@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.polynomial.chebyshev import Chebyshev
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from trainer import factories
 from trainer.config import ConfigError, FactoryConfig
@@ -177,7 +178,45 @@ class StudentTLoss(nn.Module):
         )
 
     def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
-        return self.predictive(outputs).nll(target)
+        if type(self).predictive is not StudentTLoss.predictive:  # somebody's own: what it means is what is judged
+            return self.predictive(outputs).nll(target)
+        return _StudentTNLL.apply(outputs.float(), target.float(), self)
+
+
+class _StudentTNLL(torch.autograd.Function):
+    """`Predictive.nll` of a `StudentTLoss`, with its gradient in closed form: 40 operations instead of 70. On so few
+    numbers it is not what an operation computes that takes time; by autograd, the loss took a fifth of the stock
+    model's step."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, target: Tensor, loss: StudentTLoss) -> Tensor:
+        mean, raw_scale, shape = outputs.unbind(-1)
+        clamped, share = raw_scale.clamp(-8, 8), (shape + loss.nu_bias).sigmoid_()
+        log_sigma = clamped + loss.log_scale
+        inverse = log_sigma.neg().exp_()
+        span = loss.nu_max - loss.nu_min
+        nu = (share * span).add_(loss.nu_min)
+        half = nu * 0.5
+        more = half + 0.5
+        z = torch.sub(target, mean, alpha=loss.mean_unit).mul_(inverse)
+        z2 = z * z
+        tail = torch.log1p(z2 / nu)
+        losses = torch.lgamma(half).sub_(torch.lgamma(more)).add_(nu.log(), alpha=0.5).addcmul_(more, tail)
+        losses.add_(log_sigma).add_(0.5 * math.log(math.pi))
+        if ctx.needs_input_grad[0]:
+            pull = (more / (nu + z2)).mul_(z)  # d/dz, halved
+            by_scale = 1 - (pull * z).mul_(2)  # d/d(log sigma)
+            by_nu = torch.digamma(half).sub_(torch.digamma(more)).add_(tail).addcdiv_(by_scale, nu)  # d/d(nu), doubled
+            by_mean = pull.mul_(inverse).mul_(-2 * loss.mean_unit)
+            by_shape = by_nu.mul_(share).mul_(1 - share).mul_(span / 2)
+            ctx.save_for_backward(torch.stack((by_mean, by_scale * (raw_scale == clamped), by_shape), -1))
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        [by_outputs] = ctx.saved_tensors
+        return by_outputs * gradient[..., None], None, None
 
 
 class GaussianLoss(nn.Module):

@@ -134,7 +134,7 @@ class DistributedTrainer:
         """The model on this rank's device, its gradients summed over ranks in each backward pass through its outputs,
         in a training loop of the caller's own; as it is in a world of one."""
         untimed = replace(self.config, timing=False)  # nobody takes the marks away
-        step = Step(model.to(self.device), self.criterion, untimed, self.device, self.faults)
+        step = Step(model.to(self.device), self.criterion, untimed, self.device, self.faults, flat=False)
         step.adopt(self.world)
         step.sync.sum_each_pass(step.model, step.module)
         return step.model

@@ -44,6 +44,7 @@ class GradientSynchronizer:
         self.config = config or DistributedTrainingConfig()
         self.step = 0
         self._nodes: list[int] = []
+        self._parameters: list[nn.Parameter] = []
         self._scheme: Scheme
         self._automatic: Automatic | None = None
         self.buckets: Buckets | None = None
@@ -56,15 +57,16 @@ class GradientSynchronizer:
         it is known what has no gradient."""
         check(self.config)
 
-    def wrap(self, module: nn.Module) -> None:
+    def wrap(self, module: nn.Module, flat: bool = False) -> None:
         """From now on, a backward pass through this module sums its gradients over ranks. Its parameters must be equal
-        on all ranks already. Waits for the group; raises `GroupError`."""
+        on all ranks already. ``flat``: have gradients in one piece also where there is nothing to sum. Waits for the
+        group; raises `GroupError`."""
         group = self.world.group
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._parameters = parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         # CUDA graphs give gradients in memory that their next run writes to, so they need a place of their own.
         in_place = self.config.compile == "reduce-overhead"
         if group is None or self.world.topology == "star":
-            if in_place:
+            if in_place or (flat and group is None):
                 self.buckets = Buckets(parameters, _not_summed, in_place)
             return
         group.run("forming the group", _nothing)
@@ -124,9 +126,16 @@ class GradientSynchronizer:
 
     def summed(self) -> list[Tensor] | None:
         """After `finish`: flat tensors in which all gradients are, which are fewer to compute with, if there are."""
-        if self.buckets is None or not self._is_overlapped:
+        if self.buckets is None or not (self._is_overlapped or self.world.group is None):
             return None
         return [bucket.buffer() for bucket in self.buckets.buckets]
+
+    def whole(self) -> Tensor | None:
+        """After `settle`: the one such tensor, if there is no more than one and no parameter that has no gradient."""
+        gradients = self.summed()
+        if gradients is None or len(gradients) > 1 or any(parameter.grad is None for parameter in self._parameters):
+            return None
+        return gradients[0]
 
     def without(self) -> list[int]:
         """What ranks must sum after `finish`, for `settle`: 1 for each parameter that this one has no gradient for."""

@@ -18,9 +18,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from torch.autograd import profiler
+from torch.profiler import record_function
 
 Segment = Literal["input", "forward", "backward", "exposed", "optimizer", "checkpoint", "other"]
 SEGMENTS: tuple[Segment, ...] = get_args(Segment)
@@ -37,6 +40,11 @@ class Mark(NamedTuple):
 
 
 _new = tuple.__new__
+
+
+def traced(name: str) -> AbstractContextManager[Any]:
+    """A span of this name in traces (T5). To ask first takes less than a mark that nobody sees."""
+    return record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
 class StepTimer:

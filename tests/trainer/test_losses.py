@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 
 from trainer.config import ConfigError, FactoryConfig
@@ -66,6 +68,45 @@ def test_nll_is_scipys_and_its_gradient_is_right() -> None:
     np.testing.assert_allclose(student_t_nll(mu, sigma, nu, y).numpy(), expected, rtol=1e-12)
     parameters = tuple(v.requires_grad_() for v in (mu, sigma, nu))
     assert torch.autograd.gradcheck(lambda m, s, n: student_t_nll(m, s, n, y), parameters)
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    wide=st.sampled_from([0.1, 1.0, 5.0, 12.0]),
+    nu=st.sampled_from([(2.5, 60.0, 6.0), (2.01, 500.0, 4.0)]),
+)
+def test_the_loss_and_its_gradient_are_those_of_the_density(
+    seed: int, wide: float, nu: tuple[float, float, float]
+) -> None:
+    """By autograd, in float64; log scales beyond ±8 are cut, and learn nothing there."""
+    loss, random = StudentTLoss(SPEC, *nu), torch.Generator().manual_seed(seed)
+    outputs = wide * torch.randn(16, 3, generator=random)
+    outputs[:2, 1] = torch.tensor([8.0, -8.0])
+    target, share = 0.04 * torch.randn(16, generator=random), torch.rand(16, generator=random)
+    exact = outputs.double().requires_grad_()
+    mean, scale, shape = exact.unbind(-1)
+    sigma = torch.exp(loss.log_scale + scale.clamp(-8, 8))
+    degrees = nu[0] + (nu[1] - nu[0]) * torch.sigmoid(shape + loss.nu_bias)
+    expected = student_t_nll(mean * loss.mean_unit, sigma, degrees, target.double())
+    (expected * share).sum().backward()
+    found = loss(outputs.requires_grad_(), target)
+    (found * share).sum().backward()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(outputs.grad.double(), exact.grad, rtol=1e-3, atol=1e-4)  # type: ignore[union-attr]
+    with torch.no_grad():
+        torch.testing.assert_close(loss(outputs, target), found)
+        torch.testing.assert_close(loss.predictive(outputs).nll(target), found, rtol=1e-4, atol=1e-4)
+
+
+def test_a_loss_with_a_distribution_of_its_own_learns_that_one() -> None:
+    class Wider(StudentTLoss):
+        def predictive(self, outputs: torch.Tensor) -> Predictive:
+            narrow = super().predictive(outputs)
+            return Predictive(narrow.mu, 2 * narrow.sigma, narrow.nu)
+
+    outputs, target = torch.zeros(2, 3), torch.tensor([0.0, 0.1])
+    torch.testing.assert_close(Wider(SPEC)(outputs, target), Wider(SPEC).predictive(outputs).nll(target))
 
 
 def test_quantile_level_outside_zero_and_one_is_refused() -> None:

@@ -1,0 +1,190 @@
+"""Weights and moments in one piece of memory: what comes out is what torch's AdamW gives, however it is used."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.buckets import Buckets
+from trainer.group import Over
+from trainer.optimizer import FlatAdamW
+
+RATE, DECAY = 1e-2, 0.1
+
+
+class Odd(nn.Module):
+    """Weights that lie in memory in ways of their own, one that is frozen, and one that is used where it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.turned = nn.Parameter(torch.randn(6, 5).t())
+        self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
+        self.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.extra = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, with_extra: bool) -> Tensor:
+        y = self.conv(x).flatten(1).mean() + ((self.turned * self.scalar) @ self.frozen).sum()
+        return y + self.extra(self.frozen).sum() if with_extra else y
+
+
+class Pair:
+    """The same model twice: with torch's optimizer, and with ours."""
+
+    def __init__(self, make: Callable[[], nn.Module] = Odd) -> None:
+        self.theirs = make()
+        self.ours = copy.deepcopy(self.theirs)
+        self.adamw = torch.optim.AdamW(self.theirs.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
+        self.flat = FlatAdamW(self.ours, RATE, DECAY)
+        self.buckets = Buckets([item for item in self.ours.parameters() if item.requires_grad], lambda _: Over())
+
+    def step(self, number: int, with_extra: bool = True) -> None:
+        x = torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(number))
+        for optimizer in (self.adamw, self.flat):
+            optimizer.param_groups[0]["lr"] = RATE / (1 + number)
+        self.adamw.zero_grad()
+        (self.theirs(x, with_extra) ** 2).backward()
+        self.adamw.step()
+        self.buckets.clear()
+        self.buckets.begin()
+        (self.ours(x, with_extra) ** 2).backward()
+        self.buckets.finish()
+        without = self.buckets.without()
+        self.buckets.settle(without, 1)
+        self.flat.update(None if any(without) else self.buckets.buckets[0].buffer())
+
+    def check(self) -> None:
+        torch.testing.assert_close(self.ours.state_dict(), self.theirs.state_dict())
+        theirs, ours = self.adamw.state_dict(), self.flat.state_dict()
+        torch.testing.assert_close(ours["state"], theirs["state"])
+        assert ours["param_groups"] == theirs["param_groups"]
+
+
+def operations(work: Callable[[], Any]) -> list[str]:
+    found = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found.append(str(function.overloadpacket))
+            return function(*args, **(kwargs or {}))
+
+    with Noting():
+        work()
+    return found
+
+
+def test_an_update_is_that_of_torch_in_two_operations() -> None:
+    pair = Pair()
+    assert pair.flat.is_flat
+    for number in range(5):
+        pair.step(number)
+        pair.check()
+    gradient = pair.buckets.buckets[0].buffer()
+    made = operations(lambda: pair.flat.update(gradient))
+    assert [name for name in made if name.endswith("_")] == ["aten.add_", "aten._fused_adamw_"]
+
+
+def test_strides_stay_as_they_were() -> None:
+    pair = Pair()
+    for (name, ours), theirs in zip(pair.ours.named_parameters(), pair.theirs.parameters(), strict=True):
+        assert ours.stride() == theirs.stride(), name
+
+
+@pytest.mark.parametrize("used", [(1, 1, 0, 1, 1), (0, 0, 1, 1), (0, 0, 0), (1, 0, 1, 0)])
+def test_what_has_no_gradient_is_left_alone_and_counts_for_itself(used: tuple[int, ...]) -> None:
+    pair = Pair()
+    for number, with_extra in enumerate(used):
+        pair.step(number, bool(with_extra))
+        pair.check()
+
+
+@pytest.mark.parametrize("used", [(1, 1), (1, 0)])
+def test_what_is_saved_is_what_torch_saves_and_loads_in_either(used: tuple[int, ...]) -> None:
+    pair = Pair()
+    for number, with_extra in enumerate(used):
+        pair.step(number, bool(with_extra))
+    saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in (pair.adamw, pair.flat)]
+    pair.step(7)  # what is to be forgotten
+    weights = copy.deepcopy(pair.theirs.state_dict())
+    for model in (pair.ours, pair.theirs):
+        model.load_state_dict(weights)
+    pair.adamw.load_state_dict(saved[1])
+    pair.flat.load_state_dict(saved[0])
+    for number in range(2, 5):
+        pair.step(number)
+        pair.check()
+
+
+def test_a_state_that_was_loaded_is_nobody_elses() -> None:
+    pair = Pair()
+    pair.step(0)
+    saved = pair.flat.state_dict()
+    before = copy.deepcopy(saved)
+    other = Pair()
+    other.flat.load_state_dict(saved)
+    other.step(1)
+    torch.testing.assert_close(saved["state"], before["state"], rtol=0, atol=0)
+
+
+def test_a_model_that_gives_a_weight_other_memory_trains_on() -> None:
+    pair = Pair()
+    pair.step(0)
+    pair.ours.scalar.data = pair.ours.scalar.detach().clone()
+    for number in range(1, 4):
+        pair.step(number)
+        pair.check()
+
+
+class Tied(nn.Module):
+    """Two parameters in the same memory, which torch takes for two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        self.other.data = self.one.data
+
+
+class Shadowed(nn.Module):
+    """A buffer that shows what a parameter is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("shown", self.weight.detach())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Tied,
+        Shadowed,
+        lambda: nn.Linear(1 << 10, 1 << 9),
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()),
+    ],
+    ids=["tied", "shadowed", "large", "two types"],
+)
+def test_weights_that_cannot_move_stay(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    places = [item.data_ptr() for item in model.parameters()]
+    optimizer = FlatAdamW(model, RATE, DECAY)
+    assert not optimizer.is_flat
+    assert [item.data_ptr() for item in model.parameters()] == places
+    before = [item.detach().clone() for item in model.parameters()]
+    for item in model.parameters():
+        item.grad = torch.ones_like(item)
+    optimizer.update(None)
+    assert not any(torch.equal(item, value) for item, value in zip(model.parameters(), before, strict=True))
+
+
+def test_a_loop_of_the_callers_own_keeps_its_weights_where_they_are() -> None:
+    model = nn.Linear(2, 2)
+    places = [item.data_ptr() for item in model.parameters()]
+    assert not FlatAdamW(model, RATE, DECAY, together=False).is_flat
+    assert [item.data_ptr() for item in model.parameters()] == places
