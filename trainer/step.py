@@ -170,11 +170,13 @@ class Step:
         sums: list[Tensor] = []
         # Summed over ranks, not averaged: that makes it the gradient of the mean over the global batch.
         share = torch.full((), 1.0 / batch.samples, device=self.device)
-        work = [
-            (micro_batch_seed(self.config.seed, step, number, part), windows[rows], target[rows])
-            for number, windows, target in batch.micro_batches
-            for part, rows in enumerate(chunks(len(target), self.fit.chunk))
-        ]
+        work: list[tuple[int, Tensor, Tensor]] = []
+        for number, windows, target in batch.micro_batches:
+            if len(target) <= self.fit.chunk:  # as it is: slices cost as much as some of the model's operations
+                work.append((micro_batch_seed(self.config.seed, step, number), windows, target))
+                continue
+            for part, rows in enumerate(chunks(len(target), self.fit.chunk)):
+                work.append((micro_batch_seed(self.config.seed, step, number, part), windows[rows], target[rows]))
         self.timer.mark("other")
         for place, (seed, windows, target) in enumerate(work):
             self._seed(seed)

@@ -35,10 +35,10 @@ from trainer.world import RankFacts, World
 
 CPU = torch.device("cpu")
 SIZE, STEPS = 64, 12
-MORE_CALLS, MORE_OPERATIONS = 70, 2
-"""In a whole step, its input and its bookkeeping included, than in the bound: calls of functions, written in Python or
-in C, and operations of torch. No more than there were when this was written, but for some twenty calls: which ones an
-interpreter counts differs between versions of Python."""
+FEWER_CALLS, FEWER_OPERATIONS = 60, 3
+"""In a whole step, its input and its bookkeeping included, than in the bound, whose clipping and update go from one
+parameter to the next: calls of functions, written in Python or in C, and operations of torch. No fewer than when this
+was written, but for some twenty calls: which ones an interpreter counts differs between versions of Python."""
 
 
 class Operations(TorchDispatchMode):
@@ -123,7 +123,7 @@ def job(new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> Job:
     return made
 
 
-def test_a_step_makes_few_more_calls_than_its_bound(job: Job) -> None:
+def test_a_step_makes_fewer_calls_than_its_bound(job: Job) -> None:
     @contextmanager
     def calls() -> Iterator[Counter[str]]:
         counted: Counter[str] = Counter()
@@ -134,15 +134,15 @@ def test_a_step_makes_few_more_calls_than_its_bound(job: Job) -> None:
     with calls() as needed:
         bound(trainer, trainer.batch)
     typical = sorted(item.total() for item in trainer.counted)[STEPS // 2]
-    assert typical <= needed.total() + MORE_CALLS
+    assert typical <= needed.total() - FEWER_CALLS
 
 
-def test_a_step_makes_few_more_operations_than_its_bound_and_gathers_no_byte_twice(job: Job) -> None:
+def test_a_step_makes_fewer_operations_than_its_bound_and_gathers_no_byte_twice(job: Job) -> None:
     trainer = trained(job, Operations)
     with Operations() as needed:
         bound(trainer, trainer.batch)
     made = trainer.counted[-3]
-    assert made.count.total() <= needed.count.total() + MORE_OPERATIONS
+    assert made.count.total() <= needed.count.total() - FEWER_OPERATIONS
     spec = trainer.shards.spec
     assert made.bytes["aten.index_select"] == SIZE * (spec.window * len(spec.features) + 1) * 4
     assert sum(made.bytes.values()) <= 1.05 * sum(needed.bytes.values()) + made.bytes["aten.index_select"]
