@@ -50,6 +50,7 @@ class Facts:
     """Ranks that share these cores, of one node or of several."""
     batch_matters: bool = False
     """The model has layers that look at a whole micro-batch, so that its size decides what they compute."""
+    has_gpu: bool = False
     fits_gpu: bool = False
     """The data can be kept on the GPU."""
     batches_ahead: int = 0
@@ -119,6 +120,11 @@ def depths(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
     return [{"prefetch_batches": count} for count in (0, 1, 2, 4) if count != now]
 
 
+def compilations(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+    """CUDA graphs only where there is a GPU: that they were not tried for want of time would be no reason."""
+    return _other("compile", "off", "default", *(["reduce-overhead"] if facts.has_gpu else []))(config, facts)
+
+
 def _other(name: str, *values: Any) -> Callable[[DistributedTrainingConfig, Facts], list[Settings]]:
     """Each value that a field does not have now; nothing for a field that the trainer does not have."""
 
@@ -140,11 +146,8 @@ def groups(vary_batch: bool, facts: Facts) -> list[Group]:
         Group(name="device", options=places),
         Group(name="input", options=depths),
         Group(name="communication", options=communications, changes_numbers=True),
-        Group(
-            name="compile", options=_other("compile", "off", "default", "reduce-overhead"), changes_numbers=True,
-            least_seconds=COMPILE_SECONDS,
-        ),
-    ]  # fmt: skip
+        Group(name="compile", options=compilations, changes_numbers=True, least_seconds=COMPILE_SECONDS),
+    ]
 
 
 def share(parts: Sequence[Group], left: float) -> float:

@@ -10,7 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.candidates import COMPILE_SECONDS, KNOBS, Candidate, Facts, depths, groups, layouts, share, thread_counts
+from trainer.candidates import (
+    COMPILE_SECONDS,
+    KNOBS,
+    Candidate,
+    Facts,
+    compilations,
+    depths,
+    groups,
+    layouts,
+    share,
+    thread_counts,
+)
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.search import LEAST_GAIN, OUT_OF_MEMORY, Learned, Search, gains, objection, pays, race, tolerated
 
@@ -322,3 +333,8 @@ def test_a_larger_global_batch_is_tried_only_on_request():
     assert searched(Machine(speed)).best == Candidate()
     free = searched(Machine(speed), vary_batch=True)
     assert dict(free.best.settings)["batch_size_per_gpu"] == 256
+
+
+def test_cuda_graphs_are_tried_with_a_gpu_only():
+    tried = {has_gpu: compilations(CONFIG, replace(FACTS, has_gpu=has_gpu)) for has_gpu in (False, True)}
+    assert tried == {False: [{"compile": "default"}], True: [{"compile": "default"}, {"compile": "reduce-overhead"}]}
