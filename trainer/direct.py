@@ -75,7 +75,7 @@ class DirectLinks:
 
     def sum(self, tensor: Tensor) -> None:
         """Over ranks, in place, the same bits on all of them. ``tensor``: contiguous, on the CPU."""
-        flat = tensor.detach().view(-1)
+        flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
         self._number += 1
         theirs = self._buffers(flat)
         message = [memoryview(_HEAD.pack(self._number, flat.nbytes)), bytes_of(flat)]
@@ -141,7 +141,7 @@ class DirectLinks:
 
 
 def _add(total: Tensor, part: Tensor) -> None:
-    if len(total) <= UNSHARED:
+    if total.numel() <= UNSHARED:
         total += part
         return
     for mine, other in zip(total.split(UNSHARED), part.split(UNSHARED), strict=True):
