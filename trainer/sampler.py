@@ -37,10 +37,10 @@ def permute(indices: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDA
     ]
     values = np.asarray(indices, dtype=np.uint64).ravel()
     result = _feistel(values, keys, half_bits, mask)
-    outside = result >= size
-    while outside.any():
-        result[outside] = _feistel(result[outside], keys, half_bits, mask)
-        outside = result >= size
+    outside = np.flatnonzero(result >= size)
+    while outside.size:
+        result[outside] = moved = _feistel(result[outside], keys, half_bits, mask)
+        outside = outside[moved >= size]
     return result.astype(np.int64).reshape(np.shape(indices))
 
 
