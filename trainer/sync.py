@@ -50,6 +50,8 @@ class GradientSynchronizer:
         self.buckets: Buckets | None = None
         self._is_overlapped = False
         """Are the buckets what is summed?"""
+        self._is_flat = False
+        """Can all ranks use gradients in one piece?"""
         self._pass = -1
         """Autograd's number of the latest backward pass, where `sum_each_pass` minds them."""
         self.behind: Callable[[], object] | None = None
@@ -59,18 +61,20 @@ class GradientSynchronizer:
 
     def wrap(self, module: nn.Module, flat: bool = False) -> None:
         """From now on, a backward pass through this module sums its gradients over ranks. Its parameters must be equal
-        on all ranks already. ``flat``: have gradients in one piece also where there is nothing to sum. Waits for the
-        group; raises `GroupError`."""
+        on all ranks already. ``flat``: this rank can use gradients in one piece, so have them also where there is
+        nothing to sum. Waits for the group; raises `GroupError`."""
         group = self.world.group
         self._parameters = parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         # CUDA graphs give gradients in memory that their next run writes to, so they need a place of their own.
         in_place = self.config.compile == "reduce-overhead"
         if group is None or self.world.topology == "star":
-            if in_place or (flat and group is None):
+            self._is_flat = flat and group is None
+            if in_place or self._is_flat:
                 self.buckets = Buckets(parameters, _not_summed, in_place)
             return
         group.run("forming the group", _nothing)
-        self._nodes = self.world.gather(self.world.facts.node_rank)
+        found = self.world.gather([self.world.facts.node_rank, flat])
+        self._nodes, self._is_flat = [node for node, _ in found], all(flat for _, flat in found)
         kind: str = self.config.communication
         if kind == "auto":
             may_drop = self.config.precision != "fp16"
@@ -131,8 +135,9 @@ class GradientSynchronizer:
         return [bucket.buffer() for bucket in self.buckets.buckets]
 
     def whole(self) -> Tensor | None:
-        """After `settle`: the one such tensor, if there is no more than one and no parameter that has no gradient."""
-        gradients = self.summed()
+        """After `settle`: the one such tensor, if there is no more than one, no parameter that has no gradient, and no
+        rank that cannot use it, for what it comes to differs in the last bits."""
+        gradients = self.summed() if self._is_flat else None
         if gradients is None or len(gradients) > 1 or any(parameter.grad is None for parameter in self._parameters):
             return None
         return gradients[0]

@@ -118,7 +118,8 @@ class Tuner:
             facts=Facts(
                 world_size=self.world.world_size, local_world_size=self.facts.local_world_size,
                 cores=len(AVAILABLE), ranks_per_host=hosts.count(platform.node()),
-                batch_matters=self._batch_matters(), has_gpu=self.device.type == "cuda", fits_gpu=self._fits_gpu(),
+                batch_matters=self._batch_matters(), fits_gpu=self._fits_gpu(),
+                has_gpu=all(self.world.gather(self.device.type == "cuda")),
                 batches_ahead=batches_ahead(None, self.device, False, self.shards.is_larger_than_memory),
             ),
         )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -12,24 +11,22 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from ddp_ranks import KINDS, answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from two_ranks import on_two_ranks
 from worlds import FORKS
 
 from trainer.buckets import Buckets, divide
 from trainer.config import ConfigError, DistributedTrainingConfig, parse_job
 from trainer.faults import Faults
-from trainer.group import Group
 from trainer.input import Batch
 from trainer.run import DistributedTrainer
 from trainer.step import Step, Votes
 from trainer.sync import GradientSynchronizer
 from trainer.timing import StepTimer
-from trainer.transport import make_torch_transport
 from trainer.world import RankFacts, World
 
 CPU = torch.device("cpu")
@@ -60,23 +57,6 @@ def part(number: int, sign: float) -> tuple[int, Tensor, Tensor]:
     windows, target = torch.randn(4, 3, 2, generator=made), torch.randn(4, generator=made)
     windows[0, 0, 0] = sign
     return number, windows, target
-
-
-def on_two_ranks(work: Callable[[World], Any]) -> list[Any]:
-    store = dist.HashStore()
-
-    def rank(number: int) -> Any:
-        def opened() -> Any:
-            return make_torch_transport(store, number, 2, None, 60.0, 60.0, "127.0.0.1")
-
-        world = World(RankFacts(rank=number, world_size=2), CPU, "gloo", group=Group(number, 2, opened))
-        try:
-            return work(world)
-        finally:
-            world.leave()
-
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(rank, range(2)))
 
 
 @pytest.mark.parametrize("bytes_", [1 << 20, 100])

@@ -10,10 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from two_ranks import on_two_ranks
 
 from trainer.buckets import Buckets
+from trainer.faults import Faults
 from trainer.group import Over
 from trainer.optimizer import FlatAdamW
+from trainer.sync import GradientSynchronizer
+from trainer.timing import StepTimer
+from trainer.world import World
 
 RATE, DECAY = 1e-2, 0.1
 
@@ -35,6 +40,19 @@ class Odd(nn.Module):
         return y + self.extra(self.frozen).sum() if with_extra else y
 
 
+class Heads(nn.Module):
+    """Two parts, each used where it is told. Large enough for rounding to show which way an update took."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = nn.ModuleList(nn.Linear(50, 37) for _ in range(2))
+
+    def forward(self, x: Tensor, used: tuple[int, int]) -> Tensor:
+        outputs = [head(x.flatten(1)).tanh().sum() for head, is_used in zip(self.heads, used, strict=True) if is_used]
+        return torch.stack(outputs).sum()
+
+
 class Pair:
     """The same model twice: with torch's optimizer, and with ours."""
 
@@ -43,18 +61,21 @@ class Pair:
         self.ours = copy.deepcopy(self.theirs)
         self.adamw = torch.optim.AdamW(self.theirs.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
         self.flat = FlatAdamW(self.ours, RATE, DECAY)
+        self.make_buckets()
+
+    def make_buckets(self) -> None:
         self.buckets = Buckets([item for item in self.ours.parameters() if item.requires_grad], lambda _: Over())
 
-    def step(self, number: int, with_extra: bool = True) -> None:
+    def step(self, number: int, used: Any = True) -> None:
         x = torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(number))
         for optimizer in (self.adamw, self.flat):
             optimizer.param_groups[0]["lr"] = RATE / (1 + number)
         self.adamw.zero_grad()
-        (self.theirs(x, with_extra) ** 2).backward()
+        (self.theirs(x, used) ** 2).backward()
         self.adamw.step()
         self.buckets.clear()
         self.buckets.begin()
-        (self.ours(x, with_extra) ** 2).backward()
+        (self.ours(x, used) ** 2).backward()
         self.buckets.finish()
         without = self.buckets.without()
         self.buckets.settle(without, 1)
@@ -105,17 +126,49 @@ def test_what_has_no_gradient_is_left_alone_and_counts_for_itself(used: tuple[in
         pair.check()
 
 
+def test_which_way_an_update_takes_follows_from_what_is_saved() -> None:
+    """Counts that were apart and meet again: who has just loaded goes the same way, to the last bit."""
+    pair = Pair(Heads)
+    for number, heads in enumerate(((1, 1), (1, 0), (1, 1), (0, 1), (1, 1))):
+        pair.step(number, heads)
+    other = Pair(Heads)
+    other.ours.load_state_dict(pair.ours.state_dict())
+    other.flat.load_state_dict(copy.deepcopy(pair.flat.state_dict()))
+    for number in range(5, 20):
+        made = [operations(lambda one=one, number=number: one.step(number, (1, 1))) for one in (pair, other)]
+        assert made[0].count("aten._fused_adamw_") == made[1].count("aten._fused_adamw_") == 2  # and that of torch
+    torch.testing.assert_close(other.ours.state_dict(), pair.ours.state_dict(), rtol=0, atol=0)
+
+
+def test_a_parameter_that_was_frozen_is_in_no_later_bucket_and_stays() -> None:
+    pair = Pair()
+    pair.step(0)
+    for model in (pair.ours, pair.theirs):
+        model.scalar.requires_grad_(False)
+    pair.buckets.detach()
+    pair.make_buckets()
+    for number in range(1, 4):
+        pair.step(number)
+        pair.check()
+
+
 @pytest.mark.parametrize("used", [(1, 1), (1, 0)])
 def test_what_is_saved_is_what_torch_saves_and_loads_in_either(used: tuple[int, ...]) -> None:
     pair = Pair()
     for number, with_extra in enumerate(used):
         pair.step(number, bool(with_extra))
     saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in (pair.adamw, pair.flat)]
+    for state in saved:  # as a checkpoint has it: without the strides of the parameters
+        for of_one in state["state"].values():
+            of_one.update({name: value.contiguous() for name, value in of_one.items()})
     pair.step(7)  # what is to be forgotten
     weights = copy.deepcopy(pair.theirs.state_dict())
     for model in (pair.ours, pair.theirs):
         model.load_state_dict(weights)
     pair.adamw.load_state_dict(saved[1])
+    for parameter, of_one in pair.adamw.state.items():  # which torch leaves as they come, and then mixes up
+        for name in ("exp_avg", "exp_avg_sq"):
+            of_one[name] = torch.empty_like(parameter).copy_(of_one[name])
     pair.flat.load_state_dict(saved[0])
     for number in range(2, 5):
         pair.step(number)
@@ -136,7 +189,8 @@ def test_a_state_that_was_loaded_is_nobody_elses() -> None:
 def test_a_model_that_gives_a_weight_other_memory_trains_on() -> None:
     pair = Pair()
     pair.step(0)
-    pair.ours.scalar.data = pair.ours.scalar.detach().clone()
+    for weight in (pair.ours.scalar, pair.ours.conv.weight):  # the second one row by row, too
+        weight.data = weight.detach().clone(memory_format=torch.contiguous_format)
     for number in range(1, 4):
         pair.step(number)
         pair.check()
@@ -160,15 +214,25 @@ class Shadowed(nn.Module):
         self.register_buffer("shown", self.weight.detach())
 
 
+class Viewed(nn.Module):
+    """Uses a weight by another name, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 2))
+        self.turned = self.weight.t()
+
+
 @pytest.mark.parametrize(
     "make",
     [
         Tied,
         Shadowed,
-        lambda: nn.Linear(1 << 10, 1 << 9),
+        Viewed,
+        lambda: nn.Linear(1 << 10, 1 << 9, bias=False),
         lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()),
     ],
-    ids=["tied", "shadowed", "large", "two types"],
+    ids=["tied", "shadowed", "viewed", "large", "two types"],
 )
 def test_weights_that_cannot_move_stay(make: Callable[[], nn.Module]) -> None:
     model = make()
@@ -183,8 +247,30 @@ def test_weights_that_cannot_move_stay(make: Callable[[], nn.Module]) -> None:
     assert not any(torch.equal(item, value) for item, value in zip(model.parameters(), before, strict=True))
 
 
+def test_a_buffer_without_memory_of_its_own_kind_hinders_nothing() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("graph", torch.eye(3).to_sparse())
+    assert FlatAdamW(model, RATE, DECAY).is_flat
+
+
+def test_ranks_of_which_one_is_not_flat_all_update_each_parameter() -> None:
+    def trained(world: World) -> Tensor | None:
+        sync = GradientSynchronizer(world, Faults({}, 0), StepTimer(False, torch.device("cpu")))
+        model = nn.Linear(2, 2)
+        sync.wrap(model, flat=world.rank == 0 or both)
+        sync.clear(list(model.parameters()))
+        sync.only_the_last(True)
+        model(torch.ones(1, 2)).sum().backward()
+        sync.finish(model)
+        return sync.whole()
+
+    for both in (False, True):
+        assert [found is not None for found in on_two_ranks(trained)] == 2 * [both]
+
+
 def test_a_loop_of_the_callers_own_keeps_its_weights_where_they_are() -> None:
     model = nn.Linear(2, 2)
     places = [item.data_ptr() for item in model.parameters()]
     assert not FlatAdamW(model, RATE, DECAY, together=False).is_flat
     assert [item.data_ptr() for item in model.parameters()] == places
+    FlatAdamW(nn.LazyLinear(2), RATE, DECAY, together=False)  # which has no memory yet

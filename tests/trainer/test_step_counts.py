@@ -104,7 +104,7 @@ def trained(job: Job, with_: Callable[[], Any]) -> Counting:
 
 
 def bound(trainer: DistributedTrainer, batch: Batch) -> None:
-    """What nobody can leave out."""
+    """A step as it is written with torch alone, which goes from one parameter to the next."""
     step = trainer.step
     step.optimizer.zero_grad(set_to_none=True)
     for _, windows, target in batch.micro_batches:
