@@ -75,6 +75,8 @@ class Buckets:
             for bucket in hooked
             for place, parameter in enumerate(bucket.parameters)
         ]
+        self.is_complete = False
+        """After `settle`: has every parameter a gradient?"""
         self._summing = False
         self._under_way: list[Outcome] = []
         """Of this backward pass, or of one that failed."""
@@ -136,6 +138,9 @@ class Buckets:
     def settle(self, ranks_without: Sequence[int], world_size: int) -> None:
         """``ranks_without``: the sum of `without` over ranks. What has a gradient on none of them has none: the
         optimizer leaves it alone."""
+        self.is_complete = world_size not in ranks_without
+        if self.is_complete:
+            return
         parameters = (parameter for bucket in self.buckets for parameter in bucket.parameters)
         for parameter, count in zip(parameters, ranks_without, strict=True):
             if count == world_size:

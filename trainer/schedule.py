@@ -10,8 +10,10 @@ from trainer.config import DistributedTrainingConfig
 def peak_learning_rate(config: DistributedTrainingConfig) -> float:
     """The configured rate, scaled to the global batch: linearly (Goyal et al. 2017), by its square root
     (Krizhevsky 2014), or not at all."""
+    if config.lr_scaling == "none":
+        return config.learning_rate
     ratio = config.global_batch_size / config.lr_base_batch_size
-    return config.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
+    return config.learning_rate * {"linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
 
 
 def learning_rate(config: DistributedTrainingConfig, step: int, total_steps: int) -> float:

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trainer.compiling import compiled
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.faults import Faults
-from trainer.group import Outcome, in_short, is_communication
+from trainer.group import in_short, is_communication
 from trainer.input import Batch
 from trainer.memory import Fit, checkpoint_activations, chunks
 from trainer.model import Standardize
 from trainer.optimizer import FlatAdamW
 from trainer.sampler import micro_batch_seed
-from trainer.sync import GradientSynchronizer
+from trainer.sync import COMMIT, GradientSynchronizer
 from trainer.timing import StepTimer
 from trainer.world import World
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_COMMIT = "commit of the step"
 _EPSILON = 1e-6
 
 
@@ -81,7 +80,8 @@ class Step:
         self._kind = _AUTOCAST[config.precision]
         self._statistics = [item for item in module.modules() if item._buffers and not isinstance(item, Standardize)]
         """Whatever may have running statistics."""
-        self._commit: Outcome | None = None
+        self._line: Tensor | None = None
+        """What is summed to commit the step, where that is on its way already."""
         self._is_checkpointed = False
 
     def adopt(self, world: World) -> None:
@@ -126,7 +126,7 @@ class Step:
             group["lr"] = learning_rate
         self.sync.clear(self.parameters)
         self.sync.step = step
-        self._commit = None
+        self._line, self.sync.committed = None, None
         before = [buffer.clone() for buffer in self._changing()]
         try:
             losses = self._forward_backward(batch, step, votes)
@@ -193,7 +193,7 @@ class Step:
             is_last = place == len(work) - 1
             sync.only_the_last(is_last)
             if is_last and self.device.type == "cpu":  # a GPU's losses are not there yet
-                sync.behind = partial(self._submit_commit, batch, votes, sums)
+                sync.line = partial(self._make_line, batch, votes, sums)
             self.scaler.scale(loss).backward(share)
             if not is_last:  # which `GradientSynchronizer.finish` waits for
                 self.timer.mark("backward")
@@ -223,23 +223,22 @@ class Step:
             torch._foreach_mul_(gradients, limit / (grad_norm + _EPSILON))
         return sum(sums), grad_norm
 
-    def _submit_commit(self, batch: Batch, votes: Votes, losses: list[Tensor]) -> None:
-        """Agree right behind the last gradients: nobody has to wake up in between."""
-        assert self.world.group is not None
+    def _make_line(self, batch: Batch, votes: Votes, losses: list[Tensor]) -> Tensor:
+        """To agree along with the last gradients: nobody has to wake up in between."""
         broken = not all(math.isfinite(loss.item()) for loss in losses)
-        counts = _counts(batch, votes, broken, self.sync.without())
-        self._commit = self.world.group.sum(_COMMIT, counts)
+        self._line = _counts(batch, votes, broken, self.sync.without())
+        return self._line
 
     def _agree(self, batch: Batch, votes: Votes, loss_sum: float, grad_norm: float) -> StepResult | None:
         """The one small all-reduce with which a step is committed; None if any rank's numbers are broken."""
         # With a scaler an overflow is usual: the scaler leaves that step out and lowers its scale.
         is_finite = math.isfinite(grad_norm) or self.scaler.is_enabled()
-        if self._commit is not None:
-            commit, self._commit = self._commit, None
-            counts = commit.result()
+        if self._line is not None and self.sync.committed is not None:
+            self.sync.committed.result()
+            counts = self._line
         else:
             broken = not (math.isfinite(loss_sum) and is_finite)
-            counts = self.world.sum(_counts(batch, votes, broken, self.sync.without()), _COMMIT)
+            counts = self.world.sum(_counts(batch, votes, broken, self.sync.without()), COMMIT)
         broken_on, leaving, regroup, cut_off, budget, samples, digest, *without = counts.tolist()
         if broken_on or not is_finite:  # what was summed is the same on all ranks
             return None
@@ -259,8 +258,8 @@ class Step:
 def _counts(batch: Batch, votes: Votes, broken: bool, without: list[int]) -> Tensor:
     """What ranks sum when they commit a step. ``without``: see `GradientSynchronizer.without`."""
     voted = (votes.leaving, votes.regroup, votes.cut_off, votes.budget)
-    counts = (broken, *voted, batch.local_samples, batch.digest, *without)
-    return torch.from_numpy(np.array(counts, dtype=np.int64))  # torch.tensor takes three times as long
+    counts = array("q", (broken, *voted, batch.local_samples, batch.digest, *without))
+    return torch.frombuffer(counts, dtype=torch.int64)  # torch.tensor takes three times as long
 
 
 def digest(parameters: Sequence[tuple[str, Tensor]]) -> str:

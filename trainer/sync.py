@@ -30,6 +30,11 @@ from trainer.world import World
 if TYPE_CHECKING:
     from trainer.communication import Window
 
+COMMIT = "commit of the step"
+APART_EVERY = 8
+"""With timing, one step of so many sends its line by itself, at least one in each report: messages of two sizes tell
+latency from bandwidth."""
+
 
 class GradientSynchronizer:
     """Sums, not averages: the loss is scaled by the global batch, so the sum is the gradient of the mean over it.
@@ -44,7 +49,6 @@ class GradientSynchronizer:
         self.config = config or DistributedTrainingConfig()
         self.step = 0
         self._nodes: list[int] = []
-        self._parameters: list[nn.Parameter] = []
         self._scheme: Scheme
         self._automatic: Automatic | None = None
         self.buckets: Buckets | None = None
@@ -54,9 +58,11 @@ class GradientSynchronizer:
         """Can all ranks use gradients in one piece?"""
         self._pass = -1
         """Autograd's number of the latest backward pass, where `sum_each_pass` minds them."""
-        self.behind: Callable[[], object] | None = None
-        """Called when the last bucket was handed over: what it submits comes right after that, without a wait. By then
-        it is known what has no gradient."""
+        self.line: Callable[[], Tensor] | None = None
+        """Gives what ranks sum besides, to commit the step: together with the last bucket or right behind it, without a
+        wait. It is called when it is known what has no gradient."""
+        self.committed: Outcome | None = None
+        """Of that."""
         check(self.config)
 
     def wrap(self, module: nn.Module, flat: bool = False) -> None:
@@ -64,7 +70,7 @@ class GradientSynchronizer:
         on all ranks already. ``flat``: this rank can use gradients in one piece, so have them also where there is
         nothing to sum. Waits for the group; raises `GroupError`."""
         group = self.world.group
-        self._parameters = parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         # CUDA graphs give gradients in memory that their next run writes to, so they need a place of their own.
         in_place = self.config.compile == "reduce-overhead"
         if group is None or self.world.topology == "star":
@@ -137,10 +143,9 @@ class GradientSynchronizer:
     def whole(self) -> Tensor | None:
         """After `settle`: the one such tensor, if there is no more than one, no parameter that has no gradient, and no
         rank that cannot use it, for what it comes to differs in the last bits."""
-        gradients = self.summed() if self._is_flat else None
-        if gradients is None or len(gradients) > 1 or any(parameter.grad is None for parameter in self._parameters):
+        if not self._is_flat or self.buckets is None or len(self.buckets.buckets) > 1 or not self.buckets.is_complete:
             return None
-        return gradients[0]
+        return self.buckets.buckets[0].buffer()
 
     def without(self) -> list[int]:
         """What ranks must sum after `finish`, for `settle`: 1 for each parameter that this one has no gradient for."""
@@ -196,6 +201,11 @@ class GradientSynchronizer:
             self._scheme = make_scheme(self._automatic.present, self._nodes, self.config.topk_fraction)
         return found
 
+    @property
+    def _is_together(self) -> bool:
+        """Does the line go with the bucket in this step?"""
+        return not self.config.timing or (self.step % APART_EVERY > 0 and self.config.log_frequency >= APART_EVERY)
+
     def _sum_bucket(self, bucket: Bucket) -> Outcome:
         """On the thread of autograd, once per bucket, in the same order on all ranks."""
         if bucket.index() == 0:
@@ -204,14 +214,19 @@ class GradientSynchronizer:
             self.timer.mark("backward")  # what is left of it is the others' and the network's
         group, scheme, gradients = self.world.group, self._scheme, bucket.buffer()
         assert group is not None
-        what = _bucket_name(bucket.index(), gradients.nbytes)
+        what, line = _bucket_name(bucket.index(), gradients.nbytes), None
         if isinstance(scheme, Exact) and bucket.index() == 0 and bucket.is_last():
+            line = self.line() if self.line is not None else None
+            if line is not None and self._is_together and group.takes_at_once(gradients, line):
+                self.committed = group.sum(what, gradients, line)
+                return self.committed
             outcome = group.sum(what, gradients)
         else:
             work = partial(_sum_by, scheme, gradients, bucket.index(), self.step, group.computing)
             outcome = group.submit(what, work, scheme.bytes_of(gradients))
-        if bucket.is_last() and self.behind is not None:
-            self.behind()
+            line = self.line() if bucket.is_last() and self.line is not None else None
+        if line is not None:
+            self.committed = group.sum(COMMIT, line)
         return outcome
 
 

@@ -262,6 +262,7 @@ def test_ranks_of_which_one_is_not_flat_all_update_each_parameter() -> None:
         sync.only_the_last(True)
         model(torch.ones(1, 2)).sum().backward()
         sync.finish(model)
+        sync.settle(sync.without())
         return sync.whole()
 
     for both in (False, True):

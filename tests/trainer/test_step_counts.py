@@ -7,21 +7,19 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from two_ranks import on_two_ranks
 from worlds import Job
 
 from trainer.config import DistributedTrainingConfig, FactoryConfig, parse_job
 from trainer.faults import Faults
-from trainer.group import Group
 from trainer.input import Batch, BatchLoader
 from trainer.losses import build_loss
 from trainer.model import build_model
@@ -30,8 +28,7 @@ from trainer.sampler import Sampler
 from trainer.shards import DataShardManager
 from trainer.step import Step, Votes
 from trainer.timing import StepTimer
-from trainer.transport import make_torch_transport
-from trainer.world import RankFacts, World
+from trainer.world import World
 
 CPU = torch.device("cpu")
 SIZE, STEPS = 64, 12
@@ -148,36 +145,36 @@ def test_a_step_makes_fewer_operations_than_its_bound_and_gathers_no_byte_twice(
     assert sum(made.bytes.values()) <= 1.05 * sum(needed.bytes.values()) + made.bytes["aten.index_select"]
 
 
-def test_two_ranks_exchange_their_gradients_and_one_line_and_nothing_else(dataset: Path, cache: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "apart"), [({}, {0, 8}), ({"log_frequency": 4}, set(range(10))), ({"timing": False}, set())]
+)
+def test_two_ranks_exchange_their_gradients_and_one_line_and_nothing_else(
+    dataset: Path, cache: Path, settings: dict[str, Any], apart: set[int]
+) -> None:
+    """In one message, but for steps in which timing wants messages of two sizes: one of each report at least."""
     shards = DataShardManager(str(dataset), cache)
-    config = DistributedTrainingConfig(world_size=2, batch_size_per_gpu=16)
-    store = dist.HashStore()
+    config = DistributedTrainingConfig(world_size=2, batch_size_per_gpu=16, **settings)
     criterion = build_loss(FactoryConfig(factory="student_t"), shards.spec)
     models = [build_model(FactoryConfig(factory="tcn"), shards.spec, 3) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
 
-    def work(rank: int) -> list[tuple[str, int]]:
-        def opened() -> Any:
-            return make_torch_transport(store, rank, 2, None, 60.0, 60.0, "127.0.0.1")
-
-        world = World(RankFacts(rank=rank, world_size=2), CPU, "gloo", group=Group(rank, 2, opened))
+    def work(world: World) -> list[tuple[str, int]]:
         faults, timer = Faults({}, 0), StepTimer(False, CPU)
         sampler = Sampler(
-            samples=shards.count("train"), global_batch_size=64, micro_batches=4, seed=0, rank=rank, world_size=2
+            samples=shards.count("train"), global_batch_size=64, micro_batches=4, seed=0, rank=world.rank, world_size=2
         )
-        step = Step(models[rank], criterion, config, CPU, faults)
+        step = Step(models[world.rank], criterion, config, CPU, faults)
         step.adopt(world)
         assert world.group is not None
         before = len(world.group.collectives)
         batches = BatchLoader(shards, sampler, world, faults, timer).batches(0, 0)
-        for number in range(3):
+        for number in range(10):
             step(next(batches), number, 1e-3, Votes())
-        found = [(item.what.split(" (")[0], item.bytes) for item in list(world.group.collectives)[before:]]
-        world.leave()
-        return found
+        return [(item.what.split(" (")[0], item.bytes) for item in list(world.group.collectives)[before:]]
 
-    with ThreadPoolExecutor(2) as pool:
-        [one, other] = pool.map(work, range(2))
-    weights = sum(parameter.nbytes for parameter in models[0].parameters())
-    line = 8 * (7 + len(list(models[0].parameters())))
-    assert one == other == 3 * [("all-reduce of gradient bucket 0", weights), ("commit of the step", line)]
+    [one, other] = on_two_ranks(work)
+    gradients = ("all-reduce of gradient bucket 0", sum(parameter.nbytes for parameter in models[0].parameters()))
+    line = ("commit of the step", 8 * (7 + len(list(models[0].parameters()))))
+    assert (
+        one == other == [item for step in range(10) for item in ([gradients, line] if step in apart else [gradients])]
+    )
