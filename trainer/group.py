@@ -157,7 +157,7 @@ class Group:
 
     def takes_at_once(self, *tensors: torch.Tensor) -> bool:
         """Would `sum` carry this out on the thread that calls it, in one message, were nothing under way? The same on
-        all ranks."""
+        all ranks, but for those with a GPU among others without, which never do."""
         return self._gpu is None and self.transport is not None and self.transport.takes_at_once(*tensors)
 
     def _begin_here(self, what: str, tensor: torch.Tensor, *riders: torch.Tensor) -> Collective | None:

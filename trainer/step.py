@@ -126,7 +126,7 @@ class Step:
             group["lr"] = learning_rate
         self.sync.clear(self.parameters)
         self.sync.step = step
-        self._line, self.sync.committed = None, None
+        self._line, self.sync.line, self.sync.committed = None, None, None
         before = [buffer.clone() for buffer in self._changing()]
         try:
             losses = self._forward_backward(batch, step, votes)

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from trainer.communication import Window
 
 COMMIT = "commit of the step"
-APART_EVERY = 8
-"""With timing, one step of so many sends its line by itself, at least one in each report: messages of two sizes tell
-latency from bandwidth."""
+APART_EVERY, APART_AT = 8, 5
+"""With timing, one step of so many sends its line by itself: messages of two sizes tell latency from bandwidth. It is
+one of each report, but for short ones at the end of a training and after a regroup; and none that is the first after
+most reports, evaluations and checkpoints, which are like no others."""
 
 
 class GradientSynchronizer:
@@ -54,6 +55,8 @@ class GradientSynchronizer:
         self.buckets: Buckets | None = None
         self._is_overlapped = False
         """Are the buckets what is summed?"""
+        self._may_be_together = False
+        """Have all ranks direct links, and use them on the thread that trains?"""
         self._is_flat = False
         """Can all ranks use gradients in one piece?"""
         self._pass = -1
@@ -79,8 +82,11 @@ class GradientSynchronizer:
                 self.buckets = Buckets(parameters, _not_summed, in_place)
             return
         group.run("forming the group", _nothing)
-        found = self.world.gather([self.world.facts.node_rank, flat])
-        self._nodes, self._is_flat = [node for node, _ in found], all(flat for _, flat in found)
+        # A rank with a GPU among others without sums on another thread, and commits when it knows its losses.
+        is_direct = group.takes_at_once(torch.empty(0))
+        found = self.world.gather([self.world.facts.node_rank, flat, is_direct])
+        self._nodes = [node for node, _, _ in found]
+        self._is_flat, self._may_be_together = all(item[1] for item in found), all(item[2] for item in found)
         kind: str = self.config.communication
         if kind == "auto":
             may_drop = self.config.precision != "fp16"
@@ -203,8 +209,11 @@ class GradientSynchronizer:
 
     @property
     def _is_together(self) -> bool:
-        """Does the line go with the bucket in this step?"""
-        return not self.config.timing or (self.step % APART_EVERY > 0 and self.config.log_frequency >= APART_EVERY)
+        """Does the line go with the bucket in this step? The same on all ranks."""
+        if not self._may_be_together:
+            return False
+        is_apart = self.step % APART_EVERY == APART_AT or self.config.log_frequency < APART_EVERY
+        return not (self.config.timing and is_apart)
 
     def _sum_bucket(self, bucket: Bucket) -> Outcome:
         """On the thread of autograd, once per bucket, in the same order on all ranks."""

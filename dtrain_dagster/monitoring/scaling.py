@@ -23,8 +23,9 @@ from dtrain_dagster.monitoring.wire import non_negative_fit
 Mode = Literal["weak", "strong"]
 WARM_UP = 1
 """Logged stretches of a short run that are left out: the first steps warm caches up."""
-COMMIT_BYTES = 48
-"""Of the small all-reduce with which a step is committed (`trainer.step.Step`)."""
+COMMIT_BYTES = 176
+"""Of the small all-reduce with which a step of the default model is committed (`trainer.step.Step`). Others have eight
+for each parameter more or less, which is nothing beside its latency."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +52,10 @@ class ScalingPoint:
     noise_seconds: float
     """Standard deviation of one rank's compute from step to step, as far as the stretches show it."""
     all_reduces: tuple[tuple[int, float], ...]
-    """(bytes, seconds on the wire) of each collective of a step: buckets in order, then the commit."""
+    """(bytes, seconds on the wire) of each collective of a step: buckets in order, then the commit, where that is not
+    in the only bucket's message."""
+    buckets: tuple[int, ...]
+    """Bytes of each gradient bucket, in the order in which they are summed; none in a world of one."""
     usd_per_epoch: float
 
     @property
@@ -126,7 +130,7 @@ def read_point(
     world = len(timings[0]["nodes"])
     micro_batches = training["gradient_accumulation_steps"] * training["world_size"]
     batch = training["batch_size_per_gpu"] * micro_batches
-    compute = [_compute(item) for item in timings]
+    compute, collectives = [_compute(item) for item in timings], _collectives(timings)
     return ScalingPoint(
         mode=mode,
         nodes=nodes,
@@ -141,7 +145,8 @@ def read_point(
         wire_seconds=statistics.median(statistics.fmean(item["segments"]["communication"]) for item in timings),
         waiting_seconds=statistics.median(statistics.fmean(item["segments"]["waiting"]) for item in timings),
         noise_seconds=_spread(compute) * math.sqrt(timings[0]["steps"] * world),
-        all_reduces=_all_reduces(timings),
+        all_reduces=tuple(collectives.values()),
+        buckets=tuple(size for name, (size, _) in collectives.items() if "bucket" in name),
         usd_per_epoch=nodes * usd_per_node_hour / 3600 * step * math.ceil(samples / batch),
     )
 
@@ -156,12 +161,13 @@ def _spread(values: Sequence[float]) -> float:
     return 1.4826 * statistics.median(abs(value - middle) for value in values)
 
 
-def _all_reduces(timings: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
+def _collectives(timings: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, float]]:
+    """Bytes and seconds on the wire, by name."""
     found: dict[str, list[tuple[int, float]]] = {}
     for item in timings:
         for entry in item["collectives"]:
             found.setdefault(entry["name"], []).append((entry["bytes"], entry["wire_seconds"]))
-    return tuple((rows[0][0], statistics.median(seconds for _, seconds in rows)) for rows in found.values())
+    return {name: (rows[0][0], statistics.median(seconds for _, seconds in rows)) for name, rows in found.items()}
 
 
 def efficiency(points: Iterable[ScalingPoint], mode: Mode) -> dict[int, float]:
@@ -304,8 +310,7 @@ def check(points: Sequence[ScalingPoint], cores: float | None) -> tuple[Link, tu
     seen = [point for point in points if 1 < point.world_size < worlds[-1]]
     observed = [(point.world_size, size, seconds) for point in seen for size, seconds in point.all_reduces]
     link = fit_link(observed, "the link here")
-    buckets = [size for size, _ in seen[0].all_reduces if size > COMMIT_BYTES]
-    model = model_of(single, buckets, cores)
+    model = model_of(single, seen[0].buckets, cores)
     checks = tuple(
         Check(
             fitted_on=tuple(worlds[:-1]),
@@ -341,8 +346,7 @@ def study(points: Sequence[ScalingPoint], cores: float | None) -> Study:
     several = next((point for point in points if point.world_size > 1), None)
     curves: tuple[Curve, ...] = ()
     if single and several:
-        buckets = [size for size, _ in several.all_reduces if size > COMMIT_BYTES]
-        model = model_of(single, buckets)
+        model = model_of(single, several.buckets)
         curves = tuple(
             modelled(model, link, mode, single.micro_batches) for mode in ("weak", "strong") for link in links
         )

@@ -58,7 +58,7 @@ def run_of(world: int, mode: str, seed: int = 0, crowded: float = 1.0) -> list[d
         slow = 5.0 if stretch == 0 else 1.0  # caches are cold
         collectives = [
             {"name": name, "bytes": size, "wire_seconds": seconds}
-            for name, size, seconds in zip(("bucket 0", "bucket 1", "commit"), (*BUCKETS, 48), wires, strict=True)
+            for name, size, seconds in zip(("bucket 0", "bucket 1", "commit"), (*BUCKETS, 304), wires, strict=True)
         ]
         events.append({"kind": "step", "step_seconds": slow * (compute + exposed)})
         events.append({

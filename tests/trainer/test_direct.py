@@ -70,9 +70,10 @@ def test_tensors_of_several_types_go_in_one_message(size: int) -> None:
 
     def work(rank: int) -> list[torch.Tensor]:
         numbers = [torch.full((3,), 2**62 // size + rank), torch.full((2, 50_000), rank + 0.5), torch.zeros(0)]
-        for _ in range(3):
+        for number in range(1, 4):
             again = [tensor.clone() for tensor in numbers]
             links[rank].sum(*again)
+            assert links[rank]._number == number
         return again
 
     added = size * (size - 1) // 2
@@ -203,6 +204,23 @@ def test_a_small_sum_needs_no_other_thread_and_is_noted_like_any() -> None:
     assert latest.ended is not None
     assert latest.submitted <= latest.began <= latest.ended
     assert pair[0].doing[0] == "nothing"
+    on_all(2, lambda rank: pair[rank].close())
+
+
+def test_what_goes_along_does_so_also_where_one_rank_is_busy_and_another_thread_has_to_send_it() -> None:
+    pair, gate = groups(2), threading.Event()
+    on_all(2, lambda rank: summed(pair[rank], 1.0))
+    held = pair[0].submit("something else", lambda _: gate.wait(60))
+    floats, counts = [torch.ones(3), torch.ones(3)], [torch.tensor([rank]) for rank in range(2)]
+    outcome = pair[0].sum("all-reduce", floats[0], counts[0])
+    other = ThreadPoolExecutor(1).submit(pair[1].sum, "all-reduce", floats[1], counts[1])
+    assert not held.done()
+    gate.set()
+    assert outcome.result() is floats[0]
+    assert other.result(60).result() is floats[1]
+    assert [(item.tolist(), count.tolist()) for item, count in zip(floats, counts, strict=True)] == 2 * [
+        ([2.0] * 3, [1])
+    ]
     on_all(2, lambda rank: pair[rank].close())
 
 
