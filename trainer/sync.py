@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from trainer.communication import Window
 
 COMMIT = "commit of the step"
-APART_EVERY, APART_AT = 8, 5
-"""With timing, one step of so many sends its line by itself: messages of two sizes tell latency from bandwidth. It is
-one of each report, but for short ones at the end of a training and after a regroup; and none that is the first after
-most reports, evaluations and checkpoints, which are like no others."""
 
 
 class GradientSynchronizer:
@@ -209,11 +205,9 @@ class GradientSynchronizer:
 
     @property
     def _is_together(self) -> bool:
-        """Does the line go with the bucket in this step? The same on all ranks."""
-        if not self._may_be_together:
-            return False
-        is_apart = self.step % APART_EVERY == APART_AT or self.config.log_frequency < APART_EVERY
-        return not (self.config.timing and is_apart)
+        """Does the line go with the bucket? The same on all ranks. Not with timing: messages of two sizes tell latency
+        from bandwidth, and what small batches cost (`dtrain_dagster.monitoring.diagnosis`)."""
+        return self._may_be_together and not self.config.timing
 
     def _sum_bucket(self, bucket: Bucket) -> Outcome:
         """On the thread of autograd, once per bucket, in the same order on all ranks."""
