@@ -162,8 +162,7 @@ class Automatic:
         held_up, seconds = float(np.median(window.wire)), window.typical_seconds
         largest = max(buckets, key=Tensor.numel)
         if self.present == PLAIN:
-            if len(window.wires) > 1 or not self._link.latency_seconds:  # a short window may have one size alone
-                self._link = link_of(window.wires)
+            self._link = link_of(window.wires)
             self._hiding = max(0.0, sum(took for _, took in window.wires) - held_up)
             if len(self._known) == 1 and held_up > WORTH_A_LOOK * seconds:
                 self._known |= self._try(largest, self._link)

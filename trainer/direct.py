@@ -65,31 +65,29 @@ class DirectLinks:
         self._sockets = {peer: sockets[peer] for peer in sorted(sockets)}
         self._awake_seconds = awake_seconds
         self._number = 0
-        self._spare: dict[tuple[tuple[int, torch.dtype], ...], dict[int, tuple[list[Tensor], list[memoryview]]]] = {}
+        self._spare: dict[tuple[int, torch.dtype], dict[int, tuple[Tensor, memoryview]]] = {}
         self._called_off, self._call_off = socket.socketpair()
         self._call_off.setblocking(False)  # nobody takes out what is put in
 
-    def takes(self, *tensors: Tensor) -> bool:
-        """Are these, in one message, small enough? The same on all ranks."""
-        return sum(tensor.nbytes for tensor in tensors) <= self._limit
+    def takes(self, tensor: Tensor) -> bool:
+        """Is this small enough? The same on all ranks."""
+        return tensor.nbytes <= self._limit
 
-    def sum(self, *tensors: Tensor) -> None:
-        """Each over ranks, in place, the same bits on all of them; in one message. ``tensors``: contiguous, on the
-        CPU."""
-        flats = [item if item.dim() == 1 and not item.requires_grad else item.detach().view(-1) for item in tensors]
+    def sum(self, tensor: Tensor) -> None:
+        """Over ranks, in place, the same bits on all of them. ``tensor``: contiguous, on the CPU."""
+        flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
         self._number += 1
-        theirs = self._buffers(flats)
-        message = [memoryview(_HEAD.pack(self._number, sum(flat.nbytes for flat in flats))), *map(bytes_of, flats)]
+        theirs = self._buffers(flat)
+        message = [memoryview(_HEAD.pack(self._number, flat.nbytes)), bytes_of(flat)]
         self._carry_out([_Exchange(peer, self._sockets[peer], message, memory) for peer, (_, memory) in theirs.items()])
         # In order of rank, so that rounding is the same everywhere; of two, either order gives the same.
-        place = 0 if self.size == 2 else self.rank
-        for flat, *parts in zip(flats, *(parts for parts, _ in theirs.values()), strict=True):
-            parts.insert(place, flat)
-            total, *rest = parts
-            for part in rest:
-                _add(total, part)
-            if total is not flat:
-                flat.copy_(total)
+        ordered = [part for part, _ in theirs.values()]
+        ordered.insert(0 if self.size == 2 else self.rank, flat)
+        total, *rest = ordered
+        for part in rest:
+            _add(total, part)
+        if total is not flat:
+            flat.copy_(total)
 
     def call_off(self) -> None:
         """From any thread: whoever waits in here, or comes later, fails at once, unless all has arrived already. Peers
@@ -102,14 +100,14 @@ class DirectLinks:
         for connection in (*self._sockets.values(), self._called_off, self._call_off):
             connection.close()
 
-    def _buffers(self, flats: Sequence[Tensor]) -> dict[int, tuple[list[Tensor], list[memoryview]]]:
+    def _buffers(self, flat: Tensor) -> dict[int, tuple[Tensor, memoryview]]:
         """For what each peer has, and its memory; used over and over."""
-        key = tuple((flat.numel(), flat.dtype) for flat in flats)
+        key = flat.numel(), flat.dtype
         if key not in self._spare:
             if len(self._spare) > 8:
                 self._spare.clear()
-            parts = {peer: [torch.empty_like(flat) for flat in flats] for peer in self._sockets}
-            self._spare[key] = {peer: (of_one, list(map(bytes_of, of_one))) for peer, of_one in parts.items()}
+            parts = {peer: torch.empty_like(flat) for peer in self._sockets}
+            self._spare[key] = {peer: (part, bytes_of(part)) for peer, part in parts.items()}
         return self._spare[key]
 
     def _carry_out(self, exchanges: Sequence[_Exchange]) -> None:
@@ -153,13 +151,12 @@ def _add(total: Tensor, part: Tensor) -> None:
 class _Exchange:
     """With one peer: what is still to be sent, and still to be received: the head, and what follows it."""
 
-    __slots__ = ("_expected", "_head", "_parts", "coming", "connection", "going", "peer")
+    __slots__ = ("_expected", "_head", "coming", "connection", "going", "peer")
 
-    def __init__(self, peer: int, connection: socket.socket, message: list[memoryview], into: list[memoryview]) -> None:
+    def __init__(self, peer: int, connection: socket.socket, message: list[memoryview], into: memoryview) -> None:
         self.peer, self.connection, self.going, self._expected = peer, connection, message, message[0]
         self._head = memoryview(bytearray(_HEAD.size))
-        self.coming = [self._head, *into]
-        self._parts = len(self.coming)
+        self.coming = [self._head, into]
 
     @property
     def is_done(self) -> bool:
@@ -178,7 +175,7 @@ class _Exchange:
                 if not count:
                     raise ConnectionResetError("it closed the connection")
                 self.coming = _rest(self.coming, count)
-                if len(self.coming) < self._parts and self._head != self._expected:
+                if len(self.coming) < 2 and self._head != self._expected:
                     raise PeerError(self.peer, self._odds())
         except BlockingIOError:
             pass

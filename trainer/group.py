@@ -137,17 +137,16 @@ class Group:
         """The same, waited for."""
         return self.submit(what, action, bytes_).result()
 
-    def sum(self, what: str, tensor: torch.Tensor, *riders: torch.Tensor) -> Outcome:
+    def sum(self, what: str, tensor: torch.Tensor) -> Outcome:
         """Over ranks, in place, in order with all else: at once, on this thread, where direct links take it and nothing
-        is under way, which only costs a wait; else `submit`, to be waited for. Its result is the tensor. ``riders``:
-        what is so small that it goes along without being mentioned."""
-        collective = self._begin_here(what, tensor, *riders)
+        is under way, which only costs a wait; else `submit`, to be waited for. Its result is the tensor."""
+        collective = self._begin_here(what, tensor)
         if collective is None:
-            return self.submit(what, partial(_summed, tensor, riders), tensor.nbytes)
+            return self.submit(what, partial(_summed, tensor), tensor.nbytes)
         assert self.transport is not None
         try:
             with traced(f"direct {what}"):
-                self.transport.sum(tensor, *riders)
+                self.transport.sum(tensor)
         except Exception as error:  # a peer's end, or of its own
             self._broken(error)
             return Over(error=self.error)
@@ -155,14 +154,9 @@ class Group:
         self.doing = ("nothing", collective.ended)
         return Over(tensor)  # also where the group has been called off meanwhile: others have it, too
 
-    def takes_at_once(self, *tensors: torch.Tensor) -> bool:
-        """Would `sum` carry this out on the thread that calls it, in one message, were nothing under way? The same on
-        all ranks, but for those with a GPU among others without, which never do."""
-        return self._gpu is None and self.transport is not None and self.transport.takes_at_once(*tensors)
-
-    def _begin_here(self, what: str, tensor: torch.Tensor, *riders: torch.Tensor) -> Collective | None:
+    def _begin_here(self, what: str, tensor: torch.Tensor) -> Collective | None:
         """A collective of this thread, None where it is one for the communication thread."""
-        if not self.takes_at_once(tensor, *riders):
+        if self._gpu is not None or self.transport is None or not self.transport.takes_at_once(tensor):
             return None
         with self._lock:
             if self._waiters or self.error is not None:
@@ -258,8 +252,8 @@ class Group:
         self._fail(GroupError(f"{what} failed after {waited:g} s: {text}", detail))
 
 
-def _summed(tensor: torch.Tensor, riders: tuple[torch.Tensor, ...], transport: Transport) -> torch.Tensor:
-    transport.sum(tensor, *riders)
+def _summed(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:
+    transport.sum(tensor)
     return tensor
 
 

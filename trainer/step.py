@@ -15,17 +15,18 @@ from torch import Tensor, nn
 from trainer.compiling import compiled
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.faults import Faults
-from trainer.group import in_short, is_communication
+from trainer.group import Outcome, in_short, is_communication
 from trainer.input import Batch
 from trainer.memory import Fit, checkpoint_activations, chunks
 from trainer.model import Standardize
 from trainer.optimizer import FlatAdamW
 from trainer.sampler import micro_batch_seed
-from trainer.sync import COMMIT, GradientSynchronizer
+from trainer.sync import GradientSynchronizer
 from trainer.timing import StepTimer
 from trainer.world import World
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_COMMIT = "commit of the step"
 _EPSILON = 1e-6
 
 
@@ -80,8 +81,7 @@ class Step:
         self._kind = _AUTOCAST[config.precision]
         self._statistics = [item for item in module.modules() if item._buffers and not isinstance(item, Standardize)]
         """Whatever may have running statistics."""
-        self._line: Tensor | None = None
-        """What is summed to commit the step, where that is on its way already."""
+        self._commit: Outcome | None = None
         self._is_checkpointed = False
 
     def adopt(self, world: World) -> None:
@@ -126,7 +126,7 @@ class Step:
             group["lr"] = learning_rate
         self.sync.clear(self.parameters)
         self.sync.step = step
-        self._line, self.sync.line, self.sync.committed = None, None, None
+        self._commit = None
         before = [buffer.clone() for buffer in self._changing()]
         try:
             losses = self._forward_backward(batch, step, votes)
@@ -193,7 +193,7 @@ class Step:
             is_last = place == len(work) - 1
             sync.only_the_last(is_last)
             if is_last and self.device.type == "cpu":  # a GPU's losses are not there yet
-                sync.line = partial(self._make_line, batch, votes, sums)
+                sync.behind = partial(self._submit_commit, batch, votes, sums)
             self.scaler.scale(loss).backward(share)
             if not is_last:  # which `GradientSynchronizer.finish` waits for
                 self.timer.mark("backward")
@@ -223,22 +223,23 @@ class Step:
             torch._foreach_mul_(gradients, limit / (grad_norm + _EPSILON))
         return sum(sums), grad_norm
 
-    def _make_line(self, batch: Batch, votes: Votes, losses: list[Tensor]) -> Tensor:
-        """To agree along with the last gradients: nobody has to wake up in between."""
+    def _submit_commit(self, batch: Batch, votes: Votes, losses: list[Tensor]) -> None:
+        """Agree right behind the last gradients: nobody has to wake up in between."""
+        assert self.world.group is not None
         broken = not all(math.isfinite(loss.item()) for loss in losses)
-        self._line = _counts(batch, votes, broken, self.sync.without())
-        return self._line
+        counts = _counts(batch, votes, broken, self.sync.without())
+        self._commit = self.world.group.sum(_COMMIT, counts)
 
     def _agree(self, batch: Batch, votes: Votes, loss_sum: float, grad_norm: float) -> StepResult | None:
         """The one small all-reduce with which a step is committed; None if any rank's numbers are broken."""
         # With a scaler an overflow is usual: the scaler leaves that step out and lowers its scale.
         is_finite = math.isfinite(grad_norm) or self.scaler.is_enabled()
-        if self._line is not None and self.sync.committed is not None:
-            self.sync.committed.result()
-            counts = self._line
+        if self._commit is not None:
+            commit, self._commit = self._commit, None
+            counts = commit.result()
         else:
             broken = not (math.isfinite(loss_sum) and is_finite)
-            counts = self.world.sum(_counts(batch, votes, broken, self.sync.without()), COMMIT)
+            counts = self.world.sum(_counts(batch, votes, broken, self.sync.without()), _COMMIT)
         broken_on, leaving, regroup, cut_off, budget, samples, digest, *without = counts.tolist()
         if broken_on or not is_finite:  # what was summed is the same on all ranks
             return None

@@ -30,8 +30,6 @@ from trainer.world import World
 if TYPE_CHECKING:
     from trainer.communication import Window
 
-COMMIT = "commit of the step"
-
 
 class GradientSynchronizer:
     """Sums, not averages: the loss is scaled by the global batch, so the sum is the gradient of the mean over it.
@@ -51,17 +49,13 @@ class GradientSynchronizer:
         self.buckets: Buckets | None = None
         self._is_overlapped = False
         """Are the buckets what is summed?"""
-        self._may_be_together = False
-        """Have all ranks direct links, and use them on the thread that trains?"""
         self._is_flat = False
         """Can all ranks use gradients in one piece?"""
         self._pass = -1
         """Autograd's number of the latest backward pass, where `sum_each_pass` minds them."""
-        self.line: Callable[[], Tensor] | None = None
-        """Gives what ranks sum besides, to commit the step: together with the last bucket or right behind it, without a
-        wait. It is called when it is known what has no gradient."""
-        self.committed: Outcome | None = None
-        """Of that."""
+        self.behind: Callable[[], object] | None = None
+        """Called when the last bucket was handed over: what it submits comes right after that, without a wait. By then
+        it is known what has no gradient."""
         check(self.config)
 
     def wrap(self, module: nn.Module, flat: bool = False) -> None:
@@ -78,11 +72,8 @@ class GradientSynchronizer:
                 self.buckets = Buckets(parameters, _not_summed, in_place)
             return
         group.run("forming the group", _nothing)
-        # A rank with a GPU among others without sums on another thread, and commits when it knows its losses.
-        is_direct = group.takes_at_once(torch.empty(0))
-        found = self.world.gather([self.world.facts.node_rank, flat, is_direct])
-        self._nodes = [node for node, _, _ in found]
-        self._is_flat, self._may_be_together = all(item[1] for item in found), all(item[2] for item in found)
+        found = self.world.gather([self.world.facts.node_rank, flat])
+        self._nodes, self._is_flat = [node for node, _ in found], all(flat for _, flat in found)
         kind: str = self.config.communication
         if kind == "auto":
             may_drop = self.config.precision != "fp16"
@@ -203,12 +194,6 @@ class GradientSynchronizer:
             self._scheme = make_scheme(self._automatic.present, self._nodes, self.config.topk_fraction)
         return found
 
-    @property
-    def _is_together(self) -> bool:
-        """Does the line go with the bucket? The same on all ranks. Not with timing: messages of two sizes tell latency
-        from bandwidth, and what small batches cost (`dtrain_dagster.monitoring.diagnosis`)."""
-        return self._may_be_together and not self.config.timing
-
     def _sum_bucket(self, bucket: Bucket) -> Outcome:
         """On the thread of autograd, once per bucket, in the same order on all ranks."""
         if bucket.index() == 0:
@@ -217,19 +202,14 @@ class GradientSynchronizer:
             self.timer.mark("backward")  # what is left of it is the others' and the network's
         group, scheme, gradients = self.world.group, self._scheme, bucket.buffer()
         assert group is not None
-        what, line = _bucket_name(bucket.index(), gradients.nbytes), None
+        what = _bucket_name(bucket.index(), gradients.nbytes)
         if isinstance(scheme, Exact) and bucket.index() == 0 and bucket.is_last():
-            line = self.line() if self.line is not None else None
-            if line is not None and self._is_together and group.takes_at_once(gradients, line):
-                self.committed = group.sum(what, gradients, line)
-                return self.committed
             outcome = group.sum(what, gradients)
         else:
             work = partial(_sum_by, scheme, gradients, bucket.index(), self.step, group.computing)
             outcome = group.submit(what, work, scheme.bytes_of(gradients))
-            line = self.line() if bucket.is_last() and self.line is not None else None
-        if line is not None:
-            self.committed = group.sum(COMMIT, line)
+        if bucket.is_last() and self.behind is not None:
+            self.behind()
         return outcome
 
 

@@ -26,14 +26,13 @@ class Transport(Protocol):
     linger_seconds: float
     """How long something may go on waiting in it after a failure."""
 
-    def sum(self, *tensors: torch.Tensor) -> None: ...
+    def sum(self, tensor: torch.Tensor) -> None: ...
     def broadcast(self, tensor: torch.Tensor, source: int) -> None: ...
     def gather(self, value: Any) -> list[Any]: ...
     def barrier(self, seconds: float) -> None: ...
 
-    def takes_at_once(self, *tensors: torch.Tensor) -> bool:
-        """May `sum` be called on any thread for tensors like these, for `call_off` wakes it, and they make one message?
-        The same on all ranks."""
+    def takes_at_once(self, tensor: torch.Tensor) -> bool:
+        """May `sum` be called on any thread for a tensor like this, for `call_off` wakes it? The same on all ranks."""
         ...
 
     def call_off(self) -> None:
@@ -62,22 +61,20 @@ class TorchTransport:
             torch.cuda.set_device(gpu)  # the communication thread's own choice
             torch.cuda.set_stream(torch.cuda.Stream(gpu))  # in that of the computation, sums would wait for all of it
 
-    def sum(self, *tensors: torch.Tensor) -> None:
+    def sum(self, tensor: torch.Tensor) -> None:
         """In place, the same bits on all ranks."""
-        if self.takes_at_once(*tensors):
+        if tensor.is_cuda and self._gpu is None:  # a member without a GPU is among us
+            host = tensor.detach().cpu()
+            self.sum(host)
+            tensor.detach().copy_(host)
+        elif self.takes_at_once(tensor):
             assert self._direct is not None
-            self._direct.sum(*tensors)
-            return
-        for tensor in tensors:
-            if tensor.is_cuda and self._gpu is None:  # a member without a GPU is among us
-                host = tensor.detach().cpu()
-                self.sum(host)
-                tensor.detach().copy_(host)
-            else:
-                self.group.allreduce([tensor]).wait()
+            self._direct.sum(tensor)
+        else:
+            self.group.allreduce([tensor]).wait()
 
-    def takes_at_once(self, *tensors: torch.Tensor) -> bool:
-        return self._direct is not None and self._direct.takes(*tensors) and all(item.is_cpu for item in tensors)
+    def takes_at_once(self, tensor: torch.Tensor) -> bool:
+        return self._direct is not None and self._direct.takes(tensor)
 
     def call_off(self) -> None:
         if self._direct is not None:
@@ -159,9 +156,8 @@ class StarTransport:
     def __init__(self, star: Star) -> None:
         self.star = star
 
-    def sum(self, *tensors: torch.Tensor) -> None:
-        for tensor in tensors:
-            self.star.sum(tensor)
+    def sum(self, tensor: torch.Tensor) -> None:
+        self.star.sum(tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         if source == 0:
@@ -177,7 +173,7 @@ class StarTransport:
     def barrier(self, seconds: float) -> None:
         self.star.barrier(seconds)
 
-    def takes_at_once(self, *tensors: torch.Tensor) -> bool:
+    def takes_at_once(self, tensor: torch.Tensor) -> bool:
         return False
 
     def call_off(self) -> None: ...

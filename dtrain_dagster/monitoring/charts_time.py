@@ -82,7 +82,7 @@ def communication_chart(windows: Sequence[Window], communication: Communication)
         lower.text(wire[row] + waits[row], row, text, va="center", fontsize=8, color=MUTED)
     lower.invert_yaxis()
     lower.set_xlim(0, longest * 1.75)
-    label(lower, "Each collective", "milliseconds, median over windows", "")
+    label(lower, "Each collective of a step", "milliseconds, median over windows", "")
     lower.grid(visible=False, axis="y")
     return svg(figure)
 

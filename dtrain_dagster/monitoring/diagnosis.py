@@ -187,8 +187,8 @@ def _wire(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> list[
         text = f"Wire takes {typical:.0%} of a step of {_ms(step)}"
         if fit:
             text += (
-                f": {latency:.0%} of that is latency of collectives, the same however few bytes they move, and "
-                f"{1 - latency:.0%} are the bytes"
+                f": {latency:.0%} of that is latency of {len(collectives)} collectives, the same however few bytes "
+                f"they move, and {1 - latency:.0%} are the bytes"
             )
         cause = Cause.SMALL_BATCHES if latency >= 0.5 else Cause.COMMUNICATION
         return [Diagnosis(cause=cause, share=part["communication"], evidence=f"{text}.")]

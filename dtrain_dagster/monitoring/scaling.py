@@ -52,8 +52,7 @@ class ScalingPoint:
     noise_seconds: float
     """Standard deviation of one rank's compute from step to step, as far as the stretches show it."""
     all_reduces: tuple[tuple[int, float], ...]
-    """(bytes, seconds on the wire) of each collective of a step: buckets in order, then the commit, where that is not
-    in the only bucket's message."""
+    """(bytes, seconds on the wire) of each collective of a step: buckets in order, then the commit."""
     buckets: tuple[int, ...]
     """Bytes of each gradient bucket, in the order in which they are summed; none in a world of one."""
     usd_per_epoch: float

@@ -306,22 +306,3 @@ def test_a_bucket_is_handed_over_before_the_backward_pass_is_over() -> None:
     buckets.detach()
     net(torch.ones(1, 8)).sum().backward()
     assert order.count("waited") == 2
-
-
-def test_a_rank_that_sums_on_another_thread_gets_the_same_messages_as_the_others() -> None:
-    """As one with a GPU does among others without."""
-
-    def trained(world: World) -> list[str]:
-        assert world.group is not None
-        if world.rank == 0:
-            world.group.takes_at_once = lambda *_: False  # type: ignore[method-assign]
-        step = Step(nets[world.rank], Squared(), DistributedTrainingConfig(clip_norm=None), CPU, Faults({}, 0))
-        step.adopt(world)
-        before = len(world.group.collectives)
-        for number in range(3):
-            step(Batch(8, (part(world.rank, 1),), digest=0), number, 0.1, Votes())
-        return [item.what.split(" (")[0] for item in list(world.group.collectives)[before:]]
-
-    nets = [Choosy() for _ in range(2)]
-    assert on_two_ranks(trained) == 2 * [3 * ["all-reduce of gradient bucket 0", "commit of the step"]]
-    torch.testing.assert_close(nets[0].state_dict(), nets[1].state_dict(), rtol=0, atol=0)

@@ -63,29 +63,6 @@ def test_what_is_small_depends_on_how_often_it_is_sent_and_how_far() -> None:
     assert not takes(3, False, FAR_BYTES // 2 + 1)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_tensors_of_several_types_go_in_one_message(size: int) -> None:
-    links = connected(size)
-    assert not links[0].takes(torch.empty(NEAR_BYTES // (size - 1), dtype=torch.uint8), torch.empty(1))
-
-    def work(rank: int) -> list[torch.Tensor]:
-        numbers = [torch.full((3,), 2**62 // size + rank), torch.full((2, 50_000), rank + 0.5), torch.zeros(0)]
-        for number in range(1, 4):
-            again = [tensor.clone() for tensor in numbers]
-            links[rank].sum(*again)
-            assert links[rank]._number == number
-        return again
-
-    added = size * (size - 1) // 2
-    for future in on_all(size, work):
-        counts, floats, nothing = future.result()
-        assert counts.tolist() == 3 * [size * (2**62 // size) + added]
-        assert torch.equal(floats, torch.full((2, 50_000), added + size / 2))
-        assert len(nothing) == 0
-    for link in links:
-        link.close()
-
-
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5), (100_000,)])
 def test_all_add_up_the_same_in_any_order_of_arrival(size: int, shape: tuple[int, ...]) -> None:
@@ -122,12 +99,6 @@ def test_who_is_late_and_who_is_gone_are_named(pair: list[DirectLinks]) -> None:
 def test_ranks_that_sum_something_else_are_told_apart_from_slow_ones(pair: list[DirectLinks]) -> None:
     errors = [future.exception() for future in on_all(2, lambda rank: pair[rank].sum(torch.ones(4 + rank)))]
     assert "rank 1 is at sum 1, of 20 bytes; this is 1, of 16" in str(errors[0])
-
-
-def test_also_where_several_were_expected_and_less_than_the_first_one_came(pair: list[DirectLinks]) -> None:
-    numbers = [torch.ones(10), torch.ones(10)], [torch.ones(5)]
-    errors = [future.exception() for future in on_all(2, lambda rank: pair[rank].sum(*numbers[rank]))]
-    assert "rank 1 is at sum 1, of 20 bytes; this is 1, of 80" in str(errors[0])
 
 
 def test_who_waits_is_woken_when_it_is_called_off() -> None:
@@ -204,23 +175,6 @@ def test_a_small_sum_needs_no_other_thread_and_is_noted_like_any() -> None:
     assert latest.ended is not None
     assert latest.submitted <= latest.began <= latest.ended
     assert pair[0].doing[0] == "nothing"
-    on_all(2, lambda rank: pair[rank].close())
-
-
-def test_what_goes_along_does_so_also_where_one_rank_is_busy_and_another_thread_has_to_send_it() -> None:
-    pair, gate = groups(2), threading.Event()
-    on_all(2, lambda rank: summed(pair[rank], 1.0))
-    held = pair[0].submit("something else", lambda _: gate.wait(60))
-    floats, counts = [torch.ones(3), torch.ones(3)], [torch.tensor([rank]) for rank in range(2)]
-    outcome = pair[0].sum("all-reduce", floats[0], counts[0])
-    other = ThreadPoolExecutor(1).submit(pair[1].sum, "all-reduce", floats[1], counts[1])
-    assert not held.done()
-    gate.set()
-    assert outcome.result() is floats[0]
-    assert other.result(60).result() is floats[1]
-    assert [(item.tolist(), count.tolist()) for item, count in zip(floats, counts, strict=True)] == 2 * [
-        ([2.0] * 3, [1])
-    ]
     on_all(2, lambda rank: pair[rank].close())
 
 
