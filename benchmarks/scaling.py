@@ -6,6 +6,9 @@ take turns in random order: one rank with nobody beside it, two worlds of one ra
     efficiency_2_ranks           samples per second of the world of two, over the sum of those of two worlds of one that
                                  train at the same time, with nothing between them: what summing gradients and waiting
                                  for each other cost. What the cores take from each other is in both
+    efficiency_2_ranks_lockstep  the same for a world that exchanges nothing, but where each step ends when the later of
+                                 two ranks is done: computed of the single steps of those two worlds of one. How far
+                                 synchronous training can come where two cores are not equally fast at each moment
     efficiency_2_ranks_alone     over twice the samples per second of one rank while the other core idles: what the
                                  cores take from each other (caches, memory, clocks) is in this as well
 
@@ -44,6 +47,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -83,11 +87,13 @@ COMMON = {
 
 
 class Trial(DistributedTrainer):
-    """A training in stretches: after each it says how long it took, and waits for the word to begin the next."""
+    """A training in stretches: after each it says how long its steps took, and waits for the word to begin the next."""
 
     def __init__(self, job: Any, pipe: Connection, steps: int) -> None:
         super().__init__(job)
-        self.pipe, self.stretch, self.ends_at, self.began = pipe, steps, WARM_UP, 0.0
+        self.pipe, self.stretch, self.ends_at = pipe, steps, WARM_UP
+        self.began: list[float] = []
+        """When each step of this stretch did."""
 
     def train_epoch(self, dataloader: Iterable[Batch], epoch: int = 0) -> dict[str, float]:
         return super().train_epoch(self._in_stretches(dataloader), epoch)
@@ -95,11 +101,12 @@ class Trial(DistributedTrainer):
     def _in_stretches(self, dataloader: Iterable[Batch]) -> Iterator[Batch]:
         for batch in dataloader:
             if self.progress.step == self.ends_at:
-                self.pipe.send(time.monotonic() - self.began)
+                self.pipe.send([end - begin for begin, end in pairwise([*self.began, time.monotonic()])])
                 self.pipe.recv()
                 self.world.meet()
                 self.step.timer.drop()
-                self.ends_at, self.began = self.ends_at + self.stretch, time.monotonic()
+                self.ends_at, self.began = self.ends_at + self.stretch, []
+            self.began.append(time.monotonic())
             yield batch
 
 
@@ -135,15 +142,19 @@ def two_ranks(folder: Path, dataset: Path, rounds: int, steps: int) -> dict[str,
                 pipes[name].append(ours)
         for name in pipes:
             took(pipes, name)
-        order, found = random.Random(0), {"alone": [], "busy": [], "both": []}  # type: ignore[var-annotated]
+        order, found, lockstep = random.Random(0), {"alone": [], "busy": [], "both": []}, []  # type: ignore[var-annotated]
         for number in range(rounds):
             for kind in order.sample(list(found), 3):
                 names = {"alone": ["one", "other"][number % 2 :][:1], "busy": ["one", "other"], "both": ["both"]}[kind]
                 for name in names:
                     for pipe in pipes[name]:
                         pipe.send("go")
+                stretches = [took(pipes, name) for name in names]
                 # Of two worlds the speeds add up, so that the mean of their durations is the harmonic one.
-                found[kind].append(statistics.harmonic_mean([took(pipes, name) for name in names]) / steps)
+                found[kind].append(statistics.harmonic_mean([sum(stretch) for stretch in stretches]) / steps)
+                if kind == "busy":
+                    together = sum(map(max, zip(*stretches, strict=True))) / steps
+                    lockstep.append(found[kind][-1] / together)
             print(f"two ranks: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     finally:
         for process in processes:
@@ -157,13 +168,15 @@ def two_ranks(folder: Path, dataset: Path, rounds: int, steps: int) -> dict[str,
         "efficiency_2_ranks_quartiles": [
             round(value, 4) for value in statistics.quantiles(busy, n=4, method="inclusive")[::2]
         ],
+        "efficiency_2_ranks_lockstep": statistics.median(lockstep),
         "efficiency_2_ranks_alone": statistics.median(alone),
         **{f"step_seconds_{kind}": statistics.median(seconds) for kind, seconds in found.items()},
     }
 
 
-def took(pipes: dict[str, list[Connection]], name: str) -> float:
-    return max(pipe.recv() for pipe in pipes[name])
+def took(pipes: dict[str, list[Connection]], name: str) -> list[float]:
+    """Seconds of each step of a world's stretch: of the rank that took longest."""
+    return max((pipe.recv() for pipe in pipes[name]), key=sum)
 
 
 def ranks_environment(

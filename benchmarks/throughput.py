@@ -28,6 +28,9 @@ Ratios are medians over rounds of ratios within a round, with a 95 % interval (b
 one is faster. What is not installed is in ``skipped``, what failed in ``failed``.
 
     min_vs_bound                  ours against the bound: the least over models and batches
+    min_vs_bound_lockstep         the same if each of the bound's steps had ended when it did on the later rank, with
+                                  nothing to be exchanged (computed of its single steps): how far synchronous training
+                                  can come where two cores are not equally fast at each moment
     min_vs_any_peer               ours against the fastest of the others at the same settings: the least, without
                                   plain_ddp_malloc; min_vs_plain_ddp_malloc: against that one
     geomean_vs_plain_ddp          tuned against plain DDP; geomean_vs_plain_ddp_equal: ours against it;
@@ -65,7 +68,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers.contestant import ContestantError
-from benchmarks.peers.course import MALLOC, OURS, PEERS, SEARCH_SHARE, Cell, Course, say
+from benchmarks.peers.course import LOCKSTEP, MALLOC, OURS, PEERS, SEARCH_SHARE, Cell, Course, say
 from benchmarks.peers.turns import Case
 from benchmarks.workplace import stop_on_signals, tell
 from dtrain_dagster.data.prices import write_prices
@@ -125,7 +128,10 @@ def describe(cell: Cell) -> dict[str, Any]:
         }
         for one in OURS
     }  # fmt: skip
-    vs_bound = {one: in_short(interval([values])) for one in pace if (values := cell.ratios(one, "bound"))}
+    vs_bound, vs_lockstep = (
+        {one: in_short(interval([values])) for one in pace if one != "bound" and (values := cell.ratios(one, other))}
+        for other in ("bound", LOCKSTEP)
+    )
     return {
         "model": cell.case.model,
         "batch_per_rank": cell.case.batch,
@@ -139,7 +145,8 @@ def describe(cell: Cell) -> dict[str, Any]:
             for name, values in pace.items()
         },
         "cpu_ms_per_step": {name: round(1000 * cpu[name] / steps[name], 3) for name in cpu},
-        "vs_bound": {name: share for name, share in vs_bound.items() if name != "bound"},
+        "vs_bound": vs_bound,
+        "vs_bound_lockstep": vs_lockstep,
         **{f"{one}_vs": ratios for one, ratios in against.items()},
         "validation_loss": {name: [round(loss, 5) for loss in losses] for name, losses in cell.losses.items()},
         **{key: loss_difference(cell.losses, other) for key, other in LOSS_DIFFERENCES.items()},
@@ -162,7 +169,11 @@ def summary(cells: Sequence[Cell]) -> dict[str, Any]:
     """The figures over all cells; one that nothing was measured for is left out."""
     result: dict[str, Any] = {}
     others = tuple(peer for peer in PEERS if peer != MALLOC)
-    for key, rivals in (("min_vs_bound", ("bound",)), ("min_vs_any_peer", others), (f"min_vs_{MALLOC}", (MALLOC,))):
+    rivals_of = {
+        "min_vs_bound": ("bound",), "min_vs_bound_lockstep": (LOCKSTEP,), "min_vs_any_peer": others,
+        f"min_vs_{MALLOC}": (MALLOC,),
+    }  # fmt: skip
+    for key, rivals in rivals_of.items():
         known = [
             (*interval([values]), cell.case.model, cell.case.batch, rival)
             for cell in cells for rival in rivals if (values := cell.ratios("ours", rival))

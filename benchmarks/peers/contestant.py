@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ class Stretch(NamedTuple):
     """From when the first rank began until the last one was done."""
     cpu_seconds: float
     """Of all its processes."""
+    lockstep_seconds: float
+    """What it would have taken if each step had ended on all ranks when it did on the last of them."""
 
 
 @dataclass
@@ -69,8 +72,9 @@ class Contestant:
         with self._awake():
             self._tell(steps)
             times = self._hear()
-        seconds = max(ended for _, ended in times) - min(began for began, _ in times)
-        return Stretch(steps, seconds, self._cpu_seconds() - before)
+        seconds = max(rank[-1] for rank in times) - min(rank[0] for rank in times)
+        each = [[end - begin for begin, end in pairwise(rank)] for rank in times]
+        return Stretch(steps, seconds, self._cpu_seconds() - before, sum(map(max, zip(*each, strict=True))))
 
     def end(self) -> Any:
         """Leave the case; what rank 0 has to say in the end."""

@@ -22,6 +22,8 @@ PEERS = {
 """Others, and the package of each."""
 MALLOC = "plain_ddp_malloc"
 """Is compared with plain DDP, and so has its settings."""
+LOCKSTEP = "bound_lockstep"
+"""The bound, if its ranks waited for each other after each step: no contestant, but computed of its steps."""
 OURS = ("ours", "tuned")
 NEEDED = ("bound", "ours")
 """Without these there are no ratios."""
@@ -74,11 +76,14 @@ class Cell:
         return replace(self.case, **own)
 
     def seconds(self, name: str) -> list[float]:
+        """Of a step, stretch by stretch."""
+        if name == LOCKSTEP:
+            return [stretch.lockstep_seconds / stretch.steps for stretch in self.stretches["bound"]]
         return [stretch.seconds / stretch.steps for stretch in self.stretches[name]]
 
     def ratios(self, one: str, other: str) -> list[float] | None:
         """Round by round, how many times as fast ``one`` is; None where one of them is missing."""
-        if one not in self.stretches or other not in self.stretches:
+        if not {one, "bound" if other == LOCKSTEP else other} <= self.stretches.keys():
             return None
         return [theirs / ours for ours, theirs in zip(self.seconds(one), self.seconds(other), strict=True)]
 

@@ -52,13 +52,14 @@ class Turns:
         self._connection = Client(os.environ[ADDRESS], family="AF_UNIX")
         self._connection.send((name, rank))
         self._left = 0
-        self._began: float | None = None
+        self._began: list[float] = []
+        """When each step of this stretch did."""
         self.synchronize: Callable[[], Any] = lambda: None
         """Waits for the device: it may be behind."""
 
     def next_case(self) -> Case | None:
         """None: there is none; the process may end."""
-        self._left, self._began = 0, None
+        self._left, self._began = 0, []
         return self._connection.recv()
 
     def done(self, result: Any = None) -> None:
@@ -73,8 +74,8 @@ class Turns:
         """To be called when a step is about to begin and the one before is done. False: the case is over."""
         if not self._left:
             self.synchronize()
-            self._connection.send((self._began, time.monotonic()))
-            self._left = self._connection.recv()
-            self._began = time.monotonic()
+            self._connection.send([*self._began, time.monotonic()])
+            self._left, self._began = self._connection.recv(), []
+        self._began.append(time.monotonic())
         self._left -= 1
         return self._left >= 0
