@@ -35,8 +35,8 @@ INPUT_SHARE = 0.05
 """Of the step, on all ranks. Batches are gathered while the step before computes: input costs next to nothing."""
 CHECKPOINT_SHARE = 0.02
 """Of training time."""
-FIXED_SHARE = 0.50
-"""Of the step: what it costs however few samples it has."""
+FIXED_SHARE = 0.16
+"""Of the step, that it costs however few samples it has. The stock model at its default batch has a tenth, on a CPU."""
 TAKING_TURNS = 0.10
 """Waiting, as a share of training time, that deserves a word though nobody is to blame."""
 SLOW_LINK = 2.0
@@ -183,7 +183,7 @@ def _wire(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> list[
     slow = _slow_link(world, events)
     if slow and slow.share >= LATE_SHARE:  # looked at one by one, links need not be above the limit to be told apart
         return [slow]
-    if too_much_communication(world) and _is_steady(world):
+    if too_much_communication(world) and _is_steady(world, COMMUNICATION_LIMIT, 1.0):
         text = f"Wire takes {typical:.0%} of a step of {_ms(step)}"
         if fit:
             text += (
@@ -192,11 +192,12 @@ def _wire(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> list[
             )
         cause = Cause.SMALL_BATCHES if latency >= 0.5 else Cause.COMMUNICATION
         return [Diagnosis(cause=cause, share=part["communication"], evidence=f"{text}.")]
-    fixed = part["communication"] * latency + part["optimizer"] + part["other"]
-    if fixed >= FIXED_SHARE:
+    if _is_steady(world, FIXED_SHARE, latency, ("optimizer", "other")):
+        fixed = part["communication"] * latency + part["optimizer"] + part["other"]
         text = (
-            f"{fixed:.0%} of a step of {_ms(step)} is spent however few samples it has: the update, latency of "
-            f"collectives and bookkeeping; forward and backward take {part['forward'] + part['backward']:.0%}."
+            f"{fixed:.0%} of a step of {_ms(step)} is spent however few samples it has: latency of collectives "
+            f"({part['communication'] * latency:.0%}), the update and bookkeeping; forward and backward take "
+            f"{part['forward'] + part['backward']:.0%}."
         )
         return [Diagnosis(cause=Cause.SMALL_BATCHES, share=fixed, evidence=text)]
     return []
@@ -207,13 +208,15 @@ def too_much_communication(found: Sequence[Window], limit: float = COMMUNICATION
     return shares(found).get("communication", 0.0) > limit and typical_share(found, "communication") > limit / 2
 
 
-def _is_steady(world: Sequence[Window]) -> bool:
-    """Is wire above the limit by more than its noise? On a machine that does other work too, processes that wait for a
-    processor look like a wire that is slow now and then."""
-    values = [window.mean("communication") / window.seconds for window in world]
+def _is_steady(world: Sequence[Window], limit: float, part: float, others: Sequence[str] = ()) -> bool:
+    """Is so much of the wire, with these other segments, above the limit by more than its noise? On a machine that does
+    other work too, processes that wait for a processor look like a wire that is slow now and then."""
+    values = [
+        (part * window.mean("communication") + sum(map(window.mean, others))) / window.seconds for window in world
+    ]
     middle = statistics.median(values)
     spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
-    return middle - NOISE_FACTOR * 1.2533 * spread / math.sqrt(len(values)) > COMMUNICATION_LIMIT
+    return middle - NOISE_FACTOR * 1.2533 * spread / math.sqrt(len(values)) > limit
 
 
 def _slow_link(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> Diagnosis | None:

@@ -111,6 +111,16 @@ def test_a_slow_probe_of_a_link_that_carries_next_to_nothing_is_not_the_cause():
     assert diagnose(events).cause is Cause.SLOW_LINK
 
 
+def test_what_a_step_costs_however_few_samples_it_has_is_told_below_the_limit_of_the_wire():
+    """With direct links latency is no fifth of the step any more, though little else is left than what is fixed."""
+    few = {"computing": 0.0028, "latency": 0.00025, "optimizer": 0.0003, "buckets": (40_000,), "noise": 0.1}
+    found = diagnose(Simulation(windows=12, **few).events())
+    assert found.cause is Cause.SMALL_BATCHES
+    assert "however few samples" in found.evidence
+    assert 0.16 < found.share < 0.25
+    assert diagnose(Simulation(windows=12, **{**few, "computing": 0.006}).events()).cause is Cause.HEALTHY
+
+
 def test_two_late_ranks_are_both_found_the_costlier_first():
     late = {1: 0.03, 3: 0.06}
     found = diagnose(Simulation(ranks=4, windows=20, late_compute=late).events())
