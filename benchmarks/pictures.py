@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.checkpoint import RESULTS
+from benchmarks.peers.course import LOCKSTEP
 from dtrain_dagster.monitoring.drawing import COLOURS, INK, MUTED, label, line, new_figure
 
 if TYPE_CHECKING:
@@ -49,6 +50,10 @@ def throughput(result: Mapping[str, Any]) -> Figure:
         ]
         axis.bar(places, shares, width * 0.92, color=COLOURS[index], label=NAMES[name])
         axis.errorbar(places, shares, spread, fmt="none", ecolor=INK, elinewidth=0.8, capsize=1.5)
+    for place, cell in enumerate(cells):
+        if LOCKSTEP in cell["vs_bound"]:
+            axis.hlines(cell["vs_bound"][LOCKSTEP]["ratio"], place - 0.46, place + 0.46, color=INK, linestyle=":",
+                        label=None if place else "the bound, if ranks waited for each other")  # fmt: skip
     axis.axhline(1, color=INK, linewidth=1, linestyle="--")
     axis.annotate("the bound: no input, no communication", (1, 1), (0, 3), xycoords=("axes fraction", "data"),
                   textcoords="offset points", ha="right", fontsize=8, color=INK)  # fmt: skip

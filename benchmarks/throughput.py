@@ -124,14 +124,11 @@ def describe(cell: Cell) -> dict[str, Any]:
     against = {
         one: {
             other: in_short(interval([values]))
-            for other in cell.stretches if other != one and (values := cell.ratios(one, other))
+            for other in (*cell.stretches, LOCKSTEP) if other != one and (values := cell.ratios(one, other))
         }
         for one in OURS
     }  # fmt: skip
-    vs_bound, vs_lockstep = (
-        {one: in_short(interval([values])) for one in pace if one != "bound" and (values := cell.ratios(one, other))}
-        for other in ("bound", LOCKSTEP)
-    )
+    vs_bound = {one: in_short(interval([values])) for one in (*pace, LOCKSTEP) if (values := cell.ratios(one, "bound"))}
     return {
         "model": cell.case.model,
         "batch_per_rank": cell.case.batch,
@@ -145,8 +142,7 @@ def describe(cell: Cell) -> dict[str, Any]:
             for name, values in pace.items()
         },
         "cpu_ms_per_step": {name: round(1000 * cpu[name] / steps[name], 3) for name in cpu},
-        "vs_bound": vs_bound,
-        "vs_bound_lockstep": vs_lockstep,
+        "vs_bound": {name: share for name, share in vs_bound.items() if name != "bound"},
         **{f"{one}_vs": ratios for one, ratios in against.items()},
         "validation_loss": {name: [round(loss, 5) for loss in losses] for name, losses in cell.losses.items()},
         **{key: loss_difference(cell.losses, other) for key, other in LOSS_DIFFERENCES.items()},

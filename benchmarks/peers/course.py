@@ -83,7 +83,7 @@ class Cell:
 
     def ratios(self, one: str, other: str) -> list[float] | None:
         """Round by round, how many times as fast ``one`` is; None where one of them is missing."""
-        if not {one, "bound" if other == LOCKSTEP else other} <= self.stretches.keys():
+        if not {"bound" if name == LOCKSTEP else name for name in (one, other)} <= self.stretches.keys():
             return None
         return [theirs / ours for ours, theirs in zip(self.seconds(one), self.seconds(other), strict=True)]
 
