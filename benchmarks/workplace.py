@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.checkpoint import RESULTS, _cpu
@@ -25,6 +26,8 @@ from dtrain_dagster.data.validation import validate_prices
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
 
 CALENDAR = "XNYS"
+_BEFORE = psutil.cpu_times()
+"""Of this machine, when the benchmark began."""
 
 
 class Workplace:
@@ -93,6 +96,16 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def stolen_percent(before: Any, after: Any) -> float | None:
+    """Of the processor time that was wanted between two ``psutil.cpu_times()``, what a host gave to other machines
+    instead; None where nobody counts that. Ranks that wait for each other lose it as often as it is taken from any."""
+    if not hasattr(after, "steal"):
+        return None
+    spent = {name: getattr(after, name) - getattr(before, name) for name in ("user", "nice", "system", "steal")}
+    wanted = sum(spent.values())
+    return round(100 * spent["steal"] / wanted, 2) if wanted > 0 else 0.0
+
+
 def tell(name: str, figures: dict[str, Any], save: bool) -> None:
     """The one line on stdout, with date and machine, and ``partial`` where something failed or is missing; ``save``: to
     ``benchmarks/results/<name>.json`` as well."""
@@ -106,6 +119,7 @@ def tell(name: str, figures: dict[str, Any], save: bool) -> None:
         **({"partial": True} if figures.get("failed") or figures.get("missing") else {}),
         **figures,
         "load_after": round(os.getloadavg()[0], 2),
+        "stolen_percent": stolen_percent(_BEFORE, psutil.cpu_times()),
     }
     line = json.dumps(result)
     print(line)

@@ -1,0 +1,18 @@
+"""What the line of a benchmark says of its machine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from benchmarks.workplace import stolen_percent
+
+
+def times(**seconds: float) -> SimpleNamespace:
+    return SimpleNamespace(**{"user": 0.0, "nice": 0.0, "system": 0.0, "idle": 0.0, "steal": 0.0, **seconds})
+
+
+def test_what_a_host_gave_away_is_a_share_of_what_was_wanted():
+    before, after = times(user=100.0, steal=7.0), times(user=160.0, system=20.0, nice=10.0, idle=500.0, steal=17.0)
+    assert stolen_percent(before, after) == 10.0
+    assert stolen_percent(after, after) == 0.0
+    assert stolen_percent(SimpleNamespace(user=1.0), SimpleNamespace(user=2.0)) is None
