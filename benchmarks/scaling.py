@@ -9,6 +9,7 @@ take turns in random order: one rank with nobody beside it, two worlds of one ra
     efficiency_2_ranks_lockstep  the same for a world that exchanges nothing, but where each step ends when the later of
                                  two ranks is done: computed of the single steps of those two worlds of one. How far
                                  synchronous training can come where two cores are not equally fast at each moment
+    efficiency_2_ranks_by_start  the first one, for each start of the worlds
     efficiency_2_ranks_alone     over twice the samples per second of one rank while the other core idles: what the
                                  cores take from each other (caches, memory, clocks) is in this as well
 
@@ -123,7 +124,36 @@ def be_timed(config: str, environment: dict[str, str], log: str, pipe: Connectio
         trainer.train()
 
 
-def two_ranks(folder: Path, dataset: Path, rounds: int, steps: int) -> dict[str, Any]:
+def two_ranks(folder: Path, dataset: Path, starts: int, rounds: int, steps: int) -> dict[str, Any]:
+    """All three worlds are started several times: where their memory comes to lie makes some of them faster for as long
+    as they live."""
+    found: dict[str, list[float]] = {"alone": [], "busy": [], "both": [], "lockstep": []}
+    for start in range(starts):
+        print(f"two ranks: start {start + 1} of {starts}", file=sys.stderr, flush=True)
+        for kind, seconds in in_turns(folder / str(start), dataset, start, rounds, steps).items():
+            found[kind] += seconds
+    # A step of the world of two is as much work for each rank as one of a world of one.
+    busy, alone, lockstep = (
+        [one / other for one, other in zip(found[kind], found[against], strict=True)]
+        for kind, against in (("busy", "both"), ("alone", "both"), ("busy", "lockstep"))
+    )
+    return {
+        "efficiency_2_ranks": statistics.median(busy),
+        "efficiency_2_ranks_quartiles": [
+            round(value, 4) for value in statistics.quantiles(busy, n=4, method="inclusive")[::2]
+        ],
+        "efficiency_2_ranks_lockstep": statistics.median(lockstep),
+        "efficiency_2_ranks_alone": statistics.median(alone),
+        "efficiency_2_ranks_by_start": [
+            round(statistics.median(busy[place : place + rounds]), 4) for place in range(0, len(busy), rounds)
+        ],
+        **{f"step_seconds_{kind}": statistics.median(seconds) for kind, seconds in found.items()},
+    }
+
+
+def in_turns(folder: Path, dataset: Path, start: int, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of a step, round by round: in one world of one, in each of two at once, in the world of two; and what a
+    world that waits for the later of those two at once would take."""
     model, batch, accumulation = MODELS["stock"]
     settings = {**COMMON, "batch_size_per_gpu": batch, "gradient_accumulation_steps": accumulation}
     processes, pipes = [], {}
@@ -142,7 +172,7 @@ def two_ranks(folder: Path, dataset: Path, rounds: int, steps: int) -> dict[str,
                 pipes[name].append(ours)
         for name in pipes:
             took(pipes, name)
-        order, found, lockstep = random.Random(0), {"alone": [], "busy": [], "both": []}, []  # type: ignore[var-annotated]
+        order, found, lockstep = random.Random(start), {"alone": [], "busy": [], "both": []}, []  # type: ignore[var-annotated]
         for number in range(rounds):
             for kind in order.sample(list(found), 3):
                 names = {"alone": ["one", "other"][number % 2 :][:1], "busy": ["one", "other"], "both": ["both"]}[kind]
@@ -154,24 +184,12 @@ def two_ranks(folder: Path, dataset: Path, rounds: int, steps: int) -> dict[str,
                 found[kind].append(statistics.harmonic_mean([sum(stretch) for stretch in stretches]) / steps)
                 if kind == "busy":
                     together = sum(map(max, zip(*stretches, strict=True))) / steps
-                    lockstep.append(found[kind][-1] / together)
-            print(f"two ranks: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+                    lockstep.append(together)
     finally:
         for process in processes:
             process.kill()
             process.join()
-    # A step of the world of two is as much work for each rank as one of a world of one.
-    busy = [one / both for one, both in zip(found["busy"], found["both"], strict=True)]
-    alone = [one / both for one, both in zip(found["alone"], found["both"], strict=True)]
-    return {
-        "efficiency_2_ranks": statistics.median(busy),
-        "efficiency_2_ranks_quartiles": [
-            round(value, 4) for value in statistics.quantiles(busy, n=4, method="inclusive")[::2]
-        ],
-        "efficiency_2_ranks_lockstep": statistics.median(lockstep),
-        "efficiency_2_ranks_alone": statistics.median(alone),
-        **{f"step_seconds_{kind}": statistics.median(seconds) for kind, seconds in found.items()},
-    }
+    return {**found, "lockstep": lockstep}
 
 
 def took(pipes: dict[str, list[Connection]], name: str) -> list[float]:
@@ -361,7 +379,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=12, help="of three stretches of the two ranks (12; 0: none)")
+    parser.add_argument("--starts", type=int, default=5, help="of the worlds of one and two ranks (5)")
+    parser.add_argument("--rounds", type=int, default=4, help="of three stretches in each start (4; 0: none)")
     parser.add_argument("--stretch", type=int, default=100, help="steps in a stretch (100)")
     parser.add_argument("--steps", type=int, default=60, help="of each training on three hosts (60; 0: none)")
     parser.add_argument("--steps-slow", type=int, default=120, help="of each at the lowest rate (120)")
@@ -371,15 +390,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", help="where to train (a temporary folder)")
     parser.add_argument("--save", action="store_true", help="also write the line to benchmarks/results/scaling.json")
     options = parser.parse_args(arguments)
-    if options.rounds == 1 or options.rounds < 0 or options.stretch < 10:
-        parser.error("--rounds must be 0 or at least 2, and --stretch at least 10")
+    if options.rounds == 1 or options.rounds < 0 or options.stretch < 10 or options.starts < 1:
+        parser.error("--rounds must be 0 or at least 2, --stretch at least 10, --starts at least 1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks, namespaces and folders go first
     began, load_before = time.monotonic(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="scaling-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
 
         def ranks() -> dict[str, Any]:
-            return two_ranks(folder, build(folder / "daily", 60), options.rounds, options.stretch)
+            return two_ranks(folder, build(folder / "daily", 60), options.starts, options.rounds, options.stretch)
 
         def hosts() -> dict[str, Any]:
             dataset = build(folder / "short", 20, train_last="2021-06-30", valid_last="2022-03-31")
