@@ -60,7 +60,7 @@ import switch  # noqa: E402
 import worlds  # noqa: E402
 
 from benchmarks.namespaces import RATES, Hosts, NoNamespacesError  # noqa: E402
-from benchmarks.workplace import in_parts, tell  # noqa: E402
+from benchmarks.workplace import in_parts, lockstep, tell  # noqa: E402
 from dtrain_dagster.data.prices import write_prices  # noqa: E402
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset  # noqa: E402
 from dtrain_dagster.data.sources import price_source  # noqa: E402
@@ -125,15 +125,14 @@ def be_timed(config: str, environment: dict[str, str], log: str, pipe: Connectio
 
 
 def two_ranks(folder: Path, dataset: Path, starts: int, rounds: int, steps: int) -> dict[str, Any]:
-    """All three worlds are started several times: where their memory comes to lie makes some of them faster for as long
-    as they live."""
+    """All three worlds are started several times: what one start finds, another, minutes later, has not confirmed."""
     found: dict[str, list[float]] = {"alone": [], "busy": [], "both": [], "lockstep": []}
     for start in range(starts):
         print(f"two ranks: start {start + 1} of {starts}", file=sys.stderr, flush=True)
         for kind, seconds in in_turns(folder / str(start), dataset, start, rounds, steps).items():
             found[kind] += seconds
     # A step of the world of two is as much work for each rank as one of a world of one.
-    busy, alone, lockstep = (
+    busy, alone, waiting = (
         [one / other for one, other in zip(found[kind], found[against], strict=True)]
         for kind, against in (("busy", "both"), ("alone", "both"), ("busy", "lockstep"))
     )
@@ -142,7 +141,7 @@ def two_ranks(folder: Path, dataset: Path, starts: int, rounds: int, steps: int)
         "efficiency_2_ranks_quartiles": [
             round(value, 4) for value in statistics.quantiles(busy, n=4, method="inclusive")[::2]
         ],
-        "efficiency_2_ranks_lockstep": statistics.median(lockstep),
+        "efficiency_2_ranks_lockstep": statistics.median(waiting),
         "efficiency_2_ranks_alone": statistics.median(alone),
         "efficiency_2_ranks_by_start": [
             round(statistics.median(busy[place : place + rounds]), 4) for place in range(0, len(busy), rounds)
@@ -172,7 +171,7 @@ def in_turns(folder: Path, dataset: Path, start: int, rounds: int, steps: int) -
                 pipes[name].append(ours)
         for name in pipes:
             took(pipes, name)
-        order, found, lockstep = random.Random(start), {"alone": [], "busy": [], "both": []}, []  # type: ignore[var-annotated]
+        order, found, together = random.Random(start), {"alone": [], "busy": [], "both": []}, []  # type: ignore[var-annotated]
         for number in range(rounds):
             for kind in order.sample(list(found), 3):
                 names = {"alone": ["one", "other"][number % 2 :][:1], "busy": ["one", "other"], "both": ["both"]}[kind]
@@ -183,13 +182,12 @@ def in_turns(folder: Path, dataset: Path, start: int, rounds: int, steps: int) -
                 # Of two worlds the speeds add up, so that the mean of their durations is the harmonic one.
                 found[kind].append(statistics.harmonic_mean([sum(stretch) for stretch in stretches]) / steps)
                 if kind == "busy":
-                    together = sum(map(max, zip(*stretches, strict=True))) / steps
-                    lockstep.append(together)
+                    together.append(lockstep(stretches) / steps)
     finally:
         for process in processes:
             process.kill()
             process.join()
-    return {**found, "lockstep": lockstep}
+    return {**found, "lockstep": together}
 
 
 def took(pipes: dict[str, list[Connection]], name: str) -> list[float]:

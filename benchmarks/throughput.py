@@ -124,11 +124,11 @@ def describe(cell: Cell) -> dict[str, Any]:
     against = {
         one: {
             other: in_short(interval([values]))
-            for other in (*cell.stretches, LOCKSTEP) if other != one and (values := cell.ratios(one, other))
+            for other in cell.stretches if other != one and (values := cell.ratios(one, other))
         }
         for one in OURS
     }  # fmt: skip
-    vs_bound = {one: in_short(interval([values])) for one in (*pace, LOCKSTEP) if (values := cell.ratios(one, "bound"))}
+    vs_bound = {one: in_short(interval([values])) for one in pace if (values := cell.ratios(one, "bound"))}
     return {
         "model": cell.case.model,
         "batch_per_rank": cell.case.batch,

@@ -9,7 +9,7 @@ import platform
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,12 @@ def stolen_percent(before: Any, after: Any) -> float | None:
     spent = {name: getattr(after, name) - getattr(before, name) for name in ("user", "nice", "system", "steal")}
     wanted = sum(spent.values())
     return round(100 * spent["steal"] / wanted, 2) if wanted > 0 else 0.0
+
+
+def lockstep(ranks: Sequence[Sequence[float]]) -> float:
+    """Seconds that steps take if each ends on all ranks when it does on the last of them. ``ranks``: of each rank, the
+    seconds of its steps where nobody waits."""
+    return sum(map(max, zip(*ranks, strict=True)))
 
 
 def tell(name: str, figures: dict[str, Any], save: bool) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from benchmarks.peers.turns import ADDRESS, Case, Failed
+from benchmarks.workplace import lockstep
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 120.0
@@ -74,7 +75,7 @@ class Contestant:
             times = self._hear()
         seconds = max(rank[-1] for rank in times) - min(rank[0] for rank in times)
         each = [[end - begin for begin, end in pairwise(rank)] for rank in times]
-        return Stretch(steps, seconds, self._cpu_seconds() - before, sum(map(max, zip(*each, strict=True))))
+        return Stretch(steps, seconds, self._cpu_seconds() - before, lockstep(each))
 
     def end(self) -> Any:
         """Leave the case; what rank 0 has to say in the end."""

@@ -23,7 +23,7 @@ PEERS = {
 MALLOC = "plain_ddp_malloc"
 """Is compared with plain DDP, and so has its settings."""
 LOCKSTEP = "bound_lockstep"
-"""The bound, if its ranks waited for each other after each step: no contestant, but computed of its steps."""
+"""The bound's stretches, had its ranks waited for each other after each step: computed, not another contestant."""
 OURS = ("ours", "tuned")
 NEEDED = ("bound", "ours")
 """Without these there are no ratios."""
@@ -76,14 +76,11 @@ class Cell:
         return replace(self.case, **own)
 
     def seconds(self, name: str) -> list[float]:
-        """Of a step, stretch by stretch."""
-        if name == LOCKSTEP:
-            return [stretch.lockstep_seconds / stretch.steps for stretch in self.stretches["bound"]]
         return [stretch.seconds / stretch.steps for stretch in self.stretches[name]]
 
     def ratios(self, one: str, other: str) -> list[float] | None:
         """Round by round, how many times as fast ``one`` is; None where one of them is missing."""
-        if not {"bound" if name == LOCKSTEP else name for name in (one, other)} <= self.stretches.keys():
+        if one not in self.stretches or other not in self.stretches:
             return None
         return [theirs / ours for ours, theirs in zip(self.seconds(one), self.seconds(other), strict=True)]
 
@@ -134,6 +131,7 @@ class Course:
                 stretch = self._try(name, cell, lambda contestant: contestant.stretch(cell.steps))
                 if stretch is not None:
                     found[name] = stretch
+            found[LOCKSTEP] = found["bound"]._replace(seconds=found["bound"].lockstep_seconds)
             # In one go: the benchmark may be stopped at any moment, and tells of whole rounds.
             cell.stretches = {name: [*cell.stretches.get(name, []), stretch] for name, stretch in found.items()}
         self.rest()

@@ -183,7 +183,8 @@ def _wire(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> list[
     slow = _slow_link(world, events)
     if slow and slow.share >= LATE_SHARE:  # looked at one by one, links need not be above the limit to be told apart
         return [slow]
-    if too_much_communication(world) and _is_steady(world, COMMUNICATION_LIMIT, 1.0):
+    wires, rests = (_shares_of(world, names) for names in (("communication",), ("optimizer", "other")))
+    if too_much_communication(world) and _is_steadily_above(COMMUNICATION_LIMIT, wires):
         text = f"Wire takes {typical:.0%} of a step of {_ms(step)}"
         if fit:
             text += (
@@ -192,7 +193,7 @@ def _wire(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> list[
             )
         cause = Cause.SMALL_BATCHES if latency >= 0.5 else Cause.COMMUNICATION
         return [Diagnosis(cause=cause, share=part["communication"], evidence=f"{text}.")]
-    if _is_steady(world, FIXED_SHARE, latency, ("optimizer", "other")):
+    if _is_steadily_above(FIXED_SHARE, [latency * wire + rest for wire, rest in zip(wires, rests, strict=True)]):
         fixed = part["communication"] * latency + part["optimizer"] + part["other"]
         text = (
             f"{fixed:.0%} of a step of {_ms(step)} is spent however few samples it has: latency of collectives "
@@ -208,12 +209,14 @@ def too_much_communication(found: Sequence[Window], limit: float = COMMUNICATION
     return shares(found).get("communication", 0.0) > limit and typical_share(found, "communication") > limit / 2
 
 
-def _is_steady(world: Sequence[Window], limit: float, part: float, others: Sequence[str] = ()) -> bool:
-    """Is so much of the wire, with these other segments, above the limit by more than its noise? On a machine that does
-    other work too, processes that wait for a processor look like a wire that is slow now and then."""
-    values = [
-        (part * window.mean("communication") + sum(map(window.mean, others))) / window.seconds for window in world
-    ]
+def _shares_of(world: Sequence[Window], segments: Sequence[str]) -> list[float]:
+    """Of each window, the share that these segments have."""
+    return [sum(map(window.mean, segments)) / window.seconds for window in world]
+
+
+def _is_steadily_above(limit: float, values: Sequence[float]) -> bool:
+    """Are the windows' values above the limit by more than their noise? On a machine that does other work too,
+    processes that wait for a processor look like a wire that is slow now and then."""
     middle = statistics.median(values)
     spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
     return middle - NOISE_FACTOR * 1.2533 * spread / math.sqrt(len(values)) > limit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from benchmarks.workplace import stolen_percent
+from benchmarks.workplace import lockstep, stolen_percent
 
 
 def times(**seconds: float) -> SimpleNamespace:
@@ -16,3 +16,8 @@ def test_what_a_host_gave_away_is_a_share_of_what_was_wanted():
     assert stolen_percent(before, after) == 10.0
     assert stolen_percent(after, after) == 0.0
     assert stolen_percent(SimpleNamespace(user=1.0), SimpleNamespace(user=2.0)) is None
+
+
+def test_ranks_that_wait_for_each_other_take_the_longest_of_each_step():
+    assert lockstep([[1.0, 2.0, 3.0], [2.0, 1.0, 4.0]]) == 8.0
+    assert lockstep([[1.0, 2.0, 3.0]]) == 6.0
