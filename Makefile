@@ -6,52 +6,79 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-export DTRAIN_HOME ?= $(CURDIR)/.dtrain
-export DAGSTER_HOME ?= $(DTRAIN_HOME)/dagster
+# Make cuts paths at blanks, and the shell cuts PATH at colons. (A home with blanks is no trouble: it is only ever named
+# in quotes, and never a target.)
+ifneq ($(words $(CURDIR)),1)
+$(error the path of this repository has a blank, which make cannot deal with: move $(CURDIR) elsewhere)
+endif
+ifneq ($(findstring :,$(CURDIR)),)
+$(error the path of this repository has a colon, which PATH cannot hold: move $(CURDIR) elsewhere)
+endif
+# Recipes take these from their environment, as "$$DTRAIN_HOME": what is pasted by make would be cut, or run, by the shell.
+ifndef DTRAIN_HOME
+DTRAIN_HOME := $(CURDIR)/.dtrain
+endif
+ifndef DAGSTER_HOME
+DAGSTER_HOME := $(value DTRAIN_HOME)/dagster
+endif
+export DTRAIN_HOME DAGSTER_HOME
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Where pip should look for torch besides its usual index, for a CPU build on a machine without a GPU.
 TORCH_INDEX ?=
+export TORCH_INDEX
 SELECT ?= not group:studies
+export SELECT
 PORT ?= 3000
 # Dagster's console without its debug events.
 QUIET := {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
 
-.PHONY: help setup run ui test test-fast lint format train dashboard tensorboard mlflow clean
+.PHONY: help setup run ui test test-all test-fast lint format train dashboard tensorboard mlflow clean lock sbom audit
 
 help:  ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(VENV)/.ready $(DAGSTER_HOME)/dagster.yaml  ## install what is missing (the others do this by themselves)
+setup: $(VENV)/.ready  ## install what is missing (the others do this by themselves)
+	@test -e "$$DTRAIN_HOME/.dtrain-home" -a "$$DAGSTER_HOME/dagster.yaml" -nt dagster.yaml || dtrain setup
 
-$(VENV)/.ready: pyproject.toml
+LOCKS := requirements.lock requirements-torch.lock requirements-cuda.lock
+# Every package by its hash, none by what an index says it needs; `pip check` then tells whether one is missing.
+LOCKED := $(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps
+HAS_CUDA := 'import importlib.metadata as m; raise SystemExit(not any(r.startswith(("nvidia", "cuda")) for r in m.requires("torch")))'
+
+$(VENV)/.ready: pyproject.toml $(LOCKS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing packages (once; about 2 minutes)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check "torch==2.13.0" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[azure,postgres,dev]"
+	@$(LOCKED) --requirement requirements.lock
+	@if test -z "$$TORCH_INDEX"; then $(LOCKED) --requirement requirements-torch.lock; \
+	  else echo "torch comes from TORCH_INDEX: by its version, without a hash, since each index builds its own"; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --extra-index-url "$$TORCH_INDEX" \
+	    "$$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' requirements-torch.lock)"; fi
+	@if $(BIN)/python -c $(HAS_CUDA); then $(LOCKED) --requirement requirements-cuda.lock; fi
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -m pip check
 	@touch $@
 
-$(DAGSTER_HOME)/dagster.yaml: dagster.yaml
-	@mkdir -p $(@D)
-	@cp $< $@
-
 run: setup  ## materialize the whole graph: prices to registered model (SELECT=… for a part)
-	@PYTHONWARNINGS=ignore dagster asset materialize -m dtrain_dagster.definitions --select '$(SELECT)' --config-json '$(QUIET)'
+	@PYTHONWARNINGS=ignore dtrain work dagster asset materialize -m dtrain_dagster.definitions --select "$$SELECT" --config-json '$(QUIET)'
 	@dtrain summary
 	@echo "look at it: make ui"
 
 ui: setup  ## the Dagster UI on http://127.0.0.1:3000 (PORT=… for another)
-	@dagster dev --workspace workspace.yaml --host 127.0.0.1 --port $(PORT)
+	@dtrain ui --workspace workspace.yaml --port $(PORT)
 
 test: setup  ## all tests (browser tests want Chromium: installed where that is possible)
 	@command -v chromium >/dev/null || ./tests/install_chromium.sh
-	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not browser" || \
+	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not browser and not long" || \
 	  { test $$? = 1 && echo "what failed beside other tests is repeated alone; it fails here as well where it is broken" && \
-	    python -m pytest --last-failed --last-failed-no-failures none -m "not browser"; }
-	@python -m pytest -m browser  # alone: a page that is rendered on a busy machine runs into the browser's own timeouts
+	    python -m pytest --last-failed --last-failed-no-failures none -m "not browser and not long"; }
+	@python -m pytest -m "browser and not long"  # alone: a page that is rendered on a busy machine runs into the browser's own timeouts
+
+test-all: test  ## the tests, then the long ones: repetitions of proofs, loads of minutes
+	@python -m pytest -m long
 
 test-fast: setup  ## tests that start no world of processes and no browser
-	@python -m pytest -m "not slow and not browser"
+	@python -m pytest -m "not slow and not browser and not long"
 
 lint: setup  ## ruff and mypy
 	@ruff check . && ruff format --check . && mypy
@@ -63,11 +90,29 @@ dashboard: setup  ## the live dashboard of all jobs on http://127.0.0.1:8060
 	@dtrain dashboard
 
 mlflow: setup  ## the MLflow UI on http://127.0.0.1:5000
-	@mkdir -p $(DTRAIN_HOME)
-	@mlflow ui --backend-store-uri sqlite:///$(DTRAIN_HOME)/mlflow.db --host 127.0.0.1 --workers 1
+	@dtrain mlflow
 
 tensorboard: setup  ## TensorBoard of all jobs on http://127.0.0.1:6006
-	@tensorboard --logdir $(DTRAIN_HOME)/storage/jobs --host 127.0.0.1
+	@dtrain tensorboard
 
 clean:  ## remove everything that was made here: runs, datasets, models (keeps the packages)
-	@rm -rf $(DTRAIN_HOME)
+	@test -x $(BIN)/dtrain || { echo "nothing is set up here yet: \`make setup\` first" >&2; exit 2; }
+	@dtrain clean --yes
+
+SUPPLY := $(VENV)/supply
+$(SUPPLY)/.ready: deploy/supply/requirements.lock
+	@$(PYTHON) -m venv "$(SUPPLY)"
+	@$(SUPPLY)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --requirement $<
+	@touch $@
+
+lock: $(SUPPLY)/.ready  ## write the lock files anew from the ranges of pyproject.toml (needs PyPI)
+	@$(SUPPLY)/bin/python deploy/supply/lock.py
+
+sbom: $(SUPPLY)/.ready  ## a bill of materials of the locked packages, out/sbom.json (CycloneDX; needs no network)
+	@mkdir -p out
+	@cat $(LOCKS) | PYTHONWARNINGS=ignore $(SUPPLY)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible \
+	  --output-format JSON --output-file out/sbom.json -
+	@echo "out/sbom.json"
+
+audit: $(SUPPLY)/.ready  ## are vulnerabilities of the locked packages known? (needs a network)
+	@PATH="$(CURDIR)/$(SUPPLY)/bin:$$PATH" $(SUPPLY)/bin/python deploy/supply/audit.py $(LOCKS)

@@ -75,11 +75,11 @@ def connect(kind: str, listener: socket.socket, rank: int, size: int, tls: TLSCo
         listener.close()
         store = dist.TCPStore(*address, size, rank == 0, wait_for_workers=False, **options)
         return make_torch_transport(store, rank, size, None, SECONDS, SECONDS, "127.0.0.1")
-    with_tls = kind == "star_tls"
+    with_tls, key = kind == "star_tls", kind.encode()
     if rank == 0:
-        return StarTransport(Star.hub(listener, size, kind, SECONDS, server_context(tls) if with_tls else None))
+        return StarTransport(Star.hub(listener, size, key, SECONDS, server_context(tls) if with_tls else None))
     listener.close()
-    return StarTransport(Star.spoke(address, rank, size, kind, SECONDS, client_context(tls) if with_tls else None))
+    return StarTransport(Star.spoke(address, rank, size, key, SECONDS, client_context(tls) if with_tls else None))
 
 
 def measure(size: int, numel: int, rounds: int) -> dict[str, list[float]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from dtrain_dagster.settings import without_secret
 
 PREFIX = "DTRAIN_AZURE_"
 
@@ -47,6 +49,11 @@ class AzureSettings(BaseSettings):
     max_resubmissions: int = Field(
         default=6, ge=0, description="How often a job that lost its nodes is submitted again (R4.2)"
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_secrets(cls, value: object, info: ValidationInfo) -> object:
+        return without_secret(cls, str(info.field_name), value)
 
     def options(self) -> dict[str, Any]:
         """As `dtrain_dagster.clusters.azure_ml.options.AzureMLOptions` takes them, in JSON's types; what is unset is

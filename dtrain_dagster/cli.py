@@ -18,13 +18,16 @@ from dtrain_dagster.cli_common import (
     read_settings,
     refuses,
     run_dir,
+    say,
 )
 from dtrain_dagster.cli_costs import cost
 from dtrain_dagster.cli_endpoint import endpoint
+from dtrain_dagster.cli_home import clean, setup, work
 from dtrain_dagster.cli_monitoring import dashboard, profile, report, watch
 from dtrain_dagster.cli_prices import prices
 from dtrain_dagster.cli_train import launch, train
 from dtrain_dagster.cli_tune import tune
+from dtrain_dagster.cli_web import mlflow, tensorboard, ui
 
 READERS = 16
 """Run directories that are read side by side."""
@@ -40,7 +43,11 @@ def main() -> None:
     """
 
 
-for command in (launch, train, tune, endpoint, dashboard, report, watch, profile, prices, cost):
+COMMANDS = (
+    *(launch, train, tune, endpoint, dashboard, report, watch, profile, prices, cost),
+    *(ui, mlflow, tensorboard, setup, clean, work),
+)
+for command in COMMANDS:
     main.add_command(command)
 
 
@@ -49,10 +56,12 @@ for command in (launch, train, tune, endpoint, dashboard, report, watch, profile
 def jobs() -> None:
     """List the jobs of the cluster, newest first."""
     from concurrent.futures import ThreadPoolExecutor
+    from dataclasses import replace
 
     from dtrain_dagster.clusters.base import JobStatus
     from dtrain_dagster.jobs import last_step
     from dtrain_dagster.terminal import jobs_table
+    from trainer.errors import DamagedError
     from trainer.rundir import LAUNCH
 
     settings = read_settings()
@@ -60,12 +69,17 @@ def jobs() -> None:
 
     def row(status: JobStatus) -> tuple[JobStatus, int, tuple[int, float] | None]:
         rundir = run_dir(settings, status.job_id)
-        return status, (rundir.read_json(LAUNCH) or {}).get("node_count", 0), last_step(rundir)
+        if status.damage:
+            return status, 0, None
+        try:
+            return status, (rundir.read_json(LAUNCH) or {}).get("node_count", 0), last_step(rundir)
+        except (DamagedError, OSError) as error:  # no job hides the others
+            return replace(status, damage=str(error)), 0, None
 
     with ThreadPoolExecutor(READERS) as pool:
         rows = list(pool.map(row, manager.list_jobs()))
     if not rows:
-        click.echo(f"no jobs in {settings.jobs_uri}")
+        say(f"no jobs in {settings.jobs_uri}")
         return
     console().print(jobs_table(rows, time.time()))
 
@@ -99,7 +113,7 @@ def logs(job_id: str, node: int | None, follow: bool, tail: int | None) -> None:
     settings = read_settings()
     manager = cluster_of(settings)[0].manager()
     if not follow:
-        click.echo(manager.job_logs(job_id, node_id=node, tail=tail))
+        say(manager.job_logs(job_id, node_id=node, tail=tail))
         return
     manager.job_status(job_id)
     follower: LogFollower = LogPoller(lambda: manager.job_logs(job_id), manager.poll_seconds)
@@ -127,7 +141,7 @@ def cancel(job_id: str) -> None:
     before = manager.job_status(job_id).state
     manager.cancel_job(job_id)
     after = manager.job_status(job_id).state
-    click.echo(f"job {job_id}: {after}" + (" already" if before.is_final else ""))
+    say(f"job {job_id}: {after}" + (" already" if before.is_final else ""))
 
 
 @main.command()

@@ -5,11 +5,14 @@ Nothing is imported here before it is needed, so that ``--help`` answers at once
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from trainer.printable import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,12 +22,25 @@ if TYPE_CHECKING:
     from trainer.rundir import RunDir
 
 EXIT_UNUSABLE, EXIT_INTERRUPTED, EXIT_STOPPED = 2, 130, 143
+STORAGE_TROUBLE = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    *(errno.EIO, errno.ESTALE, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
+)
+"""What a disk that is full, read-only, broken or gone says."""
 
 
 class Refusal(click.ClickException):
     """What was asked for cannot be done; the message says why and what to do instead."""
 
     exit_code = EXIT_UNUSABLE
+
+    def format_message(self) -> str:
+        return visible(super().format_message(), keep_lines=True)
+
+
+def say(text: object, err: bool = False) -> None:
+    """Print a line, or several: whatever is in it that a terminal would obey is made visible."""
+    click.echo(visible(str(text), keep_lines=True), err=err)
 
 
 def refuses(command: Callable[..., None]) -> Callable[..., None]:
@@ -35,27 +51,42 @@ def refuses(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **options)
         except (ValueError, RuntimeError, OSError) as error:  # kinds of which all these are
-            if not isinstance(error, _expected()):
-                raise
-            raise Refusal(str(error)) from None
+            if isinstance(error, _expected()):
+                raise Refusal(str(error)) from None
+            if isinstance(error, OSError) and error.errno in STORAGE_TROUBLE:
+                raise Refusal(storage_trouble(error)) from None
+            raise
 
     return run
+
+
+def storage_trouble(error: OSError) -> str:
+    """One sentence for a file or folder that cannot be read or written: which, why, and what to do about it."""
+    where = error.filename2 or error.filename or "a file"
+    return (
+        f"{where} cannot be read or written ({error.strerror or error}); check that DTRAIN_HOME names a folder that is "
+        "there, can be written and has room"
+    )
 
 
 def _expected() -> tuple[type[Exception], ...]:
     from dtrain_dagster.clusters.base import ClusterError
     from dtrain_dagster.costs.prices import PriceError
     from dtrain_dagster.data.errors import DataError
+    from dtrain_dagster.home import HomeError
     from dtrain_dagster.registry.answers import AnswerError
+    from dtrain_dagster.registry.run_model import RunModelError
     from dtrain_dagster.registry.versions import RegistryError
     from dtrain_dagster.secrets import SecretError
     from dtrain_dagster.settings import SettingsError
-    from trainer.config import ConfigError
+    from trainer.errors import ConfigError, DamagedError
+    from trainer.isolation import IsolationError
+    from trainer.manifest import DatasetError
     from trainer.storage import StorageError
 
     return (
-        *(ClusterError, ConfigError, DataError, PriceError, SettingsError, SecretError),
-        *(RegistryError, AnswerError, StorageError),
+        *(ClusterError, ConfigError, DamagedError, DataError, HomeError, PriceError, SettingsError, SecretError),
+        *(RegistryError, RunModelError, AnswerError, StorageError, DatasetError, IsolationError),
     )
 
 
@@ -76,17 +107,22 @@ def cluster_of(settings: Settings) -> tuple[GPUClusterResource, ProjectResource]
 
 
 def run_dir(settings: Settings, job_id: str) -> RunDir:
-    """Of a job, wherever the cluster keeps it."""
+    """Of a job, wherever the cluster keeps it. `Refusal` for what is no id of a job: it becomes part of a path."""
+    from trainer.places import PlaceError, checked_id
     from trainer.rundir import RunDir
 
+    try:
+        checked_id(job_id, "the job")
+    except PlaceError as error:
+        raise Refusal(f"{error}; `dtrain jobs` lists them") from None
     return RunDir(f"{settings.jobs_uri}/{job_id}")
 
 
 def console() -> Console:
-    from rich.console import Console
+    from dtrain_dagster.screen import Screen
 
-    made = Console()
-    return made if made.is_terminal else Console(width=160)  # a pipe has no width of its own
+    made = Screen()
+    return made if made.is_terminal else Screen(width=160)  # a pipe has no width of its own
 
 
 def print_summary(rundir: RunDir) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dtrain_dagster.cli_common import Refusal, cluster_of, console, read_settings, refuses, run_dir
+from dtrain_dagster.cli_common import Refusal, cluster_of, console, read_settings, refuses, run_dir, say
 
 if TYPE_CHECKING:
     from dtrain_dagster.costs.ledger import Ledger
@@ -52,7 +52,7 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
     plan = rundir.read_json(PLAN) or {}
     words = plan.get("price_words", STAND_IN if settings.cluster == "local" else LISTED)
     try:
-        usage, events = manager.node_usage(job_id), list(rundir.events())
+        usage, events = manager.node_usage(job_id), list(rundir.events(strict=True))
         tracker = CostTracker(settings.cluster_name, usage, tier_of(plan.get("tier", settings.tier)))
         found = ledger(tracker.nodes, events, running)
         energy = job_footprint(usage, events, is_local=settings.cluster == "local")
@@ -72,7 +72,7 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
     else:
         _print(tracker, found, words, expected, running)
         carbon = "" if energy.kg_co2e is None else f", {energy.kg_co2e:.3g} kg CO2e ({energy.source})"
-        click.echo(f"{energy.kwh:.3g} kWh{carbon}: {energy.basis}")
+        say(f"{energy.kwh:.3g} kWh{carbon}: {energy.basis}")
         if reconciled is not None:
             _print_reconciled(reconciled)
 
@@ -107,9 +107,9 @@ def _print(tracker: CostTracker, found: Ledger, words: str, expected: float | No
     console().print(table, highlight=False)
     nodes = len({node.node_id for node in tracker.nodes})
     said = f"{nodes} node(s), {tracker.node_hours:.4f} node-hours in {duration(tracker.wall_seconds)}"
-    click.echo(said + (f"; estimated: {dollars(expected)}" if expected else ""))
+    say(said + (f"; estimated: {dollars(expected)}" if expected else ""))
     for note in (*tracker.notes, *found.notes):
-        click.echo(f"note: {note}")
+        say(f"note: {note}")
 
 
 def _print_reconciled(result: Any) -> None:
@@ -123,4 +123,4 @@ def _print_reconciled(result: Any) -> None:
         table.add_row(row.day, row.meter, f"${row.billed_usd:,}", ours, f"${row.difference_usd:+,}", row.why)
     console().print(table, highlight=False)
     for line in result.summary:
-        click.echo(line)
+        say(line)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dtrain_dagster.cli_common import Refusal, cluster_of, read_settings, refuses
+from dtrain_dagster.cli_common import Refusal, cluster_of, read_settings, refuses, say
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -53,11 +53,14 @@ def check(run_dir: str, url: str, dialect: str, token: str | None, rows: int) ->
       dtrain endpoint check az://dtrain/jobs/train-1 --url https://quotes.eastus.inference.ml.azure.com/score \\
         --dialect azureml --token identity
     """
+    from dtrain_dagster.orders import order_of
     from dtrain_dagster.registry.endpoint import ScoringEndpoint, authorisation, check_endpoint
+    from trainer.rundir import RunDir
 
+    order = order_of(read_settings().home, RunDir(run_dir))
     headers = authorisation(token) if token else dict
     asked = ScoringEndpoint(url=url, dialect="azureml" if dialect == "azureml" else "mlflow", headers=headers)
-    _print_check(check_endpoint(asked, run_dir, rows=rows))
+    _print_check(check_endpoint(asked, run_dir, rows=rows, order=order))
 
 
 @endpoint.command()
@@ -100,9 +103,9 @@ def deploy(
     model, (client, audit) = _registered(run_dir), _workspace()
     deployed = put(client, config, model, _checks(run_dir), audit)
     what = "deployed" if deployed.created else "was there already"
-    click.echo(f"{model.name} version {model.version} {what}: {deployed.scoring_url}")
+    say(f"{model.name} version {model.version} {what}: {deployed.scoring_url}")
     _print_check(deployed.check)
-    click.echo(deployed.cost_note())
+    say(deployed.cost_note())
 
 
 @endpoint.command()
@@ -114,7 +117,7 @@ def delete(name: str) -> None:
     from dtrain_dagster.registry.azure_endpoint import delete as remove
 
     client, audit = _workspace()
-    click.echo(f"{name} is deleted" if remove(client, name, audit) else f"there is no endpoint {name}")
+    say(f"{name} is deleted" if remove(client, name, audit) else f"there is no endpoint {name}")
 
 
 def _workspace() -> tuple[MLClient, Any]:
@@ -128,26 +131,33 @@ def _workspace() -> tuple[MLClient, Any]:
 
 
 def _registered(run_dir: str) -> RegisteredModel:
-    """The version that a run directory became, as `registered_model` noted it there."""
+    """The version that a run directory became, as `registered_model` noted it: with the order of the job, which nodes
+    cannot write; in the run directory only where the job was not ordered from here."""
     from dtrain_dagster.jobs import REGISTRATION
+    from dtrain_dagster.orders import order_of
     from dtrain_dagster.registry.versions import RegisteredModel
     from trainer.rundir import RunDir
 
-    known = RunDir(run_dir).read_json(REGISTRATION)
+    order = order_of(read_settings().home, RunDir(run_dir))
+    known = RunDir(run_dir).read_json(REGISTRATION) if order is None else order.registered
     if not known:
-        raise Refusal(f"{run_dir} has no {REGISTRATION}: materialize registered_model first")
+        where = f"{run_dir} has no {REGISTRATION}" if order is None else f"{run_dir} was not registered from here"
+        raise Refusal(f"{where}: materialize registered_model first")
     return RegisteredModel(name=known["name"], version=str(known["version"]), run_id="", created=False)
 
 
 def _checks(run_dir: str) -> Callable[[ScoringEndpoint], EndpointCheck]:
+    from dtrain_dagster.orders import order_of
     from dtrain_dagster.registry.endpoint import check_endpoint
+    from trainer.rundir import RunDir
 
-    return lambda asked: check_endpoint(asked, run_dir, patience_seconds=300)
+    order = order_of(read_settings().home, RunDir(run_dir))
+    return lambda asked: check_endpoint(asked, run_dir, patience_seconds=300, order=order)
 
 
 def _print_check(found: EndpointCheck) -> None:
     """What was found, one line each. Ends the command with exit code 1 if it did not pass."""
     for item in found.findings:
-        click.echo(f"{'ok  ' if item.passed else 'FAIL'} {item.name}: {item.message}")
+        say(f"{'ok  ' if item.passed else 'FAIL'} {item.name}: {item.message}")
     if not found.passed:
         raise SystemExit(EXIT_INCOMPATIBLE)

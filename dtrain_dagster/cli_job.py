@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -13,9 +14,14 @@ from pathlib import Path
 
 from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.settings import Settings
+from trainer.allowed import refuse_foreign_factories
 from trainer.config import ConfigError, JobConfig, parse_job
+from trainer.manifest import load_manifest
+from trainer.printable import visible
 from trainer.rundir import LIMIT, RunDir
 from trainer.storage import Storage
+
+_log = logging.getLogger(__name__)
 
 
 def read_config(path: str) -> str:
@@ -54,8 +60,11 @@ def _latest_dataset(places: Sequence[str]) -> str:
         storage = Storage(place)
         for name in storage.list():
             if storage.exists(f"{name}/manifest.json"):
-                manifest = json.loads(storage.read(f"{name}/manifest.json"))
-                built.append((datetime.fromisoformat(manifest["created_at"]), f"{place}/{name}"))
+                try:
+                    manifest = load_manifest(Storage(f"{place}/{name}"))
+                    built.append((datetime.fromisoformat(manifest["created_at"]), f"{place}/{name}"))
+                except (KeyError, TypeError, ValueError) as error:  # one that is damaged hides no other
+                    _log.warning("%s", visible(f"{place}/{name} is no dataset that can be used: {error}"))
     if not built:
         raise ConfigError(f"--dataset latest: there is no dataset in {' or '.join(places)} yet; `make run` builds one")
     return max(built)[1]
@@ -67,7 +76,7 @@ def with_reachable_data(job: JobConfig, settings: Settings) -> JobConfig:
     if Storage(settings.shared_uri).is_local or not source.is_local:
         return job
     folder = str(source.local_path())
-    uri, _ = publish_dataset(folder, json.loads(source.read("manifest.json"))["dataset_id"], settings.shared_uri)
+    uri, _ = publish_dataset(folder, load_manifest(source)["dataset_id"], settings.shared_uri)
     return replace(job, dataset=replace(job.dataset, uri=uri))
 
 
@@ -81,6 +90,7 @@ def plan_job(
     """
     processes_per_node = settings.processes_per_node
     first = parse_job(text, [*overrides, 'run_dir="(to be set)"'], source)
+    refuse_foreign_factories(first)
     stated = "world_size" in json.loads(text).get("training", {})
     if nodes is None and stated:
         nodes, rest = divmod(first.training.world_size, processes_per_node)
@@ -130,11 +140,7 @@ def total_steps(job: JobConfig) -> int:
     """Optimizer steps that the training will take. `ConfigError` where the data cannot feed its ranks."""
     from trainer.sampler import steps_per_epoch  # numpy, not needed for the rest
 
-    try:
-        manifest = json.loads(Storage(job.dataset.uri).read("manifest.json"))
-    except FileNotFoundError:
-        raise ConfigError(f"dataset.uri = {job.dataset.uri!r}: there is no manifest.json in it") from None
-    training = job.training
+    manifest, training = load_manifest(Storage(job.dataset.uri)), job.training
     per_epoch = steps_per_epoch(manifest["samples"]["train"], training.global_batch_size, training.micro_batches)
     steps = per_epoch * training.epochs
     return steps if training.max_steps is None else min(steps, training.max_steps)

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dtrain_dagster.cli_common import EXIT_INTERRUPTED, Refusal, cluster_of, console, read_settings, refuses, run_dir
+from dtrain_dagster.cli_common import (
+    EXIT_INTERRUPTED,
+    Refusal,
+    cluster_of,
+    console,
+    read_settings,
+    refuses,
+    run_dir,
+    say,
+)
 
 if TYPE_CHECKING:
     from dtrain_dagster.settings import Settings
@@ -19,7 +28,9 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--port", type=click.IntRange(0, 65535), default=8060, show_default=True, help="0 takes a free one.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on. There is no password.")
-@click.option("--allow", "names", multiple=True, metavar="NAME", help="A further name that it may be asked by.")
+@click.option(
+    "--allow-host", "--allow", "names", multiple=True, metavar="NAME", help="A further name that it may be asked by."
+)
 @click.option("--job", "job_id", metavar="JOB", help="The job to show first.  [default: the newest]")
 @refuses
 def dashboard(port: int, host: str, names: tuple[str, ...], job_id: str | None) -> None:
@@ -27,28 +38,21 @@ def dashboard(port: int, host: str, names: tuple[str, ...], job_id: str | None) 
 
     It reads run directories, of this machine or of DTRAIN_STORAGE, and changes nothing.
     """
-    import socket
-
-    import uvicorn
-
-    from dtrain_dagster.monitoring.dashboard_server import LOOPBACK, build_app
+    from dtrain_dagster.cli_web import listening
+    from dtrain_dagster.monitoring.dashboard_server import build_app
     from dtrain_dagster.monitoring.job_board import JobBoard
+    from dtrain_dagster.web_guard import LOOPBACK
+    from dtrain_dagster.web_server import address, server
 
     settings = read_settings()
     if job_id is not None:
         _training(settings, job_id)
     app = build_app(JobBoard(settings.jobs_uri, settings.tier), (host, *names))
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-        except OSError as error:
-            raise Refusal(f"--host {host} --port {port}: {error.strerror}; choose another --port") from None
-        place = f"[{host}]" if ":" in host else host
-        click.echo(f"http://{place}:{listener.getsockname()[1]}/" + (f"#{job_id}" if job_id else ""))
+    with listening(host, port) as bound:
+        click.echo(f"{address(bound)}/" + (f"#{job_id}" if job_id else ""))
         if host not in LOOPBACK:
             click.echo("whoever can reach this address can read it: there is no password", err=True)
-        uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none")).run(sockets=[listener])
+        server(app).run(sockets=[bound])
 
 
 @click.command()
@@ -66,7 +70,7 @@ def report(job_id: str, output: str | None) -> None:
         path.write_text(html)
     except OSError as error:
         raise Refusal(f"-o {path}: {error.strerror}; give another -o") from None
-    click.echo(path)
+    say(path)
 
 
 @click.command()
@@ -84,7 +88,7 @@ def watch(job_id: str) -> None:
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     if status.state != "succeeded":
-        click.echo(f"job {job_id} {status.state}: {status.message}", err=True)
+        say(f"job {job_id} {status.state}: {status.message}", err=True)
         sys.exit(1)
 
 
@@ -123,7 +127,7 @@ def profile(job_id: str, steps: int, ranks: tuple[int, ...], wait: float) -> Non
             if item["kind"] == "profile" and item["rank"] in left:
                 left.remove(item["rank"])
                 console().print(operations_table(item))
-                click.echo(f"{rundir.uri}/{item['path']}")
+                say(f"{rundir.uri}/{item['path']}")
         time.sleep(manager.poll_seconds)
     if left:
         raise Refusal(f"no trace came from rank(s) {', '.join(map(str, sorted(left)))} within {wait:g} s")

@@ -123,7 +123,7 @@ def _cell(figure: Figure | None, sources: dict[tuple[str, str, str], int]) -> st
     if figure is None:
         return "–"
     number = sources.setdefault((figure.recorded_on, figure.how, figure.source), len(sources) + 1)
-    return f"{figure.usd_per_hour:.4g} \\[{number}]"  # the backslash keeps rich from taking it for markup
+    return f"{figure.usd_per_hour:.4g} [{number}]"
 
 
 def _print_refreshed(done: Refreshed) -> None:

@@ -28,6 +28,7 @@ from dtrain_dagster.cli_common import (
     read_settings,
     refuses,
     run_dir,
+    say,
 )
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def launch(
     with cancelled_by_signals(manager, job_id, unless=detach):
         manager.submit_job(spec)
         if detach:
-            click.echo(job_id)
+            say(job_id)
             return
         announce(rundir)
         status = stream_job(console(), manager, job_id, follower)
@@ -183,7 +184,7 @@ def train(
     steps = total_steps(job)
     job = as_begun(with_reachable_data(job, settings), runs)
     if runs:
-        click.echo(f"job {job.job_id} is running already: no other is started", err=True)
+        say(f"job {job.job_id} is running already: no other is started", err=True)
     else:
         say_what_was_got(manager.provision_cluster(node_count, settings.gpu_type), settings)
     ensure_importable()  # for a manager that sends a user's modules to its nodes
@@ -191,7 +192,7 @@ def train(
     with cancelled_by_signals(manager, job.job_id, unless=detach):
         start_job(manager, job, node_count, settings.processes_per_node, cluster.node_env(project))
         if detach:
-            click.echo(job.job_id)
+            say(job.job_id)
             return
         announce(rundir)
         status = watch_training(console(), manager, rundir, job.job_id, steps)
@@ -228,7 +229,7 @@ def wanted_job(
         own = {"threads_per_rank"} if settings.threads_per_rank else set()  # DTRAIN_THREADS_PER_RANK
         tuned, words = read_tuned(settings_file).settings_for(job, stated_fields(asked) | own)
         for sentence in words:
-            click.echo(f"note: {sentence}", err=True)
+            say(f"note: {sentence}", err=True)
         given += [f"training.{field}={json.dumps(value)}" for field, value in tuned.items()]  # none of them is stated
         job, node_count = plan_job(text, source or "the command line", given, nodes, settings)
     return job, node_count
@@ -299,11 +300,11 @@ def cancelled_by_signals(manager: GPUClusterManager, job_id: str, unless: bool) 
     except (KeyboardInterrupt, _Terminated) as error:
         from dtrain_dagster.clusters.base import ClusterError
 
-        click.echo(f"cancelling job {job_id}", err=True)
+        say(f"cancelling job {job_id}", err=True)
         try:
             manager.cancel_job(job_id)
         except ClusterError as why:  # it was not submitted yet, or may go on to cost money
-            click.echo(f"job {job_id} was not cancelled: {why}", err=True)
+            say(f"job {job_id} was not cancelled: {why}", err=True)
         sys.exit(EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_STOPPED)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -313,7 +314,7 @@ def say_what_was_got(got: ClusterConfig, settings: Settings) -> None:
     """Where it is not what was asked for."""
     if got.gpu_type != settings.gpu_type:
         tier = f" ({got.tier})" if got.tier else ""
-        click.echo(f"{settings.gpu_type} was not to be had: {got.gpu_type}{tier} is taken", err=True)
+        say(f"{settings.gpu_type} was not to be had: {got.gpu_type}{tier} is taken", err=True)
 
 
 def announce(rundir: RunDir) -> None:
@@ -323,9 +324,9 @@ def announce(rundir: RunDir) -> None:
     launched = rundir.read_json(LAUNCH) or {}
     nodes, processes = launched["node_count"], launched["processes_per_node"]
     each = "" if processes == 1 else f", {processes} processes on each"
-    click.echo(f"job {launched['job_id']}: {nodes} node{'s' if nodes > 1 else ''}{each}", err=True)
+    say(f"job {launched['job_id']}: {nodes} node{'s' if nodes > 1 else ''}{each}", err=True)
     if studio := launched.get("studio_url"):
-        click.echo(studio, err=True)
+        say(studio, err=True)
 
 
 def end(rundir: RunDir, status: JobStatus) -> None:
@@ -334,6 +335,6 @@ def end(rundir: RunDir, status: JobStatus) -> None:
 
     if status.state == "succeeded":
         return
-    click.echo(f"job {status.job_id} {status.state}: {status.message}", err=True)
+    say(f"job {status.job_id} {status.state}: {status.message}", err=True)
     final = rundir.read_json(STATUS) or {}
     sys.exit(final.get("exit_code") or 1)  # none was written where the disk is full

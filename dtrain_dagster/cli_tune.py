@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dtrain_dagster.cli_common import Refusal, cluster_of, console, read_settings, refuses, run_dir
+from dtrain_dagster.cli_common import Refusal, cluster_of, console, read_settings, refuses, run_dir, say
 from dtrain_dagster.cli_train import (
     announce,
     as_overrides,
@@ -188,7 +188,7 @@ def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path,
     try:
         tracker = CostTracker(settings.cluster_name, manager.node_usage(job_id), tier_of(settings.tier))
     except (ClusterError, PriceError) as error:
-        click.echo(f"note: what it cost is not known: {error}", err=True)
+        say(f"note: what it cost is not known: {error}", err=True)
     document = rundir.read_json(TUNED)
     words = STAND_IN if settings.cluster == "local" else LISTED
     if document is not None and (document["training"] or document["evidence"]["complete"]):
@@ -198,12 +198,12 @@ def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path,
         Storage(str(out.parent.absolute())).write(out.name, json.dumps(document, indent=2, sort_keys=True).encode())
         console().print(candidates_table(evidence["candidates"]), highlight=False)
         for sentence in summary(document, out):
-            click.echo(sentence)
+            say(sentence)
     elif document is not None:
         console().print(candidates_table(document["evidence"]["candidates"]), highlight=False)
-        click.echo(f"nothing was confirmed in this time: {out} is not written; give more --seconds", err=True)
+        say(f"nothing was confirmed in this time: {out} is not written; give more --seconds", err=True)
     if tracker is not None:
-        click.echo(
+        say(
             f"tuning cost {tracker.node_hours * 3600:.0f} node-seconds, {dollars(tracker.total_usd)} ({words})",
             err=True,
         )

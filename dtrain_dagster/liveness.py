@@ -6,6 +6,8 @@ import dagster as dg
 
 from dtrain_dagster.clusters.base import OWNER, ClusterError
 from dtrain_dagster.resources import GPUClusterResource
+from trainer.documents import warn_once
+from trainer.errors import DamagedError
 from trainer.rundir import RunDir
 
 ALIVE_SECONDS = 1800.0
@@ -28,7 +30,17 @@ def has_died(
     if run.status is not dg.DagsterRunStatus.STARTED or is_heard(instance, record, now):
         return False
     try:
-        owners = [RunDir(f"{jobs_uri}/{job.job_id}").read_json(OWNER) for job in cluster.manager().active_jobs()]
+        owners = [owner_of(RunDir(f"{jobs_uri}/{job.job_id}")) for job in cluster.manager().active_jobs()]
     except (ClusterError, OSError):  # not now: it counts as alive
         return False
-    return all(owner is None or owner["dagster_run_id"] != run.run_id for owner in owners)
+    return run.run_id not in owners
+
+
+def owner_of(rundir: RunDir) -> str | None:
+    """The Dagster run that follows a job; None where none does, or none can be told: a damaged job is nobody's."""
+    try:
+        found = rundir.read_json(OWNER)
+        return found["dagster_run_id"] if found else None
+    except DamagedError as error:
+        warn_once(f"whose job it is cannot be told: {error}")
+        return None

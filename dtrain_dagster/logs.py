@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +11,11 @@ from pathlib import Path
 from typing import Protocol
 
 from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.linelog import logs_of, open_log, readable
+from trainer.documents import LOG_BYTES
 
+PIECE_BYTES = 4 << 20
+"""Of a log at once."""
 _NODE = re.compile(r"=== node-(\d+)\.log ===")
 _PART = re.compile(r"--- (launch \d+, .*|rank \d+) ---")
 """Begins what a launch printed (`clusters.azure_ml.traces`), or a rank (`by_node`): each part grows at its own end."""
@@ -40,24 +45,29 @@ class FileFollower:
     poll_seconds: float = 0.1
 
     def skip_to_end(self, keep_lines: int = 0) -> None:
-        for path in self._paths(None):
-            data = path.read_bytes()
+        for path in logs_of(self.folder).values():
+            with open_log(path) as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(0, end - LOG_BYTES))
+                data = file.read(LOG_BYTES) if keep_lines else b""
             kept = data.splitlines(keepends=True)[-keep_lines:] if keep_lines else []
-            self.offsets[path] = len(data) - sum(map(len, kept))
+            self.offsets[path] = end - sum(map(len, kept))
 
     def read(self, node_id: int | None = None, to_the_end: bool = False) -> Iterator[tuple[int, str]]:
-        for path in self._paths(node_id):
-            with open(path, "rb") as file:
-                file.seek(self.offsets.get(path, 0))
-                data = file.read()
-            end = len(data) if to_the_end else data.rfind(b"\n") + 1
-            self.offsets[path] = self.offsets.get(path, 0) + end
-            for line in data[:end].decode(errors="replace").splitlines():
-                yield int(path.stem.removeprefix("node-")), line
-
-    def _paths(self, node_id: int | None) -> list[Path]:
-        name = "*" if node_id is None else str(node_id)
-        return sorted(self.folder.glob(f"node-{name}.log"), key=lambda path: (len(path.name), path.name))
+        for node, path in logs_of(self.folder, node_id).items():
+            is_more = True
+            while is_more:
+                with open_log(path) as file:
+                    begin = max(self.offsets.get(path, 0), file.seek(0, os.SEEK_END) - LOG_BYTES)
+                    file.seek(begin)
+                    data = file.read(PIECE_BYTES)
+                is_more = len(data) == PIECE_BYTES
+                end = data.rfind(b"\n") + 1
+                if (to_the_end and not is_more) or (is_more and not end):
+                    end = len(data)
+                self.offsets[path] = begin + end
+                for line in readable(data[:end]).splitlines():
+                    yield node, line
 
 
 class LogPoller:

@@ -11,7 +11,10 @@ import dagster as dg
 
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
+from dtrain_dagster.notify import refuse_inline_secret
+from dtrain_dagster.secrets import SecretError, refuse_secret
 from dtrain_dagster.settings import Settings, SettingsError, read_environment
+from trainer.allowed import VARIABLE
 
 if TYPE_CHECKING:
     from dtrain_dagster.clusters.azure_ml.client import Service
@@ -22,6 +25,13 @@ if TYPE_CHECKING:
 
 NODE_CACHE = "/tmp/dtrain-cache"
 """Of shards, on a node of the cloud: its temporary disk."""
+
+
+def allowed_modules() -> dict[str, str]:
+    """What tells nodes which modules of one's own they may import. Of this process's environment and no resource:
+    whoever may write in a launchpad must not decide what is imported."""
+    value = os.environ.get(VARIABLE)
+    return {VARIABLE: value} if value else {}
 
 
 class ProjectResource(dg.ConfigurableResource):
@@ -42,6 +52,10 @@ class ProjectResource(dg.ConfigurableResource):
     """Scoring endpoint that models have to suit: an address, or a name in the workspace; empty: none."""
     endpoint_dialect: str
     endpoint_token: str
+
+    def setup_for_execution(self, context: dg.InitResourceContext) -> None:
+        """`dagster.Failure` where the launchpad has put a secret into a field: Dagster has stored it by then."""
+        refuse_secrets_of(self, "project")
 
     @property
     def storage_uri(self) -> str:
@@ -68,7 +82,11 @@ class ProjectResource(dg.ConfigurableResource):
     def trainer_env(self) -> dict[str, str]:
         """What the trainer's processes get: the shard cache, and the folder that holds a user's own modules."""
         paths = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        return {"DTRAIN_CACHE": self.cache_dir, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+        return {
+            "DTRAIN_CACHE": self.cache_dir,
+            "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+            **allowed_modules(),
+        }
 
 
 class GPUClusterResource(dg.ConfigurableResource):
@@ -88,6 +106,10 @@ class GPUClusterResource(dg.ConfigurableResource):
     azure: dict[str, Any]
     """`AzureSettings.options`; empty on another kind of cluster."""
 
+    def setup_for_execution(self, context: dg.InitResourceContext) -> None:
+        """`dagster.Failure` where the launchpad has put a secret into a field: Dagster has stored it by then."""
+        refuse_secrets_of(self, "cluster")
+
     @property
     def first_tier(self) -> str:
         """The tier that nodes are asked for on first: of DTRAIN_AZURE_TIERS on Azure ML, else DTRAIN_TIER."""
@@ -95,7 +117,7 @@ class GPUClusterResource(dg.ConfigurableResource):
 
     def node_env(self, project: ProjectResource) -> dict[str, str]:
         """What the trainer finds in its environment on the nodes, besides what the kind of cluster gives it."""
-        return project.trainer_env() if self.kind == "local" else {"DTRAIN_CACHE": NODE_CACHE}
+        return project.trainer_env() if self.kind == "local" else {"DTRAIN_CACHE": NODE_CACHE, **allowed_modules()}
 
     def registry(self, project: ProjectResource, run_id: str | None = None) -> Registry:
         """Where models and metrics go: on Azure ML to the workspace, unless DTRAIN_MLFLOW_TRACKING_URI is set.
@@ -175,6 +197,21 @@ class GPUClusterResource(dg.ConfigurableResource):
             max_replacements=self.max_replacements,
             replacement_delay_seconds=self.replacement_delay_seconds,
         )
+
+
+def refuse_secrets_of(resource: dg.ConfigurableResource, key: str) -> None:
+    """`dagster.Failure` for a field of a resource that carries a secret. It names the field, not what it holds."""
+    for field in type(resource).model_fields:
+        value = getattr(resource, field)
+        refuse = refuse_inline_secret if field == "notify" else refuse_secret
+        for part in value.split() if isinstance(value, str) else ():
+            try:
+                refuse(f"resources.{key}.config.{field}", part)
+            except SecretError as error:
+                raise dg.Failure(f"{error}. {STORED}", allow_retries=False) from None
+
+
+STORED = "The configuration of this run is stored already: withdraw that key or password, and make another"
 
 
 def build_resources(settings: Settings) -> dict[str, dg.ConfigurableResource]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator, Set
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from typing import Any
 
@@ -18,10 +18,15 @@ import dagster as dg
 
 from dtrain_dagster.liveness import ALIVE_SECONDS, has_died
 from dtrain_dagster.notify import tell
+from dtrain_dagster.orders import MODEL_DIGESTS
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.sensors.orphans import LIVE
 from dtrain_dagster.waiting import WaitingList
 from dtrain_dagster.wording import dollars, duration
+from trainer import schemas
+from trainer.documents import MARK_BYTES, parse_document, warn_once
+from trainer.errors import DamagedError
+from trainer.places import PlaceError, checked_id
 from trainer.storage import Storage
 
 RETRAINING = "retraining"
@@ -34,6 +39,7 @@ _REGISTRATIONS = 200
 DAY = 86400.0
 TRIES, PAUSE_SECONDS = 3, 6 * 3600.0
 """Runs of one cause, and the pause between them, where each failed before it trained."""
+_HELD = schemas.record({"key": schemas.text, "at": schemas.moment})
 CLAIM, CLAIM_SECONDS = "claim.json", 180.0
 """Who has asked for a run last. A sensor has a minute, and then it takes seconds until the run can be seen."""
 
@@ -55,6 +61,8 @@ class Registered:
     dataset_id: str
     at: float
     run_dir: str = ""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Of its model's files, as they were registered (`orders.MODEL_DIGESTS`); empty for models of older versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,10 +220,15 @@ def claim(storage: Storage, key: str, now: float) -> str:
     It lasts longer than a tick: whoever has looked at the runs before it was taken, and asks after, finds it held.
     """
     try:
-        known = storage.read(CLAIM)
+        known = storage.read_bounded(CLAIM, MARK_BYTES)
     except FileNotFoundError:
         known = None
-    held: dict[str, Any] = json.loads(known) if known else {"key": key, "at": 0.0}
+    held: dict[str, Any] = {"key": key, "at": 0.0}
+    if known is not None:
+        try:
+            held = parse_document(known, CLAIM, _HELD)
+        except DamagedError as error:  # whoever holds it cannot be told: it is taken
+            warn_once(str(error))
     if held["key"] != key and abs(now - held["at"]) < CLAIM_SECONDS:
         return str(held["key"])
     return "" if storage.swap(CLAIM, known, json.dumps({"key": key, "at": now}).encode()) else "another cause"
@@ -280,6 +293,7 @@ def registrations(instance: dg.DagsterInstance) -> tuple[Registered | None, Regi
             dataset_id=tags.get("dataset_id", ""),
             at=record.timestamp,
             run_dir=tags.get("run_dir", ""),
+            digests={name: str(values[name]) for name in MODEL_DIGESTS if name in values},
         )
         latest = latest or found
         if found.alias == "champion":
@@ -326,8 +340,9 @@ def trained_dataset(instance: dg.DagsterInstance) -> str | None:
 def prices_of(shared_uri: str, dataset_id: str) -> Prices | None:
     """The prices that a dataset was made of; None where it is no more."""
     try:
-        source = json.loads(Storage(f"{shared_uri}/datasets/{dataset_id}").read("manifest.json"))["source"]
-    except FileNotFoundError:
+        folder = Storage(f"{shared_uri}/datasets/{checked_id(dataset_id, 'the dataset')}")
+        source = json.loads(folder.read("manifest.json"))["source"]
+    except (FileNotFoundError, PlaceError):
         return None
     return Prices(sha256=source["sha256"], last_date=source["last_date"])
 

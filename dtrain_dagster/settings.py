@@ -10,12 +10,26 @@ import re
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from dtrain_dagster.secrets import check_reference, check_token, redact
+from dtrain_dagster.notify import refuse_inline_secret
+from dtrain_dagster.secrets import SecretError, check_token, is_reference, redact, refuse_secret, secret_in
+from trainer.allowed import parse_modules
 
 PREFIX = "DTRAIN_"
+_BY_REFERENCE = ("prices", "notify", "mlflow_tracking_uri", "endpoint_token")
+"""Settings that may say where their value is (``env:NAME``, ``keyvault://vault/secret``)."""
+_NO_SECRET = {
+    "storage": "nodes and this machine authorise themselves by identity, or by Azure's own variables "
+    "(AZURE_STORAGE_CONNECTION_STRING and the like)",
+    "dagster_url": "give the address alone, as people open it in a browser",
+}
+"""What to do instead, where a reference is not taken."""
+_UNUSABLE = re.compile(r"[\x00-\x1f\x7f?%]")
+"""In the home: the address of an SQLite file ends at ``?``, and ``%41`` in it is another letter, so that the databases
+of Dagster and MLflow would lie elsewhere; control characters break lines of logs and lists."""
 _ENDPOINT = re.compile(r"https?://[^\s@?#]+|[a-z][a-z0-9-]{1,30}[a-z0-9]")
 S = TypeVar("S", bound=BaseSettings)
 
@@ -57,12 +71,28 @@ class Settings(BaseSettings):
         description="Azure region whose prices count; on Azure ML that of the workspace",
     )
 
-    prices: str = Field(default="sp500_panel", description="sp500_panel, us_ohlcv, yfinance, or the address of a file")
+    prices: str = Field(
+        default="sp500_panel",
+        description="sp500_panel, us_ohlcv, yfinance, or the address of a file; one with a key or password in it by "
+        "reference: env:NAME, keyvault://vault/secret",
+    )
     calendar: str = Field(default="XNYS", description="Exchange calendar of the prices, or none")
 
-    mlflow_tracking_uri: str | None = Field(default=None, description="MLflow server; unset: SQLite under the home")
+    factory_modules: str = Field(
+        default="",
+        description="Modules of your own models and losses, and all below them, separated by commas; no other is "
+        "imported for a job",
+    )
+    mlflow_tracking_uri: str | None = Field(
+        default=None,
+        description="MLflow server (or env:NAME, keyvault://vault/secret); unset: SQLite under the home",
+    )
     experiment: str = Field(default="dtrain", min_length=1, description="MLflow experiment")
-    model_name: str = Field(default="stock-return-distribution", min_length=1, description="Registered model's name")
+    model_name: str = Field(
+        default="stock-return-distribution",
+        pattern=r"^\w[\w .-]{0,199}$",
+        description="Registered model's name: letters, digits, blanks, dots, dashes, underscores",
+    )
     dagster_url: str = Field(default="http://127.0.0.1:3000", description="Dagster's UI, for links back from a model")
 
     endpoint: str | None = Field(
@@ -99,8 +129,8 @@ class Settings(BaseSettings):
     )
     notify: str = Field(
         default="",
-        description="Apprise addresses (or keyvault://vault/secret, env:NAME) that are told of "
-        "alerts, separated by spaces",
+        description="Apprise addresses that are told of alerts, separated by spaces; those that hold a token or "
+        "password by reference: keyvault://vault/secret, env:NAME",
     )
     orphan_policy: Literal["notify", "cancel"] = Field(
         default="notify", description="What happens to jobs and computes whose Dagster run has ended"
@@ -110,13 +140,32 @@ class Settings(BaseSettings):
     @field_validator("home")
     @classmethod
     def _absolute(cls, home: Path) -> Path:
-        return home.expanduser().absolute()
+        path = home.expanduser().absolute()
+        try:
+            text = str(path).encode().decode()
+        except UnicodeEncodeError:
+            raise ValueError("its path is not UTF-8; choose another folder") from None
+        if found := _UNUSABLE.search(text):
+            raise ValueError(
+                f"its path holds {found[0]!r}, which addresses of SQLite databases cannot hold; choose another folder"
+            )
+        return path
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_secrets(cls, value: object, info: ValidationInfo) -> object:
+        return without_secret(cls, str(info.field_name), value)
+
+    @field_validator("factory_modules")
+    @classmethod
+    def _modules(cls, names: str) -> str:
+        return ",".join(parse_modules(names))
 
     @field_validator("notify")
     @classmethod
-    def _references(cls, notify: str) -> str:
+    def _no_tokens(cls, notify: str) -> str:
         for address in notify.split():
-            check_reference(address)
+            refuse_inline_secret(f"{PREFIX}NOTIFY", address)
         return notify
 
     @field_validator("endpoint")
@@ -127,6 +176,9 @@ class Settings(BaseSettings):
                 f"give an address, http(s)://…, without user, password or query (what authorises belongs in {PREFIX}"
                 "ENDPOINT_TOKEN), or the name of an endpoint of the workspace"
             )
+        if endpoint:
+            remedy = f"what authorises belongs in {PREFIX}ENDPOINT_TOKEN, as env:NAME or keyvault://VAULT/SECRET"
+            refuse_secret(f"{PREFIX}ENDPOINT", endpoint, remedy)
         return endpoint
 
     @field_validator("endpoint_token")
@@ -177,7 +229,21 @@ class Settings(BaseSettings):
 
     @property
     def tracking_uri(self) -> str:
+        """As it was set: it may be a reference, which is resolved where it is used."""
         return self.mlflow_tracking_uri or f"sqlite:///{self.home / 'mlflow.db'}"
+
+
+def without_secret(kind: type[BaseSettings], name: str, value: object) -> object:
+    """The value of a setting, which carries no secret; `SecretError` for one that does, or for a reference where none
+    is taken. Settings are kept in run snapshots, logs and manifests. Endpoints have checks of their own."""
+    if not isinstance(value, str) or name in ("endpoint", "endpoint_token"):
+        return value
+    setting = f"{kind.model_config['env_prefix']}{name.upper()}"
+    for part in value.split() or [value]:
+        refuse_secret(setting, part, "" if name in _BY_REFERENCE else _NO_SECRET.get(name, "give it without"))
+        if is_reference(part) and name not in _BY_REFERENCE:
+            raise SecretError(f"{setting} takes no reference to a secret: give its value, which is none")
+    return value
 
 
 def load_settings() -> Settings:
@@ -208,5 +274,12 @@ def read_environment(kind: type[S]) -> S:
                 lines.append(f"{prefix}{name.upper()}{about} is not set")
                 continue
             default = f"; unset it for the default, {field.get_default()}" if field and not field.is_required() else ""
-            lines.append(f"{prefix}{name.upper()}={item['input']!r}{about}: {item['msg']}{default}")
+            given = "" if _is_secret(item) else f"={item['input']!r}"
+            lines.append(f"{prefix}{name.upper()}{given}{about}: {item['msg'].removeprefix('Value error, ')}{default}")
         raise SettingsError(redact("\n".join(lines))) from None
+
+
+def _is_secret(item: ErrorDetails) -> bool:
+    """Was this refused because of a secret, or may there be one in what was given?"""
+    refused = (item.get("ctx") or {}).get("error")
+    return isinstance(refused, SecretError) or (isinstance(item["input"], str) and secret_in(item["input"]) is not None)

@@ -8,6 +8,8 @@ from dtrain_dagster.costs.plan import STAND_IN
 from dtrain_dagster.jobs import CLAIM, PLAN, REGISTRATION
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.wording import dollars, duration
+from trainer.documents import warn_once
+from trainer.errors import DamagedError
 from trainer.rundir import EVALUATION, RESULT, RunDir
 from trainer.storage import Storage
 
@@ -17,7 +19,11 @@ def latest_job(settings: Settings) -> RunDir | None:
     newest: tuple[float, RunDir] | None = None
     for name in Storage(settings.jobs_uri).list():
         rundir = RunDir(f"{settings.jobs_uri}/{name}")
-        claim = rundir.read_json(CLAIM)
+        try:
+            claim = rundir.read_json(CLAIM)
+        except (DamagedError, OSError) as error:  # of one job: the others are looked at
+            warn_once(f"{name} is left out: {error}")
+            continue
         if claim and (newest is None or claim["claimed_at"] > newest[0]):
             newest = (claim["claimed_at"], rundir)
     return newest[1] if newest else None

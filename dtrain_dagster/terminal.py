@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +19,7 @@ from dtrain_dagster.logs import LogFollower
 from dtrain_dagster.monitoring.dashboard import PerformanceDashboard
 from dtrain_dagster.monitoring.hangs import verdict
 from dtrain_dagster.wording import duration
+from trainer.printable import visible
 from trainer.rundir import LAUNCH, NodePresence, RunDir, stale_seconds
 
 NODE_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
@@ -37,10 +37,10 @@ SILENT_NODE_SECONDS = 20.0
 
 
 def print_lines(console: Console, lines: Iterable[tuple[int, str]]) -> None:
-    """``[node 0] …`` per line; what the processes printed is passed on as it is."""
+    """``[node 0] …`` per line. What a terminal would obey of what the processes printed, colours included, is shown."""
     for node_id, line in lines:
         prefix = Text(f"[node {node_id}] ", style=NODE_COLOURS[node_id % len(NODE_COLOURS)])
-        console.print(prefix.append(Text.from_ansi(line, style="default")), soft_wrap=True, highlight=False)
+        console.print(prefix.append(visible(line), style="default"), soft_wrap=True, highlight=False)
 
 
 def stream_job(
@@ -174,8 +174,10 @@ def print_status(console: Console, status: JobStatus, rundir: RunDir, now: float
     """How a job stands, and when which of its nodes was there."""
     console.print(f"job {status.job_id}: ", state_text(status.state), sep="")
     console.print(f"started {time_of(status.started_at)}, {age(status, now)}", highlight=False)
-    if events := list(rundir.events()):
-        progress = replace(advance(Progress(), events), nodes_alive=status.nodes_alive)
+    progress, heard = Progress(nodes_alive=status.nodes_alive), 0
+    for events in rundir.looks():
+        progress, heard = advance(progress, events), heard + len(events)
+    if heard:
         console.print(progress_line(progress, None), highlight=False, markup=False)
         if progress.hang:
             console.print(f"! {verdict(progress.hang)}", style="yellow", markup=False, highlight=False, soft_wrap=True)
@@ -198,14 +200,18 @@ def jobs_table(jobs: Iterable[tuple[JobStatus, int, tuple[int, float] | None]], 
         ("LOSS", {"justify": "right"}),
     ):
         table.add_column(title, **options)
+    jobs = list(jobs)
+    if is_damaged := any(status.damage for status, _, _ in jobs):
+        table.add_column("WHY", overflow="fold")
     for status, nodes, step in jobs:
         table.add_row(
-            status.job_id,
-            state_text(status.state),
+            visible(status.job_id),
+            Text("damaged", style="red") if status.damage else state_text(status.state),
             str(nodes),
             time_of(status.started_at),
             age(status, now),
             *(("", "") if step is None else (str(step[0]), f"{step[1]:.4f}")),
+            *([visible(status.damage)] if is_damaged else []),
         )
     return table
 
@@ -217,12 +223,12 @@ def nodes_table(presences: Iterable[NodePresence], now: float, stale: float) -> 
     for title in ("LAUNCH", "NODE", "STAY", "FROM", "FOR", "EXIT CODES"):
         table.add_column(title)
     for node in presences:
-        silent = now - (node.last_seen_at or node.started_at)
+        silent = now - node.heard_at(now)
         if node.ended_at is not None:
             codes = ", ".join(map(str, node.exit_codes))
         else:
             codes = f"silent for {duration(silent)}" if silent > stale else "there"
-        span = duration(node.seconds(now))
+        span = duration(node.seconds(now - node.clock_jump_seconds))
         numbers = (str(number) for number in (node.launch, node.node_id, node.stay))
         table.add_row(*numbers, time_of(node.started_at), span, codes)
     return table

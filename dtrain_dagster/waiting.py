@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from trainer import schemas
+from trainer.documents import read_document, warn_once
+from trainer.errors import DamagedError
 from trainer.storage import Storage
 
 TICKET_TAG = "dtrain/ticket"
 ATTEMPT_TAG = "dtrain/attempt"
+LOOK_SECONDS = 120.0
+"""Between two looks of the sensor at most, as a rule."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 300.0, 3600.0
 
 
@@ -70,6 +75,20 @@ def pause_seconds(refusals: int) -> float:
     return min(FIRST_PAUSE_SECONDS * 2 ** (refusals - 1), LONGEST_PAUSE_SECONDS)
 
 
+def is_older_than_setting(queued_at: float, seconds: float, now: float) -> bool:
+    """Was this written before the clock was set by so many seconds, within the last look of a sensor? Pure."""
+    if seconds > 0:
+        return queued_at + seconds <= now + LOOK_SECONDS
+    return not now - LOOK_SECONDS <= queued_at <= now
+
+
+_TICKET = schemas.record(
+    {"ticket": schemas.text, "queued_at": schemas.moment, "deadline_at": schemas.moment, "retry_at": schemas.moment,
+     "attempt": schemas.count, "run_id": schemas.text, "reason": schemas.text, "assets": schemas.many(schemas.text)},
+    run_config=schemas.obj, tags=schemas.mapping(schemas.text),
+)  # fmt: skip
+
+
 class WaitingList:
     """The queue, in ``<storage>/queue``."""
 
@@ -81,16 +100,31 @@ class WaitingList:
         found = []
         for name in self.storage.list():
             try:
-                data = json.loads(self.storage.read(name))
-            except FileNotFoundError:  # given back meanwhile
+                data = read_document(self.storage, name, _TICKET)
+            except DamagedError as error:  # of one run: the others wait no longer for it
+                warn_once(f"a run that waits is left out: {error}")
                 continue
-            found.append(Ticket(**{**data, "assets": tuple(data["assets"])}))
+            if data is not None:  # else given back meanwhile
+                known = {field.name: data[field.name] for field in fields(Ticket) if field.name in data}
+                found.append(Ticket(**{**known, "assets": tuple(data["assets"])}))
         return found
 
     def put(self, ticket: Ticket) -> int:
         """Write a ticket, or say it anew; its position in the queue, counted from 1."""
         self.storage.write(f"{ticket.ticket}.json", json.dumps(asdict(ticket), indent=1).encode())
         return [item.ticket for item in self.tickets()].index(ticket.ticket) + 1
+
+    def shift(self, tickets: Sequence[Ticket], seconds: float, now: float) -> list[Ticket]:
+        """After the clock was set by so many seconds: each ticket goes on waiting for as long as before. Those that
+        came since, by the clock as it is ``now``, are left as they are."""
+        shifted = []
+        for item in tickets:
+            if is_older_than_setting(item.queued_at, seconds, now):
+                times = {name: getattr(item, name) + seconds for name in ("queued_at", "deadline_at", "retry_at")}
+                item = replace(item, **times)
+                self.put(item)
+            shifted.append(item)
+        return shifted
 
     def find(self, ticket: str) -> Ticket | None:
         return next((item for item in self.tickets() if item.ticket == ticket), None)

@@ -1,4 +1,10 @@
-"""How figures are written for people: in Dagster, in the terminal and on pages alike."""
+"""How figures and foreign texts are written for people: in Dagster, in the terminal and on pages alike."""
+
+import re
+
+_MARKUP = re.compile(r"[\\`*_\[\]<>&|!#~]")
+_MOST = 2000
+"""Characters of one foreign text."""
 
 
 def dollars(usd: float) -> str:
@@ -16,3 +22,19 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def in_markdown(text: object, most: int = _MOST) -> str:
+    """A text that nodes have written, as Markdown that shows it and does nothing: one line, no markup, no HTML, no
+    links, no control characters, at most so many characters."""
+    line = " ".join(str(text)[:most].split())
+    line = "".join(letter if letter.isprintable() else "\ufffd" for letter in line)
+    return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", line).replace("://", "&#58;//")
+
+
+def in_block(text: object, most: int = 100_000) -> str:
+    """A text that nodes have printed, as a block of Markdown which it cannot end."""
+    shown = str(text)[-most:]
+    longest = max(map(len, re.findall(r"`+", shown)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}\n{shown}\n{fence}"

@@ -8,7 +8,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from trainer.allowed import refuse_foreign_factories
 from trainer.config import ConfigError, parse_job
+from trainer.descriptors import raise_descriptor_limit
 from trainer.rundir import RunDir
 from trainer.storage import Storage
 
@@ -46,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         text = Storage(folder or slash or ".").read(name).decode()
         job = parse_job(text, options.overrides, source=options.config)
+        refuse_foreign_factories(job)
         if not options.dry_run:
             RunDir(job.run_dir).make()
     except FileNotFoundError:
@@ -57,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.dry_run:
         print(job.to_json())  # noqa: T201 - what was asked for
         return 0
+    raise_descriptor_limit()
     from trainer.outcome import run_job  # torch, only once the configuration is known to be good
     from trainer.presence import presence
 

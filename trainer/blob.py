@@ -16,6 +16,7 @@ import hashlib
 import io
 import os
 import re
+import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +30,9 @@ from azure.core.exceptions import HttpResponseError
 from azure.storage.blob import BlobBlock, BlobClient, BlobPrefix
 
 from trainer.blob_account import BlobError, Verdict, attempt, service
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.lanes import Lanes
+from trainer.regular import too_large
 from trainer.storage import Storage, is_litter
 
 BLOCK_BYTES = 8 << 20
@@ -74,8 +76,13 @@ class BlobStorage(Storage):
         self._client = service().get_container_client(self.container)
 
     def read(self, name: str) -> bytes:
+        return self.read_bounded(name, sys.maxsize)
+
+    def read_bounded(self, name: str, most_bytes: int) -> bytes:
         while True:
-            first = self._part(name, 0, BLOCK_BYTES)
+            first = self._part(name, 0, min(BLOCK_BYTES, most_bytes + 1))
+            if first.size > most_bytes:
+                raise too_large(self._at(name), first.size, most_bytes)
             pieces = {0: first.data}
             try:
                 self._rest(name, first, pieces.__setitem__)
@@ -88,16 +95,6 @@ class BlobStorage(Storage):
             if expected and hashlib.sha256(data).hexdigest() != expected:
                 raise OSError(errno.EIO, "damaged: its sha256 is not the one that it was written with", self._at(name))
             return data
-
-    def read_all(self, names: Sequence[str]) -> Sequence[bytes]:
-        contents: dict[int, bytes] = {}
-        with Lanes(2 * self.parallel) as lanes:  # small files: it is the way there that takes time
-            for number, name in enumerate(names):
-                lanes.put(partial(self._read_into, contents, number, name))
-        return [contents[number] for number in range(len(names))]
-
-    def _read_into(self, contents: dict[int, bytes], number: int, name: str) -> None:
-        contents[number] = self.read(name)
 
     def fetch(self, name: str, path: str | os.PathLike[str]) -> None:
         with open(path, "wb") as file:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from trainer import clock
 from trainer.group import GroupError
 from trainer.rundir import LIMIT, NodePresence, RunDir, stale_seconds
 
@@ -62,10 +63,11 @@ def paid(nodes: Iterable[NodePresence], launch: int, now: float, stale: float) -
     ended and was heard of within ``stale`` seconds; any other that left no end counts until it was last heard of."""
     total, here = 0.0, 0
     for node in nodes:
-        heard = node.last_seen_at or node.started_at
+        heard = node.heard_at(now)
         is_here = node.launch == launch and node.ended_at is None and now - heard < stale
         here += is_here
-        total += node.seconds(max(now, heard) if is_here else heard)
+        seen = node.last_seen_at or node.started_at
+        total += node.seconds(seen + max(0.0, now - heard) if is_here else seen)
     return Paid(total, here)
 
 
@@ -184,11 +186,11 @@ class Budget:
 
     def _look(self) -> None:
         try:
-            nodes = self.rundir.nodes()
+            nodes = self.rundir.nodes()  # of a damaged one nobody knows what was paid
         except Exception as error:  # of whatever kind: the budget must not be left alone
             _log.warning("what was paid so far cannot be read, and is carried forward: %s", error)
             return
-        found, at = paid(nodes, self.launch, time.time(), stale_seconds(self.rundir.storage)), time.monotonic()
+        found, at = paid(nodes, self.launch, clock.now(), stale_seconds(self.rundir.storage)), time.monotonic()
         if not any(node.launch == self.launch for node in nodes):  # nobody keeps count of them, or not yet
             found = Paid(found.node_seconds + self._unrecorded.after(at - self._began), self._unrecorded.nodes)
         self._paid, self._looked_at = found, at

@@ -13,6 +13,7 @@ count, and carries the newest generation that may write: who belongs to an older
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -25,7 +26,10 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from trainer.config import ConfigError
+from trainer import schemas
+from trainer.checkpoint_manifest import NO_MANIFEST, read_manifest
+from trainer.documents import MARK_BYTES, parse_document
+from trainer.errors import ConfigError, DamagedError
 from trainer.rundir import CHECKPOINTS, RunDir
 from trainer.storage import Storage
 from trainer.writer import Save, Writer
@@ -37,15 +41,6 @@ LITTER_SECONDS = 3600.0
 _CHUNK = 4 << 20
 _FOLDER = re.compile(r"g(\d+)-s(\d+)$")
 _log = logging.getLogger(__name__)
-
-
-class _NoManifestError(ValueError):
-    """There is something, and it is no manifest."""
-
-
-# What reading a manifest raises where there is none. No other ValueError: storage that does not let us in raises one
-# (`trainer.storage.StorageAccessError`), and what cannot be read must not be taken for missing.
-_NO_MANIFEST = (FileNotFoundError, _NoManifestError, KeyError, TypeError, AttributeError)
 
 
 class CheckpointError(RuntimeError):
@@ -161,11 +156,11 @@ class CheckpointManager:
         `CheckpointError` for a damaged one, `ConfigError` for one of another training, OSError where storage fails.
         """
         try:
-            manifest = _manifest(self.storage, folder)
+            manifest = read_manifest(self.storage, folder)
             fingerprint, expected = manifest["fingerprint"], manifest["files"]["state.pt"]
             expected = expected["bytes"], expected["sha256"]
-            file = self.storage.open(f"{folder}/state.pt")
-        except _NO_MANIFEST as error:
+            file = self._open(f"{folder}/state.pt")
+        except NO_MANIFEST as error:
             raise CheckpointError(f"the checkpoint {folder} is incomplete ({error!r})") from error
         with file:
             if _digest(file) != expected:
@@ -180,6 +175,12 @@ class CheckpointManager:
                 return torch.load(file, map_location="cpu", weights_only=True)
             except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
                 raise CheckpointError(f"the checkpoint {folder} is none of ours: {error}") from error
+
+    def _open(self, name: str) -> IO[bytes]:
+        try:
+            return self.storage.open(name)
+        except DamagedError as error:
+            raise OSError(errno.EIO, error.what, name) from error
 
     def folders(self) -> list[str]:
         """Folders of checkpoints, the newest first: of the latest generation, the furthest step.
@@ -214,12 +215,12 @@ class CheckpointManager:
     def _write(self, folder: str, save: Save) -> tuple[int, str | None]:
         """Fill a fresh folder, its manifest last; bytes of the state, and the version that the manifest was given."""
         try:
-            manifest = _manifest(self.storage, folder)
-            if manifest["writer"] != self.id:
+            manifest = read_manifest(self.storage, folder)
+            if manifest.get("writer") != self.id:
                 raise FencedError(f"the checkpoint {folder} is there already, of another writer")
             if _is_whole(self.storage, folder):  # saved as the best before, or all but LATEST went well
                 return int(manifest["files"]["state.pt"]["bytes"]), None
-        except _NO_MANIFEST:
+        except NO_MANIFEST:
             pass
         if self.storage.exists(folder):
             _delete(self.storage, folder)  # what a failed attempt has left
@@ -257,11 +258,15 @@ class CheckpointManager:
         """LATEST or BEST, and its bytes. One that is missing, or is none, points nowhere and fences nobody."""
         nowhere: dict[str, Any] = {"path": None, "step": None, "generation": 0}
         try:
-            data = self.storage.read(name)
+            data = self.storage.read_bounded(name, MARK_BYTES)
         except FileNotFoundError:
             return nowhere, None
+        except DamagedError as error:  # no regular file, or none of ours: nothing can be swapped for it
+            _log.warning("%s; it is removed", error)
+            self.storage.delete(name)
+            return nowhere, None
         try:
-            pointer = {**nowhere, **json.loads(data)}
+            pointer = {**nowhere, **parse_document(data, name, schemas.DOCUMENTS[name])}
             if pointer["path"] is not None:
                 _order(pointer["path"])
             return {**pointer, "generation": int(pointer["generation"])}, data
@@ -374,21 +379,12 @@ def _order(folder: str | None) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _manifest(storage: Storage, folder: str) -> dict[str, Any]:
-    """One of `_NO_MANIFEST` where there is none."""
-    data = storage.read(f"{folder}/manifest.json")
-    try:
-        return json.loads(data)
-    except ValueError as error:
-        raise _NoManifestError(str(error)) from error
-
-
 def _is_whole(storage: Storage, folder: str) -> bool:
     """Has it a manifest, and files of the sizes in it? OSError where storage fails: nobody knows then."""
     try:
-        files = _manifest(storage, folder)["files"]
+        files = read_manifest(storage, folder)["files"]
         return all(storage.size(f"{folder}/{name}") == file["bytes"] for name, file in files.items())
-    except _NO_MANIFEST:
+    except NO_MANIFEST:
         return False
 
 

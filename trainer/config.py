@@ -12,11 +12,15 @@ import re
 from dataclasses import asdict, fields
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
+from trainer.addresses import refuse_secret
+from trainer.arguments import check_arguments
 from trainer.errors import ConfigError
+from trainer.redaction import redact
+from trainer.secret_references import SecretError
 
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """What a job may be called: a folder of its run directory, and a part of what clusters call it."""
@@ -39,8 +43,16 @@ class DatasetRef:
 class FactoryConfig:
     """A stock part by name (``tcn``) or a user's own by ``package.module:factory``, with its keyword arguments."""
 
-    factory: str
+    factory: str = Field(max_length=500)
+    """Of one's own only where ``DTRAIN_FACTORY_MODULES`` allows its module (`trainer.allowed`)."""
     args: dict[str, Any] = Field(default_factory=dict)
+    """Data and nothing else: see `trainer.arguments`."""
+
+    @field_validator("args")
+    @classmethod
+    def _are_data(cls, args: dict[str, Any]) -> dict[str, Any]:
+        check_arguments(args)
+        return args
 
 
 @dataclass(kw_only=True, slots=True, config=_STRICT)
@@ -184,7 +196,8 @@ class TrackingConfig:
     tensorboard: bool = True
     """Write TensorBoard files to ``<run_dir>/tensorboard`` (local run directories only)."""
     mlflow_tracking_uri: str | None = None
-    """MLflow server or ``sqlite:///…``; None does not track. Credentials: MLflow's own variables."""
+    """MLflow server or ``sqlite:///…``; None does not track. Credentials: MLflow's own variables (such as
+    MLFLOW_TRACKING_PASSWORD), or the whole address by reference, ``env:NAME`` or ``keyvault://VAULT/SECRET``."""
     mlflow_experiment: str = "dtrain"
     mlflow_run_name: str | None = None
     tags: dict[str, str] = Field(default_factory=dict)
@@ -211,36 +224,67 @@ class JobConfig:
 _JOB = TypeAdapter(JobConfig)
 
 
-def parse_job(text: str, overrides: list[str] | None = None, source: str = "job.json") -> JobConfig:
+def parse_job(
+    text: str, overrides: list[str] | None = None, source: str = "job.json", *, is_stored: bool = False
+) -> JobConfig:
     """Read a `JobConfig` from JSON text.
 
     ``overrides`` are ``dotted.key=value`` strings as given with ``--set``; a value is read as JSON where it is JSON,
-    and as a plain string otherwise. Raises `ConfigError`.
+    and as a plain string otherwise. Raises `ConfigError`, also for a secret in any of its texts, since ``job.json`` is
+    stored and copied. ``is_stored``: it was written before, and is only read, so that what it holds is taken as it is.
     """
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
+        data = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{source} must hold a JSON object, not {type(data).__name__}")
     for override in overrides or []:
         key, separator, raw = override.partition("=")
         if not separator or not key:
-            raise ConfigError(f"--set {override!r}: write it as dotted.key=value, such as training.epochs=3")
+            raise ConfigError(f"--set {redact(override)!r}: write it as dotted.key=value, such as training.epochs=3")
         *path, last = key.split(".")
         node = data
         for part in path:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
-                raise ConfigError(f"--set {override!r}: {part!r} is not a section of {source}")
+                raise ConfigError(f"--set {redact(override)!r}: {part!r} is not a section of {source}")
         try:
             node[last] = json.loads(raw)
         except json.JSONDecodeError:
             node[last] = raw
+    if not is_stored:
+        _refuse_secrets(data, source)
     try:
         return _JOB.validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         raise ConfigError(describe_errors(error, source)) from None
+
+
+_REMEDIES = {
+    "tracking.mlflow_tracking_uri": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or "
+    "MLFLOW_TRACKING_TOKEN) where nodes run, or put the whole address into a variable or a vault and write env:NAME or "
+    "keyvault://VAULT/SECRET",
+    "dataset.uri": "give it without; nodes authorise themselves by identity, or by variables of their own",
+    "run_dir": "give it without; nodes authorise themselves by identity, or by variables of their own",
+}
+
+
+def _refuse_secrets(node: Any, source: str, where: str = "") -> None:
+    """`ConfigError` for the first text of the document that carries a secret; it names the field alone."""
+    if isinstance(node, str):
+        remedy = _REMEDIES.get(where, "give it without, and read it from a variable where it is used")
+        try:
+            refuse_secret(where, node, remedy)
+        except SecretError as error:
+            raise ConfigError(f"{source}: {error}") from None
+    elif isinstance(node, dict | list):
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            _refuse_secrets(value, source, f"{where}.{key}" if where else str(key))
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number there")
 
 
 def describe_errors(error: ValidationError, source: str) -> str:
@@ -248,7 +292,7 @@ def describe_errors(error: ValidationError, source: str) -> str:
     lines = []
     for item in error.errors(include_url=False):
         where = ".".join(str(part) for part in item["loc"]) or "(top level)"
-        value = "" if item["type"] == "missing" else f" = {item['input']!r}"
+        value = "" if item["type"] == "missing" else f" = {redact(item['input'])!r}"
         lines.append(f"{source}: {where}{value}: {item['msg']}{_meant(item)}")
     return "\n".join(lines)
 

@@ -8,15 +8,13 @@ all of it: it sends what it has to each other rank, waits for what they have, an
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import math
-import secrets
 import select
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import psutil
 import torch
@@ -24,7 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.cores import AVAILABLE
-from trainer.links import PeerError, bytes_of, connect, prepare
+from trainer.door import BACKLOG, Door
+from trainer.handshake import AuthenticationError, answer, call, rank_of
+from trainer.links import Link, PeerError, bytes_of, connect, prepare, run
 
 MOST_RANKS = 8
 """In larger worlds too little is small enough for it to pay."""
@@ -37,14 +37,12 @@ pool of threads, which takes cores from the step."""
 AWAKE_SECONDS = 2e-4
 """So long, who waits looks again and again, where it takes no core from another rank: to be woken up from sleep takes
 longer than all the rest of a sum."""
-FORMING_SECONDS, STRANGER_SECONDS = 5.0, 1.0
-"""To be connected to all others, at most; and for whoever knocks to say who that is."""
+FORMING_SECONDS, RETRY_SECONDS = 5.0, 0.02
+"""To be connected to all others, at most; and before a connection is tried again that was dropped."""
 _LONGEST = (1 << 31) - 1
 """Milliseconds that poll(2) can wait."""
 _HEAD = struct.Struct("!QQ")
 """Before each message: the number of the sum, and its bytes."""
-_HELLO = struct.Struct("!32sI")
-"""The first words of who connects: what the listener has put into the store, and a rank."""
 
 
 class DirectLinks:
@@ -194,57 +192,69 @@ def _rest(parts: list[memoryview], done: int) -> list[memoryview]:
     return []
 
 
-def connect_all(store: dist.Store, rank: int, size: int, host: str | None, timeout: float) -> DirectLinks:
+def connect_all(
+    store: dist.Store, rank: int, size: int, host: str | None, timeout: float, key: bytes = b""
+) -> DirectLinks:
     """Connect this rank to all others, who find each other through ``store``, which no one else uses. ``host``: this
-    host's address, None where that is not known. OSError where it does not succeed in time, on one rank at least."""
-    token, sockets = secrets.token_hex(16), dict[int, socket.socket]()
+    host's address, None where that is not known. ``key``: what all of them have, and nobody else. OSError where it
+    does not succeed in time, on one rank at least."""
+    sockets = dict[int, socket.socket]()
     with contextlib.ExitStack() as opened:
         place = None
         try:
             if host is None:
                 raise OSError("this host's address is not known: set DTRAIN_HOST")
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener = opened.enter_context(socket.create_server((host, 0), family=family, backlog=size))
-            place = host, listener.getsockname()[1], token
+            listener = opened.enter_context(socket.create_server((host, 0), family=family, backlog=BACKLOG))
+            place = host, listener.getsockname()[1]
         finally:
             store.set(str(rank), json.dumps(place))  # others wait for it, whatever it is
         places = [json.loads(store.get(str(peer))) for peer in range(size)]
         if None in places:
             raise OSError(f"rank {places.index(None)} has no address for them")
         until = time.monotonic() + min(FORMING_SECONDS, timeout / 2)  # others may wait in a collective already
+        door: Door[int] = Door(listener, lambda guest: _welcome(guest, key, rank, size, sockets))
+        opened.callback(door.close)
         try:
-            for peer, (address, port, word) in enumerate(places[:rank]):
-                connection = connect((address, port), until - time.monotonic())
-                connection.sendall(_HELLO.pack(word.encode(), rank))
-                sockets[peer] = prepare(connection, None, server_side=False)
+            for peer, (address, port) in enumerate(places[:rank]):
+                sockets[peer] = _reach((address, port), key, rank, peer, until)
             while len(sockets) < size - 1:
-                listener.settimeout(max(0.001, until - time.monotonic()))
-                connection, _ = listener.accept()
-                who = _who_is(connection, token)
-                if who is None or not rank < who < size or who in sockets:
-                    connection.close()
-                    continue
-                sockets[who] = prepare(connection, None, server_side=True)
+                guest, who = door.next(until)
+                sockets[who] = guest.connection
         except BaseException:
             for connection in sockets.values():
                 connection.close()
             raise
-    here = sum(address == host for address, _, _ in places)
+    here = sum(address == host for address, _ in places)
     awake = AWAKE_SECONDS if here * torch.get_num_threads() <= len(AVAILABLE) else 0.0
     return DirectLinks(rank, sockets, timeout, here == size, awake)
 
 
-def _who_is(connection: socket.socket, token: str) -> int | None:
-    """The rank of who has connected, if it knows the token."""
-    hello = bytearray(_HELLO.size)
-    try:
-        connection.settimeout(STRANGER_SECONDS)
-        if connection.recv_into(hello, flags=socket.MSG_WAITALL) < len(hello):
-            return None
-    except OSError:
-        return None
-    word, rank = _HELLO.unpack(hello)
-    return rank if hmac.compare_digest(word, token.encode()) else None
+def _reach(address: tuple[str, int], key: bytes, rank: int, peer: int, until: float) -> socket.socket:
+    """A connection to another rank, proven by both sides. OSError where that is not to be had by then."""
+    while True:
+        connection = prepare(connect(address, until - time.monotonic()), None, server_side=False)
+        link = Link(peer, connection)
+        try:
+            run([(link, call(link, key, str(rank), str(peer)))], 0.0, until)
+            return connection
+        except PeerError as error:
+            connection.close()
+            dropped = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, AuthenticationError)
+            if not dropped or time.monotonic() + RETRY_SECONDS >= until:
+                raise OSError(f"rank {peer}: {error}") from error
+        time.sleep(RETRY_SECONDS)
+
+
+def _welcome(
+    guest: Link, key: bytes, rank: int, size: int, sockets: Mapping[int, socket.socket]
+) -> Generator[int, None, int]:
+    """The rank of who has connected, proven."""
+    guest.connection = prepare(guest.connection, None, server_side=True)
+    who = rank_of((yield from answer(guest, key, str(rank))), size)
+    if who <= rank or who in sockets:
+        raise AuthenticationError(f"rank {who} is not expected")
+    return who
 
 
 def address_on(interfaces: str | None, host: str | None) -> str | None:

@@ -14,6 +14,7 @@ import torch
 from trainer.config import DistributedTrainingConfig
 from trainer.generation import TOLD, Candidate, Generation
 from trainer.group import GroupError
+from trainer.launch_secret import read, warn_if_open
 from trainer.membership import Membership
 from trainer.peers import Peers
 from trainer.rundir import RunDir
@@ -29,9 +30,10 @@ class Elastic:
 
     def __init__(
         self, rundir: RunDir, config: DistributedTrainingConfig, facts: RankFacts, device: torch.device,
-        environment: Mapping[str, str], token: str,
+        environment: Mapping[str, str], job: str,
     ) -> None:  # fmt: skip
-        self.config, self.facts, self.device, self.token = config, facts, device, token
+        self.config, self.facts, self.device, self.job = config, facts, device, job
+        self.secret = read(environment)
         self.launch = int(environment["DTRAIN_LAUNCH"])
         self.member = f"n{facts.node_rank}p{facts.local_rank}-{uuid.uuid4().hex[:8]}"
         self.host = own_host(environment, facts)
@@ -40,13 +42,14 @@ class Elastic:
         self.has_state_of = 0
         """The newest generation whose state this process has; set once it has taken it over."""
         self.newcomers: tuple[str, ...] = ()
-        self._is_over = False
+        self._is_over = self._warned = False
         self._formed_at = time.monotonic()
         self._fallbacks = 0
         tls = (server_context(config.tls), client_context(config.tls)) if config.tls else None
         self.peers = Peers(
-            self.member, token, self.host, config.health_check_seconds, config.peer_timeout_seconds, tls, self._changed
-        )
+            self.member, self.secret.key("peers", job), self.host, config.health_check_seconds,
+            config.peer_timeout_seconds, tls, self._changed,
+        )  # fmt: skip
         self.membership = Membership(
             rundir.storage, self.peers, self.launch, facts.world_size, config.micro_batches,
             config.communication_retries, config.peer_timeout_seconds, config.solo_timeout_seconds,
@@ -86,7 +89,13 @@ class Elastic:
         self._fallbacks = self._fallbacks + 1 if generation.topology == "star" else 0
         self._formed_at, self.newcomers, self._is_over = time.monotonic(), (), False
         self.generation = generation
-        self.world = form(generation, self.member, self.facts, self.device, listener, self.config, self.token)
+        if not self._warned:
+            self._warned = True
+            hosts, rank = len({seat.host for seat in generation.members}), generation.rank_of(self.member)
+            warn_if_open(self.secret, rank or 0, hosts, self.config.tls is not None)
+        self.world = form(
+            generation, self.member, self.facts, self.device, listener, self.config, self.job, self.secret
+        )
         self._changed()  # a member may have been lost meanwhile
         return self.world
 

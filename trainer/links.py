@@ -16,9 +16,10 @@ import struct
 import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 SEND_BYTES = 1 << 18
 MOST_JSON_BYTES = 1 << 26
@@ -176,6 +177,8 @@ def prepare(connection: socket.socket, tls: ssl.SSLContext | None, server_side: 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:
     """The memory of a one-dimensional tensor on the CPU, without a copy."""
+    import torch  # here, for whoever reads the history of a job's members imports this module, and needs no torch
+
     return flat.view(torch.uint8).numpy().data
 
 

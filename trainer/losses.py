@@ -195,17 +195,21 @@ class _StudentTNLL(torch.autograd.Function):
         inverse = log_sigma.neg().exp_()
         span = loss.nu_max - loss.nu_min
         nu = (share * span).add_(loss.nu_min)
-        half = nu * 0.5
-        more = half + 0.5
+        # In float64: at nu = 500 the two lgammas are 1,100 each and differ by 3, of which float32 keeps four digits.
+        half = nu.double().mul_(0.5)
+        above = half + 0.5
+        norm = torch.lgamma(half).sub_(torch.lgamma(above)).float()
+        more = nu * 0.5 + 0.5
         z = torch.sub(target, mean, alpha=loss.mean_unit).mul_(inverse)
         z2 = z * z
         tail = torch.log1p(z2 / nu)
-        losses = torch.lgamma(half).sub_(torch.lgamma(more)).add_(nu.log(), alpha=0.5).addcmul_(more, tail)
+        losses = norm.add_(nu.log(), alpha=0.5).addcmul_(more, tail)
         losses.add_(log_sigma).add_(0.5 * math.log(math.pi))
         if ctx.needs_input_grad[0]:
             pull = (more / (nu + z2)).mul_(z)  # d/dz, halved
             by_scale = 1 - (pull * z).mul_(2)  # d/d(log sigma)
-            by_nu = torch.digamma(half).sub_(torch.digamma(more)).add_(tail).addcdiv_(by_scale, nu)  # d/d(nu), doubled
+            by_norm = torch.digamma(half).sub_(torch.digamma(above)).float()
+            by_nu = by_norm.add_(tail).addcdiv_(by_scale, nu)  # d/d(nu), doubled
             by_mean = pull.mul_(inverse).mul_(-2 * loss.mean_unit)
             by_shape = by_nu.mul_(share).mul_(1 - share).mul_(span / 2)
             ctx.save_for_backward(torch.stack((by_mean, by_scale * (raw_scale == clamped), by_shape), -1))
@@ -257,10 +261,10 @@ class MeanSquaredError(nn.Module):
 STOCK: dict[str, type[nn.Module]] = {"student_t": StudentTLoss, "gaussian": GaussianLoss, "mse": MeanSquaredError}
 
 
-def build_loss(config: FactoryConfig, spec: DataSpec) -> nn.Module:
+def build_loss(config: FactoryConfig, spec: DataSpec, modules: tuple[str, ...] | None = None) -> nn.Module:
     """The loss by name (``student_t``, ``gaussian``, ``mse``) or ``package.module:factory``, called with
-    ``(spec, **args)`` and tried on two samples. Raises `ConfigError`."""
-    loss = factories.build("loss", config, STOCK, spec)
+    ``(spec, **args)`` and tried on two samples. Raises `ConfigError`. ``modules``: as for `build_model`."""
+    loss = factories.build("loss", config, STOCK, spec, modules=modules)
     where = f"loss.factory = {config.factory!r}"
     if not isinstance(loss, nn.Module):
         raise ConfigError(f"{where} returned a {type(loss).__name__}; it must return a torch.nn.Module")

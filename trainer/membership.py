@@ -13,17 +13,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from trainer import clock, schemas
+from trainer.documents import DOCUMENT_BYTES, MARK_BYTES, known_names, read_document, warn_once
+from trainer.errors import DamagedError
 from trainer.generation import Candidate, Generation, choose, missing, pause, survivors_of
 from trainer.peers import Peers
 from trainer.rundir import MEMBERSHIP
 from trainer.storage import Storage
 
 HURRY_SECONDS = 20.0
+RECORD = re.compile(r"g\d{6,12}\.json")
+CANDIDACY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.json")
+"""Named after the member (`trainer.elastic`). What has another name in these folders is a stranger's."""
+_BESIDE = re.compile(RECORD.pattern + r"|g\d{6,12}(\.working)?")
 
 
 class FencedError(RuntimeError):
@@ -69,17 +77,22 @@ class Membership:
 
     def newest(self) -> Generation | None:
         """The generation that counts, of any launch."""
-        names = [name for name in self.storage.list(MEMBERSHIP) if name.endswith(".json")]
+        names = records(self.storage)
         return read_generation(self.storage, names[-1]) if names else None
 
     def candidates(self, number: int) -> list[Candidate]:
-        """Those who want to be in a generation, of this launch."""
+        """Those who want to be in a generation, of this launch. What is no candidacy is left alone: whose it is cannot
+        be told, and who means it files it anew."""
         folder = f"{MEMBERSHIP}/g{number:06d}"
         found = []
-        for name in self.storage.list(folder):
-            data = _read(self.storage, f"{folder}/{name}")
-            if data and data["launch"] == self.launch:
-                found.append(Candidate(**data))
+        for name in known_names(self.storage, folder, self.storage.list(folder), CANDIDACY):
+            try:
+                data = read_document(self.storage, f"{folder}/{name}", schemas.CANDIDATE, MARK_BYTES * 16)
+            except DamagedError as error:
+                warn_once(f"a candidacy is left alone: {error}")
+                continue
+            if data is not None and data["launch"] == self.launch and f"{data['member']}.json" == name:
+                found.append(Candidate(**_fields(data)))
         return found
 
     def file(self, number: int, mine: Candidate) -> None:
@@ -220,15 +233,15 @@ class Membership:
 
     def _at_work(self, number: int) -> bytes:
         try:
-            return self.storage.read(_working(number))
-        except FileNotFoundError:
+            return self.storage.read_bounded(_working(number), MARK_BYTES)
+        except (FileNotFoundError, DamagedError):
             return b""
 
     def _propose(self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate]) -> None:
         generation = choose(newest, self.launch, candidates, self.retries, self.limit, mine.member, self.first)
         if generation is None:
             return
-        text = json.dumps(asdict(replace(generation, formed_at=time.time())), indent=1).encode()
+        text = json.dumps(asdict(replace(generation, formed_at=clock.now())), indent=1).encode()
         with contextlib.suppress(FileExistsError):  # somebody else was first; theirs counts
             self.storage.create(f"{MEMBERSHIP}/g{generation.number:06d}.json", text)
 
@@ -237,20 +250,30 @@ def _working(number: int) -> str:
     return f"{MEMBERSHIP}/g{number:06d}.working"
 
 
+def records(storage: Storage) -> list[str]:
+    """Names of the records of generations, oldest first."""
+    names = known_names(storage, MEMBERSHIP, storage.list(MEMBERSHIP), _BESIDE)
+    return [name for name in names if RECORD.fullmatch(name)]
+
+
 def read_generation(storage: Storage, name: str) -> Generation:
-    """``membership/<name>``."""
-    data = json.loads(storage.read(f"{MEMBERSHIP}/{name}"))
-    return Generation(**{**data, "members": tuple(Candidate(**seat) for seat in data["members"])})
+    """``membership/<name>``. `DamagedError` where it is no record: nobody can tell then who may train."""
+    data = read_document(storage, f"{MEMBERSHIP}/{name}", schemas.GENERATION, DOCUMENT_BYTES)
+    if data is None:
+        raise DamagedError(f"{storage.uri}/{MEMBERSHIP}/{name}", "it has just been removed")
+    members = tuple(Candidate(**_fields(seat)) for seat in data["members"])
+    known = {key: data[key] for key in data.keys() & _GENERATION_FIELDS}
+    return Generation(**{**known, "members": members})
 
 
 def generations(storage: Storage) -> list[Generation]:
     """The whole history, oldest first."""
-    names = [name for name in storage.list(MEMBERSHIP) if name.endswith(".json")]
-    return [read_generation(storage, name) for name in names]
+    return [read_generation(storage, name) for name in records(storage)]
 
 
-def _read(storage: Storage, path: str) -> dict[str, Any] | None:
-    try:
-        return json.loads(storage.read(path))
-    except FileNotFoundError:
-        return None
+_CANDIDATE_FIELDS = frozenset(field.name for field in fields(Candidate))
+_GENERATION_FIELDS = frozenset(field.name for field in fields(Generation))
+
+
+def _fields(data: dict[str, Any]) -> dict[str, Any]:
+    return {key: data[key] for key in data.keys() & _CANDIDATE_FIELDS}

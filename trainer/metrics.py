@@ -22,10 +22,11 @@ from typing import Any, Protocol
 from trainer.azure_token import WORKSPACE, tracking_address
 from trainer.config import JobConfig
 from trainer.cores import roam
+from trainer.redaction import redact
 from trainer.rundir import EVENTS, RunDir, SeenFiles, event, event_file
 from trainer.scalars import Scalars
 from trainer.storage import Storage
-from trainer.tracking import artifact_location, opening
+from trainer.tracking import artifact_location, authorised, opening
 
 METRICS_PER_REQUEST, AZURE_NAMES = 200, 40
 """Azure ML takes 250 values at once, and 50 names of metrics in a run, of which registration needs some."""
@@ -194,9 +195,8 @@ class Reporter:
         try:
             return action()
         except Exception as error:  # whatever a tracking server does must not stop a training
-            self._failed(
-                f"could not {what} a tracking sink: {type(error).__name__}: {error}; training goes on without it"
-            )
+            reason = f"{type(error).__name__}: {redact(str(error))}"
+            self._failed(f"could not {what} a tracking sink: {reason}; training goes on without it")
             return None
 
     def _failed(self, message: str) -> None:
@@ -275,7 +275,7 @@ class MLflowSink:
         from mlflow.tracking import MlflowClient
 
         assert job.tracking.mlflow_tracking_uri is not None
-        self._uri = tracking_address(job.tracking.mlflow_tracking_uri)
+        self._uri = tracking_address(authorised(job.tracking.mlflow_tracking_uri))
         self._most = AZURE_NAMES if WORKSPACE in self._uri else None
         with opening(self._uri):
             self._client = MlflowClient(tracking_uri=self._uri)
@@ -287,7 +287,7 @@ class MLflowSink:
         """The run of this job: the one it had before, or a new one."""
         if known := rundir.read_json(TRACKING):
             self._client.update_run(known["mlflow_run_id"], status="RUNNING")
-            return known["mlflow_run_id"]
+            return str(known["mlflow_run_id"])
         run_id = self._start(job)
         rundir.write_json(TRACKING, {"mlflow_run_id": run_id})
         return run_id
@@ -299,12 +299,23 @@ class MLflowSink:
         experiment = self._client.get_experiment_by_name(name)
         location = artifact_location(self._uri)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name, location)
-        tags = {"job_id": job.job_id, "dataset_id": job.dataset.dataset_id or "", **job.tracking.tags}
+        where = {"job_id": job.job_id, "run_dir": job.run_dir}
+        tags = {**where, "dataset_id": job.dataset.dataset_id or "", **job.tracking.tags}
         if self._most and os.environ.get("MLFLOW_RUN_ID"):  # the run of the Azure ML job that this process is in
             tags["mlflow.parentRunId"] = os.environ["MLFLOW_RUN_ID"]  # a job's end does not end this run: it may go on
-        run = self._client.create_run(experiment_id, tags=tags, run_name=job.tracking.mlflow_run_name or job.job_id)
+        name = job.tracking.mlflow_run_name or job.job_id
+        # One that was made before, by a process that was killed before it could write down which: of this very run
+        # directory, for others may have called a job the same, and with nothing in it yet, for this may be another job.
+        left = [
+            run
+            for run in self._client.search_runs([experiment_id], f"tags.job_id = '{job.job_id}'", max_results=10)
+            if where.items() <= run.data.tags.items() and run.info.status == "RUNNING" and not run.data.metrics
+        ]
+        run = left[0] if left else self._client.create_run(experiment_id, tags=tags, run_name=name)
         values = {"model": job.model.factory, "loss": job.loss.factory, **asdict(job.training)}
-        self._client.log_batch(run.info.run_id, params=[Param(key, str(value)) for key, value in values.items()])
+        known = run.data.params  # cannot be changed
+        params = [Param(key, str(value)) for key, value in values.items() if key not in known]
+        self._client.log_batch(run.info.run_id, params=params)
         return run.info.run_id
 
     def write(self, events: list[dict[str, Any]]) -> None:

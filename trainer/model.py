@@ -154,13 +154,16 @@ def transformer(
 STOCK: dict[str, Callable[..., nn.Module]] = {"tcn": tcn, "lstm": lstm, "transformer": transformer}
 
 
-def build_model(config: FactoryConfig, spec: DataSpec, outputs: int) -> Standardize:
+def build_model(
+    config: FactoryConfig, spec: DataSpec, outputs: int, modules: tuple[str, ...] | None = None
+) -> Standardize:
     """The model by name (``tcn``, ``lstm``, ``transformer``) or ``package.module:factory``, called with
     ``(spec, outputs, **args)``, wrapped in `Standardize` and tried on two samples. Raises `ConfigError`.
+    ``modules``: those that a factory may be of; None: those of the settings (`trainer.allowed`).
 
     Weights come from torch's global random state: seed it before.
     """
-    inner = factories.build("model", config, STOCK, spec, outputs)
+    inner = factories.build("model", config, STOCK, spec, outputs, modules=modules)
     where = f"model.factory = {config.factory!r}"
     if not isinstance(inner, nn.Module):
         raise ConfigError(f"{where} returned a {type(inner).__name__}; it must return a torch.nn.Module")

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.budget import BudgetSpent
 from trainer.config import ConfigError, JobConfig
+from trainer.errors import DamagedError
 from trainer.group import GroupError, abandoned
 from trainer.membership import NoGenerationError
 from trainer.metrics import TRACKING
+from trainer.redaction import redact
 from trainer.rundir import RESULT, RunDir
 from trainer.shards import DatasetError
 from trainer.storage import StorageError
@@ -55,7 +57,7 @@ def raise_if_ended(rundir: RunDir, launch: int, asked_to_stop: bool) -> None:
     """Called while waiting for others. `Stopped` when asked to end, `JobOver` when the job of this launch has ended."""
     if asked_to_stop:
         raise Stopped(everybody=False)
-    result = rundir.read_json(RESULT)
+    result = rundir.read_result()
     if result is not None and result.get("launch") == launch:
         raise JobOver(result)
 
@@ -66,6 +68,8 @@ def run_job(job: JobConfig) -> int:
 
     trainer = DistributedTrainer(job)
     code, result = _run(trainer)
+    if "error" in result:
+        result["error"] = redact(result["error"])  # a client may repeat the address that it was given
     launch = trainer.elastic.launch if trainer.elastic else None
     if trainer.reporter and code != DONE:
         if "error" in result:
@@ -101,7 +105,7 @@ def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
     except JobOver as over:
         codes = {"succeeded": DONE, "stopped": EVICTED, "budget": BUDGET}
         return codes.get(over.result["status"], FAILED), {"status": over.result["status"]}
-    except (ConfigError, DatasetError) as error:
+    except (ConfigError, DamagedError, DatasetError) as error:
         return UNUSABLE, {"status": "failed", "error": str(error)}
     except (GroupError, NoGenerationError, StorageError) as error:
         return LOST, {"status": "failed", "error": f"{type(error).__name__}: {error}"}
@@ -114,13 +118,15 @@ def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
 def write_result(rundir: RunDir, result: dict[str, Any], launch: int | None) -> bool:
     """Write ``result.json`` unless a rank of this launch has: the first to fail says why. False if it cannot be
     written."""
+    tracking: dict[str, Any] = {}
     try:
-        tracking = rundir.read_json(TRACKING) or {}
+        with contextlib.suppress(DamagedError):
+            tracking = rundir.read_json(TRACKING) or {}
         fields = {**result, "launch": launch, "mlflow_run_id": tracking.get("mlflow_run_id")}
         text = json.dumps(fields, indent=2, allow_nan=False)
-        old = rundir.read_json(RESULT)
-        if launch is not None and old is not None and old.get("launch") != launch:
-            rundir.storage.delete(RESULT)  # of an earlier launch
+        old = rundir.read_result()
+        if launch is not None and (old.get("launch") != launch if old else rundir.storage.exists(RESULT)):
+            rundir.storage.delete(RESULT)  # of an earlier launch, or none at all
         rundir.storage.create(RESULT, text.encode())
     except FileExistsError:
         pass
@@ -139,7 +145,7 @@ def end_at_budget(trainer: DistributedTrainer) -> None:
     message = trainer.budget.explain(f"at step {step}, before the next checkpoint" if step else "before the first step")
     with contextlib.suppress(OSError, ValueError):
         write_result(trainer.rundir, {"status": "budget", "steps": step, "error": message}, launch)
-        result = trainer.rundir.read_json(RESULT) or {}
+        result = trainer.rundir.read_result() or {}
         if result.get("status") == "succeeded" and result.get("launch") == launch:
             return
     print(message, file=sys.stderr, flush=True)  # noqa: T201 - the log of the node

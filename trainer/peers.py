@@ -19,11 +19,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from trainer.door import BACKLOG, MOST_UNPROVEN, SPEAK_SECONDS, NoRoomError, accept
+from trainer.handshake import HELLO, PROOF_BYTES, REPLY, AuthenticationError, Caller, Listener
+
 View = Literal["unknown", "here", "gone", "silent"]
 Address = tuple[str, int]
 
 CONNECT_SECONDS = 3.0
 RETRY_SECONDS = 0.1
+TLS_SECONDS = 4.0
+"""More for an unproven connection to show who it is, where TLS comes first."""
+DROPPED_OFTEN = 5
+"""So many connections in a row that were closed without a word: the port has another owner now. One or two may have
+been closed because others were at the door."""
 _log = logging.getLogger(__name__)
 
 
@@ -32,12 +40,14 @@ class _Peer:
     address: Address
     view: View = "unknown"
     heard_at: float = field(default_factory=time.monotonic)
+    dropped: int = 0
     task: asyncio.Task[None] | None = None
 
 
 class Peers:
-    """This process's port, and its connections to others. ``token`` keeps strangers out by mistake (another job on a
-    port that was used again); what keeps them out by intent is TLS, see `trainer.tls`.
+    """This process's port, and its connections to others. ``key``: what all members have, and nobody else; each
+    connection begins with a proof of it, on both sides (`trainer.handshake`). What is said then is encrypted only with
+    TLS, see `trainer.tls`.
 
     ``on_change`` is called without arguments, on the loop's thread, whenever a view changes or a message has come; it
     must return at once. ``tls`` is (context as a server, context as a client), or None for plain connections.
@@ -46,21 +56,25 @@ class Peers:
     def __init__(
         self,
         me: str,
-        token: str,
+        key: bytes,
         host: str,
         interval: float,
         timeout: float,
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        self.me, self.token, self.interval, self.timeout = me, token, interval, timeout
+        self.me, self.key, self.interval, self.timeout = me, key, interval, timeout
         self.on_change = on_change
         self._tls = tls or (None, None)
         self._peers: dict[str, _Peer] = {}
         self._followers: set[asyncio.StreamWriter] = set()
+        self._unproven: dict[asyncio.Task[None], socket.socket] = {}
+        """In the order in which they came."""
         self._messages: list[dict[str, Any]] = []
         self._lock = threading.Lock()
-        self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        self._socket.setblocking(False)
         self.address: Address = self._socket.getsockname()[:2]
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
@@ -108,12 +122,13 @@ class Peers:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        server = self._loop.run_until_complete(asyncio.start_server(self._serve, sock=self._socket, ssl=self._tls[0]))
+        self._loop.add_reader(self._socket, self._accept)
         self._loop.create_task(self._judge())
         try:
             self._loop.run_forever()
         finally:
-            server.close()
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
             tasks = asyncio.all_tasks(self._loop)
             for task in tasks:
                 task.cancel()
@@ -138,22 +153,59 @@ class Peers:
             with contextlib.suppress(Exception):
                 writer.write(line)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One follower: say who we are, then answer each line with one."""
+    def _accept(self) -> None:
+        """Somebody connects. Without a descriptor for it, the oldest that is unproven goes, or it waits a little."""
         try:
-            hello = await _first_line(reader)
-            if hello.get("token") != self.token:
-                return
+            connection = accept(self._socket)
+        except NoRoomError:
+            if not self._drop_oldest():
+                self._loop.remove_reader(self._socket)
+                self._loop.call_later(RETRY_SECONDS, self._loop.add_reader, self._socket, self._accept)
+            return
+        if connection is None:
+            return
+        if len(self._unproven) >= MOST_UNPROVEN:
+            self._drop_oldest()
+        connection.setblocking(False)
+        task = self._loop.create_task(self._serve(connection))
+        self._unproven[task] = connection
+        task.add_done_callback(lambda done: self._unproven.pop(done, None))
+
+    def _drop_oldest(self) -> bool:
+        for task in self._unproven:
+            del self._unproven[task]
+            task.cancel()
+            return True
+        return False
+
+    async def _serve(self, connection: socket.socket) -> None:
+        """One follower: once it has proven who it is, answer each of its lines with one."""
+        writer, task = None, asyncio.current_task()
+        assert task is not None
+        try:
+            async with asyncio.timeout(SPEAK_SECONDS + (TLS_SECONDS if self._tls[0] else 0.0)):
+                reader = asyncio.StreamReader()
+                protocol = asyncio.StreamReaderProtocol(reader)
+                transport, _ = await self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls[0])
+                writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
+                listener = Listener(self.key, self.me)
+                writer.write(listener.reply(await reader.readexactly(HELLO.size)))
+                listener.admit(await reader.readexactly(PROOF_BYTES))
+            self._unproven.pop(task, None)
             self._followers.add(writer)
             answer = json.dumps({"member": self.me}).encode() + b"\n"
             writer.write(answer)
             while await reader.readline():
                 writer.write(answer)
-        except (TimeoutError, OSError, ValueError, asyncio.CancelledError):
+                await writer.drain()
+        except (TimeoutError, OSError, ValueError, EOFError, asyncio.CancelledError):
             pass
         finally:
-            self._followers.discard(writer)
-            writer.transport.abort()
+            if writer is None:
+                connection.close()
+            else:
+                self._followers.discard(writer)
+                writer.transport.abort()
 
     async def _follow(self, member: str, peer: _Peer) -> None:
         """Hold a connection. One that broke is made anew, at once the first time: a dead process refuses it."""
@@ -161,8 +213,12 @@ class Peers:
             heard_at = peer.heard_at
             try:
                 await self._converse(member, peer)
-            except ConnectionRefusedError:
+            except (ConnectionRefusedError, AuthenticationError):
                 self._set(member, peer, "gone")
+            except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError):
+                peer.dropped += 1
+                if peer.dropped >= DROPPED_OFTEN:
+                    self._set(member, peer, "gone")
             except (TimeoutError, OSError, ValueError):
                 if peer.view == "unknown":
                     self._set(member, peer, "silent")
@@ -175,10 +231,10 @@ class Peers:
         )
         reader, writer = await asyncio.wait_for(connecting, CONNECT_SECONDS)
         try:
-            writer.write(json.dumps({"token": self.token, "member": self.me}).encode() + b"\n")
-            hello = await _first_line(reader)
-            if hello.get("member") != member:
-                raise ConnectionRefusedError  # the port has another owner now
+            caller = Caller(self.key, self.me, member)
+            writer.write(caller.hello)
+            writer.write(caller.answer(await asyncio.wait_for(reader.readexactly(REPLY.size), CONNECT_SECONDS)))
+            peer.dropped = 0
             self._set(member, peer, "here")
             beating = self._loop.create_task(self._beat(writer))
             try:
@@ -220,12 +276,3 @@ class Peers:
         if peer.view != view and self._peers.get(member) is peer:
             peer.view = view
             self.on_change()
-
-
-async def _first_line(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """What the other end says first; nothing where it is a program that speaks another language."""
-    try:
-        said = json.loads(await asyncio.wait_for(reader.readline(), CONNECT_SECONDS))
-    except ValueError:  # no JSON, no text, or a line without an end
-        return {}
-    return said if isinstance(said, dict) else {}

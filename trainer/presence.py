@@ -10,13 +10,13 @@ import logging
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
 import psutil
 
+from trainer import clock
 from trainer.config import ConfigError, JobConfig
 from trainer.outcome import EVICTED
 from trainer.rundir import NodePresence, RunDir, heartbeat_seconds
@@ -34,7 +34,7 @@ class Presence:
     def __init__(self, rundir: RunDir, node_id: int, launch: int, started_at: float) -> None:
         self.rundir = rundir
         self.period_seconds = heartbeat_seconds(rundir.storage)
-        self._record = NodePresence(node_id=node_id, launch=launch, started_at=started_at, last_seen_at=time.time())
+        self._record = NodePresence(node_id=node_id, launch=launch, started_at=started_at, last_seen_at=clock.now())
         self._begun = False
         self._ended = threading.Event()
         self._code = 0
@@ -54,13 +54,13 @@ class Presence:
         while not self._ended.wait(self.period_seconds):
             self._write()
         # One thread writes them all, so that no late sign of life takes the place of the end.
-        self._record = replace(self._record, ended_at=time.time(), exit_codes=(self._code,))
+        self._record = replace(self._record, ended_at=clock.now(), exit_codes=(self._code,))
         for _ in range(3):
             if self._write():
                 return
 
     def _write(self) -> bool:
-        self._record = replace(self._record, last_seen_at=time.time())
+        self._record = replace(self._record, last_seen_at=clock.now(), clock_jump_seconds=clock.this().jump())
         try:
             if self._begun:
                 self.rundir.write_node(self._record)

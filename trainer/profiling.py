@@ -132,10 +132,7 @@ class TraceRequests:
         return {name: number}
 
     def _read(self, name: str) -> bytes:
-        size = self.rundir.storage.size(name)
-        if size > MOST_BYTES:
-            raise ValueError(f"{name} has {size:,} bytes: that is no request")
-        return self.rundir.storage.read(name)
+        return self.rundir.storage.read_bounded(name, MOST_BYTES)
 
     def _complain(self, message: str) -> None:
         """Once of the same."""

@@ -1,8 +1,9 @@
-"""How good is a trained model on days that came after it? ``python -m trainer.reassess --run-dir URI --dataset URI
+"""How good is a trained model on days that came after it? ``python -m trainer.reassess --model FOLDER --dataset URI
 --after DAY``.
 
-Judges the model of a run directory on the windows of a newer dataset's test split that end after a day, beside the
-baselines on the same windows: markets are calmer and stormier, so a likelihood says little by itself.
+Judges a model on the windows of a newer dataset's test split that end after a day, beside the baselines on the same
+windows: markets are calmer and stormier, so a likelihood says little by itself. The model itself, whose code may be
+anybody's, is asked in a process of its own (`trainer.isolation`).
 
 Prints one JSON line. Exit code 2 where the model cannot be judged on this dataset.
 """
@@ -13,19 +14,23 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from trainer.baselines import Forecast, baseline_forecasts
 from trainer.config import ConfigError
+from trainer.isolation import Isolated, IsolationError
 from trainer.losses import Predictive
 from trainer.report import gain, judge, predictive_of
-from trainer.rundir import RunDir
 from trainer.sampler import spread
-from trainer.saved_model import BATCH, FOLDER, SavedModel, SavedModelError, load_saved_model
+from trainer.saved_model import BATCH, DESCRIPTION
+from trainer.spec import DataSpec
 
 if TYPE_CHECKING:
     from trainer.shards import DataShardManager
@@ -33,7 +38,36 @@ if TYPE_CHECKING:
 ALIKE = ("window", "features", "target", "horizon")
 
 
-def reassess(saved: SavedModel, shards: DataShardManager, after: np.datetime64) -> dict[str, Any]:
+class Forecaster(Protocol):
+    """A trained model, wherever its code runs."""
+
+    @property
+    def spec(self) -> DataSpec: ...
+
+    def predict(self, windows: NDArray[Any]) -> dict[str, NDArray[np.float64]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FolderModel:
+    """The model of a folder of `model.json` and `weights.pt`, asked in a process of its own."""
+
+    spec: DataSpec
+    isolated: Isolated
+
+    def predict(self, windows: NDArray[Any]) -> dict[str, NDArray[np.float64]]:
+        return self.isolated.predict(windows)
+
+
+def open_folder(folder: Path, code: Path | None) -> FolderModel:
+    """A model as the orchestrator has laid it out: its files, which modules its factories may be of
+    (``factories.json``), and the folder of these."""
+    description = json.loads((folder / DESCRIPTION).read_text())
+    spec = TypeAdapter(DataSpec).validate_python(description["spec"])
+    modules = tuple(json.loads((folder / "factories.json").read_text())["modules"])
+    return FolderModel(spec, Isolated(folder=folder, modules=modules, path=(code,) if code else ()))
+
+
+def reassess(saved: Forecaster, shards: DataShardManager, after: np.datetime64) -> dict[str, Any]:
     """The model's NLL on the windows that end after this day, and by how much it is lower than each baseline's;
     ``nll`` is None where there is no such window, or the model forecasts no distribution. ValueError where the model
     takes other windows than these."""
@@ -45,13 +79,17 @@ def reassess(saved: SavedModel, shards: DataShardManager, after: np.datetime64) 
     later = np.flatnonzero(shards.dates(rows) > after)
     days = shards.dates(rows[later])
     report: dict[str, Any] = {"windows": len(later), "days": len(np.unique(days)), "nll": None, "baselines": {}}
-    if not len(later) or "sigma" not in saved.columns:
+    if not len(later):
         return report
-    parts = []
+    windows = np.empty((len(later), shards.spec.window, len(shards.spec.features)), dtype=np.float32)
+    targets = []
     for at in range(0, len(later), BATCH):
-        windows, target = shards.gather(rows[later[at : at + BATCH]])
-        parts.append({**saved.predict(windows.numpy()), "target": target.double().numpy()})
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        part, target = shards.gather(rows[later[at : at + BATCH]])
+        windows[at : at + BATCH] = part.numpy()
+        targets.append(target.double().numpy())
+    columns = {**saved.predict(windows), "target": np.concatenate(targets)}
+    if "sigma" not in columns:
+        return report
     nu = columns.get("nu", np.full(len(later), np.inf))
     own = judge(Predictive(*map(torch.from_numpy, (columns["mu"], columns["sigma"], nu))), columns["target"])
     for name, forecast in baseline_forecasts(shards, "test").items():
@@ -71,7 +109,8 @@ def _part(forecast: Forecast, positions: Any) -> Forecast:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.reassess", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--run-dir", required=True, help="of the training that made the model")
+    parser.add_argument("--model", required=True, type=Path, help="folder of model.json, weights.pt, factories.json")
+    parser.add_argument("--code", type=Path, help="folder of the modules of its factories, where they are one's own")
     parser.add_argument("--dataset", required=True, help="folder of manifest.json: a path or any fsspec address")
     parser.add_argument("--after", required=True, type=np.datetime64, help="only days after this one, YYYY-MM-DD")
     options = parser.parse_args(arguments)
@@ -79,10 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     torch.set_num_threads(1)
     try:
-        storage = RunDir(options.run_dir).storage
-        saved = load_saved_model(lambda name: storage.read(f"{FOLDER}/{name}"))
+        saved = open_folder(options.model, options.code)
         report = reassess(saved, DataShardManager(options.dataset), options.after)
-    except (ConfigError, SavedModelError, ValueError, OSError) as error:
+    except (ConfigError, IsolationError, ValueError, KeyError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     sys.stdout.write(json.dumps(report, allow_nan=False) + "\n")

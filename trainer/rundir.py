@@ -23,17 +23,20 @@ A *generation* counts the worlds that worked in this run directory: 1 for the fi
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import re
 import threading
-import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import ConfigError
+from trainer import clock, schemas
+from trainer.documents import EVENTS_BYTES, known_names, parse_events, read_document, warn_once
+from trainer.errors import ConfigError, DamagedError
+from trainer.regular import require_folder
 from trainer.storage import Storage
 
 if TYPE_CHECKING:
@@ -58,13 +61,21 @@ TUNED = "tuned.json"
 PROFILE_REQUEST = "profile/request.json"
 
 _log = logging.getLogger(__name__)
-_GENERATION = re.compile(r"g(\d+)[-.]")
-_EVENT_FILE = re.compile(r"g(\d+)-r(\d+)-(\d+)\.jsonl$")
+_GENERATION = re.compile(r"g(\d{1,12})[-.]")
+_EVENT_FILE = re.compile(r"g(\d{1,12})-r(\d{1,12})-(\d{1,12})\.jsonl$")
+_NODE_FILE = re.compile(r"[a-z]\d{1,12}-n\d{1,12}(-s\d{1,12})?\.json")
+FOLLOW_BYTES = 16 << 20
+"""Of new events, so much is read at one look, and one file more at most: a long job is read in several."""
+_AT_ONCE = 16
+"""Files that are asked for together, where storage is remote."""
+STEP_FILES = 1000
+"""Files of events, the newest first, in which the last step is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodePresence:
-    """One stay of a node. Times are Unix seconds; ``ended_at`` is None while it is there."""
+    """One stay of a node. Times are Unix seconds, by a clock that does not jump (`trainer.clock`); ``ended_at`` is None
+    while it is there."""
 
     node_id: int
     launch: int
@@ -77,10 +88,17 @@ class NodePresence:
     """When the last process of it was gone."""
     last_seen_at: float | None = None
     exit_codes: tuple[int, ...] = ()
+    clock_jump_seconds: float = 0.0
+    """By how much its machine's clock has been set since, negative for back. It is in none of the times."""
 
     def seconds(self, now: float) -> float:
         """Paid seconds so far: until the end, or until ``now``."""
         return max(0.0, (self.ended_at if self.ended_at is not None else now) - self.started_at)
+
+    def heard_at(self, now: float) -> float:
+        """When it was last heard of, by the clock of whoever asks, which was set with the node's or was not."""
+        seen = self.last_seen_at or self.started_at
+        return min(seen, seen + self.clock_jump_seconds, key=lambda at: abs(now - at))
 
 
 class SeenFiles:
@@ -93,6 +111,10 @@ class SeenFiles:
         self._beyond: set[str] = set()
         """Of those that came out of order."""
         self._lock = threading.Lock()
+        self.is_behind = False
+        """The last look (`RunDir.follow`) has left files for the next one."""
+        self.left_out = 0
+        """Lines and files that were no events."""
         self.add(names)
 
     def add(self, names: Iterable[str]) -> None:
@@ -140,19 +162,32 @@ class RunDir:
         self.storage.write(JOB, job.to_json().encode())
 
     def read_job(self) -> JobConfig:
+        """What to train. FileNotFoundError where there is no ``job.json``, `DamagedError` where it is none."""
         from trainer.config import parse_job
 
-        return parse_job(self.storage.read(JOB).decode(), source=f"{self.uri}/{JOB}")
+        where = f"{self.uri}/{JOB}"
+        if (document := self.read_json(JOB)) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), where)
+        try:
+            return parse_job(json.dumps(document), source=JOB, is_stored=True)
+        except ConfigError as error:
+            raise DamagedError(where, str(error)) from None
 
     def write_json(self, name: str, value: Any) -> None:
         """Strict JSON: a NaN in it is a ValueError here rather than an unreadable file there."""
         self.storage.write(name, json.dumps(value, indent=2, sort_keys=True, allow_nan=False).encode())
 
     def read_json(self, name: str) -> Any | None:
-        """The document, or None where there is none yet."""
+        """The document, or None where there is none yet. `DamagedError` where something else is in its place."""
+        return read_document(self.storage, name)
+
+    def read_result(self) -> dict[str, Any] | None:
+        """What the trainer says of its end, None where it has not: a damaged ``result.json`` is not its word."""
         try:
-            return json.loads(self.storage.read(name))
-        except FileNotFoundError:
+            found: dict[str, Any] | None = self.read_json(RESULT)
+            return found if found is None or found["status"] else None
+        except DamagedError as error:
+            warn_once(f"what it says of the job's end counts for nothing: {error}")
             return None
 
     def append_events(self, generation: int, rank: int, number: int, events: Iterable[dict[str, Any]]) -> None:
@@ -167,33 +202,80 @@ class RunDir:
 
     def follow(self, seen: SeenFiles) -> list[dict[str, Any]]:
         """Events of the files not in ``seen`` yet, in order of time; adds those files to ``seen``. What is no event is
-        left out, with a warning."""
-        new = seen.others(self.storage.list(EVENTS))
-        found = [parsed(data) for data in self.storage.read_all([f"{EVENTS}/{name}" for name in new])]
-        seen.add(new)
-        damaged = [name for name, (_, left_out) in zip(new, found, strict=True) if left_out]
+        left out, with a warning. Of very many, as much as `FOLLOW_BYTES` tells: ``seen.is_behind`` says whether another
+        look is due."""
+        new = sorted(seen.others(self._listed(EVENTS)), key=_in_time)
+        events: list[dict[str, Any]] = []
+        damaged: list[str] = []
+        size = left_out = done = 0
+        at_once = 1 if self.storage.is_local else _AT_ONCE
+        while done < len(new) and size < FOLLOW_BYTES:
+            names = new[done : done + at_once]
+            done += len(names)
+            for name, data in zip(names, self.storage.read_each(_in(EVENTS, names), EVENTS_BYTES), strict=True):
+                found, wrong = ([], 1) if isinstance(data, DamagedError) else parse_events(data)
+                size += 0 if isinstance(data, DamagedError) else len(data)
+                events += found
+                left_out += wrong
+                damaged += [name] if wrong else []
+        seen.add(new[:done])
+        seen.is_behind = done < len(new)
         if damaged:
-            count = sum(left_out for _, left_out in found)
+            seen.left_out += left_out
+            more = f" and {len(damaged) - 5} more" if len(damaged) > 5 else ""
             _log.warning(
-                "%s/%s: %d line(s) are no events and left out: %s", self.uri, EVENTS, count, ", ".join(damaged)
-            )
-        return sorted((event for events, _ in found for event in events), key=lambda event: event["time"])
+                "%s/%s: %d line(s) are no events and left out: %s%s",
+                self.uri, EVENTS, left_out, ", ".join(damaged[:5]), more,
+            )  # fmt: skip
+        return sorted(events, key=lambda event: event["time"])
 
-    def events(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        """All events in order of time, or those of one kind."""
-        return (event for event in self.follow(SeenFiles()) if kind is None or event["kind"] == kind)
+    def looks(self, seen: SeenFiles | None = None) -> Iterator[list[dict[str, Any]]]:
+        """`follow` until nothing is left to be read, for whoever needs not hold all events at once."""
+        seen = SeenFiles() if seen is None else seen
+        while True:
+            yield self.follow(seen)
+            if not seen.is_behind:
+                return
+
+    def events(self, kind: str | None = None, strict: bool = False) -> Iterator[dict[str, Any]]:
+        """All events in order of time, or those of one kind. ``strict``: `DamagedError` where any had to be left out,
+        for whoever adds them up."""
+        seen = SeenFiles()
+        found = [event for look in self.looks(seen) for event in look if kind is None or event["kind"] == kind]
+        if strict and seen.left_out:
+            raise DamagedError(f"{self.uri}/{EVENTS}", f"{seen.left_out} line(s) or file(s) of it are no events")
+        return iter(sorted(found, key=lambda event: event["time"]))
+
+    def newest_events(self, most_files: int = STEP_FILES) -> Iterator[list[dict[str, Any]]]:
+        """Events of rank 0, one file after the other, the newest first. What is no event is left out."""
+        mine = [name for name in self._listed(EVENTS) if (match := _EVENT_FILE.match(name)) and int(match[2]) == 0]
+        for name in reversed(mine[-most_files:]):
+            try:
+                yield parse_events(self.storage.read_bounded(f"{EVENTS}/{name}", EVENTS_BYTES))[0]
+            except DamagedError:
+                continue
+
+    def first_event_at(self) -> float | None:
+        """When the first file of events began to be written; None where there is none."""
+        for name in self._listed(EVENTS)[:1]:
+            events, _ = parse_events(self.storage.read_bounded(f"{EVENTS}/{name}", EVENTS_BYTES))
+            return float(events[0]["time"]) if events else None
+        return None
 
     def steps_reported(self, down_to: int) -> set[int]:
         """Steps from this one on that rank 0 has reported; reads no more files than it takes to know."""
         found: set[int] = set()
-        for name in reversed(self.storage.list(EVENTS)):
-            match = _EVENT_FILE.match(name)
-            if match and int(match[2]) == 0:
-                events, _ = parsed(self.storage.read(f"{EVENTS}/{name}"))
-                found |= {event["step"] for event in events if event["kind"] == "step"}
-                if found and min(found) <= down_to:
-                    break
+        for events in self.newest_events():
+            found |= {event["step"] for event in events if event["kind"] == "step" and "step" in event}
+            if found and min(found) <= down_to:
+                break
         return found
+
+    def _listed(self, folder: str) -> list[str]:
+        """What is in a folder of this one; nothing where it is missing. `DamagedError` where it is no folder."""
+        if self.storage.is_local and not require_folder(self.storage.path(), folder):
+            return []
+        return self.storage.list(folder)
 
     def request_trace(self, steps: int = 5, ranks: Iterable[int] = (0,)) -> None:
         """Have a job that runs trace its next steps on these ranks. FileExistsError where a request is waiting, which
@@ -209,7 +291,7 @@ class RunDir:
         try:
             latest = self.read_json(f"{CHECKPOINTS}/LATEST.json") or {}
             return (latest["path"], latest["step"]) if latest.get("path") else None
-        except (ValueError, KeyError, AttributeError):  # damaged; the trainer looks at the folders themselves
+        except ValueError:  # damaged; the trainer looks at the folders themselves
             return None
 
     def write_node(self, presence: NodePresence) -> None:
@@ -224,32 +306,38 @@ class RunDir:
             except FileExistsError:
                 presence = replace(presence, stay=presence.stay + 1)
 
-    def nodes(self) -> list[NodePresence]:
-        """Every stay of every node, in order of launch, node and stay."""
+    def nodes(self, skip_damaged: bool = False) -> list[NodePresence]:
+        """Every stay of every node, in order of launch, node and stay. `DamagedError` where one of them cannot be read,
+        for nobody knows then what was paid; unless it is to be skipped."""
         presences = []
-        for name in self.storage.list(NODES):
-            data = self.read_json(f"{NODES}/{name}")
+        for name in known_names(self.storage, NODES, self._listed(NODES), _NODE_FILE):
+            try:
+                data = read_document(self.storage, f"{NODES}/{name}", schemas.PRESENCE)
+            except DamagedError:
+                if not skip_damaged:
+                    raise
+                data = None
             if data is not None:
                 if "generation" in data:  # written before nodes could be replaced
                     data["launch"] = data.pop("generation")
-                presences.append(NodePresence(**{**data, "exit_codes": tuple(data["exit_codes"])}))
+                known = {key: data[key] for key in data.keys() & _PRESENCE_FIELDS}
+                stated = {"launch": data["launch"], "exit_codes": tuple(data["exit_codes"])}
+                presences.append(NodePresence(**{**known, **stated}))
         return presences
 
 
-def parsed(data: bytes) -> tuple[list[dict[str, Any]], int]:
-    """The events of a file, and how many of its lines are none. Pure."""
-    events, left_out = [], 0
-    for line in data.splitlines():
-        try:
-            event = json.loads(line)
-            is_event = isinstance(event["kind"], str) and isinstance(event["time"], int | float)
-        except (ValueError, TypeError, KeyError, RecursionError):
-            is_event = False
-        if is_event:
-            events.append(event)
-        else:
-            left_out += 1
-    return events, left_out
+_PRESENCE_FIELDS = frozenset(field.name for field in fields(NodePresence))
+
+
+def _in(folder: str, names: Iterable[str]) -> list[str]:
+    return [f"{folder}/{name}" for name in names]
+
+
+def _in_time(name: str) -> tuple[int, int, int]:
+    """Files of events about in the order in which they were written: generation, running number, rank."""
+    match = _EVENT_FILE.match(name)
+    assert match is not None
+    return int(match[1]), int(match[3]), int(match[2])
 
 
 def heartbeat_seconds(storage: Storage) -> float:
@@ -289,4 +377,4 @@ def event(kind: str, rank: int, generation: int, **fields: Any) -> dict[str, Any
     ``profile`` (a trace: its last step, steps, path, top operations), ``error`` (message, fatal),
     ``end`` (status).
     """
-    return {"kind": kind, "time": time.time(), "rank": rank, "generation": generation, **fields}
+    return {"kind": kind, "time": clock.now(), "rank": rank, "generation": generation, **fields}

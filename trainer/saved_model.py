@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import pickle
+import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -91,19 +91,22 @@ class SavedModel:
         return {name: column.double().numpy() for name, column in columns.items()}
 
 
-def load_saved_model(read: Callable[[str], bytes]) -> SavedModel:
-    """Load a job's model; ``read(name)`` gives the content of ``model.json`` and ``weights.pt``.
+def load_saved_model(read: Callable[[str], bytes], modules: tuple[str, ...] | None = None) -> SavedModel:
+    """Load a job's model; ``read(name)`` gives the content of ``model.json`` and ``weights.pt``. ``modules``: those of
+    which its factories may be; None: those of the settings (`trainer.allowed`).
 
     Nothing is unpickled but tensors, and only once the sha256 is right. Raises `SavedModelError`, and `ConfigError` for
-    a factory that cannot be found.
+    a factory that is not allowed or cannot be found.
     """
     try:
         description = json.loads(read(DESCRIPTION))
         data = read(WEIGHTS)
     except FileNotFoundError as error:
         raise SavedModelError(f"the saved model is incomplete: {error.filename} is missing; train again") from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise SavedModelError(f"{DESCRIPTION} is not JSON: {error}") from error
+    if not isinstance(description, dict):
+        raise SavedModelError(f"{DESCRIPTION} holds no JSON object but a {type(description).__name__}")
     expected, digest = description.get("file_sha256"), hashlib.sha256(data).hexdigest()
     if digest != expected:
         raise SavedModelError(
@@ -118,17 +121,46 @@ def load_saved_model(read: Callable[[str], bytes]) -> SavedModel:
         raise SavedModelError(f"{DESCRIPTION} lacks {error}; it was written by another version, train again") from error
     except ValidationError as error:
         raise SavedModelError(describe_errors(error, DESCRIPTION)) from None
-    criterion: Any = build_loss(loss, spec)
-    model = build_model(config, spec, criterion.outputs)
+    criterion: Any = build_loss(loss, spec, modules)
+    model = build_model(config, spec, criterion.outputs, modules)
+    _refuse_unpacking(data)
     try:
         weights = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # whatever a damaged or hostile pickle makes of it
         raise SavedModelError(f"{WEIGHTS} holds something else than tensors, and was not loaded: {error}") from error
+    _check_shapes(weights, model, config)
     try:
         model.load_state_dict(weights)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise SavedModelError(
             f"{WEIGHTS} do not fit model.factory = {config.factory!r} with {config.args!r}: {error}; "
             "its code has changed since it was trained"
         ) from error
     return SavedModel(model, criterion, spec, description)
+
+
+def _refuse_unpacking(data: bytes) -> None:
+    """`SavedModelError` for a file that becomes larger by being read: `torch.save` compresses nothing."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, OSError):
+        return  # `torch.load` says what it is
+    if any(info.compress_type != zipfile.ZIP_STORED for info in members) or (
+        sum(info.file_size for info in members) > len(data)
+    ):
+        raise SavedModelError(f"{WEIGHTS} is compressed, which no trainer does: do not use it, train again")
+
+
+def _check_shapes(weights: Any, model: nn.Module, config: FactoryConfig) -> None:
+    """`SavedModelError` for a tensor of another shape or kind than the model's: a few bytes may say that they are a
+    million times as many, which must not be copied."""
+    if not isinstance(weights, dict):
+        raise SavedModelError(f"{WEIGHTS} holds something else than tensors by name, and was not loaded")
+    for name, tensor in model.state_dict().items():
+        found = weights.get(name)
+        if isinstance(found, Tensor) and (found.shape != tensor.shape or found.layout != tensor.layout):
+            raise SavedModelError(
+                f"{WEIGHTS} do not fit model.factory = {config.factory!r} with {config.args!r}: {name} has the shape "
+                f"{tuple(found.shape)}, expected {tuple(tensor.shape)}; its code has changed since it was trained"
+            )

@@ -12,14 +12,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import json
 import mmap
 import os
 import shutil
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -27,24 +26,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.host_memory import available_bytes
-from trainer.spec import DataSpec
+from trainer.manifest import DatasetError, content_digest, read_manifest
+from trainer.places import PlaceError, inside
+from trainer.shard_cache import (
+    CACHE_VERSION,
+    HashedFile,
+    default_cache_dir,
+    is_whole,
+    open_cache,
+    own_file,
+    write_record,
+)
+from trainer.spec import spec_of
 from trainer.storage import Storage
 
-SCHEMA_VERSION = 1
-_CACHE_VERSION = 1
 _SAMPLES = ("features", "target")
 """What training reads; the other arrays are read to judge."""
 _BUFFER = 1 << 20
-
-
-class DatasetError(ValueError):
-    """The dataset cannot be used. The message names the folder, what is wrong with it, and the remedy."""
-
-
-def default_cache_dir() -> Path:
-    """``DTRAIN_CACHE``, or a folder of this user under the system's temporary one."""
-    configured = os.environ.get("DTRAIN_CACHE")
-    return Path(configured) if configured else Path(tempfile.gettempdir()) / f"dtrain-cache-{os.getuid()}"
 
 
 class DataShardManager:
@@ -54,13 +52,13 @@ class DataShardManager:
         self, uri: str, cache_dir: str | os.PathLike[str] | None = None, expected_id: str | None = None
     ) -> None:
         self.storage = Storage(uri)
-        self.manifest = _read_manifest(self.storage, expected_id)
+        self.manifest = read_manifest(self.storage, expected_id)
         columns = self.manifest["columns"]
         self._features = [column["name"] for column in columns if column["role"] == "feature"]
         [self._target] = [column["name"] for column in columns if column["role"] == "target"]
         self._extra = [column["name"] for column in columns if column["role"] in ("auxiliary", "price")]
         self.tickers_by_code = sorted({ticker for shard in self.manifest["shards"] for ticker in shard["tickers"]})
-        self.spec = self._spec()
+        self.spec = spec_of(self.manifest)
         self.folder = self._cached(Path(cache_dir) if cache_dir else default_cache_dir())
         self._maps = {path.stem: np.load(path, mmap_mode="r") for path in self.folder.glob("*.npy")}
         rows, width = self._maps["features"].shape
@@ -149,20 +147,6 @@ class DataShardManager:
         """Date of each row."""
         return self._maps["date"][rows].astype("datetime64[D]")
 
-    def _spec(self) -> DataSpec:
-        norm = self.manifest["normalisation"]
-        return DataSpec(
-            dataset_id=self.manifest["dataset_id"],
-            features=tuple(self._features),
-            window=self.manifest["window"],
-            horizon=self.manifest["horizon"],
-            feature_mean=tuple(norm["features"][name]["mean"] for name in self._features),
-            feature_std=tuple(norm["features"][name]["std"] for name in self._features),
-            target=self._target,
-            target_mean=norm["target"]["mean"],
-            target_std=norm["target"]["std"],
-        )
-
     def _sample_ranges(self, split: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(first end row, samples before it) of each stretch of samples, and the number of all: O(segments)."""
         starts, lengths, offset = [], [0], 0
@@ -177,29 +161,31 @@ class DataShardManager:
 
     def _cached(self, cache_dir: Path) -> Path:
         """Folder of this dataset's arrays; made once per node, under a lock, by whoever comes first."""
-        folder = cache_dir / f"{self.manifest['dataset_id']}-v{_CACHE_VERSION}"
-        if _cache_is_whole(folder):
+        name, content = self.manifest["dataset_id"], content_digest(self.manifest)
+        folder = open_cache(cache_dir) / f"{name}-v{CACHE_VERSION}"
+        if is_whole(folder, content):
             return folder
-        cache_dir.mkdir(parents=True, exist_ok=True)
         with open(cache_dir / f"{folder.name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if _cache_is_whole(folder):
+            if is_whole(folder, content):
                 return folder
+            shutil.rmtree(cache_dir / f"{name}-v1", ignore_errors=True)  # of an earlier version, which checked less
             shutil.rmtree(folder, ignore_errors=True)
             for abandoned in cache_dir.glob(f"{folder.name}-*"):  # by a process that was killed: we hold the lock
                 shutil.rmtree(abandoned, ignore_errors=True)
             building = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=cache_dir))
             try:
-                self._convert(building)
+                write_record(building, content, self._convert(building))
                 building.rename(folder)
             except BaseException:
                 shutil.rmtree(building, ignore_errors=True)
                 raise
         return folder
 
-    def _convert(self, folder: Path) -> None:
-        """Parquet to npy, one row group (a ticker's history) at a time. Written as files, not through a map: that room
-        on the disk is missing is an error then, and not a killed process."""
+    def _convert(self, folder: Path) -> dict[str, str]:
+        """Parquet to npy, one row group (a ticker's history) at a time; file name → sha256. Written as files, not
+        through a map: that room on the disk is missing is an error then, and not a killed process."""
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         shards = self.manifest["shards"]
@@ -211,33 +197,36 @@ class DataShardManager:
         try:
             with ExitStack() as stack:
                 files = {
-                    name: stack.enter_context(open(folder / f"{name}.npy", "wb", buffering=_BUFFER)) for name in kinds
+                    name: HashedFile(stack.enter_context(own_file(folder / f"{name}.npy", _BUFFER))) for name in kinds
                 }
                 for name, kind in kinds.items():
                     shape = (rows, len(self._features)) if name == "features" else (rows,)
                     _write_header(files[name], kind, shape)
                 for shard in shards:
-                    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                        file = pq.ParquetFile(self._verified(shard, Path(scratch)))
+                    with tempfile.TemporaryDirectory(dir=folder) as scratch, ExitStack() as opened:
+                        handle = opened.enter_context(self._verified(shard, Path(scratch)))
+                        file = pq.ParquetFile(handle)
+                        if file.metadata.num_rows != shard["rows"]:  # before it is unpacked
+                            raise DatasetError(self._claims(shard["rows"], file.metadata.num_rows))
                         for group in range(file.num_row_groups):
                             table = file.read_row_group(group)
                             for name, values in self._columns_of(table, code).items():
                                 files[name].write(np.ascontiguousarray(values, dtype=kinds[name]).data)
                             converted += table.num_rows
-                for file in files.values():
-                    file.flush()
-                    os.fsync(file.fileno())
+                digests = {f"{name}.npy": file.finish() for name, file in files.items()}
+        except (pa.ArrowException, KeyError) as error:
+            raise DatasetError(f"{self.storage.uri}: a shard is not what its manifest says ({error})") from error
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             reason = f"no room to unpack the dataset ({error.strerror}); point DTRAIN_CACHE to a folder with more"
             raise OSError(error.errno, reason, str(folder)) from error
         if converted != rows:
-            raise DatasetError(
-                f"{self.storage.uri}: the manifest says {rows} rows, the shards hold {converted}; build it anew"
-            )
-        sizes = {path.name: path.stat().st_size for path in folder.glob("*.npy")}
-        (folder / "complete.json").write_text(json.dumps(sizes))
+            raise DatasetError(self._claims(rows, converted))
+        return digests
+
+    def _claims(self, said: int, held: int) -> str:
+        return f"{self.storage.uri}: the manifest says {said} rows, the shards hold {held}; build it anew"
 
     def _columns_of(self, table: Any, code: dict[str, int]) -> dict[str, NDArray[Any]]:
         """What goes into each array from some rows of a shard."""
@@ -251,60 +240,34 @@ class DataShardManager:
             **{name: table.column(name).to_numpy() for name in self._extra},
         }
 
-    def _verified(self, shard: dict[str, Any], scratch: Path) -> Path:
-        """A local file with the shard's content, whose sha256 is what the manifest says."""
+    def _verified(self, shard: dict[str, Any], scratch: Path) -> IO[bytes]:
+        """The shard, open, of which the sha256 is what the manifest says: what is read is what was checked."""
+        name = shard["path"]
         try:
-            path = self.storage.local_path(shard["path"]) if self.storage.is_local else scratch / "shard.parquet"
-            if not self.storage.is_local:
-                self.storage.fetch(shard["path"], path)
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if self.storage.is_local:
+                path = inside(self.storage.local_path(), name, "the path of a shard")
+            else:
+                path = scratch / "shard.parquet"
+                self.storage.fetch(name, path)
+            file = open(path, "rb")  # noqa: SIM115 - the caller closes it
         except FileNotFoundError as error:
-            raise DatasetError(f"{self.storage.uri}: {shard['path']} is missing; build the dataset anew") from error
+            raise DatasetError(f"{self.storage.uri}: {name} is missing; build the dataset anew") from error
+        except PlaceError as error:
+            raise DatasetError(f"{self.storage.uri}: {error}") from error
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != shard["sha256"]:
+            file.close()
             raise DatasetError(
-                f"{self.storage.uri}: {shard['path']} has sha256 {digest[:12]}…, the manifest says "
+                f"{self.storage.uri}: {name} has sha256 {digest[:12]}…, the manifest says "
                 f"{shard['sha256'][:12]}…: it is damaged or was changed; delete the folder and build the dataset anew"
             )
-        return path
+        return file
 
 
-def _read_manifest(storage: Storage, expected_id: str | None) -> dict[str, Any]:
-    try:
-        manifest = json.loads(storage.read("manifest.json"))
-    except FileNotFoundError as error:
-        raise DatasetError(
-            f"dataset.uri = {storage.uri!r} holds no manifest.json: it is not a dataset, or its building was "
-            "interrupted; build it, or point dataset.uri to the right folder"
-        ) from error
-    except json.JSONDecodeError as error:
-        raise DatasetError(f"{storage.uri}/manifest.json is not JSON: {error}") from error
-    if not isinstance(manifest, dict) or "dataset_id" not in manifest:
-        raise DatasetError(f"{storage.uri}/manifest.json does not describe a dataset: build it anew")
-    if manifest.get("schema_version") != SCHEMA_VERSION:
-        found = manifest.get("schema_version")
-        raise DatasetError(f"{storage.uri}: schema version {found}, this trainer reads {SCHEMA_VERSION}; build it anew")
-    if expected_id is not None and manifest["dataset_id"] != expected_id:
-        raise DatasetError(
-            f"dataset.dataset_id = {expected_id!r}, but {storage.uri} holds {manifest['dataset_id']!r}: "
-            "point dataset.uri to the right folder"
-        )
-    return manifest
-
-
-def _cache_is_whole(folder: Path) -> bool:
-    """Is every array as long as when it was written? A cut-short file would be read as garbage without a word."""
-    try:
-        sizes = json.loads((folder / "complete.json").read_text())
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return False
-
-
-def _write_header(file: IO[bytes], kind: type, shape: tuple[int, ...]) -> None:
+def _write_header(file: HashedFile, kind: type, shape: tuple[int, ...]) -> None:
     """Of an npy file whose content follows."""
     description = {"descr": np.lib.format.dtype_to_descr(np.dtype(kind)), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, description)
+    np.lib.format.write_array_header_1_0(cast(IO[bytes], file), description)
 
 
 def _advise(array: Any, advice: int, first: int, last: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,3 +30,21 @@ class DataSpec:
     target_mean: float
     target_std: float
     """Standard deviation of the target over the training split: the natural unit of a prediction."""
+
+
+def spec_of(manifest: Mapping[str, Any]) -> DataSpec:
+    """What a manifest tells models about its data. Pure."""
+    norm, columns = manifest["normalisation"], manifest["columns"]
+    features = tuple(column["name"] for column in columns if column["role"] == "feature")
+    [target] = [column["name"] for column in columns if column["role"] == "target"]
+    return DataSpec(
+        dataset_id=manifest["dataset_id"],
+        features=features,
+        window=manifest["window"],
+        horizon=manifest["horizon"],
+        feature_mean=tuple(norm["features"][name]["mean"] for name in features),
+        feature_std=tuple(norm["features"][name]["std"] for name in features),
+        target=target,
+        target_mean=norm["target"]["mean"],
+        target_std=norm["target"]["std"],
+    )

@@ -11,10 +11,7 @@ sends to all of them, and says why if there is no result.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
-import math
-import select
 import socket
 import ssl
 import struct
@@ -24,15 +21,22 @@ from typing import Any
 
 import torch
 
+from trainer.door import SPEAK_SECONDS, Door
+from trainer.handshake import answer, call
 from trainer.links import SIZE, Flow, Link, PeerError, bytes_of, connect, parse, prepare, run, small
 
 PART_BYTES = 1 << 20
 """The hub adds up, and passes on, this much at a time."""
 RETRY_SECONDS = 0.05
+DROPPED_OFTEN = 20
+"""A spoke whose connection was closed without a word so often is not wanted; a few times, others were at the door."""
+TLS_SECONDS = 4.0
+"""More for a guest at the hub, where TLS comes first."""
 TELL_SECONDS = 1.0
 """How long the hub tries to tell the spokes why it fails."""
 
 _HEAD = struct.Struct("!c16sQ")
+HUB = "hub"
 _OPERATIONS = {b"S": "sum", b"B": "broadcast", b"G": "gather"}
 
 
@@ -63,17 +67,17 @@ class Star:
 
     @classmethod
     def hub(
-        cls, listener: socket.socket, world_size: int, token: str, timeout: float, tls: ssl.SSLContext | None = None
+        cls, listener: socket.socket, world_size: int, key: bytes, timeout: float, tls: ssl.SSLContext | None = None
     ) -> Star:
         """Rank 0: wait for the others at ``listener``, which is closed then. `StarError` if they do not come in time.
 
-        Who does not know the token, or has no certificate of the job's authority, is turned away and told why; who
-        says nothing keeps nobody out."""
+        Who does not prove that it has the key, or has no certificate of the job's authority, is turned away; who says
+        nothing keeps nobody out."""
         began, refused = time.monotonic(), list[str]()
         sockets: dict[int, socket.socket] = {}
         try:
             with listener:
-                _admit(listener, world_size, token, tls, began + timeout, sockets, refused)
+                _admit(listener, world_size, key, tls, began + timeout, sockets, refused)
         except OSError as error:
             late = [rank for rank in range(1, world_size) if rank not in sockets]
             why = f"within {timeout:g} s" if isinstance(error, TimeoutError) else f"before it failed: {error}"
@@ -85,32 +89,34 @@ class Star:
 
     @classmethod
     def spoke(
-        cls, address: tuple[str, int], rank: int, world_size: int, token: str, timeout: float,
+        cls, address: tuple[str, int], rank: int, world_size: int, key: bytes, timeout: float,
         tls: ssl.SSLContext | None = None,
     ) -> Star:  # fmt: skip
-        """Another rank: connect to the hub, for as long as ``timeout`` if it is not there yet."""
-        began, place = time.monotonic(), f"{address[0]}:{address[1]}"
+        """Another rank: connect to the hub, for as long as ``timeout`` if it is not there yet, or is besieged."""
+        began, place, dropped = time.monotonic(), f"{address[0]}:{address[1]}", 0
+        until = began + timeout
         while True:
+            link = None
             try:
-                connection = connect(address, began + timeout - time.monotonic())
-                break
-            except OSError as error:
+                link = Link(0, prepare(connect(address, until - time.monotonic()), tls, server_side=False))
+                run([(link, _introduce(link, key, rank, world_size))], timeout, until)
+                return cls(rank, world_size, {0: link.connection}, timeout)
+            except (OSError, PeerError) as error:
                 seconds = time.monotonic() - began
-                if seconds + RETRY_SECONDS > timeout:
-                    message = f"rank 0, the hub, cannot be reached at {place} within {timeout:g} s: {error}"
-                    raise StarError(message, 0, "forming", seconds) from error
-                time.sleep(RETRY_SECONDS)
-        try:
-            connection = prepare(connection, tls, server_side=False)
-            link = Link(0, connection)
-            hello = json.dumps({"token": token, "rank": rank, "world_size": world_size}).encode()
-            run([(link, _introduce(link, hello))], timeout, began + timeout)
-        except (OSError, PeerError) as error:
-            connection.close()
-            hint = "" if isinstance(error, PeerError) and error.told else "; is training.tls the same on all nodes?"
-            message = f"rank 0, the hub at {place}, did not take rank {rank}: {error}{hint}"
-            raise StarError(message, 0, "forming", time.monotonic() - began) from error
-        return cls(rank, world_size, {0: connection}, timeout)
+                if link is not None:
+                    link.connection.close()
+                was_dropped = isinstance(error.__cause__, ConnectionResetError | BrokenPipeError)
+                dropped += was_dropped
+                again = link is None or (was_dropped and dropped < DROPPED_OFTEN)
+                if again and seconds + RETRY_SECONDS <= timeout:
+                    time.sleep(RETRY_SECONDS)
+                    continue
+                message = f"rank 0, the hub, cannot be reached at {place} within {timeout:g} s: {error}"
+                if link is not None:
+                    told = isinstance(error, PeerError) and error.told
+                    hint = "" if told or "training.tls" in str(error) else "; is training.tls the same on all nodes?"
+                    message = f"rank 0, the hub at {place}, did not take rank {rank}: {error}{hint}"
+                raise StarError(message, 0, "forming", seconds) from error
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Add up over ranks, in place: in order of rank, so that all have the same bits whoever comes first.
@@ -253,91 +259,52 @@ class Star:
 
 
 def _admit(
-    listener: socket.socket, world_size: int, token: str, tls: ssl.SSLContext | None, until: float,
+    listener: socket.socket, world_size: int, key: bytes, tls: ssl.SSLContext | None, until: float,
     sockets: dict[int, socket.socket], refused: list[str],
 ) -> None:  # fmt: skip
     """Let in one spoke for each rank, several at the door at once, and note who was not let in.
 
     OSError where the listener fails; TimeoutError, which is one, when it is time."""
-    guests: dict[int, tuple[Link, Generator[int, None, int | None], str]] = {}
-    poll = select.poll()
-    listener.setblocking(False)
-    poll.register(listener, select.POLLIN)
+
+    def welcome(guest: Link) -> Generator[int, None, int]:
+        return _welcome(guest, tls, world_size, key, sockets)
+
+    door: Door[int] = Door(listener, welcome, SPEAK_SECONDS + (TLS_SECONDS if tls else 0.0), refused)
     try:
         while len(sockets) < world_size - 1:
-            seconds = until - time.monotonic()
-            ready = poll.poll(math.ceil(seconds * 1000)) if seconds > 0 else []
-            if not ready:
-                raise TimeoutError
-            for number, _ in ready:
-                if number == listener.fileno():
-                    with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-                        connection, address = listener.accept()
-                        number = connection.fileno()
-                        guest = Link(-1, connection)
-                        guests[number] = guest, _welcome(guest, tls, world_size, token, sockets), address[0]
-                        poll.register(number, select.POLLIN | select.POLLOUT)
-                    continue
-                guest, flow, host = guests[number]
-                try:
-                    poll.modify(number, next(flow))
-                    continue
-                except StopIteration as done:
-                    if done.value is None:
-                        guest.connection.close()
-                    else:
-                        sockets[done.value] = guest.connection
-                    poll.unregister(number)
-                    del guests[number]
-                except (OSError, PeerError) as error:
-                    refused.append(f"{host} was turned away: {error or type(error).__name__}")
-                    told = guest.refuse(None, str(error)) if isinstance(error, PeerError) else guest.leave()
-                    guests[number] = guest, told, host
-                    poll.modify(number, select.POLLIN | select.POLLOUT)  # at once
+            guest, rank = door.next(until)
+            sockets[rank] = guest.connection
     finally:
-        for guest, _, _ in guests.values():
-            guest.connection.close()
+        door.close()
 
 
 def _welcome(
-    guest: Link, tls: ssl.SSLContext | None, world_size: int, token: str, sockets: dict[int, socket.socket]
+    guest: Link, tls: ssl.SSLContext | None, world_size: int, key: bytes, sockets: dict[int, socket.socket]
 ) -> Generator[int, None, int]:
-    """At the hub: who is it? Its rank, once it knows that it is in. Its token is not repeated to anybody."""
+    """At the hub: who is it? Its rank, once it knows that it is in."""
     guest.connection = prepare(guest.connection, tls, server_side=True)
     yield from guest.shake_hands()
+    name = yield from answer(guest, key, HUB)
     size = bytearray(SIZE.size)
     yield from guest.receive(size)
-    hello: Any = None
-    if SIZE.unpack(size)[0] <= 4096:
-        raw = bytearray(SIZE.unpack(size)[0])
-        yield from guest.receive(raw)
-        with contextlib.suppress(PeerError):
-            hello = parse(-1, raw)
-    rank, why = _judge(hello, world_size, token)
-    if rank in sockets:
+    rank, why = int(name) if name.isdecimal() else -1, ""
+    if SIZE.unpack(size)[0] != world_size or not 0 < rank < world_size:
+        why = f"it takes itself for rank {name} of {SIZE.unpack(size)[0]} in a world of {world_size}"
+    elif rank in sockets:
         why = f"rank {rank} is here already"
     if why:
         raise PeerError(None, why)
     yield from guest.send(b"=")
+    if rank in sockets:  # while the last word was on its way
+        raise PeerError(None, f"rank {rank} is here already")
     return rank
 
 
-def _judge(hello: Any, world_size: int, token: str) -> tuple[int, str]:
-    """(rank, "") of a spoke that may come in, or (-1, why not)."""
-    if not isinstance(hello, dict) or not {"token", "rank", "world_size"} <= set(hello):
-        return -1, "it does not speak as a spoke does; is training.tls the same on all nodes?"
-    if not hmac.compare_digest(repr(hello["token"]).encode(), repr(token).encode()):
-        return -1, "its token is that of another job or generation"
-    rank, size = hello["rank"], hello["world_size"]
-    if size != world_size or type(rank) is not int or not 0 < rank < world_size:
-        return -1, f"it takes itself for rank {rank!r} of {size!r} in a world of {world_size}"
-    return rank, ""
-
-
-def _introduce(link: Link, hello: bytes) -> Flow:
+def _introduce(link: Link, key: bytes, rank: int, world_size: int) -> Flow:
     """At a spoke: be let in."""
     yield from link.shake_hands()
-    yield from link.send(SIZE.pack(len(hello)), hello)
+    yield from call(link, key, str(rank), HUB)
+    yield from link.send(SIZE.pack(world_size))
     yield from link.receive_parts([memoryview(b"")])
 
 

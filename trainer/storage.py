@@ -6,19 +6,25 @@ temporary file, fsync and rename; object stores have it by nature. Azure Blob St
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DamagedError
+from trainer.regular import open_regular, read_regular, too_large
 from trainer.swap import swap_file, write_through
 
 AZURE = "az://"
+SIDE_BY_SIDE = 8
+"""Small remote files that are read at once."""
 _memory_lock = threading.Lock()
 
 
@@ -51,7 +57,10 @@ class Storage:
         self.uri = str(uri).rstrip("/") or "/"
         self.fs: Any
         try:
-            self.fs, root = fsspec.url_to_fs(self.uri)
+            if "://" in self.uri:
+                self.fs, root = fsspec.url_to_fs(self.uri)
+            else:  # a path is taken as it is: "::" in it would be read as an address inside another
+                self.fs, root = LocalFileSystem(), os.path.abspath(os.path.expanduser(self.uri))
         except (ValueError, ImportError) as error:  # an unknown protocol, or one whose package is not installed
             raise ConfigError(f"{self.uri!r} is neither a folder nor an address that can be opened: {error}") from error
         self.root: str = str(root).rstrip("/")
@@ -71,12 +80,35 @@ class Storage:
         """The content of a file. FileNotFoundError where there is none."""
         return self.fs.cat_file(self.path(name))
 
-    def read_all(self, names: Sequence[str]) -> Sequence[bytes]:
-        """The contents of several files, in this order."""
-        return [self.read(name) for name in names]
+    def read_bounded(self, name: str, most_bytes: int) -> bytes:
+        """The content of a file that others may have put there. FileNotFoundError where there is none; `DamagedError`,
+        and nothing is held in memory, for one of more bytes, and for what is no regular file of this folder: a link is
+        not followed, a pipe not waited for."""
+        if self.is_local:
+            return read_regular(self.path(), name, most_bytes)
+        if (size := self.size(name)) > most_bytes:
+            raise too_large(f"{self.uri}/{name}", size, most_bytes)
+        return self.read(name)
+
+    def read_each(self, names: Sequence[str], most_bytes: int) -> Sequence[bytes | DamagedError]:
+        """The contents of several files, in this order, or what is wrong with them, see `read_bounded`."""
+        read = partial(self._read_or_damage, most_bytes=most_bytes)
+        if self.is_local or len(names) < 2:
+            return [read(name) for name in names]
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:  # small files: it is the way there that takes time
+            return list(pool.map(read, names))
+
+    def _read_or_damage(self, name: str, most_bytes: int) -> bytes | DamagedError:
+        try:
+            return self.read_bounded(name, most_bytes)
+        except DamagedError as error:
+            return error
 
     def open(self, name: str) -> IO[bytes]:
-        """A file to read in pieces. FileNotFoundError where there is none."""
+        """A file to read in pieces. FileNotFoundError where there is none, `DamagedError` for what is none."""
+        if self.is_local:
+            file: Any = open_regular(self.path(), name)
+            return io.BufferedReader(file)
         return self.fs.open(self.path(name), "rb")
 
     def fetch(self, name: str, path: str | os.PathLike[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from trainer.cores import yield_to_senders
 from trainer.direct import MOST_RANKS, DirectLinks, address_on, connect_all
+from trainer.gloo_links import deafen, prove, with_listeners
 from trainer.star import Star
 
 _log = logging.getLogger(__name__)
@@ -50,11 +52,12 @@ class TorchTransport:
     def __init__(
         self, group: Any, patient: Any, gpu: torch.device | None, timeout: float,
         make_group: Callable[[str, int, int], Any], direct: DirectLinks | None = None,
+        close_store: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """``make_group``: another group, of some ranks, from its name, this process's rank in it and its size.
-        ``direct``: for small sums, if all ranks have it."""
+        ``direct``: for small sums, if all ranks have it. ``close_store``: called when nobody needs the store."""
         self.group, self._patient, self._gpu, self._make_group = group, patient, gpu, make_group
-        self._direct = direct
+        self._direct, self._close_store = direct, close_store
         self._levels: tuple[Any, Any] | None = None
         self.linger_seconds = timeout + 5.0  # the communication thread may be left behind in a collective
         if gpu is not None:
@@ -146,6 +149,8 @@ class TorchTransport:
         """Nothing to say to the peers: they have had their last barrier."""
         if self._direct is not None:
             self._direct.close()
+        if self._gpu is None:  # NCCL's own threads may look into it at any time
+            self._close_store()
 
 
 class StarTransport:
@@ -187,30 +192,40 @@ class StarTransport:
 
 def make_torch_transport(
     store: dist.Store, rank: int, size: int, gpu: torch.device | None, timeout: float, patience: float,
-    host: str | None = None, own_host: str | None = None,
+    host: str | None = None, own_host: str | None = None, key: bytes = b"",
+    close_store: Callable[[], None] = lambda: None,
 ) -> TorchTransport:  # fmt: skip
     """A group over a store that no other group uses. ``patience``: the timeout of barriers, in seconds. ``host``: the
     address of this host that gloo uses, None for its own choice; ``own_host``: the same for direct links.
-    GLOO_SOCKET_IFNAME in the environment comes first."""
+    GLOO_SOCKET_IFNAME in the environment comes first. ``key``: what the ranks have, and nobody else. ``close_store``:
+    called when the transport is closed, or cannot be made."""
 
-    def make(name: str, rank: int, size: int) -> Any:
-        return _group(dist.PrefixStore(name, store), rank, size, gpu, timeout, host)
+    def make(name: str, rank: int, size: int, gpu: Any = gpu, seconds: float = timeout) -> Any:
+        group, listeners = _group(dist.PrefixStore(name, store), rank, size, gpu, seconds, host)
+        prove(group, rank, size, hmac.digest(key, f"gloo/{name}".encode(), "sha256"), timeout)
+        deafen(listeners)
+        return group
 
-    data = make("data", rank, size)
-    patient = _group(dist.PrefixStore("patient", store), rank, size, None, patience, host)
-    direct = None
-    if gpu is None and size <= MOST_RANKS:
-        direct = _direct_links(dist.PrefixStore("direct", store), rank, size, host or own_host, timeout, data)
-    return TorchTransport(data, patient, gpu, timeout, make, direct)
+    try:
+        data = make("data", rank, size)
+        patient = make("patient", rank, size, None, patience)
+        direct = None
+        if gpu is None and size <= MOST_RANKS:
+            place, words = host or own_host, hmac.digest(key, b"direct", "sha256")
+            direct = _direct_links(dist.PrefixStore("direct", store), rank, size, place, timeout, data, words)
+    except BaseException:
+        close_store()
+        raise
+    return TorchTransport(data, patient, gpu, timeout, make, direct, close_store)
 
 
 def _direct_links(
-    store: dist.Store, rank: int, size: int, host: str | None, timeout: float, group: Any
+    store: dist.Store, rank: int, size: int, host: str | None, timeout: float, group: Any, key: bytes
 ) -> DirectLinks | None:
     """Direct links, if all ranks have them: what they are for works without them, too. ``group``: of these ranks."""
     links = None
     try:
-        links = connect_all(store, rank, size, address_on(os.environ.get("GLOO_SOCKET_IFNAME"), host), timeout)
+        links = connect_all(store, rank, size, address_on(os.environ.get("GLOO_SOCKET_IFNAME"), host), timeout, key)
     except (OSError, RuntimeError) as error:  # RuntimeError is what a store raises
         _log.warning("rank %d has no direct links to all others: %s; small sums take gloo's way", rank, error)
     having, all_have = torch.tensor([links is not None], dtype=torch.int64), False
@@ -225,10 +240,12 @@ def _direct_links(
 
 def _group(
     store: dist.Store, rank: int, size: int, gpu: torch.device | None, timeout: float, host: str | None
-) -> Any:  # fmt: skip
+) -> tuple[Any, frozenset[int]]:  # fmt: skip
+    """A group, and the descriptors at which gloo listens for its ranks."""
     kind = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(store, rank, size)
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, _gloo_options(timeout, host))
+    options, listeners = with_listeners(lambda: _gloo_options(timeout, host))
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
     yield_to_senders()
     group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
     group._set_default_backend(kind.GLOO)
@@ -238,7 +255,7 @@ def _group(
         nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
         group._register_backend(gpu, kind.NCCL, nccl)
         group._set_default_backend(kind.NCCL)
-    return group
+    return group, listeners
 
 
 def _gloo_options(timeout: float, host: str | None) -> Any:

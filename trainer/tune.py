@@ -30,6 +30,7 @@ import torch
 import torch._dynamo  # which the first optimizer would load
 from torch import nn
 
+from trainer.allowed import refuse_foreign_factories
 from trainer.candidates import LAYOUT, Candidate, Facts
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig, parse_job
 from trainer.contestant import Contestant
@@ -407,6 +408,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder, slash, name = options.config.rpartition("/")
     try:
         job = parse_job(Storage(folder or slash or ".").read(name).decode(), source=options.config)
+        refuse_foreign_factories(job)
         RunDir(job.run_dir).make()
     except (ConfigError, OSError, UnicodeDecodeError) as error:
         parser.error(f"--config {options.config}: {error}")

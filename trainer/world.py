@@ -10,16 +10,19 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.cores import AVAILABLE, bind, share_of
+from trainer.door import BACKLOG
 from trainer.generation import Generation
 from trainer.group import Group, GroupError
+from trainer.launch_secret import LaunchSecret, read, warn_if_open
 from trainer.star import Star
+from trainer.store import Store
 from trainer.tls import client_context, server_context
 from trainer.transport import StarTransport, TorchTransport, Transport, make_torch_transport
 
@@ -204,6 +207,8 @@ def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | Non
             "training.tls needs ranks that find each other through the run directory: start the job on a "
             "cluster (DTRAIN_LAUNCH in the environment), not with a fixed MASTER_ADDR"
         )
+    secret = read(environment)
+    warn_if_open(secret, facts.rank, 1 if facts.local_world_size == facts.world_size else None, has_tls=False)
     _stay_on_loopback(facts.master_addr)
     _bind(facts.local_rank, facts.local_world_size, device, config)
     listener = None
@@ -216,12 +221,18 @@ def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | Non
 
     def open_transport() -> TorchTransport:
         assert facts.master_port is not None
-        store = _store((facts.master_addr, facts.master_port), facts.world_size, listener, config)
+        address = facts.master_addr, facts.master_port
+        key, seconds = secret.key("store", prefix), config.collective_timeout_seconds
+        if under_torchrun:
+            store = _beside(address, prefix, facts, environment, secret, seconds)
+        else:
+            store = Store(address, facts.rank, facts.world_size, key, seconds, listener)
         gpu = device if backend == "nccl" else None
         return make_torch_transport(
             dist.PrefixStore(prefix, store), facts.rank, facts.world_size, gpu,
             config.collective_timeout_seconds, config.solo_timeout_seconds,
             own_host=None if gpu is not None else _known_host(environment, facts),
+            key=secret.key("world", prefix), close_store=getattr(store, "close", lambda: None),
         )  # fmt: skip
 
     world = World(
@@ -249,11 +260,13 @@ def form(
     device: torch.device,
     listener: socket.socket,
     config: DistributedTrainingConfig,
-    token: str,
+    job: str,
+    secret: LaunchSecret,
 ) -> World:
     """The world of a generation, seen by one of its members; returns at once, the first collective waits for all.
 
-    ``listener``: the socket at this member's ``store_port``; closed where rank 0 is somebody else.
+    ``listener``: the socket at this member's ``store_port``; closed where rank 0 is somebody else. ``job``: its id,
+    which with the generation is what keys from the ``secret`` are for.
     """
     rank = generation.rank_of(member)
     assert rank is not None
@@ -268,21 +281,24 @@ def form(
         listener.close()
     if size > 1:
         address = (first.host, first.store_port)
-        name = f"{token}/g{generation.number}"
+        name, about = f"{job}/g{generation.number}", (job, generation.number)
 
         def open_transport() -> Transport:
+            seconds = config.collective_timeout_seconds
             if topology == "star":
-                seconds = config.collective_timeout_seconds
+                key = secret.key("star", *about)
                 if rank == 0:
                     contexts = server_context(config.tls) if config.tls else None
-                    return StarTransport(Star.hub(listener, size, name, seconds, contexts))
+                    return StarTransport(Star.hub(listener, size, key, seconds, contexts))
                 contexts = client_context(config.tls) if config.tls else None
-                return StarTransport(Star.spoke(address, rank, size, name, seconds, contexts))
-            store = _store(address, size, listener if rank == 0 else None, config)
+                return StarTransport(Star.spoke(address, rank, size, key, seconds, contexts))
+            key = secret.key("store", *about)
+            store = Store(address, rank, size, key, seconds, listener if rank == 0 else None)
             gpu = device if backend == "nccl" else None
             return make_torch_transport(
                 dist.PrefixStore(name, store), rank, size, gpu,
                 config.collective_timeout_seconds, config.solo_timeout_seconds, generation.members[rank].host,
+                key=secret.key("world", *about), close_store=store.close,
             )  # fmt: skip
 
         group = Group(rank, size, open_transport, device if device.type == "cuda" else None)
@@ -327,13 +343,22 @@ def _stay_on_loopback(address: str) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def _store(
-    address: tuple[str, int], size: int, listener: socket.socket | None, config: DistributedTrainingConfig
-) -> dist.TCPStore:
-    """The store through which ranks find each other; who has the listener serves it, at that address only."""
-    options: dict[str, Any] = {"master_listen_fd": listener.detach()} if listener else {}
-    timeout = timedelta(seconds=config.collective_timeout_seconds)
-    return dist.TCPStore(*address, size, listener is not None, timeout, wait_for_workers=False, **options)
+def _beside(
+    address: tuple[str, int], prefix: str, facts: RankFacts, environment: Mapping[str, str], secret: LaunchSecret,
+    seconds: float,
+) -> dist.Store:  # fmt: skip
+    """Under torchrun, whose agent serves a store that believes anybody: with a secret, a store of our own at rank 0.
+    The agent's says only where, and who lies about that can make the start fail, but is no store that proves itself."""
+    agents = dist.TCPStore(*address, None, False, timedelta(seconds=seconds), wait_for_workers=False)
+    if not secret.is_given:
+        return agents
+    where, listener = f"{prefix}/store", None
+    if facts.rank == 0:
+        listener = listen(own_host(environment, facts))
+        host, port = listener.getsockname()[:2]
+        agents.set(where, f"{port} {host}")
+    port, host = agents.get(where).decode().split(" ", 1)
+    return Store((host, int(port)), facts.rank, facts.world_size, secret.key("store", prefix), seconds, listener)
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
@@ -347,7 +372,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise _port_taken(port) from error
         raise ConfigError(f"rank 0 cannot listen on MASTER_ADDR={address}, MASTER_PORT={port}: {error}") from error
-    listener.listen(128)
+    listener.listen(BACKLOG)
     return listener
 
 

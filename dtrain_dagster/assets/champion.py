@@ -4,14 +4,18 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
 
 from dtrain_dagster.data.sharding import BuiltDataset
+from dtrain_dagster.orders import order_of
 from dtrain_dagster.resources import ProjectResource
 from dtrain_dagster.retraining import CHAMPION_CHECK, prices_of, registrations
 from dtrain_dagster.secrets import redact
+from trainer.rundir import RunDir
 
 REASSESS_SECONDS = 300
 DAYS_ENOUGH = 20
@@ -29,6 +33,9 @@ DAYS_ENOUGH = 20
 def champion_holds(
     context: dg.AssetCheckExecutionContext, project: ProjectResource, sharded_dataset: BuiltDataset
 ) -> dg.AssetCheckResult:
+    # Here, not above: the registry's package loads what the code location does not need.
+    from dtrain_dagster.registry.run_model import load_run_model, refuse_change
+
     champion, _ = registrations(context.instance)
     if champion is None or not champion.run_dir:
         return _not_judged("no champion was registered yet")
@@ -42,16 +49,23 @@ def champion_holds(
     }
     if sharded_dataset.manifest()["source"]["last_date"] <= known.last_date:
         return _not_judged("no day has come since", **facts)
-    command = [sys.executable, "-m", "trainer.reassess", "--run-dir", champion.run_dir]
-    command += ["--dataset", sharded_dataset.uri, "--after", known.last_date]
+    rundir = RunDir(champion.run_dir)
     try:
-        done = subprocess.run(  # in a process of its own: torch stays out of this one
-            command,
-            capture_output=True,
-            timeout=REASSESS_SECONDS,
-            env=os.environ | project.trainer_env(),
-            check=False,
-        )
+        model = load_run_model(rundir, order_of(project.home, rundir))
+        refuse_change(rundir.uri, model.digests, champion.digests)
+        with tempfile.TemporaryDirectory(prefix="dtrain-champion-") as scratch:
+            folder, code = model.unpack(Path(scratch))
+            command = [sys.executable, "-m", "trainer.reassess", "--model", str(folder), "--code", str(code)]
+            command += ["--dataset", sharded_dataset.uri, "--after", known.last_date]
+            done = subprocess.run(  # in a process of its own: torch stays out of this one
+                command,
+                capture_output=True,
+                timeout=REASSESS_SECONDS,
+                env=os.environ | project.trainer_env(),
+                check=False,
+            )
+    except (ValueError, OSError) as error:  # its files are gone, or are not what was ordered and registered
+        return _not_judged(redact(str(error))[-1000:], **facts)
     except subprocess.TimeoutExpired:  # what is not known yet must not end the run
         return _not_judged(f"its forecasts of the new days took longer than {REASSESS_SECONDS} s", **facts)
     if done.returncode != 0:

@@ -18,6 +18,7 @@ from dtrain_dagster.costs.tracker import CostTracker, edges, overrun, paid, utc
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.settings import load_settings
 from dtrain_dagster.wording import dollars
+from trainer.errors import DamagedError
 from trainer.rundir import RESULT, RunDir
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def cost_breakdown(
     job = trained_checkpoint
     rundir = RunDir(job.run_dir)
     plan = plan_of(rundir, cost_estimate)
-    usage, events = cluster.manager().node_usage(job.job_id), list(rundir.events())
+    usage, events = cluster.manager().node_usage(job.job_id), list(rundir.events(strict=True))
     tracker = CostTracker(job.cluster_name, usage, plan.tier)
     found = ledger(tracker.nodes, events)
     energy = job_footprint(usage, events, is_local=cluster.kind == "local")
@@ -168,10 +169,10 @@ def _probe(cluster: GPUClusterResource, plan: TrainingPlan, rundir: RunDir) -> "
     if not short.storage.exists(RESULT):
         return None
     try:
-        usage = cluster.manager().node_usage(job_id)
-    except ClusterError:  # of a cluster that has another name by now: it only serves to explain a difference
-        return None
-    return ledger(paid(usage)[0], list(short.events()), periods=1)
+        usage, events = cluster.manager().node_usage(job_id), list(short.events(strict=True))
+    except (ClusterError, DamagedError):  # of a cluster that has another name by now, or damaged: it only serves to
+        return None  # explain a difference
+    return ledger(paid(usage)[0], events, periods=1)
 
 
 def _ledger_check(tracker: CostTracker, found: "Ledger") -> dg.AssetCheckResult:

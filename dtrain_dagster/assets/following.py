@@ -15,12 +15,14 @@ from dtrain_dagster.clusters.base import GPUClusterManager, JobState
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker, overrun
-from dtrain_dagster.jobs import Progress, follow_job
+from dtrain_dagster.jobs import Progress, follow_job, ran_out
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
 from dtrain_dagster.notify import tell
 from dtrain_dagster.settings import load_settings
-from dtrain_dagster.wording import dollars, duration
-from trainer.rundir import LAUNCH, RESULT, RunDir
+from dtrain_dagster.wording import dollars, duration, in_block
+from trainer.errors import DamagedError
+from trainer.printable import visible
+from trainer.rundir import RunDir
 
 if TYPE_CHECKING:
     from dtrain_dagster.costs.projection import Projection
@@ -79,22 +81,25 @@ def watch(
                     context.log.info(progress_line(progress, plan, cost))
         except Exception:  # of whatever kind: what people are told of a job must not end the run that follows it
             error = traceback.format_exc()  # in the message: Dagster keeps no other part of a record
-            context.log.warning(f"{job_id}: how it does could not be told; it is followed further\n{error}")
+            told_error = visible(error, keep_lines=True)
+            context.log.warning(f"{job_id}: how it does could not be told; it is followed further\n{told_error}")
         if not status.state.is_final or status.state is JobState.SUCCEEDED:
             continue
         is_spent = ran_out(rundir)
         raise dg.Failure(
-            description=progress.explained(f"job {job_id} {status.state}: {status.message}")
+            description=visible(progress.explained(f"job {job_id} {status.state}: {status.message}"), keep_lines=True)
             + (f"; {RAISE_BUDGET}" if is_spent else ""),
-            metadata={"log": dg.MarkdownMetadataValue(f"```\n{manager.job_logs(job_id, tail=40)}\n```")},
+            metadata={"log": dg.MarkdownMetadataValue(in_block(log_of(manager, job_id)))},
             allow_retries=status.state is JobState.FAILED and not is_spent,
         )
 
 
-def ran_out(rundir: RunDir) -> bool:
-    """Did the last launch stop at its hard budget?"""
-    result, launch = rundir.read_json(RESULT) or {}, rundir.read_json(LAUNCH) or {}
-    return result.get("status") == "budget" and result.get("launch") in (None, launch.get("launch"))
+def log_of(manager: GPUClusterManager, job_id: str) -> str:
+    """The end of a job's logs, as text that may be shown anywhere."""
+    try:
+        return visible(manager.job_logs(job_id, tail=40), keep_lines=True)
+    except DamagedError as error:
+        return str(error)
 
 
 def tell_news(
@@ -132,7 +137,8 @@ def tell_of(
     job_id = rundir.uri.rsplit("/", 1)[-1]
     for alert in alerts(recent, told, training):
         told[alert.key] = {"sentence": alert.sentence, "at": time.time()}
-        context.log.warning(f"{job_id}: {alert.text}")
+        text = visible(alert.text, keep_lines=True)
+        context.log.warning(f"{job_id}: {text}")
         if alert.key == COMMUNICATION:
             check = dg.AssetCheckEvaluation(
                 asset_key=context.asset_key,
@@ -143,7 +149,7 @@ def tell_of(
                 | {"strategies": dg.MarkdownMetadataValue(strategy_table(alert.strategies))},
             )
             context.log_event(check)
-        tell(notify_urls, f"dtrain: {job_id}: {alert.title}", alert.text, context.log)
+        tell(notify_urls, f"dtrain: {job_id}: {alert.title}", text, context.log)
         rundir.write_json(TOLD, told)  # last: where it fails, people have been told all the same
 
 

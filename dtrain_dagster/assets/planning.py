@@ -21,6 +21,7 @@ from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs import fingerprint
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.wording import dollars, duration
+from trainer.allowed import refuse_foreign_factories
 from trainer.config import DistributedTrainingConfig, JobConfig, parse_job
 
 if TYPE_CHECKING:
@@ -299,8 +300,11 @@ def _learned_words(learned: Learned) -> str:
 
 
 def job_config(sections: dict[str, Any], **fields: Any) -> JobConfig:
-    """A checked `JobConfig`; `trainer.config.ConfigError` names each launchpad field that cannot be used."""
-    return parse_job(json.dumps({**sections, **fields}), source="launchpad")
+    """A checked `JobConfig`; `trainer.config.ConfigError` names each launchpad field that cannot be used, and the
+    setting that would allow a model or loss of one's own."""
+    job = parse_job(json.dumps({**sections, **fields}), source="launchpad")
+    refuse_foreign_factories(job)
+    return job
 
 
 def plan_table(plan: TrainingPlan) -> str:

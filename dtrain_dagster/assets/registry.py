@@ -1,6 +1,7 @@
 """Registration: the checkpoint becomes a version, proven by a real scoring server, promoted by a gate."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import dagster as dg
 
@@ -12,6 +13,7 @@ from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker, paid
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs import REGISTRATION, code_version
+from dtrain_dagster.orders import MODEL_DIGESTS, keep_registration, order_of
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.secrets import SecretError
 from dtrain_dagster.wording import dollars
@@ -55,6 +57,7 @@ def registered_model(
 
     job = trained_checkpoint
     rundir = RunDir(job.run_dir)
+    order = order_of(project.home, rundir)  # nodes write the run directory: what it says must be what was ordered
     plan = plan_of(rundir, cost_estimate)
     result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
     usage = cluster.manager().node_usage(job.job_id)
@@ -74,7 +77,13 @@ def registered_model(
     )
     gate = registry.promotion_gate(evaluation)
     card = registry.model_card(
-        project.model_name, rundir.read_job(), result, evaluation, sharded_dataset.manifest(), provenance, gate
+        project.model_name,
+        registry.ordered_job(rundir, order),
+        result,
+        evaluation,
+        sharded_dataset.manifest(),
+        provenance,
+        gate,
     )
     models = cluster.registry(project, context.run.run_id)
     model = models.register_model(
@@ -84,11 +93,18 @@ def registered_model(
         card,
         experiment=project.experiment,
         cache_dir=project.cache_dir,
+        order=order,
     )
+    digests = {name: model.tags[name] for name in (*MODEL_DIGESTS, registry.PACKED_TAG) if name in model.tags}
+    if order is not None:
+        keep_registration(
+            Path(project.home), order.job.job_id, {"name": model.name, "version": model.version, **digests}
+        )
+        order = order_of(project.home, rundir)  # from here on, its files must be those that were registered
     context.log.info(f"{model.name} version {model.version}; asking a scoring server for its numbers")
-    serving = models.check_serving(job.run_dir, model, cache_dir=project.cache_dir)
+    serving = models.check_serving(job.run_dir, model, cache_dir=project.cache_dir, order=order)
     # A model that cannot be served must not become champion, however good it is.
-    champion = models.judge_champion(job.run_dir, model, cache_dir=project.cache_dir)
+    champion = models.judge_champion(job.run_dir, model, cache_dir=project.cache_dir, order=order)
     verdict = gate if serving.passed else registry.Gate(False, (f"serving failed: {serving.message}",))
     decision = registry.choose_alias(verdict, champion)
     replaced = models.promote(model, decision)
@@ -105,6 +121,7 @@ def registered_model(
             "replaced_champion": replaced or "none",
             "uri": model.uri,
             "mlflow_run_id": model.run_id,
+            **digests,
             "model_card": dg.MarkdownMetadataValue(card),
             "tags": dg.JsonMetadataValue(dict(model.tags)),
         },
@@ -151,6 +168,8 @@ def endpoint_compatible(
         return dg.AssetCheckResult(
             passed=False, severity=dg.AssetCheckSeverity.WARN, metadata={**model, "message": str(error)}
         )
-    found = check_endpoint(endpoint, registered_model["run_dir"], cache_dir=project.cache_dir)
+    run_dir = registered_model["run_dir"]
+    order = order_of(project.home, RunDir(run_dir))
+    found = check_endpoint(endpoint, run_dir, cache_dir=project.cache_dir, order=order)
     severity = dg.AssetCheckSeverity.ERROR if found.speaks_against_model else dg.AssetCheckSeverity.WARN
     return dg.AssetCheckResult(passed=found.passed, severity=severity, metadata={**model, **found.figures()})

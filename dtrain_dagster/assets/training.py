@@ -29,7 +29,7 @@ from dtrain_dagster.jobs import (
 )
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
-from dtrain_dagster.wording import dollars
+from dtrain_dagster.wording import dollars, in_markdown
 from trainer.config import JobConfig, TrackingConfig, parse_job
 from trainer.rundir import EVALUATION, LAUNCH, LIMIT, RESULT, RunDir
 
@@ -219,7 +219,8 @@ def _metadata(
         "dataset_id": plan.job["dataset"]["dataset_id"],
         "curves": _picture(charts.training_curves(steps, evaluations), "Training curves"),
     }
-    if studio := (rundir.read_json(LAUNCH) or {}).get("studio_url"):
+    studio = (rundir.read_json(LAUNCH) or {}).get("studio_url")
+    if isinstance(studio, str) and studio.startswith("https://"):  # no javascript: in a link of the UI
         metadata["studio"] = dg.MetadataValue.url(studio)
     history = generations(rundir.storage)
     metadata["generations"] = len(history)
@@ -228,7 +229,7 @@ def _metadata(
     if model.get("nll") is not None:
         metadata["skill"] = _picture(charts.skill_chart(model, evaluation["baselines"]), "Skill against the baselines")
         metadata["calibration"] = _picture(charts.calibration_chart(evaluation["calibration"]), "Calibration")
-    metadata["notes"] = dg.MarkdownMetadataValue("\n".join(f"- {note}" for note in evaluation["notes"]))
+    metadata["notes"] = dg.MarkdownMetadataValue("\n".join(f"- {in_markdown(note)}" for note in evaluation["notes"]))
     return metadata
 
 
@@ -239,7 +240,7 @@ def membership_table(history: "Sequence[Generation]") -> str:
         at = datetime.fromtimestamp(item.formed_at, UTC).strftime("%H:%M:%S")
         nodes = ", ".join(str(seat.node) for seat in item.members)
         mode = "parameter server" if item.topology == "star" else "all-reduce"
-        rows.append(f"| {item.number} | {at} UTC | {item.step} | {nodes} | {mode} | {item.reason} |")
+        rows.append(f"| {item.number} | {at} UTC | {item.step} | {nodes} | {mode} | {in_markdown(item.reason)} |")
     return "\n".join(rows)
 
 

@@ -7,15 +7,22 @@ has removed their folder, all run directories are opened once.
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from dtrain_dagster.clusters.base import InUseError
+from trainer import schemas
+from trainer.documents import MARK_BYTES, known_names, parse_document, read_document, warn_once
+from trainer.errors import DamagedError
 from trainer.storage import Storage
 
+MARK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}(~\d{1,12})?")
+"""A job's id, with the number of its launch where it has one."""
 COMPLETE = "~complete"
 """Beside the marks, and no job's name: every job that runs has one."""
 USED, CLOSING = "used.json", "closing.json"
@@ -41,14 +48,18 @@ class ActiveJobs:
     def marks(self) -> list[str] | None:
         """None where not every job that runs has one: jobs were started before there were marks."""
         names = self.storage.list()
-        return [name for name in names if name != COMPLETE] if COMPLETE in names else None
+        if COMPLETE not in names:
+            return None
+        return known_names(self.storage, "", (name for name in names if name != COMPLETE), MARK)
 
     def entered_at(self, mark: str) -> float:
-        """When the mark was made; now, where it is gone."""
+        """When the mark was made; now, where it is gone; never, where it is damaged: it is one that is made again where
+        it is missing."""
         try:
-            return float(json.loads(self.storage.read(mark))["at"])
-        except FileNotFoundError:
-            return time.time()
+            found = read_document(self.storage, mark, schemas.AT, MARK_BYTES)
+        except DamagedError:
+            return 0.0
+        return time.time() if found is None else float(found["at"])
 
     def complete(self) -> None:
         """Every job that runs has its mark now."""
@@ -65,9 +76,11 @@ class ClusterUse:
     def used_at(self) -> float | None:
         """When it was last provisioned, or got a job, or a job of it ended; Unix seconds, None for never."""
         try:
-            return float(json.loads(self.state.read(USED))["at"])
-        except FileNotFoundError:
+            found = read_document(self.state, USED, schemas.AT, MARK_BYTES)
+        except DamagedError as error:  # it says nothing, and is written anew by the next use
+            warn_once(str(error))
             return None
+        return None if found is None else float(found["at"])
 
     def note_end(self, ended_at: float, job_id: str) -> None:
         self._note(ended_at, job_id)
@@ -111,10 +124,16 @@ class ClusterUse:
     def _closing(self) -> bytes | None:
         """What whoever gives it back has written; None where nobody does."""
         try:
-            return self.state.read(CLOSING)
+            return self.state.read_bounded(CLOSING, MARK_BYTES)
         except FileNotFoundError:
             return None
+        except DamagedError as error:  # a person has to look before anything is given back
+            raise OSError(errno.EIO, str(error)) from error
 
     def _is_closing(self) -> bool:
         found = self._closing()
-        return found is not None and abs(time.time() - float(json.loads(found)["at"])) < CLOSING_SECONDS
+        try:
+            began = None if found is None else parse_document(found, CLOSING, schemas.AT)["at"]
+        except DamagedError:
+            return False
+        return began is not None and abs(time.time() - float(began)) < CLOSING_SECONDS

@@ -12,8 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from trainer.errors import DamagedError
 from trainer.rundir import RunDir
 
 OWNER = "owner.json"
@@ -114,6 +116,8 @@ class JobStatus:
     nodes_alive: int = 0
     started_at: float | None = None
     ended_at: float | None = None
+    damage: str = ""
+    """What is wrong with its run directory, where it cannot be read; ``state`` is then what is seen from outside."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +130,8 @@ class NodeUsage:
     ended_at: float
     tier: str | None = None
     """Tier that was paid for, where the cluster decides; None: the one that was asked for."""
+    not_billed_seconds: float = 0.0
+    """What the node's record has, or would have, on top of this, since its clock was set: negative where back."""
 
     @property
     def hours(self) -> float:
@@ -159,7 +165,10 @@ class Orphan:
 
     def refuse_new_owner(self, rundir: RunDir) -> None:
         """`InUseError` for a job that somebody has taken over since it was found."""
-        known = rundir.read_json(OWNER)
+        try:
+            known = rundir.read_json(OWNER)
+        except DamagedError as error:
+            raise InUseError(f"whose job {self.job_id} is cannot be told: {error}") from None
         if known is not None and known["dagster_run_id"] != self.dagster_run_id:
             by = f"run {known['dagster_run_id']}" if known["dagster_run_id"] else "a person"
             raise InUseError(f"job {self.job_id} is followed by {by} by now")
@@ -190,6 +199,8 @@ class NodePool:
 class GPUClusterManager(ABC):
     """Provisions a cluster and runs jobs on it. Every method can be called again without harm."""
 
+    home: Path
+    """Folder of this orchestrator on this machine, which nodes of the cloud cannot reach."""
     python: ClassVar[str] = sys.executable
     """What its nodes call Python."""
     poll_seconds: float = 0.5

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtrain_dagster.clusters.processes import MARK
+from trainer.launch_secret import SECRET_FILE
+
+_OF_A_LAUNCH = ("DTRAIN_LAUNCH", "DTRAIN_STAY", SECRET_FILE)
 
 
 class LaunchError(ValueError):
@@ -35,9 +38,10 @@ def node_mark(launch: Mapping[str, Any], node_id: int, stay: int) -> str:
 
 
 def rank_environment(
-    launch: Mapping[str, Any], node_id: int, local_rank: int, port: int, stay: int = 1
+    launch: Mapping[str, Any], node_id: int, local_rank: int, port: int, stay: int = 1, secret: str = ""
 ) -> dict[str, Any]:
-    """torchrun's variables for one process; for one that regroups, the launch and the stay as well."""
+    """torchrun's variables for one process; for one that regroups, the launch and the stay as well. ``secret``: the
+    path of the file with this launch's secret."""
     per_node, count = launch["processes_per_node"], launch["node_count"]
     elastic = {"DTRAIN_LAUNCH": launch["launch"], "DTRAIN_STAY": stay} if launch["elastic"] else {}
     return {
@@ -51,6 +55,7 @@ def rank_environment(
         "MASTER_PORT": port,
         "PYTHONUNBUFFERED": 1,
         MARK: node_mark(launch, node_id, stay),
+        **({SECRET_FILE: secret} if secret else {}),
         **elastic,
     }
 
@@ -68,5 +73,5 @@ def merge_environment(
     threads = {"OMP_NUM_THREADS": str(launch["threads_per_rank"])} if launch["threads_per_rank"] else {}
     places = {name: str(value) for name, value in variables.items()}
     # A job may be submitted from within another: that one's launch is not this one's.
-    outer = {name: value for name, value in inherited.items() if name not in ("DTRAIN_LAUNCH", "DTRAIN_STAY")}
+    outer = {name: value for name, value in inherited.items() if name not in _OF_A_LAUNCH}
     return {**defaults, **outer, **threads, **launch["env"], **places}

@@ -5,10 +5,18 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
+from trainer.documents import LOG_BYTES
+from trainer.regular import open_regular
+
+_NODE_LOG = re.compile(r"node-(\d{1,9})\.log")
+LINE_BYTES = 1 << 14
+"""Of a line that is shown."""
 PIPE_BYTES = 1 << 20
 """What a process can print between two looks without having to wait."""
 PATIENCE_SECONDS = 0.5
@@ -86,9 +94,9 @@ def last_lines(path: Path, lines: int) -> str:
     """The last lines of a log, read from its end; "" if there is none."""
     block, data = 8192, b""
     try:
-        with open(path, "rb") as file:
+        with open_log(path) as file:
             position = file.seek(0, os.SEEK_END)
-            while position > 0 and data.count(b"\n") <= lines:
+            while position > 0 and data.count(b"\n") <= lines and len(data) < LOG_BYTES:
                 step = min(block, position)
                 position -= step
                 file.seek(position)
@@ -96,4 +104,38 @@ def last_lines(path: Path, lines: int) -> str:
                 block *= 2
     except FileNotFoundError:
         return ""
-    return "\n".join(data.decode(errors="replace").splitlines()[-lines:]) if lines > 0 else ""
+    return "\n".join(readable(data).splitlines()[-lines:]) if lines > 0 else ""
+
+
+def readable(data: bytes) -> str:
+    """A log as text, its lines no longer than anybody can read: some programs print all on one. A carriage return ends
+    one too: progress bars are written over themselves with it, and a terminal is not to obey it."""
+    lines = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+    if max(map(len, lines)) > LINE_BYTES:
+        lines = [
+            line if len(line) <= LINE_BYTES else line[:LINE_BYTES] + b" ... %d bytes more" % (len(line) - LINE_BYTES)
+            for line in lines
+        ]
+    return b"\n".join(lines).decode(errors="replace")
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """A log in a folder of a run directory. FileNotFoundError where there is none, `DamagedError` for what is no file,
+    or where the folder leads elsewhere."""
+    return open_regular(str(path.parent.parent), f"{path.parent.name}/{path.name}")
+
+
+def text_of(path: Path) -> str:
+    """A log as a whole, of a very long one its end. FileNotFoundError where there is none, `DamagedError` for what is
+    no file."""
+    with open_log(path) as file:
+        left_out = max(0, file.seek(0, os.SEEK_END) - LOG_BYTES)
+        file.seek(left_out)
+        text = readable(file.read(LOG_BYTES))
+    return f"… the first {left_out:,} bytes are left out …\n{text}" if left_out else text
+
+
+def logs_of(folder: Path, node_id: int | None = None) -> dict[int, Path]:
+    """Node → its log, in order of nodes. What else is in the folder is none."""
+    found = {int(match[1]): path for path in folder.glob("node-*.log") if (match := _NODE_LOG.fullmatch(path.name))}
+    return {node: found[node] for node in sorted(found) if node_id in (None, node)}

@@ -14,9 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,25 @@ from dtrain_dagster.clusters.base import (
     NodeUsage,
     Orphan,
 )
-from dtrain_dagster.clusters.claim import POLL_SECONDS, SUPERVISOR_LOG, claim, settle, signal_supervisor, sweep
-from dtrain_dagster.clusters.linelog import last_lines
+from dtrain_dagster.clusters.claim import (
+    POLL_SECONDS,
+    SUPERVISOR_LOG,
+    claim,
+    new_token,
+    settle,
+    signal_supervisor,
+    sweep,
+)
+from dtrain_dagster.clusters.linelog import last_lines, logs_of, text_of
 from dtrain_dagster.clusters.lock import acquire, is_held, undisturbed
 from dtrain_dagster.clusters.processes import MARK
 from dtrain_dagster.clusters.supervisor import STOP_GRACE
+from dtrain_dagster.home import HomeError, make_home
+from trainer import schemas
+from trainer.documents import MARK_BYTES, read_document, warn_once
+from trainer.errors import DamagedError
+from trainer.launch_secret import SECRET_FILE
+from trainer.places import PlaceError, checked_id
 from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
 from trainer.storage import Storage
 
@@ -56,6 +69,12 @@ END_SECONDS = 25.0
 """How long the end of an orphan is waited for, at one tick of a sensor."""
 
 CLUSTER = "cluster.json"
+_CONFIG = schemas.record(
+    {"cluster_name": schemas.text, "node_count": schemas.whole(1), "gpu_type": schemas.text,
+     "auto_scale_enabled": schemas.flag, "min_nodes": schemas.count, "max_nodes": schemas.count,
+     "idle_timeout_minutes": schemas.count},
+    processes_per_node=schemas.whole(1), tier=schemas.optional(schemas.text),
+)  # fmt: skip
 NEVER_STARTED = "it never started: whoever submitted it ended before it could; submit it again"
 
 
@@ -119,11 +138,16 @@ class LocalClusterManager(GPUClusterManager):
         """A node that a running job has lost, or that is silent, is unhealthy; one without work is healthy."""
         config = self._config()
         running = [status.job_id for status in self.active_jobs()]
+        damaged: list[str] = []
         seen: dict[int, list[NodeHealth]] = {node_id: [] for node_id in range(config.node_count if config else 0)}
         for job_id in running:
             rundir = self._rundir(job_id)
-            newest = presences.newest_generation(rundir)
-            for node in presences.latest(rundir.nodes()):
+            try:
+                newest, there = presences.newest_generation(rundir), presences.latest(rundir.nodes())
+            except DamagedError as error:
+                damaged.append(str(error))
+                continue
+            for node in there:
                 seen.setdefault(node.node_id, []).append(presences.health(job_id, node, time.time(), newest))
         nodes = tuple(
             NodeHealth(
@@ -135,10 +159,10 @@ class LocalClusterManager(GPUClusterManager):
         )
         return ClusterHealth(
             cluster_name=self.cluster_name,
-            healthy=all(node.healthy for node in nodes),
+            healthy=all(node.healthy for node in nodes) and not damaged,
             nodes=nodes,
             running_jobs=tuple(running),
-            message="" if config else "not provisioned",
+            message="; ".join([*([] if config else ["not provisioned"]), *damaged]),
         )
 
     def pools(self) -> list[NodePool]:
@@ -174,7 +198,8 @@ class LocalClusterManager(GPUClusterManager):
     def cleanup_cluster(self) -> None:
         running = [status.job_id for status in self.list_jobs() if not status.state.is_final]
         for job_id in running:
-            signal_supervisor(self._rundir(job_id), signal.SIGTERM)  # all at once, then wait for each
+            with contextlib.suppress(DamagedError):  # it is ended below, otherwise
+                signal_supervisor(self._rundir(job_id), signal.SIGTERM)  # all at once, then wait for each
         for job_id in running:
             self.cancel_job(job_id)
         self.state.delete(CLUSTER)
@@ -185,6 +210,8 @@ class LocalClusterManager(GPUClusterManager):
         if not spec.command:
             raise ClusterError(f"job {spec.job_id!r} has no command to run")
         rundir = RunDir(str(folder))
+        with contextlib.suppress(HomeError):  # what is wrong with it is said below
+            make_home(self.home)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = claim(folder, rundir)
@@ -219,7 +246,7 @@ class LocalClusterManager(GPUClusterManager):
             "launch": 1 + max((node.launch for node in rundir.nodes()), default=0),
             "max_replacements": self.max_replacements,
             "replacement_delay_seconds": self.replacement_delay_seconds,
-            "token": uuid.uuid4().hex,
+            "token": new_token(folder),
             "sku": self.gpu_type,
             "cluster_name": self.cluster_name,
             "submitted_at": time.time(),
@@ -236,7 +263,7 @@ class LocalClusterManager(GPUClusterManager):
                 stderr=log,
                 start_new_session=True,
                 pass_fds=[lock],
-                env=with_package({**os.environ, MARK: launch["token"]}),
+                env=with_package({**os.environ, MARK: launch["token"], SECRET_FILE: str(self._secret(spec.job_id))}),
             )
         # Waited for in the background, so that its end leaves no zombie in a submitter that lives long.
         threading.Thread(target=process.wait, daemon=True).start()
@@ -248,7 +275,7 @@ class LocalClusterManager(GPUClusterManager):
                     f"of {log_path}:\n{last_lines(log_path, 12)}"
                 )
             if time.monotonic() > deadline:
-                sweep(launch)
+                sweep(launch, folder)
                 raise ClusterError(
                     f"the supervisor of job {spec.job_id!r} did not start in {START_SECONDS:.0f} s; see {log_path}"
                 )
@@ -264,7 +291,7 @@ class LocalClusterManager(GPUClusterManager):
             state, message = (JobState.QUEUED, "starting") if running else (JobState.FAILED, NEVER_STARTED)
             return JobStatus(job_id=job_id, state=state, message=message, started_at=launch.get("submitted_at"))
         state = JobState(status["state"])
-        alive = 0 if state.is_final else sum(node.ended_at is None for node in presences.latest(rundir.nodes()))
+        alive = 0 if state.is_final else sum(node.ended_at is None for node in presences.latest(rundir.nodes(True)))
         return JobStatus(
             job_id=job_id,
             state=state,
@@ -308,7 +335,7 @@ class LocalClusterManager(GPUClusterManager):
         for name in Storage(str(self.jobs_dir)).list():
             if name.startswith(prefix):
                 with contextlib.suppress(ClusterError, NotADirectoryError):  # something that is no job
-                    jobs.append(self.job_status(name))
+                    jobs.append(self._peek(name))
         return sorted(jobs, key=lambda job: job.started_at or 0.0, reverse=True)
 
     def active_jobs(self) -> list[JobStatus]:
@@ -320,7 +347,7 @@ class LocalClusterManager(GPUClusterManager):
         jobs = []
         for job_id in marks:
             try:
-                status = self.job_status(job_id)
+                status = self._peek(job_id)
             except (ClusterError, NotADirectoryError):  # its run directory is gone, or is just being made
                 self._forget(job_id, None)
             else:
@@ -329,6 +356,20 @@ class LocalClusterManager(GPUClusterManager):
                 else:
                     jobs.append(status)
         return sorted(jobs, key=lambda job: job.started_at or 0.0, reverse=True)
+
+    def _peek(self, job_id: str) -> JobStatus:
+        """How a job stands; of one that cannot be read, what is wrong and whether a supervisor works on it. So no job
+        hides the others."""
+        try:
+            return self.job_status(job_id)
+        except NotADirectoryError:
+            raise
+        except (DamagedError, OSError) as error:
+            held = False
+            with contextlib.suppress(OSError):
+                held = is_held(self.jobs_dir / job_id)
+            state = JobState.RUNNING if held else JobState.FAILED
+            return JobStatus(job_id=job_id, state=state, message=f"damaged: {error}", damage=str(error))
 
     def _forget(self, job_id: str, ended_at: float | None) -> None:
         """Remove the mark of a job that has ended, unless it is being started again."""
@@ -343,9 +384,16 @@ class LocalClusterManager(GPUClusterManager):
 
     def _end(self, job_id: str, patience_seconds: float = math.inf) -> bool:
         """Have a job ended, and wait so long for it; whether it has."""
-        self.job_status(job_id)  # is there such a job?
         rundir = self._rundir(job_id)
         folder = rundir.storage.local_path()
+        try:
+            self.job_status(job_id)  # is there such a job?
+            rundir.read_json(STATUS)
+        except DamagedError:
+            if not is_held(folder):
+                raise
+            sweep(rundir.read_json(LAUNCH) or {}, folder)  # its supervisor cannot be asked to end it in order
+            return not is_held(folder)
         grace = (rundir.read_json(STATUS) or {}).get("stop_grace_seconds", STOP_GRACE[1])
         asked_at = time.monotonic()
         while is_held(folder):
@@ -360,16 +408,12 @@ class LocalClusterManager(GPUClusterManager):
 
     def job_logs(self, job_id: str, node_id: int | None = None, tail: int | None = None) -> str:
         self.job_status(job_id)  # is there such a job?
-        folder = self.jobs_dir / job_id / LOGS
-        if node_id is None:
-            paths = sorted(folder.glob("node-*.log"), key=lambda path: int(path.stem[5:]))
-        else:
-            paths = [folder / f"node-{node_id}.log"]
-            if not paths[0].exists():
-                raise ClusterError(f"job {job_id!r} has no log of a node {node_id}; nodes count from 0")
+        paths = logs_of(self.jobs_dir / job_id / LOGS, node_id)
+        if node_id is not None and not paths:
+            raise ClusterError(f"job {job_id!r} has no log of a node {node_id}; nodes count from 0")
         parts = []
-        for path in paths:
-            text = path.read_text(errors="replace").rstrip("\n") if tail is None else last_lines(path, tail)
+        for path in paths.values():
+            text = text_of(path).rstrip("\n") if tail is None else last_lines(path, tail)
             parts.append(text if node_id is not None else f"=== {path.name} ===\n{text}")
         return "\n".join(parts)
 
@@ -383,10 +427,14 @@ class LocalClusterManager(GPUClusterManager):
         found = []
         for status in self.active_jobs():
             rundir = self._rundir(status.job_id)
-            owner = (rundir.read_json(OWNER) or {}).get("dagster_run_id")
+            try:
+                owner = (rundir.read_json(OWNER) or {}).get("dagster_run_id")
+                launch = rundir.read_json(LAUNCH) or {}
+            except DamagedError as error:  # whose it is cannot be told, so it is nobody's to end
+                warn_once(str(error))
+                continue
             if owner is None or owner in live_runs:
                 continue
-            launch = rundir.read_json(LAUNCH) or {}
             found.append(
                 Orphan(
                     kind="job",
@@ -413,14 +461,23 @@ class LocalClusterManager(GPUClusterManager):
             raise ClusterError(f"the local cluster keeps job {spec.job_id!r} in {expected}, not in {spec.run_dir}")
         return expected
 
+    def _secret(self, job_id: str) -> Path:
+        """Where the supervisor of a job keeps the secret of its launch: not in the run directory, which others read."""
+        return self.home / "secrets" / job_id
+
     def _rundir(self, job_id: str) -> RunDir:
+        try:
+            checked_id(job_id, "the id of the job")
+        except PlaceError as error:
+            raise ClusterError(str(error)) from None
         return RunDir(str(self.jobs_dir / job_id))
 
     def _config(self) -> ClusterConfig | None:
-        try:
-            return ClusterConfig(**json.loads(self.state.read(CLUSTER)))
-        except FileNotFoundError:
+        found = read_document(self.state, CLUSTER, _CONFIG, MARK_BYTES)
+        if found is None:
             return None
+        names = [field.name for field in fields(ClusterConfig)]
+        return ClusterConfig(**{name: found[name] for name in names if name in found})
 
     def _write(self, config: ClusterConfig) -> None:
         self.state.write(CLUSTER, json.dumps(asdict(config), indent=2).encode())

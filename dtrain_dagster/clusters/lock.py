@@ -18,7 +18,7 @@ LOCK = "supervisor.lock"
 
 def acquire(folder: Path) -> int | None:
     """A descriptor that holds the lock until every copy of it is closed; None if a supervisor holds it."""
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644)
     while True:
         if _lock(descriptor, fcntl.LOCK_EX):
             return descriptor
@@ -39,7 +39,7 @@ def is_held(folder: Path) -> bool:
 def undisturbed(folder: Path) -> Iterator[bool]:
     """Is the lock free? As long as the block lasts nobody gets it, and who tries waits; askers are not disturbed."""
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY)
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError):
         yield True
         return

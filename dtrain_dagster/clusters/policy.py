@@ -90,10 +90,12 @@ def decide(
         return WAIT
     if finished:
         return Decision(action="succeed")
-    remaining = tuple(node.node_id for node in nodes if EXIT_LOST in node.codes)
+    lost_peers = tuple(node.node_id for node in nodes if EXIT_LOST in node.codes)
+    # Killed to the last, nobody is left who could say that starting again helps. It does, unless they were told to go.
+    remaining = tuple(node.node_id for node in nodes) if all(map(is_killing, codes)) else lost_peers
     if remaining and launches_left > 0:
         return Decision(action="relaunch", nodes=remaining)
-    return Decision(action="give_up", reason=_why(codes, bool(remaining)))
+    return Decision(action="give_up", reason=_why(codes, bool(lost_peers)))
 
 
 def decide_plainly(nodes: Sequence[NodeFacts]) -> Decision:
@@ -110,6 +112,11 @@ def is_loss(code: int) -> bool:
     return code < 0 or code == EXIT_LOST or code > 128
 
 
+def is_killing(code: int | None) -> bool:
+    """It was ended by a signal, and was not asked to go."""
+    return code is not None and code not in (EXIT_EVICTED, -signal.SIGTERM) and (code < 0 or code > 128)
+
+
 def is_failure(code: int) -> bool:
     """It failed in a way that would come again."""
     return code != 0 and not is_loss(code)
@@ -122,6 +129,8 @@ def _why(codes: Sequence[int | None], lost_peers: bool) -> str:
         return "all processes ended in order, but the result does not say that the training is done"
     if all(code in (EXIT_EVICTED, -signal.SIGTERM) for code in codes):
         return "evicted: all nodes were told to go (SIGTERM)"
+    if all(map(is_killing, codes)):
+        return "all nodes are gone, and starting them again did not help"
     return "all nodes are gone"
 
 

@@ -5,14 +5,19 @@ A presence is written by the supervisor, and what it says is paid for.
 
 from __future__ import annotations
 
-import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from dtrain_dagster.clusters.base import NodeHealth, NodeUsage
+from trainer import schemas
+from trainer.documents import read_document
 from trainer.rundir import JOB, MEMBERSHIP, NodePresence, RunDir
 
+_RECORD = re.compile(r"g\d{6,12}\.json")
+_CANDIDACY = re.compile(r"n(\d{1,9})p\d{1,9}-[0-9a-f]+\.json")
+"""Names in that folder (`trainer.membership`), of node and local rank; what has another one is a stranger's."""
 HEARTBEAT_SECONDS = 2.0
 STALE_SECONDS = 5 * HEARTBEAT_SECONDS
 
@@ -35,7 +40,13 @@ def end_of(node: NodePresence) -> float:
 
 def is_here(node: NodePresence, now: float, stale: float) -> bool:
     """Is it there, as far as it says itself? ``stale``: who was silent for so many seconds is not."""
-    return node.ended_at is None and now - (node.last_seen_at or node.started_at) < stale
+    return node.ended_at is None and now - node.heard_at(now) < stale
+
+
+def reached(node: NodePresence, now: float, longest: float = STALE_SECONDS) -> float:
+    """Until when a node that is there is paid: now, by its own clock. No further than ``longest`` seconds after it was
+    last heard of, so that a clock which has just been set bills nothing."""
+    return end_of(node) + min(max(0.0, now - node.heard_at(now)), longest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,19 +72,19 @@ class Generation:
 
 
 def newest_generation(rundir: RunDir) -> Generation | None:
-    """The one that counts, None if there is none yet."""
-    names = [name for name in rundir.storage.list(MEMBERSHIP) if name.endswith(".json")]
-    if not names:
+    """The one that counts, None if there is none yet. `DamagedError` where it is no record."""
+    names = [name for name in rundir.storage.list(MEMBERSHIP) if _RECORD.fullmatch(name)]
+    record = read_document(rundir.storage, f"{MEMBERSHIP}/{names[-1]}", schemas.NODES_OF_GENERATION) if names else None
+    if record is None:
         return None
-    record = json.loads(rundir.storage.read(f"{MEMBERSHIP}/{names[-1]}"))
-    candidates = rundir.storage.list(f"{MEMBERSHIP}/g{record['number'] + 1:06d}")  # n<node>p<local rank>-….json
+    candidates = rundir.storage.list(f"{MEMBERSHIP}/g{record['number'] + 1:06d}")
     training = (rundir.read_json(JOB) or {}).get("training", {})
     return Generation(
         number=record["number"],
         launch=record["launch"],
         formed_at=record["formed_at"],
         nodes=frozenset(seat["node"] for seat in record["members"]),
-        asking=frozenset(int(name[1:].split("p")[0]) for name in candidates),
+        asking=frozenset(int(match[1]) for name in candidates if (match := _CANDIDACY.fullmatch(name))),
         patience_seconds=float(training.get("peer_timeout_seconds", 60.0)),
     )
 
@@ -89,7 +100,8 @@ def usage(
             node_id=node.node_id,
             sku=sku,
             started_at=node.started_at,
-            ended_at=now if node in here and is_here(node, now, stale) else end_of(node),
+            ended_at=reached(node, now) if node in here and is_here(node, now, stale) else end_of(node),
+            not_billed_seconds=node.clock_jump_seconds,
         )
         for node in nodes
     ]
@@ -100,7 +112,7 @@ def health(job_id: str, node: NodePresence, now: float, generation: Generation |
     if node.ended_at is not None:
         left = f"left {job_id} with exit codes {', '.join(map(str, node.exit_codes))}"
         return NodeHealth(node_id=node.node_id, healthy=not any(node.exit_codes), message=left)
-    silent = now - (node.last_seen_at or node.started_at)
+    silent = now - node.heard_at(now)
     if silent > STALE_SECONDS:
         return NodeHealth(node_id=node.node_id, healthy=False, message=f"silent for {silent:.0f} s in {job_id}")
     if generation and generation.leaves_out(node):
@@ -112,6 +124,6 @@ def health(job_id: str, node: NodePresence, now: float, generation: Generation |
 
 def close(rundir: RunDir, ended_at: float | None = None) -> None:
     """Write the end of nodes whose supervisor could not: at this time, or when they were last seen."""
-    for node in rundir.nodes():
+    for node in rundir.nodes(skip_damaged=True):
         if node.ended_at is None:
             rundir.write_node(replace(node, ended_at=end_of(node) if ended_at is None else ended_at))

@@ -100,6 +100,63 @@ def kill_all(find: Callable[[], set[int]], limit_seconds: float) -> bool:
     return True
 
 
+def process_ids() -> list[int]:
+    """Of all that run on this machine, as far as it says so."""
+    return [entry.pid for entry in _scan()] if _has_proc() else []
+
+
+def parent_of(pid: int) -> int | None:
+    """None where it has ended."""
+    return next((entry.parent for entry in _scan() if entry.pid == pid), None)
+
+
+def command_of(pid: int) -> list[str]:
+    """The words that it was started with; none where it has ended or is another user's."""
+    if _has_proc():
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                return [os.fsdecode(word) for word in file.read().split(b"\0")[:-1]]
+        except OSError:
+            return []
+    import psutil
+
+    try:
+        return psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return []
+
+
+def has_open(pid: int, path: str | os.PathLike[str]) -> bool:
+    """Does the process have this very file open? Where there is no /proc that cannot be told: True."""
+    if not _has_proc():
+        return True
+    with contextlib.suppress(OSError):
+        wanted = os.stat(path)
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.stat(f"/proc/{pid}/fd/{name}"), wanted):
+                    return True
+    return False
+
+
+def signal_if(pid: int, number: int, is_right: Callable[[int], bool]) -> bool:
+    """Send a signal to the process that ``is_right``; whether it was. It cannot end, and its number be used again, in
+    between, where the kernel has handles of processes."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if not hasattr(os, "pidfd_open"):
+            if right := is_right(pid):
+                os.kill(pid, number)
+            return right
+        handle = os.pidfd_open(pid)
+        try:
+            if right := is_right(pid):
+                signal.pidfd_send_signal(handle, number)
+            return right
+        finally:
+            os.close(handle)
+    return False
+
+
 def signal_group(group: int, number: int) -> bool:
     """Send a signal to every process of a group; False if there is none."""
     try:

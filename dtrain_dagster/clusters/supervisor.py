@@ -40,7 +40,12 @@ from dtrain_dagster.clusters.policy import (
 from dtrain_dagster.clusters.presence import HEARTBEAT_SECONDS
 from dtrain_dagster.clusters.processes import descendants, kill_all, marked
 from dtrain_dagster.clusters.reaper import Reaper, reap_orphans, supervised
-from trainer.rundir import LAUNCH, LOGS, RESULT, STATUS, NodePresence, RunDir
+from trainer import launch_secret
+from trainer.clock import SteadyClock
+from trainer.descriptors import raise_descriptor_limit
+from trainer.documents import warn_once
+from trainer.errors import DamagedError
+from trainer.rundir import LAUNCH, LOGS, STATUS, NodePresence, RunDir
 
 POLL_SECONDS = 0.05
 PEER_GRACE = "DTRAIN_PEER_GRACE_SECONDS", 10.0
@@ -58,7 +63,7 @@ _libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 class Supervisor:
     """Starts, watches, replaces and ends the processes of one job."""
 
-    def __init__(self, run_dir: str, reaper: Reaper | None = None) -> None:
+    def __init__(self, run_dir: str, reaper: Reaper | None = None, clock: SteadyClock | None = None) -> None:
         self.cancelled = False
         signal.signal(signal.SIGTERM, self._on_cancel)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -66,7 +71,9 @@ class Supervisor:
         self.rundir = RunDir(run_dir)
         self.launch: dict[str, Any] = self.rundir.read_json(LAUNCH) or {}
         self.reaper, self.parent = reaper, os.getppid()
-        self.started_at = time.time()
+        self.secret = launch_secret.own_file(os.environ)
+        self.clock = clock or begin_clock(self.rundir)
+        self.started_at = self.clock.now()
         self.peer_grace, self.stop_grace = PEER_GRACE[1], STOP_GRACE[1]
         self.beat = 0.0
         self.port = 0
@@ -113,6 +120,7 @@ class Supervisor:
 
     def _start_nodes(self) -> None:
         self.port = choose_port(self.launch["master_port"])
+        launch_secret.write_new(self.secret)
         for node_id in range(self.launch["node_count"]):
             self._start_node(node_id, stay=1)
 
@@ -120,13 +128,14 @@ class Supervisor:
         path = self.rundir.storage.local_path(f"{LOGS}/node-{node_id}.log")
         which = f"launch {self.launch['launch']}" + (f", stay {stay}" if stay > 1 else "")
         log = LineLog(path, f"--- {which}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---")
-        now = time.time()
+        now = self.clock.now()
         here = NodePresence(node_id=node_id, launch=self.launch["launch"], stay=stay, started_at=now, last_seen_at=now)
         size = self.launch["processes_per_node"]
         node = self.nodes[node_id] = Node(here, log, node_mark(self.launch, node_id, stay), size)
         self.rundir.write_node(here)
         for local_rank in range(size):
-            variables = rank_environment(self.launch, node_id, local_rank, self.port, stay)
+            variables = rank_environment(self.launch, node_id, local_rank, self.port, stay, str(self.secret))
+            variables |= self.clock.variables()
             environment = merge_environment(os.environ, self.launch, variables)
             pipe = log.open_pipe()
             try:
@@ -190,7 +199,7 @@ class Supervisor:
             done = 0 in (code for node in facts for code in node.codes) or not any(node.runs for node in facts)
             decision = decide(
                 facts,
-                finished=done and (self.rundir.read_json(RESULT) or {}).get("status") == "succeeded",
+                finished=done and (self.rundir.read_result() or {}).get("status") == "succeeded",
                 replacements_left=self.launch["max_replacements"] - self.replacements,
                 launches_left=MAX_RELAUNCHES - self.relaunches,
                 delay_seconds=self.launch["replacement_delay_seconds"],
@@ -235,7 +244,7 @@ class Supervisor:
         for node in self.nodes.values():
             if node.look():
                 codes = tuple(code for _, code in _ranks(node) if code is not None)
-                self._write_presence(node, ended_at=time.time(), exit_codes=codes)
+                self._write_presence(node, ended_at=self.clock.now(), exit_codes=codes)
                 if self.reaper and node.group is not None:
                     self.reaper.forget(node.group)  # its number is free for others now
             elif not node.gone and (not node.alive or (self.launch["elastic"] and node.facts().is_lost)):
@@ -254,13 +263,16 @@ class Supervisor:
             if not node.gone:
                 node.log.pump()
                 if beat:
-                    self._write_presence(node, last_seen_at=time.time())
+                    self._write_presence(node, last_seen_at=self.clock.now())
         time.sleep(POLL_SECONDS)
 
     def _end_frozen(self) -> None:
         """Kill nodes that the others train without and that do not ask to come back: they are lost, and replaced."""
-        newest = presences.newest_generation(self.rundir)
-        if newest is None or time.time() - newest.formed_at < newest.patience_seconds:
+        try:
+            newest = presences.newest_generation(self.rundir)
+        except DamagedError as error:  # the members will say so
+            return warn_once(f"nobody can be found frozen: {error}")
+        if newest is None or self.clock.now() - newest.formed_at < newest.patience_seconds:
             return
         for node_id, node in self.nodes.items():
             if node.alive and newest.leaves_out(node.presence):
@@ -285,14 +297,14 @@ class Supervisor:
         return found - {os.getpid(), *above}
 
     def _write_presence(self, node: Node, **changes: Any) -> None:
-        node.presence = replace(node.presence, **changes)
+        node.presence = replace(node.presence, clock_jump_seconds=self.clock.jump(), **changes)
         try:
             self.rundir.write_node(node.presence)
         except OSError as error:  # a full disk must not end the watching
             _say(f"could not write the presence of node {node.presence.node_id}: {error}")
 
     def _explain(self, failure: Failure) -> str:
-        result = self.rundir.read_json(RESULT) or {}
+        result = self.rundir.read_result() or {}
         if result.get("status") == "budget" and result.get("launch") in (None, self.launch["launch"]):
             return f"{result['error']}. {how_to_go_on(self.rundir, self.launch['job_id'])}"
         how = describe_exit(failure.code)
@@ -326,7 +338,7 @@ class Supervisor:
             "replacements": self.replacements,
             "pid": os.getpid(),
             "started_at": self.started_at,
-            "ended_at": time.time() if state.is_final else None,
+            "ended_at": self.clock.now() if state.is_final else None,
             "stop_grace_seconds": self.stop_grace,
             "exit_code": code,
             "exit_codes": {str(rank): code for rank, code in ranks if code is not None},
@@ -362,9 +374,15 @@ def _say(text: str) -> None:
     print(text, flush=True)  # noqa: T201 - the supervisor's log
 
 
-def supervise(run_dir: str, reaper: Reaper) -> int:
+def begin_clock(rundir: RunDir) -> SteadyClock:
+    """The clock of a supervisor, of its reaper and of all that they start. It goes on from what this run directory has
+    recorded already: a clock that was set back in between must not make a node be there twice at once."""
+    return SteadyClock.begin(not_before=max(map(presences.end_of, rundir.nodes()), default=0.0))
+
+
+def supervise(run_dir: str, reaper: Reaper, clock: SteadyClock) -> int:
     """A supervisor's whole life, under its reaper: the exit code."""
-    supervisor = Supervisor(run_dir, reaper)
+    supervisor = Supervisor(run_dir, reaper, clock)
     try:
         state = supervisor.run()
     except Exception as error:
@@ -382,10 +400,15 @@ def main(arguments: Sequence[str]) -> int:
     if lock is None:
         _say("another supervisor has this job")
         return 1
-    token = (rundir.read_json(LAUNCH) or {})["token"]
-    return supervised(
-        lambda reaper: supervise(run_dir, reaper), token, afterwards=lambda: presences.close(rundir, time.time())
-    )
+    token, secret = (rundir.read_json(LAUNCH) or {})["token"], launch_secret.own_file(os.environ)
+    clock = begin_clock(rundir)
+    raise_descriptor_limit()
+
+    def afterwards() -> None:
+        secret.unlink(missing_ok=True)
+        presences.close(rundir, clock.now())
+
+    return supervised(lambda reaper: supervise(run_dir, reaper, clock), token, afterwards)
 
 
 if __name__ == "__main__":

@@ -157,7 +157,10 @@ def paid(usage: Iterable[NodeUsage]) -> tuple[list[NodeCost], tuple[str, ...]]:
     """
     by_node: dict[int, list[NodeCost]] = defaultdict(list)
     backward, twice = 0, 0
+    jumps: dict[int, float] = defaultdict(float)
     for item in usage:
+        if is_finite(item.not_billed_seconds):  # of several stays the largest: the same setting may be in each
+            jumps[item.node_id] = max(jumps[item.node_id], item.not_billed_seconds, key=abs)
         if not (is_finite(item.started_at) and is_finite(item.ended_at)) or item.ended_at < item.started_at:
             backward += 1
             continue
@@ -175,12 +178,21 @@ def paid(usage: Iterable[NodeUsage]) -> tuple[list[NodeCost], tuple[str, ...]]:
         once = _once(stays)
         twice += sum(item.microseconds for item in stays) - sum(item.microseconds for item in once)
         found += once
-    notes = []
+    notes = [
+        f"the clock of node {node_id} was set {'forward' if seconds > 0 else 'back'} by {_span(abs(seconds))} while it "
+        "was there: not billed"
+        for node_id, seconds in sorted(jumps.items())
+        if seconds
+    ]
     if backward:
         notes.append(f"{backward} stay(s) of nodes end before they start (a clock stepped back): they count zero")
     if twice:
         notes.append(f"{twice / SECOND:,.1f} s of nodes are recorded twice: paid once, at the later record's price")
     return found, tuple(notes)
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds / 3600:,.1f} h" if seconds >= 3600 else f"{seconds:,.0f} s"
 
 
 def utc(microseconds: int) -> str:

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trainer.places import inside
+
 _MAX_LINES = 60
 """With more tickers than this, an even selection is drawn."""
 _POINTS = 500
@@ -17,7 +19,11 @@ def preview_rows(uri: str, count: int = 10) -> list[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     manifest = json.loads((Path(uri) / "manifest.json").read_text())
-    file = pq.ParquetFile(Path(uri) / manifest["shards"][0]["path"])
+    with open(inside(uri, manifest["shards"][0]["path"], f"a shard of {uri}"), "rb") as handle:
+        return _first_rows(pq.ParquetFile(handle), count)
+
+
+def _first_rows(file: Any, count: int) -> list[dict[str, Any]]:
     rows = next(file.iter_batches(batch_size=count)).to_pylist()
     return [
         {name: f"{value:.5g}" if isinstance(value, float) else str(value) for name, value in row.items()}
@@ -43,7 +49,7 @@ def dataset_picture(uri: str) -> bytes:
         count = manifest["samples"][split]
         axis.axvspan(first, last, color=colour, linewidth=0, label=f"{split}: {count:,} windows")
     for shard in manifest["shards"]:
-        file = pq.ParquetFile(Path(uri) / shard["path"])
+        file = pq.ParquetFile(inside(uri, shard["path"], f"a shard of {uri}"))
         for group, ticker in enumerate(shard["tickers"]):
             if ticker not in shown:
                 continue
@@ -58,11 +64,18 @@ def dataset_picture(uri: str) -> bytes:
                 linewidth=0.7,
                 rasterized=True,
             )
-            axis.annotate(ticker, (dates[-1], np.log(prices[-1] / prices[0])), fontsize=5, color="#57606a", va="center")
+            axis.annotate(
+                ticker,
+                (dates[-1], np.log(prices[-1] / prices[0])),
+                fontsize=5,
+                color="#57606a",
+                va="center",
+                parse_math=False,
+            )
     for place, mask in enumerate(manifest["masks"]):
         first, last = (float(date2num(np.datetime64(mask[end]))) for end in ("first", "last"))
         axis.axvspan(first, last, ymax=0.04, color="#cf222e", linewidth=0, label="masked days" if not place else None)
-    axis.set_title(f"{manifest['source']['title']}", fontsize=10, loc="left", fontweight="bold")
+    axis.set_title(f"{manifest['source']['title']}", fontsize=10, loc="left", fontweight="bold", parse_math=False)
     axis.set_ylabel("log(price / first price)", fontsize=9)
     axis.set_xlabel("day", fontsize=9)
     axis.tick_params(labelsize=8)

@@ -8,19 +8,18 @@ bounds, and the header of a wide file.
 from __future__ import annotations
 
 import datetime
-import gzip
 import hashlib
 import json
 import math
-import shutil
-import uuid
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtrain_dagster.data.building import building_in
 from dtrain_dagster.data.errors import DataError
+from dtrain_dagster.data.price_file import GivenFile, engine, opened
+from dtrain_dagster.secrets import redact
 
 if TYPE_CHECKING:
     import duckdb
@@ -36,13 +35,15 @@ COLUMN_MEMORY = 0.75
 FIRST_DAY, LAST_DAY = datetime.date(1800, 1, 1), datetime.date(2200, 1, 1)
 MOST_DAYS = (LAST_DAY - FIRST_DAY).days + 1
 """Rows that a ticker can have."""
+MOST_COLUMNS = 50_000
+"""More are no market; the engine holds a part of each."""
+_LONGEST_TICKER = 64
 _MANY_COLUMNS = 100
 """From here on one thread reads: each holds such a part."""
 _DATE = ("date", "day", "timestamp", "datetime")
 _TICKER = ("ticker", "symbol")
 _PRICE = ("adj_close", "adjclose", "adjusted_close", "adj_price")
 _EXTRA = ("open", "high", "low", "close", "volume")
-_BLOCK = 1 << 20
 _CSV_BUFFER = 8 << 20
 
 
@@ -75,28 +76,22 @@ def write_prices(source: PriceSource, storage_uri: str, memory_limit: int = MEMO
     be, a row twice, a date out of order. `OSError` where the disk is full. Nothing half-written is left behind.
     """
     folder = Path(storage_uri) / "prices"
-    folder.mkdir(parents=True, exist_ok=True)
-    scratch = folder / f"building-{uuid.uuid4().hex[:8]}.tmp"
-    scratch.mkdir()
-    try:
-        file = source.local_file(scratch)
-        if file.stat().st_size == 0:
-            raise DataError(f"{source.provenance.origin} is empty: no header and no rows")
-        if file.name.endswith(".gz"):
-            _refuse_cut_short(file, source.provenance.origin)
-        with open(file, "rb") as handle:
-            content = hashlib.file_digest(handle, "sha256").hexdigest()
-        prices_id = hashlib.sha256(f"{SCHEMA_VERSION}/{content}".encode()).hexdigest()[:16]
-        target = folder / prices_id
-        if (target / "manifest.json").exists():
-            return _ref(target, built=False)
-        building = scratch / "prices"
-        building.mkdir()
-        figures = _convert_on_disk(file, source.provenance.origin, building / "prices.parquet", scratch, memory_limit)
+    with building_in(folder) as scratch:
+        with opened(source.local_file(scratch), source.provenance.origin) as given:
+            given.refuse_unusable()
+            content = given.digest()
+            prices_id = hashlib.sha256(f"{SCHEMA_VERSION}/{content}".encode()).hexdigest()[:16]
+            target = folder / prices_id
+            if (target / "manifest.json").exists():
+                return _ref(target, built=False)
+            building = scratch / "prices"
+            building.mkdir()
+            figures = _convert_on_disk(given, building / "prices.parquet", scratch, memory_limit)
+            given.refuse_changed()
         manifest = {
             "schema_version": SCHEMA_VERSION,
             "prices_id": prices_id,
-            "source": asdict(source.provenance) | {"sha256": content} | figures,
+            "source": redact(asdict(source.provenance)) | {"sha256": content} | figures,
         }
         (building / "manifest.json").write_text(json.dumps(manifest, indent=2, sort_keys=True))
         try:
@@ -105,15 +100,13 @@ def write_prices(source: PriceSource, storage_uri: str, memory_limit: int = MEMO
             if not (target / "manifest.json").exists():  # else somebody else was as quick
                 raise
         return _ref(target, built=True)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def iter_tickers(ref: PricesRef) -> Iterator[tuple[str, pd.DataFrame]]:
     """(ticker, its rows in order of date), one ticker in memory at a time. ``date`` is datetime64, prices float64."""
     import pyarrow.parquet as pq
 
-    file = pq.ParquetFile(ref.path)
+    file = pq.ParquetFile(ref.path)  # a Path: a text could be taken for an address
     for group in range(file.num_row_groups):
         frame = file.read_row_group(group).to_pandas(date_as_object=False, use_threads=False)
         frame["date"] = frame["date"].astype("datetime64[s]")
@@ -126,46 +119,34 @@ def _ref(folder: Path, built: bool) -> PricesRef:
     return PricesRef(uri=str(folder), prices_id=manifest["prices_id"], built=built, **figures)
 
 
-def _refuse_cut_short(file: Path, origin: str) -> None:
-    """`DataError` unless the whole file unpacks: the engine would take what is there of half a file for all of it."""
-    try:
-        with gzip.open(file) as handle:
-            while handle.read(_BLOCK):
-                pass
-    except (EOFError, OSError, zlib.error) as error:
-        raise DataError(f"{origin} is no whole gzip file ({error}); fetch or compress it again") from error
-
-
-def _convert_on_disk(file: Path, origin: str, target: Path, scratch: Path, memory_limit: int) -> dict[str, Any]:
+def _convert_on_disk(given: GivenFile, target: Path, scratch: Path, memory_limit: int) -> dict[str, Any]:
     """`_convert`; `OSError` where the disk cannot hold what the engine writes."""
     import duckdb
 
     try:
-        return _convert(file, origin, target, scratch, memory_limit)
+        return _convert(given, target, scratch, memory_limit)
     except duckdb.Error as error:
         if "Could not write" in str(error) or isinstance(error, duckdb.OutOfMemoryException):
             reason = str(error).splitlines()[0]
-            raise OSError(f"no room to sort {origin} under {scratch.parent}: {reason}") from error
+            raise OSError(f"no room to sort {given.origin} under {scratch.parent}: {reason}") from error
         raise
 
 
-def _convert(file: Path, origin: str, target: Path, scratch: Path, memory_limit: int) -> dict[str, Any]:
+def _convert(given: GivenFile, target: Path, scratch: Path, memory_limit: int) -> dict[str, Any]:
     """Write the Parquet file; rows, tickers and dates."""
     import duckdb
 
-    with duckdb.connect(str(scratch / "sort.duckdb")) as database:
-        database.execute("SET enable_progress_bar=false")
-        database.execute(f"SET temp_directory='{scratch / 'spill'}'")
-        is_csv = not _is_parquet(file)
+    origin, is_csv = given.origin, not given.is_parquet
+    with engine(given, scratch) as database:
         try:
-            columns = _load(database, file, origin, memory_limit)
+            columns = _load(database, given, memory_limit)
             extra = _to_long(database, columns, origin)
             _refuse_bad_cells(database, ["adj_close", *extra], origin, is_csv)
             figures = _write_sorted(database, extra, target)
         except (duckdb.InvalidInputException, duckdb.IOException, duckdb.ConversionException) as error:
             if "Could not write" in str(error):
                 raise
-            reason = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0].replace(given.engine_path, "the file")
             raise DataError(f"{origin} cannot be read as CSV or Parquet: {reason}") from error
         if figures is None:
             _refuse_bad_rows(database, origin, is_csv)
@@ -174,27 +155,25 @@ def _convert(file: Path, origin: str, target: Path, scratch: Path, memory_limit:
     return figures
 
 
-def _is_parquet(file: Path) -> bool:
-    with open(file, "rb") as handle:
-        return handle.read(4) == b"PAR1"
-
-
-def _load(database: duckdb.DuckDBPyConnection, file: Path, origin: str, memory_limit: int) -> dict[str, str]:
+def _load(database: duckdb.DuckDBPyConnection, given: GivenFile, memory_limit: int) -> dict[str, str]:
     """View ``raw`` of texts, with ``line`` counting rows from 1; normalised name → name in the file."""
-    path = str(file).replace("'", "''")
+    origin, path = given.origin, given.engine_path  # made here: nothing in it needs quoting
     reader = (
         f"read_parquet('{path}')"
-        if _is_parquet(file)
+        if given.is_parquet
         else f"read_csv('{path}', all_varchar=true, header=true, null_padding=true, quote='\"', escape='\"', "
-        f"buffer_size={_CSV_BUFFER})"
+        f"buffer_size={_CSV_BUFFER}, compression='{given.packing}')"
     )
     width = len(database.execute(f"DESCRIBE SELECT * FROM {reader}").fetchall())
+    if width > MOST_COLUMNS:
+        raise DataError(f"{origin} has {width:,} columns; {MOST_COLUMNS:,} are the most that are read")
     threads = 1 if width > _MANY_COLUMNS else 2
     database.execute(f"SET memory_limit='{memory_limit + math.ceil(COLUMN_MEMORY * width)}MB'; SET threads={threads}")
+    database.execute("SET lock_configuration=true")
     database.execute(f'CREATE VIEW raw AS SELECT row_number() OVER () AS "__line", * FROM {reader}')
     names = [row[0] for row in database.execute("DESCRIBE raw").fetchall() if row[0] != "__line"]
     for place, name in enumerate(names[1:], 1):
-        if name == f"column{place}" and not _is_parquet(file):  # what the engine calls a column without a name
+        if name == f"column{place}" and not given.is_parquet:  # what the engine calls a column without a name
             found = database.execute(f'SELECT min("__line") FROM raw WHERE {name} IS NOT NULL').fetchall()[0][0]
             if found:
                 raise DataError(f"{origin}: {_place(found, True)} has a cell in column {place + 1}, which has no name")
@@ -254,6 +233,7 @@ def _few(columns: dict[str, str]) -> str:
     return f"{names[:8]}{' …' if len(names) > 8 else ''}"
 
 
+_NAME = f"a name of {_LONGEST_TICKER} letters at most, on one line"
 _AS_DATE = "coalesce(TRY_CAST(date AS DATE), TRY_CAST(date AS TIMESTAMP)::DATE)"
 
 
@@ -261,7 +241,8 @@ def _refuse_bad_cells(database: duckdb.DuckDBPyConnection, numbers: list[str], o
     """`DataError` for the first cell that is not what its column should hold."""
     checks = {
         "date": f"NOT coalesce({_AS_DATE} BETWEEN DATE '{FIRST_DAY}' AND DATE '{LAST_DAY}', false)",
-        "ticker": "coalesce(ticker, '') = ''",
+        "ticker": f"coalesce(ticker, '') = '' OR length(ticker) > {_LONGEST_TICKER} "
+        "OR regexp_matches(ticker, '[[:cntrl:]]')",
         "adj_close": "NOT coalesce(isfinite(TRY_CAST(adj_close AS DOUBLE)), false)",
         **{
             name: f"coalesce(trim({name}), '') <> '' AND NOT coalesce(isfinite(TRY_CAST({name} AS DOUBLE)), false)"
@@ -275,7 +256,7 @@ def _refuse_bad_cells(database: duckdb.DuckDBPyConnection, numbers: list[str], o
             ticker, value = database.execute(
                 f"SELECT ticker, {column} FROM long WHERE line = {line} AND {is_bad}"
             ).fetchall()[0]
-            what = "a date such as 2020-01-31" if column == "date" else "a name" if column == "ticker" else "a number"
+            what = "a date such as 2020-01-31" if column == "date" else _NAME if column == "ticker" else "a number"
             held = "is empty" if value is None or not str(value).strip() else f"holds {value!r}"
             raise DataError(f"{origin}: {_place(line, is_csv)}, ticker {ticker!r}: {column} {held}, not {what}")
     more = "".join(f", TRY_CAST({name} AS DOUBLE) AS {name}" for name in numbers)

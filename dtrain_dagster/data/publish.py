@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dtrain_dagster.data.errors import DataError
+from trainer.places import PlaceError, checked_id, inside
 from trainer.storage import Storage
 
 PARALLEL = 4
@@ -21,6 +22,10 @@ def publish_dataset(uri: str, dataset_id: str, shared_uri: str) -> tuple[str, in
     The manifest goes last, so that a dataset is there as a whole or not at all; shards that an earlier, interrupted
     call has copied are not copied again. `DataError` where a shard is not what its manifest says.
     """
+    try:
+        checked_id(dataset_id, f"dataset_id in {uri}/manifest.json")
+    except PlaceError as error:
+        raise DataError(str(error)) from None
     source = Path(uri)
     target = Storage(f"{shared_uri}/datasets/{dataset_id}")
     if target.is_local and target.local_path() == source:
@@ -32,9 +37,13 @@ def publish_dataset(uri: str, dataset_id: str, shared_uri: str) -> tuple[str, in
 
     def copy(shard: dict[str, object]) -> int:
         name = str(shard["path"])
+        try:
+            path = inside(source, name, f"a shard in {uri}/manifest.json")
+        except PlaceError as error:
+            raise DataError(str(error)) from None
         if Path(name).name in there and target.size(name) == shard["bytes"]:
             return 0
-        with open(source / name, "rb") as file:
+        with open(path, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
                 raise DataError(
                     f"{source / name} is not what its manifest says; delete {uri} and build the dataset anew"

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import uuid
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -18,11 +16,14 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtrain_dagster.data.building import building_in
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.features import FEATURES, TARGET, WARM_UP, index_features, ticker_features
 from dtrain_dagster.data.prices import PricesRef, iter_tickers
 from dtrain_dagster.data.shard_file import Shard, rename_shards, stored_columns
 from dtrain_dagster.data.validation import Mask, Validation, exchange_sessions, gaps
+from dtrain_dagster.secrets import redact
+from trainer.places import PlaceError, inside
 
 if TYPE_CHECKING:
     import numpy as np
@@ -103,10 +104,8 @@ def build_dataset(
     folder = Path(storage_uri) / "datasets"
     target = folder / dataset_id
     if not (target / "manifest.json").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        building = folder / f"building-{uuid.uuid4().hex[:8]}.tmp"
-        try:
-            (building / "data").mkdir(parents=True)
+        with building_in(folder) as building:
+            (building / "data").mkdir()
             builder = _Builder(prices, validation, params, calendar, building)
             manifest = builder.build(dataset_id)
             (building / "manifest.json").write_text(json.dumps(manifest, indent=1))
@@ -115,8 +114,6 @@ def build_dataset(
             except OSError:
                 if not (target / "manifest.json").exists():  # else somebody else was as quick
                     raise
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
         return _ref(target, built=True)
     verify_dataset(str(target))
     return _ref(target, built=False)
@@ -131,12 +128,16 @@ def verify_dataset(uri: str) -> None:
     except (FileNotFoundError, json.JSONDecodeError) as error:
         raise DataError(f"{uri} has no manifest that can be read ({error}); build the dataset anew") from error
     for shard in manifest["shards"]:
-        path = Path(uri) / shard["path"]
+        try:
+            path = inside(uri, shard["path"], f"a shard in {uri}/manifest.json")
+        except PlaceError as error:
+            raise DataError(str(error)) from None
         if not path.exists():
             raise DataError(f"{path} is missing; delete {uri} and build the dataset anew")
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        rows = pq.ParquetFile(path).metadata.num_rows if digest == shard["sha256"] else -1
+            file.seek(0)
+            rows = pq.ParquetFile(file).metadata.num_rows if digest == shard["sha256"] else -1
         if digest != shard["sha256"] or rows != shard["rows"]:
             raise DataError(f"{path} is not what its manifest says; delete {uri} and build the dataset anew")
 
@@ -225,7 +226,7 @@ class _Builder:
             "schema_version": SCHEMA_VERSION,
             "dataset_id": dataset_id,
             "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "source": source,
+            "source": redact(source),
             "calendar": self.calendar,
             "window": self.params.window,
             "horizon": self.params.horizon,

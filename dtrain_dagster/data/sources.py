@@ -7,13 +7,23 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from dtrain_dagster.data.errors import DataError
+from dtrain_dagster.secrets import SecretError, is_reference, redact, refuse_secret, resolve
+
+_SUFFIXES = re.compile(r"(\.[A-Za-z0-9]{1,8}){0,2}$")
+_TICKER = re.compile(r"[A-Za-z0-9^=.-]{1,20}")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,13 +80,17 @@ class PriceFile:
     """A user's own file, on this machine or at any fsspec address (fetched once per reading)."""
 
     address: str
+    """A path, an address, or a reference to one (``env:NAME``, ``keyvault://…``), which is resolved at each use and
+    kept nowhere."""
 
     @property
     def provenance(self) -> Provenance:
-        name = self.address.rstrip("/").rsplit("/", 1)[-1]
+        """What is stored of it: the reference where it is one."""
+        origin = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", redact(self.address))
+        name = origin if is_reference(origin) else origin.partition("?")[0].rstrip("/").rsplit("/", 1)[-1]
         return Provenance(
             name=name, title=name, licence="the owner's", notes="Given by the user; not checked for licence.",
-            origin=self.address,
+            origin=origin,
         )  # fmt: skip
 
     def version(self) -> str:
@@ -84,38 +98,70 @@ class PriceFile:
 
         Raises OSError, or whatever the file system raises, where it cannot be asked.
         """
-        filesystem, path = _opened(self.address)
-        filesystem.invalidate_cache()
-        if "http" not in filesystem.protocol:
-            return str(filesystem.ukey(path))
-        info = filesystem.info(path)  # its ukey takes files for unchanging
+        with _told(self.address):
+            filesystem, path = _opened(self.address)
+            filesystem.invalidate_cache()
+            if "http" not in filesystem.protocol:
+                return str(filesystem.ukey(path))
+            info = filesystem.info(path)  # its ukey takes files for unchanging
         marks = [f"{name}={info[name]}" for name in ("ETag", "Last-Modified") if info.get(name)]
         return f"size={info.get('size')}; {'; '.join(marks)}" if marks else self.digest()
 
     def digest(self) -> str:
         """The sha256 of its content, which is read for that."""
-        with fsspec.open(self.address, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        with _told(self.address):
+            filesystem, path = _opened(self.address)
+            with filesystem.open(path, "rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
 
     def local_file(self, scratch: Path) -> Path:
-        filesystem, path = _opened(self.address)
-        if not filesystem.isfile(path):
-            raise DataError(
-                f"DTRAIN_PRICES={self.address!r} is no file that can be read, nor one of {', '.join(sorted(KNOWN))}"
-            )
-        if "file" in (filesystem.protocol if isinstance(filesystem.protocol, tuple) else (filesystem.protocol,)):
-            return Path(path)
-        local = scratch / Path(path).name
-        filesystem.get_file(path, str(local))
-        return local
+        with _told(self.address):
+            filesystem, path = _opened(self.address)
+            if not filesystem.isfile(path):
+                raise DataError(
+                    f"DTRAIN_PRICES={self.address!r} is no file that can be read, nor one of {', '.join(sorted(KNOWN))}"
+                )
+            if isinstance(filesystem, LocalFileSystem):
+                return Path(path)
+            local = scratch / f"fetched{_suffixes(path)}"  # its own name may be anything
+            filesystem.get_file(path, str(local))
+            return local
 
 
 def _opened(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """File system and path of an address; `DataError` for a kind of address that is not known here."""
+    """File system and path of an address, or of what it refers to; `DataError` for a kind of address that is not known
+    here. A path of this machine is taken as it is, whatever characters it has."""
+    plain = resolve(address)
+    if "://" not in plain:
+        return LocalFileSystem(), str(Path(plain).expanduser().absolute())
     try:
-        return fsspec.url_to_fs(address)
+        return fsspec.url_to_fs(plain)
     except (ValueError, ImportError) as error:
-        raise DataError(f"DTRAIN_PRICES={address!r} cannot be opened: {error}") from error
+        raise DataError(f"DTRAIN_PRICES={address!r} cannot be opened: {redact(str(error))}") from None
+
+
+@contextmanager
+def _told(address: str) -> Iterator[None]:
+    """Within, errors repeat nothing of what an address refers to: file systems put the whole of it into theirs."""
+    try:
+        yield
+    except (DataError, SecretError):
+        raise
+    except OSError as error:
+        if (words := redact(str(error))) != str(error):
+            raise type(error)(words) if type(error).__module__ == "builtins" else OSError(words) from None
+        raise
+    except Exception as error:  # a file system's own, of any kind
+        if is_reference(address) or redact(str(error)) != str(error):
+            raise OSError(f"{redact(address)} cannot be read: {type(error).__name__}: {redact(str(error))}") from None
+        raise
+
+
+def _suffixes(path: str) -> str:
+    """``.csv.gz`` of the path of an address, which may have a query."""
+    name = urlsplit(path).path.rsplit("/", 1)[-1] if "://" in path else path.rsplit("/", 1)[-1]
+    found = _SUFFIXES.search(name)
+    return found[0] if found else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +196,9 @@ class YFinance:
         return path
 
 
+_BY_REFERENCE = (
+    "put the whole address into an environment variable or a vault, and give env:NAME or keyvault://VAULT/SECRET"
+)
 KNOWN = {
     "sp500_panel": BundledFile(
         provenance=Provenance(
@@ -182,7 +231,14 @@ KNOWN = {
 
 
 def price_source(name_or_address: str) -> PriceSource:
-    """A bundled panel by name, ``yfinance:AAPL,MSFT``, or the address of a file."""
+    """A bundled panel by name, ``yfinance:AAPL,MSFT``, or the address of a file. `DataError` for an address that
+    carries a secret: what prices are from is stored with everything that is made of them."""
+    try:
+        refuse_secret(
+            "the source of prices (DTRAIN_PRICES, or source in the launchpad)", name_or_address, _BY_REFERENCE
+        )
+    except SecretError as error:
+        raise DataError(str(error)) from None
     if name_or_address in KNOWN:
         return KNOWN[name_or_address]
     name, _, tickers = name_or_address.partition(":")
@@ -190,5 +246,10 @@ def price_source(name_or_address: str) -> PriceSource:
         wanted = tuple(filter(None, (ticker.strip() for ticker in tickers.split(","))))
         if not wanted:
             raise DataError("DTRAIN_PRICES='yfinance' names no tickers: write yfinance:AAPL,MSFT")
+        odd = [ticker for ticker in wanted if not _TICKER.fullmatch(ticker)]
+        if odd:
+            raise DataError(
+                f"DTRAIN_PRICES: {odd[0][:40]!r} is no ticker: letters, digits, ^=.- and at most 20 of them"
+            )
         return YFinance(wanted)
     return PriceFile(name_or_address)

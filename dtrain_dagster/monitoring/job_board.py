@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,9 +19,11 @@ from dtrain_dagster.costs.projection import Pace, project
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs import PLAN, last_step
 from dtrain_dagster.monitoring.dashboard import UNREADABLE, PerformanceDashboard, is_number
+from dtrain_dagster.monitoring.job_index import JobIndex, Listing, Seen
 from dtrain_dagster.wording import dollars, duration
 from trainer.config import JOB_ID
-from trainer.rundir import EVENTS, JOB, LAUNCH, RESULT, STATUS, NodePresence, RunDir, SeenFiles, parsed, stale_seconds
+from trainer.printable import visible
+from trainer.rundir import JOB, LAUNCH, RESULT, STATUS, NodePresence, RunDir, SeenFiles, stale_seconds
 from trainer.storage import Storage
 
 RECENT_JOBS = 16
@@ -30,13 +31,11 @@ RECENT_JOBS = 16
 OPEN_JOBS = RECENT_JOBS + 8
 """So many are held in memory, for pages show others besides; the one that nobody has looked at for longest makes
 room."""
-READERS = 16
-"""Run directories that are read side by side."""
 RECENT_SECONDS = 3600.0
 SILENT_SECONDS = 60.0
 """Who trains says something more often, unless a report takes longer to come."""
 ENDED = frozenset(state.value for state in JobState if state.is_final)
-DAMAGED = "unreadable"
+DAMAGED = "damaged"
 """In place of a `JobState`: of a run directory that is not as its contract has it."""
 CANNOT_READ = (*UNREADABLE, OSError, RecursionError)
 
@@ -53,6 +52,8 @@ class JobRow:
     model: str
     step: int | None
     """The last one that was reported."""
+    reason: str = ""
+    """What is wrong with a damaged one."""
 
     @property
     def running(self) -> bool:
@@ -82,6 +83,8 @@ class OpenJob:
         self._pace = Pace()
         self._seen = SeenFiles()
         self._read_at = -1e9
+        self._details: tuple[int, dict[str, Any]] = (-1, {})
+        """Of a version of the dashboard: the same for everybody who asks."""
         self._end: dict[str, Any] | None = None
         """What the cluster said of the end, once everything until then has been read."""
         self.lock = threading.Lock()
@@ -105,9 +108,26 @@ class OpenJob:
             self.stays = self.rundir.nodes()
             self._training = self._training or (self.rundir.read_json(JOB) or {}).get("training", {})
             self.cost = cost_so_far(self.rundir, self.stays, self.row.running, self._tier, now, self._pace)
-            self._end = status if status.get("state") in ENDED else None
+            self._end = status if status.get("state") in ENDED and not self._seen.is_behind else None
             self._read_at = time.monotonic()
             return self
+
+    @property
+    def settled(self) -> bool:
+        """Has it ended, as far as its cluster says, and was everything read?"""
+        return self._end is not None
+
+    @property
+    def is_behind(self) -> bool:
+        """Of a long job, what was written so far is read in several looks."""
+        return self._seen.is_behind
+
+    def read_more(self) -> None:
+        """Take the next part of what was written so far, at once."""
+        with self.lock:
+            events = self.rundir.follow(self._seen)
+            self.dashboard.take(events)
+            self._pace = self._pace.after(events)
 
     def nodes_alive(self, now: float) -> int:
         """Nodes that are there, as they say themselves."""
@@ -118,9 +138,11 @@ class OpenJob:
         """What the page shows of it: tracks from a version on, and everything small as a whole."""
         with self.lock:
             stays = [asdict(stay) for stay in self.stays]
+            if self._details[0] != self.dashboard.version:
+                self._details = (self.dashboard.version, self.dashboard.details(self._training))
             return {
                 **self.dashboard.changes(version, token),
-                **self.dashboard.details(self._training),
+                **self._details[1],
                 "job": asdict(self.row),
                 "headline": headline(self, now),
                 "stays": stays,
@@ -136,27 +158,21 @@ class JobBoard:
         self._storage = Storage(jobs_uri)
         self._open: dict[str, OpenJob] = {}
         self._lock = threading.Lock()
-        self._ended: dict[str, tuple[dict[str, Any], JobRow]] = {}
-        """Of jobs whose end the cluster has told: what it said, and their row."""
-        self._listed: tuple[float, list[JobRow]] = (-1e9, [])
-        self._listing = threading.Lock()
+        self._index = JobIndex(self._storage, self._seen, 2 * refresh_seconds(self._storage))
+        self._token = uuid.uuid4().hex[:8]
 
-    def jobs(self) -> list[JobRow]:
-        """Every training, newest first."""
-        with self._listing:
-            listed_at, rows = self._listed
-            if time.monotonic() - listed_at < 2 * refresh_seconds(self._storage):
-                return rows
-            names = [name for name in self._storage.list() if JOB_ID.fullmatch(name)]
-            with ThreadPoolExecutor(READERS) as pool:
-                found = [row for row in pool.map(self._row, names) if row is not None]
-            rows = sorted(found, key=lambda row: row.started_at or 0.0, reverse=True)
-            self._listed = (time.monotonic(), rows)
-            there = {row.job_id for row in rows}
-            self._ended = {name: end for name, end in self._ended.items() if name in there}
-            with self._lock:
-                self._open = {name: job for name, job in self._open.items() if name in there}
-            return rows
+    def jobs(self) -> Sequence[JobRow]:
+        """Every training, newest first. OSError where storage cannot be listed."""
+        return self.listing().rows
+
+    def listing(self, wait_seconds: float | None = None) -> Listing:
+        """Every training, and a version that changes with them. So long, at most, it waits for all to be read."""
+        return self._index.listing(wait_seconds)
+
+    def tag(self, job_id: str) -> str | None:
+        """The same as long as nothing can have changed in a job that has ended; None where that is not known."""
+        mark = self._index.mark(job_id)
+        return f'"{self._token}-{"-".join(map(str, mark))}"' if mark else None
 
     def open(self, job_id: str, now: float) -> OpenJob | None:
         """A job, as it stands now; None where there is none of that name. One of `CANNOT_READ` where it is damaged."""
@@ -175,6 +191,9 @@ class JobBoard:
         try:
             return job.refresh(now)
         except FileNotFoundError:  # deleted meanwhile
+            with self._lock:
+                if self._open.get(job_id) is job:
+                    del self._open[job_id]
             return None
 
     def recent(self, now: float) -> list[OpenJob]:
@@ -186,22 +205,17 @@ class JobBoard:
                 found.append(self.open(row.job_id, now))
         return [job for job in found if job is not None]
 
-    def _row(self, name: str) -> JobRow | None:
-        """A folder as a line of the list, None where it is no training."""
+    def _seen(self, name: str) -> Seen:
+        """What a folder is in the list."""
         rundir = RunDir(f"{self.jobs_uri}/{name}")
         try:
             status = rundir.read_json(STATUS) or {}
-            ended, row = self._ended.get(name, ({}, None))
-            if row is not None and status == ended:
-                return row  # it was not started again
-            row = read_row(rundir)
-            if status.get("state") in ENDED:
-                self._ended[name] = (status, row)
-            return row
+            return Seen(read_row(rundir), settled=status.get("state") in ENDED)
         except FileNotFoundError:
-            return None
-        except CANNOT_READ:
-            return JobRow(job_id=name, state=DAMAGED, started_at=None, ended_at=None, model="", step=None)
+            return Seen(None)
+        except CANNOT_READ as error:
+            unknown: dict[str, Any] = {"started_at": None, "ended_at": None, "model": "", "step": None}
+            return Seen(JobRow(job_id=name, state=DAMAGED, reason=visible(str(error)), **unknown))
 
 
 def refresh_seconds(storage: Storage) -> float:
@@ -212,7 +226,8 @@ def refresh_seconds(storage: Storage) -> float:
 def read_row(rundir: RunDir) -> JobRow:
     """A run directory as a line of the list. FileNotFoundError where it is none, one of `CANNOT_READ` where it is
     damaged."""
-    job = json.loads(rundir.storage.read(JOB))
+    if (job := rundir.read_json(JOB)) is None:
+        raise FileNotFoundError(f"{rundir.uri}/{JOB}")
     launch, here = rundir.read_json(LAUNCH), False
     status = rundir.read_json(STATUS) or {}
     if launch and rundir.storage.is_local and status.get("state") not in ENDED:
@@ -229,7 +244,7 @@ def read_row(rundir: RunDir) -> JobRow:
     ended_at = status.get("ended_at")
     if ended_at is None and state in ENDED:  # nobody was there to say
         ended_at = max(map(presences.end_of, rundir.nodes()), default=None)
-    started_at = status.get("started_at") or (launch or {}).get("submitted_at") or first_event_at(rundir)
+    started_at = status.get("started_at") or (launch or {}).get("submitted_at") or rundir.first_event_at()
     for figure in (started_at, ended_at, step):
         if figure is not None and not is_number(figure):
             raise ValueError(f"{rundir.uri}: {figure!r} is no number")
@@ -251,14 +266,6 @@ def state_of(status: Mapping[str, Any], result: Mapping[str, Any], launch: Mappi
     counts = launch is None or result.get("launch") in (None, launch.get("launch"))
     ended = JobState.FAILED if result.get("status") == "budget" else result.get("status")
     return str(ended) if said not in ENDED and ended in ENDED and counts else said
-
-
-def first_event_at(rundir: RunDir) -> float | None:
-    """When a job that no cluster started began to speak."""
-    for name in rundir.storage.list(EVENTS)[:1]:
-        events, _ = parsed(rundir.storage.read(f"{EVENTS}/{name}"))
-        return float(events[0]["time"]) if events else None
-    return None
 
 
 def cost_so_far(

@@ -75,7 +75,10 @@ def report_page(rundir: RunDir, tier: Tier) -> str:
     """A job as it stands now, as a page of its own (about 5 MB, most of it plotly.js). ``tier``: of the price of a
     job without a plan."""
     now = time.time()
-    return saved_page(OpenJob(rundir, tier).refresh(now).snapshot(0, "", now))
+    job = OpenJob(rundir, tier).refresh(now)
+    while job.is_behind:
+        job.read_more()
+    return saved_page(job.snapshot(0, "", now))
 
 
 def write_report(rundir: RunDir, tier: Tier) -> str:

@@ -9,6 +9,7 @@ from dtrain_dagster.registry.base import Registry
 from dtrain_dagster.registry.card import Provenance, model_card
 from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint, check_endpoint
 from dtrain_dagster.registry.local import MLflowRegistry
+from dtrain_dagster.registry.packed import PACKED_TAG, PackedError
 from dtrain_dagster.registry.promotion import (
     Comparison,
     Decision,
@@ -18,6 +19,7 @@ from dtrain_dagster.registry.promotion import (
     promote,
     promotion_gate,
 )
+from dtrain_dagster.registry.run_model import RunModelError, ordered_job
 from dtrain_dagster.registry.server import (
     ScoringServer,
     ServingCheck,
@@ -31,16 +33,19 @@ from dtrain_dagster.registry.versions import RegisteredModel, RegistryError, fin
 from trainer.gate import Gate
 
 __all__ = [
+    "PACKED_TAG",
     "AnswerError",
     "Comparison",
     "Decision",
     "EndpointCheck",
     "Gate",
     "MLflowRegistry",
+    "PackedError",
     "Provenance",
     "RegisteredModel",
     "Registry",
     "RegistryError",
+    "RunModelError",
     "ScoringEndpoint",
     "ScoringServer",
     "ServingCheck",
@@ -54,6 +59,7 @@ __all__ = [
     "find_version",
     "judge_champion",
     "model_card",
+    "ordered_job",
     "promote",
     "promotion_gate",
     "register_model",

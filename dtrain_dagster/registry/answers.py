@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.registry.versions import load_run_model
+from dtrain_dagster.orders import Order
+from dtrain_dagster.registry.run_model import load_run_model
+from trainer.errors import DamagedError
 from trainer.rundir import PREDICTIONS, RunDir
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 SAME_WEIGHTS_TOLERANCE = 1e-5
 """Largest difference between the server and the run directory's weights on this machine, as a fraction of a column's
 root mean square: the same float32 arithmetic in batches of another size."""
+MOST_BYTES = 1 << 30
+"""Of ``predictions.npz``."""
 TRAINING_TOLERANCE = 1e-3
 """The same against what training wrote, perhaps on a GPU with other kernels."""
 
@@ -53,23 +56,23 @@ class Agreement:
     """From ``predictions.npz``; judged by `TRAINING_TOLERANCE`. 0 where training wrote no such column."""
 
 
-def load_sample(run_dir: str, cache_dir: str | None = None, rows: int = 32) -> Sample:
-    """``rows`` windows at most. `AnswerError` where the run directory's predictions are of another dataset."""
+def load_sample(run_dir: str, cache_dir: str | None = None, rows: int = 32, order: Order | None = None) -> Sample:
+    """``rows`` windows at most. ``order``: see `run_model.load_run_model`, which raises. `AnswerError` where the run
+    directory's predictions are of another dataset, or no such file."""
     import numpy as np
 
     from trainer.sampler import spread
     from trainer.shards import DataShardManager
 
     rundir = RunDir(run_dir)
-    saved = load_run_model(rundir)
-    shards = DataShardManager(rundir.read_job().dataset.uri, cache_dir, saved.spec.dataset_id)
+    own = load_run_model(rundir, order)
+    shards = DataShardManager(own.job.dataset.uri, cache_dir, own.spec.dataset_id)
     judged = spread(shards.count("test"))
     positions = np.unique(np.linspace(0, len(judged) - 1, min(rows, len(judged))).astype(np.int64))
     end_rows = shards.end_rows("test", judged[positions])
     windows = shards.gather(end_rows)[0].numpy()
-    expected = saved.predict(windows)
-    with np.load(io.BytesIO(rundir.storage.read(PREDICTIONS)), allow_pickle=False) as stored:
-        trained = {name: stored[name] for name in ("row", "mu", "sigma", "nu")}
+    expected = own.predict(windows)
+    trained = read_predictions(rundir, ("row", "mu", "sigma", "nu"))
     if len(trained["row"]) != len(judged) or not np.array_equal(trained["row"][positions], end_rows):
         raise AnswerError(
             f"cannot be judged: {rundir.uri}/{PREDICTIONS} is not of this dataset: its rows are not those of the "
@@ -84,13 +87,28 @@ def load_sample(run_dir: str, cache_dir: str | None = None, rows: int = 32) -> S
     )
 
 
+def read_predictions(rundir: RunDir, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """Columns of a run directory's ``predictions.npz``, all of one length. `AnswerError` for a file that is none."""
+    from trainer.arrays import ArraysError, read_arrays
+
+    try:
+        found = read_arrays(rundir.storage.read_bounded(PREDICTIONS, MOST_BYTES), names)
+    except DamagedError as error:
+        raise AnswerError(f"cannot be judged: {error.where}: {error.what}") from None
+    except (ArraysError, FileNotFoundError) as error:
+        raise AnswerError(f"cannot be judged: {rundir.uri}/{PREDICTIONS} {error}") from None
+    if len({values.shape for values in found.values()}) != 1 or next(iter(found.values())).ndim != 1:
+        raise AnswerError(f"cannot be judged: {rundir.uri}/{PREDICTIONS} holds columns of different lengths")
+    return found
+
+
 def parse_predictions(body: bytes | str) -> list[Any]:
     """The rows of an answer: ``{"predictions": […]}`` of an MLflow server, or the bare list of Azure ML's, which comes
     as a JSON text inside JSON from some scoring scripts. `AnswerError` for anything else."""
     try:
         value = json.loads(body)
         value = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    except (ValueError, RecursionError):
         raise AnswerError(f"answered with something that is not JSON: {_shown(body)}") from None
     if isinstance(value, Mapping):
         value = value.get("predictions")

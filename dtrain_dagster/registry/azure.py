@@ -6,6 +6,7 @@ metrics are used (plain REST, see `trainer.azure_token`); files of a model go to
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.audit import AuditLog
 from dtrain_dagster.clusters.azure_ml.client import request_id_of, request_note
+from dtrain_dagster.orders import Order
 from dtrain_dagster.registry import promotion, server, versions
+from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest, refuse_changed_files
 from dtrain_dagster.registry.promotion import Comparison, Decision
 from dtrain_dagster.registry.server import ServingCheck
 from dtrain_dagster.registry.versions import JOB_TAG, RegisteredModel, RegistryError
@@ -64,6 +67,7 @@ class AzureMLRegistry:
         *,
         experiment: str,
         cache_dir: str | None,
+        order: Order | None = None,
     ) -> RegisteredModel:
         """Register the model of a succeeded job, with its training as tags, see `versions.job_tags`.
 
@@ -71,34 +75,41 @@ class AzureMLRegistry:
         same time. `RegistryError` if the job has no result or no model, or the service refuses.
         """
         rundir = RunDir(run_dir)
-        job = rundir.read_job()
+        job = versions.ordered_job(rundir, order)
         result, evaluation = versions.read_succeeded(rundir)
         with _explained(f"looking for versions of {model_name}"):
             known = self._find(model_name, job.job_id, result["weights_sha256"])
         if known is not None:
             return known
+        own = versions.load_run_model(rundir, order)
         all_tags = {
-            **versions.job_tags(rundir, result, evaluation),
+            **versions.job_tags(rundir, result, evaluation, job),
+            **own.digests,
             **{name: str(value) for name, value in tags.items()},
         }
         run_id = self._track(rundir, experiment, {**all_tags, "model_name": model_name}, result, evaluation)
         with tempfile.TemporaryDirectory(prefix="dtrain-register-") as scratch:
             folder = Path(scratch) / versions.MODEL_PATH
-            versions.save_pyfunc(rundir, folder, Path(scratch), run_id, cache_dir)
+            versions.save_pyfunc(own, folder, Path(scratch), run_id, cache_dir)
             (folder / versions.CARD).write_text(redact(card))
-            (folder / EVALUATION).write_bytes(rundir.storage.read(EVALUATION))
+            (folder / EVALUATION).write_text(json.dumps(evaluation, indent=2, sort_keys=True))
+            all_tags[PACKED_TAG] = folder_digest(folder)
             operation = self.audit.operation("model.register", model_name, job_id=job.job_id)
             with _explained(f"registering {model_name}"), operation as entry:
                 created = self._create(model_name, folder, fit_tags({**all_tags, RUN_TAG: run_id}), redact(card))
                 entry.details["version"] = str(created.version)
                 return self._settle(created, job.job_id, result["weights_sha256"])
 
-    def check_serving(self, run_dir: str, model: RegisteredModel, *, cache_dir: str | None) -> ServingCheck:
+    def check_serving(
+        self, run_dir: str, model: RegisteredModel, *, cache_dir: str | None, order: Order | None = None
+    ) -> ServingCheck:
         """`server.check_serving` of the files that the workspace gives back, not of those that were sent."""
         with self._files(model.name, model.version) as folder:
-            return server.check_serving(run_dir, str(folder), "", cache_dir=cache_dir)
+            return server.check_serving(run_dir, str(folder), "", cache_dir=cache_dir, order=order)
 
-    def judge_champion(self, run_dir: str, candidate: RegisteredModel, *, cache_dir: str | None) -> Comparison | None:
+    def judge_champion(
+        self, run_dir: str, candidate: RegisteredModel, *, cache_dir: str | None, order: Order | None = None
+    ) -> Comparison | None:
         """`promotion.judge_champion` on the files of both versions."""
         from mlflow.models import Model as SavedMLflowModel
 
@@ -111,8 +122,9 @@ class AzureMLRegistry:
                 version,
                 SavedMLflowModel.load(str(own)).metadata or {},
                 SavedMLflowModel.load(str(its)).metadata or {},
-                lambda windows: promotion.predict_in_isolation(str(its), windows, 300.0),
+                lambda windows: promotion.predict_in_isolation(its, windows, 300.0),
                 cache_dir=cache_dir,
+                order=order,
             )
 
     def promote(self, model: RegisteredModel, decision: Decision) -> str | None:
@@ -213,7 +225,7 @@ class AzureMLRegistry:
 
         address = tracking_address(self.tracking_uri)
         client = versions.open_client(address)
-        run_id = versions.tracking_run(client, rundir, address, experiment, tags[JOB_TAG])
+        run_id = versions.tracking_run(client, rundir, address, experiment, tags[JOB_TAG], tags.get(WEIGHTS_TAG))
         figures = {name: value for name, value in evaluation["model"].items() if isinstance(value, int | float)}
         now = int(time.time() * 1000)
         client.log_batch(
@@ -235,6 +247,8 @@ class AzureMLRegistry:
                     f"{name} version {version} holds no MLmodel file: dtrain did not register it, or its files were "
                     "changed; archive it and register again"
                 )
+            tags = self.client.models.get(name=name, version=version).tags or {}
+            refuse_changed_files(f"{name} version {version}", found[0].parent, tags.get(PACKED_TAG))
             yield found[0].parent
 
 

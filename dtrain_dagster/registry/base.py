@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from dtrain_dagster.orders import Order
 from dtrain_dagster.registry.promotion import Comparison, Decision
 from dtrain_dagster.registry.server import ServingCheck
 from dtrain_dagster.registry.versions import RegisteredModel
@@ -27,16 +28,21 @@ class Registry(Protocol):
         *,
         experiment: str,
         cache_dir: str | None,
+        order: Order | None = None,
     ) -> RegisteredModel:
         """Register the model of a succeeded job, once; see `versions.register_model`."""
         ...
 
-    def check_serving(self, run_dir: str, model: RegisteredModel, *, cache_dir: str | None) -> ServingCheck:
+    def check_serving(
+        self, run_dir: str, model: RegisteredModel, *, cache_dir: str | None, order: Order | None = None
+    ) -> ServingCheck:
         """Serve the version, as the registry gives it out, on this machine, and compare its answers; see
         `server.check_serving`."""
         ...
 
-    def judge_champion(self, run_dir: str, candidate: RegisteredModel, *, cache_dir: str | None) -> Comparison | None:
+    def judge_champion(
+        self, run_dir: str, candidate: RegisteredModel, *, cache_dir: str | None, order: Order | None = None
+    ) -> Comparison | None:
         """Score the current champion on the candidate's test windows; see `promotion.judge_champion`."""
         ...
 

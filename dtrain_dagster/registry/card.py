@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dtrain_dagster.wording import in_markdown
 from trainer.config import FactoryConfig, JobConfig
 from trainer.gate import Gate
 
@@ -87,10 +88,10 @@ _COLUMNS = (("nll", "NLL", ".4f"), ("pinball", "pinball × 10⁴", ".2f"), ("cov
 def _judgement(evaluation: Mapping[str, Any], verdict: Gate) -> str:
     """Verdict, the model beside every baseline, and calibration by fifths of the predicted volatility."""
     model, baselines = evaluation["model"], evaluation["baselines"]
-    gate = "passed" if verdict.passed else f"**not passed**: {'; '.join(verdict.reasons)}"
+    gate = "passed" if verdict.passed else f"**not passed**: {'; '.join(map(in_markdown, verdict.reasons))}"
     parts = [
         f"Gate {gate}. Test split: {evaluation['windows']:,} windows that end on {evaluation['days']:,} days from "
-        f"{evaluation['first_date']} to {evaluation['last_date']}.",
+        f"{in_markdown(evaluation['first_date'], 40)} to {in_markdown(evaluation['last_date'], 40)}.",
         _scores(model, baselines),
     ]
     if evaluation.get("calibration"):
@@ -111,7 +112,7 @@ def _scores(model: Mapping[str, Any], baselines: Mapping[str, Mapping[str, Any]]
         row = baselines[name]
         gain, t = row.get("model_gain_nll"), row.get("model_gain_t")
         shown = "" if gain is None else f"{gain:+.4f}" + ("" if t is None else f" (t = {t:.1f})")
-        rows.append([name, *_figures(row), shown])
+        rows.append([in_markdown(name, 100), *_figures(row), shown])
     header = ["", *(title for _, title, _ in _COLUMNS), "squared error / zero", "model's gain in NLL"]
     return _table(header, rows)
 
@@ -127,7 +128,7 @@ def _figures(row: Mapping[str, Any]) -> list[str]:
 
 def _limits(evaluation: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
     """The evaluation's own computed sentences, and what no evaluation shows."""
-    lines = list(evaluation["notes"])
+    lines = [in_markdown(note) for note in evaluation["notes"]]
     source = manifest["source"]
     lines += ["It knows daily prices and nothing else: no news, no order book, no costs of trading."]
     if source.get("is_synthetic"):
@@ -160,8 +161,8 @@ def _training(job: JobConfig, result: Mapping[str, Any], provenance: Provenance)
         f"{provenance.node_hours:.4f} node-hours, {provenance.cost_usd}.",
         f"Global batch {training.global_batch_size}, learning rate {training.learning_rate:g} "
         f"({training.schedule}, {training.lr_scaling} scaling), {training.precision}, seed {training.seed}.",
-        f"Weights `{result['weights_sha256'][:16]}…`, the same on all ranks; checkpoint "
-        f"`{result.get('checkpoint') or 'none'}`.",
+        f"Weights {in_markdown(result['weights_sha256'], 16)}…, the same on all ranks; checkpoint "
+        f"{in_markdown(result.get('checkpoint') or 'none', 200)}.",
         f"Code `{provenance.code_version}`; Dagster run `{provenance.dagster_run_id}`{link}.",
     ]
     return "\n".join(f"- {line}" for line in lines)

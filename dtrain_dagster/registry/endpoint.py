@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from dtrain_dagster.clusters.azure_ml.client import words
+from dtrain_dagster.orders import Order
 from dtrain_dagster.registry.answers import (
     AnswerError,
     Sample,
@@ -160,6 +161,7 @@ def check_endpoint(
     rows: int = 32,
     tolerance: float = ENDPOINT_TOLERANCE,
     patience_seconds: float = 0.0,
+    order: Order | None = None,
 ) -> EndpointCheck:
     """Ask the endpoint for the model of a run directory:
 
@@ -173,7 +175,7 @@ def check_endpoint(
     ``patience_seconds``: how long a busy or not yet ready endpoint is asked again. Whatever it does is a finding, not
     an exception; what is wrong with the run directory is one.
     """
-    sample = load_sample(run_dir, cache_dir, rows)
+    sample = load_sample(run_dir, cache_dir, rows, order)
     findings: list[Finding] = []
     status: int | None = None
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dtrain_dagster.orders import Order
 from dtrain_dagster.registry import promotion, server, versions
 from dtrain_dagster.registry.promotion import Comparison, Decision
 from dtrain_dagster.registry.server import ServingCheck
 from dtrain_dagster.registry.versions import RegisteredModel
+from dtrain_dagster.secrets import redact
+from trainer.tracking import authorised
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +19,7 @@ class MLflowRegistry:
     """The functions of this package for one address."""
 
     tracking_uri: str
+    """As it was set; a reference to a secret is resolved in each call, and stored as a reference."""
 
     def register_model(
         self,
@@ -26,16 +30,30 @@ class MLflowRegistry:
         *,
         experiment: str,
         cache_dir: str | None,
+        order: Order | None = None,
     ) -> RegisteredModel:
         return versions.register_model(
-            run_dir, self.tracking_uri, model_name, tags, card, experiment=experiment, cache_dir=cache_dir
+            run_dir,
+            authorised(self.tracking_uri),
+            model_name,
+            redact(tags),
+            redact(card),
+            experiment=experiment,
+            cache_dir=cache_dir,
+            order=order,
         )
 
-    def check_serving(self, run_dir: str, model: RegisteredModel, *, cache_dir: str | None) -> ServingCheck:
-        return server.check_serving(run_dir, model.uri, self.tracking_uri, cache_dir=cache_dir)
+    def check_serving(
+        self, run_dir: str, model: RegisteredModel, *, cache_dir: str | None, order: Order | None = None
+    ) -> ServingCheck:
+        return server.check_serving(run_dir, model.uri, authorised(self.tracking_uri), cache_dir=cache_dir, order=order)
 
-    def judge_champion(self, run_dir: str, candidate: RegisteredModel, *, cache_dir: str | None) -> Comparison | None:
-        return promotion.judge_champion(run_dir, candidate, self.tracking_uri, cache_dir=cache_dir)
+    def judge_champion(
+        self, run_dir: str, candidate: RegisteredModel, *, cache_dir: str | None, order: Order | None = None
+    ) -> Comparison | None:
+        return promotion.judge_champion(
+            run_dir, candidate, authorised(self.tracking_uri), cache_dir=cache_dir, order=order
+        )
 
     def promote(self, model: RegisteredModel, decision: Decision) -> str | None:
-        return promotion.promote(model, decision, self.tracking_uri)
+        return promotion.promote(model, decision, authorised(self.tracking_uri))

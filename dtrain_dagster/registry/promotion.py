@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import io
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dtrain_dagster.orders import Order
+from dtrain_dagster.registry.answers import AnswerError, read_predictions
+from dtrain_dagster.registry.packed import packed_files
+from dtrain_dagster.registry.run_model import ordered_job
 from dtrain_dagster.registry.versions import RegisteredModel, open_client
 from trainer.gate import Gate, gate, suspect_leak
 from trainer.rundir import PREDICTIONS, RunDir
@@ -98,6 +98,7 @@ def judge_champion(
     registry_uri: str | None = None,
     cache_dir: str | None = None,
     timeout_seconds: float = 300.0,
+    order: Order | None = None,
 ) -> Comparison | None:
     """Score the current champion on the candidate's test windows; None if there is no champion, or it is the candidate.
 
@@ -107,14 +108,20 @@ def judge_champion(
     version = champion_version(candidate.name, tracking_uri, registry_uri)
     if version is None or version == candidate.version:
         return None
-    own, its = (_metadata(candidate.name, each, tracking_uri, registry_uri) for each in (candidate.version, version))
-
-    def predict(windows: NDArray[np.float32]) -> dict[str, NDArray[np.float64]]:
-        return predict_in_isolation(
-            f"models:/{candidate.name}/{version}", windows, timeout_seconds, tracking_uri, registry_uri or tracking_uri
+    with ExitStack() as stack:
+        own, its = (
+            stack.enter_context(packed_files(candidate.name, each, tracking_uri, registry_uri))
+            for each in (candidate.version, version)
         )
-
-    return compare(run_dir, version, own, its, predict, cache_dir=cache_dir)
+        return compare(
+            run_dir,
+            version,
+            _metadata(own),
+            _metadata(its),
+            lambda windows: predict_in_isolation(its, windows, timeout_seconds),
+            cache_dir=cache_dir,
+            order=order,
+        )
 
 
 def compare(
@@ -125,11 +132,13 @@ def compare(
     predict: Callable[[NDArray[np.float32]], Mapping[str, NDArray[np.float64]]],
     *,
     cache_dir: str | None = None,
+    order: Order | None = None,
 ) -> Comparison:
     """Score the champion, ``version``, on the test windows of a run directory, against the predictions that its
     training wrote. ``own`` and ``its`` are what the candidate and the champion carry as metadata of the model."""
     import numpy as np
 
+    from trainer.isolation import IsolationError
     from trainer.sampler import spread
     from trainer.shards import DataShardManager
 
@@ -137,17 +146,18 @@ def compare(
     if difference:
         return _incomparable(version, difference)
     rundir = RunDir(run_dir)
-    shards = DataShardManager(rundir.read_job().dataset.uri, cache_dir, own["dataset_id"])
+    shards = DataShardManager(ordered_job(rundir, order).dataset.uri, cache_dir, own["dataset_id"])
     judged = spread(shards.count("test"))
     positions = np.unique(np.linspace(0, len(judged) - 1, min(len(judged), MAX_WINDOWS)).astype(np.int64))
     windows, target = shards.gather(shards.end_rows("test", judged[positions]))
-    with np.load(io.BytesIO(rundir.storage.read(PREDICTIONS)), allow_pickle=False) as stored:
-        trained = {name: stored[name][positions] for name in ("mu", "sigma", "nu")}
+    stored = read_predictions(rundir, ("mu", "sigma", "nu"))
+    if len(stored["mu"]) != len(judged):
+        raise AnswerError(f"cannot be judged: {rundir.uri}/{PREDICTIONS} is not of this dataset's test split")
+    trained = {name: values[positions] for name, values in stored.items()}
     try:
         answers = predict(windows.numpy())
-    except (subprocess.SubprocessError, OSError) as error:
-        output = (getattr(error, "output", None) or b"").decode(errors="replace").strip()
-        return _incomparable(version, f"it could not be loaded: {(output.splitlines() or [str(error)])[-1]}")
+    except IsolationError as error:
+        return _incomparable(version, f"it could not be loaded: {error}")
     truth = target.double().numpy()
     for metric, score in (("NLL", _nll), ("squared error", _squared_error)):
         mine, other = score(trained, truth), score(answers, truth)
@@ -212,44 +222,20 @@ def _overlap(its: Mapping[str, Any], test_first: str) -> str:
     return f"the champion saw days up to {seen} in training or validation, so this comparison favours it"
 
 
-def _metadata(model_name: str, version: str, tracking_uri: str, registry_uri: str | None) -> dict[str, Any]:
+def _metadata(folder: Path) -> dict[str, Any]:
     """What `versions.register_model` wrote beside the signature."""
-    from mlflow.artifacts import download_artifacts
     from mlflow.models import Model
 
-    # A ``models:/`` address would be looked up in the process's global registry, whatever is asked for here.
-    source = open_client(tracking_uri, registry_uri).get_model_version_download_uri(model_name, version)
-    with tempfile.TemporaryDirectory(prefix="dtrain-model-") as scratch:
-        path = download_artifacts(f"{source}/MLmodel", dst_path=scratch, tracking_uri=tracking_uri)
-        return Model.load(path).metadata or {}
+    return Model.load(str(folder)).metadata or {}
 
 
 def predict_in_isolation(
-    uri: str, windows: NDArray[np.float32], timeout_seconds: float, tracking_uri: str = "", registry_uri: str = ""
+    folder: Path, windows: NDArray[np.float32], timeout_seconds: float
 ) -> dict[str, NDArray[np.float64]]:
-    """What a model answers, a folder or an address in a registry, loaded with its own code in a process of its own."""
-    import numpy as np
+    """What a packed model answers, loaded with its own code in a process of its own (`trainer.isolation`)."""
+    from trainer.isolation import Isolated
 
-    script = Path(__file__).parent / "predict_in_isolation.py"
-    with tempfile.TemporaryDirectory(prefix="dtrain-champion-") as scratch:
-        given, answers = Path(scratch) / "windows.npy", Path(scratch) / "answers.npz"
-        np.save(given, windows)
-        subprocess.run(
-            [sys.executable, "-I", str(script), uri, str(given), str(answers)],
-            cwd=scratch,
-            env={
-                **os.environ,
-                **({"MLFLOW_TRACKING_URI": tracking_uri} if tracking_uri else {}),
-                **({"MLFLOW_REGISTRY_URI": registry_uri} if registry_uri else {}),
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=timeout_seconds,
-            check=True,
-        )
-        with np.load(answers, allow_pickle=False) as stored:
-            return {name: stored[name] for name in stored.files}
+    return Isolated(folder=folder, kind="mlflow", seconds=timeout_seconds).predict(windows)
 
 
 def _nll(columns: Mapping[str, NDArray], target: NDArray) -> float | None:

@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -20,22 +21,19 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from dtrain_dagster.registry.answers import AnswerError, as_columns, compare_answers, load_sample
+from dtrain_dagster.orders import Order
+from dtrain_dagster.registry.answers import AnswerError, as_columns, compare_answers, load_sample, parse_predictions
+from dtrain_dagster.registry.packed import PackedError, packed_files
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 HOST = "127.0.0.1"
+SERVER_CPU_SECONDS = 3600
+ANSWER_SECONDS, ANSWER_BYTES = 60.0, 64 << 20
+"""For an answer as a whole, and its size: the server runs the model's own code, which may go on answering for ever."""
 ATTEMPTS, IN_USE = 3, "address already in use"
 """A port that is free when it is looked for may be taken by any connection before the server, seconds later, is up."""
-
-_BOOTSTRAP = """
-import ctypes, runpy, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: never outlive a killed parent
-sys.argv[0] = "mlflow"
-runpy.run_module("mlflow", run_name="__main__")
-"""
 
 
 class ServingError(RuntimeError):
@@ -54,13 +52,13 @@ class ScoringServer:
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
 
-    def predict(self, windows: NDArray[Any]) -> list[dict[str, float]]:
-        """POST windows (n, window, features) to ``/invocations``; one dict of columns per window. `ServingError` if it
-        refuses, with its words."""
+    def predict(self, windows: NDArray[Any]) -> list[Any]:
+        """POST windows (n, window, features) to ``/invocations``; one dict of columns per window, as `as_columns`
+        checks them. `ServingError` if it refuses, with its words, `AnswerError` for an answer that is none."""
         status, body = _request(self.port, "POST", "/invocations", json.dumps({"inputs": windows.tolist()}))
         if status != 200:
             raise ServingError(f"the scoring server refused the request ({status}): {_words(body)}")
-        return json.loads(body)["predictions"]
+        return parse_predictions(body)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,50 +88,89 @@ def scoring_server(
 ) -> Iterator[ScoringServer]:
     """``mlflow models serve`` on a free port of loopback, until the block ends; then no process of it is left.
 
-    It runs in an empty folder and without ``PYTHONPATH``: a model that finds its code only on this machine fails here
-    rather than where it is deployed. `ServingError` if it ends or does not answer in time.
+    ``model_uri``: a folder, or ``models:/NAME/VERSION``, whose files are fetched first and have to be those that were
+    registered. The server runs in an empty folder, without ``PYTHONPATH``, and without identity, secrets or network
+    (`serve_isolated`): a model that finds its code only on this machine fails here rather than where it is deployed.
+    `ServingError` if it ends or does not answer in time, or there is no such model.
     """
-    for attempt in range(ATTEMPTS):
-        with _started(model_uri, tracking_uri, registry_uri) as (process, port, log_path):
-            began = time.monotonic()
-            try:
-                _wait_until_ready(process, port, log_path, began + timeout_seconds)
-            except ServingError:
-                if attempt < ATTEMPTS - 1 and IN_USE in log_path.read_text(errors="replace"):
-                    continue
-                raise
-            yield ScoringServer(port=port, log_path=log_path, start_seconds=time.monotonic() - began)
-            return
+    with _local_files(model_uri, tracking_uri, registry_uri) as folder:
+        for attempt in range(ATTEMPTS):
+            with _started(folder) as (process, port, log_path):
+                began = time.monotonic()
+                try:
+                    _wait_until_ready(process, port, log_path, began + timeout_seconds)
+                except ServingError:
+                    if attempt < ATTEMPTS - 1 and IN_USE in log_path.read_text(errors="replace"):
+                        continue
+                    raise
+                yield ScoringServer(port=port, log_path=log_path, start_seconds=time.monotonic() - began)
+                return
 
 
 @contextlib.contextmanager
-def _started(
-    model_uri: str, tracking_uri: str, registry_uri: str | None
-) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
+def _local_files(model_uri: str, tracking_uri: str, registry_uri: str | None) -> Iterator[Path]:
+    """The folder of a model on this machine."""
+    if not model_uri.startswith("models:/"):
+        yield Path(model_uri)
+        return
+    from mlflow.exceptions import MlflowException
+
+    name, _, version = model_uri.removeprefix("models:/").partition("/")
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(packed_files(name, version, tracking_uri, registry_uri))
+        except (MlflowException, PackedError) as error:
+            raise ServingError(f"{model_uri} cannot be served: {error}") from error
+        yield folder
+
+
+@contextlib.contextmanager
+def _started(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
     """The process of a server, its port, and its log."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-c", _BOOTSTRAP, "models", "serve", "--model-uri", model_uri, "--env-manager", "local"]
-    command += ["--host", HOST, "--port", str(port), "--workers", "1"]
-    with tempfile.TemporaryDirectory(prefix="dtrain-serve-") as scratch:
-        log_path = Path(scratch) / "server.log"
-        empty = Path(scratch) / "empty"
+    from trainer import isolation
+
+    with tempfile.TemporaryDirectory(prefix="dtrain-serve-") as scratch, socket.socket() as outside:
+        outside.bind((HOST, 0))
+        outside.listen(16)
+        port = outside.getsockname()[1]
+        log_path, held, empty = (Path(scratch) / name for name in ("server.log", "held.json", "empty"))
         empty.mkdir()
+        held.touch()
+        arguments = ["models", "serve", "--model-uri", str(folder), "--env-manager", "local"]
+        order = {
+            "sandbox": str(Path(isolation.__file__).with_name("sandbox.py")),
+            "arguments": [*arguments, "--host", HOST, "--port", str(port), "--workers", "1"],
+            "port": port,
+            "socket": outside.fileno(),
+            "held": str(held),
+            "readable": [str(folder), str(empty), "/bin"],
+            "writable": [str(held), str(empty)],
+            "memory_bytes": max(2 << 30, psutil.virtual_memory().total // 2),
+            "cpu_seconds": SERVER_CPU_SECONDS,
+            "file_bytes": 64 << 20,
+        }
+        order_path = Path(scratch) / "order.json"
+        order_path.write_text(json.dumps(order))
+        environment = isolation.clean_environment(empty, min(4, os.cpu_count() or 1))
+        # `mlflow models serve` starts uvicorn by its bare name.
+        environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
         with open(log_path, "wb") as log:
             process = subprocess.Popen(
-                command,
+                [sys.executable, "-I", str(Path(__file__).with_name("serve_isolated.py")), str(order_path)],
                 cwd=empty,
-                env=_environment(tracking_uri, registry_uri),
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                pass_fds=(outside.fileno(),),
                 start_new_session=True,
             )
+        outside.close()
         try:
             yield process, port, log_path
         finally:
             _stop(process)
+            isolation.note_what_is_missing(held)
 
 
 def check_serving(
@@ -145,6 +182,7 @@ def check_serving(
     cache_dir: str | None = None,
     rows: int = 32,
     timeout_seconds: float = 120.0,
+    order: Order | None = None,
 ) -> ServingCheck:
     """Serve the registered model and `check_answers`. A server that does not start or refuses gives a failed check,
     not an exception."""
@@ -152,16 +190,23 @@ def check_serving(
         with scoring_server(
             model_uri, tracking_uri, registry_uri=registry_uri, timeout_seconds=timeout_seconds
         ) as server:
-            return check_answers(server, run_dir, cache_dir=cache_dir, rows=rows)
+            return check_answers(server, run_dir, cache_dir=cache_dir, rows=rows, order=order)
     except (ServingError, OSError, http.client.HTTPException) as error:
         return ServingCheck(passed=False, message=str(error))
 
 
-def check_answers(server: ScoringServer, run_dir: str, *, cache_dir: str | None = None, rows: int = 32) -> ServingCheck:
+def check_answers(
+    server: ScoringServer,
+    run_dir: str,
+    *,
+    cache_dir: str | None = None,
+    rows: int = 32,
+    order: Order | None = None,
+) -> ServingCheck:
     """Send the server ``rows`` real test windows, spread over the split, and compare its answers with those of the run
     directory's weights, computed here, and with the predictions that training wrote. `ServingError` if it refuses."""
     try:
-        sample = load_sample(run_dir, cache_dir, rows)
+        sample = load_sample(run_dir, cache_dir, rows, order)
         found = compare_answers(sample, as_columns(server.predict(sample.windows), len(sample.windows)))
     except AnswerError as error:
         return ServingCheck(passed=False, message=f"the scoring server {error}")
@@ -183,40 +228,49 @@ def _timed(server: ScoringServer, windows: NDArray[Any]) -> float:
     return time.monotonic() - began
 
 
-def _environment(tracking_uri: str, registry_uri: str | None) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return {
-        **inherited,
-        **(
-            {"MLFLOW_TRACKING_URI": tracking_uri, "MLFLOW_REGISTRY_URI": registry_uri or tracking_uri}
-            if tracking_uri
-            else {}
-        ),
-        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",  # would push the error out of the log's tail
-        # `mlflow models serve` starts uvicorn by its bare name.
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    }
-
-
 def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log_path: Path, deadline: float) -> None:
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise ServingError(f"the scoring server ended with exit code {process.returncode}:\n{_tail(log_path)}")
-        with contextlib.suppress(OSError, http.client.HTTPException):
+        with contextlib.suppress(OSError, http.client.HTTPException, ServingError):
             if _request(port, "GET", "/ping", timeout=2)[0] == 200:
                 return
         time.sleep(0.1)
     raise ServingError(f"the scoring server did not answer on port {port} in time:\n{_tail(log_path)}")
 
 
-def _request(port: int, method: str, path: str, body: str | None = None, timeout: float = 60) -> tuple[int, bytes]:
-    """(status, body). http.client goes straight to loopback, whatever proxies the environment names."""
+def _request(
+    port: int, method: str, path: str, body: str | None = None, timeout: float = ANSWER_SECONDS
+) -> tuple[int, bytes]:
+    """(status, body). http.client goes straight to loopback, whatever proxies the environment names. `ServingError` for
+    an answer that does not end in time, or is too long."""
     connection = http.client.HTTPConnection(HOST, port, timeout=timeout)
+    late = threading.Event()
+    connection.connect()
+    own = connection.sock
+
+    def give_up() -> None:
+        late.set()
+        with contextlib.suppress(OSError):
+            own.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(timeout, give_up)  # the connection's own timeout is one for each piece
+    timer.start()
     try:
         connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
         response = connection.getresponse()
-        return response.status, response.read()
+        answer = response.read(ANSWER_BYTES + 1)
+        if late.is_set():
+            raise ServingError(f"the scoring server did not end its answer within {timeout:g} s")
+        if len(answer) > ANSWER_BYTES:
+            raise ServingError(f"the scoring server answered with more than {ANSWER_BYTES:,} bytes")
+        return response.status, answer
+    except (OSError, http.client.HTTPException) as error:
+        if late.is_set():
+            raise ServingError(f"the scoring server did not end its answer within {timeout:g} s") from error
+        raise
     finally:
+        timer.cancel()
         connection.close()
 
 

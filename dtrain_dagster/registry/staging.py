@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import trainer
+from trainer.allowed import is_allowed, modules_of_settings, remedy
 
+_INSTALLED = {"site-packages", "dist-packages"}
+"""Folders of installed packages, also of another environment that this one builds on."""
 SERVING_REQUIREMENTS = ("mlflow", "numpy", "pandas", "pydantic", "torch")
 """What `trainer.serving` imports, and nothing that only training needs."""
 
@@ -45,6 +48,9 @@ def stage_code(factories: Iterable[str], folder: Path) -> StagedCode:
     """
     shutil.copytree(Path(trainer.__file__).parent, folder / "trainer", ignore=shutil.ignore_patterns("__pycache__"))
     own = [name.partition(":")[0] for name in factories if ":" in name]
+    foreign = [name for name in own if not is_allowed(name, modules_of_settings())]
+    if foreign:
+        raise StagingError(f"the module {foreign[0]!r} is not allowed to be packed with a model; {remedy(foreign[0])}")
     if not own:
         return StagedCode((str(folder / "trainer"),), _pinned(SERVING_REQUIREMENTS))
     ensure_importable()
@@ -82,7 +88,12 @@ def _local_source(name: str) -> Path | None:
 
 def _is_installed(places: Iterable[str]) -> bool:
     roots = {sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib")}
-    return any(Path(place).is_relative_to(root) for place in places if place for root in roots)
+    return any(
+        Path(place).is_relative_to(root) or _INSTALLED & set(Path(place).parts)
+        for place in places
+        if place
+        for root in roots
+    )
 
 
 def _copy(name: str, source: Path, folder: Path) -> list[Path]:

@@ -7,27 +7,32 @@ validate what the serving check proves on a real server.
 
 from __future__ import annotations
 
-import json
-import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.registry.staging import ensure_importable, stage_code
+from dtrain_dagster.orders import Order
+from dtrain_dagster.registry.client import open_client
+from dtrain_dagster.registry.once import JOB_TAG, WEIGHTS_TAG, is_same, older, registering
+from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest
+from dtrain_dagster.registry.run_model import RunModel, load_run_model, ordered_job
+from dtrain_dagster.registry.staging import stage_code
+from trainer.config import JobConfig
+from trainer.manifest import load_manifest
 from trainer.membership import generations
 from trainer.rundir import EVALUATION, RESULT, RunDir
 from trainer.storage import Storage
-from trainer.tracking import artifact_location, opening
+from trainer.tracking import artifact_location
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Run
     from mlflow.models import ModelSignature
 
-    from trainer.saved_model import SavedModel
+    from trainer.spec import DataSpec
 
-JOB_TAG = "job_id"
 MODEL_PATH = "model"
 CARD = "model_card.md"
 DESCRIPTION_LIMIT = 5000
@@ -58,15 +63,6 @@ class RegisteredModel:
         return self.asset_uri or f"models:/{self.name}/{self.version}"
 
 
-def open_client(tracking_uri: str, registry_uri: str | None = None) -> MlflowClient:
-    """A client of the tracking server and of the registry (the same server where none is named)."""
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # nobody watches a bar in a log
-    from mlflow import MlflowClient
-
-    with opening(tracking_uri):
-        return MlflowClient(tracking_uri=tracking_uri, registry_uri=registry_uri or tracking_uri)
-
-
 def register_model(
     run_dir: str,
     tracking_uri: str,
@@ -77,8 +73,13 @@ def register_model(
     experiment: str = "dtrain",
     registry_uri: str | None = None,
     cache_dir: str | None = None,
+    order: Order | None = None,
 ) -> RegisteredModel:
-    """Register the model of a succeeded job; the existing version where the job was registered before.
+    """Register the model of a succeeded job; the existing version where the same weights of the job were registered
+    before, or are at this moment.
+
+    ``order``: what was ordered (`dtrain_dagster.orders`); what the run directory says must be that. Without one, only a
+    model of stock parts is registered.
 
     ``tags`` (node-hours, dollars, code version, Dagster run…) are added to those that the run directory tells, see
     `job_tags`; ``card`` is the model card in Markdown. The version belongs to the MLflow run that the trainer reported
@@ -87,17 +88,41 @@ def register_model(
     Raises `RegistryError` if the job has no result or no model, and whatever MLflow raises for a server that refuses.
     """
     rundir = RunDir(run_dir)
-    job = rundir.read_job()
-    client = open_client(tracking_uri, registry_uri)
-    known = find_version(client, model_name, job.job_id)
+    job = ordered_job(rundir, order)
+    with registering(rundir):
+        client = open_client(tracking_uri, registry_uri)
+        return _register(client, rundir, job, tracking_uri, model_name, tags, card, experiment, cache_dir, order)
+
+
+def _register(
+    client: MlflowClient,
+    rundir: RunDir,
+    job: JobConfig,
+    tracking_uri: str,
+    model_name: str,
+    tags: Mapping[str, str],
+    card: str,
+    experiment: str,
+    cache_dir: str | None,
+    order: Order | None,
+) -> RegisteredModel:
+    """See `register_model`. Everything up to the version can be done again after a kill, and is then written over."""
+    weights = (rundir.read_json(RESULT) or {}).get("weights_sha256")
+    known = find_version(client, model_name, job.job_id, weights)
     if known is not None:
         return known
     result, evaluation = read_succeeded(rundir)
-    all_tags = {**job_tags(rundir, result, evaluation), **{name: str(value) for name, value in tags.items()}}
-    run_id = tracking_run(client, rundir, tracking_uri, experiment, job.job_id)
+    own = load_run_model(rundir, order)
+    all_tags = {
+        **job_tags(rundir, result, evaluation, job),
+        **own.digests,
+        **{name: str(value) for name, value in tags.items()},
+    }
+    run_id = tracking_run(client, rundir, tracking_uri, experiment, job.job_id, weights)
     with tempfile.TemporaryDirectory(prefix="dtrain-register-") as scratch:
         folder = Path(scratch) / MODEL_PATH
-        save_pyfunc(rundir, folder, Path(scratch), run_id, cache_dir)
+        save_pyfunc(own, folder, Path(scratch), run_id, cache_dir)
+        all_tags[PACKED_TAG] = folder_digest(folder)
         client.log_artifacts(run_id, str(folder), MODEL_PATH)
     client.log_text(run_id, card, CARD)
     client.log_dict(run_id, evaluation, EVALUATION)
@@ -108,7 +133,12 @@ def register_model(
     version = client.create_model_version(
         model_name, source, run_id=run_id, tags=all_tags, description=description(card)
     )
-    return RegisteredModel(name=model_name, version=str(version.version), run_id=run_id, created=True, tags=all_tags)
+    made = str(version.version)
+    if older(client, model_name, made, job.job_id, weights) is not None:  # made elsewhere, where the lock is not seen
+        known = find_version(client, model_name, job.job_id, weights)
+        if known is not None:
+            return known
+    return RegisteredModel(name=model_name, version=made, run_id=run_id, created=True, tags=all_tags)
 
 
 def read_succeeded(rundir: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -120,24 +150,33 @@ def read_succeeded(rundir: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
     return result, evaluation
 
 
-def find_version(client: MlflowClient, model_name: str, job_id: str) -> RegisteredModel | None:
-    """The version that this job became, or None. Filtered here: not every registry can search by tag."""
-    for version in client.search_model_versions(f"name = '{model_name}'"):
-        if version.tags.get(JOB_TAG) == job_id:
-            return RegisteredModel(
-                name=model_name,
-                version=str(version.version),
-                run_id=version.run_id or "",
-                created=False,
-                tags=dict(version.tags),
-            )
-    return None
+def find_version(
+    client: MlflowClient, model_name: str, job_id: str, weights: str | None = None
+) -> RegisteredModel | None:
+    """The first version that this job became, with these weights where they are given, or None. Filtered here: not
+    every registry can search by tag."""
+    same = [
+        version
+        for version in client.search_model_versions(f"name = '{model_name}'")
+        if is_same(dict(version.tags), job_id, weights)
+    ]
+    first = min(same, key=lambda version: int(version.version), default=None)
+    if first is None:
+        return None
+    return RegisteredModel(
+        name=model_name,
+        version=str(first.version),
+        run_id=first.run_id or "",
+        created=False,
+        tags=dict(first.tags),
+    )
 
 
-def job_tags(rundir: RunDir, result: Mapping[str, Any], evaluation: Mapping[str, Any]) -> dict[str, str]:
-    """What a run directory tells about its model, as tags of the version."""
-    job = rundir.read_job()
-    manifest = json.loads(Storage(job.dataset.uri).read("manifest.json"))
+def job_tags(
+    rundir: RunDir, result: Mapping[str, Any], evaluation: Mapping[str, Any], job: JobConfig
+) -> dict[str, str]:
+    """What a run directory tells about its model, as tags of the version. ``job``: as it was ordered."""
+    manifest = load_manifest(Storage(job.dataset.uri))
     history = generations(rundir.storage)
     sizes = [len(item.members) for item in history] or [result["world_size"]]
     modes = dict.fromkeys("parameter server" if item.topology == "star" else "all-reduce" for item in history)
@@ -161,32 +200,40 @@ def job_tags(rundir: RunDir, result: Mapping[str, Any], evaluation: Mapping[str,
     return {name: f"{value:.6f}" if isinstance(value, float) else str(value) for name, value in values.items() if value}
 
 
-def load_run_model(rundir: RunDir) -> SavedModel:
-    """The model of a run directory, in this process."""
-    from trainer.saved_model import FOLDER, load_saved_model
-
-    ensure_importable()
-    return load_saved_model(lambda name: rundir.storage.read(f"{FOLDER}/{name}"))
-
-
-def tracking_run(client: MlflowClient, rundir: RunDir, tracking_uri: str, experiment: str, job_id: str) -> str:
-    """The trainer's run where it is still there, else a new one that is finished at once."""
+def tracking_run(
+    client: MlflowClient, rundir: RunDir, tracking_uri: str, experiment: str, job_id: str, weights: str | None = None
+) -> str:
+    """The trainer's run where it is still there, else one that an earlier registration of these weights has made, else
+    a new one that is finished at once. Never one that other weights were registered from: its model would be written
+    over, and the version that is made of it would be these."""
     from mlflow.exceptions import MlflowException
 
     run_id = (rundir.read_json("tracking.json") or {}).get("mlflow_run_id")
     if run_id:
         try:
-            if client.get_run(run_id).info.lifecycle_stage == "active":
+            run = client.get_run(run_id)
+            is_own = run.data.tags.get(JOB_TAG) == job_id  # nodes say which run it is, and may name another job's
+            if run.info.lifecycle_stage == "active" and is_own and _is_free(run, weights):
                 return run_id
         except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # or is no run's name
                 raise
     known = client.get_experiment_by_name(experiment)
     location = artifact_location(tracking_uri)
     experiment_id = known.experiment_id if known else client.create_experiment(experiment, location)
-    run = client.create_run(experiment_id, run_name=job_id)
+    tags = {JOB_TAG: job_id} | ({WEIGHTS_TAG: weights} if weights else {})
+    named = client.search_runs([experiment_id], f"tags.{JOB_TAG} = '{job_id}'")
+    made = [run for run in named if weights and run.data.tags.get(WEIGHTS_TAG) == weights and _is_free(run, weights)]
+    run = made[0] if made else client.create_run(experiment_id, run_name=job_id, tags=tags)
     client.set_terminated(run.info.run_id)
     return run.info.run_id
+
+
+def _is_free(run: Run, weights: str | None) -> bool:
+    """Whether no model lies in this run yet: another one, or the same under another name, whose version says which
+    digest its files have. They would be written over, and that version be refused from then on."""
+    tags = run.data.tags
+    return PACKED_TAG not in tags and (weights is None or tags.get(WEIGHTS_TAG, weights) == weights)
 
 
 def _ensure_registered_model(client: MlflowClient, name: str) -> None:
@@ -199,56 +246,51 @@ def _ensure_registered_model(client: MlflowClient, name: str) -> None:
             raise
 
 
-def save_pyfunc(rundir: RunDir, folder: Path, scratch: Path, run_id: str, cache_dir: str | None) -> None:
+def save_pyfunc(own: RunModel, folder: Path, scratch: Path, run_id: str, cache_dir: str | None) -> None:
     """Write the MLflow model: `trainer/serving.py` as code, the job's two files as artifacts, real windows."""
     import mlflow.pyfunc
     import numpy as np
     from mlflow.models import Model
 
     import trainer
-    from trainer.saved_model import DESCRIPTION, FOLDER, WEIGHTS
     from trainer.shards import DataShardManager
 
-    job = rundir.read_job()
-    saved = load_run_model(rundir)
-    shards = DataShardManager(job.dataset.uri, cache_dir, saved.spec.dataset_id)
+    shards = DataShardManager(own.job.dataset.uri, cache_dir, own.spec.dataset_id)
     count = shards.count("test")
     windows, _ = shards.gather(shards.end_rows("test", np.unique(np.linspace(0, count - 1, 3).astype(np.int64))))
     files = scratch / "files"
     files.mkdir()
-    for name in (DESCRIPTION, WEIGHTS):
-        (files / name).write_bytes(rundir.storage.read(f"{FOLDER}/{name}"))
+    own.write(files)
     (scratch / "code").mkdir()
-    code = stage_code((job.model.factory, job.loss.factory), scratch / "code")
+    code = stage_code(own.factories(), scratch / "code")
     mlflow.pyfunc.save_model(
         path=str(folder),
         python_model=str(Path(trainer.__file__).parent / "serving.py"),
         artifacts={"model": str(files)},
         code_paths=list(code.paths),
         pip_requirements=list(code.requirements),  # given, so that nothing is imported to find out
-        signature=_signature(saved),
+        signature=_signature(own.spec, own.predict(windows.numpy())),
         input_example=windows.numpy(),
-        metadata=_metadata(saved, shards.manifest),
+        metadata=_metadata(own.spec, shards.manifest),
         mlflow_model=Model(artifact_path=MODEL_PATH, run_id=run_id),
     )
 
 
-def _signature(saved: SavedModel) -> ModelSignature:
+def _signature(spec: DataSpec, columns: Iterable[str]) -> ModelSignature:
     """Tensor in, named columns out."""
     import numpy as np
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
 
-    shape = (-1, saved.spec.window, len(saved.spec.features))
+    shape = (-1, spec.window, len(spec.features))
     return ModelSignature(
         inputs=Schema([TensorSpec(np.dtype(np.float32), shape)]),
-        outputs=Schema([ColSpec("double", name) for name in saved.columns]),
+        outputs=Schema([ColSpec("double", name) for name in columns]),
     )
 
 
-def _metadata(saved: SavedModel, manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _metadata(spec: DataSpec, manifest: Mapping[str, Any]) -> dict[str, Any]:
     """In the model's ``MLmodel`` file: what its input means, and on what it was trained."""
-    spec = saved.spec
     return {
         "dataset_id": spec.dataset_id,
         "features": list(spec.features),

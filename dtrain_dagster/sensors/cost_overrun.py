@@ -1,6 +1,7 @@
 """A running job that costs more than was estimated, or will, is noticed while it runs, not on the bill (R5.4, C3)."""
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -21,7 +22,10 @@ from dtrain_dagster.notify import tell
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.wording import dollars
-from trainer.rundir import EVENTS, RunDir, parsed
+from trainer.documents import EVENTS_BYTES, parse_events
+from trainer.errors import DamagedError
+from trainer.printable import visible
+from trainer.rundir import EVENTS, RunDir
 
 if TYPE_CHECKING:
     from dtrain_dagster.costs.savings import Saving
@@ -32,6 +36,7 @@ the job holds in memory and writes as a whole."""
 ENOUGH_STEPS, MOST_FILES, FILES_AT_ONCE = 20, 400, 40
 """Of the newest events, so many reports of steps are read, from so many files at most. A job whose steps take long
 writes dozens of files, of samples, between two of these: what was learned of its pace is in the cursor therefore."""
+_OF_RANK_0 = re.compile(r"g\d{1,12}-r0+-\d{1,12}\.jsonl")
 KEPT_PACES = 200
 """Jobs of which it is: about 1 kB each. Of others, it is read back at each look."""
 
@@ -82,7 +87,8 @@ def build_cost_overrun_sensor(settings: Settings) -> dg.SensorDefinition:
                         tell(project.notify_urls(), f"dtrain: {job_id} costs more than estimated", body, context.log)
                         rundir.write_json(COST_TOLD, told)  # last: where it fails, people have been told all the same
             except Exception as error:  # of whatever kind: one job's run directory must not hide the others
-                context.log.warning(f"{job_id}: its cost could not be judged: {type(error).__name__}: {error}")
+                why = visible(f"{type(error).__name__}: {error}")
+                context.log.warning(f"{job_id}: its cost could not be judged: {why}")
                 looks.setdefault(job_id, look)
         return dg.SensorResult(
             skip_reason=f"{len(running)} running job(s), " + (f"{count} alert(s)" if count else "none newly above"),
@@ -139,12 +145,12 @@ def _advice(
 def recent_events(rundir: RunDir, after: str = "") -> tuple[list[dict[str, Any]], str]:
     """What rank 0 has told lately, in order of time, in files that come after this one; and the newest file. A job of a
     week costs no more to look at than one of an hour."""
-    names = [name for name in rundir.storage.list(EVENTS) if "-r00000-" in name and name > after]
+    names = [name for name in rundir.storage.list(EVENTS) if _OF_RANK_0.fullmatch(name) and name > after]
     found: list[dict[str, Any]] = []
     for end in range(len(names), max(0, len(names) - MOST_FILES), -FILES_AT_ONCE):
         batch = names[max(0, end - FILES_AT_ONCE) : end]
-        for data in rundir.storage.read_all([f"{EVENTS}/{name}" for name in batch]):
-            found += parsed(data)[0]
+        for data in rundir.storage.read_each([f"{EVENTS}/{name}" for name in batch], EVENTS_BYTES):
+            found += [] if isinstance(data, DamagedError) else parse_events(data)[0]
         if sum(event["kind"] == "step" for event in found) >= ENOUGH_STEPS:
             break
     return sorted(found, key=lambda event: event["time"]), names[-1] if names else after

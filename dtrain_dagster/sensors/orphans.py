@@ -19,8 +19,10 @@ from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
 from dtrain_dagster.liveness import is_heard
 from dtrain_dagster.notify import tell
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.sensors import clock
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.wording import dollars, duration
+from trainer.printable import visible
 
 LIVE = [status for status in dg.DagsterRunStatus if status.name not in ("SUCCESS", "FAILURE", "CANCELED")]
 LEFT, FOREIGN = "left as it is", "left as it is: its run is not of this Dagster, so it may be somebody else's"
@@ -43,7 +45,10 @@ def build_orphan_sensor(settings: Settings) -> dg.SensorDefinition:
         context: dg.SensorEvaluationContext, cluster: GPUClusterResource, project: ProjectResource
     ) -> dg.SensorResult:
         manager, now = cluster.manager(), time.time()
-        seen: dict[str, Any] = json.loads(context.cursor or "{}").get("orphans", {})
+        before, reading = json.loads(context.cursor or "{}"), clock.reading()
+        seen: dict[str, Any] = before.get("orphans", {})
+        if seconds := clock.set_by(before.get("clock"), reading):  # they have been alone for as long as before
+            seen = {key: item | {"since": item["since"] + seconds} for key, item in seen.items()}
         live = {run.run_id for run in context.instance.get_runs(dg.RunsFilter(statuses=LIVE))}
         try:
             found = {_key(orphan): orphan for orphan in manager.find_orphans(live)}
@@ -74,7 +79,7 @@ def build_orphan_sensor(settings: Settings) -> dg.SensorDefinition:
             if done != known[key]["told"]:
                 known[key]["told"] = done
                 facts = describe(orphan, cluster, done + problem, now - known[key]["since"])
-                message = "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in facts.items())
+                message = visible("; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in facts.items()))
                 context.log.warning(message)
                 tell(project.notify_urls(), f"dtrain: nobody waits for {orphan.name}", message, context.log)
                 events.append(_check(facts))
@@ -83,7 +88,7 @@ def build_orphan_sensor(settings: Settings) -> dg.SensorDefinition:
         return dg.SensorResult(
             asset_events=events,
             skip_reason=None if events else f"{len(found)} without a live run, nothing new to tell",
-            cursor=json.dumps({"orphans": known}),
+            cursor=json.dumps({"orphans": known, "clock": reading}),
         )
 
     return orphans

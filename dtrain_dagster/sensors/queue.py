@@ -12,6 +12,7 @@ import dagster as dg
 
 from dtrain_dagster.notify import tell
 from dtrain_dagster.resources import ProjectResource
+from dtrain_dagster.sensors import clock
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.waiting import ATTEMPT_TAG, TICKET_TAG, Ticket, WaitingList, decide
 from dtrain_dagster.wording import duration
@@ -28,7 +29,11 @@ def build_queue_sensor(settings: Settings) -> dg.SensorDefinition:
     def queue(context: dg.SensorEvaluationContext, project: ProjectResource) -> dg.SensorResult:
         waiting, now = WaitingList(project.shared_uri), time.time()
         said: dict[str, Any] = json.loads(context.cursor or "{}")
+        reading = clock.reading()
         tickets = waiting.tickets()
+        if seconds := clock.set_by(said.get("clock"), reading):
+            context.log.warning(f"the clock was set by {seconds:,.0f} s: who waits goes on waiting as long as before")
+            tickets = waiting.shift(tickets, seconds, now)
         names = [item.ticket for item in tickets]
         runs = context.instance.get_runs(filters=dg.RunsFilter(tags={TICKET_TAG: names})) if names else []
         due = decide(
@@ -73,7 +78,7 @@ def build_queue_sensor(settings: Settings) -> dg.SensorDefinition:
             run_requests=[_request(due.start)] if due.start else [],
             asset_events=events,
             skip_reason=None if due.start or events else quiet,
-            cursor=json.dumps({"rows": rows, "in_time": in_time}),
+            cursor=json.dumps({"rows": rows, "in_time": in_time, "clock": reading}),
         )
 
     return queue

@@ -5,7 +5,8 @@ Name them in ``job.json``, or in the launchpad of ``cost_estimate``::
     "model": {"factory": "examples.own_model.model:make_model", "args": {"hidden": 32}}
     "loss":  {"factory": "examples.own_model.loss:make_loss", "args": {"nu": 5.0}}
 
-The folder that holds ``examples`` must be on the Python path of the nodes; the one that a job is started from is.
+The folder that holds ``examples`` must be on the Python path of the nodes; the one that a job is started from is. And
+the setting ``DTRAIN_FACTORY_MODULES=examples.own_model`` must allow it (docs/own-model-and-data.md).
 
 The contract:
 

@@ -128,7 +128,7 @@ def test_a_training_on_blob_whose_first_rank_is_killed_ends_as_one_in_a_folder(
     assert "version_id" not in storage.read(f"{folder}/manifest.json").decode(), "this account keeps no versions"
     assert len(checkpoints.folders()) <= 4, "three are kept, and the best"
     assert result["checkpoint"] in checkpoints.folders()
-    model = load_saved_model(lambda name: storage.read(f"model/{name}"))
+    model = load_saved_model(lambda name: storage.read(f"model/{name}"), modules=("user_parts",))
     assert model.predict(np.zeros((2, model.spec.window, len(model.spec.features))))
     with np.load(io.BytesIO(storage.read("predictions.npz"))) as table:
         assert len(table["mu"]) == json.loads(storage.read("evaluation.json"))["windows"]

@@ -90,6 +90,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
             "DTRAIN_AZURE_IMAGE": "emulated.azurecr.io/dtrain:1",
             "DTRAIN_AZURE_POLL_SECONDS": "0.5",
             "DTRAIN_THREADS_PER_RANK": "1",
+            "DTRAIN_FACTORY_MODULES": "my_model",
         }
         for name, value in own.items():
             monkeypatch.setenv(name, value)

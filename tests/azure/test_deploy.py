@@ -155,6 +155,26 @@ def test_the_table_explains_every_assignment_and_no_other(templates: dict[str, d
 
 
 @parsed
+def test_nodes_change_run_directories_and_logs_and_nothing_else(templates: dict[str, dict[str, Any]]) -> None:
+    """By a condition on each assignment that could change a blob. That Azure takes it is not tested here."""
+    text = (AZURE / "modules/roles.bicep").read_text()
+    folders = {}
+    for symbol, kind, body in resources(templates):
+        properties = body.get("properties", {})
+        if "blobContributor" not in str(properties.get("roleDefinitionId")):
+            continue
+        if kind.endswith("/roleAssignments") and properties["principalId"] != "orchestratorPrincipalId":
+            assert properties["conditionVersion"] == "2.0"
+            definition = re.search(rf"^var {properties['condition']} = '(.*)'$", text, re.M)
+            assert definition is not None
+            [folders[symbol]] = re.findall(r"StringLike \\'([^']*)\\'", definition[1])
+    assert folders == {"nodesOnContainer": "jobs/*", "nodesOnWorkspaceStorage": "ExperimentRun/*"}
+    nothing = re.search(r"^var changesNothing = '(.*)'$", text, re.M)
+    assert nothing is not None
+    assert set(re.findall(r"\$\{blobs\}/([a-z/]+)", nothing[1])) == {"write", "add/action", "delete", "move/action"}
+
+
+@parsed
 def test_the_network_lets_in_nodes_among_themselves_and_nobody_else(templates: dict[str, dict[str, Any]]) -> None:
     groups = {symbol: body for symbol, kind, body in resources(templates) if kind.endswith("/networkSecurityGroups")}
     assert set(groups) == {"nodesRules", "endpointsRules", "orchestratorRules"}

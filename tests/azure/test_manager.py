@@ -15,6 +15,7 @@ from dtrain_dagster.costs.budget import write_limit
 from dtrain_dagster.costs.prices import price_of
 from tests.azure.stage import A100, DONE, FOREVER, LAST_ONE_DONE, V100, Stage, end, wait_for
 from trainer.rundir import LAUNCH, LIMIT, STATUS, NodePresence, RunDir
+from trainer.storage import Storage
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +42,29 @@ def test_runs_where_the_nodes_were_got_and_says_so(stage: Stage) -> None:
     assert sent["environmentVariables"]["DTRAIN_PRESENCE"] == "1"
     assert sent["distribution"]["distributionType"] == "PyTorch"
     assert sent["tags"]["dagster_run_id"] == "run-1"
+
+
+def test_nodes_read_the_secret_of_their_launch_where_no_reader_of_the_workspace_does(stage: Stage) -> None:
+    """Its address is among the job's variables, which many may look at; the file goes with the launch."""
+    telling = """
+from trainer.launch_secret import read
+print(f"a secret of {len(read(os.environ).value)} bytes", flush=True)
+while not (found := rundir.read_json("go.json")):
+    time.sleep(0.1)
+succeed()
+"""
+    manager, spec = stage.run(telling)
+    rundir = RunDir(spec.run_dir)
+    wait_for(lambda: "a secret of 32 bytes" in manager.job_logs(spec.job_id), "what the nodes say")
+    [sent] = stage.asked("job.put")
+    folder, _, name = sent["body"]["properties"]["environmentVariables"]["DTRAIN_LAUNCH_SECRET_URI"].rpartition("/")
+    assert not folder.startswith(spec.run_dir)
+    secret = Storage(folder).read(name).decode()
+    assert secret not in json.dumps(sent)
+    assert secret not in json.dumps(rundir.read_json(LAUNCH))
+    rundir.write_json("go.json", {"go": True})
+    assert end(manager, spec).state is JobState.SUCCEEDED
+    assert not Storage(folder).exists(name)
 
 
 def test_is_bought_once_whoever_asks_and_whatever_answers_are_lost(stage: Stage) -> None:
@@ -120,11 +144,11 @@ def test_waits_no_longer_than_its_deadline_and_goes_on_with_nodes_that_there_are
     stage.control("fault", fault="capacity", vm_size=V100, nodes=0, count=None)
     manager, spec = stage.run(allocation_patience_seconds=0.5)
     rundir, now = RunDir(spec.run_dir), time.time()
-    rundir.write_node(NodePresence(node_id=0, launch=1, started_at=now - 900, ended_at=now - 100))
+    rundir.write_node(NodePresence(node_id=0, launch=1, started_at=now - 280, ended_at=now - 100))
     write_limit(rundir, 9999.0, stop_at_usd=10.0)
     assert end(manager, spec).state is JobState.SUCCEEDED
-    left = 10 - 800 / 3600 * price_of(V100).usd_per_hour("dedicated")
-    limit = 800 + left / price_of(A100).usd_per_hour("dedicated") * 3600
+    left = 10 - 180 / 3600 * price_of(V100).usd_per_hour("dedicated")
+    limit = 180 + left / price_of(A100).usd_per_hour("dedicated") * 3600
     assert rundir.read_json(LIMIT) == {"max_node_seconds": pytest.approx(limit), "stop_at_usd": 10.0}
     launch = rundir.read_json(LAUNCH)
     assert (launch["launch"], launch["sku"], launch["node_count"]) == (2, A100, 2)
@@ -214,15 +238,15 @@ def test_a_name_that_is_taken_by_another_job_is_not_taken_for_ours(stage: Stage)
 def test_paid_time_is_what_nodes_wrote_and_ends_when_they_were_last_heard_of(stage: Stage) -> None:
     manager, spec = stage.run(FOREVER)
     rundir, now = RunDir(spec.run_dir), time.time()
-    rundir.write_node(NodePresence(node_id=0, launch=1, started_at=now - 500, last_seen_at=now))
-    rundir.write_node(NodePresence(node_id=1, launch=1, started_at=now - 500, last_seen_at=now - 300))
+    rundir.write_node(NodePresence(node_id=0, launch=1, started_at=now - 280, last_seen_at=now))
+    rundir.write_node(NodePresence(node_id=1, launch=1, started_at=now - 280, last_seen_at=now - 200))
     here, gone = manager.node_usage(spec.job_id)
     assert (here.sku, here.tier) == (V100, "dedicated")
     assert here.ended_at >= now
-    assert gone.ended_at == now - 300
+    assert gone.ended_at == now - 200
     manager.cancel_job(spec.job_id)
     ends = {node.node_id: node.ended_at for node in rundir.nodes()}
-    assert ends[1] == now - 300
+    assert ends[1] == now - 200
     assert now <= ends[0] <= time.time()
 
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dtrain_dagster"))
 
 import small_job
 
-from dtrain_dagster import registry, secrets
+from dtrain_dagster import registry
 from dtrain_dagster.assets.registry import endpoint_compatible
 from dtrain_dagster.audit import AuditLog
 from dtrain_dagster.registry.azure import AzureMLRegistry, fit_tags
@@ -37,7 +37,7 @@ from dtrain_dagster.registry.versions import RegisteredModel, open_client
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings import Settings
 from tests.azure.emulator import Emulator
-from trainer import azure_token
+from trainer import azure_token, secrets
 from trainer.gate import Gate
 from trainer.rundir import RunDir
 

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dtrain_dagster"))
 
 import small_job
 
-from dtrain_dagster import registry, secrets
+from dtrain_dagster import registry
 from tests.azure.planted import ENVIRONMENT, leaks, planted
-from trainer import azure_token
+from trainer import azure_token, redaction, secrets
 
 DOMAIN, HEADER = "vault.localhost", "the-process-s-own"
 
@@ -35,7 +35,7 @@ DOMAIN, HEADER = "vault.localhost", "the-process-s-own"
 @pytest.fixture(autouse=True)
 def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test resolves is no secret in the next."""
-    monkeypatch.setattr(secrets, "_known", set())
+    monkeypatch.setattr(redaction, "_known", set())
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_secret_comes_from_the_vault_by_identity(vault: Vault, caplog: pytest.
     assert vault.token_resources == [f"https://{DOMAIN}:{vault.port}"]
     assert value not in caplog.text
     assert "token-of-the-vault" not in caplog.text
-    assert secrets.redact(f"mailto://me:{value}@host") == f"mailto://me:{secrets.STRUCK}@host"
+    assert redaction.redact(f"mailto://me:{value}@host") == f"mailto://me:{redaction.STRUCK}@host"
 
 
 @pytest.mark.parametrize(
@@ -257,9 +257,9 @@ def test_planted_secrets_are_nowhere_in_what_a_training_and_its_registration_lea
     monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     run_dir = small_job.train(tmp_path, small_job.write_dataset(tmp_path / "data"), "job-a", steps=5, tracking_uri=uri)
-    tags = {"asked_by": secrets.redact(f"https://robot:{token}@example.org")}
-    model = registry.register_model(run_dir, uri, "forecaster", tags, secrets.redact(f"# card\n\n{token}"))
-    assert secrets.STRUCK in model.tags["asked_by"]
+    tags = {"asked_by": redaction.redact(f"https://robot:{token}@example.org")}
+    model = registry.register_model(run_dir, uri, "forecaster", tags, redaction.redact(f"# card\n\n{token}"))
+    assert redaction.STRUCK in model.tags["asked_by"]
     with registry.scoring_server(model.uri, uri) as server:
         endpoint = registry.ScoringEndpoint(
             url=f"{server.url}/invocations?sig={token}", headers=lambda: {"Authorization": f"Bearer {token}"}

@@ -23,7 +23,7 @@ from dtrain_dagster.resources import build_resources
 from dtrain_dagster.retraining import CHAMPION_CHECK, registrations
 from dtrain_dagster.settings import Settings, load_settings
 from tests.trained import record_training
-from trainer.config import FactoryConfig
+from trainer.config import DatasetRef, FactoryConfig, JobConfig
 from trainer.losses import build_loss
 from trainer.model import build_model
 from trainer.rundir import RunDir
@@ -39,6 +39,8 @@ def save_untrained_model(run_dir: str, dataset_uri: str) -> None:
     buffer = io.BytesIO()
     torch.save(build_model(model, spec, build_loss(loss, spec).outputs).state_dict(), buffer)
     storage = RunDir(run_dir).storage
+    job_id = run_dir.rsplit("/", 1)[-1]
+    RunDir(run_dir).write_job(JobConfig(job_id=job_id, run_dir=run_dir, dataset=DatasetRef(uri=dataset_uri)))
     storage.write(f"{FOLDER}/{WEIGHTS}", buffer.getvalue())
     description = {"model": asdict(model), "loss": asdict(loss), "spec": asdict(spec)}
     description["file_sha256"] = hashlib.sha256(buffer.getvalue()).hexdigest()
@@ -90,10 +92,13 @@ def test_a_champion_that_a_baseline_beats_on_new_days_is_trained_again(
         [request] = tick().run_requests
         assert request.run_key.startswith("accuracy-v7-")
 
+        monkeypatch.setattr("dtrain_dagster.assets.champion.REASSESS_SECONDS", 0.01)
+        passed, said = with_prices_up_to("2017-12-29")
+        assert passed
+        assert "longer than 0.01 s" in said["not_judged"]
 
-def test_a_champion_that_cannot_be_judged_now_ends_no_run_and_tells_no_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+
+def test_a_champion_that_cannot_be_judged_now_ends_no_run_and_tells_no_secret(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path)
     folder = tmp_path / "newer"
     folder.mkdir()
@@ -116,5 +121,3 @@ def test_a_champion_that_cannot_be_judged_now_ends_no_run_and_tells_no_secret(
 
         assert (why := said()).count("sig=[secret]")
         assert "h0nter22" not in why
-        monkeypatch.setattr("dtrain_dagster.assets.champion.REASSESS_SECONDS", 0.01)
-        assert "longer than 0.01 s" in said()

@@ -97,6 +97,9 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         if not isinstance(command, click.Group)
     }
     assert options == {
+        "clean": ["--yes"],
+        "setup": [],
+        "work": ["command"],
         "launch": ["--detach", "--master-port", "--name", "--nodes", "--procs-per-node", "command"],
         "train": [
             *("--config", "--dataset", "--detach", "--epochs", "--loss", "--model", "--name", "--nodes"),
@@ -111,7 +114,10 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "logs": ["--follow", "--node", "--tail", "-f", "job_id"],
         "cancel": ["job_id"],
         "summary": ["job_id"],
-        "dashboard": ["--allow", "--host", "--job", "--port"],
+        "dashboard": ["--allow", "--allow-host", "--host", "--job", "--port"],
+        "ui": ["--allow-host", "--allow-user", "--port", "--workspace", "-w"],
+        "mlflow": ["--allow-host", "--allow-user", "--port"],
+        "tensorboard": ["--allow-host", "--allow-user", "--port"],
         "report": ["--output", "-o", "job_id"],
         "watch": ["job_id"],
         "profile": ["--rank", "--steps", "--wait", "job_id"],
@@ -229,6 +235,7 @@ def test_train_from_a_dataset_with_a_model_of_ones_own(shell: Shell):
         "def make(spec, outputs):\n"
         "    return nn.Sequential(nn.Flatten(), nn.Linear(spec.window * len(spec.features), outputs))\n"
     )
+    shell.env["DTRAIN_FACTORY_MODULES"] = "my_model"
     options = ("--model", "my_model:make", "--set", "training.max_steps=6", "--set", "training.log_frequency=2")
     said = shell("train", "--dataset", "walks", "--name", "mine", *options)
     assert "step 6/6" in said
@@ -267,6 +274,7 @@ def test_ctrl_c_cancels_a_training_that_then_goes_on_where_it_was(shell: Shell):
         "def make(spec, outputs):\n"
         "    return Slow(spec.window * len(spec.features), outputs)\n"
     )
+    shell.env["DTRAIN_FACTORY_MODULES"] = "slow_model"
     options = ("--model", "slow_model:make", "--nodes", "1", "--set", "training.log_frequency=1", "--epochs", "20")
     command = ("train", "--dataset", "walks", "--name", "halted", "--set", "training.max_steps=100", *options)
     process = shell.start(*command)
@@ -299,6 +307,10 @@ def test_train_refuses_what_cannot_be_trained(shell: Shell):
     said = shell.refused("train", "--dataset", "walks", "--set", "training.gradient_accumulation_steps=9999")
     assert "use fewer ranks" in said
     assert not (shell.folder / "home" / "storage" / "jobs").exists()
+    said = shell.refused("train", "--dataset", "walks", "--nodes", "1", "--model", "no_such_module:make")
+    assert "set DTRAIN_FACTORY_MODULES=no_such_module" in said
+    assert not (shell.folder / "home" / "storage" / "jobs").exists()
+    shell.env["DTRAIN_FACTORY_MODULES"] = "no_such_module"
     said = shell("train", "--dataset", "walks", "--nodes", "1", "--model", "no_such_module:make", code=2)
     assert "exit code 2, unusable configuration or data" in said
     assert "no_such_module" in said
@@ -394,7 +406,13 @@ def test_the_latest_dataset_is_the_one_built_last(tmp_path: Path):
         (datasets / name).mkdir(parents=True)
         if created:
             (datasets / name / "manifest.json").write_text(json.dumps({"created_at": created}))
+    (datasets / "broken").mkdir()
+    (datasets / "broken" / "manifest.json").write_text('{"created_at": "2026-04')
+    (datasets / "pipe").mkdir()
+    os.mkfifo(datasets / "pipe" / "manifest.json")
     assert json.loads(dataset_config(settings, "latest")) == {"dataset": {"uri": str(datasets / "aaa")}}
+    done = CliRunner().invoke(main, ["train", "--dataset", "pipe"], env={"DTRAIN_HOME": str(tmp_path)})
+    assert (done.exit_code, "pipe/manifest.json is no regular file" in done.output) == (2, True)
 
 
 def test_a_python_script_runs_with_the_python_of_dtrain(tmp_path: Path):

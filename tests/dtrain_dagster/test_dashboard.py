@@ -218,7 +218,7 @@ def test_the_server_answers_nobody_else(served: tuple[str, RunDir]):
     for path in ("jobs/..%2fjobs.json", "jobs/%2e%2e.json", "jobs/newer%2f..%2folder.json", "jobs/nobody.json"):
         assert requests.get(f"{url}/{path}", timeout=10).status_code == 404, path
     for host in ("evil.example", "127.0.0.1.evil.example", ""):
-        assert requests.get(f"{url}/jobs.json", headers={"Host": host}, timeout=10).status_code == 400
+        assert requests.get(f"{url}/jobs.json", headers={"Host": host}, timeout=10).status_code in (400, 403)
     assert requests.get(f"{url}/jobs.json", headers={"Host": "localhost:8060"}, timeout=10).status_code == 200
     answer = requests.get(url, headers={"Origin": "http://evil.example"}, timeout=10)
     assert "access-control-allow-origin" not in answer.headers
@@ -297,8 +297,11 @@ def test_a_damaged_run_directory_takes_no_other_away(tmp_path: Path):
         jobs = requests.get(f"{url}/jobs.json", timeout=10).json()["jobs"]
         metrics = requests.get(f"{url}/metrics", timeout=10).text
         answer = requests.get(f"{url}/jobs/cut.json", timeout=10)
-    whole = {"sound": "running", "node": "running", "events": "running"}
-    assert {row["job_id"]: row["state"] for row in jobs} == dict.fromkeys(damages, "unreadable") | whole
+    whole = {"sound": "running", "node": "running"}
+    assert {row["job_id"]: row["state"] for row in jobs} == dict.fromkeys(damages, "damaged") | whole
+    reasons = {row["job_id"]: row["reason"] for row in jobs}
+    assert "job.json is damaged: it is no object" in reasons["list"]
+    assert "'started_at' is no number" in reasons["date"]
     assert 'dtrain_step{job="sound"} 25.0' in metrics
     assert (answer.status_code, "cannot be read" in answer.text) == (500, True)
 
@@ -310,7 +313,7 @@ def test_a_deleted_job_is_gone(remote: str):
     assert {row.job_id for row in board.jobs()} == {"kept", "deleted"}
     assert board.open("deleted", time.time())
     Storage(remote).delete("deleted")
-    board._listed = (-1e9, [])  # time goes by
+    board._index._done_at = -1e9  # time goes by
     board._open["deleted"]._read_at = -1e9
     assert board.open("deleted", time.time()) is None
     assert [row.job_id for row in board.jobs()] == ["kept"]
@@ -367,10 +370,11 @@ def test_metrics_are_of_nodes_that_are_there_and_survive_strange_figures(remote:
         timing(30, START + 9, slow=1) | {"steps": 0},
         membership(2, START + 9, nodes=[0, 1], lost=[2], joined=[]),
     ]
-    write_run(remote, "mine", [*told(5), *strange])
+    write_run(remote, "mine", told(5))
     board = JobBoard(remote, "dedicated")
     job = board.open("mine", time.time())
     assert job is not None
+    job.dashboard.take(strange)  # from storage, the reader lets none of them pass
     job.dashboard.nodes[0]["gpus"] = Cards([{"index": 0, "utilization": 50.0}])
     metrics = prometheus.exposition(board).decode()
     assert 'dtrain_node_cpu_utilization_ratio{job="mine",node="0"} 0.4' in metrics

@@ -60,6 +60,7 @@ def test_the_fingerprint_changes_with_what_is_trained_and_with_nothing_else(tmp_
 
     module = tmp_path / "mine_for_fingerprint.py"
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "mine_for_fingerprint")
     module.write_text("def make(spec, outputs): ...")
     own = mark(model={"factory": "mine_for_fingerprint:make"})
     module.write_text("def make(spec, outputs): ...  # edited")

@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from dtrain_dagster import secrets
-from dtrain_dagster.secrets import STRUCK, redact
+from trainer import redaction, secrets
+from trainer.redaction import STRUCK, redact
 
 
 @pytest.fixture(autouse=True)
 def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test resolves is no secret in the next."""
-    monkeypatch.setattr(secrets, "_known", set())
+    monkeypatch.setattr(redaction, "_known", set())
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_what_was_resolved_is_struck_out_everywhere(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_secret_inside_another_leaves_nothing_of_the_longer_one() -> None:
-    secrets.remember("abcdef")
-    secrets.remember("abcdef-and-more")
+    redaction.remember("abcdef")
+    redaction.remember("abcdef-and-more")
     assert redact("x abcdef-and-more y") == f"x {STRUCK} y"
 
 

@@ -19,8 +19,11 @@ import pytest
 import small_job
 
 from dtrain_dagster import registry
+from dtrain_dagster.orders import Order
+from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest
 from dtrain_dagster.registry.staging import stage_code
 from dtrain_dagster.registry.versions import open_client
+from dtrain_dagster.wording import in_markdown
 from trainer import regroup, tracking
 from trainer.gate import Gate
 from trainer.rundir import RunDir
@@ -43,16 +46,16 @@ def comparison(candidate: float | None, champion: float | None, note: str = "") 
 
 def test_a_new_sqlite_file_is_opened_by_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two at once, of whom one is a training, would leave a file that nobody can open."""
-    path, waits, sleep = tmp_path / "mlflow.db", threading.Event(), time.sleep
+    path, waits, sleep, opened = tmp_path / "mlflow.db", threading.Event(), time.sleep, threading.Event()
     monkeypatch.setattr("trainer.tracking.time.sleep", lambda seconds: (waits.set(), sleep(seconds)))
     with tracking.opening(f"sqlite:///{path}"):
-        thread = threading.Thread(target=open_client, args=(f"sqlite:///{path}",))
+        thread = threading.Thread(target=lambda: (open_client(f"sqlite:///{path}"), opened.set()))
         thread.start()
         while thread.is_alive() and not waits.is_set():
             thread.join(0.05)
-        assert not path.exists()
+        assert not opened.is_set()
     thread.join(60)
-    assert path.exists()
+    assert opened.is_set()
 
 
 @pytest.mark.parametrize(
@@ -110,6 +113,7 @@ def test_what_a_module_imports_travels_with_it(tmp_path: Path, monkeypatch: pyte
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(text)
     monkeypatch.syspath_prepend(str(source))
+    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "lonely_model")
     target = tmp_path / "code"
     target.mkdir()
     staged = stage_code(["lonely_model:make", "tcn"], target)
@@ -126,7 +130,11 @@ def test_what_a_module_imports_travels_with_it(tmp_path: Path, monkeypatch: pyte
     assert all("+" not in requirement for requirement in staged.requirements)
 
 
-def test_a_module_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_module_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(registry.StagingError, match="set DTRAIN_FACTORY_MODULES=not_there"):
+        stage_code(["not_there:make"], tmp_path / "code")
+    shutil.rmtree(tmp_path / "code", ignore_errors=True)
+    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "not_there")
     with pytest.raises(registry.StagingError, match="no module 'not_there'"):
         stage_code(["not_there:make"], tmp_path / "code")
 
@@ -140,8 +148,10 @@ class Home:
     def train(self, job_id: str, **options: Any) -> str:
         return small_job.train(self.path, options.pop("dataset", self.dataset), job_id, **options)
 
-    def register(self, run_dir: str, name: str, card: str = "# card") -> registry.RegisteredModel:
-        return registry.register_model(run_dir, self.tracking_uri, name, PROVENANCE.tags(), card)
+    def register(
+        self, run_dir: str, name: str, card: str = "# card", order: Order | None = None
+    ) -> registry.RegisteredModel:
+        return registry.register_model(run_dir, self.tracking_uri, name, PROVENANCE.tags(), card, order=order)
 
 
 @pytest.fixture(scope="module")
@@ -240,10 +250,39 @@ def test_the_same_job_is_registered_once(home: Home, run_dir: str, model: regist
 
 
 @pytest.mark.slow
-def test_the_card_says_what_it_is_and_what_it_is_not(home: Home, run_dir: str, card: str) -> None:
+def test_a_job_that_is_registered_under_two_names_leaves_the_first_as_it_was(home: Home, run_dir: str) -> None:
+    """Each version knows the digest of its files: nothing may be packed over them."""
+    first, second = home.register(run_dir, "one-name"), home.register(run_dir, "another-name")
+    assert first.run_id != second.run_id
+    client = open_client(home.tracking_uri)
+    for model in (first, second):
+        version = client.get_model_version(model.name, model.version)
+        folder = Path(client.download_artifacts(model.run_id, "model", str(home.path)))
+        assert folder_digest(folder) == version.tags[PACKED_TAG]
+        shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+def test_other_weights_of_a_job_of_that_name_leave_the_version_before_as_it_was(home: Home, run_dir: str) -> None:
+    """They would be written over its model, in the run that it was registered from."""
+    copy = RunDir(str(shutil.copytree(run_dir, home.path / "again" / "job-a")))
+    first = home.register(copy.uri, "again")
+    copy.write_json("result.json", (copy.read_json("result.json") or {}) | {"weights_sha256": "0" * 64})
+    other, repeated = home.register(copy.uri, "again"), home.register(copy.uri, "again")
+    assert (first.version, other.version, repeated.version) == ("1", "2", "2")
+    assert first.run_id != other.run_id
+    client = open_client(home.tracking_uri)
+    sources = {client.get_model_version("again", version).source for version in "12"}
+    assert len(sources) == 2
+
+
+@pytest.mark.slow
+def test_the_card_says_what_it_is_and_what_it_is_not(
+    home: Home, run_dir: str, card: str, model: registry.RegisteredModel
+) -> None:
     evaluation = RunDir(run_dir).read_json("evaluation.json")
     for baseline, row in evaluation["baselines"].items():
-        [line] = [line for line in card.splitlines() if line.startswith(f"| {baseline} |")]
+        [line] = [line for line in card.splitlines() if line.startswith(f"| {in_markdown(baseline)} |")]
         assert f"{row['nll']:.4f}" in line if "nll" in row else "–" in line
     assert f"{evaluation['model']['nll']:.4f}" in card
     assert evaluation["notes"][0] in card
@@ -256,7 +295,7 @@ def test_the_card_says_what_it_is_and_what_it_is_not(home: Home, run_dir: str, c
         "drawn, not observed",
     ):
         assert text in card
-    version = open_client(home.tracking_uri).get_model_version("forecaster", "1")
+    version = open_client(home.tracking_uri).get_model_version("forecaster", model.version)
     assert len(version.description) <= 5000
     assert version.description.startswith("# forecaster")
 
@@ -336,21 +375,29 @@ def test_a_model_of_ones_own_is_served_without_its_folder(
     (source / "mine" / "size.py").write_text("HIDDEN = 4\n")
     monkeypatch.syspath_prepend(str(source))
     monkeypatch.setenv("PYTHONPATH", str(source))
+    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "mine")
     run_dir = home.train("job-own", model="mine.net:make", loss="mse")
-    own = home.register(run_dir, "own")
+    with pytest.raises(registry.RunModelError, match="nothing of it is imported; train it from here"):
+        home.register(run_dir, "own")
+    order = Order(job=RunDir(run_dir).read_job())
+    own = home.register(run_dir, "own", order=order)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    check = registry.check_serving(run_dir, own.uri, home.tracking_uri, rows=8)
+    check = registry.check_serving(run_dir, own.uri, home.tracking_uri, rows=8, order=order)
     assert check.passed, check.message
     assert "compared: prediction" in check.message
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
 @pytest.mark.slow
-def test_a_server_that_cannot_start_says_why(home: Home, run_dir: str, model: registry.RegisteredModel) -> None:
+def test_a_server_that_cannot_start_says_why(
+    home: Home, run_dir: str, model: registry.RegisteredModel, tmp_path: Path
+) -> None:
     check = registry.check_serving(run_dir, f"models:/{model.name}/99", home.tracking_uri)
     assert not check.passed
-    assert "ended with exit code" in check.message
     assert "version=99" in check.message
+    check = registry.check_serving(run_dir, str(tmp_path), home.tracking_uri)
+    assert not check.passed
+    assert "ended with exit code" in check.message
     assert set(check.figures()) == {"message", "rows"}
 
 

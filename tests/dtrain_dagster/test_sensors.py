@@ -374,7 +374,7 @@ def test_a_job_without_a_live_run_is_told_once_or_cancelled(
             patch.setattr(LocalClusterManager, "find_orphans", find_and_be_late)
             taken_over = look(cancels, late)
         assert not taken_over.asset_events
-        assert json.loads(taken_over.cursor) == {"orphans": {}}
+        assert json.loads(taken_over.cursor)["orphans"] == {}
         assert not manager.job_status(job_id).state.is_final, "a run has taken it over while it was looked at"
 
         owner.write_json(OWNER, {"dagster_run_id": ended.run_id})

@@ -28,6 +28,7 @@ def test_environment_is_read(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
+        ("DTRAIN_HOME", "/a?b", "on this machine): its path holds '?'"),
         ("DTRAIN_NODES", "three", "valid integer"),
         ("DTRAIN_NODES", "0", "greater than or equal to 1"),
         ("DTRAIN_CLUSTER", "gke", "'local'"),

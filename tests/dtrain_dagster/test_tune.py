@@ -253,6 +253,7 @@ def tires(spec: DataSpec, outputs: int) -> torch.nn.Module:
 def tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A single rank, in this process."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", __name__)
     handler, threads = signal.getsignal(signal.SIGTERM), torch.get_num_threads()
     made = Tuner(
         JobConfig(

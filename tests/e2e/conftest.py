@@ -1,4 +1,4 @@
-"""A real Dagster instance for end-to-end tests: webserver and daemon as processes on loopback, driven by GraphQL."""
+"""A real Dagster instance for end-to-end tests: `dtrain ui` on loopback, driven by GraphQL."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def project(tmp_path: Path) -> Iterator[Project]:
 
 @dataclass
 class Dagster:
-    """A running webserver and daemon."""
+    """A running `dtrain ui`: webserver, daemon and code server, behind the guard."""
 
     project: Project
     port: int
@@ -204,30 +204,18 @@ class Dagster:
 
 def start_dagster(project: Project) -> Dagster:
     server = Dagster(project=project, port=free_port())
-    # Its databases first: webserver, daemon and code server would make them at the same moment, which SQLite's
-    # migrations do not survive («more than one head»). `dagster dev` makes them before it starts the others.
-    project.cli("python", "-c", "import dagster; dagster.DagsterInstance.get().dispose()")
-    commands = (
-        ["dagster-webserver", "-w", "workspace.yaml", "-h", "127.0.0.1", "-p", str(server.port)],
-        ["dagster-daemon", "run", "-w", "workspace.yaml"],
-    )
-    for command in commands:
-        log = open(project.home / f"{command[0]}.log", "wb")  # noqa: SIM115 - the process keeps it
-        server.processes.append(
-            subprocess.Popen(
-                [str(BIN / command[0]), *command[1:]],
-                cwd=ROOT,
-                env=project.env,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    command = [str(BIN / "dtrain"), "ui", "--port", str(server.port), "--workspace", "workspace.yaml"]
+    log = open(project.home / "ui.log", "wb")  # noqa: SIM115 - the process keeps it
+    server.processes.append(
+        subprocess.Popen(
+            command, cwd=ROOT, env=project.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
+    )
 
     def ready() -> bool:
         try:
             return requests.get(f"{server.url}/server_info", timeout=2).ok
-        except requests.ConnectionError:
+        except (requests.ConnectionError, requests.Timeout):
             return False
 
     wait_for(ready, 90, "the webserver")
@@ -236,10 +224,10 @@ def start_dagster(project: Project) -> Dagster:
 
 def stop_dagster(server: Dagster) -> None:
     for process in server.processes:
-        os.killpg(process.pid, signal.SIGTERM)
+        process.terminate()  # it ends its daemon and its code server
     for process in server.processes:
         try:
-            process.wait(20)
+            process.wait(40)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(10)
@@ -249,7 +237,8 @@ def stop_dagster(server: Dagster) -> None:
 def dagster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dagster]:
     """Webserver and daemon over a fresh project, for the tests of one file."""
     folder = tmp_path_factory.mktemp("dagster")
-    project = make_project(folder / "home", DTRAIN_PRICES=str(small_prices(folder)))
+    own = {"DTRAIN_PRICES": str(small_prices(folder)), "DTRAIN_FACTORY_MODULES": "examples.own_model"}
+    project = make_project(folder / "home", **own)
     server = start_dagster(project)
     try:
         yield server
@@ -265,6 +254,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dg.JobDefinition:
     monkeypatch.setenv("DTRAIN_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("DTRAIN_NODES", "2")
     monkeypatch.setenv("DTRAIN_THREADS_PER_RANK", "1")
+    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "examples.own_model")
     monkeypatch.setenv("DTRAIN_PRICES", str(small_prices(tmp_path)))
     return build_defs(load_settings()).resolve_implicit_global_asset_job_def()
 

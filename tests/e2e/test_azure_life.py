@@ -48,7 +48,7 @@ def test_a_job_outlives_its_killed_run_is_found_again_and_ends_with_a_terminated
             return {name: job["status"] for name, job in jobs.items() if name.startswith("train-")}
 
         def watches(run_id: str) -> bool:
-            assert dagster.status(run_id) not in ENDED, (tmp_path / "home/dagster-daemon.log").read_text()[-4000:]
+            assert dagster.status(run_id) not in ENDED, (tmp_path / "home/ui.log").read_text()[-4000:]
             return run_id in {item["runId"] for item in dagster.observations("trained_checkpoint")}
 
         try:

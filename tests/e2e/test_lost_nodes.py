@@ -42,25 +42,32 @@ def job_folder(home: Path) -> Path:
 
 
 class Killer(threading.Thread):
-    """Waits until a training has come to a step, then sends a signal to a node, or to all."""
+    """Waits until a training has come to a step, then sends a signal to a node, or to all; so often, in as many
+    launches."""
 
-    def __init__(self, home: Path, node: int | None, step: int, number: signal.Signals = signal.SIGKILL) -> None:
+    def __init__(
+        self, home: Path, node: int | None, step: int, number: signal.Signals = signal.SIGKILL, times: int = 1
+    ) -> None:
         super().__init__(daemon=True)
-        self.home, self.node, self.step, self.number, self.killed = home, node, step, number, 0
+        self.home, self.node, self.step, self.number, self.times, self.killed = home, node, step, number, times, 0
         self.start()
 
     def run(self) -> None:
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 400
         while time.monotonic() < deadline:
             time.sleep(0.05)
             folders = list((self.home / "storage" / "jobs").glob("train-*"))
             if not folders or not any(event["step"] >= self.step for event in RunDir(str(folders[0])).events("step")):
                 continue
             groups = {os.getpgid(process.pid) for process in node_processes(self.home, self.node)}
+            if self.killed and len(groups) < 2:
+                continue  # those of the next launch are not all there yet
             for group in groups:
                 os.killpg(group, self.number)
-            self.killed = len(groups)
-            return
+            self.killed += len(groups)
+            self.times -= 1
+            if not self.times:
+                return
 
 
 @pytest.fixture(scope="module")
@@ -126,13 +133,28 @@ def test_a_frozen_node_is_gone_on_without_and_replaced(small: Callable[..., Any]
     assert not node_processes(home, None)
 
 
+def test_all_nodes_that_are_killed_at_once_are_started_again(small: Callable[..., Any], tmp_path: Path):
+    """It is a launch more, from the latest checkpoint, and not the end of the job."""
+    home = tmp_path / "home"
+    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+        killer = Killer(home, node=None, step=30)
+        result = small(instance)
+    assert killer.killed == 2
+    assert result.success
+    rundir = RunDir(str(job_folder(home)))
+    assert max(node.launch for node in rundir.nodes()) == 2
+    assert list(rundir.events("resume"))
+    assert checks(result)["every_sample_used_once"]
+
+
+@pytest.mark.timeout(600)
 def test_all_nodes_are_killed_and_materializing_again_resumes(small: Callable[..., Any], tmp_path: Path):
     """R4.4: the checkpoint stays, the asset fails and says how to go on; the next run goes on from it."""
     home = tmp_path / "home"
     with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
-        killer = Killer(home, node=None, step=30)
+        killer = Killer(home, node=None, step=30, times=4)  # the first launch, and the three that follow by themselves
         failed = small(instance)
-        assert killer.killed == 2
+        assert killer.killed == 8
         assert not failed.success
         [failure] = [event for event in failed.all_events if event.is_step_failure]
         message = failure.step_failure_data.user_failure_data.description  # type: ignore[union-attr]

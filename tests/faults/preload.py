@@ -29,6 +29,7 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    "DTRAIN_FACTORY_MODULES": "paced",
 }
 _MODULES = (
     "dtrain_dagster.clusters.supervisor", "paced", "pyarrow.parquet", "torch._dynamo", "trainer.__main__",
@@ -87,6 +88,7 @@ def _supervise(order: Mapping[str, Any]) -> int:
     from trainer.rundir import LAUNCH, RunDir
 
     os.setsid()
+    os.environ["DTRAIN_LAUNCH_SECRET_FILE"] = f"{order['run_dir']}-secrets/launch"
     _redirect(order["log"])
     rundir = RunDir(order["run_dir"])
     if acquire(rundir.storage.local_path()) is None:

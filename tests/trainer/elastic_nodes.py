@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from worlds import FORKS, Job, be_rank
+from worlds import FORKS, OWN_PARTS, Job, be_rank
 
 from trainer.consumed import unproven
 from trainer.membership import Generation, generations
@@ -38,6 +38,7 @@ class Nodes:
             environment = {
                 **os.environ,
                 "PYTHONPATH": str(Path(__file__).parent),
+                **OWN_PARTS,
                 **self.environment,
                 "RANK": str(node),
                 "LOCAL_RANK": "0",

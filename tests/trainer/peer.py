@@ -22,7 +22,7 @@ def main(name: str, token: str, interval: float, timeout: float) -> None:
     def changed() -> None:
         say({"view": peers.view(), "messages": peers.messages()})
 
-    peers = Peers(name, token, "127.0.0.1", interval, timeout, on_change=changed)
+    peers = Peers(name, token.encode(), "127.0.0.1", interval, timeout, on_change=changed)
     say(peers.address)
     for line in sys.stdin:
         command = json.loads(line)

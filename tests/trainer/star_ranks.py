@@ -25,7 +25,7 @@ from trainer.config import TLSConfig
 from trainer.star import Star, StarError
 from trainer.tls import client_context, server_context
 
-TOKEN = "token-of-this-job/g000001"
+TOKEN = b"the key of this job and generation"
 PATIENCE = 60.0
 """Seconds after which a test fails that waits for something."""
 Address = tuple[str, int]
@@ -46,7 +46,7 @@ class Rank:
     """One rank in a process of its own. ``timeout``: of operations; ``forming``: until the star is there; seconds."""
 
     def __init__(self, where: socket.socket | Address, rank: int, size: int, work: Callable[..., Any], *arguments: Any,
-                 timeout: float = PATIENCE, forming: float = PATIENCE, token: str = TOKEN,
+                 timeout: float = PATIENCE, forming: float = PATIENCE, token: bytes = TOKEN,
                  tls: TLSConfig | None = None) -> None:  # fmt: skip
         self.rank = rank
         self._pipe, theirs = FORKS.Pipe()

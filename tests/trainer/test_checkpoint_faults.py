@@ -103,7 +103,7 @@ checkpoints.wait()
     [
         ("state.pt", "tmp"),
         ("manifest", "tmp"),
-        ("/LATEST.json", "json"),
+        ("LATEST.json", "json"),  # read within its folder, so without a slash
         ("/LATEST.json.", "tmp"),
         ("/BEST.json.", "tmp"),
     ],

@@ -129,14 +129,14 @@ def test_what_is_there_already_counts_though_it_is_called_off() -> None:
 
 
 def test_strangers_at_the_door_keep_nobody_out() -> None:
-    """One says nothing, one says the wrong word; both come first."""
+    """One says nothing, one says something else; both come first."""
 
     class Door(dist.HashStore):
         def set(self, key: str, value: str) -> None:
             if key == "0":
                 port = json.loads(value)[1]
                 strangers.extend(socket.create_connection((HOST, port)) for _ in range(2))
-                strangers[1].sendall(b"x" * 36)
+                strangers[1].sendall(b"x" * 100)
             super().set(key, value)
 
     strangers: list[socket.socket] = []

@@ -69,9 +69,9 @@ class Ranks:
 
         def opener(rank: int) -> Callable[[], Transport]:
             if kind == "star" and rank == 0:
-                return lambda: StarTransport(Star.hub(listener, size, "token", timeout))
+                return lambda: StarTransport(Star.hub(listener, size, b"key", timeout))
             if kind == "star":
-                return lambda: StarTransport(Star.spoke(address, rank, size, "token", timeout))
+                return lambda: StarTransport(Star.spoke(address, rank, size, b"key", timeout))
             return lambda: make_torch_transport(store, rank, size, None, timeout, timeout, "127.0.0.1")
 
         self.groups = [Group(rank, size, opener(rank)) for rank in range(size)]
@@ -227,7 +227,7 @@ def test_a_group_that_does_not_come_about_says_so() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = free.getsockname()
-        group = Group(1, 2, lambda: StarTransport(Star.spoke(address, 1, 2, "token", 0.5)))
+        group = Group(1, 2, lambda: StarTransport(Star.spoke(address, 1, 2, b"key", 0.5)))
         future = group.submit("all-reduce", lambda transport: transport.sum(torch.ones(1)))
         error = future.exception(60)
     assert isinstance(error, GroupError)

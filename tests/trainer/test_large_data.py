@@ -13,6 +13,8 @@ import pytest
 from memory_group import memory_group
 
 from trainer.host_memory import group_room
+from trainer.manifest import content_digest
+from trainer.shard_cache import CACHE_VERSION, write_record
 
 FEATURES, WINDOW = 8, 60
 LIMIT = 48 << 20
@@ -75,13 +77,12 @@ def large_dataset(folder: Path, megabytes: int) -> Path:
         "shards": [{"path": "none", "rows": rows, "tickers": ["A", "B"], "segments": segments}],
     }  # fmt: skip
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    cache = folder / "large-v1"
-    cache.mkdir()
+    cache = folder / f"large-v{CACHE_VERSION}"
+    cache.mkdir(mode=0o700)
     number = np.arange(rows, dtype=np.float32)  # exact below 2^24
     np.save(cache / "features.npy", np.repeat(number[:, None], FEATURES, axis=1))
     np.save(cache / "target.npy", number)
-    sizes = {path.name: path.stat().st_size for path in cache.glob("*.npy")}
-    (cache / "complete.json").write_text(json.dumps(sizes))
+    write_record(cache, content_digest(manifest), dict.fromkeys(("features.npy", "target.npy"), ""))
     os.sync()
     for path in cache.glob("*.npy"):
         with open(path, "rb") as file:

@@ -31,7 +31,7 @@ class Line(Peers):
         self.known: dict[str, Address] = {}
         self.cut: set[str] = set()
         self.nowhere = socket.create_server(("127.0.0.1", 0))
-        super().__init__(name, "token", "127.0.0.1", interval, timeout)
+        super().__init__(name, b"key", "127.0.0.1", interval, timeout)
 
     def follow(self, addresses: Mapping[str, Address]) -> None:
         self.known = dict(addresses)
@@ -283,7 +283,7 @@ from trainer.peers import Peers
 from trainer.storage import Storage
 
 folder, name, place, planned = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-peers = Peers(name, "token", "127.0.0.1", 0.1, 3.0)
+peers = Peers(name, b"key", "127.0.0.1", 0.1, 3.0)
 membership = Membership(Storage(folder), peers, 1, planned, 99, 0, 30.0, 30.0)
 # All propose at once, each something of its own (who proposes is in the reason): one wins.
 membership._turn = lambda *rest: 0.0

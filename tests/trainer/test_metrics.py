@@ -289,6 +289,24 @@ def test_a_real_mlflow_has_parameters_metrics_and_the_end_and_goes_on_in_the_sam
     assert client.get_experiment(run.info.experiment_id).artifact_location == str(tmp_path / "mlartifacts")
 
 
+@pytest.mark.slow
+def test_a_run_of_mlflow_is_taken_over_only_from_a_killed_start_of_this_very_job(tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    mine, others = RunDir(str(tmp_path / "mine")), RunDir(str(tmp_path / "others"))
+    first = MLflowSink(job(Path(mine.uri), uri), mine)
+    (tmp_path / "mine" / TRACKING).unlink()  # killed before it was written down
+    again = MLflowSink(job(Path(mine.uri), uri), mine)
+    assert again.run_id == first.run_id
+    assert MLflowSink(job(Path(others.uri), uri), others).run_id != first.run_id, "another's job of the same name"
+    again.write([{"kind": "step", "time": time.time(), "step": 1, "rank": 0, "generation": 1, "loss": 1.0, **STEP}])
+    again.write([{"kind": "end", "time": time.time(), "status": "succeeded"}])
+    assert MlflowClient(uri).get_run(again.run_id).data.metrics
+    (tmp_path / "mine" / TRACKING).unlink()  # the folder was removed, and the name is used for another training
+    assert MLflowSink(job(Path(mine.uri), uri), mine).run_id != first.run_id
+
+
 def test_only_rank_0_reports_elsewhere_and_nothing_heavy_is_imported_for_it(tmp_path: Path) -> None:
     rundir = RunDir(str(tmp_path))
     assert sinks_of(job(tmp_path, "http://127.0.0.1:1"), rundir, 1) == []

@@ -157,6 +157,7 @@ def test_an_unusable_model_is_refused_by_name(
 ) -> None:
     (tmp_path / "own_model_module.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "own_model_module")
     with pytest.raises(ConfigError, match=message) as caught:
         build_model(FactoryConfig(factory=factory, args=args), SPEC, 3)
     assert factory in str(caught.value)
@@ -164,6 +165,7 @@ def test_an_unusable_model_is_refused_by_name(
 
 def test_the_example_of_ones_own_trains_together_with_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "examples.own_model")
     loss = build_loss(FactoryConfig(factory="examples.own_model.loss:make_loss", args={"nu": 4.0}), SPEC)
     model = build_model(FactoryConfig(factory="examples.own_model.model:make_model", args={"hidden": 8}), SPEC, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

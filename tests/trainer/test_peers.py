@@ -58,7 +58,7 @@ def start() -> Iterator[Callable[..., Any]]:
 
     def make(name: str, here: bool = False, timeout: float = NEVER, **more: Any) -> Any:
         if here:
-            made.append(Peers(name, more.pop("token", "token"), "127.0.0.1", 0.1, timeout, **more))
+            made.append(Peers(name, more.pop("token", "token").encode(), "127.0.0.1", 0.1, timeout, **more))
         else:
             made.append(Member(name, timeout=timeout, **more))
         return made[-1]

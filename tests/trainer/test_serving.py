@@ -147,7 +147,7 @@ def test_an_incomplete_or_foreign_model_is_named(market: Market) -> None:
         load({"model.json": files["model.json"]})
     with pytest.raises(SavedModelError, match=r"do not fit model\.factory = 'lstm'"):
         load(described(market, files["weights.pt"], model="lstm"))
-    with pytest.raises(ConfigError, match="no module 'nowhere'"):
+    with pytest.raises(ConfigError, match="DTRAIN_FACTORY_MODULES=nowhere"):
         load(described(market, files["weights.pt"], model="nowhere:make"))
 
 

@@ -19,7 +19,7 @@ import sys, trainer.shards
 convert = trainer.shards.DataShardManager._convert
 def counted(self, folder):
     print("converting", flush=True)
-    convert(self, folder)
+    return convert(self, folder)
 trainer.shards.DataShardManager._convert = counted
 print("ready", flush=True)
 sys.stdin.readline()

@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from star_ranks import FREEZE, KILL, THAW, Outcome, Rank, Tap, listening
 
 from trainer import star
 from trainer.config import TLSConfig
+from trainer.handshake import REPLY, Caller
 from trainer.links import connect
 from trainer.star import Star, StarError
 
@@ -228,18 +230,18 @@ def test_a_slow_connection_is_no_failure(alive: list[Rank], tls: TLSConfig | Non
 # At the door.
 
 
-def test_a_spoke_with_another_token_is_turned_away_and_the_right_one_let_in(
+def test_a_spoke_with_another_key_is_turned_away_and_the_right_one_let_in(
     alive: list[Rank], tls: TLSConfig | None
 ) -> None:  # fmt: skip
     with listening() as listener:
         address = listener.getsockname()
         alive += [Rank(listener, 0, 2, at.sum_one, [1.0], tls=tls)]
-    wrong = Rank(address, 1, 2, at.sum_one, [5.0], token="token-of-this-job/g000002", tls=tls)
+    wrong = Rank(address, 1, 2, at.sum_one, [5.0], token=b"the key of another generation", tls=tls)
     alive.append(wrong)
     outcome = wrong.outcome()
     assert (outcome.error, outcome.blamed, outcome.operation) == ("StarError", 0, "forming")
-    assert "its token is that of another job or generation" in outcome.message
-    assert "g00000" not in outcome.message  # a token is not for logs
+    assert "does not prove that it knows this launch's secret" in outcome.message
+    assert "another generation" not in outcome.message  # a key is not for logs
     right = Rank(address, 1, 2, at.sum_one, [2.0], tls=tls)
     alive.append(right)
     assert values([alive[0], right]) == [[3.0], [3.0]]
@@ -271,9 +273,8 @@ NONSENSE = {
     "no JSON": struct.pack("!Q", 4) + b"nope",
     "a list": struct.pack("!Q", 2) + b"[]",
     "deep JSON": struct.pack("!Q", 4000) + b"[" * 4000,
-    "a number as its token": struct.pack("!Q", 39) + b'{"token": 1, "rank": 1, "world_size":2} '[:39],
-    "half a character": struct.pack("!Q", 46) + b'{"token": "\\ud800", "rank": 1, "world_size": 2}'[:46],
-    "half a hello": struct.pack("!Q", 100) + b'{"token": ',
+    "the right magic, and nonsense": b"dtA1" + bytes(range(256)),
+    "half a hello": b"dtA1" + bytes(40),
 }
 
 
@@ -356,8 +357,10 @@ def _refused(port: int) -> OSError:
 def test_a_size_that_no_memory_holds_is_no_lack_of_memory() -> None:
     """It would set off a search for a smaller batch."""
     listener = listening()
-    spoke = bare_spoke(listener.getsockname(), 1, 2)
-    hub = Star.hub(listener, 2, at.TOKEN, at.PATIENCE)
+    with ThreadPoolExecutor(1) as pool:
+        forming = pool.submit(Star.hub, listener, 2, at.TOKEN, at.PATIENCE)
+        spoke = bare_spoke(listener.getsockname(), 1, 2)
+    hub = forming.result(at.PATIENCE)
     spoke.sendall(struct.pack("!c16sQ", b"G", b"json", 1 << 46))
     with pytest.raises(StarError, match=r"rank 1 failed in gather after .* it announces 70,368,744,177,664 bytes"):
         hub.gather(1)
@@ -369,7 +372,7 @@ def test_last_words_never_get_into_the_data(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(star, "TELL_SECONDS", at.PATIENCE)  # on a busy machine, too
     listener, results = listening(), list[str]()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # less than a part is on its way
-    slow, dying = (bare_spoke(listener.getsockname(), rank, 3) for rank in (1, 2))
+    address = listener.getsockname()
 
     def be_hub() -> None:
         hub = Star.hub(listener, 3, at.TOKEN, at.PATIENCE)
@@ -380,6 +383,7 @@ def test_last_words_never_get_into_the_data(monkeypatch: pytest.MonkeyPatch) -> 
 
     thread = threading.Thread(target=be_hub)
     thread.start()
+    slow, dying = (bare_spoke(address, rank, 3) for rank in (1, 2))
     twos = struct.pack("!c16sQ", b"S", b"float32", 2 * star.PART_BYTES)
     twos += torch.full((star.PART_BYTES // 2,), 2.0).numpy().tobytes()
     dying.sendall(twos[: star.PART_BYTES * 3 // 2])
@@ -405,12 +409,13 @@ def receive(spoke: socket.socket, size: int) -> bytes:
 
 
 def bare_spoke(address: at.Address, rank: int, size: int) -> socket.socket:
-    """One that has said hello, and whose kernel takes little at a time."""
+    """One that has proven who it is, and whose kernel takes little at a time. The hub must be there."""
     spoke = socket.socket()
     spoke.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
     spoke.connect(address)
-    hello = json.dumps({"token": at.TOKEN, "rank": rank, "world_size": size}).encode()
-    spoke.sendall(struct.pack("!Q", len(hello)) + hello)
+    caller = Caller(at.TOKEN, str(rank), star.HUB)
+    spoke.sendall(caller.hello)
+    spoke.sendall(caller.answer(receive(spoke, REPLY.size)) + struct.pack("!Q", size))
     return spoke
 
 

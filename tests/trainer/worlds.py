@@ -64,6 +64,9 @@ TRAINING = {
     "monitor_interval_seconds": 0.5,
 }
 
+OWN_PARTS = {"DTRAIN_FACTORY_MODULES": "user_parts"}
+"""The setting that lets tests train parts of their own."""
+
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "torch._dynamo", "trainer.run", "trainer.__main__"])
 """Ranks are forked from a process that has torch loaded already: to import it costs more than a short training."""
@@ -151,6 +154,7 @@ class Job:
                 "LOCAL_WORLD_SIZE": str(world),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
+                **OWN_PARTS,
                 **self.environment,
             }
             log, given = self.run_dir / f"log-{rank}.txt", ["--config", str(path), *arguments]
@@ -176,7 +180,7 @@ class Job:
 
     def run_here(self, *arguments: str) -> int:
         """Train in this process, as a world of one; the exit code."""
-        with mock.patch.dict(os.environ, self.environment):
+        with mock.patch.dict(os.environ, OWN_PARTS | self.environment):
             return main(["--config", str(self.write()), *arguments])
 
     def kill(self) -> None:

@@ -22,6 +22,13 @@ var builtIn = {
   identityOperator: 'f1a07417-d97a-45cb-824c-7a7467783830' // Managed Identity Operator
 }
 
+// Nodes change nothing but run directories and their logs: not datasets, code, models. One identity serves all jobs, so
+// a condition cannot tell the run directory of one from that of another.
+var blobs = 'Microsoft.Storage/storageAccounts/blobServices/containers/blobs'
+var changesNothing = '!(ActionMatches{\'${blobs}/write\'}) AND !(ActionMatches{\'${blobs}/add/action\'}) AND !(ActionMatches{\'${blobs}/delete\'}) AND !(ActionMatches{\'${blobs}/move/action\'})'
+var changesRunDirectories = '((${changesNothing}) OR (@Resource[${blobs}:path] StringLike \'jobs/*\'))'
+var changesLogs = '((${changesNothing}) OR (@Resource[${blobs}:path] StringLike \'ExperimentRun/*\'))'
+
 resource dataStorage 'Microsoft.Storage/storageAccounts@2023-05-01' existing = {
   name: dataStorageName
 }
@@ -269,6 +276,8 @@ resource nodesOnContainer 'Microsoft.Authorization/roleAssignments@2022-04-01' =
     principalId: nodesPrincipalId
     principalType: 'ServicePrincipal'
     roleDefinitionId: subscriptionResourceId('Microsoft.Authorization/roleDefinitions', builtIn.blobContributor)
+    condition: changesRunDirectories
+    conditionVersion: '2.0'
   }
 }
 
@@ -279,6 +288,8 @@ resource nodesOnWorkspaceStorage 'Microsoft.Authorization/roleAssignments@2022-0
     principalId: nodesPrincipalId
     principalType: 'ServicePrincipal'
     roleDefinitionId: subscriptionResourceId('Microsoft.Authorization/roleDefinitions', builtIn.blobContributor)
+    condition: changesLogs
+    conditionVersion: '2.0'
   }
 }
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import trainer
 from dtrain_dagster.clusters.base import ClusterError
+from trainer.allowed import is_allowed, modules_of_settings, remedy
 
 _INSTALLED = {"site-packages", "dist-packages"}
 
@@ -30,6 +31,8 @@ def stage_code(folder: Path, factories: Iterable[str]) -> list[str]:
     for factory in factories:
         module, separator, _ = factory.partition(":")
         if separator:
+            if not is_allowed(module, modules_of_settings()):  # to find a module imports the packages above it
+                raise ClusterError(f"factory {factory!r} is not allowed to be imported; {remedy(module)}")
             copied |= _own_files(module, factory)
     for path, name in copied.items():
         target = folder / name

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import secrets
 import shlex
 import sys
 import tempfile
@@ -21,7 +23,9 @@ from dtrain_dagster.clusters.azure_ml.launches import Record
 from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG
 from dtrain_dagster.clusters.azure_ml.states import ENDED, Look
 from dtrain_dagster.clusters.base import ClusterError
+from trainer.launch_secret import SECRET_BYTES, SECRET_URI
 from trainer.rundir import JOB, RunDir
+from trainer.storage import Storage
 
 JOB_TAG, LAUNCH_TAG, TOKEN_TAG, RUN_DIR_TAG, RUN_TAG = (
     "dtrain_job", "dtrain_launch", "dtrain_token", "dtrain_run_dir", "dagster_run_id",
@@ -103,6 +107,9 @@ class Jobs:
                 "DTRAIN_AZURE_IMAGE is not set: give the image that nodes run (deploy/azure has a Dockerfile), such as "
                 "registry.azurecr.io/dtrain:1, or an environment of the workspace, such as azureml:dtrain:1"
             )
+        home, secret = self._secret_of(record)
+        with contextlib.suppress(FileExistsError):  # of another orchestrator that submits the same launch
+            Storage(home).create(secret, secrets.token_hex(SECRET_BYTES).encode())
         details = {name: record[name] for name in ("job_id", "launch", "compute", "sku", "tier", "node_count")}
         with tempfile.TemporaryDirectory(prefix="dtrain-code-") as folder:
             stage_code(Path(folder), factories(rundir))
@@ -141,6 +148,7 @@ class Jobs:
 
     def _variables(self, record: Record) -> dict[str, str]:
         own = {**own_environment(), "DTRAIN_PRESENCE": "1", "PYTHONUNBUFFERED": "1"}
+        own[SECRET_URI] = "/".join(self._secret_of(record))  # only where it is: who may look at jobs can read variables
         if record["elastic"]:
             own["DTRAIN_LAUNCH"] = str(record["launch"])
         if self.options.identity_client_id:
@@ -148,6 +156,17 @@ class Jobs:
         # Folders of this machine mean nothing on a node; the code that goes along is in the working directory there.
         asked = {name: value for name, value in record["env"].items() if name != "PYTHONPATH"}
         return {**asked, **own}
+
+    def _secret_of(self, record: Record) -> tuple[str, str]:
+        """Folder and name of the file with a launch's secret: beside the run directories, so that nothing copies or
+        shows it, where it takes a right to the container's data to read it."""
+        return f"{self.options.storage_uri.rstrip('/')}/launch-secrets", record["job_name"]
+
+    def forget_secret(self, record: Record) -> None:
+        """Remove the secret of a launch that is over; nothing happens where there is none, or storage fails."""
+        folder, name = self._secret_of(record)
+        with contextlib.suppress(OSError):
+            Storage(folder).delete(name)
 
     def cancel(self, name: str, why: str, patience_seconds: float | None = None) -> None:
         """Tell the service to end the job; nothing happens if it has ended, or is not there."""

@@ -17,6 +17,8 @@ from typing import Any
 from dtrain_dagster.clusters.azure_ml.capacity import Choice
 from dtrain_dagster.clusters.azure_ml.provision import Provisioned
 from dtrain_dagster.clusters.base import JobSpec
+from trainer import schemas
+from trainer.documents import DOCUMENT_BYTES, parse_document
 from trainer.rundir import LAUNCH, RunDir
 
 Record = dict[str, Any]
@@ -41,12 +43,12 @@ class Launches:
         self.rundir = rundir
 
     def read(self) -> tuple[bytes | None, Record | None]:
-        """What is written, as it is and as a record; (None, None) where nothing is."""
+        """What is written, as it is and as a record; (None, None) where nothing is. `DamagedError` where it is none."""
         try:
-            data = self.rundir.storage.read(LAUNCH)
+            data = self.rundir.storage.read_bounded(LAUNCH, DOCUMENT_BYTES)
         except FileNotFoundError:
             return None, None
-        return data, json.loads(data)
+        return data, parse_document(data, f"{self.rundir.uri}/{LAUNCH}", schemas.DOCUMENTS[LAUNCH])
 
     def swap(self, before: bytes | None, record: Record) -> bool:
         """Write the record if what is there is still ``before``."""
@@ -178,9 +180,9 @@ def mark_of(job_id: str, launch: int) -> str:
 
 
 def read_mark(mark: str) -> tuple[str, int]:
-    """Job and launch of a mark."""
+    """Job and launch of a mark; launch 0 of one that names none."""
     job_id, _, launch = mark.rpartition("~")
-    return job_id, int(launch)
+    return (job_id, int(launch)) if job_id and launch.isdecimal() else (mark, 0)
 
 
 def excluded(record: Record) -> set[Choice]:
@@ -191,3 +193,13 @@ def excluded(record: Record) -> set[Choice]:
 def kinds(record: Record) -> dict[int, tuple[str, str]]:
     """Launch → (SKU, tier) that it was given."""
     return {item["launch"]: (item["sku"], item["tier"]) for item in [*record["history"], record]}
+
+
+def durations(record: Record, now: float) -> dict[int, float]:
+    """Launch → seconds from its order to its end, or to now; of those that say so."""
+    ends = [(item, item.get("ended_at")) for item in record["history"]] + [(record, now)]
+    return {
+        item["launch"]: max(0.0, end - item["submitted_at"])
+        for item, end in ends
+        if end is not None and item.get("submitted_at") is not None
+    }

@@ -6,7 +6,6 @@ a method needs it, and all state is in the run directories and in the service.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -48,10 +47,17 @@ from dtrain_dagster.clusters.base import (
     Orphan,
 )
 from dtrain_dagster.secrets import redact
+from trainer import schemas
+from trainer.documents import read_document
+from trainer.errors import DamagedError
 from trainer.rundir import RunDir
 from trainer.storage import Storage
 
 CLUSTER = "cluster.json"
+_PROVISIONED = schemas.record(
+    {"compute": schemas.text, "sku": schemas.text, "tier": schemas.text, "node_count": schemas.count,
+     "max_nodes": schemas.count, "attempts": schemas.many(schemas.obj)}
+)  # fmt: skip
 READERS = 16
 """Run directories that are read side by side."""
 SUBMITTING_SECONDS = 3600.0
@@ -72,6 +78,7 @@ class AzureMLClusterManager(GPUClusterManager):
         self, options: AzureMLOptions, home: Path, dagster_run_id: str | None = None, tends: bool = True
     ) -> None:
         self.options, self.dagster_run_id, self.tends = options, dagster_run_id, tends
+        self.home = Path(home)
         self.poll_seconds = options.poll_seconds
         self.cluster_name, self.processes_per_node = options.cluster_name, options.processes_per_node
         self.audit = AuditLog(Path(home), dagster_run_id)
@@ -198,9 +205,11 @@ class AzureMLClusterManager(GPUClusterManager):
             self._active.complete()
         found = self._peek_all(list(dict.fromkeys(read_mark(mark)[0] for mark in marks)))
         ended = {job.job_id: job.ended_at for job in found if job.state.is_final}
-        there = {job.job_id for job in found}
+        there, damaged = {job.job_id for job in found}, {job.job_id for job in found if job.damage}
         for mark in marks:
             job_id, launch = read_mark(mark)
+            if job_id in damaged:
+                continue  # it may go on to cost money: its mark stays
             if job_id in ended and self._tender(job_id, tends=False).has_ended(launch):
                 self._use.note_end(ended[job_id] or time.time(), job_id)
                 self._active.leave(mark)
@@ -232,7 +241,7 @@ class AzureMLClusterManager(GPUClusterManager):
         """Jobs that have not ended, by compute."""
         found: dict[str, list[str]] = {}
         for status in self.active_jobs():
-            record = self._record(status.job_id) if status.state is JobState.RUNNING else None
+            record = self._record(status.job_id) if status.state is JobState.RUNNING and not status.damage else None
             found.setdefault(record["compute"] if record else ANYWHERE, []).append(status.job_id)
         return found
 
@@ -324,7 +333,11 @@ class AzureMLClusterManager(GPUClusterManager):
 
     def _mark(self, job_id: str) -> str:
         """Mark a job that was found to run; its mark."""
-        mark = mark_of(job_id, (self._record(job_id) or {"launch": 1})["launch"])
+        try:
+            launch = (self._record(job_id) or {"launch": 1})["launch"]
+        except DamagedError:
+            launch = 1
+        mark = mark_of(job_id, launch)
         self._active.enter(mark)
         return mark
 
@@ -354,9 +367,15 @@ class AzureMLClusterManager(GPUClusterManager):
         return sorted(found, key=lambda job: job.started_at or 0.0, reverse=True)
 
     def _peek(self, job_id: str) -> JobStatus | None:
-        with contextlib.suppress(NotADirectoryError, ValueError):  # something that is no job
+        try:
             if self._record(job_id) is not None:
                 return self._tender(job_id, tends=False).look()
+        except DamagedError as error:  # whether it runs, only the service can tell; no job hides the others
+            return JobStatus(
+                job_id=job_id, state=JobState.FAILED, message=f"damaged: {error}", damage=str(error)
+            )  # fmt: skip
+        except (NotADirectoryError, ValueError):  # something that is no job
+            pass
         return None
 
     @property
@@ -373,9 +392,8 @@ class AzureMLClusterManager(GPUClusterManager):
 
     def _got(self) -> Provisioned | None:
         """What was provisioned last, by whomever."""
-        try:
-            data = json.loads(self._state.read(CLUSTER))
-        except FileNotFoundError:
+        data = read_document(self._state, CLUSTER, _PROVISIONED)
+        if data is None:
             return None
         return Provisioned(**{**data, "attempts": tuple(Attempt(**attempt) for attempt in data["attempts"])})
 

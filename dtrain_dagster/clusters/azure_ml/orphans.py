@@ -7,6 +7,8 @@ from typing import Any
 
 from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_DIR_TAG, RUN_TAG, ServiceJob
 from dtrain_dagster.clusters.base import OWNER, JobState, Orphan
+from trainer.documents import warn_once
+from trainer.errors import DamagedError
 from trainer.rundir import LAUNCH, STATUS, RunDir
 
 
@@ -59,14 +61,18 @@ def judge(job: ServiceJob, jobs_uri: str, live_runs: Collection[str]) -> Orphan 
         return None
     if job_id:
         rundir = RunDir(f"{jobs_uri}/{job_id}")
-        record = rundir.read_json(LAUNCH)
-        status = rundir.read_json(STATUS) or {}
+        try:
+            record = rundir.read_json(LAUNCH)
+            status = rundir.read_json(STATUS) or {}
+            known_owner = rundir.read_json(OWNER)
+        except DamagedError as error:  # it may be somebody's, so it is not ended: a person has to look
+            warn_once(f"{job.name} runs, and whose it is cannot be told: {error}")
+            return None
         settled = (
             record is not None
             and status.get("launch") == record["launch"]
             and JobState(status["state"]).is_final
         )  # fmt: skip
-        known_owner = rundir.read_json(OWNER)
         owner = owner if known_owner is None else known_owner["dagster_run_id"]
     reason = why_orphaned(job.name, record, settled, owner, live_runs)
     if not reason:

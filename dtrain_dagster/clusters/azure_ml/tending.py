@@ -260,6 +260,7 @@ class Tender:
             following["job_name"], got.node_count, got.sku,
         )  # fmt: skip
         self.traces.keep_logs(record)
+        self.jobs.forget_secret(record)
         self._put(following, got)
         message = f"launch {following['launch']} with {got.node_count} x {got.sku}: {decision.message}"
         look = Look(status="NotStarted")
@@ -339,6 +340,7 @@ class Tender:
         ended_at = min(facts.look.ended_at or facts.now, facts.now)
         self.traces.end_stays(facts.look)
         self.traces.keep_logs(record)
+        self.jobs.forget_secret(record)
         message = decision.message
         if decision.state is JobState.FAILED:
             message = f"{message}. {how_to_go_on(self.rundir, record['job_id'])}"
@@ -360,7 +362,7 @@ class Tender:
             known = self.rundir.read_json(STATUS) or {}
             if known | {"message": ""} != status | {"message": ""}:  # words alone, such as how long, are not worth it
                 self.rundir.write_json(STATUS, status)
-        alive = sum(is_here(node, facts.now, self.traces.stale) for node in presences.latest(self.rundir.nodes()))
+        alive = sum(is_here(node, facts.now, self.traces.stale) for node in presences.latest(self.rundir.nodes(True)))
         return _job_status(status, alive)
 
     def _status(self, record: Record, facts: Facts, decision: Decision) -> dict[str, Any]:
@@ -392,7 +394,7 @@ class Tender:
             state=JobState(known.get("state", JobState.QUEUED)),
             message=message,
             nodes_alive=sum(
-                is_here(node, time.time(), self.traces.stale) for node in presences.latest(self.rundir.nodes())
+                is_here(node, time.time(), self.traces.stale) for node in presences.latest(self.rundir.nodes(True))
             ),
             started_at=record["first_submitted_at"],
         )

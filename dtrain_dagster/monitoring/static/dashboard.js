@@ -18,7 +18,8 @@ const element = id => document.getElementById(id);
 const embedded = id => element(id) && JSON.parse(element(id).textContent);
 const PANELS = embedded("panels-data");
 const saved = embedded("snapshot-data");
-const job = { id: null, token: "", version: 0, tracks: {}, look: null };
+const job = { id: null, token: "", version: 0, tracks: {}, look: null, tag: "", gone: null };
+const list = { state: "", text: "", page: 0, tag: "", answer: null };
 
 function make(tag, className, text) {
   const made = document.createElement(tag);
@@ -289,53 +290,149 @@ function take(answer) {
   if (!nothingNew) draw(first ? null : Object.keys(answer.tracks));
 }
 
-class Refused extends Error {}
-
-async function ask(path) {
-  const response = await fetch(path);
-  if (!response.ok) throw new Refused(await response.text());
-  return response.json();
+class Refused extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
 }
 
-function listJobs(rows) {
-  const options = rows.map(row => {
-    const started = row.started_at ? moment(row.started_at) : "not started";
-    const text = [row.job_id, row.state, started, row.model, row.step === null ? "" : `step ${row.step}`];
-    const option = make("option", "", text.filter(Boolean).join(" · "));
-    option.value = row.job_id;
-    return option;
-  });
+// What the server answers, and its tag; null where it is what had the tag that is given.
+async function ask(path, tag) {
+  const response = await fetch(path, { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} });
+  if (response.status === 304) return null;
+  if (!response.ok) throw new Refused(await response.text(), response.status);
+  return { tag: response.headers.get("ETag") || "", body: await response.json() };
+}
+
+function optionOf(row) {
+  const started = row.started_at ? moment(row.started_at) : "not started";
+  const text = [row.job_id, row.state, started, row.model, row.step === null ? "" : `step ${row.step}`];
+  const option = make("option", "", text.filter(Boolean).join(" · "));
+  option.value = row.job_id;
+  return option;
+}
+
+function took(row) {
+  if (row.ended_at === null || row.started_at === null) return "";
+  const seconds = Math.max(0, Math.round(row.ended_at - row.started_at));
+  const [hours, minutes] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60];
+  return hours ? `${hours} h ${minutes} min` : minutes ? `${minutes} min ${seconds % 60} s` : `${seconds} s`;
+}
+
+function rowOf(row) {
+  const made = make("tr", "");
+  const link = make("a", "", row.job_id);
+  link.href = `#${encodeURIComponent(row.job_id)}`;
+  const state = make("td", "", row.state);
+  state.dataset.state = row.state;
+  const name = make("td", "");
+  name.append(link);
+  const started = row.started_at ? moment(row.started_at) : "";
+  made.append(name, state, ...[started, took(row), row.model, row.step ?? ""].map(text => make("td", "", text)));
+  if (row.job_id === job.id) made.setAttribute("aria-current", "true");
+  return made;
+}
+
+function drawList() {
+  const { jobs, page, pages, first, total, states, unread } = list.answer;
+  const options = jobs.map(optionOf);
+  if (job.id !== null && !jobs.some(row => row.job_id === job.id)) {
+    const option = make("option", "", job.id);
+    option.value = job.id;
+    options.unshift(option);
+  }
   if (document.activeElement !== element("jobs")) element("jobs").replaceChildren(...options);
   element("jobs").value = job.id;
+  const many = number => number.toLocaleString("en");
+  const shown = total ? `${many(first + 1)}–${many(first + jobs.length)} of ${many(total)}` : "no such job";
+  element("count").textContent = unread ? `${shown}; ${many(unread)} not read yet` : shown;
+  element("newer").disabled = page === 0;
+  element("older").disabled = page + 1 >= pages;
+  element("rows").replaceChildren(...jobs.map(rowOf));
+  if (document.activeElement === element("state")) return;
+  const known = { ...(list.state ? { [list.state]: 0 } : {}), ...states };
+  const all = Object.values(states).reduce((sum, count) => sum + count, 0);
+  element("state").replaceChildren(...[["", all], ...Object.entries(known)].map(([name, count]) => {
+    const option = make("option", "", `${name || "any state"} (${many(count)})`);
+    option.value = name;
+    return option;
+  }));
+  element("state").value = list.state;
+}
+
+// Another part of the list.
+function look(change) {
+  Object.assign(list, { page: 0, ...change, tag: "" });
+  update();
 }
 
 function choose(id) {
-  Object.assign(job, { id, token: "", version: 0, tracks: {}, look: null });
-  if (location.hash.slice(1) !== id) location.hash = id;
+  Object.assign(job, { id, token: "", version: 0, tracks: {}, look: null, tag: "" });
+  if (decodeURIComponent(location.hash.slice(1)) !== id) location.hash = encodeURIComponent(id);
+  drawList();
+}
+
+async function pollList() {
+  const wanted = () => new URLSearchParams({ state: list.state, text: list.text, page: list.page }).toString();
+  const asked = wanted();
+  const answer = await ask(`jobs.json?${asked}`, list.tag);
+  if (answer === null || asked !== wanted()) return;
+  list.answer = answer.body;
+  list.page = answer.body.page;
+  list.tag = answer.tag;
+  drawList();
+}
+
+async function pollJob() {
+  const id = job.id;
+  const answer = await ask(`jobs/${encodeURIComponent(id)}.json?since=${job.version}&token=${job.token}`, job.tag);
+  if (answer === null || id !== job.id) return;
+  take(answer.body);
+  job.tag = answer.tag;
 }
 
 async function poll() {
-  const { jobs } = await ask("jobs.json");
+  await pollList();
+  const { jobs, states, unread } = list.answer;
+  const none = !Object.keys(states).length;
   const wanted = decodeURIComponent(location.hash.slice(1));
-  const known = jobs.map(row => row.job_id);
-  element("empty").hidden = jobs.length > 0;
-  element("empty").textContent = "There is no training yet. `dtrain train --dataset latest` or `make run` starts one.";
-  element("panels").hidden = !jobs.length;
-  if (!jobs.length) return;
-  if (!known.includes(job.id) || (wanted !== job.id && known.includes(wanted))) choose(known.includes(wanted) ? wanted : known[0]);
-  listJobs(jobs);
-  const id = job.id;
-  const answer = await ask(`jobs/${encodeURIComponent(id)}.json?since=${job.version}&token=${job.token}`);
-  if (id === job.id) take(answer);
+  element("empty").hidden = !none;
+  element("empty").textContent = unread ? "Jobs are being read…"
+    : "There is no training yet. `dtrain train --dataset latest` or `make run` starts one.";
+  element("panels").hidden = none;
+  if (none) return;
+  const newest = jobs.find(row => row.job_id !== job.gone);
+  if (wanted && wanted !== job.gone) {
+    if (wanted !== job.id) choose(wanted);
+  } else if (newest) choose(newest.job_id);
+  if (job.id === null) return;
+  try {
+    await pollJob();
+    job.gone = null;
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    job.gone = job.id; // it was deleted, or never there: the newest is shown instead
+    const other = jobs.find(row => row.job_id !== job.gone);
+    if (other) {
+      choose(other.job_id);
+      await pollJob();
+    } else throw error;
+  }
 }
 
 let polling = false;
+let again = false; // somebody asked for something else meanwhile
 
 async function update() {
+  again = polling;
   if (polling) return;
   polling = true;
   try {
-    await poll();
+    do {
+      again = false;
+      await poll();
+    } while (again);
     element("note").textContent = `updated ${clock(Date.now() / 1000)}`;
   } catch (error) {
     console.error(error);
@@ -358,13 +455,21 @@ element("theme").addEventListener("click", () => setTheme(theme() === "dark" ? "
 build();
 setTheme(dark.matches ? "dark" : "light");
 if (saved) {
-  document.querySelector("header label").hidden = element("jobs").hidden = true;
+  document.querySelector("header label").hidden = element("jobs").hidden = element("all").hidden = true;
   job.id = saved.job.job_id;
   element("note").textContent = `${job.id}, as it was ${moment(saved.now)}`;
   take(saved);
 } else {
   element("jobs").addEventListener("change", event => { choose(event.target.value); update(); });
   window.addEventListener("hashchange", update);
+  element("all").addEventListener("click", () => {
+    element("list").hidden = !element("list").hidden;
+    element("all").setAttribute("aria-expanded", String(!element("list").hidden));
+  });
+  element("search").addEventListener("input", event => look({ text: event.target.value.trim() }));
+  element("state").addEventListener("change", event => { event.target.blur(); look({ state: event.target.value }); });
+  element("newer").addEventListener("click", () => look({ page: Math.max(0, list.page - 1) }));
+  element("older").addEventListener("click", () => look({ page: list.page + 1 }));
   setInterval(() => document.hidden || update(), POLL_MILLISECONDS);
   update();
 }

@@ -366,7 +366,8 @@ class TestCode:
         (own / "lonely_helper.py").write_text("")
         (own / "secrets.env").write_text("KEY=1")
         monkeypatch.syspath_prepend(str(own))
-        files = stage_code(tmp_path / "staged", ["nets.deep:build", "tcn", "math:sqrt", "numpy.linalg:norm"])
+        monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "nets, numpy")
+        files = stage_code(tmp_path / "staged", ["nets.deep:build", "tcn", "numpy.linalg:norm"])
         outside = [name for name in files if not name.startswith("trainer/")]
         assert outside == [
             "lonely_helper.py", "nets/__init__.py", "nets/deep/__init__.py", "nets/deep/parts.py", "nets/shared.py",
@@ -383,7 +384,10 @@ class TestCode:
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
 
-    def test_says_which_module_is_missing(self, tmp_path: Path) -> None:
+    def test_says_which_module_is_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(ClusterError, match="set DTRAIN_FACTORY_MODULES=no_such_module"):
+            stage_code(tmp_path, ["no_such_module:build"])
+        monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "no_such_module")
         with pytest.raises(ClusterError, match="no_such_module"):
             stage_code(tmp_path, ["no_such_module:build"])
 

@@ -57,7 +57,11 @@ def of(decision: Decision) -> tuple[str, tuple[int, ...]]:
         ([(LOST_PEERS,), (KILLED,), (LOST_PEERS,)], "relaunch", (0, 2)),
         ([(LOST_PEERS,), (EVICTED,)], "relaunch", (0,)),
         ([(LOST_PEERS, EVICTED), (KILLED, KILLED)], "relaunch", (0,)),
-        ([(KILLED,), (KILLED,)], "give_up", ()),
+        ([(KILLED,), (KILLED,)], "relaunch", (0, 1)),  # all at once: nobody is left who could say that it helps
+        ([(KILLED, -11), (137, KILLED)], "relaunch", (0, 1)),
+        ([(KILLED,), (EVICTED,)], "give_up", ()),  # told to go, and some did not hear it
+        ([(KILLED,), (TERMINATED,)], "give_up", ()),
+        ([(KILLED,), (DONE,)], "give_up", ()),
         ([(EVICTED,), (EVICTED,)], "give_up", ()),
         ([(DONE,), (DONE,)], "give_up", ()),  # without a result
     ],
@@ -113,6 +117,7 @@ def test_nothing_is_concluded_while_a_child_of_a_process_is_left():
         ([(EVICTED,), (TERMINATED,)], "evicted"),
         ([(EVICTED,), (KILLED,)], "all nodes are gone"),
         ([(LOST_PEERS,), (KILLED,)], "could not regroup"),
+        ([(KILLED,), (KILLED,)], "all nodes are gone, and starting them again did not help"),
         ([(DONE,), (DONE,)], "the result does not say"),
         ([(DONE,), (KILLED,)], "all nodes are gone"),
     ],

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dtrain_dagster.clusters.environment import LaunchError, choose_port, merge_environment, rank_environment
-from dtrain_dagster.clusters.linelog import LineLog, last_lines
+from dtrain_dagster.clusters.linelog import LineLog, last_lines, text_of
 from dtrain_dagster.clusters.local import with_package
 from dtrain_dagster.clusters.policy import Failure, blame, describe_exit
 from dtrain_dagster.clusters.presence import STALE_SECONDS, health, latest, usage
@@ -55,6 +55,17 @@ def test_of_failures_at_one_moment_the_likeliest_cause_is_blamed():
 )
 def test_exits_in_words(code: int, words: str):
     assert describe_exit(code) == words
+
+
+def test_lines_of_other_systems_and_progress_bars_are_lines(tmp_path: Path):
+    """And no marks of carriage returns, at the end of each line or in a line of all that a progress bar has shown."""
+    log = tmp_path / "logs" / "node-0.log"
+    log.parent.mkdir()
+    log.write_bytes(b"first\r\nsecond\r\n" + b"".join(b"\r%d of 5000" % step for step in range(5001)) + b"\ndone\n")
+    lines = text_of(log).splitlines()
+    assert lines[:2] == ["first", "second"]
+    assert lines[-2:] == ["5000 of 5000", "done"]
+    assert "\r" not in text_of(log)
 
 
 def test_last_lines_are_read_from_the_end_of_any_log(tmp_path: Path):

@@ -88,13 +88,18 @@ def test_a_bad_file_is_refused_by_name_and_place(case: str, tmp_path: Path) -> N
     assert not list((tmp_path / "prices").iterdir())
 
 
-@pytest.mark.parametrize("name", ["half.csv.gz", "half.parquet", "other.csv.gz"])
+@pytest.mark.parametrize("name", ["half.csv.gz", "half.csv.zst", "half.parquet", "other.csv.gz", "other.csv.zst"])
 def test_half_a_file_is_not_taken_for_all_of_it(name: str, tmp_path: Path) -> None:
     whole = tmp_path / "whole.parquet"
     frame = long_frame()
     frame.to_parquet(whole)
     packed = gzip.compress(frame.to_csv(index=False).encode())
-    content = {"half.csv.gz": packed[: len(packed) // 2], "half.parquet": whole.read_bytes()[:9000]}.get(name, b"no gz")
+    dense = pa.Codec("zstd").compress(frame.to_csv(index=False).encode(), asbytes=True)
+    content = {
+        "half.csv.gz": packed[: len(packed) // 2],
+        "half.csv.zst": dense[: len(dense) // 2],
+        "half.parquet": whole.read_bytes()[:9000],
+    }.get(name, b"not packed")
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=name):
         write_address(str(tmp_path / name), tmp_path)
@@ -109,6 +114,7 @@ FORMS = [
     "long.csv",
     "wide.csv",
     "long.csv.gz",
+    "long.csv.zst",
     "wide.csv.gz",
     "long.parquet",
     "dates.parquet",
@@ -128,6 +134,9 @@ def test_every_form_of_file_gives_the_same_prices(form: str, tmp_path: Path) -> 
         address = f"memory://{uuid.uuid4().hex}/long.csv"
         with fsspec.open(address, "w") as file:
             frame.sample(frac=1, random_state=0).sort_values("date").to_csv(file, index=False)
+    elif form.endswith(".zst"):
+        content = frame.to_csv(index=False).encode()
+        Path(address).write_bytes(pa.Codec("zstd").compress(content, asbytes=True))
     elif form.startswith("long.csv") or form.startswith("wide.csv"):
         (wide if form.startswith("wide") else frame).to_csv(address, index=False)
     else:

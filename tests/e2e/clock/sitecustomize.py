@@ -1,5 +1,7 @@
 """Put on PYTHONPATH, this moves the clock of a daemon and its code server by MOVED_SECONDS, for as long as they live.
 
+The kernel's count of seconds is moved along: time has passed, rather than that the clock was set.
+
 Only for those who decide by it: this project, and Dagster's ticks. gRPC between the two counts on the kernel's clock.
 """
 
@@ -20,6 +22,15 @@ def _time() -> float:
 
 
 time.time = _time
+_real_gettime = time.clock_gettime
+
+
+def _gettime(which: int) -> float:
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    return _real_gettime(which) + (_moved if caller.startswith(("dtrain_dagster.", "trainer.")) else 0.0)
+
+
+time.clock_gettime = _gettime
 
 import dagster._time  # noqa: E402 - it takes long enough, and has to be there before anybody asks it
 

@@ -1,0 +1,300 @@
+"""Files of a run directory replaced by what a node, a broken disk or a stranger may leave there, under all readers.
+
+Beside a job that is whole stands a copy of it. In each attack one of its files is damaged, and everything that reads
+run directories is run over both, in a process of its own that is ended where it hangs. The whole job must stay what it
+is; the damaged one may be told of, or refused with one of the errors that are meant for that, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import random as randomness
+import resource
+import shutil
+import socket
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.abuse.tally import Tally
+from benchmarks.run_directory_readers import STEPS, read_everything
+from dtrain_dagster.clusters.local import LocalClusterManager
+from dtrain_dagster.jobs import start_job
+from tests.dtrain_dagster.small_job import write_dataset
+from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
+
+MARK = "0a1b2c3d"
+WHOLE, DAMAGED = f"train-{MARK}-11111111", f"train-{MARK}-22222222"
+PATIENCE_SECONDS = 120.0
+"""For all readers together: they take two."""
+MOST_MEMORY = 400 << 20
+"""Bytes that they may take more than they do for a whole job."""
+ESCAPES = "\x1b]0;taken over\x07\x1b[31mred\x9b2J\r\u202egnp.\u2028[bold]"
+
+Damage = Callable[[Path, randomness.Random], None]
+
+
+def replaced(change: Callable[[bytes, randomness.Random], bytes]) -> Damage:
+    """A damage that is another content."""
+
+    def damage(path: Path, random: randomness.Random) -> None:
+        path.write_bytes(change(path.read_bytes(), random))
+
+    return damage
+
+
+def instead(make: Callable[[Path], object]) -> Damage:
+    """A damage that is something else than a file."""
+
+    def damage(path: Path, random: randomness.Random) -> None:
+        path.unlink()
+        make(path)
+
+    return damage
+
+
+def in_json(change: Callable[[dict[str, Any], randomness.Random], Any]) -> Damage:
+    """A damage of one object of a JSON text, of its first line where it has several."""
+
+    def damage(path: Path, random: randomness.Random) -> None:
+        text = path.read_text()
+        line, end, rest = text.partition("\n") if path.suffix == ".jsonl" else (text, "", "")
+        document = json.loads(line)
+        changed = change(document, random) if isinstance(document, dict) else document
+        path.write_text(json.dumps(changed) + end + rest)
+
+    return damage
+
+
+def _some_key(document: dict[str, Any], random: randomness.Random) -> tuple[dict[str, Any], str]:
+    """A key of the document, or of an object in it."""
+    key = random.choice(sorted(document))
+    inner = document[key]
+    if isinstance(inner, dict) and inner and random.random() < 0.5:
+        return _some_key(inner, random)
+    return document, key
+
+
+def _value(make: Callable[[randomness.Random], Any]) -> Damage:
+    def change(document: dict[str, Any], random: randomness.Random) -> Any:
+        place, key = _some_key(document, random)
+        place[key] = make(random)
+        return document
+
+    return in_json(change)
+
+
+def _rename(document: dict[str, Any], random: randomness.Random) -> Any:
+    place, key = _some_key(document, random)
+    place[f"{key}_"] = place.pop(key)
+    return document
+
+
+def _escape(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _escape(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_escape(part) for part in value]
+    return value + ESCAPES if isinstance(value, str) else value
+
+
+def _flip(data: bytes, random: randomness.Random) -> bytes:
+    changed = bytearray(data or b"\0")
+    for _ in range(3):
+        changed[random.randrange(len(changed))] ^= 1 << random.randrange(8)
+    return bytes(changed)
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        short = Path(tempfile.gettempdir()) / f"s{uuid.uuid4().hex[:8]}"  # their paths are short
+        server.bind(str(short))
+        short.rename(path)
+
+
+def _large(path: Path) -> None:
+    with open(path, "wb") as file:
+        file.truncate(400 << 20)
+
+
+ANY: dict[str, Damage] = {
+    "cut": replaced(lambda data, random: data[: random.randrange(max(1, len(data)))]),
+    "flipped": replaced(_flip),
+    "empty": replaced(lambda data, random: b""),
+    "no text": replaced(lambda data, random: b"\xff\xfe" + data),
+    "pipe": instead(os.mkfifo),
+    "socket": instead(_socket),
+    "folder": instead(lambda path: path.mkdir()),
+    "device": instead(lambda path: path.symlink_to("/dev/zero")),
+    "terminal": instead(lambda path: path.symlink_to("/dev/stdin")),
+    "400 MB": instead(_large),
+}
+"""Of any file."""
+JSON: dict[str, Damage] = {
+    "half a character": _value(lambda random: "\ud800"),
+    "NaN": _value(lambda random: float("nan")),
+    "infinity": _value(lambda random: float("inf")),
+    "deep": replaced(lambda data, random: b'{"a":' * 5000 + b"1" + b"}" * 5000),
+    "deeper": replaced(lambda data, random: b"[" * 200_000),
+    "twice": replaced(lambda data, random: b'{"state":"running","state":"failed",' + data.lstrip()[1:]),
+    "other type": _value(lambda random: random.choice([[], {}, "x", True, -1, None, [["x"]], {"x": [None]}])),
+    "other key": in_json(_rename),
+    "no object": replaced(lambda data, random: random.choice([b"[1]", b'"x"', b"7", b"null", b"true"])),
+    "huge": _value(lambda random: random.choice([10**400, -(10**30), 1e308, 2**63, 10**18])),
+    "digits": replaced(lambda data, random: b'{"state": ' + b"9" * 50_000 + b"}"),
+    "escapes": in_json(lambda document, random: _escape(document)),
+}
+"""Of a text in JSON."""
+
+
+@dataclass(slots=True)
+class Stage:
+    """A home with a whole job and, at any time, one copy of it that is damaged."""
+
+    home: Path
+    secret: str = field(default_factory=lambda: f"SECRET-{uuid.uuid4().hex}")
+
+    def __post_init__(self) -> None:
+        self.home.mkdir(parents=True, exist_ok=True)
+        outside = self.home / "outside.json"
+        outside.write_text(json.dumps({"state": self.secret, "message": self.secret, "kind": self.secret, "time": 1}))
+
+    @property
+    def jobs(self) -> Path:
+        return self.home / "storage" / "jobs"
+
+    def train(self, nodes: int = 2) -> None:
+        """The whole job, by the product itself."""
+        manager, dataset = LocalClusterManager(self.home), write_dataset(self.home / "dataset")
+        manager.provision_cluster(nodes, "Standard_NC6s_v3")
+        start_job(manager, small_job(self.jobs / WHOLE, dataset, nodes), nodes, 1, {})
+        until = time.monotonic() + 300
+        while not (status := manager.job_status(WHOLE)).state.is_final and time.monotonic() < until:
+            time.sleep(0.05)
+        assert status.state == "succeeded", status.message
+
+    def copy(self) -> Path:
+        """A fresh copy of the whole job, under another id."""
+        folder = self.jobs / DAMAGED
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(self.jobs / WHOLE, folder)
+        for name in ("job.json", "launch.json", "status.json"):
+            path = folder / name
+            path.write_text(path.read_text().replace(WHOLE, DAMAGED))
+        return folder
+
+    def attacks(self, random: randomness.Random) -> Iterator[tuple[str, Callable[[], object]]]:
+        """(what is done, how) for each kind of damage once, to a file that chance picks."""
+        for name, damage in ANY.items():
+            path = random.choice(files_of(self.jobs / WHOLE))
+            yield f"{path}: {name}", self._attack(path, damage, random)
+        texts = [path for path in files_of(self.jobs / WHOLE) if path.suffix in (".json", ".jsonl")]
+        for name, damage in JSON.items():
+            path = random.choice(texts)
+            yield f"{path}: {name}", self._attack(path, damage, random)
+        path = random.choice(texts)
+        link = instead(lambda path: path.symlink_to(self.home / "outside.json"))
+        yield f"{path}: a link out of the folder", self._attack(path, link, random)
+        folder = random.choice(["events", "nodes", "membership", "checkpoints", "logs"])
+        yield f"{folder}: a link out of the folder", lambda: self._link_folder(folder)
+        yield "strangers everywhere", self._strangers
+
+    def _attack(self, name: Path, damage: Damage, random: randomness.Random) -> Callable[[], object]:
+        return lambda: damage(self.copy() / name, random)
+
+    def _link_folder(self, name: str) -> None:
+        folder = self.copy() / name
+        elsewhere = self.home / "elsewhere"
+        shutil.rmtree(elsewhere, ignore_errors=True)
+        folder.rename(elsewhere)
+        (elsewhere / "node-7.log").write_text(self.secret)
+        folder.symlink_to(elsewhere)
+
+    def _strangers(self) -> None:
+        """Files that belong to nobody, in every folder and beside the marks."""
+        copy, marks = self.copy(), self.home / "storage" / "active"
+        folders = [copy, *(path for path in copy.rglob("*") if path.is_dir()), marks, self.jobs, self.home / "clusters"]
+        for folder in folders:
+            if folder.is_dir():
+                leave_strangers(folder)
+
+
+def leave_strangers(folder: Path) -> None:
+    """What network file systems, editors and half-done copies leave behind, and a pipe."""
+    for name in (".nfs0000000000000abc00000001", "x.json.tmp", "#x#", "x.json~", ".x.swp", "x\x1b[31m.json", "g.json"):
+        (folder / name).write_bytes(b'{"half": ')
+    pipe = folder / "pipe.json"
+    if not pipe.exists():
+        os.mkfifo(pipe)
+
+
+def small_job(folder: Path, dataset: Path, nodes: int, **training: Any) -> JobConfig:
+    """A training of seconds."""
+    fields: dict[str, Any] = {"max_steps": STEPS, "warmup_steps": 3, "checkpoint_frequency": 10, "log_frequency": 1}
+    config = DistributedTrainingConfig(world_size=nodes, threads_per_rank=1, **fields | training)
+    return JobConfig(
+        job_id=folder.name, run_dir=str(folder), dataset=DatasetRef(uri=str(dataset)), training=config,
+        tracking=TrackingConfig(tensorboard=False),
+    )  # fmt: skip
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Files of a run directory, without tracking's, relative to it."""
+    found = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
+    return [path for path in found if path.suffix != ".lock"]
+
+
+def _child(stage: Stage, results: Any) -> None:
+    logging.disable()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    wrong = read_everything(stage.home, WHOLE, DAMAGED, stage.secret)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+    if grown > MOST_MEMORY:
+        wrong.append(("outages", f"{grown >> 20} MiB of memory"))
+    results.send(wrong)
+
+
+def read_guarded(stage: Stage) -> list[tuple[str, str]]:
+    """What went wrong in any reader, as (count of `Tally`, words)."""
+    context = multiprocessing.get_context("fork")
+    mine, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(stage, theirs))
+    child.start()
+    theirs.close()
+    try:
+        if not mine.poll(PATIENCE_SECONDS):
+            return [("outages", f"hangs for {PATIENCE_SECONDS:.0f} s")]
+        found: list[tuple[str, str]] = mine.recv()
+        return found
+    except EOFError:
+        child.join()
+        return [("outages", f"the process died with {child.exitcode}")]
+    finally:
+        child.kill()
+        child.join()
+
+
+def attack(random: randomness.Random, rounds: int) -> Tally:
+    """Each kind of damage ``rounds`` times, each time to another file."""
+    tally = Tally()
+    with tempfile.TemporaryDirectory(prefix="dtrain-abuse-") as folder:
+        stage = Stage(Path(folder) / "home")
+        stage.train()
+        stage.copy()
+        for words in read_guarded(stage):
+            raise RuntimeError(f"the readers are wrong of two whole jobs: {words}")
+        for _ in range(rounds):
+            for what, do in stage.attacks(random):
+                do()
+                tally.tried += 1
+                for kind, words in read_guarded(stage):
+                    setattr(tally, kind, getattr(tally, kind) + 1)
+                    tally.findings.append(f"{what}: {words}")
+    return tally

@@ -1,0 +1,280 @@
+"""Strangers on the same host: processes of another user, without the secret of the launch, at every port of a job.
+
+`attack` takes the parts of a world one by one (failure detector, store, parameter server, direct links, gloo) and has a
+stranger speak to each of them: in the words of protocols that believed whoever knew a job's id, with a handshake that
+is recorded, reflected, cut or made up, and with more connections than there are descriptors. Then whoever belongs
+there must still get in, and nobody else may have had an answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.abuse.tally import Tally
+from benchmarks.stranger import JOB, Stranger, besiege, stranger
+from trainer.direct import connect_all
+from trainer.handshake import PROOF_BYTES, REPLY, AuthenticationError, Caller, Listener
+from trainer.launch_secret import SECRET_BYTES, LaunchSecret
+from trainer.links import PeerError
+from trainer.peers import Peers
+from trainer.star import Star, StarError
+from trainer.store import Store
+from trainer.transport import make_torch_transport
+from trainer.world import listen
+
+HOST, PATIENCE = "127.0.0.1", 30.0
+
+
+def attack(random: random.Random, rounds: int) -> Tally:
+    """All parts of a world, each besieged by a stranger; and ``rounds`` handshakes of each kind that are forged."""
+    tally, secret = Tally(), LaunchSecret(random.randbytes(SECRET_BYTES))
+    forge(tally, random, rounds, secret.key("direct", JOB, 1))
+    with stranger() as who:
+        for part in (detector, store, hub, direct):
+            part(tally, who, secret)
+            who.does("drop")
+    for part in (place_in_gloo, place_in_store, place_in_star):
+        part(tally, random, secret)
+    return tally
+
+
+# Handshakes that are forged.
+
+
+def forge(tally: Tally, random: random.Random, rounds: int, key: bytes) -> None:
+    """Each kind of forgery that needs no key, against both ends."""
+    kinds: dict[str, Callable[[], Any]] = {
+        "a proof recorded before": lambda: _replayed(key),
+        "a reply recorded before": lambda: Caller(key, "2", "0").answer(Listener(key, "0").reply(_hello(key))),
+        "a reflected challenge": lambda: Caller(key, "2", "0").answer(Listener(key, "2").reply(_hello(key, "0"))),
+        "the place of another rank": lambda: _between(key, key, "2", "0", "1"),
+        "another generation": lambda: _between(key, LaunchSecret(key).key("direct", JOB, 2), "2", "0", "0"),
+        "no secret at all": lambda: _between(key, LaunchSecret().key("direct", JOB, 1), "2", "0", "0"),
+        "a bit that changed": lambda: _changed(key, random, lambda text: _flip(text, random)),
+        "a message that is cut": lambda: _changed(key, random, lambda text: text[: random.randrange(len(text))]),
+        "a message with more": lambda: _changed(key, random, lambda text: text + random.randbytes(1 << 12)),
+    }
+    for name, kind in kinds.items():
+        for _ in range(rounds):
+            tally.tried += 1
+            try:
+                kind()
+            except AuthenticationError:
+                continue
+            tally.accepted += 1
+            tally.findings.append(f"a handshake accepted {name}")
+
+
+def _hello(key: bytes, other: str = "0") -> bytes:
+    return Caller(key, "2", other).hello
+
+
+def _replayed(key: bytes) -> None:
+    caller, listener = Caller(key, "2", "0"), Listener(key, "0")
+    proof = caller.answer(listener.reply(caller.hello))
+    again = Listener(key, "0")
+    again.reply(caller.hello)
+    again.admit(proof)
+
+
+def _between(one: bytes, other: bytes, me: str, wanted: str, there: str) -> None:
+    caller, listener = Caller(one, me, wanted), Listener(other, there)
+    listener.admit(caller.answer(listener.reply(caller.hello)))
+
+
+def _changed(key: bytes, random: random.Random, change: Callable[[bytes], bytes]) -> None:
+    which, caller, listener = random.randrange(3), Caller(key, "2", "0"), Listener(key, "0")
+    hello = change(caller.hello) if which == 0 else caller.hello
+    reply = listener.reply(hello)
+    proof = caller.answer(change(reply) if which == 1 else reply)
+    listener.admit(change(proof) if which == 2 else proof)
+
+
+def _flip(text: bytes, random: random.Random) -> bytes:
+    changed, place = bytearray(text), random.randrange(8 * len(text))
+    changed[place // 8] ^= 1 << place % 8
+    return bytes(changed)
+
+
+# Parts of a world, besieged.
+
+
+def _note(tally: Tally, what: str, answers: list[Any], works: Callable[[], bool]) -> None:
+    """Who was answered, and does it still work?"""
+    tally.tried += 1
+    for port, words, said in answers:
+        if _is_reply(said):
+            continue  # what any listener says to a well-formed hello: a challenge, and a proof of its own
+        tally.accepted += 1
+        tally.findings.append(f"{what} at port {port} answered {words[:80]} with {said[:80]}")
+    try:
+        fine = works()
+    except Exception as error:
+        fine = False
+        tally.findings.append(f"{what}: {type(error).__name__}: {error}")
+    if not fine:
+        tally.outages += 1
+        tally.findings.append(f"{what} no longer works for those who belong there")
+
+
+def _is_reply(said: str) -> bool:
+    return len(said) == 2 * REPLY.size and said.startswith(b"dtA1".hex())
+
+
+def detector(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
+    """The failure detector: a stranger that was let in could feign a member, or keep this one busy."""
+    key = secret.key("peers", JOB)
+    one = Peers("n0p0-a", key, HOST, 0.1, 1000.0)
+    other = None
+    try:
+        answers = besiege(who, [one.address[1]], ["n0p0-a", "n1p0-b"])
+        other = Peers("n1p0-b", key, HOST, 0.1, 1000.0)
+        other.follow({"n0p0-a": one.address})
+
+        def works() -> bool:
+            assert other is not None
+            _until(lambda: other.view() == {"n0p0-a": "here"})
+            one.tell({"regroup": 1})
+            _until(lambda: bool(other.messages()))
+            return other.view() == {"n0p0-a": "here"} and not one.messages()
+
+        _note(tally, "the failure detector", answers, works)
+    finally:
+        for peers in (one, other):
+            if peers is not None:
+                peers.close()
+
+
+def store(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
+    """The store: a stranger that was let in could read and forge the addresses that ranks connect to."""
+    listener, key = listen(HOST), secret.key("store", JOB, 1)
+    address = listener.getsockname()
+    served = Store(address, 0, 3, key, PATIENCE, listener)
+    try:
+        served.set("0", "honest")
+        answers = besiege(who, [address[1]], ["0", "1", "store"])
+
+        def works() -> bool:
+            late = Store(address, 1, 3, key, PATIENCE)
+            late.set("1", "too")
+            return served.multi_get(["0", "1"]) == [b"honest", b"too"] and served.num_keys() == 2
+
+        _note(tally, "the store", answers, works)
+    finally:
+        served.close()
+
+
+def hub(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
+    """The parameter server: the numbers of a stranger that was let in would be summed."""
+    listener, key = listen(HOST), secret.key("star", JOB, 1)
+    address = listener.getsockname()
+    with ThreadPoolExecutor(2) as pool:
+        forming = pool.submit(Star.hub, listener, 2, key, PATIENCE)
+        answers = besiege(who, [address[1]], ["0", "1", "hub"])
+
+        def works() -> bool:
+            return _sums([forming.result, lambda: Star.spoke(address, 1, 2, key, PATIENCE)])
+
+        _note(tally, "the parameter server", answers, works)
+
+
+def direct(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
+    """Direct links: a stranger comes to each port as soon as it is known."""
+    key, answers = secret.key("direct", JOB, 1), list[Any]()
+
+    class Told(dist.HashStore):
+        def set(self, name: str, value: str) -> None:
+            super().set(name, value)
+            port = json.loads(value)[1]
+            if name == "0":
+                who.does("flood", ports=[port], count=500)
+                answers.extend(who.does("hello", ports=[port], names=["1"], recorded="cd" * PROOF_BYTES))
+
+    told = Told()
+    _note(
+        tally, "direct links", answers,
+        lambda: _sums([lambda rank=rank: connect_all(told, rank, 2, HOST, PATIENCE, key) for rank in range(2)]),
+    )  # fmt: skip
+
+
+# A stranger in the place of a rank, who runs this very code without the key.
+
+
+def place_in_gloo(tally: Tally, random: random.Random, secret: LaunchSecret) -> None:
+    """It knows the addresses, for instance by guessing, and is quicker than the rank."""
+    found, key = dist.HashStore(), secret.key("world", JOB, 1)
+    keys = [key, random.randbytes(32)]
+    openers = [
+        lambda rank=rank: make_torch_transport(found, rank, 2, None, PATIENCE, PATIENCE, HOST, key=keys[rank])
+        for rank in range(2)
+    ]
+    _refused(tally, "gloo", openers)
+
+
+def place_in_store(tally: Tally, random: random.Random, secret: LaunchSecret) -> None:
+    listener, key = listen(HOST), secret.key("store", JOB, 1)
+    address = listener.getsockname()
+    served = Store(address, 0, 2, key, PATIENCE, listener)
+    try:
+        _refused(tally, "the store", [lambda: Store(address, 1, 2, random.randbytes(32), PATIENCE)])
+    finally:
+        served.close()
+
+
+def place_in_star(tally: Tally, random: random.Random, secret: LaunchSecret) -> None:
+    listener, key = listen(HOST), secret.key("star", JOB, 1)
+    address = listener.getsockname()
+    _refused(
+        tally, "the parameter server",
+        [lambda: Star.hub(listener, 2, key, 2.0), lambda: Star.spoke(address, 1, 2, random.randbytes(32), PATIENCE)],
+    )  # fmt: skip
+
+
+def _refused(tally: Tally, what: str, openers: Sequence[Callable[[], Any]]) -> None:
+    """None of them may come to be."""
+    tally.tried += 1
+    made = []
+    for future in _at_once(openers):
+        with contextlib.suppress(AuthenticationError, PeerError, StarError):
+            made.append(future.result(PATIENCE))
+    for thing in made:
+        thing.close()
+    if made:
+        tally.accepted += 1
+        tally.findings.append(f"{what} took a stranger for a rank")
+
+
+def _sums(openers: Sequence[Callable[[], Any]]) -> bool:
+    """Do these ranks, each from its opener, add up as they should?"""
+    links = [future.result(PATIENCE) for future in _at_once(openers)]
+    tensors = [torch.full((8,), rank + 1.0) for rank in range(len(links))]
+    try:
+        for future in _at_once([lambda rank=rank: links[rank].sum(tensors[rank]) for rank in range(len(links))]):
+            future.result(PATIENCE)
+    finally:
+        for link in links:
+            link.close()
+    total = sum(range(1, len(links) + 1))
+    return all(tensor.tolist() == [total] * 8 for tensor in tensors)
+
+
+def _at_once(actions: Sequence[Callable[[], Any]]) -> list[Future[Any]]:
+    with ThreadPoolExecutor(len(actions)) as pool:
+        return [pool.submit(action) for action in actions]
+
+
+def _until(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not true():
+        if time.monotonic() > until:
+            raise TimeoutError("it did not come about")
+        time.sleep(0.01)

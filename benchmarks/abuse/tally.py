@@ -1,0 +1,37 @@
+"""What a campaign of attacks came to. Counting only; the attacks are in the modules beside this one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of one campaign. All but ``tried`` must be 0."""
+
+    tried: int = 0
+    """Attacks that were carried out."""
+    accepted: int = 0
+    """Attacks whose request, connection, file or value was believed."""
+    outages: int = 0
+    """Attacks after which something else, that was not attacked, no longer worked."""
+    executed: int = 0
+    """Attacks whose own code ran, or that made something else be imported or called."""
+    leaked: int = 0
+    """Secrets that were found where they must not be."""
+    findings: list[str] = field(default_factory=list)
+    """One sentence for each attack that succeeded: what was done, and what came of it."""
+
+    def add(self, other: Tally) -> None:
+        """Add the counts and findings of another campaign to this one."""
+        self.tried += other.tried
+        self.accepted += other.accepted
+        self.outages += other.outages
+        self.executed += other.executed
+        self.leaked += other.leaked
+        self.findings += other.findings
+
+    @property
+    def is_clean(self) -> bool:
+        """True where something was tried and nothing gave way."""
+        return self.tried > 0 and not (self.accepted or self.outages or self.executed or self.leaked)

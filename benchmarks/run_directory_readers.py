@@ -1,0 +1,178 @@
+"""Everything of this project that reads run directories, run over a whole job and a damaged one beside it, for
+`benchmarks.abuse.run_directories`."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from dtrain_dagster.cli import main
+from dtrain_dagster.clusters import presence
+from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.local import LocalClusterManager
+from dtrain_dagster.costs.history import Course
+from dtrain_dagster.costs.prices import PriceError
+from dtrain_dagster.jobs import choose_job, known_jobs, last_step
+from dtrain_dagster.liveness import owner_of
+from dtrain_dagster.monitoring import prometheus
+from dtrain_dagster.monitoring.job_board import JobBoard
+from dtrain_dagster.monitoring.page import report_page
+from dtrain_dagster.sensors.cost_overrun import recent_events
+from dtrain_dagster.settings import Settings
+from dtrain_dagster.summary import latest_job, summary_lines
+from trainer.checkpoint import CheckpointError, CheckpointManager
+from trainer.errors import ConfigError, DamagedError
+from trainer.membership import generations
+from trainer.rundir import RunDir
+
+STEPS = 18
+"""Of the whole job."""
+OBEYED = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What a terminal would obey. A carriage return is looked for by itself: CSV has them."""
+MEANT = (DamagedError, ConfigError, ClusterError, CheckpointError, PriceError, FileNotFoundError)
+"""What a reader of a damaged job may raise."""
+Wrong = list[tuple[str, str]]
+"""(count of `benchmarks.abuse.tally.Tally`, words)"""
+
+
+class Readers:
+    """Of one home."""
+
+    def __init__(self, home: Path, whole: str, damaged: str, secret: str) -> None:
+        self.home, self.whole, self.damaged, self.secret = home, whole, damaged, secret
+        self.settings = Settings(home=home, nodes=2)
+        self.manager = LocalClusterManager(home)
+        self.wrong: Wrong = []
+
+    def say(self, kind: str, words: str) -> None:
+        self.wrong.append((kind, words))
+
+    def look(self, what: str, text: str) -> None:
+        """Text that a person or a browser gets."""
+        if self.secret in text:
+            self.say("leaked", f"{what} shows a file from outside")
+        if found := OBEYED.search(text):
+            self.say("accepted", f"{what} passes on {found[0]!r}")
+
+    def of_damaged(self, what: str, read: Callable[[], object]) -> Any:
+        """A reader of the damaged job alone: it may refuse, in words."""
+        try:
+            return read()
+        except MEANT as error:
+            if not isinstance(error, FileNotFoundError):
+                self.look(what, str(error))
+        except Exception:
+            self.say("outages", f"{what}: {traceback.format_exc(limit=-4)}")
+        return None
+
+    def of_all(self, what: str, read: Callable[[], object]) -> Any:
+        """A reader of all jobs: it may not fail."""
+        try:
+            return read()
+        except Exception:
+            self.say("outages", f"{what}: {traceback.format_exc(limit=-4)}")
+            return None
+
+    def command(self, *words: str, may_refuse: bool = True) -> str:
+        """A command of `dtrain`, and what it printed."""
+        done = CliRunner().invoke(main, words, env={"DTRAIN_HOME": str(self.home)})
+        if done.exception is not None and not isinstance(done.exception, SystemExit):
+            where = "".join(traceback.format_exception(done.exception, limit=-4))
+            self.say("outages", f"dtrain {' '.join(words)}: {where}")
+        elif done.exit_code and not may_refuse:
+            self.say("outages", f"dtrain {' '.join(words)}: exit code {done.exit_code}: {done.output}")
+        self.look(f"dtrain {words[0]}", done.output)
+        return done.output
+
+
+def read_everything(home: Path, whole: str, damaged: str, secret: str) -> Wrong:
+    """What was not as it must be; empty where all was."""
+    readers = Readers(home, whole, damaged, secret)
+    _lists(readers)
+    _board(readers)
+    _commands(readers)
+    _one_job(readers)
+    return readers.wrong
+
+
+def _lists(readers: Readers) -> None:
+    manager, whole, damaged = readers.manager, readers.whole, readers.damaged
+    jobs = readers.of_all("list_jobs", manager.list_jobs) or []
+    states = {job.job_id: (job.state.value, job.damage) for job in jobs}
+    if states.get(whole) != ("succeeded", ""):
+        readers.say("outages", f"the whole job is listed as {states.get(whole)}")
+    for job in jobs:
+        readers.look("list_jobs", job.damage)
+    readers.of_all("active_jobs", manager.active_jobs)
+    readers.of_all("pools", manager.pools)
+    readers.of_all("monitor_health", manager.monitor_health)
+    readers.of_all("find_orphans", lambda: manager.find_orphans(set()))
+    readers.of_all("latest_job", lambda: latest_job(readers.settings))
+    known = readers.of_all("known_jobs", lambda: known_jobs(manager, readers.settings.jobs_uri, "0a1b2c3d")) or []
+    choice = readers.of_all("choose_job", lambda: choose_job("0a1b2c3d", "22222222", known))
+    if choice and choice.job_id == damaged and any(job.damage for job in known if job.job_id == damaged):
+        readers.say("accepted", "a damaged job is chosen")
+
+
+def _board(readers: Readers) -> None:
+    board = JobBoard(readers.settings.jobs_uri, readers.settings.tier)
+    rows = {row.job_id: row for row in readers.of_all("the dashboard's list", board.jobs) or []}
+    row = rows.get(readers.whole)
+    if row is None or (row.state, row.step) != ("succeeded", STEPS):
+        readers.say("outages", f"the whole job's row is {row}")
+    if readers.damaged not in rows:
+        readers.say("outages", "the damaged job has no row")
+    readers.look("the dashboard's list", json.dumps([str(row) for row in rows.values()], ensure_ascii=False))
+    metrics = readers.of_all("/metrics", lambda: prometheus.exposition(board).decode()) or ""
+    if f'dtrain_step{{job="{readers.whole}"}} {STEPS}.0' not in metrics:
+        readers.say("outages", "the whole job is not in /metrics")
+    for job_id in (readers.whole, readers.damaged):
+        job = readers.of_damaged("the dashboard", lambda job_id=job_id: board.open(job_id, time.time()))
+        if job is not None:
+            # As the server writes it: no NaN, and nothing that is no UTF-8.
+            sent = readers.of_all("a job's figures", lambda job=job: _sent(job.snapshot(0, "", time.time())))
+            if sent and readers.secret in sent:
+                readers.say("leaked", "the dashboard shows a file from outside")
+    readers.of_damaged("report", lambda: report_page(_rundir(readers), readers.settings.tier))
+
+
+def _sent(value: object) -> str:
+    text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+    text.encode()
+    return text
+
+
+def _commands(readers: Readers) -> None:
+    listed = readers.command("jobs", may_refuse=False)
+    if not re.search(rf"{readers.whole}\s+succeeded", listed) or readers.damaged not in listed:
+        readers.say("outages", f"`dtrain jobs` lists {listed}")
+    readers.command("status", may_refuse=False)
+    for job_id, may_refuse in ((readers.whole, False), (readers.damaged, True)):
+        for words in (("status",), ("logs",), ("logs", "--tail", "3"), ("summary",), ("watch",), ("logs", "--follow")):
+            readers.command(words[0], *words[1:], job_id, may_refuse=may_refuse)
+        readers.command("cost", job_id, may_refuse=may_refuse)
+
+
+def _one_job(readers: Readers) -> None:
+    rundir = _rundir(readers)
+    checkpoints = CheckpointManager(rundir, 3, "another")
+    for read in (
+        rundir.read_job, rundir.nodes, rundir.latest_checkpoint, rundir.last_generation,
+        lambda: list(rundir.events()), lambda: list(rundir.events(strict=True)), lambda: rundir.steps_reported(1),
+        lambda: last_step(rundir), lambda: generations(rundir.storage), lambda: presence.newest_generation(rundir),
+        lambda: owner_of(rundir), lambda: Course.read(rundir), lambda: recent_events(rundir),
+        rundir.read_result, lambda: summary_lines(rundir), checkpoints.load_latest,
+    ):  # fmt: skip
+        readers.of_damaged(str(getattr(read, "__qualname__", read)), read)
+    checkpoints.close(1.0)
+
+
+def _rundir(readers: Readers) -> RunDir:
+    return RunDir(f"{readers.settings.jobs_uri}/{readers.damaged}")

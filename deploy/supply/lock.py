@@ -1,0 +1,105 @@
+"""Write the lock files from pyproject.toml: ``make lock``, where PyPI can be reached.
+
+    requirements.lock                       all packages of this project's own environment but torch, with hashes
+    requirements-torch.lock                 torch: its wheels on PyPI, and the CPU build that the tests run on
+    requirements-cuda.lock                  what only a CUDA build of torch needs
+    deploy/supply/requirements.lock         what makes and reads lock files
+    deploy/azure/requirements-*.lock        the images
+
+torch is apart because one version of it has several builds, with other hashes and other needs. The CPU build is not on
+PyPI: its hashes are taken over from the file as it is, and from wheels that are named with ``--torch-wheel``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+INDEX = "https://pypi.org/simple"
+EXTRAS = ("azure", "postgres", "dev")
+"""What `make setup` installs."""
+CUDA = re.compile(r"(?!nvidia-ml-py)(nvidia|cuda|triton)\b")  # that one is asked for by this project
+HEADER = "# Made by `make lock` from {source}; do not edit.\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python deploy/supply/lock.py", description=__doc__)
+    parser.add_argument("--torch-wheel", type=Path, action="append", default=[], help="a CPU build whose hash is added")
+    options = parser.parse_args()
+    uv = [str(Path(sys.executable).parent / "uv"), "pip", "compile", "--quiet", "--no-config", "--generate-hashes"]
+    uv += ["--default-index", INDEX, "--no-header", "--no-annotate", "--python-version", "3.11"]
+    with tempfile.TemporaryDirectory(prefix="dtrain-lock-") as scratch:
+        build = Path(scratch) / "build.in"
+        build.write_text("setuptools>=77\n")  # what builds this project
+        extras = [f"--extra={name}" for name in EXTRAS]
+        own = compiled([*uv, "--universal", "pyproject.toml", str(build), *extras])
+        torch_lock = ROOT / "requirements-torch.lock"
+        known = blocks(torch_lock.read_text() if torch_lock.exists() else "")
+        torch = {name: block for name, block in own.items() if name == "torch"}
+        hashes = set(hashes_of(known.get("torch", ""))) | {digest(wheel) for wheel in options.torch_wheel}
+        cpu = sorted(hashes - set(hashes_of(torch["torch"])))
+        version = re.search(r"==([\w.]+)", torch["torch"])
+        assert version is not None
+        lines = [f"torch=={version[1]}", *hashes_of(torch["torch"]), *cpu]
+        cuda = {name: block for name, block in own.items() if CUDA.match(name)}
+        rest = {name: block for name, block in own.items() if name not in torch and name not in cuda}
+        write("requirements.lock", "pyproject.toml", rest.values())
+        write("requirements-cuda.lock", "pyproject.toml", cuda.values())
+        write("requirements-torch.lock", "pyproject.toml", [" \\\n    --hash=".join(lines) + "\n"])
+        supply = compiled([*uv, "--universal", "--constraint=requirements.lock", str(supply_of(Path(scratch)))])
+        write("deploy/supply/requirements.lock", "the extra «supply»", supply.values())
+        image = [*uv, "--python-platform=x86_64-manylinux_2_28", "--constraint=requirements.lock"]
+        nodes = compiled([*image, "deploy/azure/requirements-nodes.txt"])
+        write("deploy/azure/requirements-nodes.lock", "requirements-nodes.txt", nodes.values())
+        serving = compiled([*image, "deploy/azure/requirements-serving.txt"])
+        serving = {name: block for name, block in serving.items() if not CUDA.match(name)}
+        serving["torch"] = " \\\n    --hash=".join([f"torch=={version[1]}+cpu", *cpu]) + "\n"
+        write("deploy/azure/requirements-serving.lock", "requirements-serving.txt", serving.values())
+
+
+def supply_of(scratch: Path) -> Path:
+    """The extra «supply» by itself, as a file."""
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["supply"]
+    only = scratch / "supply.in"
+    only.write_text("\n".join(extra) + "\n")
+    return only
+
+
+def compiled(command: Sequence[str]) -> dict[str, str]:
+    """Package → its lines in what uv prints."""
+    return blocks(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def blocks(text: str) -> dict[str, str]:
+    """Package → its lines of a lock file: the requirement and its hashes."""
+    found: dict[str, str] = {}
+    for block in re.split(r"^(?=[A-Za-z0-9])", text, flags=re.MULTILINE):
+        if match := re.match(r"([A-Za-z0-9._-]+)(\[[^]]*\])?==", block):
+            lines = [line for line in block.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+            found[match[1]] = found.get(match[1], "") + "\n".join(lines) + "\n"  # two, where Pythons differ
+    return found
+
+
+def hashes_of(block: str) -> list[str]:
+    return re.findall(r"--hash=(sha256:[0-9a-f]{64})", block)
+
+
+def digest(wheel: Path) -> str:
+    with open(wheel, "rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+
+def write(name: str, source: str, lines: Iterable[str]) -> None:
+    (ROOT / name).write_text(HEADER.format(source=source) + "".join(sorted(lines)))
+
+
+if __name__ == "__main__":
+    main()

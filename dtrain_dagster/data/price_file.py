@@ -1,0 +1,146 @@
+"""A price file that somebody gave, opened once: what it is, what its digest is, and whether it may be read at all.
+
+Everything after this works with the file that was opened, not with its name: the engine takes names for patterns, and a
+name may lead to another file a moment later.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtrain_dagster.data.errors import DataError
+
+if TYPE_CHECKING:
+    import duckdb
+
+_MOST_UNPACKED, _UNPACKED_TIMES = 1 << 28, 200
+"""A packed file may hold so many bytes, or so many times its own size: what unpacks to more was made to fill a disk."""
+_MOST_ROWS, _ROWS_PER_BYTE = 10_000_000, 20
+"""Rows that a Parquet file may claim, or so many for each of its bytes: values that repeat take next to nothing."""
+_BLOCK = 1 << 20
+_PACKINGS = {".gz": "gzip", ".zst": "zstd"}
+
+
+@dataclass(frozen=True, slots=True)
+class GivenFile:
+    """A price file that is open. ``origin``: what errors call it."""
+
+    handle: BufferedReader
+    origin: str
+    packing: str
+    """As the engine calls it: ``gzip``, ``zstd`` or ``none``."""
+    is_parquet: bool
+    before: tuple[int, int, int]
+
+    @property
+    def engine_path(self) -> str:
+        """Where the engine finds this very file: a path without a character that means anything to it."""
+        return f"/dev/fd/{self.handle.fileno()}"
+
+    def digest(self) -> str:
+        """The sha256 of its content."""
+        self.handle.seek(0)
+        return hashlib.file_digest(self.handle, "sha256").hexdigest()
+
+    def refuse_unusable(self) -> None:
+        """`DataError` for a file that is empty, cut short, or made to fill memory or disk."""
+        if not os.fstat(self.handle.fileno()).st_size:
+            raise DataError(f"{self.origin} is empty: no header and no rows")
+        if self.is_parquet:
+            self._refuse_false_claims()
+        elif self.packing != "none":
+            self._refuse_cut_short()
+
+    def refuse_changed(self) -> None:
+        """`DataError` where it was written since it was opened: its digest would belong to other rows."""
+        if _state(self.handle) != self.before:
+            raise DataError(f"{self.origin} was written while it was read; try again once it is complete")
+
+    def _refuse_cut_short(self) -> None:
+        """Unless the whole file unpacks: the engine would take what is there of half a file for all of it."""
+        self.handle.seek(0)
+        unpacked, most = 0, max(_MOST_UNPACKED, _UNPACKED_TIMES * os.fstat(self.handle.fileno()).st_size)
+        try:
+            with self._unpacked() as content:
+                while block := content.read(_BLOCK):
+                    unpacked += len(block)
+                    if unpacked > most:
+                        raise DataError(f"{self.origin} unpacks to more than {most:,} bytes, which no price file does")
+        except (EOFError, OSError, zlib.error) as error:
+            raise DataError(
+                f"{self.origin} is no whole {self.packing} file ({error}); fetch or compress it again"
+            ) from error
+
+    def _unpacked(self) -> Any:
+        if self.packing == "gzip":
+            return gzip.open(self.handle)
+        import pyarrow as pa
+
+        return pa.CompressedInputStream(pa.PythonFile(_Lent(self.handle), "rb"), self.packing)
+
+    def _refuse_false_claims(self) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self.handle.seek(0)
+        size = os.fstat(self.handle.fileno()).st_size
+        try:
+            rows = pq.ParquetFile(self.handle).metadata.num_rows
+        except (pa.ArrowException, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise DataError(f"{self.origin} cannot be read as CSV or Parquet: {reason}") from error
+        if rows > max(_MOST_ROWS, _ROWS_PER_BYTE * size):
+            raise DataError(f"{self.origin} claims {rows:,} rows in {size:,} bytes, which no price file holds")
+
+
+class _Lent:
+    """A file of which whoever reads it closes nothing."""
+
+    closed = False
+
+    def __init__(self, handle: BufferedReader) -> None:
+        self.read, self.readable, self.seek, self.tell = handle.read, handle.readable, handle.seek, handle.tell
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def opened(file: Path, origin: str) -> Iterator[GivenFile]:
+    """Open a price file for as long as it is read. `DataError` for what is no regular file."""
+    if not file.is_file():  # before it is opened: opening a pipe waits for who writes to it
+        raise DataError(f"{origin} is no regular file")
+    with open(file, "rb") as handle:
+        packing = _PACKINGS.get(file.suffix, "none")
+        yield GivenFile(handle, origin, packing, handle.read(4) == b"PAR1", _state(handle))
+
+
+@contextmanager
+def engine(given: GivenFile, scratch: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+    """A database engine in ``scratch`` that can open this one file, nothing else of this machine or of the network."""
+    import duckdb
+
+    settings: dict[str, Any] = {
+        "temp_directory": str(scratch / "spill"),
+        "autoinstall_known_extensions": False,
+        "autoload_known_extensions": False,
+    }
+    with duckdb.connect(str(scratch / "sort.duckdb"), config=settings) as database:
+        database.execute("SET enable_progress_bar=false")
+        database.execute(f"SET allowed_paths=['{given.engine_path}']")
+        database.execute("SET enable_external_access=false")
+        yield database
+
+
+def _state(handle: BufferedReader) -> tuple[int, int, int]:
+    found = os.fstat(handle.fileno())
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns

@@ -1,0 +1,151 @@
+"""What was ordered, kept where nodes cannot write: ``<home>/orders`` on the machine of the orchestrator.
+
+A run directory belongs to the nodes of its job: whatever lies in it, ``job.json`` included, they may have replaced.
+What decides what this process imports, calls or registers is therefore read here:
+
+    orders/<job_id>.json             the `JobConfig` as it was submitted; written before the nodes are bought
+    orders/<job_id>.registered.json  under which name and version it was registered, and the digests of its files
+
+On the local cluster, nodes run as the same user and can write here as well: they are trusted as that user's own
+programs are. On Azure they cannot reach this folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trainer.config import JOB_ID, ConfigError, JobConfig, parse_job
+from trainer.rundir import RunDir
+
+FOLDER = "orders"
+MODEL_DIGESTS = ("model_json_sha256", "weights_file_sha256")
+"""Of ``model/model.json`` and ``model/weights.pt``, as they were registered."""
+
+
+class OrderError(ConfigError):
+    """A run directory is not what was ordered. The message says what it holds and what was ordered."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """A job as this orchestrator ordered it."""
+
+    job: JobConfig
+    registered: Mapping[str, Any] = field(default_factory=dict)
+    """``name``, ``version`` and `MODEL_DIGESTS`, once it was registered; empty before."""
+
+    def digests(self) -> dict[str, str]:
+        """Those of its model's files, once it was registered; empty before."""
+        return {name: str(self.registered[name]) for name in MODEL_DIGESTS if name in self.registered}
+
+
+def keep_order(home: Path, job: JobConfig, there: JobConfig | None) -> None:
+    """Note that this job is ordered, before its nodes are bought. ``there``: the ``job.json`` of its run directory.
+
+    Where there is none, the job begins. Else it goes on as it was: what is there has to be what was ordered, or, where
+    no order is known of it (an older version submitted it), a training of the same data, model and loss. `OrderError`
+    where it is not.
+    """
+    path = _path(home, job.job_id)
+    if there is None:
+        _registered_path(home, job.job_id).unlink(missing_ok=True)
+        _write(path, job.to_json())
+    elif path.exists():
+        _refuse_difference(there, _read(path), f"{job.run_dir}/job.json")
+    else:
+        same = replace(there, dataset=job.dataset, model=job.model, loss=job.loss)
+        _refuse_difference(there, same, f"{job.run_dir}/job.json")
+        _write(path, same.to_json())
+
+
+def keep_registration(home: Path, job_id: str, facts: Mapping[str, Any]) -> None:
+    """Note under which name and version a job was registered, and the digests of its files."""
+    _write(_registered_path(home, job_id), json.dumps(dict(facts), sort_keys=True))
+
+
+def order_of(home: str | Path, rundir: RunDir) -> Order | None:
+    """The order of the job in this run directory, once its ``job.json`` was found to be just that; None for a job that
+    was never ordered from this home. `OrderError` where the run directory says something else."""
+    job_id, home = rundir.uri.rsplit("/", 1)[-1], Path(home)
+    if not JOB_ID.fullmatch(job_id) or not _path(home, job_id).exists():
+        return None
+    job = _read(_path(home, job_id))
+    _refuse_difference(rundir.read_job(), job, f"{rundir.uri}/job.json")
+    try:
+        registered = json.loads(_registered_path(home, job_id).read_text())
+    except FileNotFoundError:
+        registered = {}
+    return Order(job=job, registered=registered)
+
+
+def difference(found: JobConfig, ordered: JobConfig) -> str:
+    """The first field in which a job is not what was ordered, with both values; "" where there is none. What a job may
+    cost can be raised while it runs, and who follows it changes: neither counts. Pure."""
+    own, its = (_flat(_comparable(job)) for job in (found, ordered))
+    for name in sorted(own.keys() | its.keys()):
+        if own.get(name) != its.get(name):
+            return f"{name} = {_shown(own.get(name))}, ordered was {_shown(its.get(name))}"
+    return ""
+
+
+def _refuse_difference(found: JobConfig, ordered: JobConfig, where: str) -> None:
+    if said := difference(found, ordered):
+        raise OrderError(
+            f"{where} says {said}: it was changed after it was submitted, and is not used; train again under another "
+            "name, and look who can write there"
+        )
+
+
+def _comparable(job: JobConfig) -> dict[str, Any]:
+    job = replace(job, training=replace(job.training, max_node_seconds=None), tracking=replace(job.tracking, tags={}))
+    return json.loads(job.to_json())
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    if isinstance(value, dict) and value:
+        parts = [_flat(each, f"{name}.{part}" if name else part) for part, each in value.items()]
+        return {key: each for found in parts for key, each in found.items()}
+    return {name: value}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:199] + "…"
+
+
+def _path(home: Path, job_id: str) -> Path:
+    return Path(home) / FOLDER / f"{job_id}.json"
+
+
+def _registered_path(home: Path, job_id: str) -> Path:
+    return Path(home) / FOLDER / f"{job_id}.registered.json"
+
+
+def _read(path: Path) -> JobConfig:
+    return parse_job(path.read_text(), source=str(path), is_stored=True)  # it was checked when it was ordered
+
+
+def _write(path: Path, text: str) -> None:
+    """All or nothing, for this user's eyes only."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def plain(value: Any) -> Any:
+    """A dataclass's content as JSON gives it back. Pure."""
+    return json.loads(json.dumps(asdict(value)))

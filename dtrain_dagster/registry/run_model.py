@@ -1,0 +1,171 @@
+"""The model of a run directory, held against what was ordered, and asked in a process of its own.
+
+Nodes have written it: its description must be that of the order, its weights must be those that were registered, and
+no code of it runs in this process (`trainer.isolation`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtrain_dagster.orders import MODEL_DIGESTS, Order, plain
+from dtrain_dagster.registry.staging import stage_code
+from trainer.allowed import STOCK, modules_of_settings, refuse_foreign_factories
+from trainer.config import JobConfig
+from trainer.errors import DamagedError
+from trainer.manifest import DatasetError, read_manifest
+from trainer.rundir import RunDir
+from trainer.spec import DataSpec, spec_of
+from trainer.storage import Storage
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+DESCRIPTION, WEIGHTS = "model.json", "weights.pt"
+FACTORIES = "factories.json"
+"""In a packed model, beside its files: the modules that its factories may be of (`trainer.serving`)."""
+MOST_BYTES = {DESCRIPTION: 1 << 20, WEIGHTS: 16 << 30}
+ASK_SECONDS = 300.0
+_FOLDER = "model"
+
+
+class RunModelError(ValueError):
+    """The model of a run directory cannot be used. The message says which file, what is wrong, and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunModel:
+    """A model as it was read once, and checked."""
+
+    job: JobConfig
+    """As it was ordered; of a run directory that was never ordered here, its own."""
+    spec: DataSpec
+    files: Mapping[str, bytes]
+    digests: Mapping[str, str]
+    """`MODEL_DIGESTS` of the files."""
+
+    def factories(self) -> tuple[str, str]:
+        return self.job.model.factory, self.job.loss.factory
+
+    def write(self, folder: Path) -> None:
+        """Put its files, and which modules its factories may be of, into a folder."""
+        for name, data in self.files.items():
+            (folder / name).write_bytes(data)
+        (folder / FACTORIES).write_text(json.dumps({"modules": list(self.modules())}))
+
+    def unpack(self, scratch: Path) -> tuple[Path, Path]:
+        """The folder of its files, and one with the modules of its own code, both made in this empty one."""
+        folder, code = scratch / "model", scratch / "code"
+        folder.mkdir()
+        code.mkdir()
+        self.write(folder)
+        if is_own(self.job):
+            stage_code(self.factories(), code)
+        return folder, code
+
+    def modules(self) -> tuple[str, ...]:
+        return modules_of_settings() if is_own(self.job) else ()
+
+    def predict(self, windows: NDArray[np.float32], seconds: float = ASK_SECONDS) -> dict[str, NDArray[np.float64]]:
+        """Windows (n, window, features) → named columns (n,), from a process of its own. `RunModelError` where it does
+        not answer, or not with just that."""
+        from trainer.isolation import Isolated, IsolationError
+
+        with tempfile.TemporaryDirectory(prefix="dtrain-model-") as scratch:
+            folder, code = self.unpack(Path(scratch))
+            model = Isolated(folder=folder, modules=self.modules(), path=(code,), seconds=seconds)
+            try:
+                return model.predict(windows)
+            except IsolationError as error:
+                raise RunModelError(f"{self.job.run_dir}: {error}") from error
+
+
+def is_own(job: JobConfig) -> bool:
+    """Whether the model or the loss is a user's own."""
+    return job.model.factory not in STOCK["model"] or job.loss.factory not in STOCK["loss"]
+
+
+def ordered_job(rundir: RunDir, order: Order | None) -> JobConfig:
+    """The job of a run directory: as ordered, or, where it was never ordered from here, as it says, as long as it names
+    stock parts only. `RunModelError` for one that names code."""
+    if order is not None:
+        refuse_foreign_factories(order.job)
+        return order.job
+    job = rundir.read_job()
+    if is_own(job):
+        raise RunModelError(
+            f"{rundir.uri} names a model or loss of one's own ({job.model.factory}, {job.loss.factory}), and no such "
+            "job was ordered from this DTRAIN_HOME: nothing of it is imported; train it from here"
+        )
+    return job
+
+
+def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
+    """The model of a run directory, checked: of the ordered factories, arguments and data, undamaged, and unchanged
+    since it was registered. Nothing of it is imported or unpickled. `RunModelError` says what is wrong."""
+    job = ordered_job(rundir, order)
+    files = {name: _read(rundir.storage, name) for name in MOST_BYTES}
+    description = _parsed(files[DESCRIPTION], rundir)
+    try:
+        spec = spec_of(read_manifest(Storage(job.dataset.uri), job.dataset.dataset_id))
+    except DatasetError as error:
+        raise RunModelError(str(error)) from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunModelError(f"{job.dataset.uri}/manifest.json is damaged: {error!r}") from None
+    for name, wanted in (("model", plain(job.model)), ("loss", plain(job.loss)), ("spec", plain(spec))):
+        if description.get(name) != wanted:
+            raise RunModelError(
+                f"{rundir.uri}/{_FOLDER}/{DESCRIPTION} says {name} = {_shown(description.get(name))}, ordered was "
+                f"{_shown(wanted)}: it was changed after the training, or written by another; it is not used. Train "
+                "again, and look who can write there"
+            )
+    found = dict(zip(MODEL_DIGESTS, (hashlib.sha256(files[name]).hexdigest() for name in files), strict=True))
+    if description.get("file_sha256") != found["weights_file_sha256"]:
+        raise RunModelError(
+            f"{rundir.uri}/{_FOLDER}/{WEIGHTS} has sha256 {found['weights_file_sha256'][:12]}…, {DESCRIPTION} says "
+            f"{str(description.get('file_sha256'))[:12]}…: it is damaged or was changed; do not use it, train again"
+        )
+    refuse_change(rundir.uri, found, order.digests() if order else {})
+    return RunModel(job=job, spec=spec, files=files, digests=found)
+
+
+def refuse_change(where: str, found: Mapping[str, str], registered: Mapping[str, str]) -> None:
+    """`RunModelError` where files are not those that were registered. Pure."""
+    for name, digest in found.items():
+        if name in registered and registered[name] != digest:
+            raise RunModelError(
+                f"{where}: {name} is {digest[:12]}…, registered was {registered[name][:12]}…: the model was changed "
+                "since; it is not used"
+            )
+
+
+def _read(storage: Storage, name: str) -> bytes:
+    path = f"{_FOLDER}/{name}"
+    try:
+        return storage.read_bounded(path, MOST_BYTES[name])
+    except DamagedError as error:  # a pipe, which would be waited for; a link to a device, which never ends
+        raise RunModelError(f"{error.where}: {error.what}; the saved model is not used: train again") from None
+    except FileNotFoundError:
+        raise RunModelError(f"{storage.uri}/{path} is missing: the saved model is incomplete; train again") from None
+
+
+def _parsed(data: bytes, rundir: RunDir) -> dict[str, Any]:
+    try:
+        description = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise RunModelError(f"{rundir.uri}/{_FOLDER}/{DESCRIPTION} is not JSON: {error}") from None
+    if not isinstance(description, dict):
+        raise RunModelError(f"{rundir.uri}/{_FOLDER}/{DESCRIPTION} holds a {type(description).__name__}, no object")
+    return description
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:199] + "…"

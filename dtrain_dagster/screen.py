@@ -1,0 +1,32 @@
+"""The terminal that `dtrain` prints tables and progress to. What comes from nodes and storage is shown, not obeyed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from trainer.printable import visible
+
+
+class Screen(Console):
+    """A console to which text is text: no markup, no emoji codes, and no character that a terminal would obey. Colours
+    are those that this project gives."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, markup=False, emoji=False)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Made visible before it is measured, so that columns stay columns."""
+        return super().render_str(visible(text, keep_lines=True), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Whatever made it, text included that was styled elsewhere."""
+        for segment in super().render(renderable, options):
+            if segment.control:
+                yield segment
+            else:
+                yield Segment(visible(segment.text, keep_lines=True), segment.style)

@@ -1,0 +1,219 @@
+"""Which requests a web server of this project answers: its own pages' and programs', never another website's.
+
+A browser carries a website's requests to servers of the user's own machine, which trust it for where it runs. What
+gives a website away are headers that its scripts cannot change: `Host` (a foreign name that was pointed at this
+machine), `Origin`, and `Sec-Fetch-Site`. `judge` decides, from these alone; `Guard` carries it out around an ASGI
+application. Who sends none of them is no browser, but a program of somebody who is on this machine anyway.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+MOST_BODY_BYTES = 8 * 2**20
+READING = ("GET", "HEAD")
+HEADERS = {
+    "x-frame-options": "SAMEORIGIN",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "x-content-type-options": "nosniff",
+}
+"""On every answer that does not have its own: no other site frames a page, embeds a file or holds its window."""
+_AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::([0-9]{1,5}))?")
+_PORTS = {"http": 80, "https": 443}
+
+Headers = Sequence[tuple[str, str]]
+"""Names in lower case, in the order in which they came; a name may be there twice."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """What differs from server to server."""
+
+    names: frozenset[str] = frozenset(LOOPBACK)
+    """Names and addresses that `Host` may have, in lower case; IPv6 without brackets."""
+    option: str = "--allow-host"
+    """How a user adds one, for the refusal."""
+    json_only: bool = False
+    """Whatever is posted is ``application/json``, which a form of a website cannot send; no method but POST changes."""
+    pages: frozenset[str] = frozenset()
+    """Paths that a GET may ask for as a page only, with nothing after a ``?``: what answers there would act on it."""
+    most_body_bytes: int | None = MOST_BODY_BYTES
+    """A longer body is refused unread; None for no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An answer instead of the application's: an HTTP status, and a sentence for whoever asked."""
+
+    status: int
+    reason: str
+
+
+def rules_for(host: str, names: Sequence[str] = (), **more: object) -> Rules:
+    """Rules of a server that listens on ``host`` and is also asked by ``names``."""
+    known = {name.strip("[]").lower() for name in (*LOOPBACK, host, *names)}
+    return Rules(names=frozenset(known), **more)  # type: ignore[arg-type]
+
+
+def judge(
+    rules: Rules, method: str, path: str, query: str, headers: Headers, websocket: bool = False
+) -> Refused | None:
+    """None where the request may pass. ``path`` is decoded, ``query`` what follows the ``?``. Pure."""
+    for name in ("host", "origin", "sec-fetch-site", "content-type", "content-length"):
+        if len(_all(headers, name)) > 1:
+            return Refused(400, f"the request has more than one {name} header")
+    return (
+        _judge_host(rules, headers)
+        or _judge_site(method, path, query, headers, websocket, rules)
+        or (None if websocket else _judge_method(rules, method, path, query, headers))
+        or _judge_body(rules, method, headers)
+    )
+
+
+def _judge_host(rules: Rules, headers: Headers) -> Refused | None:
+    host = _first(headers, "host")
+    known = _authority(host or "")
+    if known is None:
+        return Refused(400, "the request has no Host header that names a server")
+    if known[0] not in rules.names:
+        return Refused(
+            403,
+            f"this server does not answer to the name {known[0]!r}: a website may have pointed it at this machine. "
+            f"Where it is yours, start the server with {rules.option} {known[0]}",
+        )
+    return None
+
+
+def _judge_site(method: str, path: str, query: str, headers: Headers, websocket: bool, rules: Rules) -> Refused | None:
+    origin, site = _first(headers, "origin"), _first(headers, "sec-fetch-site")
+    if origin is None and websocket:
+        return Refused(403, "a websocket is opened by a page of this server only, which sends its Origin")
+    if origin is not None and not _same_origin(origin, _first(headers, "host") or ""):
+        return Refused(
+            403,
+            f"the request was sent by a page of {origin[:200]!r}, and this server takes those of its own pages only. "
+            "Behind a proxy, have it pass on the Host header that the browser sent",
+        )
+    if site in (None, "same-origin", "none"):
+        return None
+    followed = (_first(headers, "sec-fetch-mode"), _first(headers, "sec-fetch-dest")) == ("navigate", "document")
+    if followed and method in READING and not websocket and not query and path.rstrip("/") not in rules.pages:
+        return None  # somebody follows a link to a page: it changes nothing, and the other site cannot read it
+    return Refused(
+        403,
+        "the request was sent by another website. If you followed a link that you trust, copy its address into the "
+        "browser's address bar",
+    )
+
+
+def _judge_method(rules: Rules, method: str, path: str, query: str, headers: Headers) -> Refused | None:
+    if not rules.json_only:
+        return None
+    if method not in (*READING, "POST"):
+        return Refused(405, f"this server takes GET, HEAD and POST, not {method[:20]!r}")
+    is_page = not query and "text/html" in (_first(headers, "accept") or "")
+    if method in READING and path.rstrip("/") in rules.pages and not is_page:
+        return Refused(405, f"nothing is asked of {path[:100]} by GET: POST it as application/json")
+    return None
+
+
+def _judge_body(rules: Rules, method: str, headers: Headers) -> Refused | None:
+    if method in READING:
+        return None
+    if rules.json_only and not _is_json(_first(headers, "content-type") or ""):
+        return Refused(415, "this server takes what is posted as content-type: application/json only")
+    if rules.most_body_bytes is None:
+        return None
+    length = _first(headers, "content-length")
+    if length is None or not (length.isascii() and length.isdigit()):
+        return Refused(411, "say how long the request is, in a content-length header")
+    if len(length) > 15 or int(length) > rules.most_body_bytes:
+        return Refused(413, f"this server takes {rules.most_body_bytes:,} bytes at most")
+    return None
+
+
+def _is_json(content_type: str) -> bool:
+    kind, _, parameters = content_type.lower().partition(";")
+    return kind.strip() == "application/json" and parameters.strip() in ("", "charset=utf-8", 'charset="utf-8"')
+
+
+def _same_origin(origin: str, host: str) -> bool:
+    """Is this the origin of a page that came from the server of that name? The scheme is not compared: of a server
+    behind one that ends TLS only the browser knows it."""
+    try:
+        parts = urlsplit(origin)
+    except ValueError:
+        return False
+    if parts.scheme not in _PORTS or origin != f"{parts.scheme}://{parts.netloc}":
+        return False
+    there, here = _authority(parts.netloc), _authority(host)
+    if there is None or here is None:
+        return False
+    default = _PORTS[parts.scheme]
+    return (there[0], there[1] or default) == (here[0], here[1] or default)
+
+
+def _authority(text: str) -> tuple[str, int | None] | None:
+    """(name in lower case, port) of ``name:port``; None for anything else."""
+    match = _AUTHORITY.fullmatch(text)
+    return (match[1].strip("[]").lower(), int(match[2]) if match[2] else None) if match else None
+
+
+def _all(headers: Headers, name: str) -> list[str]:
+    return [value.strip() for key, value in headers if key == name]
+
+
+def _first(headers: Headers, name: str) -> str | None:
+    return next(iter(_all(headers, name)), None)
+
+
+class Guard:
+    """Lets an ASGI application see only what `judge` passes, and puts `HEADERS` on its answers."""
+
+    def __init__(self, app: ASGIApp, rules: Rules) -> None:
+        self.app, self.rules = app, rules
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        websocket = scope["type"] == "websocket"
+        headers = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"]]
+        query = scope["query_string"].decode("latin-1")
+        refused = judge(self.rules, scope.get("method", "GET"), scope["path"], query, headers, websocket)
+        if refused is None:
+            with suppress(ClientDisconnect):  # in the middle of a request: nothing to tell anybody
+                await self.app(scope, receive, _with_headers(send))
+        elif websocket:
+            await receive()
+            await send({"type": "websocket.close", "code": 1008, "reason": refused.reason[:100]})
+        else:
+            await _refuse(refused, _with_headers(send))
+
+
+async def _refuse(refused: Refused, send: Send) -> None:
+    body = f"{refused.reason}.\n".encode()
+    head = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
+    # What was sent with the request is not read: the connection could not be used for another one.
+    await send({"type": "http.response.start", "status": refused.status, "headers": [*head, (b"connection", b"close")]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _with_headers(send: Send) -> Send:
+    async def with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            given = {bytes(name).lower() for name, _ in message.get("headers", ())}
+            own = [(name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in given]
+            message["headers"] = [*message.get("headers", ()), *own]
+        await send(message)
+
+    return with_headers

@@ -1,0 +1,223 @@
+"""`make clean` removes what dtrain wrote, and nothing else: odd paths, with canaries beside the home and inside it."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.abuse import clean_paths
+from dtrain_dagster.clusters.lock import acquire
+from dtrain_dagster.home import MARKER, HomeError, at_work, make_home, plan_removal, remove
+
+ROOT = Path(__file__).parents[2]
+DTRAIN = str(Path(sys.executable).parent / "dtrain")
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    """A marked home with a job in it."""
+    home = make_home(tmp_path / "home")
+    (home / "storage" / "jobs" / "train-1").mkdir(parents=True)
+    (home / "storage" / "jobs" / "train-1" / "job.json").write_text("{}")
+    (home / "mlflow.db").write_text("")
+    return home
+
+
+def dtrain(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [DTRAIN, *arguments],
+        env=os.environ | {"DTRAIN_HOME": str(home)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_make_clean_takes_the_home_and_leaves_its_neighbours():
+    tally = clean_paths.attack(random.Random(1), rounds=4)
+    assert tally.is_clean, tally.findings
+
+
+@pytest.mark.long
+def test_make_clean_takes_the_home_and_leaves_its_neighbours_wherever_it_is():
+    tally = clean_paths.attack(random.Random(2), rounds=60)
+    assert tally.is_clean, tally.findings
+
+
+def test_a_repository_whose_path_has_a_blank_is_refused_in_words(tmp_path: Path):
+    repository = clean_paths.copy_of_the_makefile(tmp_path / "my thesis")
+    (tmp_path / "my").write_text("chapter one")
+    (repository / "thesis").write_text("chapter two")
+    done = subprocess.run(["make", "clean"], cwd=repository, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "has a blank" in done.stderr
+    assert (tmp_path / "my").read_text() == "chapter one"
+    assert (repository / "thesis").read_text() == "chapter two"
+
+
+def test_everything_of_ours_goes_and_the_folder_with_it(filled: Path):
+    remove(plan_removal(filled, [ROOT]))
+    assert not filled.exists()
+
+
+def test_what_dtrain_did_not_write_stays(filled: Path):
+    (filled / "thesis.tex").write_text("mine")
+    plan = plan_removal(filled, [ROOT])
+    assert plan.others == ("thesis.tex",)
+    remove(plan)
+    assert sorted(os.listdir(filled)) == [MARKER, "thesis.tex"]
+
+
+def test_links_are_removed_and_never_followed(filled: Path, tmp_path: Path):
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    (photos / "one.jpg").write_text("mine")
+    (filled / "cache").symlink_to(photos)
+    (filled / "storage" / "datasets").symlink_to(photos)
+    remove(plan_removal(filled, [ROOT]))
+    assert not filled.exists()
+    assert (photos / "one.jpg").read_text() == "mine"
+
+
+def at_root(home: Path) -> Path:
+    return Path("/")
+
+
+def above_the_repository(home: Path) -> Path:
+    return ROOT.parent
+
+
+def unmarked(home: Path) -> Path:
+    (home / MARKER).unlink()
+    return home
+
+
+def linked(home: Path) -> Path:
+    link = home.parent / "link"
+    link.symlink_to(home)
+    return link
+
+
+def a_file(home: Path) -> Path:
+    return home / MARKER
+
+
+def marked_by_a_link(home: Path) -> Path:
+    (home / MARKER).rename(home.parent / "elsewhere")
+    (home / MARKER).symlink_to(home.parent / "elsewhere")
+    return home
+
+
+@pytest.mark.parametrize(
+    "aim", [at_root, above_the_repository, unmarked, linked, a_file, marked_by_a_link], ids=lambda aim: aim.__name__
+)
+def test_folders_that_are_no_home_are_refused(filled: Path, aim: Callable[[Path], Path]):
+    with pytest.raises(HomeError):
+        plan_removal(aim(filled), [ROOT, Path.home()])
+    assert (filled / "mlflow.db").exists()
+
+
+def test_a_marked_folder_above_something_that_must_stay_is_refused(filled: Path):
+    inside = filled / "storage" / "repository"
+    inside.mkdir()
+    for protected in (filled, inside):
+        with pytest.raises(HomeError, match="not removed"):
+            plan_removal(filled, [protected])
+
+
+def test_a_home_with_a_running_job_is_refused_by_its_name(filled: Path):
+    lock = acquire(filled / "storage" / "jobs" / "train-1")
+    assert lock is not None
+    with pytest.raises(HomeError, match="train-1"):
+        plan_removal(filled, [ROOT])
+    os.close(lock)
+    assert plan_removal(filled, [ROOT]).ours
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="only root can mount")
+def test_what_is_mounted_inside_is_refused(filled: Path, tmp_path: Path):
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    (photos / "one.jpg").write_text("mine")
+    (filled / "cache").mkdir()
+    if subprocess.run(["mount", "--bind", photos, filled / "cache"], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        with pytest.raises(HomeError, match="is mounted"):
+            plan_removal(filled, [ROOT])
+    finally:
+        subprocess.run(["umount", filled / "cache"], check=True)
+    assert (photos / "one.jpg").exists()
+
+
+def test_a_folder_with_something_else_in_it_is_used_but_not_marked(tmp_path: Path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    make_home(tmp_path)
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+def test_a_home_from_before_there_were_marks_is_marked_by_the_next_setup(filled: Path):
+    (filled / MARKER).unlink()
+    refused = dtrain(filled, "clean", "--yes")
+    assert refused.returncode == 2
+    assert "dtrain setup" in refused.stderr
+    assert dtrain(filled, "setup").returncode == 0
+    assert dtrain(filled, "clean", "--yes").returncode == 0
+    assert not filled.exists()
+
+
+def test_nobody_who_can_be_asked_means_nothing_is_removed(filled: Path):
+    done = subprocess.run(
+        [DTRAIN, "clean"],
+        env=os.environ | {"DTRAIN_HOME": str(filled)},
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert (filled / "storage" / "jobs" / "train-1").exists()
+
+
+def test_a_second_make_run_on_one_home_is_refused_in_words(filled: Path):
+    with at_work(filled, "`dagster asset materialize`"):
+        done = dtrain(filled, "work", "touch", str(filled / "ran"))
+        clean = dtrain(filled, "clean", "--yes")
+    for refused in (done, clean):
+        assert refused.returncode == 2
+        assert "`dagster asset materialize`" in refused.stderr
+        assert "Traceback" not in refused.stderr
+    assert not (filled / "ran").exists()
+    assert dtrain(filled, "work", "touch", str(filled / "ran")).returncode == 0
+    assert (filled / "ran").exists()
+
+
+def test_the_command_holds_the_home_even_if_who_started_it_is_killed(filled: Path):
+    started = subprocess.Popen(
+        [DTRAIN, "work", "sh", "-c", "echo $$; exec sleep 60"],
+        env=os.environ | {"DTRAIN_HOME": str(filled)},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert started.stdout is not None
+    child = int(started.stdout.readline())
+    started.kill()
+    started.wait()
+    try:
+        assert dtrain(filled, "clean", "--yes").returncode == 2
+        assert (filled / "storage").exists()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_the_exit_code_of_the_command_is_that_of_work(filled: Path):
+    assert dtrain(filled, "work", "sh", "-c", "exit 7").returncode == 7

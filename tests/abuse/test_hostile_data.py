@@ -1,0 +1,245 @@
+"""Prices and datasets that were made to be taken for others, to leave their folder, to run as SQL, or to fill disks."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from benchmarks.abuse import hostile_data
+from dtrain_dagster.data import price_file
+from dtrain_dagster.data.errors import DataError
+from dtrain_dagster.data.preview import preview_rows
+from dtrain_dagster.data.prices import iter_tickers, write_prices
+from dtrain_dagster.data.publish import publish_dataset
+from dtrain_dagster.data.sharding import verify_dataset
+from dtrain_dagster.data.sources import PriceFile, price_source
+from trainer import shard_cache
+from trainer.places import PlaceError
+from trainer.shards import DatasetError, DataShardManager
+
+STRANGER = 12_345
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hostile_data.dataset(tmp_path_factory.mktemp("built"))
+
+
+@pytest.fixture
+def copy(dataset: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(dataset, tmp_path / "copy"))
+
+
+def test_the_campaign_finds_nothing() -> None:
+    tally = hostile_data.attack(random.Random(7), 1)
+    assert tally.is_clean, tally.findings
+    assert tally.tried > 60
+
+
+def test_a_remote_file_is_read_alone_whatever_its_name(tmp_path: Path) -> None:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    for folder, close in (("p1", 900.0), ("p[1]", 100.0)):
+        memory.pipe_file(f"/odd/{folder}/prices.csv", hostile_data.csv_of(close))
+    try:
+        ref = write_prices(PriceFile("memory://odd/p[1]/prices.csv"), str(tmp_path))
+    finally:
+        memory.rm("/odd", recursive=True)
+    assert hostile_data.first_close(ref) == 100.0
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+    (tmp_path / "prices.csv").write_bytes(hostile_data.csv_of(1.0))
+    with (
+        price_file.opened(tmp_path / "prices.csv", "prices") as given,
+        price_file.engine(given, tmp_path) as database,
+    ):
+        assert database.execute(f"SELECT count(*) FROM read_csv('{given.engine_path}')").fetchone() == (6,)
+        yield database
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "SELECT * FROM read_csv('/etc/passwd')",
+        "SELECT * FROM read_text('/etc/*')",
+        "SELECT * FROM glob('/etc/*')",
+        "ATTACH '{0}/other.db'",
+        "COPY (SELECT 1) TO '{0}/written.csv'",
+        "INSTALL httpfs",
+        "LOAD httpfs",
+        "SELECT * FROM 'https://127.0.0.1:9/x.parquet'",
+        "SET enable_external_access=true",
+    ],
+)
+def test_the_engine_can_open_nothing_but_the_one_file(
+    sandbox: duckdb.DuckDBPyConnection, statement: str, tmp_path: Path
+) -> None:
+    with pytest.raises(duckdb.Error, match=r"disabled|Cannot access|Cannot enable|cannot|Cannot"):
+        sandbox.execute(statement.format(tmp_path)).fetchall()
+    assert not (tmp_path / "written.csv").exists()
+
+
+def test_names_of_columns_and_tickers_are_data(tmp_path: Path) -> None:
+    names = ['A"; DROP TABLE raw; --', "B'); COPY (SELECT 1) TO 'x'; --", "$\\frac{", "<script>"]
+    quoted = ['"' + name.replace('"', '""') + '"' for name in names]
+    (tmp_path / "wide.csv").write_text(f"date,{','.join(quoted)}\n2020-01-02,1,2,3,4\n2020-01-03,2,3,4,5\n")
+    ref = write_prices(PriceFile(str(tmp_path / "wide.csv")), str(tmp_path))
+    assert sorted(ticker for ticker, _ in iter_tickers(ref)) == sorted(names)
+    for bad in ("x" * 65, "A\x1b[31m"):
+        (tmp_path / "bad.csv").write_text(f"date,ticker,adj_close\n2020-01-02,{bad},1\n")
+        with pytest.raises(DataError, match=r"ticker holds .*, not a name of 64 letters at most, on one line"):
+            write_prices(PriceFile(str(tmp_path / "bad.csv")), str(tmp_path))
+
+
+def test_a_parquet_file_that_claims_more_than_it_can_hold_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(price_file, "_MOST_ROWS", 1000)
+    table = pa.table({"date": ["2020-01-02"] * 200_000, "ticker": ["A"] * 200_000, "adj_close": [1.0] * 200_000})
+    pq.write_table(table, tmp_path / "p.parquet")
+    with pytest.raises(DataError, match="claims 200,000 rows"):
+        write_prices(PriceFile(str(tmp_path / "p.parquet")), str(tmp_path))
+
+
+def test_a_file_that_is_written_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.csv"
+    path.write_bytes(hostile_data.csv_of(1.0))
+    with price_file.opened(path, "p.csv") as given:
+        given.refuse_changed()
+        path.write_bytes(hostile_data.csv_of(2.0, days=4))
+        with pytest.raises(DataError, match="was written while it was read"):
+            given.refuse_changed()
+
+
+def test_a_pipe_or_a_device_is_no_price_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.csv")
+    for path in (tmp_path / "pipe.csv", "/dev/zero", tmp_path):
+        with pytest.raises(DataError, match="is no"):
+            write_prices(PriceFile(str(path)), str(tmp_path))
+
+
+@pytest.mark.parametrize("tickers", ["AAPL,../../x", "A;B", "A B", "https://example.org", "-x'"])
+def test_tickers_of_a_download_are_plain(tickers: str) -> None:
+    with pytest.raises(DataError, match=r"is no ticker|carries"):
+        price_source(f"yfinance:{tickers}")
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../../../walk.csv", "data/../../x"])
+def test_nothing_reads_or_copies_what_a_manifest_names_outside(copy: Path, path: str, tmp_path: Path) -> None:
+    bad = hostile_data.changed(copy, tmp_path / "bad", hostile_data._set("shards", 0, "path", path))
+    for use in (
+        lambda: verify_dataset(str(bad)),
+        lambda: preview_rows(str(bad)),
+        lambda: publish_dataset(str(bad), "abc", str(tmp_path / "shared")),
+        lambda: DataShardManager(str(bad), tmp_path / "cache"),
+    ):
+        with pytest.raises((DataError, DatasetError, PlaceError), match="no relative path of plain names"):
+            use()
+    with pytest.raises(DataError, match="dataset_id"):
+        publish_dataset(str(copy), "../photos", str(tmp_path / "shared"))
+    assert not (tmp_path / "shared" / "photos").exists()
+
+
+def test_a_shard_that_is_a_link_is_not_followed_out_of_the_dataset(copy: Path, tmp_path: Path) -> None:
+    shard = next((copy / "data").iterdir())
+    shard.rename(tmp_path / "elsewhere.parquet")
+    shard.symlink_to(tmp_path / "elsewhere.parquet")
+    with pytest.raises(DatasetError, match="a link out of"):
+        DataShardManager(str(copy), tmp_path / "cache")
+
+
+def test_another_dataset_of_the_same_id_gets_arrays_of_its_own(copy: Path, tmp_path: Path) -> None:
+    """«Wrong data with the right digest»: the id alone does not say what is in the cache."""
+    first = DataShardManager(str(copy), tmp_path / "cache").column("adj_close", np.arange(5)).copy()
+    other = hostile_data.dataset(tmp_path / "other")
+    manifest_id = copy.name
+    bad = hostile_data.changed(other, tmp_path / "bad", lambda manifest: manifest.update(dataset_id=manifest_id))
+    hostile_data.changed(copy, tmp_path / "good", lambda manifest: manifest.update(dataset_id=manifest_id))
+    shutil.copytree(bad, tmp_path / "x")
+    _double_prices(tmp_path / "x")
+    doubled = DataShardManager(str(tmp_path / "x"), tmp_path / "cache").column("adj_close", np.arange(5)).copy()
+    again = DataShardManager(str(tmp_path / "good"), tmp_path / "cache").column("adj_close", np.arange(5))
+    assert np.allclose(doubled, 2 * first)
+    assert np.array_equal(again, first)
+
+
+def _double_prices(folder: Path) -> None:
+    """Other prices in the first shard, with a manifest that says so."""
+    import hashlib
+    import json
+
+    manifest = json.loads((folder / "manifest.json").read_text())
+    shard = manifest["shards"][0]
+    path = folder / shard["path"]
+    table = pq.read_table(path)
+    place = table.schema.get_field_index("adj_close")
+    doubled = pa.array(table["adj_close"].to_numpy() * 2)
+    pq.write_table(table.set_column(place, table.schema.field(place), doubled), path, row_group_size=10**6)
+    shard["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_cache_that_was_copied_is_read_once_more_and_counts(copy: Path, tmp_path: Path) -> None:
+    shards = DataShardManager(str(copy), tmp_path / "cache")
+    shutil.copytree(tmp_path / "cache", tmp_path / "moved", copy_function=shutil.copy)
+    (tmp_path / "moved" / shards.folder.name).chmod(0o700)
+    before = os.stat(tmp_path / "moved" / shards.folder.name / "features.npy").st_ino
+    again = DataShardManager(str(copy), tmp_path / "moved")
+    assert os.stat(again.folder / "features.npy").st_ino == before, "it was not built anew"
+    record = (again.folder / shard_cache.RECORD).read_text()
+    DataShardManager(str(copy), tmp_path / "moved")
+    assert (again.folder / shard_cache.RECORD).read_text() == record
+
+
+def test_what_the_cache_holds_is_its_users_alone(copy: Path, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = DataShardManager(str(copy), tmp_path / "cache").folder
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (folder.parent, folder, *folder.iterdir())}
+    assert {mode for name, mode in modes.items() if name in (folder.name, "cache")} == {0o700}
+    assert {mode for name, mode in modes.items() if name not in (folder.name, "cache")} == {0o600}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+@pytest.mark.parametrize("how", ["folder", "link", "entry", "array"])
+def test_a_cache_of_another_user_is_not_read(copy: Path, tmp_path: Path, how: str) -> None:
+    cache, photos = tmp_path / "cache", tmp_path / "photos"
+    photos.mkdir()
+    (photos / "1.jpg").write_text("x")
+    if how == "folder":
+        cache.mkdir(mode=0o777)
+        os.chown(cache, STRANGER, STRANGER)
+    elif how == "link":
+        cache.symlink_to(photos)
+        os.lchown(cache, STRANGER, STRANGER)
+    else:
+        folder = DataShardManager(str(copy), cache).folder
+        os.chown(folder if how == "entry" else folder / "features.npy", STRANGER, STRANGER)
+        DataShardManager(str(copy), cache)
+        assert {os.stat(path).st_uid for path in (folder, *folder.iterdir())} == {os.geteuid()}, "built anew"
+        return
+    with pytest.raises(DatasetError, match=rf"another user \(uid {STRANGER}\).*DTRAIN_CACHE"):
+        DataShardManager(str(copy), cache)
+    assert [path.name for path in photos.iterdir()] == ["1.jpg"]
+
+
+def test_the_default_cache_has_the_users_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("DTRAIN_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert shard_cache.default_cache_dir().name == f"dtrain-cache-{os.geteuid()}"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert shard_cache.default_cache_dir() == tmp_path / "dtrain"

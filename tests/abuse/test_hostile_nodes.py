@@ -1,0 +1,191 @@
+"""Nodes that write what they like into the run directory: what reads it imports and calls nothing of theirs, and says
+what is wrong. And code of a model that is allowed: it is asked where there is nothing to take, and nowhere to go."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.abuse import hostile_nodes
+from benchmarks.abuse.hostile_nodes import OWN_MODEL, TARGETS, VARIANTS, Place, edit_json
+from benchmarks.abuse.tally import Tally
+from dtrain_dagster.orders import Order, OrderError, keep_order, keep_registration, order_of
+from dtrain_dagster.registry.run_model import RunModelError, load_run_model
+from trainer import losses, model
+from trainer.allowed import STOCK, is_allowed, modules_of_settings, parse_modules, refuse_foreign
+from trainer.arguments import check_arguments
+from trainer.checkpoint import CheckpointError, CheckpointManager
+from trainer.config import ConfigError, FactoryConfig
+from trainer.factories import build
+from trainer.rundir import RunDir
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DTRAIN_CACHE", "set by the place")
+        yield Place(tmp_path_factory.mktemp("place"))
+
+
+class TestFactories:
+    def test_the_stock_parts_are_those_of_the_modules(self) -> None:
+        assert {kind: tuple(sorted(parts)) for kind, parts in (("model", model.STOCK), ("loss", losses.STOCK))} == STOCK
+
+    @pytest.mark.parametrize("target", TARGETS)
+    def test_nothing_is_imported_that_the_settings_do_not_name(self, target: str) -> None:
+        module = target.partition(":")[0]
+        with pytest.raises(ConfigError, match=f"set DTRAIN_FACTORY_MODULES={module}"):
+            build("loss", FactoryConfig(factory=target), {})
+
+    def test_what_a_module_has_imported_is_not_its_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "mine_abused.py").write_text(
+            "import functools\nfrom subprocess import Popen\nfrom os import system\nfrom json import loads\n"
+            "bound = functools.partial(Popen, 'true')\ncall = Popen.poll\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "mine_abused")
+        for name, says in {
+            "Popen": "defined in the module 'subprocess'",
+            "loads": "defined in the module 'json'",
+            "call": "defined in the module 'subprocess'",
+            "system": "must be a function or a class",
+            "bound": "must be a function or a class",
+            "__builtins__": "not something to call",
+        }.items():
+            with pytest.raises(ConfigError, match=says):
+                build("model", FactoryConfig(factory=f"mine_abused:{name}"), {})
+
+    def test_a_module_stands_for_itself_and_what_lies_below(self) -> None:
+        assert is_allowed("mine", ("mine",))
+        assert is_allowed("mine.deep.parts", ("mine",))
+        assert not is_allowed("mine_too", ("mine",))
+        assert not is_allowed("min", ("mine",))
+        assert not is_allowed("mine", ("mine.parts",))
+        assert not is_allowed("mine", ())
+        assert modules_of_settings({}) == ()
+
+    @pytest.mark.parametrize("text", ["os", "builtins", "subprocess", "a b", "a:b", "../x", "a..b", "*", ".a"])
+    def test_what_is_no_module_of_ones_own_cannot_be_allowed(self, text: str) -> None:
+        with pytest.raises(ValueError, match=r"name"):
+            parse_modules(text)
+        with pytest.raises(ConfigError, match="DTRAIN_FACTORY_MODULES="):
+            modules_of_settings({"DTRAIN_FACTORY_MODULES": text})
+
+    @pytest.mark.parametrize("name", ["mine:a.b", "mine:", ":make", "mine", "mine:a b", "mine/x:make", "mine\n:make"])
+    def test_a_name_has_one_form(self, name: str) -> None:
+        with pytest.raises(ConfigError, match="written as package"):
+            refuse_foreign("model", name, ("mine",))
+
+    def test_code_in_arguments_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "mine_hooked.py").write_text(
+            "from collections.abc import Callable\n"
+            "def make(hook: Callable[[], None] | None = None, kind: type | None = None, text: str = ''): return text\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "mine_hooked")
+        for args in ({"hook": "os:system"}, {"kind": "subprocess:Popen"}):
+            with pytest.raises(ConfigError, match="takes a function or a class there, and arguments are data"):
+                build("model", FactoryConfig(factory="mine_hooked:make", args=args), {})
+        assert build("model", FactoryConfig(factory="mine_hooked:make", args={"text": "os:system"}), {}) == "os:system"
+
+    @pytest.mark.parametrize(
+        "value",
+        [print, type, object(), {1: 2}, {"a": {2: 3}}, float("nan"), [float("inf")], b"x", {1, 2}, list(range(10_001)),
+         "x" * 100_001, [[[[[[[[[[1]]]]]]]]]]],
+    )  # fmt: skip
+    def test_arguments_are_bounded_data(self, value: Any) -> None:
+        with pytest.raises(ValueError, match="args"):
+            check_arguments({"value": value})
+        with pytest.raises(ValueError, match="args"):
+            FactoryConfig(factory="tcn", args={"value": value})
+
+
+class TestOrders:
+    def test_a_job_is_what_was_ordered_or_is_refused(self, place: Place, tmp_path: Path) -> None:
+        run_dir = place.fresh("order")
+        rundir = RunDir(run_dir)
+        edit_json(Path(run_dir, "job.json"), lambda job: job | {"model": {"factory": "os:system", "args": {"a": 1}}})
+        with pytest.raises(OrderError, match=r"model\.factory = 'os:system', ordered was 'tcn'|model\.args") as caught:
+            order_of(place.home, rundir)
+        assert "look who can write there" in str(caught.value)
+        job = RunDir(place.good).read_job()
+        with pytest.raises(OrderError):
+            keep_order(place.home, job, rundir.read_job())
+        assert order_of(tmp_path, rundir) is None
+
+    def test_a_budget_and_who_follows_may_change(self, place: Place) -> None:
+        run_dir = place.fresh("budget")
+
+        def change(job: dict[str, Any]) -> dict[str, Any]:
+            job["training"]["max_node_seconds"] = 5.0
+            job["tracking"]["tags"] = {"dagster_run_id": "another"}
+            return job
+
+        edit_json(Path(run_dir, "job.json"), change)
+        assert order_of(place.home, RunDir(run_dir)) is not None
+
+    def test_orders_are_for_this_user_only_and_one_that_begins_anew_forgets(self, place: Place, tmp_path: Path) -> None:
+        job = RunDir(place.good).read_job()
+        keep_order(tmp_path, job, None)
+        keep_registration(tmp_path, job.job_id, {"name": "m", "version": "1"})
+        assert {path.stat().st_mode & 0o777 for path in (tmp_path / "orders").iterdir()} == {0o600}
+        assert (tmp_path / "orders").stat().st_mode & 0o777 == 0o700
+        found = order_of(tmp_path, RunDir(place.good))
+        assert found is not None
+        assert found.registered["version"] == "1"
+        keep_order(tmp_path, job, job)
+        assert order_of(tmp_path, RunDir(place.good)).registered  # type: ignore[union-attr]
+        keep_order(tmp_path, job, None)
+        assert not order_of(tmp_path, RunDir(place.good)).registered  # type: ignore[union-attr]
+
+    def test_a_model_that_was_changed_after_it_was_registered_is_refused(self, place: Place) -> None:
+        run_dir, job = place.fresh("registered"), RunDir(place.good).read_job()
+        known = load_run_model(RunDir(run_dir), Order(job=job)).digests
+        edit_json(Path(run_dir, "model/model.json"), lambda value: value | {"note": "changed"})
+        with pytest.raises(RunModelError, match="the model was changed since"):
+            load_run_model(RunDir(run_dir), Order(job=job, registered=known))
+
+
+def test_checkpoints_of_nodes_are_not_run(place: Place, tmp_path: Path) -> None:
+    import hashlib
+    import pickle
+
+    run_dir, marker = place.fresh("checkpoint"), tmp_path / "marker"
+    [folder, *_] = sorted(Path(run_dir, "checkpoints").glob("g*-s*"))
+    data = pickle.dumps(hostile_nodes.Marker(marker), protocol=2)
+    (folder / "state.pt").write_bytes(data)
+    described = {"state.pt": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
+    edit_json(folder / "manifest.json", lambda value: value | {"files": described})
+    fingerprint = __import__("json").loads((folder / "manifest.json").read_text())["fingerprint"]
+    with pytest.raises(CheckpointError, match="none of ours"):
+        CheckpointManager(RunDir(run_dir), 3, fingerprint).load(f"checkpoints/{folder.name}")
+    assert not marker.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["a factory", "texts"])
+def test_what_reads_a_hostile_run_directory_runs_nothing_of_it(place: Place, kind: str) -> None:
+    tally = Tally()
+    run_dir = place.fresh(f"slow-{kind.replace(' ', '-')}")
+    VARIANTS[kind](random.Random(7), Path(run_dir), place.marker)
+    place.judge(kind, place.victim(run_dir), tally)
+    assert tally.is_clean, tally.findings
+
+
+@pytest.mark.slow
+def test_code_of_an_allowed_model_takes_nothing_away(place: Place) -> None:
+    tally = Tally()
+    place.attack_from_within(tally, ("environment", "connect", "read", "fork"))
+    assert tally.is_clean, tally.findings
+    assert tally.tried == 4
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_thirty_hostile_run_directories_and_all_hostile_models_run_nothing() -> None:
+    tally = hostile_nodes.attack(random.Random(0), 30)
+    assert tally.is_clean, tally.findings
+    assert tally.tried == 30 + OWN_MODEL.count("if act ==")

@@ -1,0 +1,315 @@
+"""What is killed at any moment works when it is done again, and is not there twice; nobody is signalled by mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+
+from benchmarks.abuse import kills
+from dtrain_dagster.clusters.base import JobSpec, JobState
+from dtrain_dagster.clusters.claim import new_token, signal_supervisor, supervisor_of, sweep
+from dtrain_dagster.clusters.local import LocalClusterManager
+from dtrain_dagster.clusters.processes import MARK
+from dtrain_dagster.data.building import LEFT_SECONDS, building_in
+from dtrain_dagster.home import make_home
+from tests.dtrain_dagster import small_job
+from trainer.errors import DamagedError
+from trainer.rundir import RunDir
+from trainer.tracking import make_tables, opening
+
+ROOT = Path(__file__).parents[2]
+DTRAIN = str(Path(sys.executable).parent / "dtrain")
+REGISTER = """
+import sys
+from dtrain_dagster.registry import register_model
+run_dir, uri, name = sys.argv[1:]
+print("ready", flush=True)
+sys.stdin.readline()
+model = register_model(run_dir, uri, name, {"nodes": "1"}, "# card")
+print(model.version, model.created, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_submission_that_was_killed_is_done_again():
+    tally = kills.attack(random.Random(3), rounds=2, only="provision")
+    assert tally.is_clean, tally.findings
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("work", list(kills.WORK))
+def test_what_was_killed_at_any_moment_is_done_again(work: str):
+    tally = kills.attack(random.Random(4), rounds=12, only=work)
+    assert tally.is_clean, tally.findings
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with MLflow's tables, made once."""
+    path = tmp_path_factory.mktemp("tables") / "mlflow.db"
+    make_tables(path)
+    return path
+
+
+def half_made(tables: Path, path: Path) -> None:
+    """As a kill leaves it: the last tables are missing, and what was done is not what the version says."""
+    shutil.copy(tables, path)
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA foreign_keys = OFF")
+        database.execute("DELETE FROM experiments")
+        database.execute("DROP TABLE model_versions")
+        database.execute("UPDATE alembic_version SET version_num = '451aebb31d03'")
+        database.commit()
+
+
+def test_a_database_without_its_tables_is_moved_aside_and_made_anew(tables: Path, tmp_path: Path):
+    """Else MLflow says «duplicate column» or «out-of-date schema» of it from then on."""
+    from mlflow import MlflowClient
+
+    path = tmp_path / "mlflow.db"
+    half_made(tables, path)
+    Path(f"{path}-journal").write_bytes(b"")
+    os.utime(path, (0, 0))
+    with opening(f"sqlite:///{path}"):
+        client = MlflowClient(tracking_uri=f"sqlite:///{path}")
+        assert [item.name for item in client.search_experiments()] == ["Default"]
+    aside = [item.name for item in tmp_path.iterdir() if ".unfinished-" in item.name]
+    assert len(aside) == 2, "the file and its journal, which would be played back into the new one"
+
+
+def test_a_database_that_holds_something_is_left_as_it_is(tables: Path, tmp_path: Path):
+    path = tmp_path / "mlflow.db"
+    half_made(tables, path)
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("INSERT INTO experiments (experiment_id, name, lifecycle_stage) VALUES (1, 'mine', 'active')")
+        database.commit()
+    os.utime(path, (0, 0))
+    before = path.read_bytes()
+    make_tables(path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["mlflow.db"]
+
+
+def test_a_file_that_is_no_database_is_left_as_it_is(tmp_path: Path):
+    path = tmp_path / "mlflow.db"
+    path.write_text("my thesis, in a file with an odd name" * 50)
+    os.utime(path, (0, 0))
+    make_tables(path)
+    assert path.read_text().startswith("my thesis")
+
+
+def test_what_a_killed_maker_has_left_is_swept(tmp_path: Path):
+    left = tmp_path / "mlflow.db.new-0123abcd"
+    left.write_text("half")
+    make_tables(tmp_path / "mlflow.db")
+    assert os.listdir(tmp_path) == ["mlflow.db"]
+
+
+@pytest.mark.slow
+def test_three_registrations_of_one_job_at_once_make_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One version, whoever asks at the same time."""
+    from dtrain_dagster.registry.versions import open_client
+
+    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
+    run_dir = small_job.train(tmp_path, small_job.write_dataset(tmp_path / "dataset"), "job-a")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", REGISTER, run_dir, uri, "forecaster"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for _ in range(3)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    said = [process.communicate()[0].split() for process in processes]
+    assert Counter(map(tuple, said)) == {("1", "True"): 1, ("1", "False"): 2}
+    client = open_client(uri)
+    assert len(client.search_model_versions("name = 'forecaster'")) == 1
+    experiments = [item.experiment_id for item in client.search_experiments()]
+    assert len(client.search_runs(experiments)) == 1
+    # Other weights under the same job's name (it was gone on with) are another version.
+    result = RunDir(run_dir).read_json("result.json")
+    RunDir(run_dir).write_json("result.json", result | {"weights_sha256": "0" * 64})
+    again = subprocess.run(
+        [sys.executable, "-c", REGISTER, run_dir, uri, "forecaster"],
+        input="go\n",
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert again.stdout.split()[1:] == ["2", "True"]
+
+
+def stranger(mark: str | None = None) -> subprocess.Popen[bytes]:
+    """Somebody else's process."""
+    environment = {**os.environ, **({MARK: mark} if mark else {})}
+    return subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True)
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> LocalClusterManager:
+    return LocalClusterManager(tmp_path / "home")
+
+
+def submit(manager: LocalClusterManager, job_id: str) -> RunDir:
+    run_dir = str(manager.jobs_dir / job_id)
+    manager.submit_job(
+        JobSpec(job_id=job_id, run_dir=run_dir, command=("sleep", "600"), node_count=1, processes_per_node=1)
+    )
+    return RunDir(run_dir)
+
+
+def test_cancel_ends_the_job_and_not_whom_a_forged_status_names(manager: LocalClusterManager):
+    """What a job writes as its supervisor's process is a hint, and no more."""
+    rundir, victim = submit(manager, "one"), stranger()
+    try:
+        status = rundir.read_json("status.json")
+        for pid in (victim.pid, -1, 0, 1, "1", None, 2**40, True):
+            rundir.write_json("status.json", status | {"pid": pid})
+            with suppress(DamagedError):  # a number that no process can have
+                signal_supervisor(rundir, signal.SIGWINCH)  # of which nobody takes notice
+        rundir.write_json("status.json", status | {"pid": victim.pid})
+        manager.cancel_job("one")
+        assert manager.job_status("one").state is JobState.CANCELLED
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+
+
+def test_only_a_process_that_holds_the_lock_is_its_supervisor(manager: LocalClusterManager):
+    one, two = submit(manager, "one"), submit(manager, "two")
+    folders = [rundir.storage.local_path() for rundir in (one, two)]
+    pids = [rundir.read_json("status.json")["pid"] for rundir in (one, two)]
+    try:
+        assert [supervisor_of(folder, None) for folder in folders] == pids
+        assert supervisor_of(folders[0], pids[1]) == pids[0], "another job's supervisor is not this one's"
+        assert supervisor_of(folders[0], os.getpid()) == pids[0]
+    finally:
+        manager.cancel_job("one")
+        manager.cancel_job("two")
+    assert supervisor_of(folders[0], pids[0]) is None
+
+
+def test_a_forged_launch_kills_nothing_of_another_job(tmp_path: Path):
+    """A token that is cut to one digit is the beginning of many processes' marks."""
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    mark, token = new_token(other), new_token(mine)
+    victim, own = stranger(mark), stranger(token)
+    try:
+        for forged in (mark, mark[:1], "", " ", None, 7, mark[:16], ["a"], token[:16] + mark[16:40]):
+            sweep({"token": forged}, mine)
+        assert victim.poll() is None
+        assert own.poll() is None
+        sweep({"token": token}, mine)
+        assert own.wait(10) == -signal.SIGKILL
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+        own.kill()
+
+
+def test_what_a_killed_builder_left_is_swept_and_what_is_being_built_is_not(tmp_path: Path):
+    code = f"""
+import time
+from pathlib import Path
+from dtrain_dagster.data.building import building_in
+with building_in(Path({str(tmp_path)!r})) as folder:
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)
+    ]
+    folders = []
+    for process in started:
+        assert process.stdout is not None
+        folders.append(Path(process.stdout.readline().strip()))
+    started[0].kill()
+    started[0].wait()
+    try:
+        for folder in folders:
+            os.utime(folder, (time.time() - 2 * LEFT_SECONDS,) * 2)
+        with building_in(tmp_path):
+            assert not folders[0].exists()
+            assert folders[1].exists()
+    finally:
+        started[1].kill()
+        started[1].wait()
+
+
+COMMANDS = [
+    ["setup"], ["work", "true"], ["status"], ["launch", "--nodes", "1", "--", "true"], ["clean", "--yes"],
+    ["cancel", "one"], ["jobs"], ["logs", "one"], ["cost", "one"], ["summary"],
+]  # fmt: skip
+
+
+def fill(path: Path) -> None:
+    with suppress(OSError), open(path, "wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="only root can mount")
+@pytest.mark.parametrize("trouble", ["read-only", "full"])
+def test_a_home_that_cannot_be_written_is_one_sentence(tmp_path: Path, trouble: str):
+    """One sentence and exit code 2, no traceback."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", disk], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        home = make_home(disk / "home")
+        environment = os.environ | {"DTRAIN_HOME": str(home), "DAGSTER_HOME": str(home / "dagster")}
+        made = [DTRAIN, "launch", "--nodes", "1", "--name", "one", "--", "true"]
+        subprocess.run(made, env=environment, check=True, capture_output=True)
+        if trouble == "read-only":
+            subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        else:
+            fill(disk / "ballast")
+        for command in COMMANDS:
+            if trouble == "full" and command[0] == "clean":
+                continue  # which makes room
+            done = subprocess.run([DTRAIN, *command], env=environment, capture_output=True, text=True)
+            assert "Traceback" not in done.stderr, command
+            assert done.returncode in (0, 2), (command, done.stderr)
+            if done.returncode == 2:
+                assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+        refused = subprocess.run([DTRAIN, *COMMANDS[3]], env=environment, capture_output=True, text=True)
+        assert refused.returncode == 2
+        assert "Read-only" in refused.stderr or "No space" in refused.stderr
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_home_that_cannot_be_made_is_one_sentence(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    for command in COMMANDS:
+        home = tmp_path / "file" / "home"
+        done = subprocess.run(
+            [DTRAIN, *command], env=os.environ | {"DTRAIN_HOME": str(home)}, capture_output=True, text=True
+        )
+        assert "Traceback" not in done.stderr, command
+        assert done.returncode in (0, 2), (command, done.stderr)
+        assert json.dumps(done.stderr).count("Error:") <= 1

@@ -1,0 +1,103 @@
+"""Homes of any name work or are refused in words, and nothing beside them is touched."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks.abuse import odd_paths
+from dtrain_dagster.cli_common import Refusal, run_dir
+from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.local import LocalClusterManager
+from dtrain_dagster.settings import SettingsError, load_settings
+from trainer.places import PlaceError, checked_id, checked_name, inside, own_folder
+from trainer.storage import Storage
+
+
+@pytest.mark.parametrize("name", odd_paths.REFUSED)
+def test_a_home_that_databases_cannot_address_is_refused_by_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DTRAIN_HOME", f"{tmp_path}/{name}")
+    with pytest.raises(SettingsError, match=r"DTRAIN_HOME.*choose another folder"):
+        load_settings()
+
+
+def test_the_command_line_refuses_such_a_home_and_makes_nothing(tmp_path: Path) -> None:
+    assert not odd_paths.refusal(tmp_path, "a\x1b[31m?b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", odd_paths.NASTIEST, ids=["signs", "sql"])
+def test_a_training_runs_in_a_home_of_odd_signs(name: str, tmp_path: Path) -> None:
+    assert not odd_paths.pipeline(tmp_path, name)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120 * len(odd_paths.USABLE))
+def test_trainings_run_in_all_odd_homes() -> None:
+    tally = odd_paths.attack(random.Random(0), 10 * len(odd_paths.USABLE))
+    assert tally.is_clean, tally.findings
+
+
+@pytest.mark.parametrize("path", ["a::b", "a::memory://b", "[1]", "a*", "a#b", "a?b", "a%41"])
+def test_storage_takes_a_path_as_it_is(path: str, tmp_path: Path) -> None:
+    if "://" in path:
+        return
+    storage = Storage(str(tmp_path / path))
+    storage.write("data/x", b"1")
+    assert (tmp_path / path / "data" / "x").read_bytes() == b"1"
+    assert (storage.is_local, storage.list("data"), storage.read("data/x")) == (True, ["x"], b"1")
+    storage.delete("data")
+    assert [item.name for item in tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("job_id", ["../photos", "..", ".", "/etc", "a/b", "", "-rf", "a\n", "x" * 300])
+def test_an_id_of_a_job_cannot_leave_its_folder(job_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
+    with pytest.raises(Refusal, match="the job is"):
+        run_dir(load_settings(), job_id)
+    cluster = LocalClusterManager(home=tmp_path, cluster_name="local", gpu_type="Standard_NC6s_v3")
+    for ask in (cluster.job_status, cluster.cancel_job, cluster.node_usage):
+        with pytest.raises(ClusterError, match="the id of the job is"):
+            ask(job_id)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/x", "", ".", "a//b", "a/../b", "a\\b", "-x", "a\0", "~", ".hidden", 7, None]
+)
+def test_a_name_that_could_leave_its_folder_is_refused(name: object, tmp_path: Path) -> None:
+    with pytest.raises(PlaceError):
+        checked_name(name, "a shard")
+    with pytest.raises(PlaceError):
+        inside(tmp_path, name, "a shard")
+
+
+def test_a_link_out_of_a_folder_is_refused_and_one_within_it_is_not(tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text("x")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "out").symlink_to(tmp_path / "outside")
+    (folder / "within").write_text("y")
+    (folder / "in").symlink_to(folder / "within")
+    with pytest.raises(PlaceError, match="a link out of"):
+        inside(folder, "out", "a shard")
+    assert inside(folder, "in", "a shard").read_text() == "y"
+    assert checked_id("train-1.a_b", "a job") == "train-1.a_b"
+
+
+def test_a_folder_that_is_open_to_all_is_closed_or_refused(tmp_path: Path) -> None:
+    fresh = own_folder(tmp_path / "a" / "fresh", "choose another")
+    assert fresh.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "loose").mkdir()
+    (tmp_path / "loose").chmod(0o777)
+    assert own_folder(tmp_path / "loose", "choose another").stat().st_mode & 0o777 == 0o755
+    (tmp_path / "sticky").mkdir()
+    (tmp_path / "sticky").chmod(0o1777)
+    with pytest.raises(PlaceError, match=r"shared by all users.*choose another"):
+        own_folder(tmp_path / "sticky", "choose another")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlaceError, match="is no folder"):
+        own_folder(tmp_path / "file", "choose another")

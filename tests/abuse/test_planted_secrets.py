@@ -1,0 +1,280 @@
+"""Secrets given directly are refused at every border; given by reference they work and are found nowhere afterwards."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+import pickle
+import random
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+import zlib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from benchmarks.abuse.planted_secrets import (
+    BORDERS,
+    CARRIERS,
+    FOR_PEOPLE,
+    Border,
+    attack,
+    environment_of,
+    materialize,
+    price_server,
+    refused,
+    refused_job,
+    secret_of,
+    small_prices,
+)
+from benchmarks.leaks import forms, leaks
+from dtrain_dagster.data.errors import DataError
+from dtrain_dagster.data.prices import write_prices
+from dtrain_dagster.data.sources import price_source
+from dtrain_dagster.definitions import build_defs
+from dtrain_dagster.orders import keep_order, order_of
+from dtrain_dagster.resources import build_resources
+from dtrain_dagster.settings import load_settings
+from tests.webhook import web_hook
+from trainer.addresses import secret_in
+from trainer.tracking import authorised
+
+REMEDIES = ("env:NAME", "without", "identity", "give the address alone")
+
+
+@pytest.mark.parametrize("border", BORDERS, ids=lambda border: f"{border[0].__name__} {border[1]}")
+def test_a_secret_given_directly_is_refused_in_words_that_do_not_repeat_it(border: Border) -> None:
+    check, name, carriers = border
+    chance = random.Random(name)
+    for kind, form in carriers.items():
+        secret = secret_of(chance)
+        for given in (secret, urllib.parse.quote(secret, safe="")):
+            said = check(name, form.format(given))
+            assert said, f"{name} takes a secret: {kind}"
+            assert not [written for written in forms(secret) if written in said.encode()], f"{kind} is repeated: {said}"
+            assert name in said or "source" in said
+            assert [remedy for remedy in REMEDIES if remedy in said], said
+
+
+@pytest.mark.parametrize("address", FOR_PEOPLE.values(), ids=list(FOR_PEOPLE))
+def test_an_apprise_address_with_a_token_names_the_way(address: str) -> None:
+    said = refused("DTRAIN_NOTIFY", f"json://127.0.0.1 {address.format('PLANTEDPLANTEDPLANTED123')}")
+    assert "DTRAIN_NOTIFY=env:NAME or DTRAIN_NOTIFY=keyvault://VAULT/SECRET" in said
+    assert "PLANTED" not in said
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("DTRAIN_NOTIFY", "json://127.0.0.1:8080/alerts mailto://localhost?from=a@b.c&to=d@e.f env:HOOK"),
+        ("DTRAIN_NOTIFY", "keyvault://team-vault/slack"),
+        ("DTRAIN_PRICES", "env:PRICES"),
+        ("DTRAIN_PRICES", "https://example.org:8443/prices.csv?download=1&version=2024-01-01"),
+        ("DTRAIN_PRICES", "abfss://prices@account.dfs.core.windows.net/p.csv"),
+        ("DTRAIN_PRICES", "/data/token=1/a?sig=b.csv"),
+        ("DTRAIN_PRICES", "yfinance:AAPL,BRK-B,^GSPC"),
+        ("DTRAIN_PRICES", "https://example.org/p.csv?country_code=us&page_token=2&sort_key=date&zip.code=1"),
+        ("DTRAIN_MLFLOW_TRACKING_URI", "http://127.0.0.1:5000"),
+        ("DTRAIN_MLFLOW_TRACKING_URI", "keyvault://team-vault/mlflow"),
+        ("DTRAIN_MLFLOW_TRACKING_URI", "sqlite:////home/a:b@c/mlflow.db"),
+    ],
+)
+def test_an_address_without_a_secret_or_a_reference_is_taken(setting: str, value: str) -> None:
+    assert not refused(setting, value)
+
+
+def test_a_reference_is_refused_where_none_is_resolved() -> None:
+    assert "DTRAIN_CALENDAR takes no reference" in refused("DTRAIN_CALENDAR", "env:CALENDAR")
+    assert "is not a reference" in refused("DTRAIN_PRICES", "env:NOT-A-NAME")
+
+
+def test_a_job_that_was_stored_before_can_still_be_read(tmp_path: Path) -> None:
+    """A job.json of an earlier version may hold a password; it is no longer taken, but it is read."""
+    from trainer.rundir import RunDir
+
+    address = "http://robot:PLANTED@127.0.0.1:5000"
+    assert "tracking.mlflow_tracking_uri" in refused_job("tracking.mlflow_tracking_uri", address)
+    job = {"job_id": "a", "run_dir": "/tmp/a", "dataset": {"uri": "d"}, "tracking": {"mlflow_tracking_uri": address}}
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "job.json").write_text(json.dumps(job))
+    old = RunDir(str(tmp_path / "old")).read_job()
+    assert old.tracking.mlflow_tracking_uri == address
+    keep_order(tmp_path / "home", old, old)  # it is gone on with, and registered
+    order = order_of(tmp_path / "home", RunDir(str(Path(shutil.copytree(tmp_path / "old", tmp_path / "jobs" / "a")))))
+    assert order is not None
+    assert order.job == old
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("piece", ["a", "://a:", "://a:b", "?a=", "%25", "@", "password", "://a:@"])
+def test_a_long_text_takes_no_time_to_speak_of(piece: str) -> None:
+    secret_in(piece * (200_000 // len(piece)))
+
+
+def test_prices_by_reference_are_read_and_their_address_is_kept_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = secret_of(random.Random(1))
+    with price_server(b"date,A,B\n2020-01-02,1,2\n2020-01-03,3,4\n", secret) as address:
+        monkeypatch.setenv("PRICES_ADDRESS", address)
+        source = price_source("env:PRICES_ADDRESS")
+        ref = write_prices(source, str(tmp_path / "storage"))
+        assert source.version() == source.version()  # type: ignore[attr-defined]
+    assert (ref.rows, ref.manifest()["source"]["origin"]) == (4, "env:PRICES_ADDRESS")
+    assert not leaks([tmp_path], [secret])
+
+
+@pytest.mark.parametrize("answer", [403, 404, 500])
+def test_a_server_that_refuses_does_not_make_us_tell_its_signature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: int
+) -> None:
+    """fsspec puts the whole address into its errors, and Dagster stores errors."""
+    secret = secret_of(random.Random(answer))
+    with price_server(b"", secret, answer) as address:
+        monkeypatch.setenv("PRICES_ADDRESS", address)
+        source = price_source("env:PRICES_ADDRESS")
+        for ask in (lambda: write_prices(source, str(tmp_path)), source.version, source.digest):  # type: ignore[attr-defined]
+            with pytest.raises((OSError, DataError)) as error:
+                ask()
+            (tmp_path / "traceback.txt").write_text(f"{error.value!r} {error.getrepr(chain=True)}")
+            assert not leaks([tmp_path], [secret])
+
+
+def test_the_launchpad_takes_no_secret_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path / "home"))
+    job = build_defs(load_settings()).resolve_implicit_global_asset_job_def()
+    sas = CARRIERS["sas"].format("PLANTEDPLANTED")
+    fields = build_resources(load_settings())["project"].model_dump()
+    fields["notify"] = "slack://T1JJ3T3L2/A1BRTD4JD/PLANTEDPLANTEDPLANTED123"
+    in_resource = {"resources": {"project": {"config": fields}}}
+    for config in ({"ops": {"stock_prices": {"config": {"source": sas}}}}, in_resource):
+        with dg.DagsterInstance.ephemeral() as instance:
+            done = job.execute_in_process(
+                run_config=config,
+                instance=instance,
+                raise_on_error=False,
+                asset_selection=[dg.AssetKey("stock_prices")],
+            )
+            said = "\n".join(f"{entry.user_message} {entry.dagster_event}" for entry in instance.all_logs(done.run_id))
+        assert not done.success
+        assert "env:NAME" in said
+        assert "PLANTED" not in said
+
+
+def test_the_search_finds_what_is_there(tmp_path: Path) -> None:
+    secret = secret_of(random.Random(3))
+    document = json.dumps({"a": f"x{secret}y"}).encode()
+    hidden = {
+        "plain": document,
+        "packed": zlib.compress(document),
+        "gzip in base64": b"data:" + base64.b64encode(gzip.compress(b"." * 50 + document)) + b"#",
+        "address": urllib.parse.quote(urllib.parse.quote(secret, safe=""), safe="").encode(),
+        "pickle": pickle.dumps({"a": [secret]}),
+        "html": b"&lt;" + secret.encode(),
+    }
+    for name, content in hidden.items():
+        (tmp_path / name).write_bytes(content)
+    with closing(sqlite3.connect(tmp_path / "cells.db")) as database:
+        database.execute("pragma journal_mode = wal")
+        database.execute('create table "a ""b" (one, two)')
+        database.execute('insert into "a ""b" values (1, ?)', (zlib.compress(base64.b64encode(document)),))
+        database.commit()
+        assert sorted({line.rsplit(":", 1)[0].split("/")[-1] for line in leaks([tmp_path], [secret])}) == sorted(
+            [*hidden, "cells.db"]
+        )
+    assert not leaks([tmp_path], [secret_of(random.Random(4))])
+
+
+def test_the_password_of_a_tracking_server_leaves_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow prints the address of each run, password and all, and puts it into its errors."""
+    for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("TRACKING", "https://robot:a%2Fb%40c@example.org:5000/x?y=1")
+    assert authorised("env:TRACKING") == "https://example.org:5000/x?y=1"
+    assert (os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"]) == ("robot", "a/b@c")
+    for plain in ("sqlite:////home/a:b@c/mlflow.db", "http://127.0.0.1:5000", "postgresql://a:b@c/d"):
+        monkeypatch.setenv("TRACKING", plain)
+        assert authorised("env:TRACKING") == plain
+
+
+@pytest.mark.slow
+def test_the_campaign_finds_nothing() -> None:
+    tally = attack(random.Random(11), 1)
+    assert tally.is_clean, tally.findings
+
+
+@contextmanager
+def mlflow_server(folder: Path) -> Iterator[int]:
+    """A real tracking server; its port. It asks nobody for a password, and is given one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder.mkdir()
+    command = [
+        sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
+        "--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "artifacts"),
+    ]  # fmt: skip
+    with open(folder / "server.log", "wb") as log:
+        server = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
+                break
+            except OSError:
+                time.sleep(0.2)
+        yield port
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_whole_graph_by_references_leaves_no_secret_anywhere(tmp_path: Path) -> None:
+    """Prices, people who are told, the tracking server and the endpoint's token, all by reference; and variables that
+    a process may have besides."""
+    chance = random.Random(5)
+    names = ("prices", "hook", "mlflow", "token", "storage")
+    secrets = {name: secret_of(chance) for name in names}
+    quoted = {name: urllib.parse.quote(secret, safe="") for name, secret in secrets.items()}
+    home = tmp_path / "home"
+    with (
+        price_server(small_prices(), secrets["prices"]) as prices,
+        web_hook() as (hook, heard),
+        mlflow_server(tmp_path / "server") as port,
+    ):
+        environment = environment_of(
+            home,
+            DTRAIN_PRICES="env:PRICES_ADDRESS",
+            PRICES_ADDRESS=prices,
+            DTRAIN_NOTIFY="env:HOOK",
+            HOOK=hook.replace("://", f"://robot:{quoted['hook']}@"),
+            DTRAIN_MLFLOW_TRACKING_URI="env:TRACKING",
+            TRACKING=f"http://robot:{quoted['mlflow']}@127.0.0.1:{port}",
+            DTRAIN_ENDPOINT="http://127.0.0.1:9/score",
+            DTRAIN_ENDPOINT_TOKEN="env:SCORING",
+            SCORING=secrets["token"],
+            AZURE_STORAGE_KEY=secrets["storage"],
+        )
+        config = {"ops": {"cost_estimate": {"config": {"epochs": 2, "checkpoint_frequency": 20, "warmup_steps": 3}}}}
+        done = materialize(environment, "not group:studies", config, 550)
+    (tmp_path / "printed.txt").write_text(done.stdout)
+    (tmp_path / "heard.json").write_text(json.dumps(heard))
+    assert "promotion_gate" in done.stdout, done.stdout[-4000:]  # four tickers teach nothing; it was registered
+    [job] = (home / "storage" / "jobs").glob("train-*")
+    assert json.loads((job / "job.json").read_text())["tracking"]["mlflow_tracking_uri"] == "env:TRACKING"
+    assert (job / "tracking.json").exists(), "the tracking server was reached by reference, from the nodes as well"
+    assert not leaks([tmp_path], secrets.values())

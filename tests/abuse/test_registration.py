@@ -1,0 +1,236 @@
+"""What registration reads, asks and serves: files of nodes that are no files, runs of others, and a model's own code in
+a server, which may say what it likes for as long as it likes and reaches nobody."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.abuse.hostile_nodes import Place
+from dtrain_dagster.cli_common import Refusal
+from dtrain_dagster.cli_endpoint import _registered
+from dtrain_dagster.jobs import REGISTRATION
+from dtrain_dagster.orders import Order, keep_order, keep_registration
+from dtrain_dagster.registry import server
+from dtrain_dagster.registry.answers import AnswerError, as_columns, parse_predictions, read_predictions
+from dtrain_dagster.registry.run_model import RunModelError, load_run_model
+from dtrain_dagster.registry.versions import open_client, tracking_run
+from trainer import isolation, sandbox
+from trainer.rundir import RunDir
+
+SYSTEM = pytest.mark.skipif(sys.platform != "linux", reason="what a process can give up is Linux's")
+CONFINED = """
+import ctypes, json, os, socket, subprocess, sys
+from trainer import sandbox
+
+done = sandbox.confine([], [], serves=True) + ["calls"] * sandbox.forbid_calls(serves=True)
+libc = ctypes.CDLL(None, use_errno=True)
+
+def told(act):
+    try:
+        return str(act())
+    except OSError as error:
+        return type(error).__name__
+
+def attribute():
+    if libc.setxattr(sys.argv[2].encode(), b"user.mine", b"1", 1, 0) != 0:
+        raise OSError(ctypes.get_errno(), "setxattr")
+
+print(json.dumps([done, {
+    "unix": told(lambda: socket.socket(socket.AF_UNIX).connect(sys.argv[1])),
+    "mode": told(lambda: os.chmod(sys.argv[2], 0o666)),
+    "attribute": told(attribute),
+    "shared memory": told(lambda: libc.shmget(0, 4096, 0o1600) < 0),
+    "internet": told(lambda: socket.socket(socket.AF_INET).close()),
+    "pair": told(lambda: bool(socket.socketpair())),
+    "program": told(lambda: subprocess.run(["/bin/true"]).returncode),
+}]))
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DTRAIN_CACHE", "set by the place")
+        yield Place(tmp_path_factory.mktemp("place"))
+
+
+@SYSTEM
+def test_a_served_model_reaches_no_socket_of_the_file_system(tmp_path: Path) -> None:
+    """An ssh-agent, a session's bus or a container engine listens there, in any namespace of the network."""
+    canary = tmp_path / "canary"
+    canary.write_text("")
+    canary.chmod(0o600)
+    with socket.socket(socket.AF_UNIX) as agent:
+        agent.bind(str(tmp_path / "agent"))
+        agent.listen()
+        done = subprocess.run(
+            [sys.executable, "-c", CONFINED, str(tmp_path / "agent"), str(canary)],
+            cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(Path(sandbox.__file__).parents[1])},
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        agent.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            agent.accept()
+    held, found = json.loads(done.stdout)
+    if "calls" not in held:
+        pytest.skip("this machine gives no seccomp")
+    assert (found["unix"], found["attribute"]) == ("PermissionError", "PermissionError")
+    assert found["shared memory"] == "True"
+    assert (found["internet"], found["pair"]) == ("None", "True"), "what a server needs"
+    assert canary.stat().st_mode & 0o777 == 0o600, "whatever it was told"
+    assert found["program"] == "0"
+
+
+class TestFiles:
+    @pytest.mark.timeout(60)
+    @pytest.mark.parametrize("put", ["pipe", "device", "link", "folder"])
+    @pytest.mark.parametrize("name", ["model/model.json", "model/weights.pt", "predictions.npz"])
+    def test_what_is_no_file_is_not_waited_for(self, place: Place, name: str, put: str) -> None:
+        run_dir = place.fresh(f"{name.replace('/', '-')}-{put}")
+        path = Path(run_dir, name)
+        path.rename(path.with_name("aside"))
+        {
+            "pipe": lambda: os.mkfifo(path),
+            "device": lambda: path.symlink_to("/dev/zero"),
+            "link": lambda: path.symlink_to(path.with_name("aside")),
+            "folder": path.mkdir,
+        }[put]()
+        if name == "predictions.npz":
+            with pytest.raises(AnswerError, match=rf"{name}: an? [a-z ]+ is in its place"):
+                read_predictions(RunDir(run_dir), ("row", "mu"))
+        else:
+            with pytest.raises(RunModelError, match=rf"{name}: an? [a-z ]+ is in its place"):
+                load_run_model(RunDir(run_dir), Order(job=RunDir(place.good).read_job()))
+
+    @pytest.mark.parametrize("text", ["[]", "{}", "7", '{"dataset_id": "x"}', "[" * 5000])
+    def test_a_manifest_that_is_none_is_refused_in_words(self, place: Place, tmp_path: Path, text: str) -> None:
+        run_dir, job = place.fresh(f"manifest-{len(text)}-{text[:1]}{text[1:2] == ']'}"), RunDir(place.good).read_job()
+        (tmp_path / "manifest.json").write_text(text)
+        order = replace(job, dataset=replace(job.dataset, uri=str(tmp_path), dataset_id=None))
+        with pytest.raises(RunModelError, match=r"manifest\.json|schema version"):
+            load_run_model(RunDir(run_dir), Order(job=order))
+
+
+@pytest.mark.slow
+def test_the_run_of_another_job_is_not_written_over(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = open_client(uri)
+    others = client.create_run(client.create_experiment("e"), tags={"job_id": "theirs"}).info.run_id
+    for number, said in enumerate((others, "../../x", "x" * 400, "0" * 32)):
+        rundir = RunDir(str(tmp_path / f"job-{number}"))
+        rundir.write_json("tracking.json", {"mlflow_run_id": said})
+        taken = tracking_run(client, rundir, uri, "e", f"mine-{number}")
+        assert taken != said
+        assert client.get_run(taken).data.tags["job_id"] == f"mine-{number}"
+        rundir.write_json("tracking.json", {"mlflow_run_id": taken})
+        assert tracking_run(client, rundir, uri, "e", f"mine-{number}") == taken
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[[Callable[[socket.socket], None]], int]]:
+    """Starts a server that answers everybody with what a function sends; its port."""
+    listeners: list[socket.socket] = []
+
+    def start(say: Callable[[socket.socket], None]) -> int:
+        listener = socket.create_server(("127.0.0.1", 0))
+        listeners.append(listener)
+
+        def serve() -> None:
+            try:
+                connection = listener.accept()[0]
+                with connection:
+                    connection.recv(1 << 16)
+                    say(connection)
+            except OSError:
+                pass
+
+        threading.Thread(target=serve, daemon=True).start()
+        return int(listener.getsockname()[1])
+
+    yield start
+    for listener in listeners:
+        listener.close()
+
+
+class TestAnswers:
+    @pytest.mark.timeout(30)
+    def test_one_that_never_ends_is_given_up(self, answering: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(server, "ANSWER_BYTES", 1 << 20)
+
+        def slowly(connection: socket.socket) -> None:
+            connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            wait = threading.Event()
+            while not wait.wait(0.05):
+                connection.sendall(b" ")
+
+        def much(connection: socket.socket) -> None:
+            connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            while True:
+                connection.sendall(b" " * (1 << 16))
+
+        with pytest.raises(server.ServingError, match=r"did not end its answer within 0\.5 s"):
+            server._request(answering(slowly), "GET", "/ping", timeout=0.5)
+        with pytest.raises(server.ServingError, match="more than 1,048,576 bytes"):
+            server._request(answering(much), "GET", "/ping", timeout=10)
+
+    @pytest.mark.parametrize(
+        "body", [b"<html>", b"7", b"{}", b'{"predictions": 7}', b"[" * 100_000, b"\xff", b'"\\ud800"']
+    )
+    def test_one_that_is_none_is_a_failed_check(self, body: bytes) -> None:
+        with pytest.raises(AnswerError):
+            as_columns(parse_predictions(body), 1)
+
+
+@pytest.mark.parametrize("text", ["7", "null", '{"network": 1}', "[" * 999, "[" * 2000, "\udcff"])
+def test_what_a_models_code_writes_about_its_protections_is_data(tmp_path: Path, text: str) -> None:
+    held = tmp_path / "held.json"
+    held.write_bytes(text.encode(errors="surrogateescape"))
+    isolation.note_what_is_missing(held)
+    held.unlink()
+    os.mkfifo(held)
+    isolation.note_what_is_missing(held)
+
+
+def test_what_nodes_call_registered_is_not_deployed(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
+    run_dir = place.fresh("claimed")
+    rundir = RunDir(run_dir)
+    rundir.write_json(REGISTRATION, {"name": "theirs", "version": "7"})
+    keep_order(tmp_path, rundir.read_job(), None)
+    with pytest.raises(Refusal, match="was not registered from here"):
+        _registered(run_dir)
+    keep_registration(tmp_path, rundir.read_job().job_id, {"name": "ours", "version": "3"})
+    assert _registered(run_dir).name == "ours"
+
+
+@SYSTEM
+def test_a_server_without_a_network_of_its_own_connects_to_nobody() -> None:
+    code = (
+        "import socket, sys\nfrom trainer import sandbox\nsandbox._leave_network = lambda: False\n"
+        "port = int(sys.argv[1])\nheld = sandbox.confine([], [], serves=True)\n"
+        "socket.create_server(('127.0.0.1', 0))\nprint(held)\nsocket.create_connection(('127.0.0.1', port), 5)\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(listener.getsockname()[1])],
+            env=os.environ | {"PYTHONPATH": str(Path(sandbox.__file__).parents[1])},
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    if ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) < 4:
+        pytest.skip("this machine's Landlock knows no network")
+    assert "files" in done.stdout, "it could listen"
+    assert done.stderr.splitlines()[-1].startswith("PermissionError")

@@ -1,0 +1,365 @@
+"""A run directory may hold anything: nodes write it, and so do broken disks and strangers. One bad job is a row.
+
+Everything that reads run directories is in `benchmarks.run_directory_readers`, every kind of damage in
+`benchmarks.abuse.run_directories`; here they meet.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.abuse import run_directories
+from benchmarks.abuse.run_directories import (
+    ANY,
+    DAMAGED,
+    ESCAPES,
+    JSON,
+    MARK,
+    WHOLE,
+    Stage,
+    leave_strangers,
+    read_guarded,
+    small_job,
+)
+from benchmarks.run_directory_readers import OBEYED
+from dtrain_dagster.cli import main
+from dtrain_dagster.cli_endpoint import _print_check
+from dtrain_dagster.cli_tune import candidates_table
+from dtrain_dagster.cli_tune import summary as tune_summary
+from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.local import LocalClusterManager
+from dtrain_dagster.jobs import PLAN, choose_job, follow_job, known_jobs, news, start_job
+from dtrain_dagster.registry.answers import AnswerError, read_predictions
+from dtrain_dagster.registry.endpoint import EndpointCheck, Finding
+from dtrain_dagster.registry.once import registering
+from dtrain_dagster.registry.run_model import RunModelError, load_run_model
+from dtrain_dagster.screen import Screen
+from dtrain_dagster.settings import Settings
+from dtrain_dagster.summary import latest_job
+from dtrain_dagster.terminal import watch_training
+from trainer.errors import DamagedError
+from trainer.rundir import JOB, LAUNCH, RESULT, STATUS, NodePresence, RunDir, event
+
+NOW = 1_700_000_000.0
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Stage:
+    """A home with a job that really ran."""
+    stage = Stage(tmp_path_factory.mktemp("home"))
+    stage.train()
+    return stage
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[..., RunDir]:
+    """Makes run directories as a cluster and a trainer leave them, of jobs that never ran."""
+
+    def write(job_id: str, state: str = "succeeded", words: str = "") -> RunDir:
+        rundir = RunDir(str(tmp_path / "storage" / "jobs" / job_id))
+        job = small_job(Path(rundir.uri), tmp_path, 2)
+        rundir.write_job(job)
+        launch = {"job_id": job_id, "node_count": 2, "processes_per_node": 1, "launch": 1, "token": "t" * 32}
+        rundir.write_json(LAUNCH, launch | {"sku": "Standard_NC6s_v3", "submitted_at": NOW, "studio_url": words})
+        times = {"started_at": NOW, "ended_at": NOW + 60}
+        rundir.write_json(STATUS, {"job_id": job_id, "state": state, "message": words, "launch": 1, "pid": 1, **times})
+        rundir.write_json(RESULT, {"status": state, "launch": 1, "steps": 5, "error": words})
+        for node in range(2):
+            rundir.write_node(NodePresence(node_id=node, launch=1, exit_codes=(0,), **times))
+        rundir.append_events(1, 0, 1, [event("error", 0, 1, message=words or "-", fatal=False)])
+        return rundir
+
+    return write
+
+
+QUICK = {"pipe", "device", "half a character", "NaN", "400 MB", "other type"}
+"""Kinds of damage whose proof is repeated each time; all are in what takes long."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in (*ANY, *JSON)]
+)
+def test_every_kind_of_damage_to_how_a_job_stands_is_a_row(stage: Stage, name: str):
+    path = stage.copy() / STATUS
+    (ANY | JSON)[name](path, random.Random(name))
+    assert read_guarded(stage) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("job.json", "400 MB"), ("events", "400 MB"), ("nodes", "huge"), ("membership", "pipe"),
+        ("logs/node-0.log", "device"), ("logs/node-0.log", "escapes"),
+        *(
+            pytest.param(file, name, marks=pytest.mark.long)
+            for file in ("job.json", "events", "nodes", "membership", "logs/node-0.log")
+            for name in ("pipe", "device", "400 MB", "half a character", "NaN", "folder", "escapes")
+        ),
+    ],
+)  # fmt: skip
+def test_the_worst_of_them_to_what_else_is_read(stage: Stage, file: str, name: str):
+    place = stage.copy() / file
+    path = sorted(path for path in place.iterdir() if path.is_file())[0] if place.is_dir() else place
+    if name in JSON and path.suffix == ".log":
+        path.write_text(ESCAPES + "\n" + ESCAPES)
+    else:
+        (ANY | JSON)[name](path, random.Random(name))
+    assert read_guarded(stage) == []
+
+
+@pytest.mark.slow
+def test_strangers_and_links_out_of_the_folder_are_left_alone(stage: Stage):
+    attacks = dict(stage.attacks(random.Random(5)))
+    for what, attack in attacks.items():
+        if "link out" in what or "strangers" in what:
+            attack()
+            assert read_guarded(stage) == [], what
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_all_damages_to_all_files():
+    tally = run_directories.attack(random.Random("all"), rounds=12)
+    assert tally.is_clean, tally.findings
+
+
+@pytest.mark.slow
+def test_a_training_among_strangers_files_ends_with_the_honest_weights(stage: Stage, tmp_path: Path):
+    """Thrown in before it starts and all the while: into every folder, whatever is in it, and candidacies of nobody."""
+    manager, folder, over = LocalClusterManager(tmp_path), tmp_path / "storage" / "jobs" / "live", threading.Event()
+    manager.provision_cluster(2, "Standard_NC6s_v3")
+    for name in ("membership/g000001", "membership/g000002", "nodes", "events", "checkpoints", "profile", "logs"):
+        (folder / name).mkdir(parents=True)
+        leave_strangers(folder / name)
+    for number in (1, 2):
+        for name, text in {"n7p0-deadbeef": '{"member": ', "n8p0-deadbeef": '{"member": 8, "launch": "x"}'}.items():
+            (folder / f"membership/g{number:06d}" / f"{name}.json").write_text(text)
+        os.mkfifo(folder / f"membership/g{number:06d}" / "n9p0-deadbeef.json")
+    (folder / "events" / "g0001-r00009-000001.jsonl").symlink_to("/dev/zero")
+    os.mkfifo(folder / "profile" / "request.json")
+    os.mkfifo(folder / "budget.json")
+    (folder / "membership" / ".nfs00000000018a3f2100000001").write_text("{")
+
+    def throw() -> None:
+        while not over.wait(0.2):
+            leave_strangers(folder)
+            leave_strangers(folder / "membership")
+
+    thief = threading.Thread(target=throw)
+    thief.start()
+    try:
+        job = small_job(folder, stage.home / "dataset", 2)
+        (folder / "budget.json").unlink()  # `start_job` writes it, and so would wait for nobody
+        start_job(manager, job, 2, 1, {})
+        (status, _) = list(follow_job(manager, RunDir(str(folder)), "live"))[-1]
+    finally:
+        over.set()
+        thief.join()
+        manager.cleanup_cluster()
+    assert (status.state, status.message) == ("succeeded", "")
+    alone, among = (RunDir(str(path)).read_json(RESULT) or {} for path in (stage.jobs / WHOLE, folder))
+    assert among["weights_sha256"] == alone["weights_sha256"]
+    assert among["weights_equal_on_ranks"] is True
+
+
+def test_a_damaged_job_is_not_chosen_and_another_is_started(written: Callable[..., RunDir], tmp_path: Path):
+    manager, uri = LocalClusterManager(tmp_path), Settings(home=tmp_path).jobs_uri
+    own, other = f"train-{MARK}-22222222", f"train-{MARK}-11111111"
+    written(own, "failed").storage.write(STATUS, b'{"state": "runn')
+    written(other).storage.write(STATUS, b"")
+    choice = choose_job(MARK, "22222222-aaaa", known_jobs(manager, uri, MARK))
+    assert (choice.action, choice.job_id) == ("start", f"{own}-2")
+    assert f"{own}/status.json is damaged: it is no JSON" in choice.reason
+    assert other in choice.reason
+    for file in (JOB, PLAN, "claim.json", "owner.json", "budget.json"):
+        shutil.rmtree(tmp_path / "storage" / "jobs" / own)
+        written(own).storage.write(file, b"[")
+        assert choose_job(MARK, "22222222-aaaa", known_jobs(manager, uri, MARK)).action == "start", file
+
+
+def test_a_retry_finds_the_job_that_took_the_place_of_the_damaged_one(written: Callable[..., RunDir], tmp_path: Path):
+    manager, uri = LocalClusterManager(tmp_path), Settings(home=tmp_path).jobs_uri
+    own = f"train-{MARK}-22222222"
+    written(own).storage.write(STATUS, b"{")
+    written(f"{own}-2", "failed")
+    choice = choose_job(MARK, "22222222-aaaa", known_jobs(manager, uri, MARK))
+    assert (choice.action, choice.job_id) == ("restart", f"{own}-2")
+
+
+def test_a_damaged_job_that_runs_keeps_its_cluster_and_its_mark(written: Callable[..., RunDir], tmp_path: Path):
+    from dtrain_dagster.clusters.lock import acquire
+
+    manager = LocalClusterManager(tmp_path)
+    rundir = written("runs", "running")
+    for name in ("runs", "dead"):
+        manager.active.enter(name)
+    manager.active.complete()
+    written("dead", "running").storage.write(STATUS, b"[]")
+    rundir.storage.write(STATUS, b"[]")
+    lock = acquire(Path(rundir.uri))  # as its supervisor does
+    assert lock is not None
+    try:
+        assert [(job.job_id, job.state, bool(job.damage)) for job in manager.active_jobs()] == [
+            ("runs", "running", True)
+        ]
+        assert manager.active.marks() == ["runs"]
+        assert manager.monitor_health().healthy is True
+    finally:
+        os.close(lock)
+
+
+def test_what_a_damaged_job_has_cost_is_not_known(written: Callable[..., RunDir], tmp_path: Path):
+    environment = {"DTRAIN_HOME": str(tmp_path)}
+    known = CliRunner().invoke(main, ["cost", "good"], env=environment)
+    assert known.exit_code, "there is no such job"
+    written("good")
+    known = CliRunner().invoke(main, ["cost", "good"], env=environment)
+    assert (known.exit_code, "the bill" in known.output) == (0, True), known.output
+    for file, data in {
+        "nodes/l0001-n000-s001.json": b'{"node_id": 0, "launch": 1, "started_at": NaN, "exit_codes": []}',
+        "events/g0001-r00000-000002.jsonl": b"{}\n",
+    }.items():
+        rundir = written("bad")
+        rundir.storage.write(file, data)
+        refused = CliRunner().invoke(main, ["cost", "bad"], env=environment)
+        assert (refused.exit_code, "damaged" in refused.output, "$" in refused.output) == (2, True, False)
+        with pytest.raises((DamagedError, ClusterError)):
+            list(rundir.events(strict=True)) and rundir.nodes()
+        shutil.rmtree(rundir.uri)
+
+
+def test_the_last_job_is_found_beside_a_damaged_one(written: Callable[..., RunDir], tmp_path: Path):
+    written("train-a").write_json("claim.json", {"dagster_run_id": "r", "claimed_at": NOW})
+    written("train-b").storage.write("claim.json", b'{"claimed_at": 1e999}')
+    found = latest_job(Settings(home=tmp_path))
+    assert found is not None
+    assert found.uri.endswith("train-a")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["jobs"], ["status"], ["status", "hostile"], ["logs", "hostile"], ["logs", "--follow", "hostile"],
+        ["logs", "--tail", "9", "hostile"], ["watch", "hostile"], ["cost", "hostile"], ["summary", "hostile"],
+        ["report", "hostile"], ["cancel", "hostile"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_no_command_passes_on_what_a_terminal_obeys(
+    written: Callable[..., RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+):
+    monkeypatch.chdir(tmp_path)
+    rundir = written("hostile", "failed", ESCAPES)
+    rundir.append_events(1, 0, 2, [event("phase", 0, 1, name=ESCAPES), event("hang", 0, 1, step=1, where=ESCAPES)])
+    rundir.write_json(PLAN, {"tier": "dedicated", "price_words": ESCAPES})
+    rundir.storage.write("logs/node-0.log", f"{ESCAPES}\nlast {ESCAPES}".encode("utf-8", "surrogatepass"))
+    (tmp_path / "storage" / "jobs" / f"x{ESCAPES.replace('/', '')}").mkdir()
+    (tmp_path / "storage" / "jobs" / f"x{ESCAPES.replace('/', '')}" / STATUS).write_text("{")
+    done = CliRunner().invoke(main, words, env={"DTRAIN_HOME": str(tmp_path)})
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    assert OBEYED.search(done.output) is None, repr(done.output)
+    if words[0] in ("logs", "watch"):
+        assert "\\x1b]0;taken over\\x07" in done.output, "it is shown"
+
+
+def test_on_a_terminal_only_our_own_colours_are_obeyed(written: Callable[..., RunDir], tmp_path: Path):
+    rundir = written("hostile", "failed", ESCAPES)
+    shown = Screen(force_terminal=True, width=200, file=io.StringIO())
+    watch_training(shown, LocalClusterManager(tmp_path), rundir, "hostile", None)
+    shown.print(f"[bold]{ESCAPES}[/bold]", style="link https://example.org")
+    row = {"group": ESCAPES, "change": {ESCAPES: ESCAPES}, "verdict": ESCAPES}
+    shown.print(candidates_table([row]))
+    printed = shown.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b]0;" not in printed
+    assert "\x1b[31mred" not in printed
+    assert "\u202e" not in printed
+    assert "[bold]" in printed, "markup is text"
+
+
+def test_sentences_for_logs_and_messages_are_one_line(tmp_path: Path):
+    (sentence,) = news([event("error", 0, 1, message=f"a\nb{ESCAPES}", fatal=False)])
+    assert sentence.startswith("a\\nb\\x1b]0;")
+    assert OBEYED.search(sentence) is None
+    evidence = {"complete": False, "candidates": [], "baseline": {"samples_per_second": None}}
+    found = {"training": {"x": ESCAPES}, "evidence": evidence | {"chosen": {"samples_per_second": None}, "gain": None}}
+    assert tune_summary(found, tmp_path)
+
+
+def test_a_damaged_error_names_the_file_what_is_wrong_and_the_remedy(written: Callable[..., RunDir]):
+    rundir = written("bad")
+    rundir.storage.write(STATUS, json.dumps({"state": "asleep", "message": ESCAPES}).encode())
+    with pytest.raises(
+        DamagedError, match=r"/bad/status\.json is damaged: .*'state' is not one of .*; restore it"
+    ) as told:
+        rundir.read_json(STATUS)
+    assert isinstance(told.value, ValueError)
+    (Path(rundir.uri) / STATUS).unlink()
+    (Path(rundir.uri) / STATUS).symlink_to(Path(rundir.uri) / f"{DAMAGED}\x1b[2J")
+    with pytest.raises(DamagedError, match="a symbolic link is in its place"):
+        rundir.read_json(STATUS)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", ["pipe", "device"])
+def test_what_is_no_file_in_place_of_a_models_files_is_neither_waited_for_nor_read(
+    written: Callable[..., RunDir], how: str
+):
+    rundir = written("a")
+    asked: dict[str, Callable[[], object]] = {
+        "model/model.json": lambda: load_run_model(rundir),
+        "predictions.npz": lambda: read_predictions(rundir, ["mu"]),
+    }
+    for name, ask in asked.items():
+        path = rundir.storage.local_path(name)
+        path.parent.mkdir(exist_ok=True)
+        if how == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to("/dev/zero")
+        with pytest.raises((RunModelError, AnswerError), match=f"{name}.*(a pipe|a symbolic link) is in its place"):
+            ask()
+
+
+def test_what_an_endpoint_says_is_shown_and_not_obeyed(capsys: pytest.CaptureFixture[str]):
+    _print_check(
+        EndpointCheck(url="http://x", findings=(Finding(name="answers", passed=True, message=f"it says {ESCAPES}"),))
+    )
+    said = capsys.readouterr().out
+    assert "it says" in said
+    assert OBEYED.search(said) is None, repr(said)
+
+
+def test_a_link_in_place_of_the_lock_of_a_registration_makes_no_file_elsewhere(
+    written: Callable[..., RunDir], tmp_path: Path
+):
+    rundir = written("a")
+    rundir.storage.local_path("registration.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DamagedError, match=r"registration\.lock.* in place of a lock"), registering(rundir):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_an_archive_that_cannot_be_written_is_registered_without_a_lock(
+    written: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+):
+    rundir = written("a")
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("dtrain_dagster.registry.once.os.open", refuse)
+    with registering(rundir):
+        pass

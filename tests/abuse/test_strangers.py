@@ -1,0 +1,209 @@
+"""Strangers on the same host, without the secret of a launch: what they get told, and what they can hold up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+for folder in (ROOT, ROOT / "tests" / "trainer"):  # for helpers that ranks which are started import as well
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+from elastic_nodes import KILLED, QUICK, Nodes, assert_undisturbed  # noqa: E402
+from worlds import Job, build  # noqa: E402
+
+from benchmarks.abuse.strangers import attack  # noqa: E402
+from benchmarks.stranger import NOBODY, Stranger, besiege, stranger  # noqa: E402
+from dtrain_dagster.clusters.base import JobSpec, JobState  # noqa: E402
+from dtrain_dagster.clusters.local import LocalClusterManager  # noqa: E402
+from trainer.launch_secret import SECRET_FILE, write_new  # noqa: E402
+from trainer.store import Store  # noqa: E402
+from trainer.world import listen  # noqa: E402
+
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def who() -> Iterator[Stranger]:
+    with stranger() as found:
+        assert found.user == (NOBODY if os.geteuid() == 0 else os.geteuid())
+        yield found
+
+
+def until(true: Callable[[], Any], what: str) -> Any:
+    end = time.monotonic() + PATIENCE
+    while not (found := true()):
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+    return found
+
+
+@pytest.mark.slow
+def test_nobody_without_the_secret_is_answered_or_keeps_anybody_out() -> None:
+    tally = attack(random.Random(0), rounds=3)
+    assert tally.is_clean, tally.findings
+
+
+def test_torchs_own_client_reads_nothing_from_the_store_and_forges_nothing() -> None:
+    """It is how another user once read where ranks listen, and the words that let in whoever knew them."""
+    listener = listen("127.0.0.1")
+    host, port = listener.getsockname()
+    served = Store((host, port), 0, 2, b"key", PATIENCE, listener)
+    try:
+        served.set("job/g1/direct/0", "an address")
+        with pytest.raises(dist.DistError):
+            dist.TCPStore(host, port, None, False, timedelta(seconds=2), wait_for_workers=False).set("new", "forged")
+        assert served.get("job/g1/direct/0") == b"an address"
+        assert served.num_keys() == 1
+    finally:
+        served.close()
+
+
+SHOWS = """
+import os, pathlib, time
+out = pathlib.Path({out!r})
+secret = pathlib.Path(os.environ["DTRAIN_LAUNCH_SECRET_FILE"])
+(out / f"{{os.environ['RANK']}}-{{os.environ['DTRAIN_LAUNCH']}}.tmp").write_text(f"{{secret}} {{secret.read_text()}}")
+(out / f"{{os.environ['RANK']}}-{{os.environ['DTRAIN_LAUNCH']}}.tmp").rename(
+    out / f"{{os.environ['RANK']}}-{{os.environ['DTRAIN_LAUNCH']}}")
+while not (out / "go").exists():
+    time.sleep(0.05)
+if os.environ["DTRAIN_LAUNCH"] == "1":
+    os.kill(os.getpid(), 9)
+(pathlib.Path({run_dir!r}) / "result.json").write_text('{{"status": "succeeded", "launch": 2}}')
+"""
+
+
+def test_a_secret_is_in_one_file_of_its_launch_and_nowhere_else(tmp_path: Path, who: Stranger) -> None:
+    """All nodes are killed at once: that is a second launch, with a secret of its own."""
+    tmp_path.chmod(0o755)
+    manager, shown = LocalClusterManager(tmp_path / "home"), tmp_path / "shown"
+    shown.mkdir()
+    run_dir = manager.jobs_dir / "shows"
+    script = tmp_path / "shows.py"
+    script.write_text(SHOWS.format(out=str(shown), run_dir=str(run_dir)))
+    manager.submit_job(
+        JobSpec(job_id="shows", run_dir=str(run_dir), command=(sys.executable, str(script)), node_count=2, elastic=True)
+    )
+    try:
+        secrets = list[str]()
+        for launch in (1, 2):
+            told = {until((shown / f"{rank}-{launch}").exists, "a node") and (shown / f"{rank}-{launch}").read_text()
+                    for rank in range(2)}  # fmt: skip
+            [(path, secret)] = [text.split(" ") for text in told]
+            secrets.append(secret)
+            assert not Path(path).is_relative_to(run_dir)
+            if who.user == NOBODY:
+                assert who.does("read", path=path) is None
+            assert_nowhere(secret, tmp_path / "home", besides=Path(path))
+            (shown / "go").touch()
+        assert len(set(secrets)) == 2
+        until(lambda: manager.job_status("shows").state.is_final, "the end")
+        assert manager.job_status("shows").state is JobState.SUCCEEDED, manager.job_status("shows")
+        until(lambda: not Path(path).exists(), "the file to be removed")
+        for secret in secrets:
+            assert_nowhere(secret, tmp_path / "home")
+    finally:
+        manager.cancel_job("shows")
+
+
+def assert_nowhere(secret: str, home: Path, besides: Path | None = None) -> None:
+    """In no file below the home, and in no arguments or environment of a process."""
+    for path in home.rglob("*"):
+        if path != besides and path.is_file():
+            assert secret.encode() not in path.read_bytes(), path
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            assert not any(secret in word for word in process.cmdline())
+            assert not any(secret in word for word in process.environ().values())
+
+
+class Siege:
+    """Everything a stranger can do at every port of these processes, over and over, until it is closed."""
+
+    def __init__(self, who: Stranger, nodes: Nodes) -> None:
+        self.who, self.nodes = who, nodes
+        self.answers, self.rounds = list[Any](), 0
+        self.stands, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while not self._over.is_set():
+            ports = sorted(listening(self.nodes))
+            if ports:
+                members = [seat.member for generation in self.nodes.history()[-1:] for seat in generation.members]
+                self.who.does("flood", ports=ports, count=700 * len(ports))
+                self.stands.set()
+                self.who.does("numbers", ports=ports, ranks=3)
+                self.answers += besiege(self.who, random.sample(ports, 1), members[:1], 0, job="test")
+                self.rounds += 1
+                self.who.does("drop")
+
+
+def listening(nodes: Nodes) -> set[int]:
+    found = set[int]()
+    for process in nodes.processes.values():
+        with contextlib.suppress(psutil.Error, TypeError):
+            for connection in psutil.Process(process.pid).net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.add(connection.laddr.port)
+    return found
+
+
+@pytest.mark.slow
+def test_a_training_under_siege_ends_with_the_honest_weights(tmp_path: Path, who: Stranger) -> None:
+    """A node is killed in the middle of it, so that the others regroup; and no process may have more than 512
+    descriptors, so that raising the limit is of no help."""
+    dataset = build(tmp_path)
+    write_new(tmp_path / "secrets" / "launch")
+    environment = {
+        "DTRAIN_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT / "tests" / "trainer"),
+        SECRET_FILE: str(tmp_path / "secrets" / "launch"),
+    }  # fmt: skip
+    training = {**QUICK, "epochs": 4, "collective_timeout_seconds": 10}
+
+    def job(name: str, **args: float) -> Job:
+        made = Job(tmp_path / name, dataset, training=training, environment=environment)
+        made.sections["model"] = {"factory": "user_parts:paced", "args": args}
+        return made
+
+    whole = job("whole", seconds=0.0)
+    assert whole.run_here() == 0, whole.result()
+    nodes = Nodes(job("besieged", seconds=0.1)).start()
+    siege = None
+    try:
+        nodes.until_step(2)
+        for process in nodes.processes.values():
+            assert process.pid is not None
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (512, 512))
+        siege = Siege(who, nodes)
+        assert siege.stands.wait(PATIENCE)
+        nodes.signal(9, 1)
+        assert nodes.wait() == [0, KILLED, 0], nodes.log()
+    finally:
+        if siege is not None:
+            siege.close()
+        nodes.kill()
+    assert siege.rounds
+    assert [answer for answer in siege.answers if not answer[2].startswith(b"dtA1".hex())] == []
+    assert_undisturbed(nodes, whole)
+    assert "NOT authenticated" not in nodes.log()

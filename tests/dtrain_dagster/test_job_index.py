@@ -1,0 +1,251 @@
+"""The list of jobs: its pages, what is read again and what is not, and who is told that nothing is new."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from benchmarks.abuse.websites import served
+from benchmarks.dashboard_load import write_jobs
+from dtrain_dagster.monitoring import job_index
+from dtrain_dagster.monitoring.dashboard_server import Lists, build_app
+from dtrain_dagster.monitoring.job_board import DAMAGED, JobBoard, JobRow
+from dtrain_dagster.monitoring.job_index import JobIndex, Listing, Seen, keeps_seconds, page_of
+from tests.dtrain_dagster.told_events import told, write_run
+from trainer.rundir import RunDir
+from trainer.storage import Storage
+
+
+def row(number: int, state: str = "succeeded", model: str = "tcn") -> JobRow:
+    return JobRow(
+        job_id=f"job-{number:05d}", state=state, started_at=1e9 - number, ended_at=1e9, model=model, step=number
+    )
+
+
+ROWS = [row(number, "failed" if number % 10 == 0 else "succeeded", f"m{number % 3}") for number in range(1000)]
+
+
+def test_pages_are_parts_of_the_list_in_its_order():
+    pages = [page_of(ROWS, number=number, size=64) for number in range(16)]
+    assert [one for page in pages for one in page.rows] == ROWS
+    assert {(page.pages, page.total) for page in pages} == {(16, 1000)}
+    assert page_of(ROWS, number=10**9, size=64) == pages[-1], "the last one, where there are fewer by now"
+    assert page_of(ROWS, state="failed").total == 100
+    assert page_of(ROWS, text="JOB-0001").total == 10
+    assert page_of(ROWS, state="failed", text="m2").rows[0] == ROWS[20]
+    assert page_of(ROWS, text="nothing is called so") == job_index.Page((), 0, 1, 0, {"failed": 100, "succeeded": 900})
+    assert len(page_of(ROWS, size=10**6).rows) == job_index.MOST_PAGE
+    assert page_of([], number=3).rows == ()
+
+
+def test_what_nobody_has_settled_is_looked_at_again():
+    live, ended, none = Seen(row(1, "running")), Seen(row(2), settled=True), Seen(None)
+    assert keeps_seconds(live, True, quiet_seconds=2.0) < 1.0
+    assert 60 < keeps_seconds(live, True, quiet_seconds=3600.0) < 600
+    assert keeps_seconds(live, True, quiet_seconds=1e9) == job_index.MOST_QUIET_SECONDS
+    assert keeps_seconds(live, True, quiet_seconds=-5.0) == 0.0, "written by a clock that is ahead"
+    assert keeps_seconds(ended, True, 1.0) == keeps_seconds(none, True, 1.0) == math.inf
+    assert keeps_seconds(live, False, 0.0) == 0.0
+    assert keeps_seconds(ended, False, 0.0) == job_index.SETTLED_SECONDS
+
+
+class Counted:
+    """Reads run directories as the board does, and notes which."""
+
+    def __init__(self, jobs: Path) -> None:
+        self.board, self.names = JobBoard(str(jobs), "dedicated"), list[str]()
+        self.index = JobIndex(Storage(str(jobs)), self.read, every_seconds=0.0)
+
+    def read(self, name: str) -> Seen:
+        self.names.append(name)
+        return self.board._seen(name)
+
+    def round(self) -> tuple[dict[str, str], list[str]]:
+        """A new list: the state of each job, and what was read for it."""
+        self.names.clear()
+        self.index._done_at = -math.inf  # time goes by
+        listing = self.index.listing()
+        return {one.job_id: one.state for one in listing.rows}, sorted(self.names)
+
+
+def settle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that were written this very moment are as good as old ones."""
+    monkeypatch.setattr(job_index, "FRESH_SECONDS", 0.0)
+
+
+def tell(jobs: Path, job_id: str, state: str) -> None:
+    """As a cluster does."""
+    ended_at = None if state == "running" else time.time()
+    status = {"state": state, "started_at": 1.0, "ended_at": ended_at, "launch": 1}
+    RunDir(f"{jobs}/{job_id}").write_json("status.json", status)
+
+
+def test_only_what_has_changed_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    settle(monkeypatch)
+    for name in ("a", "b"):
+        write_run(tmp_path, name, told(1), state="succeeded")
+    write_run(tmp_path, "live", told(1))
+    (tmp_path / "stray.txt").write_text("no job")
+    index = Counted(tmp_path)
+    assert index.round()[0] == {"a": "succeeded", "b": "succeeded", "live": "running", "stray.txt": DAMAGED}
+    for job_id in ("a", "b"):
+        assert index.index.mark(job_id)
+    assert index.index.mark("live") is None
+    assert set(index.round()[1]) <= {"live", "stray.txt"}
+    tell(tmp_path, "live", "succeeded")
+    states, read = index.round()
+    assert (states["live"], "live" in read, "a" in read) == ("succeeded", True, False)
+    mark = index.index.mark("a")
+    tell(tmp_path, "a", "running")  # started again
+    states, read = index.round()
+    assert (states["a"], "a" in read, "b" in read) == ("running", True, False)
+    assert index.index.mark("a") is None
+    tell(tmp_path, "a", "failed")
+    assert index.round()[0]["a"] == "failed"
+    assert index.index.mark("a") not in (None, mark)
+    Storage(str(tmp_path)).delete("b")
+    assert "b" not in index.round()[0]
+
+
+def test_a_write_in_the_same_tick_of_the_clock_is_not_missed(tmp_path: Path):
+    write_run(tmp_path, "a", told(1), state="succeeded")
+    index = Counted(tmp_path)
+    index.round()
+    path = tmp_path / "a/status.json"
+    before, folder = path.stat(), (tmp_path / "a").stat()
+    text = json.dumps(json.loads(path.read_text()) | {"state": "cancelled"})
+    path.write_text(text.ljust(before.st_size)[: max(before.st_size, len(text))])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.utime(tmp_path / "a", ns=(folder.st_atime_ns, folder.st_mtime_ns))
+    assert index.round()[0] == {"a": "cancelled"}
+
+
+def test_a_damaged_job_is_a_row_and_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    settle(monkeypatch)
+    write_run(tmp_path, "sound", told(1), state="succeeded")
+    hurt = write_run(tmp_path, "hurt", told(1), state="succeeded")
+    hurt.storage.write("status.json", b'{"state": "succ')
+    index = Counted(tmp_path)
+    assert index.round()[0] == {"sound": "succeeded", "hurt": DAMAGED}
+    tell(tmp_path, "hurt", "failed")
+    assert index.round()[0] == {"sound": "succeeded", "hurt": "failed"}
+
+
+def test_a_hundred_who_ask_cause_one_round(tmp_path: Path):
+    write_jobs(tmp_path, 20, time.time())
+    index, listings = Counted(tmp_path), list[Listing]()
+    slow, index.index._every = threading.Event(), 3600.0
+    read = index.index._read
+    index.index._read = lambda name: slow.wait(30) and read(name)  # type: ignore[assignment,return-value]
+    asking = [threading.Thread(target=lambda: listings.append(index.index.listing())) for _ in range(100)]
+    for thread in asking:
+        thread.start()
+    slow.set()
+    for thread in asking:
+        thread.join()
+    assert (len(index.names), {len(listing.rows) for listing in listings}) == (20, {20})
+
+
+def test_the_first_jobs_are_shown_while_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(job_index, "PUBLISH_SECONDS", 0.0)
+    write_jobs(tmp_path, 20, time.time())
+    index, go_on, held = Counted(tmp_path), threading.Event(), threading.Event()
+    read = index.index._read
+
+    def halting(name: str) -> Seen:
+        if len(index.names) == 10:
+            held.set()
+            go_on.wait(30)
+        return read(name)
+
+    index.index._read = halting  # type: ignore[method-assign]
+    index.index.listing(wait_seconds=0.0)
+    held.wait(30)
+    first = index.index.listing(wait_seconds=0.2)
+    assert len(first.rows) + first.unread == 20
+    assert first.unread
+    go_on.set()
+    assert (len(index.index.listing().rows), index.index.listing().unread) == (20, 0)
+
+
+def test_storage_that_cannot_be_listed_is_told_and_tried_again(tmp_path: Path):
+    (tmp_path / "jobs").write_text("a file in its place")
+    index = Counted(tmp_path / "jobs")
+    for _ in range(2):
+        with pytest.raises(OSError, match="jobs"):
+            index.index.listing()
+    (tmp_path / "jobs").unlink()
+    assert index.index.listing().rows == ()
+
+
+def test_pages_that_are_kept_are_few_and_follow_the_list():
+    lists, listing = Lists(kept=3), Listing(1, tuple(ROWS))
+    bodies = {number: lists.get(listing, "", "", number) for number in range(8)}
+    assert len(lists._made) == 3
+    assert len({tag for _, tag in bodies.values()}) == 8
+    assert lists.get(listing, "", "", 7) == bodies[7]
+    newer = lists.get(Listing(2, tuple(ROWS[1:])), "", "", 7)
+    assert newer != bodies[7]
+
+
+def ask(url: str, **headers: str) -> requests.Response:
+    return requests.get(url, headers=headers, timeout=30)
+
+
+def test_who_has_it_already_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    settle(monkeypatch)
+    write_jobs(tmp_path, 120, time.time())
+    write_run(tmp_path, "live", told(3))
+    with served(build_app(JobBoard(str(tmp_path), "dedicated"))) as port:
+        url = f"http://127.0.0.1:{port}"
+        first = ask(f"{url}/jobs.json?page=1&state=succeeded&text=train")
+        assert {**first.json(), "jobs": len(first.json()["jobs"])} == {
+            "jobs": 50, "page": 1, "pages": 3, "first": 50, "total": 114, "unread": 0,
+            "states": {"failed": 6, "running": 1, "succeeded": 114},
+        }  # fmt: skip
+        again = ask(first.url, **{"If-None-Match": first.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        assert ask(f"{url}/jobs.json", **{"If-None-Match": first.headers["etag"]}).status_code == 200
+
+        ended = ask(f"{url}/jobs/train-00000001-00000001.json")
+        assert ask(ended.url, **{"If-None-Match": ended.headers["etag"]}).status_code == 304
+        assert "etag" not in ask(f"{url}/jobs/live.json").headers
+        tell(tmp_path, "live", "failed")
+
+        def etag() -> Any:
+            ask(f"{url}/jobs.json")
+            return ask(f"{url}/jobs/live.json").headers.get("etag")
+
+        while not (tag := etag()):  # until a round has seen it
+            time.sleep(0.2)
+        tell(tmp_path, "live", "running")  # started again
+        while ask(f"{url}/jobs/live.json", **{"If-None-Match": tag}).status_code == 304:
+            time.sleep(0.2)
+            ask(f"{url}/jobs.json")
+
+
+def test_large_answers_are_compressed_and_one_strange_job_is_a_row(tmp_path: Path):
+    write_run(tmp_path, "long", told(300), state="succeeded")
+    odd = write_run(tmp_path, "odd", told(1), state="succeeded")
+    odd.storage.write("job.json", b'{"model": {"factory": "\\ud800<b>"}}')
+    with served(build_app(JobBoard(str(tmp_path), "dedicated"))) as port:
+        url = f"http://127.0.0.1:{port}"
+        rows = {job["job_id"]: job for job in ask(f"{url}/jobs.json").json()["jobs"]}
+        assert (rows["long"]["model"], rows["odd"]["state"]) == ("tcn", "damaged")
+        assert "surrogate" in rows["odd"]["reason"]
+        for path in ("jobs/long.json", "plotly.js"):
+            small = ask(f"{url}/{path}", **{"Accept-Encoding": "gzip"})
+            plain = ask(f"{url}/{path}", **{"Accept-Encoding": "identity"})
+            assert small.headers["content-encoding"] == "gzip"
+            assert "content-encoding" not in plain.headers
+            assert len(plain.content) == len(small.content) > 100_000
+        for query in ("page=-1", "page=9e9", "page=٣", "state=%00", "text=" + "x" * 10_000):
+            assert ask(f"{url}/jobs.json?{query}").status_code == 200

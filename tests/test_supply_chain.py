@@ -1,0 +1,173 @@
+"""The lock files say all that is installed, by hash, and nothing about where from."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+OWN = ("requirements.lock", "requirements-torch.lock", "requirements-cuda.lock")
+IMAGES = ("deploy/azure/requirements-nodes.lock", "deploy/azure/requirements-serving.lock")
+LOCKS = (*OWN, *IMAGES, "deploy/supply/requirements.lock")
+INSTALLED = ("azure", "postgres", "dev")
+PYTHONS = ("3.11", "3.12", "3.13")
+
+
+def locked(*names: str) -> list[Requirement]:
+    """What lock files pin, a requirement for each package and condition."""
+    text = "".join((ROOT / name).read_text() for name in names)
+    lines = re.findall(r"^([A-Za-z0-9][^\\\n]*?)\s*\\?$", text, flags=re.MULTILINE)
+    return [Requirement(line) for line in lines]
+
+
+def version_of(pins: list[Requirement], name: str, environment: dict[str, str]) -> str | None:
+    """The version of a package that is installed there; None where it is not."""
+    for pin in pins:
+        if canonicalize_name(pin.name) == canonicalize_name(name) and (
+            not pin.marker or pin.marker.evaluate(environment)
+        ):
+            return str(pin.specifier).removeprefix("==")
+    return None
+
+
+def on(python: str) -> dict[str, str]:
+    return {**default_environment(), "python_version": python, "python_full_version": f"{python}.7", "extra": ""}
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_package_is_pinned_and_has_hashes(name: str):
+    text = (ROOT / name).read_text()
+    body = [line for line in text.splitlines() if line and not line.startswith("#")]
+    blocks = re.split(r"\n(?=[A-Za-z0-9])", "\n".join(body))
+    assert len(blocks) > 0
+    for block in blocks:
+        assert re.match(r"[A-Za-z0-9._-]+(\[[^]]*\])?==[\w.+!]+( ; [^\\]+)? \\\n", block), block[:80]
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", block), block[:80]
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_names_no_place_that_packages_come_from(name: str):
+    text = (ROOT / name).read_text()
+    for word in ("://", "index", "find-links", "file:", "/opt", "/tmp", "trusted-host", "@ "):
+        assert word not in text, word
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_lock_satisfies_what_the_project_asks_for(python: str):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *(line for name in INSTALLED for line in project["optional-dependencies"][name])]
+    pins, environment = locked(*OWN), on(python)
+    for requirement in map(Requirement, asked):
+        version = version_of(pins, requirement.name, environment)
+        assert version is not None, f"{requirement.name} is not locked: make lock"
+        assert requirement.specifier.contains(version, prereleases=True), f"{requirement} is locked at {version}"
+
+
+def test_the_lock_is_complete():
+    """By what the packages that are installed here ask for: `make setup` installs without looking for anything else."""
+    pins, environment = locked(*OWN), dict(default_environment())
+    waiting = [(name, frozenset[str]()) for name in {pin.name for pin in locked(OWN[0], OWN[1])}]
+    waiting += [
+        (Requirement(line).name, frozenset(Requirement(line).extras))
+        for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    ]
+    seen = set()
+    while waiting:
+        name, extras = waiting.pop()
+        if (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        try:
+            needs = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue  # of another platform
+        for need in map(Requirement, needs):
+            if need.marker and not any(need.marker.evaluate(environment | {"extra": extra}) for extra in {"", *extras}):
+                continue
+            version = version_of(pins, need.name, environment)
+            assert version is not None, f"{name} needs {need}, which is not locked: make lock"
+            waiting.append((need.name, frozenset(need.extras)))
+
+
+def test_torch_is_locked_at_the_version_of_the_project_and_of_the_images():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [asked] = [line for line in project["dependencies"] if line.startswith("torch==")]
+    [own] = locked("requirements-torch.lock")
+    assert str(own) == asked
+    environment = on("3.11")
+    for name in IMAGES:
+        version = version_of(locked(name), "torch", environment)
+        assert version is not None
+        assert version.split("+")[0] == asked.removeprefix("torch==")
+
+
+@pytest.mark.parametrize("name", ["nodes", "serving"])
+def test_the_locks_of_the_images_satisfy_their_ranges_and_agree_with_the_tests(name: str):
+    pins, own, environment = locked(f"deploy/azure/requirements-{name}.lock"), locked(OWN[0]), on("3.11")
+    for line in (ROOT / f"deploy/azure/requirements-{name}.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            requirement = Requirement(line)
+            version = version_of(pins, requirement.name, environment)
+            assert version is not None
+            assert requirement.specifier.contains(version), line
+            if requirement.name != "torch":
+                assert version == version_of(own, requirement.name, environment), line
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "serving.Dockerfile"])
+def test_images_are_built_on_a_digest_and_from_hashes(name: str):
+    text = (ROOT / "deploy" / "azure" / name).read_text()
+    bases = re.findall(r"^FROM (\S+)", text, flags=re.MULTILINE)
+    assert bases
+    assert all(base.endswith("@${BASE_DIGEST}") for base in bases)
+    assert re.search(r"^ARG BASE_DIGEST$", text, flags=re.MULTILINE), (
+        "a default would be a digest that nobody has checked"
+    )
+    assert "--require-hashes" in text
+
+
+def test_setup_installs_from_the_locks_by_hash():
+    text = (ROOT / "Makefile").read_text()
+    assert re.search(r"^LOCKED := .*--require-hashes --no-deps$", text, flags=re.MULTILINE)
+    for name in OWN:
+        assert f"$(LOCKED) --requirement {name}" in text
+
+
+def test_an_audit_without_a_network_says_so_and_proves_nothing():
+    code = "import sys, audit; audit.SERVICE = ('127.0.0.1', 9); sys.exit(audit.main([]))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "deploy" / "supply", capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "not audited" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("dependencies", "code", "says"),
+    [
+        ([{"name": "a", "version": "1", "vulns": []}], 0, "0 are known"),
+        ([{"name": "a", "version": "1", "vulns": [{"id": "PYSEC-1", "fix_versions": ["2"]}]}], 1, "mended in 2"),
+        ([{"name": "a", "skip_reason": "not found"}], 2, "not audited"),
+        ([{"name": "a", "version": "1", "vulns": []}, {"name": "b", "skip_reason": "not found"}], 2, "such as b"),
+        ([], 2, "0 packages"),
+    ],
+)
+def test_an_audit_that_asked_for_nothing_passes_nothing(dependencies: list[dict[str, object]], code: int, says: str):
+    program = "import sys, json, audit; print(json.dumps(audit.verdict(json.loads(sys.argv[1]))))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps({"dependencies": dependencies})],
+        cwd=ROOT / "deploy" / "supply",
+        capture_output=True,
+        text=True,
+    )
+    found, lines = json.loads(done.stdout)
+    assert found == code
+    assert says in "\n".join(lines)

@@ -1,0 +1,79 @@
+"""Which modules may be named as factories. A setting of the deployment, never of a job: ``DTRAIN_FACTORY_MODULES``.
+
+A factory is code that is imported and called by its name. A name may come from a launchpad, a ``job.json`` or a folder
+that nodes write, so nothing is imported for its sake but what the environment allows: modules, separated by commas,
+each of which stands for itself and what lies below it (``mine`` for ``mine.models``, not for ``mine_too``). Nothing
+here imports anything that a name says.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+
+from trainer.config import ConfigError, JobConfig
+
+VARIABLE = "DTRAIN_FACTORY_MODULES"
+STOCK = {"model": ("lstm", "tcn", "transformer"), "loss": ("gaussian", "mse", "student_t")}
+"""Names of the stock parts of each kind, which are always allowed."""
+_MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
+
+
+def parse_modules(text: str) -> tuple[str, ...]:
+    """The modules that a value of `VARIABLE` names, in order. ValueError for what is no module's name, and for a module
+    of Python itself, which makes no models."""
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    for name in names:
+        if not _MODULE.fullmatch(name):
+            raise ValueError(f"{name!r} is not the name of a module, such as my_package or my_package.models")
+        if name.partition(".")[0] in sys.stdlib_module_names:
+            raise ValueError(f"{name!r} belongs to Python itself; name the modules of your own models and losses")
+    return names
+
+
+def modules_of_settings(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """What the environment allows; nothing where it does not say. `ConfigError` for a value that cannot be used."""
+    text = (os.environ if environment is None else environment).get(VARIABLE, "")
+    try:
+        return parse_modules(text)
+    except ValueError as error:
+        raise ConfigError(f"{VARIABLE}={text!r}: {error}") from None
+
+
+def is_allowed(module: str, modules: tuple[str, ...]) -> bool:
+    """Whether a module is one of these, or lies below one of them."""
+    return any(module == name or module.startswith(f"{name}.") for name in modules)
+
+
+def remedy(module: str) -> str:
+    """The setting that allows a module, in words."""
+    return f"to allow it, set {VARIABLE}={module} (several: separated by commas) where dtrain is started"
+
+
+def refuse_foreign(kind: str, factory: str, modules: tuple[str, ...]) -> None:
+    """`ConfigError` for a factory that is neither stock nor of an allowed module. Nothing is imported."""
+    if factory in STOCK[kind]:
+        return
+    module, separator, attribute = factory.partition(":")
+    if not separator:
+        raise ConfigError(
+            f"{kind}.factory = {factory!r} is neither a stock {kind} ({', '.join(STOCK[kind])}) "
+            "nor written as package.module:factory"
+        )
+    if not _MODULE.fullmatch(module) or not attribute.isidentifier():
+        raise ConfigError(f"{kind}.factory = {factory!r} is not written as package.module:factory")
+    if not is_allowed(module, modules):
+        known = f"{VARIABLE} allows {', '.join(modules)}" if modules else f"{VARIABLE} is not set"
+        raise ConfigError(
+            f"{kind}.factory = {factory!r}: the module {module!r} is not allowed to be imported ({known}); "
+            f"{remedy(module)}"
+        )
+
+
+def refuse_foreign_factories(job: JobConfig, modules: tuple[str, ...] | None = None) -> None:
+    """`ConfigError` for a job whose model or loss is not allowed here. ``modules``: None for those of the settings."""
+    allowed = modules_of_settings() if modules is None else modules
+    refuse_foreign("model", job.model.factory, allowed)
+    refuse_foreign("loss", job.loss.factory, allowed)

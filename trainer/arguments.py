@@ -1,0 +1,40 @@
+"""What the arguments of a factory may be: data as JSON has it, bounded, so that no name in it is ever looked up."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+DEPTH, VALUES, TEXT = 8, 10_000, 100_000
+"""Lists and maps within each other, values in all, and characters of all texts in all, at most."""
+
+
+def check_arguments(arguments: Any) -> None:
+    """ValueError, which says where, for anything but null, truth values, finite numbers, texts, lists, and maps with
+    texts as keys; and for more of it than the limits above allow."""
+    values, characters = 0, 0
+    waiting: list[tuple[str, Any, int]] = [("args", arguments, 0)]
+    while waiting:
+        where, value, depth = waiting.pop()
+        values += 1
+        if isinstance(value, dict):
+            odd = [key for key in value if not isinstance(key, str)]
+            if odd:
+                raise ValueError(f"{where} has the key {odd[0]!r}; keys are texts")
+            characters += sum(map(len, value))
+            waiting += [(f"{where}.{key}"[:200], each, depth + 1) for key, each in value.items()]
+        elif isinstance(value, list | tuple):
+            waiting += [(f"{where}[{number}]"[:200], each, depth + 1) for number, each in enumerate(value)]
+        elif isinstance(value, str):
+            characters += len(value)
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{where} is {value}, which is not a finite number")
+        elif value is not None and not isinstance(value, bool | int | float):
+            raise ValueError(
+                f"{where} is a {type(value).__name__}; arguments are data: null, true, false, numbers, texts, lists, "
+                "maps. A function or a class is chosen inside the factory"
+            )
+        if depth > DEPTH or values + len(waiting) > VALUES or characters > TEXT:
+            raise ValueError(
+                f"{where} is too much: at most {DEPTH} levels, {VALUES:,} values and {TEXT:,} characters in all"
+            )

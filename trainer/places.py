@@ -1,0 +1,79 @@
+"""Names that become parts of paths, and folders that are this user's alone.
+
+What comes from outside (a manifest, a command line, a service) may name files and folders only through `inside` and
+`checked_id`: it cannot leave its folder, by dots, by an absolute path or by a link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from pathlib import Path
+
+ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+"""What a dataset, a job or a cluster may be called: one component of a path, and never one of dots alone."""
+_COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]{0,199}")
+
+
+class PlaceError(ValueError):
+    """A name or a folder cannot be used. The message names it and the remedy."""
+
+
+def checked_id(name: object, what: str) -> str:
+    """The name, where it is one; `PlaceError`, which begins with ``what``, for anything else."""
+    if not isinstance(name, str) or not ID.fullmatch(name):
+        raise PlaceError(
+            f"{what} is {str(name)[:80]!r}: letters, digits, dots, dashes and underscores, a letter or digit first, at "
+            "most 200"
+        )
+    return name
+
+
+def checked_name(name: object, what: str) -> str:
+    """A relative path such as ``data/shard-00000.parquet``: components of letters, digits, ``._=-``, parted by single
+    slashes. `PlaceError`, which begins with ``what``, for anything else. For storage of any kind."""
+    if not isinstance(name, str) or not all(_COMPONENT.fullmatch(part) for part in name.split("/")):
+        raise PlaceError(f"{what} is {str(name)[:80]!r}, which is no relative path of plain names: build it anew")
+    return name
+
+
+def inside(folder: str | os.PathLike[str], name: object, what: str) -> Path:
+    """The path of `checked_name` in a folder of this machine. `PlaceError` where a link leads out of the folder; what
+    does not exist yet is not looked at any further."""
+    root = Path(folder)
+    path = root / checked_name(name, what)
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
+        raise PlaceError(f"{what} is {str(name)[:80]!r}, which is a link out of {root}: build it anew")
+    return path
+
+
+def own_folder(folder: str | os.PathLike[str], remedy: str) -> Path:
+    """A folder that this user alone can write, made (0700) where it is missing. One of ours that others could write is
+    closed to them. `PlaceError`, with the remedy, where it belongs to somebody else, or is shared by all as a temporary
+    folder is; a link counts as what it leads to, if it is ours.
+
+    Whoever may write into the folder above it cannot put another in its place unseen: its owner is looked at.
+    """
+    path = Path(folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    me = os.geteuid()
+    found = os.lstat(path)
+    if stat.S_ISLNK(found.st_mode):
+        if found.st_uid != me:
+            raise PlaceError(f"{path} is a link of another user (uid {found.st_uid}): {remedy}")
+        found = os.stat(path)
+    if not stat.S_ISDIR(found.st_mode):
+        raise PlaceError(f"{path} is no folder: {remedy}")
+    if found.st_uid != me:
+        raise PlaceError(
+            f"{path} belongs to another user (uid {found.st_uid}), who could change what is in it: {remedy}"
+        )
+    if found.st_mode & stat.S_ISVTX and found.st_mode & 0o022:
+        raise PlaceError(f"{path} is shared by all users of this machine: {remedy}, such as {path}/dtrain-{me}")
+    if found.st_mode & 0o022:
+        os.chmod(path, stat.S_IMODE(found.st_mode) & ~0o022)
+    return path

@@ -1,0 +1,44 @@
+"""Text from elsewhere (nodes, storage, services) as a terminal may show it: nothing in it is obeyed."""
+
+from __future__ import annotations
+
+import re
+
+_RANGES = (
+    (0x00, 0x08), (0x0A, 0x1F), (0x7F, 0x9F),  # control characters but for the tabulator: they begin escape sequences
+    (0xAD, 0xAD), (0x61C, 0x61C), (0x180E, 0x180E), (0x200B, 0x200F), (0x2060, 0x206F), (0xFEFF, 0xFEFF),
+    (0xFFF9, 0xFFFB), (0xE0000, 0xE007F),  # what is not shown, or changes the direction
+    (0x2028, 0x202E),  # ends of lines and paragraphs, and direction
+    (0xD800, 0xDFFF),  # halves of characters, which cannot be written
+)  # fmt: skip
+_NEWLINE = 0x0A
+
+
+def _pattern(ranges: tuple[tuple[int, int], ...]) -> re.Pattern[str]:
+    return re.compile("[" + "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in ranges) + "]+")
+
+
+_UNSAFE = _pattern(_RANGES)
+_UNSAFE_BUT_LINES = _pattern(tuple((0x0B, high) if low == _NEWLINE else (low, high) for low, high in _RANGES))
+
+
+def visible(text: str, keep_lines: bool = False) -> str:
+    r"""The text with every character that a terminal would obey, hide or reorder by as an escape, such as ``\x1b`` or
+    ``\u202e``: it stays on one line. ``keep_lines``: but for newlines, where a text may have several lines."""
+    if text.isprintable():
+        return text
+    return (_UNSAFE_BUT_LINES if keep_lines else _UNSAFE).sub(_escape, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    return match[0].translate(_ESCAPES)
+
+
+def _written(code: int) -> str:
+    if code in (_NEWLINE, 0x0D):
+        return "\\n" if code == _NEWLINE else "\\r"
+    return f"\\U{code:08x}" if code > 0xFFFF else f"\\u{code:04x}" if code > 0xFF else f"\\x{code:02x}"
+
+
+_ESCAPES = {code: _written(code) for low, high in _RANGES for code in range(low, high + 1)}
+"""Made once, for a text may be full of them."""

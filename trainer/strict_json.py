@@ -1,0 +1,109 @@
+"""JSON as every reader can bear it: what Python would read as something that no other program can write, or that a
+browser, a database or a float cannot hold, is refused here."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from trainer.errors import DamagedError
+
+DEPTH = 64
+"""Objects and lists within each other at most. The deepest document of ours has eight."""
+LARGEST_INTEGER, LARGEST_FLOAT = 1 << 64, 1e150
+"""Magnitudes beyond these are none of ours: products of two figures stay finite."""
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+_EXPONENT = re.compile(rb"[eE]\+?\d{3}")
+_DIGITS, _LONG = bytes.maketrans(b"123456789", b"000000000"), b"0" * 19
+
+
+class Document(dict[str, Any]):
+    """A JSON object that was read. A key that it lacks is a `DamagedError` with the name of the file, no KeyError."""
+
+    __slots__ = ("where",)
+    where: str
+
+    def __missing__(self, key: str) -> Any:
+        raise DamagedError(getattr(self, "where", "a document"), f"it has no {key!r}")
+
+
+def parse(data: bytes, where: str) -> Any:
+    """The value of a JSON text; objects are `Document`. ``where``: the file, for messages. `DamagedError` for what is
+    no JSON, and for NaN, infinities, numbers out of range, lone surrogates, keys that come twice, and deep nesting."""
+    try:
+        value = _DECODER.decode(data.decode())
+        if _is_suspicious(data):
+            _check(value)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, DamagedError):
+            raise
+        raise DamagedError(where, _words(error)) from None
+    return value
+
+
+def name(value: Any, where: str) -> None:
+    """Have all objects in a value know the file that they are of."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Document):
+            item.where = where
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Document:
+    found = Document(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key comes twice")
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
+
+
+def _is_suspicious(data: bytes) -> bool:
+    """May half a character, a number out of range or deep nesting be in it? Seldom, so that its parts are not looked
+    at one by one."""
+    return (
+        data.count(b"[") + data.count(b"{") > DEPTH
+        or _HALF.search(data) is not None
+        or _EXPONENT.search(data) is not None
+        or _LONG in data.translate(_DIGITS)
+    )
+
+
+def _check(value: Any) -> None:
+    """ValueError for a part of the value that must not be."""
+    waiting = [(value, 1)]
+    while waiting:
+        item, depth = waiting.pop()
+        if depth > DEPTH:
+            raise ValueError(f"it is nested deeper than {DEPTH} levels")
+        if isinstance(item, dict):
+            waiting += [(part, depth + 1) for pair in item.items() for part in pair]
+        elif isinstance(item, list):
+            waiting += [(part, depth + 1) for part in item]
+        elif isinstance(item, str):
+            if any("\ud800" <= character <= "\udfff" for character in item):
+                raise ValueError("half a character (a lone surrogate) is in it")
+        elif isinstance(item, int | float) and abs(item) > (
+            LARGEST_FLOAT if isinstance(item, float) else LARGEST_INTEGER
+        ):
+            raise ValueError("a number in it is out of range")
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return f"it is nested deeper than {DEPTH} levels"
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is no UTF-8 at byte {error.start}"
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is no JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+    return "a number in it is out of range" if "digits" in str(error) else str(error)
