@@ -246,6 +246,7 @@ def test_large_answers_are_compressed_and_one_strange_job_is_a_row(tmp_path: Pat
             plain = ask(f"{url}/{path}", **{"Accept-Encoding": "identity"})
             assert small.headers["content-encoding"] == "gzip"
             assert "content-encoding" not in plain.headers
-            assert len(plain.content) == len(small.content) > 100_000
+            # (Both hold when they were made, so the last digits of a number may differ.)
+            assert abs(len(plain.content) - len(small.content)) < 32 and len(plain.content) > 100_000
         for query in ("page=-1", "page=9e9", "page=٣", "state=%00", "text=" + "x" * 10_000):
             assert ask(f"{url}/jobs.json?{query}").status_code == 200
