@@ -69,10 +69,13 @@ def clean(yes: bool) -> None:
 def work(command: tuple[str, ...]) -> None:
     """Run a command while nobody else works on DTRAIN_HOME; its exit code. `make run` is started by this.
 
-    A second one at the same time is refused, in words. The command holds the home even if this process is killed.
+    A second one at the same time is refused, in words. The command holds the home even if this process is killed. One
+    that carries a password or key is refused as well, also in files that it names by --config: Dagster would store it.
     """
     from dtrain_dagster.home import at_work, make_home
+    from dtrain_dagster.stored_secrets import refuse_secret_on_command_line
 
+    refuse_secret_on_command_line(command)
     home = make_home(read_settings().home)
     with at_work(home, f"`{Path(command[0]).name} {' '.join(command[1:3])}`".replace("\n", " ")) as descriptor:
         try:

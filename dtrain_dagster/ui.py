@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 from starlette.types import ASGIApp
 
+from dtrain_dagster.stored_secrets import secret_posted
 from dtrain_dagster.web_guard import Guard, Rules, rules_for
 from dtrain_dagster.web_server import address, server
 
@@ -39,8 +40,11 @@ runpy.run_module("dagster._daemon", run_name="__main__")
 
 
 def ui_rules(names: Sequence[str] = ()) -> Rules:
-    """What Dagster's UI answers. It starts runs: all that is posted is JSON, and ``/graphql`` takes nothing by GET."""
-    return rules_for("127.0.0.1", names, json_only=True, pages=frozenset({GRAPHQL}))
+    """What Dagster's UI answers. It starts runs: all that is posted is JSON, and ``/graphql`` takes nothing by GET. It
+    stores what runs are given, so what carries a secret does not reach it. (Over its websocket nothing can be changed.)
+    """
+    pages = frozenset({GRAPHQL})
+    return rules_for("127.0.0.1", names, json_only=True, pages=pages, look_through=secret_posted)
 
 
 def run_ui(workspace: Path, bound: socket, names: Sequence[str], users: frozenset[int] | None) -> int:

@@ -8,12 +8,14 @@ application. Who sends none of them is no browser, but a program of somebody who
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -48,6 +50,8 @@ class Rules:
     """Paths that a GET may ask for as a page only, with nothing after a ``?``: what answers there would act on it."""
     most_body_bytes: int | None = MOST_BODY_BYTES
     """A longer body is refused unread; None for no limit."""
+    look_through: Callable[[str, str, bytes], str | None] | None = None
+    """Is given path, query and body of each POST, and says why it is refused, if it is; None where none is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +196,12 @@ class Guard:
         refused = judge(self.rules, scope.get("method", "GET"), scope["path"], query, headers, websocket)
         if refused is None:
             with suppress(ClientDisconnect):  # in the middle of a request: nothing to tell anybody
+                if self.rules.look_through is not None and not websocket and scope["method"] not in READING:
+                    body = await _body(receive)
+                    if reason := await run_in_threadpool(self.rules.look_through, scope["path"], query, body):
+                        await _refuse_in_json(reason, _with_headers(send))
+                        return
+                    receive = _after(body, receive)
                 await self.app(scope, receive, _with_headers(send))
         elif websocket:
             await receive()
@@ -206,6 +216,36 @@ async def _refuse(refused: Refused, send: Send) -> None:
     # What was sent with the request is not read: the connection could not be used for another one.
     await send({"type": "http.response.start", "status": refused.status, "headers": [*head, (b"connection", b"close")]})
     await send({"type": "http.response.body", "body": body})
+
+
+async def _refuse_in_json(reason: str, send: Send) -> None:
+    """As GraphQL tells errors: the page shows the message."""
+    body = json.dumps({"data": None, "errors": [{"message": reason}]}).encode()
+    head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 400, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _body(receive: Receive) -> bytes:
+    """The whole body of a request; how long it may be was judged by its headers."""
+    parts, more = [], True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+def _after(body: bytes, receive: Receive) -> Receive:
+    """What an application receives whose request's body was read already."""
+    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Message:
+        return left.pop() if left else await receive()
+
+    return again
 
 
 def _with_headers(send: Send) -> Send:

@@ -159,7 +159,8 @@ def dagster_app(folder: Path) -> Iterator[tuple[Any, Any]]:
     code, home = folder / "code.py", folder / "dagster"
     home.mkdir(parents=True)
     code.write_text(
-        f"import dagster as dg\n\n@dg.op\ndef touch():\n    pass\n\n@dg.job\ndef {JOB}():\n    touch()\n\n"
+        "import dagster as dg\n\n@dg.op(config_schema={'source': dg.Field(str, is_required=False)})\n"
+        f"def touch(context):\n    pass\n\n@dg.job\ndef {JOB}():\n    touch()\n\n"
         f"defs = dg.Definitions(jobs=[{JOB}])\n"
     )
     workspace = folder / "workspace.yaml"

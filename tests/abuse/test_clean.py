@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -14,8 +15,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.abuse import clean_paths
+from benchmarks.abuse.planted_secrets import CARRIERS, secret_of
 from dtrain_dagster.clusters.lock import acquire
 from dtrain_dagster.home import MARKER, HomeError, at_work, make_home, plan_removal, remove
+from dtrain_dagster.secrets import SecretError
+from dtrain_dagster.stored_secrets import refuse_secret_on_command_line
 
 ROOT = Path(__file__).parents[2]
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
@@ -221,3 +225,34 @@ def test_the_command_holds_the_home_even_if_who_started_it_is_killed(filled: Pat
 
 def test_the_exit_code_of_the_command_is_that_of_work(filled: Path):
     assert dtrain(filled, "work", "sh", "-c", "exit 7").returncode == 7
+
+
+def test_work_hands_no_secret_on(filled: Path, tmp_path: Path):
+    """Dagster would have stored it before anything of ours sees it."""
+    secret = secret_of(random.Random(9))
+    config = {"ops": {"stock_prices": {"config": {"source": CARRIERS["sas"].format(secret)}}}}
+    document, ran = json.dumps(config), tmp_path / "ran"
+    (tmp_path / "own.yaml").write_text(f"# https://robot:b@example.org is stored nowhere\n{document}\n")
+    (tmp_path / "fine.yaml").write_text(document.replace(config["ops"]["stock_prices"]["config"]["source"], "env:NAME"))
+    own, fine, every = (str(tmp_path / name) for name in ("own.yaml", "fine.yaml", "*.yaml"))
+    given: list[tuple[str, ...]] = [
+        ("--config-json", document), (f"--config-json={document}",), ("--config", own), (f"--config={own}",),
+        ("-c", own), (f"-c{own}",), ("-c", every),
+    ]  # fmt: skip
+    for arguments in given:
+        with pytest.raises(SecretError, match=r"ops\.stock_prices\.config\.source carries .*env:NAME") as said:
+            refuse_secret_on_command_line(("dagster", *arguments))
+        assert secret not in str(said.value)
+    token = CARRIERS["token"].format(secret)
+    for plain in (("--tags", json.dumps({"a": token})), (token,), (f"--{token}",), (f"--a={token}",)):
+        with pytest.raises(SecretError) as said:
+            refuse_secret_on_command_line(plain)
+        assert secret not in str(said.value)
+
+    touch = ("work", "sh", "-c", f"touch {ran}", "dagster", "--config")
+    refused = dtrain(filled, *touch, own)
+    assert (refused.returncode, ran.exists()) == (2, False)
+    assert "ops.stock_prices.config.source carries" in refused.stderr
+    assert secret not in refused.stderr
+    assert dtrain(filled, *touch, fine, "--config-json", "{}", "--select", "a,b").returncode == 0
+    assert ran.exists()

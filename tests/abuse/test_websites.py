@@ -16,20 +16,27 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import dagster as dg
 import psutil
 import pytest
 import requests
+from websockets.sync.client import connect
+from websockets.typing import Origin, Subprotocol
 
 from benchmarks.abuse import websites
-from benchmarks.abuse.websites import LAUNCH, MUTATION, PARAMETERS, dagster_app, forged, own_page, send, served
+from benchmarks.abuse.planted_secrets import CARRIERS, secret_of
+from benchmarks.abuse.websites import JOB, LAUNCH, MUTATION, PARAMETERS, dagster_app, forged, own_page, send, served
+from benchmarks.leaks import leaks
+from dtrain_dagster.stored_secrets import secret_posted
 from dtrain_dagster.ui import ui_rules
 from dtrain_dagster.web_guard import Guard, judge, rules_for
 from tests.e2e.chromium import BROWSER_TEST, chromium
-from tests.e2e.conftest import BIN, ROOT, Project, make_project, start_dagster, stop_dagster
+from tests.e2e.conftest import BIN, ENDED, ROOT, Dagster, Project, make_project, start_dagster, stop_dagster, wait_for
 
 UI = ui_rules(("dagster.lan",))
 READ = rules_for("127.0.0.1")
@@ -155,6 +162,107 @@ def test_the_guard_lets_the_page_ask_and_subscribe(tmp_path: Path):
         launched = requests.post(f"{url}/graphql", json={"query": LAUNCH, "variables": PARAMETERS}, timeout=60)
         assert launched.json()["data"]["launchRun"]["__typename"] == "LaunchRunSuccess"
         assert len(instance.get_runs()) == 1
+        with connect(
+            f"ws://127.0.0.1:{port}/graphql", origin=Origin(url), subprotocols=[Subprotocol("graphql-ws")]
+        ) as ws:
+            ws.send(json.dumps({"type": "start", "id": "1", "payload": {"query": LAUNCH, "variables": PARAMETERS}}))
+            assert json.loads(ws.recv(30))["type"] == "error"
+        assert len(instance.get_runs()) == 1, "a websocket changes nothing"
+
+
+def launch_with(config: object, **more: object) -> dict[str, object]:
+    """Variables of `LAUNCH`."""
+    return {"p": PARAMETERS["p"] | {"runConfigData": config} | more}
+
+
+def launches(source: str) -> dict[str, tuple[str, object, str]]:
+    """Ways to have Dagster store a text: the query, its variables, and the place that a refusal names."""
+    config = {"ops": {"touch": {"config": {"source": source}}}}
+    escaped = json.dumps(config).replace("/", "\\x2f")  # as YAML writes it
+    tags = [{"key": "from", "value": source}]
+    backfill = {"selector": {"partitionSetName": "a", "repositorySelector": {}}, "tags": tags}
+    literal = (
+        'mutation { launchRun(executionParams: {mode: "default", selector: {repositoryLocationName: "code.py", '
+        f'repositoryName: "__repository__", pipelineName: "{JOB}"}}, '
+        f"runConfigData: {{ops: {{touch: {{config: {{source: {json.dumps(source)}}}}}}}}}}}) {{ __typename }} }}"
+    )
+    default = (
+        f"mutation($s: String! = {json.dumps(source)}) {{ addDynamicPartition(partitionKey: $s) {{ __typename }} }}"
+    )
+    several = "mutation($l: [ExecutionParams!]!) { launchMultipleRuns(executionParamsList: $l) { __typename } }"
+    again = "mutation($p: ExecutionParams!) { launchRunReexecution(executionParams: $p) { __typename } }"
+    backfilled = "mutation($b: LaunchBackfillParams!) { launchPartitionBackfill(backfillParams: $b) { __typename } }"
+    at = "ops.touch.config.source"
+    return {
+        "a document": (LAUNCH, launch_with(config), at),
+        "YAML": (LAUNCH, launch_with(f"ops:\n  touch:\n    config:\n      source: '{source}'\n"), at),
+        "YAML with escapes": (LAUNCH, launch_with(escaped), at),
+        "variables that are a text": (LAUNCH, json.dumps(launch_with(config)), at),
+        "a literal": (literal, None, at),
+        "a variable's default": (default, None, "s carries"),
+        "a tag": (LAUNCH, launch_with({}, executionMetadata={"tags": tags}), "executionMetadata.tags.0.value"),
+        "several runs": (several, {"l": [launch_with({})["p"], launch_with(config)["p"]]}, at),
+        "a run again": (again, launch_with(config), at),
+        "a backfill": (backfilled, {"b": backfill}, "b.tags.0.value"),
+    }
+
+
+def test_what_dagster_would_store_reaches_it_without_secrets_only(tmp_path: Path):
+    """Without the guard's look the same requests leave them in Dagster's databases."""
+    secret = secret_of(Random(7))
+    sas = CARRIERS["sas"].format(secret)
+    report = "/report_asset_materialization/a"
+    reports: tuple[dict[str, Any], ...] = (
+        {"json": {"metadata": {"from": sas}}},
+        {"json": {}, "params": {"description": sas}},
+    )
+    with dagster_app(tmp_path) as (app, instance):
+        with served(Guard(app, ui_rules())) as port:
+            for form in CARRIERS.values():
+                for name, (query, variables, where) in launches(form.format(secret)).items():
+                    answer = post(port, "/graphql", json={"query": query, "variables": variables})
+                    [error] = answer.json()["errors"]
+                    assert answer.status_code == 400, name
+                    assert where in error["message"], name
+                    assert "env:NAME" in error["message"]
+                    assert secret not in error["message"]
+            assert [post(port, report, **sent).status_code for sent in reports] == [400, 400]
+        assert instance.get_runs() == []
+        assert not leaks([tmp_path], [secret])
+        with served(Guard(app, replace(ui_rules(), look_through=None))) as port:
+            for name in ("a document", "a tag"):
+                query, variables, _ = launches(sas)[name]
+                post(port, "/graphql", json={"query": query, "variables": variables})
+            assert [post(port, report, **sent).status_code for sent in reports] == [200, 200]
+        assert len(instance.get_runs()) == 2
+        assert leaks([tmp_path], [secret])
+
+
+def post(port: int, path: str, **sent: Any) -> requests.Response:
+    return requests.post(f"http://127.0.0.1:{port}{path}", timeout=60, **sent)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["env:PRICES", "keyvault://team-vault/prices", "https://example.org:8443/p.csv?version=1", "/data/a=1.csv"],
+)
+def test_what_carries_no_secret_passes(source: str):
+    for query, variables, _ in launches(source).values():
+        body = json.dumps({"query": query, "variables": variables}).encode()
+        assert secret_posted("/graphql", "", body) is None
+
+
+def test_questions_pass_and_deep_nests_do_not():
+    """A question stores nothing, and the launchpad asks with every key that is pressed."""
+    valid = "query($p: RunConfigData) { isPipelineConfigValid(runConfigData: $p) { __typename } }"
+    typed = {"query": valid, "variables": {"p": {"a": CARRIERS["sas"].format("x")}}}
+    assert secret_posted("/graphql", "", json.dumps(typed).encode()) is None
+    for variables in ("[" * 9000 + "]" * 9000, "a: " + "[" * 20_000 + "]" * 20_000):
+        body = json.dumps({"query": LAUNCH, "variables": {"p": variables}}).encode()
+        assert "too deeply" in (secret_posted("/graphql", "", body) or "")
+    rings = "a: &a [*a, *a]\nb: &b [*a, *a, *a]\nc: [*b, *b, *b]"
+    body = json.dumps({"query": LAUNCH, "variables": {"p": rings}}).encode()
+    assert secret_posted("/graphql", "", body) is None
 
 
 @contextmanager
@@ -332,6 +440,37 @@ def test_a_foreign_page_beside_dtrain_ui_launches_nothing(ui: tuple[str, Project
         page = browser.new_page()
         page.goto(f"{url}/locations/dtrain/jobs/retraining")
         page.locator('button:has-text("Materialize all")').first.wait_for()
+
+
+@pytest.mark.slow
+def test_dtrain_ui_stores_no_secret_of_a_launchpad_and_launches_with_a_reference(
+    ui: tuple[str, Project, psutil.Process],
+):
+    url, project, _ = ui
+    secret = secret_of(Random(8))
+    server = Dagster(project, int(url.rsplit(":", 1)[1]))
+    for carrier in ("sas", "password"):
+        source = CARRIERS[carrier].format(secret)
+        for config in (source_of(source), json.dumps(source_of(source))):
+            with pytest.raises(AssertionError, match=r"ops\.stock_prices\.config\.source carries"):
+                server.launch("stock_prices", config=config)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match=r"resources\.project\.config\.notify.*env:NAME"):
+        server.launch(
+            "stock_prices", config={"resources": {"project": {"config": {"notify": f"slack://a/b/{secret}"}}}}
+        )
+    assert not leaks([project.home], [secret])
+    run_id = server.launch("stock_prices", config=source_of("env:NOT_SET"))
+    try:
+        with dg.DagsterInstance.from_config(project.env["DAGSTER_HOME"]) as instance:
+            assert instance.get_run_by_id(run_id).run_config == source_of("env:NOT_SET")  # type: ignore[union-attr]
+            wait_for(lambda: server.status(run_id) in ENDED, 120, "a run whose reference leads nowhere")
+    finally:
+        with dg.DagsterInstance.from_config(project.env["DAGSTER_HOME"]) as instance:
+            instance.delete_run(run_id)
+
+
+def source_of(address: str) -> dict[str, Any]:
+    return {"ops": {"stock_prices": {"config": {"source": address}}}}
 
 
 @pytest.mark.long
