@@ -58,6 +58,41 @@ print(json.dumps([done, {
 }]))
 """
 
+SERVED = """
+import asyncio, json, socket, sys
+from trainer import sandbox
+
+to, fast = ("127.0.0.1", int(sys.argv[1])), socket.MSG_FASTOPEN
+
+def told(act):
+    try:
+        return str(act())
+    except OSError as error:
+        return type(error).__name__
+
+async def talk():
+    async def echo(reader, writer):
+        writer.write(await reader.readline())
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    writer.write(b"hello\\n")
+    return (await reader.read()).decode().strip()
+
+print(json.dumps([sandbox.forbid_calls(serves=True), told(lambda: asyncio.run(talk())), {
+    "datagrams": told(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", to)),
+    "datagrams of 6": told(lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)),
+    "raw packets": told(lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)),
+    "streams that Landlock does not know": told(lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262)),
+    "the kernel": told(lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)),
+    "a pair of datagrams": told(lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)),
+    "data with a connection": told(lambda: socket.socket().sendto(b"x", fast, to)),
+    "a message with a connection": told(lambda: socket.socket().sendmsg([b"x"], [], fast, to)),
+}]))
+"""
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -91,6 +126,26 @@ def test_a_served_model_reaches_no_socket_of_the_file_system(tmp_path: Path) -> 
     assert (found["internet"], found["pair"]) == ("None", "True"), "what a server needs"
     assert canary.stat().st_mode & 0o777 == 0o600, "whatever it was told"
     assert found["program"] == "0"
+
+
+@SYSTEM
+def test_a_served_model_has_no_sockets_but_those_of_tcp() -> None:
+    """Also where there is neither a network namespace nor Landlock."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.settimeout(0.1)
+        done = subprocess.run(
+            [sys.executable, "-c", SERVED, str(listener.getsockname()[1])],
+            env=os.environ | {"PYTHONPATH": str(Path(sandbox.__file__).parents[1])},
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        held, talked, others = json.loads(done.stdout)
+        if not held:
+            pytest.skip("this machine gives no seccomp")
+        with pytest.raises(TimeoutError):
+            listener.recv(1)
+    assert talked == "hello", "what a server needs"
+    assert set(others.values()) == {"PermissionError"}, others
 
 
 class TestFiles:
