@@ -4,9 +4,11 @@ what is wrong. And code of a model that is allowed: it is asked where there is n
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.abuse import hostile_nodes
@@ -20,6 +22,7 @@ from trainer.arguments import check_arguments
 from trainer.checkpoint import CheckpointError, CheckpointManager
 from trainer.config import ConfigError, FactoryConfig
 from trainer.factories import build
+from trainer.isolation import Isolated, IsolationError
 from trainer.rundir import RunDir
 
 
@@ -181,6 +184,34 @@ def test_code_of_an_allowed_model_takes_nothing_away(place: Place) -> None:
     place.attack_from_within(tally, ("environment", "connect", "read", "fork"))
     assert tally.is_clean, tally.findings
     assert tally.tried == 4
+
+
+SHADOWS = ("numpy", "torch", "json", "platform", "ctypes", "resource", "pydantic", "importlib", "zipfile", "mlflow")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["job", "mlflow"])
+def test_code_of_a_model_called_as_a_library_is_not_run_before_the_walls_are_up(
+    place: Place, tmp_path: Path, kind: Any
+) -> None:
+    """What is there before the last wall is asked for by a process of its own, which seccomp then forbids."""
+    marker = tmp_path / "marker"
+    (tmp_path / "code").mkdir()
+    for name in SHADOWS:
+        (tmp_path / "code" / f"{name}.py").write_text(
+            f"import os\nif os.fork() == 0:\n    os._exit(0)\nraise SystemError('{name} was run')\n"
+        )
+    (tmp_path / "code" / "platform.py").write_text(f"open({str(marker)!r}, 'w').close()\nraise ImportError")
+    model = tmp_path / "model"
+    shutil.copytree(Path(place.good) / "model", model)
+    asked = Isolated(folder=model, kind=kind, path=(tmp_path / "code",), threads=1)
+    windows = np.zeros((2, 12, 8), dtype=np.float32)
+    if kind == "job":
+        assert len(asked.predict(windows)["mu"]) == 2
+    else:  # which asks for its library when they are up
+        with pytest.raises(IsolationError, match="PermissionError"):
+            asked.predict(windows)
+    assert not marker.exists()
 
 
 @pytest.mark.long
