@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -16,6 +14,7 @@ from dtrain_dagster.resources import ProjectResource
 from dtrain_dagster.retraining import CHAMPION_CHECK, prices_of, registrations
 from dtrain_dagster.secrets import redact
 from trainer.rundir import RunDir
+from trainer.scratch import scratch_folder
 
 REASSESS_SECONDS = 300
 DAYS_ENOUGH = 20
@@ -53,8 +52,8 @@ def champion_holds(
     try:
         model = load_run_model(rundir, order_of(project.home, rundir))
         refuse_change(rundir.uri, model.digests, champion.digests)
-        with tempfile.TemporaryDirectory(prefix="dtrain-champion-") as scratch:
-            folder, code = model.unpack(Path(scratch))
+        with scratch_folder("champion") as scratch:
+            folder, code = model.unpack(scratch)
             command = [sys.executable, "-m", "trainer.reassess", "--model", str(folder), "--code", str(code)]
             command += ["--dataset", sharded_dataset.uri, "--after", known.last_date]
             done = subprocess.run(  # in a process of its own: torch stays out of this one

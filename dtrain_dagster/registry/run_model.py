@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from trainer.config import JobConfig
 from trainer.errors import DamagedError
 from trainer.manifest import DatasetError, read_manifest
 from trainer.rundir import RunDir
+from trainer.scratch import scratch_folder
 from trainer.spec import DataSpec, spec_of
 from trainer.storage import Storage
 
@@ -78,8 +78,8 @@ class RunModel:
         not answer, or not with just that."""
         from trainer.isolation import Isolated, IsolationError
 
-        with tempfile.TemporaryDirectory(prefix="dtrain-model-") as scratch:
-            folder, code = self.unpack(Path(scratch))
+        with scratch_folder("model") as scratch:
+            folder, code = self.unpack(scratch)
             model = Isolated(folder=folder, modules=self.modules(), path=(code,), seconds=seconds)
             try:
                 return model.predict(windows)
