@@ -3,6 +3,7 @@ what is wrong. And code of a model that is allowed: it is asked where there is n
 
 from __future__ import annotations
 
+import copy
 import random
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from benchmarks.abuse import hostile_nodes
 from benchmarks.abuse.hostile_nodes import OWN_MODEL, TARGETS, VARIANTS, Place, edit_json
 from benchmarks.abuse.tally import Tally
 from dtrain_dagster.orders import Order, OrderError, keep_order, keep_registration, order_of
+from dtrain_dagster.registry import EvaluationError, refuse_false_evaluation
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
 from trainer import losses, model
 from trainer.allowed import STOCK, is_allowed, modules_of_settings, parse_modules, refuse_foreign
@@ -23,7 +25,7 @@ from trainer.checkpoint import CheckpointError, CheckpointManager
 from trainer.config import ConfigError, FactoryConfig
 from trainer.factories import build
 from trainer.isolation import Isolated, IsolationError
-from trainer.rundir import RunDir
+from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +186,50 @@ def test_code_of_an_allowed_model_takes_nothing_away(place: Place) -> None:
     place.attack_from_within(tally, ("environment", "connect", "read", "fork"))
     assert tally.is_clean, tally.findings
     assert tally.tried == 4
+
+
+@pytest.mark.parametrize(
+    ("place_in_it", "value"),
+    [
+        (("model", "nll"), -9.0),
+        (("model", "coverage_90"), 0.9),
+        (("model", "nll"), None),
+        (("model", "nll"), "good"),
+        (("baselines", "har_x", "nll"), 9.0),
+        (("baselines", "ewma", "nll"), 9.0),
+        (("baselines",), []),
+        (("halves",), []),
+        (("windows",), 1),
+        (("last_date",), "2030-01-01"),
+    ],
+)
+def test_figures_that_do_not_follow_from_the_predictions_are_refused(
+    place: Place, place_in_it: tuple[str, ...], value: Any
+) -> None:
+    rundir = RunDir(place.good)
+    report = copy.deepcopy(rundir.read_json(EVALUATION))
+    assert report is not None
+    refuse_false_evaluation(rundir, rundir.read_job(), report)
+    *above, last = place_in_it
+    inner: Any = report
+    for name in above:
+        inner = inner[name]
+    inner[last] = value
+    with pytest.raises(EvaluationError, match=rf"evaluation\.json says {'.'.join(place_in_it)}.* = .*follows"):
+        refuse_false_evaluation(rundir, rundir.read_job(), report)
+
+
+def test_predictions_that_do_not_give_the_figures_are_refused(place: Place) -> None:
+    rundir = RunDir(place.fresh("better"))
+    path = Path(place.good, PREDICTIONS)
+    with np.load(path) as file:
+        columns = {name: file[name] for name in ("row", "target", "loss", "mu", "sigma", "nu")}
+    report = rundir.read_json(EVALUATION)
+    assert report is not None
+    for change in ({"mu": columns["target"]}, {"sigma": -columns["sigma"]}, {"row": columns["row"] + 1}):
+        np.savez(rundir.storage.local_path(PREDICTIONS), **columns | change)
+        with pytest.raises(EvaluationError, match=r"predictions\.npz"):
+            refuse_false_evaluation(rundir, rundir.read_job(), report)
 
 
 SHADOWS = ("numpy", "torch", "json", "platform", "ctypes", "resource", "pydantic", "importlib", "zipfile", "mlflow")

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from dtrain_dagster.cli_common import Refusal
 from dtrain_dagster.cli_endpoint import _registered
 from dtrain_dagster.jobs import REGISTRATION
 from dtrain_dagster.orders import Order, keep_order, keep_registration
-from dtrain_dagster.registry import server
+from dtrain_dagster.registry import run_model, server
 from dtrain_dagster.registry.answers import AnswerError, as_columns, parse_predictions, read_predictions
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
 from dtrain_dagster.registry.versions import open_client, tracking_run
@@ -168,6 +169,25 @@ class TestFiles:
         else:
             with pytest.raises(RunModelError, match=rf"{name}: an? [a-z ]+ is in its place"):
                 load_run_model(RunDir(run_dir), Order(job=RunDir(place.good).read_job()))
+
+    def test_weights_are_never_in_memory_as_a_whole(
+        self, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run_dir = place.fresh("large")
+        order = Order(job=RunDir(place.good).read_job())
+        small = load_run_model(RunDir(run_dir), order)
+        small.write(tmp_path)
+        assert (tmp_path / "weights.pt").read_bytes() == Path(run_dir, "model/weights.pt").read_bytes()
+        with open(Path(run_dir, "model/weights.pt"), "wb") as file:
+            file.truncate(64 << 20)
+        tracemalloc.start()
+        with pytest.raises(RunModelError, match="it is damaged or was changed"):
+            load_run_model(RunDir(run_dir), order)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+        tracemalloc.stop()
+        monkeypatch.setitem(run_model.MOST_BYTES, "weights.pt", 1 << 20)
+        with pytest.raises(RunModelError, match=r"weights\.pt: it has [0-9,]+ bytes, and such a file has at most"):
+            load_run_model(RunDir(run_dir), order)
 
     @pytest.mark.parametrize("text", ["[]", "{}", "7", '{"dataset_id": "x"}', "[" * 5000])
     def test_a_manifest_that_is_none_is_refused_in_words(self, place: Place, tmp_path: Path, text: str) -> None:
