@@ -14,7 +14,6 @@ from dtrain_dagster.resources import ProjectResource
 from dtrain_dagster.retraining import CHAMPION_CHECK, prices_of, registrations
 from dtrain_dagster.secrets import redact
 from trainer.rundir import RunDir
-from trainer.scratch import scratch_folder
 
 REASSESS_SECONDS = 300
 DAYS_ENOUGH = 20
@@ -34,6 +33,7 @@ def champion_holds(
 ) -> dg.AssetCheckResult:
     # Here, not above: the registry's package loads what the code location does not need.
     from dtrain_dagster.registry.run_model import load_run_model, refuse_change
+    from trainer.scratch import scratch_folder
 
     champion, _ = registrations(context.instance)
     if champion is None or not champion.run_dir:
