@@ -26,6 +26,7 @@ from dtrain_dagster.wording import dollars, duration
 from trainer import schemas
 from trainer.documents import MARK_BYTES, parse_document, warn_once
 from trainer.errors import DamagedError
+from trainer.manifest import NoDatasetError, load_manifest
 from trainer.places import PlaceError, checked_id
 from trainer.storage import Storage
 
@@ -338,11 +339,11 @@ def trained_dataset(instance: dg.DagsterInstance) -> str | None:
 
 
 def prices_of(shared_uri: str, dataset_id: str) -> Prices | None:
-    """The prices that a dataset was made of; None where it is no more."""
+    """The prices that a dataset was made of; None where it is no more. `DatasetError` where it is damaged."""
     try:
         folder = Storage(f"{shared_uri}/datasets/{checked_id(dataset_id, 'the dataset')}")
-        source = json.loads(folder.read("manifest.json"))["source"]
-    except (FileNotFoundError, PlaceError):
+        source = load_manifest(folder)["source"]
+    except (NoDatasetError, PlaceError):
         return None
     return Prices(sha256=source["sha256"], last_date=source["last_date"])
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from trainer.candidates import FIELDS, KNOBS, LAYOUT
 from trainer.config import ConfigError, JobConfig
+from trainer.manifest import NoDatasetError, load_manifest
 from trainer.storage import Storage
 
 
@@ -77,8 +78,8 @@ class Tuned:
 def _dataset_id(job: JobConfig) -> str | None:
     if job.dataset.dataset_id is not None:
         return job.dataset.dataset_id
-    with contextlib.suppress(FileNotFoundError):  # which whoever reads the data will tell better
-        return json.loads(Storage(job.dataset.uri).read("manifest.json"))["dataset_id"]
+    with contextlib.suppress(NoDatasetError):  # which whoever reads the data will tell better
+        return load_manifest(Storage(job.dataset.uri))["dataset_id"]
     return None
 
 

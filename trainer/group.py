@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from trainer.errors import ConfigError
 from trainer.timing import traced
 from trainer.transport import Transport
 
@@ -249,7 +250,10 @@ class Group:
         waited = round(time.monotonic() - since, 3)
         text = in_short(error)
         detail = {"operation": what, "waited_seconds": waited, "error": text}
-        self._fail(GroupError(f"{what} failed after {waited:g} s: {text}", detail))
+        failure = GroupError(f"{what} failed after {waited:g} s: {text}", detail)
+        if isinstance(error, ConfigError):  # others hold on to the group, by the frames of their tracebacks
+            failure.__cause__ = error.with_traceback(None)
+        self._fail(failure)
 
 
 def _summed(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:

@@ -6,6 +6,7 @@ it leaves is data that the parent checks; in between the model's own code may do
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -15,9 +16,6 @@ from typing import Any
 
 def main(order_file: str) -> None:
     order = json.loads(Path(order_file).read_text())
-    sys.path[:0] = order["path"]
-    import importlib.util
-
     # By its file: the packages that lie beside it need not be those of the parent.
     spec = importlib.util.spec_from_file_location("_dtrain_sandbox", order["sandbox"])
     assert spec is not None
@@ -26,6 +24,8 @@ def main(order_file: str) -> None:
     spec.loader.exec_module(sandbox)
     sandbox.limit(order["memory_bytes"], order["cpu_seconds"], order["file_bytes"])
     held = sandbox.confine([*order["readable"], *order["path"]], order["writable"])
+    if order["trainer"]:  # our own copy; the model's code may hold a `numpy`, and has to wait until the walls are up
+        sys.path.insert(0, order["trainer"])
     import numpy as np
 
     windows = np.load(order["windows"], mmap_mode="r", allow_pickle=False)
@@ -39,6 +39,7 @@ def main(order_file: str) -> None:
     if sandbox.forbid_calls():
         held.append("calls")
     Path(order["held"]).write_text(json.dumps(held))
+    sys.path[:0] = order["path"]
     answers = _mlflow(order, windows) if order["kind"] == "mlflow" else _job(order, windows)
     with open(order["answers"], "wb") as file:
         np.savez(file, **answers)

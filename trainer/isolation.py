@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 
 from trainer.arrays import ArraysError, read_arrays
 from trainer.regular import read_regular
+from trainer.scratch import scratch_folder
 
 _log = logging.getLogger(__name__)
 _COLUMNS = 64
@@ -63,8 +63,7 @@ class Isolated:
     def predict(self, windows: NDArray[np.float32]) -> dict[str, NDArray[np.float64]]:
         """Windows (n, window, features) → named columns (n,). `IsolationError` where the model does not answer, takes
         too long or too much, or answers with anything but that."""
-        with tempfile.TemporaryDirectory(prefix="dtrain-isolated-") as name:
-            scratch = Path(name)
+        with scratch_folder("isolated") as scratch:
             given, answers, held = (scratch / each for each in ("windows.npy", "answers.npz", "held.json"))
             np.save(given, np.asarray(windows, dtype=np.float32))
             said = scratch / "said.txt"
@@ -78,12 +77,13 @@ class Isolated:
                 "kind": self.kind,
                 "model": str(self.folder),
                 "modules": list(self.modules),
-                "path": [str(code), *map(str, self.path)],
+                "trainer": str(code) if self.kind == "job" else "",
+                "path": [str(path) for path in self.path],
                 "sandbox": str(Path(__file__).with_name("sandbox.py")),
                 "windows": str(given),
                 "answers": str(answers),
                 "held": str(held),
-                "readable": [str(self.folder), str(given), str(scratch / "home")],
+                "readable": [str(self.folder), str(given), str(scratch / "home"), str(code)],
                 "writable": [str(answers), str(held), str(said)],
                 "memory_bytes": self.memory_bytes,
                 "cpu_seconds": int(self.seconds * max(1, self.threads)) + 1,

@@ -12,7 +12,7 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,12 +56,32 @@ def write_new(path: Path) -> None:
     temporary.replace(path)
 
 
-def own_file(environment: MutableMapping[str, str]) -> Path:
-    """The file for the secrets of a job's launches that the environment names; where it names none, one in a new
-    folder, and it names that then."""
-    if not environment.get(SECRET_FILE):
-        environment[SECRET_FILE] = f"{tempfile.mkdtemp(prefix='dtrain-secret-')}/launch"
-    return Path(environment[SECRET_FILE])
+@dataclass(frozen=True, slots=True)
+class SecretFile:
+    """The file from which the ranks of a job's launches read their secret."""
+
+    path: Path
+    is_own: bool = True
+    """Whether it is ours to write and remove. One that a person has given holds one secret for all launches."""
+
+    def renew(self) -> None:
+        """A fresh secret, for a launch that begins."""
+        if self.is_own:
+            write_new(self.path)
+
+    def remove(self) -> None:
+        """After the last launch."""
+        if self.is_own:
+            self.path.unlink(missing_ok=True)
+
+
+def file_by_hand(environment: Mapping[str, str]) -> SecretFile:
+    """For a supervisor that nobody has told where to write: the file that the environment names, which is only read;
+    where it names none, one in a new folder. `ConfigError` for a file that `read` refuses."""
+    if path := environment.get(SECRET_FILE):
+        read(environment)
+        return SecretFile(Path(path).absolute(), is_own=False)
+    return SecretFile(Path(tempfile.mkdtemp(prefix="dtrain-secret-"), "launch"))
 
 
 def read(environment: Mapping[str, str]) -> LaunchSecret:

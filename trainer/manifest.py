@@ -14,7 +14,10 @@ import re
 import stat
 from typing import Any
 
+from trainer.documents import parse_document
+from trainer.errors import DamagedError
 from trainer.places import PlaceError, checked_id, checked_name
+from trainer.schemas import many, mapping, obj, record, text, whole
 from trainer.storage import Storage
 
 SCHEMA_VERSION = 1
@@ -22,6 +25,11 @@ ARRAYS = ("features", "target", "ticker", "date")
 """Arrays that every dataset has; other columns are called as they are."""
 _COLUMN = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 _LONGEST_WINDOW = 100_000
+_TOLD = record(
+    dataset_id=text, created_at=text, samples=mapping(whole()), excluded=mapping(text), masks=many(obj),
+    source=record(sha256=text, last_date=text, first_date=text, title=text),
+)  # fmt: skip
+"""What others than the trainer read in it."""
 MOST_BYTES = 256 << 20
 """Of a manifest: some hundred bytes for each ticker."""
 
@@ -30,10 +38,18 @@ class DatasetError(ValueError):
     """The dataset cannot be used. The message names the folder, what is wrong with it, and the remedy."""
 
 
+class NoDatasetError(DatasetError):
+    """There is no dataset in the folder."""
+
+
 def read_manifest(storage: Storage, expected_id: str | None = None) -> dict[str, Any]:
     """The manifest of the dataset in this folder, checked. `DatasetError` where there is none that can be used, or one
     of another dataset than expected."""
-    manifest = load_manifest(storage)
+    return checked_manifest(load_manifest(storage), storage, expected_id)
+
+
+def checked_manifest(manifest: dict[str, Any], storage: Storage, expected_id: str | None = None) -> dict[str, Any]:
+    """The same for one that was loaded from there."""
     if "dataset_id" not in manifest:
         raise DatasetError(f"{storage.uri}/manifest.json does not describe a dataset: build it anew")
     if manifest.get("schema_version") != SCHEMA_VERSION:
@@ -49,26 +65,39 @@ def read_manifest(storage: Storage, expected_id: str | None = None) -> dict[str,
 
 
 def load_manifest(storage: Storage) -> dict[str, Any]:
-    """The manifest in this folder as it is written. `DatasetError` where there is none, or something else in its place,
-    which is neither waited for nor read for ever. A link counts as the file that it leads to."""
+    """The manifest in this folder as it is written, see `parse_manifest`. `NoDatasetError` where there is none."""
+    return parse_manifest(manifest_bytes(storage), storage)
+
+
+def manifest_bytes(storage: Storage) -> bytes:
+    """The bytes of the manifest in this folder. `NoDatasetError` where there is none, `DatasetError` where something
+    else is in its place, which is neither waited for nor read for ever. A link counts as the file that it leads to."""
     where = f"{storage.uri}/manifest.json"
     try:
         if storage.is_local and not stat.S_ISREG(os.stat(storage.path("manifest.json")).st_mode):
             raise DatasetError(f"{where} is no regular file: build the dataset anew")
         if (size := storage.size("manifest.json")) > MOST_BYTES:
             raise DatasetError(f"{where} has {size:,} bytes, and a manifest has at most {MOST_BYTES:,}: build it anew")
-        manifest = json.loads(storage.read("manifest.json"))
+        return storage.read("manifest.json")
     except FileNotFoundError as error:
-        raise DatasetError(
+        raise NoDatasetError(
             f"dataset.uri = {storage.uri!r} holds no manifest.json: it is not a dataset, or its building was "
             "interrupted; build it, or point dataset.uri to the right folder"
         ) from error
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, DatasetError):
-            raise
-        raise DatasetError(f"{where} is not JSON: {error}") from error
+
+
+def parse_manifest(data: bytes, storage: Storage) -> dict[str, Any]:
+    """The manifest that these bytes of a folder are; a key that it lacks is a `DamagedError`, which names the file.
+    `DatasetError` where they are none."""
+    where = f"{storage.uri}/manifest.json"
+    try:
+        manifest = parse_document(data, where, None)
+    except DamagedError as error:
+        raise DatasetError(f"{where} is not JSON that can be read ({error.what}): build the dataset anew") from error
     if not isinstance(manifest, dict):
         raise DatasetError(f"{where} does not describe a dataset: build it anew")
+    if wrong := _TOLD(manifest):
+        raise DatasetError(f"{where} does not describe a dataset (it is {wrong}): build it anew")
     return manifest
 
 
@@ -84,7 +113,7 @@ def check_manifest(manifest: dict[str, Any], uri: str) -> None:
     except PlaceError as error:
         raise DatasetError(f"{uri}/manifest.json: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        reason = error.what if isinstance(error, DamagedError) else str(error)
         raise DatasetError(f"{uri}/manifest.json does not describe a dataset ({reason}): build it anew") from error
 
 

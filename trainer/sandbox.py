@@ -37,6 +37,7 @@ SYSTEM = (
 _CALLS = {
     "x86_64": {
         "architecture": 0xC000003E, "socket": 41, "clone": 56, "clone3": 435, "prlimit64": 302,
+        "socketpair": 53, "sendto": 44, "sendmsg": 46, "sendmmsg": 307,
         "denied": (
             *(53, 57, 58, 59, 322, 62, 200, 234, 129, 297, 424, 434),
         ),
@@ -49,6 +50,7 @@ _CALLS = {
     },
     "aarch64": {
         "architecture": 0xC00000B7, "socket": 198, "clone": 220, "clone3": 435, "prlimit64": 261,
+        "socketpair": 199, "sendto": 206, "sendmsg": 211, "sendmmsg": 269,
         "denied": (
             *(199, 221, 281, 129, 130, 131, 138, 240, 424, 434),
         ),
@@ -63,9 +65,19 @@ _CALLS = {
 """Numbers of system calls. ``denied``: pairs of sockets, new processes and programs, signals. ``foreign``, which no
 server needs either: to trace and read other processes, io_uring, namespaces and mounts, keys, bpf; shared memory,
 semaphores and queues; attributes of files. ``modes``: owners and modes of files; these two Landlock leaves alone."""
-_INTERNET = (2, 10)
-"""Families of sockets that lead nowhere but into the network namespace: of the internet, 4 and 6. One of the file
-system leads to whatever listens on this machine, an ssh-agent or a container engine, from within any namespace."""
+_WHOLE = 0xFFFFFFFF
+_SERVED = {
+    "socket": ((16, _WHOLE, (2, 10)), (24, 0xF, (1,)), (32, _WHOLE, (0, 6))),
+    "socketpair": ((16, _WHOLE, (1,)), (24, 0xF, (1,))),
+    "sendto": ((40, 1 << 29, (0,)),),
+    "sendmsg": ((32, 1 << 29, (0,)),),
+    "sendmmsg": ((40, 1 << 29, (0,)),),
+}
+"""With which arguments a server may make a call: where in ``struct seccomp_data`` one is, which bits of it count, and
+their values. Sockets are TCP's, of the internet 4 and 6, whose ``connect`` Landlock sees: of the others, and of what is
+sent while a connection is made (MSG_FASTOPEN), it knows nothing. One of the file system leads to whatever listens on
+this machine, an ssh-agent or a container engine, from within any namespace; so does one of a pair that sends single
+messages."""
 _THREAD = 0x00010000
 
 
@@ -176,7 +188,7 @@ def forbid_calls(serves: bool = False) -> bool:
     """Forbid, on all threads, sockets, new processes and programs, and all that reaches other processes; whether that
     could be done. Called when everything trusted is loaded: nothing can be started after it.
 
-    ``serves``: sockets of the internet, and processes and programs of its own, stay allowed. Who changes a mode is told
+    ``serves``: TCP, and processes and programs of its own, stay allowed. Who changes a mode is told
     that it did: MLflow copies a model with all that its files have."""
     calls = _CALLS.get(platform.machine()) if sys.platform == "linux" else None
     if calls is None:
@@ -196,7 +208,7 @@ def _filter(calls: dict, serves: bool) -> bytes:
     def statement(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
         return struct.pack("HBBI", code, yes, no, value)
 
-    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    load, equal, at_least, any_bit, mask, give = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
     allow, end, refuse = 0x7FFF0000, 0x80000000, 0x00050000
     denied, allowed = statement(give, refuse | errno.EPERM), statement(give, allow)
     lines = [
@@ -213,14 +225,14 @@ def _filter(calls: dict, serves: bool) -> bytes:
     for number in calls["modes"]:
         lines += [statement(equal, number, no=1), statement(give, refuse) if serves else denied]
     if serves:
-        lines += [
-            statement(equal, calls["socket"], no=4),
-            statement(load, 16),
-            *(statement(equal, family, yes=2 - place) for place, family in enumerate(_INTERNET)),
-            denied,
-            allowed,
-        ]
-        return b"".join(lines)
+        for name, arguments in _SERVED.items():
+            checks = []
+            for where, bits, values in arguments:
+                checks += [statement(load, where), statement(mask, bits)]
+                checks += [statement(equal, value, yes=len(values) - at) for at, value in enumerate(values)]
+                checks += [denied]
+            lines += [statement(equal, calls[name], no=len(checks) + 1), *checks, allowed]
+        return b"".join([*lines, allowed])
     lines += [
         statement(equal, calls["clone3"], no=1),  # its flags cannot be seen; libraries then take clone
         statement(give, refuse | errno.ENOSYS),

@@ -9,6 +9,7 @@ somebody who is not on its way.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 import struct
 import threading
@@ -20,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.door import Door
+from trainer.errors import ConfigError
 from trainer.handshake import AuthenticationError, answer, call, rank_of
 from trainer.links import Link, PeerError, connect, prepare, run
 
@@ -36,6 +38,23 @@ _SIZE = struct.Struct("!I")
 _KEPT: list[Store] = []
 """Stores stay for as long as the process: threads of gloo and NCCL may be left behind in one (`trainer.group`), and C++
 does not hold the Python half of an object. A closed one is small."""
+
+
+def place_said(said: bytes, agents: tuple[str, int]) -> tuple[str, int]:
+    """Host and port, out of what the store of torchrun's agents, which believes anybody, says of rank 0's.
+    `ConfigError` where it says something else."""
+    port, _, host = said[:80].decode(errors="replace").partition(" ")
+    try:
+        if not 1 <= int(port) <= 65535:
+            raise ValueError
+        ipaddress.ip_address(host)
+    except ValueError:
+        raise ConfigError(
+            f"the store of torchrun's agents at {agents[0]}:{agents[1]} says that rank 0 listens at {said[:80]!r}, "
+            "which is no port and address: something else writes into that store; start all ranks again with another "
+            "port (torchrun --master-port), which strangers cannot reach"
+        ) from None
+    return host, int(port)
 
 
 class Store(dist.Store):

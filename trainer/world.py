@@ -22,7 +22,7 @@ from trainer.generation import Generation
 from trainer.group import Group, GroupError
 from trainer.launch_secret import LaunchSecret, read, warn_if_open
 from trainer.star import Star
-from trainer.store import Store
+from trainer.store import Store, place_said
 from trainer.tls import client_context, server_context
 from trainer.transport import StarTransport, TorchTransport, Transport, make_torch_transport
 
@@ -244,6 +244,8 @@ def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | Non
         world.gather(facts.rank)
     except GroupError as error:
         world.leave()
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
         raise PeersMissingError(
             f"rank {facts.rank} waited {config.collective_timeout_seconds:g} s at MASTER_ADDR={facts.master_addr}, "
             f"MASTER_PORT={facts.master_port} and not all of its {facts.world_size - 1} peers came: look into "
@@ -357,8 +359,8 @@ def _beside(
         listener = listen(own_host(environment, facts))
         host, port = listener.getsockname()[:2]
         agents.set(where, f"{port} {host}")
-    port, host = agents.get(where).decode().split(" ", 1)
-    return Store((host, int(port)), facts.rank, facts.world_size, secret.key("store", prefix), seconds, listener)
+    place = place_said(agents.get(where), address)
+    return Store(place, facts.rank, facts.world_size, secret.key("store", prefix), seconds, listener)
 
 
 def listen(address: str, port: int = 0) -> socket.socket:

@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -35,6 +33,7 @@ def champion_holds(
 ) -> dg.AssetCheckResult:
     # Here, not above: the registry's package loads what the code location does not need.
     from dtrain_dagster.registry.run_model import load_run_model, refuse_change
+    from trainer.scratch import scratch_folder
 
     champion, _ = registrations(context.instance)
     if champion is None or not champion.run_dir:
@@ -53,8 +52,8 @@ def champion_holds(
     try:
         model = load_run_model(rundir, order_of(project.home, rundir))
         refuse_change(rundir.uri, model.digests, champion.digests)
-        with tempfile.TemporaryDirectory(prefix="dtrain-champion-") as scratch:
-            folder, code = model.unpack(Path(scratch))
+        with scratch_folder("champion") as scratch:
+            folder, code = model.unpack(scratch)
             command = [sys.executable, "-m", "trainer.reassess", "--model", str(folder), "--code", str(code)]
             command += ["--dataset", sharded_dataset.uri, "--after", known.last_date]
             done = subprocess.run(  # in a process of its own: torch stays out of this one

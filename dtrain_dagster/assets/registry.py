@@ -75,10 +75,12 @@ def registered_model(
         dagster_run_id=context.run.run_id,
         dagster_run_url=project.run_url(context.run.run_id),
     )
+    ordered = registry.ordered_job(rundir, order)
+    registry.refuse_false_evaluation(rundir, ordered, evaluation, project.cache_dir)
     gate = registry.promotion_gate(evaluation)
     card = registry.model_card(
         project.model_name,
-        registry.ordered_job(rundir, order),
+        ordered,
         result,
         evaluation,
         sharded_dataset.manifest(),

@@ -255,9 +255,10 @@ def _weights_check(result: dict[str, Any]) -> dg.AssetCheckResult:
 def _samples_check(result: dict[str, Any], plan: TrainingPlan) -> dg.AssetCheckResult:
     """The dataset's manifest says how many samples there are; the trainer's records must add up to just these."""
     from trainer.consumed import unproven  # numpy, which the code location does not need to load
+    from trainer.manifest import load_manifest
     from trainer.storage import Storage
 
-    manifest = json.loads(Storage(plan.job["dataset"]["uri"]).read("manifest.json"))
+    manifest = load_manifest(Storage(plan.job["dataset"]["uri"]))
     count, epochs = manifest["samples"]["train"], result["consumed"]
     wrong = unproven(epochs, count, whole_epochs=int(result["epochs"]))
     return dg.AssetCheckResult(

@@ -53,7 +53,6 @@ from dtrain_dagster.home import HomeError, make_home
 from trainer import schemas
 from trainer.documents import MARK_BYTES, read_document, warn_once
 from trainer.errors import DamagedError
-from trainer.launch_secret import SECRET_FILE
 from trainer.places import PlaceError, checked_id
 from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
 from trainer.storage import Storage
@@ -256,14 +255,15 @@ class LocalClusterManager(GPUClusterManager):
         log_path.parent.mkdir(exist_ok=True)
         with open(log_path, "ab") as log:
             # -P: no module of the working directory may shadow one of the standard library.
+            command = [sys.executable, "-P", "-m", "dtrain_dagster.clusters.supervisor"]
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "dtrain_dagster.clusters.supervisor", str(folder), str(lock)],
+                [*command, str(folder), str(lock), str(self._secret(spec.job_id))],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
                 pass_fds=[lock],
-                env=with_package({**os.environ, MARK: launch["token"], SECRET_FILE: str(self._secret(spec.job_id))}),
+                env=with_package({**os.environ, MARK: launch["token"]}),
             )
         # Waited for in the background, so that its end leaves no zombie in a submitter that lives long.
         threading.Thread(target=process.wait, daemon=True).start()

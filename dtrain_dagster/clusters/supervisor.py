@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
@@ -40,11 +41,11 @@ from dtrain_dagster.clusters.policy import (
 from dtrain_dagster.clusters.presence import HEARTBEAT_SECONDS
 from dtrain_dagster.clusters.processes import descendants, kill_all, marked
 from dtrain_dagster.clusters.reaper import Reaper, reap_orphans, supervised
-from trainer import launch_secret
 from trainer.clock import SteadyClock
 from trainer.descriptors import raise_descriptor_limit
 from trainer.documents import warn_once
-from trainer.errors import DamagedError
+from trainer.errors import ConfigError, DamagedError
+from trainer.launch_secret import SecretFile, file_by_hand
 from trainer.rundir import LAUNCH, LOGS, STATUS, NodePresence, RunDir
 
 POLL_SECONDS = 0.05
@@ -63,7 +64,9 @@ _libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 class Supervisor:
     """Starts, watches, replaces and ends the processes of one job."""
 
-    def __init__(self, run_dir: str, reaper: Reaper | None = None, clock: SteadyClock | None = None) -> None:
+    def __init__(
+        self, run_dir: str, secret: SecretFile, reaper: Reaper | None = None, clock: SteadyClock | None = None
+    ) -> None:
         self.cancelled = False
         signal.signal(signal.SIGTERM, self._on_cancel)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -71,7 +74,7 @@ class Supervisor:
         self.rundir = RunDir(run_dir)
         self.launch: dict[str, Any] = self.rundir.read_json(LAUNCH) or {}
         self.reaper, self.parent = reaper, os.getppid()
-        self.secret = launch_secret.own_file(os.environ)
+        self.secret = secret
         self.clock = clock or begin_clock(self.rundir)
         self.started_at = self.clock.now()
         self.peer_grace, self.stop_grace = PEER_GRACE[1], STOP_GRACE[1]
@@ -120,7 +123,7 @@ class Supervisor:
 
     def _start_nodes(self) -> None:
         self.port = choose_port(self.launch["master_port"])
-        launch_secret.write_new(self.secret)
+        self.secret.renew()
         for node_id in range(self.launch["node_count"]):
             self._start_node(node_id, stay=1)
 
@@ -134,7 +137,7 @@ class Supervisor:
         node = self.nodes[node_id] = Node(here, log, node_mark(self.launch, node_id, stay), size)
         self.rundir.write_node(here)
         for local_rank in range(size):
-            variables = rank_environment(self.launch, node_id, local_rank, self.port, stay, str(self.secret))
+            variables = rank_environment(self.launch, node_id, local_rank, self.port, stay, str(self.secret.path))
             variables |= self.clock.variables()
             environment = merge_environment(os.environ, self.launch, variables)
             pipe = log.open_pipe()
@@ -380,9 +383,9 @@ def begin_clock(rundir: RunDir) -> SteadyClock:
     return SteadyClock.begin(not_before=max(map(presences.end_of, rundir.nodes()), default=0.0))
 
 
-def supervise(run_dir: str, reaper: Reaper, clock: SteadyClock) -> int:
+def supervise(run_dir: str, secret: SecretFile, reaper: Reaper, clock: SteadyClock) -> int:
     """A supervisor's whole life, under its reaper: the exit code."""
-    supervisor = Supervisor(run_dir, reaper, clock)
+    supervisor = Supervisor(run_dir, secret, reaper, clock)
     try:
         state = supervisor.run()
     except Exception as error:
@@ -393,22 +396,28 @@ def supervise(run_dir: str, reaper: Reaper, clock: SteadyClock) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``DIR``: the run directory. ``DIR FD``: with the descriptor of its lock, which the submitter already holds."""
+    """``DIR``: the run directory. ``DIR FD FILE``: with the descriptor of its lock, which the submitter already holds,
+    and the file into which the secrets of launches go."""
     run_dir = arguments[0]
     rundir = RunDir(run_dir)
     lock = int(arguments[1]) if len(arguments) > 1 else acquire(rundir.storage.local_path())
     if lock is None:
         _say("another supervisor has this job")
         return 1
-    token, secret = (rundir.read_json(LAUNCH) or {})["token"], launch_secret.own_file(os.environ)
+    try:
+        secret = SecretFile(Path(arguments[2])) if len(arguments) > 2 else file_by_hand(os.environ)
+    except ConfigError as error:
+        _say(str(error))
+        return EXIT_UNUSABLE
+    token = (rundir.read_json(LAUNCH) or {})["token"]
     clock = begin_clock(rundir)
     raise_descriptor_limit()
 
     def afterwards() -> None:
-        secret.unlink(missing_ok=True)
+        secret.remove()
         presences.close(rundir, clock.now())
 
-    return supervised(lambda reaper: supervise(run_dir, reaper, clock), token, afterwards)
+    return supervised(lambda reaper: supervise(run_dir, secret, reaper, clock), token, afterwards)
 
 
 if __name__ == "__main__":

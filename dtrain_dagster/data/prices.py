@@ -20,6 +20,9 @@ from dtrain_dagster.data.building import building_in
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.price_file import GivenFile, engine, opened
 from dtrain_dagster.secrets import redact
+from trainer.documents import read_document
+from trainer.schemas import record, text, whole
+from trainer.storage import Storage
 
 if TYPE_CHECKING:
     import duckdb
@@ -45,6 +48,12 @@ _TICKER = ("ticker", "symbol")
 _PRICE = ("adj_close", "adjclose", "adjusted_close", "adj_price")
 _EXTRA = ("open", "high", "low", "close", "volume")
 _CSV_BUFFER = 8 << 20
+_MANIFEST = record(
+    {
+        "prices_id": text,
+        "source": record({"rows": whole(), "tickers": whole(), "first_date": text, "last_date": text, "sha256": text}),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +75,8 @@ class PricesRef:
         return Path(self.uri) / "prices.parquet"
 
     def manifest(self) -> dict[str, Any]:
-        return json.loads((Path(self.uri) / "manifest.json").read_text())
+        """`DataError` where there is none, `DamagedError` where it is damaged."""
+        return _manifest(self.uri)
 
 
 def write_prices(source: PriceSource, storage_uri: str, memory_limit: int = MEMORY_LIMIT) -> PricesRef:
@@ -113,8 +123,15 @@ def iter_tickers(ref: PricesRef) -> Iterator[tuple[str, pd.DataFrame]]:
         yield str(frame["ticker"].iloc[0]), frame
 
 
+def _manifest(uri: str) -> dict[str, Any]:
+    manifest = read_document(Storage(uri), "manifest.json", _MANIFEST)
+    if manifest is None:
+        raise DataError(f"{uri} holds no manifest.json: delete the folder, and read the prices again")
+    return manifest
+
+
 def _ref(folder: Path, built: bool) -> PricesRef:
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = _manifest(str(folder))
     figures = {name: manifest["source"][name] for name in ("rows", "tickers", "first_date", "last_date")}
     return PricesRef(uri=str(folder), prices_id=manifest["prices_id"], built=built, **figures)
 

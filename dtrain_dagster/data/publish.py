@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dtrain_dagster.data.errors import DataError
+from trainer.manifest import checked_manifest, manifest_bytes, parse_manifest
 from trainer.places import PlaceError, checked_id, inside
 from trainer.storage import Storage
 
@@ -20,7 +20,8 @@ def publish_dataset(uri: str, dataset_id: str, shared_uri: str) -> tuple[str, in
     """Copy a dataset's folder of this machine to ``<shared>/datasets/<id>``: (its address there, bytes copied).
 
     The manifest goes last, so that a dataset is there as a whole or not at all; shards that an earlier, interrupted
-    call has copied are not copied again. `DataError` where a shard is not what its manifest says.
+    call has copied are not copied again. `DataError` where a shard is not what its manifest says, `DatasetError` where
+    that is damaged or another dataset's.
     """
     try:
         checked_id(dataset_id, f"dataset_id in {uri}/manifest.json")
@@ -32,7 +33,9 @@ def publish_dataset(uri: str, dataset_id: str, shared_uri: str) -> tuple[str, in
         return uri, 0
     if target.exists("manifest.json"):
         return target.uri, 0
-    text = (source / "manifest.json").read_bytes()
+    given = Storage(uri)
+    text = manifest_bytes(given)
+    manifest = checked_manifest(parse_manifest(text, given), given, dataset_id)
     there = set(target.list("data"))
 
     def copy(shard: dict[str, object]) -> int:
@@ -54,6 +57,6 @@ def publish_dataset(uri: str, dataset_id: str, shared_uri: str) -> tuple[str, in
             return file.tell()
 
     with ThreadPoolExecutor(PARALLEL) as pool:
-        copied = sum(pool.map(copy, json.loads(text)["shards"]))
+        copied = sum(pool.map(copy, manifest["shards"]))
     target.write("manifest.json", text)
     return target.uri, copied + len(text)

@@ -23,7 +23,9 @@ from dtrain_dagster.data.prices import PricesRef, iter_tickers
 from dtrain_dagster.data.shard_file import Shard, rename_shards, stored_columns
 from dtrain_dagster.data.validation import Mask, Validation, exchange_sessions, gaps
 from dtrain_dagster.secrets import redact
+from trainer.manifest import DatasetError, load_manifest, read_manifest
 from trainer.places import PlaceError, inside
+from trainer.storage import Storage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,7 +76,8 @@ class BuiltDataset:
     """Where nodes read it (`dtrain_dagster.data.publish`)."""
 
     def manifest(self) -> dict[str, Any]:
-        return json.loads((Path(self.uri) / "manifest.json").read_text())
+        """`DatasetError` where it is damaged."""
+        return load_manifest(Storage(self.uri))
 
 
 def build_dataset(
@@ -124,8 +127,8 @@ def verify_dataset(uri: str) -> None:
     import pyarrow.parquet as pq
 
     try:
-        manifest = json.loads((Path(uri) / "manifest.json").read_text())
-    except (FileNotFoundError, json.JSONDecodeError) as error:
+        manifest = read_manifest(Storage(uri))
+    except DatasetError as error:
         raise DataError(f"{uri} has no manifest that can be read ({error}); build the dataset anew") from error
     for shard in manifest["shards"]:
         try:
@@ -363,7 +366,7 @@ class _Builder:
 
 
 def _ref(folder: Path, built: bool) -> BuiltDataset:
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = read_manifest(Storage(str(folder)))
     return BuiltDataset(
         uri=str(folder),
         dataset_id=manifest["dataset_id"],

@@ -8,6 +8,7 @@ from dtrain_dagster.registry.answers import AnswerError
 from dtrain_dagster.registry.base import Registry
 from dtrain_dagster.registry.card import Provenance, model_card
 from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint, check_endpoint
+from dtrain_dagster.registry.evaluated import EvaluationError, refuse_false_evaluation
 from dtrain_dagster.registry.local import MLflowRegistry
 from dtrain_dagster.registry.packed import PACKED_TAG, PackedError
 from dtrain_dagster.registry.promotion import (
@@ -38,6 +39,7 @@ __all__ = [
     "Comparison",
     "Decision",
     "EndpointCheck",
+    "EvaluationError",
     "Gate",
     "MLflowRegistry",
     "PackedError",
@@ -62,6 +64,7 @@ __all__ = [
     "ordered_job",
     "promote",
     "promotion_gate",
+    "refuse_false_evaluation",
     "register_model",
     "scoring_server",
 ]

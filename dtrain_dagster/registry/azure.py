@@ -7,7 +7,6 @@ metrics are used (plain REST, see `trainer.azure_token`); files of a model go to
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from dtrain_dagster.registry.versions import JOB_TAG, RegisteredModel, RegistryE
 from dtrain_dagster.secrets import redact
 from trainer.azure_token import tracking_address
 from trainer.rundir import EVALUATION, RunDir
+from trainer.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -88,9 +88,9 @@ class AzureMLRegistry:
             **{name: str(value) for name, value in tags.items()},
         }
         run_id = self._track(rundir, experiment, {**all_tags, "model_name": model_name}, result, evaluation)
-        with tempfile.TemporaryDirectory(prefix="dtrain-register-") as scratch:
-            folder = Path(scratch) / versions.MODEL_PATH
-            versions.save_pyfunc(own, folder, Path(scratch), run_id, cache_dir)
+        with scratch_folder("register") as scratch:
+            folder = scratch / versions.MODEL_PATH
+            versions.save_pyfunc(own, folder, scratch, run_id, cache_dir)
             (folder / versions.CARD).write_text(redact(card))
             (folder / EVALUATION).write_text(json.dumps(evaluation, indent=2, sort_keys=True))
             all_tags[PACKED_TAG] = folder_digest(folder)
@@ -238,10 +238,10 @@ class AzureMLRegistry:
     @contextmanager
     def _files(self, name: str, version: str) -> Iterator[Path]:
         """The folder of a version's MLflow model, as the workspace gives it out."""
-        with tempfile.TemporaryDirectory(prefix="dtrain-model-") as scratch:
+        with scratch_folder("model") as scratch:
             with _explained(f"downloading {name} {version}"):
-                self.client.models.download(name=name, version=version, download_path=scratch)
-            found = sorted(Path(scratch).rglob("MLmodel"), key=lambda path: len(path.parts))
+                self.client.models.download(name=name, version=version, download_path=str(scratch))
+            found = sorted(scratch.rglob("MLmodel"), key=lambda path: len(path.parts))
             if not found:
                 raise RegistryError(
                     f"{name} version {version} holds no MLmodel file: dtrain did not register it, or its files were "

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from trainer.scratch import scratch_folder
 
 PACKED_TAG = "packed_sha256"
 """Tag of a version: the digest of all files that were registered. Nodes report metrics; they change no versions."""
@@ -53,7 +54,7 @@ def packed_files(name: str, version: str, tracking_uri: str, registry_uri: str |
     tags = client.get_model_version(name, version).tags
     # A ``models:/`` address would be looked up in the process's global registry, whatever is asked for here.
     source = client.get_model_version_download_uri(name, version)
-    with tempfile.TemporaryDirectory(prefix="dtrain-model-") as scratch:
-        folder = Path(download_artifacts(source, dst_path=scratch, tracking_uri=tracking_uri))
+    with scratch_folder("model") as scratch:
+        folder = Path(download_artifacts(source, dst_path=str(scratch), tracking_uri=tracking_uri))
         refuse_changed_files(f"{name} version {version}", folder, tags.get(PACKED_TAG))
         yield folder

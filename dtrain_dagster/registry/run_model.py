@@ -6,13 +6,15 @@ no code of it runs in this process (`trainer.isolation`).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from dtrain_dagster.orders import MODEL_DIGESTS, Order, plain
 from dtrain_dagster.registry.staging import stage_code
@@ -20,7 +22,9 @@ from trainer.allowed import STOCK, modules_of_settings, refuse_foreign_factories
 from trainer.config import JobConfig
 from trainer.errors import DamagedError
 from trainer.manifest import DatasetError, read_manifest
+from trainer.regular import too_large
 from trainer.rundir import RunDir
+from trainer.scratch import scratch_folder
 from trainer.spec import DataSpec, spec_of
 from trainer.storage import Storage
 
@@ -34,10 +38,35 @@ FACTORIES = "factories.json"
 MOST_BYTES = {DESCRIPTION: 1 << 20, WEIGHTS: 16 << 30}
 ASK_SECONDS = 300.0
 _FOLDER = "model"
+_BLOCK = 1 << 20
 
 
 class RunModelError(ValueError):
     """The model of a run directory cannot be used. The message says which file, what is wrong, and the remedy."""
+
+
+class KeptFile:
+    """A nameless copy of a file, on disk, which nobody else can change. It goes with this object."""
+
+    def __init__(self, source: IO[bytes], where: str, most_bytes: int) -> None:
+        """`DamagedError` for more bytes. OSError where the disk is full."""
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __del__
+        digest, size = hashlib.sha256(), 0
+        while piece := source.read(_BLOCK):
+            size += len(piece)
+            if size > most_bytes:
+                raise too_large(where, size, most_bytes)
+            digest.update(piece)
+            self._file.write(piece)
+        self.sha256 = digest.hexdigest()
+
+    def __del__(self) -> None:
+        self._file.close()
+
+    def write(self, path: Path) -> None:
+        self._file.seek(0)
+        with open(path, "wb") as file:
+            shutil.copyfileobj(self._file, file, _BLOCK)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +76,8 @@ class RunModel:
     job: JobConfig
     """As it was ordered; of a run directory that was never ordered here, its own."""
     spec: DataSpec
-    files: Mapping[str, bytes]
+    description: bytes
+    weights: KeptFile
     digests: Mapping[str, str]
     """`MODEL_DIGESTS` of the files."""
 
@@ -56,8 +86,8 @@ class RunModel:
 
     def write(self, folder: Path) -> None:
         """Put its files, and which modules its factories may be of, into a folder."""
-        for name, data in self.files.items():
-            (folder / name).write_bytes(data)
+        (folder / DESCRIPTION).write_bytes(self.description)
+        self.weights.write(folder / WEIGHTS)
         (folder / FACTORIES).write_text(json.dumps({"modules": list(self.modules())}))
 
     def unpack(self, scratch: Path) -> tuple[Path, Path]:
@@ -78,8 +108,8 @@ class RunModel:
         not answer, or not with just that."""
         from trainer.isolation import Isolated, IsolationError
 
-        with tempfile.TemporaryDirectory(prefix="dtrain-model-") as scratch:
-            folder, code = self.unpack(Path(scratch))
+        with scratch_folder("model") as scratch:
+            folder, code = self.unpack(scratch)
             model = Isolated(folder=folder, modules=self.modules(), path=(code,), seconds=seconds)
             try:
                 return model.predict(windows)
@@ -111,8 +141,8 @@ def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
     """The model of a run directory, checked: of the ordered factories, arguments and data, undamaged, and unchanged
     since it was registered. Nothing of it is imported or unpickled. `RunModelError` says what is wrong."""
     job = ordered_job(rundir, order)
-    files = {name: _read(rundir.storage, name) for name in MOST_BYTES}
-    description = _parsed(files[DESCRIPTION], rundir)
+    text, weights = _read(rundir.storage, DESCRIPTION), _keep(rundir.storage, WEIGHTS)
+    description = _parsed(text, rundir)
     try:
         spec = spec_of(read_manifest(Storage(job.dataset.uri), job.dataset.dataset_id))
     except DatasetError as error:
@@ -126,14 +156,14 @@ def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
                 f"{_shown(wanted)}: it was changed after the training, or written by another; it is not used. Train "
                 "again, and look who can write there"
             )
-    found = dict(zip(MODEL_DIGESTS, (hashlib.sha256(files[name]).hexdigest() for name in files), strict=True))
+    found = dict(zip(MODEL_DIGESTS, (hashlib.sha256(text).hexdigest(), weights.sha256), strict=True))
     if description.get("file_sha256") != found["weights_file_sha256"]:
         raise RunModelError(
             f"{rundir.uri}/{_FOLDER}/{WEIGHTS} has sha256 {found['weights_file_sha256'][:12]}…, {DESCRIPTION} says "
             f"{str(description.get('file_sha256'))[:12]}…: it is damaged or was changed; do not use it, train again"
         )
     refuse_change(rundir.uri, found, order.digests() if order else {})
-    return RunModel(job=job, spec=spec, files=files, digests=found)
+    return RunModel(job=job, spec=spec, description=text, weights=weights, digests=found)
 
 
 def refuse_change(where: str, found: Mapping[str, str], registered: Mapping[str, str]) -> None:
@@ -147,9 +177,22 @@ def refuse_change(where: str, found: Mapping[str, str], registered: Mapping[str,
 
 
 def _read(storage: Storage, name: str) -> bytes:
+    with _told(storage, name) as path:
+        return storage.read_bounded(path, MOST_BYTES[name])
+
+
+def _keep(storage: Storage, name: str) -> KeptFile:
+    """Of any size up to its bound, and never in memory as a whole."""
+    with _told(storage, name) as path, storage.open(path) as file:
+        return KeptFile(file, f"{storage.uri}/{path}", MOST_BYTES[name])
+
+
+@contextlib.contextmanager
+def _told(storage: Storage, name: str) -> Iterator[str]:
+    """The path of a file of the model. `RunModelError` where it is missing, or something else is there."""
     path = f"{_FOLDER}/{name}"
     try:
-        return storage.read_bounded(path, MOST_BYTES[name])
+        yield path
     except DamagedError as error:  # a pipe, which would be waited for; a link to a device, which never ends
         raise RunModelError(f"{error.where}: {error.what}; the saved model is not used: train again") from None
     except FileNotFoundError:

@@ -11,7 +11,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ import psutil
 from dtrain_dagster.orders import Order
 from dtrain_dagster.registry.answers import AnswerError, as_columns, compare_answers, load_sample, parse_predictions
 from dtrain_dagster.registry.packed import PackedError, packed_files
+from trainer.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -129,11 +129,11 @@ def _started(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]
     """The process of a server, its port, and its log."""
     from trainer import isolation
 
-    with tempfile.TemporaryDirectory(prefix="dtrain-serve-") as scratch, socket.socket() as outside:
+    with scratch_folder("serve") as scratch, socket.socket() as outside:
         outside.bind((HOST, 0))
         outside.listen(16)
         port = outside.getsockname()[1]
-        log_path, held, empty = (Path(scratch) / name for name in ("server.log", "held.json", "empty"))
+        log_path, held, empty = (scratch / name for name in ("server.log", "held.json", "empty"))
         empty.mkdir()
         held.touch()
         arguments = ["models", "serve", "--model-uri", str(folder), "--env-manager", "local"]
@@ -149,7 +149,7 @@ def _started(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]
             "cpu_seconds": SERVER_CPU_SECONDS,
             "file_bytes": 64 << 20,
         }
-        order_path = Path(scratch) / "order.json"
+        order_path = scratch / "order.json"
         order_path.write_text(json.dumps(order))
         environment = isolation.clean_environment(empty, min(4, os.cpu_count() or 1))
         # `mlflow models serve` starts uvicorn by its bare name.

@@ -7,7 +7,6 @@ validate what the serving check proves on a real server.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from trainer.config import JobConfig
 from trainer.manifest import load_manifest
 from trainer.membership import generations
 from trainer.rundir import EVALUATION, RESULT, RunDir
+from trainer.scratch import scratch_folder
 from trainer.storage import Storage
 from trainer.tracking import artifact_location
 
@@ -119,9 +119,9 @@ def _register(
         **{name: str(value) for name, value in tags.items()},
     }
     run_id = tracking_run(client, rundir, tracking_uri, experiment, job.job_id, weights)
-    with tempfile.TemporaryDirectory(prefix="dtrain-register-") as scratch:
-        folder = Path(scratch) / MODEL_PATH
-        save_pyfunc(own, folder, Path(scratch), run_id, cache_dir)
+    with scratch_folder("register") as scratch:
+        folder = scratch / MODEL_PATH
+        save_pyfunc(own, folder, scratch, run_id, cache_dir)
         all_tags[PACKED_TAG] = folder_digest(folder)
         client.log_artifacts(run_id, str(folder), MODEL_PATH)
     client.log_text(run_id, card, CARD)

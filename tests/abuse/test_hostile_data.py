@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -15,14 +18,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.abuse import hostile_data
+from dtrain_dagster.assets.training import _samples_check
 from dtrain_dagster.data import price_file
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.preview import preview_rows
+from dtrain_dagster.data.preview import dataset_picture, preview_rows
 from dtrain_dagster.data.prices import iter_tickers, write_prices
 from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.data.sharding import verify_dataset
 from dtrain_dagster.data.sources import PriceFile, price_source
+from dtrain_dagster.retraining import prices_of
+from dtrain_dagster.tuned import _dataset_id
 from trainer import shard_cache
+from trainer.errors import DamagedError
 from trainer.places import PlaceError
 from trainer.shards import DatasetError, DataShardManager
 
@@ -134,6 +141,56 @@ def test_a_pipe_or_a_device_is_no_price_file(tmp_path: Path) -> None:
 def test_tickers_of_a_download_are_plain(tickers: str) -> None:
     with pytest.raises(DataError, match=r"is no ticker|carries"):
         price_source(f"yfinance:{tickers}")
+
+
+HOSTILE = ("", "[]", "{", "NaN", '{"source": 7}', '{"source": {}, "source": {}}', "[" * 9000, "pipe", "gone")
+READERS: dict[str, Callable[[Path], object]] = {
+    "a training": lambda folder: DataShardManager(str(folder), folder.parent / "cache"),
+    "a check of shards": lambda folder: verify_dataset(str(folder)),
+    "a preview": lambda folder: preview_rows(str(folder)),
+    "a picture": lambda folder: dataset_picture(str(folder)),
+    "publishing": lambda folder: publish_dataset(str(folder), folder.name, str(folder.parent / "shared")),
+    "prices of a training": lambda folder: prices_of(str(folder.parent), folder.name),
+    "samples of a training": lambda folder: _samples_check({"consumed": [], "epochs": 0}, _plan(folder)),
+    "settings that were measured": lambda folder: _dataset_id(_plan(folder)),
+}
+
+
+def _plan(folder: Path) -> Any:
+    """What a plan or a job says of its data."""
+    place = SimpleNamespace(uri=str(folder), dataset_id=None)
+    return SimpleNamespace(job={"dataset": {"uri": str(folder)}}, dataset=place)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("reader", READERS)
+def test_every_reader_of_a_manifest_says_what_is_wrong_with_it(copy: Path, reader: str) -> None:
+    (copy.parent / "datasets").symlink_to(copy.parent)
+    for text in HOSTILE:
+        _put(copy / "manifest.json", text)
+        if text == "gone" and reader in ("prices of a training", "settings that were measured"):
+            assert READERS[reader](copy) is None
+            continue
+        with pytest.raises((DatasetError, DataError, DamagedError), match="copy"):
+            READERS[reader](copy)
+
+
+def _put(manifest: Path, text: str) -> None:
+    manifest.unlink(missing_ok=True)
+    if text == "pipe":
+        os.mkfifo(manifest)
+    elif text != "gone":
+        manifest.write_text(text)
+
+
+@pytest.mark.timeout(30)
+def test_a_manifest_of_prices_that_is_none_is_told(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_bytes(hostile_data.csv_of(100.0))
+    ref = write_prices(PriceFile(str(tmp_path / "mine.csv")), str(tmp_path))
+    for text in HOSTILE:
+        _put(Path(ref.uri, "manifest.json"), text)
+        with pytest.raises((DataError, DamagedError), match=re.escape(ref.uri)):
+            ref.manifest()
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../../../walk.csv", "data/../../x"])

@@ -3,16 +3,20 @@ what is wrong. And code of a model that is allowed: it is asked where there is n
 
 from __future__ import annotations
 
+import copy
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.abuse import hostile_nodes
 from benchmarks.abuse.hostile_nodes import OWN_MODEL, TARGETS, VARIANTS, Place, edit_json
 from benchmarks.abuse.tally import Tally
 from dtrain_dagster.orders import Order, OrderError, keep_order, keep_registration, order_of
+from dtrain_dagster.registry import EvaluationError, refuse_false_evaluation
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
 from trainer import losses, model
 from trainer.allowed import STOCK, is_allowed, modules_of_settings, parse_modules, refuse_foreign
@@ -20,7 +24,8 @@ from trainer.arguments import check_arguments
 from trainer.checkpoint import CheckpointError, CheckpointManager
 from trainer.config import ConfigError, FactoryConfig
 from trainer.factories import build
-from trainer.rundir import RunDir
+from trainer.isolation import Isolated, IsolationError
+from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +186,78 @@ def test_code_of_an_allowed_model_takes_nothing_away(place: Place) -> None:
     place.attack_from_within(tally, ("environment", "connect", "read", "fork"))
     assert tally.is_clean, tally.findings
     assert tally.tried == 4
+
+
+@pytest.mark.parametrize(
+    ("place_in_it", "value"),
+    [
+        (("model", "nll"), -9.0),
+        (("model", "coverage_90"), 0.9),
+        (("model", "nll"), None),
+        (("model", "nll"), "good"),
+        (("baselines", "har_x", "nll"), 9.0),
+        (("baselines", "ewma", "nll"), 9.0),
+        (("baselines",), []),
+        (("halves",), []),
+        (("windows",), 1),
+        (("last_date",), "2030-01-01"),
+    ],
+)
+def test_figures_that_do_not_follow_from_the_predictions_are_refused(
+    place: Place, place_in_it: tuple[str, ...], value: Any
+) -> None:
+    rundir = RunDir(place.good)
+    report = copy.deepcopy(rundir.read_json(EVALUATION))
+    assert report is not None
+    refuse_false_evaluation(rundir, rundir.read_job(), report)
+    *above, last = place_in_it
+    inner: Any = report
+    for name in above:
+        inner = inner[name]
+    inner[last] = value
+    with pytest.raises(EvaluationError, match=rf"evaluation\.json says {'.'.join(place_in_it)}.* = .*follows"):
+        refuse_false_evaluation(rundir, rundir.read_job(), report)
+
+
+def test_predictions_that_do_not_give_the_figures_are_refused(place: Place) -> None:
+    rundir = RunDir(place.fresh("better"))
+    path = Path(place.good, PREDICTIONS)
+    with np.load(path) as file:
+        columns = {name: file[name] for name in ("row", "target", "loss", "mu", "sigma", "nu")}
+    report = rundir.read_json(EVALUATION)
+    assert report is not None
+    for change in ({"mu": columns["target"]}, {"sigma": -columns["sigma"]}, {"row": columns["row"] + 1}):
+        np.savez(rundir.storage.local_path(PREDICTIONS), **columns | change)
+        with pytest.raises(EvaluationError, match=r"predictions\.npz"):
+            refuse_false_evaluation(rundir, rundir.read_job(), report)
+
+
+SHADOWS = ("numpy", "torch", "json", "platform", "ctypes", "resource", "pydantic", "importlib", "zipfile", "mlflow")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["job", "mlflow"])
+def test_code_of_a_model_called_as_a_library_is_not_run_before_the_walls_are_up(
+    place: Place, tmp_path: Path, kind: Any
+) -> None:
+    """What is there before the last wall is asked for by a process of its own, which seccomp then forbids."""
+    marker = tmp_path / "marker"
+    (tmp_path / "code").mkdir()
+    for name in SHADOWS:
+        (tmp_path / "code" / f"{name}.py").write_text(
+            f"import os\nif os.fork() == 0:\n    os._exit(0)\nraise SystemError('{name} was run')\n"
+        )
+    (tmp_path / "code" / "platform.py").write_text(f"open({str(marker)!r}, 'w').close()\nraise ImportError")
+    model = tmp_path / "model"
+    shutil.copytree(Path(place.good) / "model", model)
+    asked = Isolated(folder=model, kind=kind, path=(tmp_path / "code",), threads=1)
+    windows = np.zeros((2, 12, 8), dtype=np.float32)
+    if kind == "job":
+        assert len(asked.predict(windows)["mu"]) == 2
+    else:  # which asks for its library when they are up
+        with pytest.raises(IsolationError, match="PermissionError"):
+            asked.predict(windows)
+    assert not marker.exists()
 
 
 @pytest.mark.long

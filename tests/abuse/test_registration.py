@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from dtrain_dagster.cli_common import Refusal
 from dtrain_dagster.cli_endpoint import _registered
 from dtrain_dagster.jobs import REGISTRATION
 from dtrain_dagster.orders import Order, keep_order, keep_registration
-from dtrain_dagster.registry import server
+from dtrain_dagster.registry import run_model, server
 from dtrain_dagster.registry.answers import AnswerError, as_columns, parse_predictions, read_predictions
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
 from dtrain_dagster.registry.versions import open_client, tracking_run
@@ -55,6 +56,41 @@ print(json.dumps([done, {
     "internet": told(lambda: socket.socket(socket.AF_INET).close()),
     "pair": told(lambda: bool(socket.socketpair())),
     "program": told(lambda: subprocess.run(["/bin/true"]).returncode),
+}]))
+"""
+
+SERVED = """
+import asyncio, json, socket, sys
+from trainer import sandbox
+
+to, fast = ("127.0.0.1", int(sys.argv[1])), socket.MSG_FASTOPEN
+
+def told(act):
+    try:
+        return str(act())
+    except OSError as error:
+        return type(error).__name__
+
+async def talk():
+    async def echo(reader, writer):
+        writer.write(await reader.readline())
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    writer.write(b"hello\\n")
+    return (await reader.read()).decode().strip()
+
+print(json.dumps([sandbox.forbid_calls(serves=True), told(lambda: asyncio.run(talk())), {
+    "datagrams": told(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", to)),
+    "datagrams of 6": told(lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)),
+    "raw packets": told(lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)),
+    "streams that Landlock does not know": told(lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262)),
+    "the kernel": told(lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)),
+    "a pair of datagrams": told(lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)),
+    "data with a connection": told(lambda: socket.socket().sendto(b"x", fast, to)),
+    "a message with a connection": told(lambda: socket.socket().sendmsg([b"x"], [], fast, to)),
 }]))
 """
 
@@ -93,6 +129,26 @@ def test_a_served_model_reaches_no_socket_of_the_file_system(tmp_path: Path) -> 
     assert found["program"] == "0"
 
 
+@SYSTEM
+def test_a_served_model_has_no_sockets_but_those_of_tcp() -> None:
+    """Also where there is neither a network namespace nor Landlock."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.settimeout(0.1)
+        done = subprocess.run(
+            [sys.executable, "-c", SERVED, str(listener.getsockname()[1])],
+            env=os.environ | {"PYTHONPATH": str(Path(sandbox.__file__).parents[1])},
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        held, talked, others = json.loads(done.stdout)
+        if not held:
+            pytest.skip("this machine gives no seccomp")
+        with pytest.raises(TimeoutError):
+            listener.recv(1)
+    assert talked == "hello", "what a server needs"
+    assert set(others.values()) == {"PermissionError"}, others
+
+
 class TestFiles:
     @pytest.mark.timeout(60)
     @pytest.mark.parametrize("put", ["pipe", "device", "link", "folder"])
@@ -113,6 +169,25 @@ class TestFiles:
         else:
             with pytest.raises(RunModelError, match=rf"{name}: an? [a-z ]+ is in its place"):
                 load_run_model(RunDir(run_dir), Order(job=RunDir(place.good).read_job()))
+
+    def test_weights_are_never_in_memory_as_a_whole(
+        self, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run_dir = place.fresh("large")
+        order = Order(job=RunDir(place.good).read_job())
+        small = load_run_model(RunDir(run_dir), order)
+        small.write(tmp_path)
+        assert (tmp_path / "weights.pt").read_bytes() == Path(run_dir, "model/weights.pt").read_bytes()
+        with open(Path(run_dir, "model/weights.pt"), "wb") as file:
+            file.truncate(64 << 20)
+        tracemalloc.start()
+        with pytest.raises(RunModelError, match="it is damaged or was changed"):
+            load_run_model(RunDir(run_dir), order)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+        tracemalloc.stop()
+        monkeypatch.setitem(run_model.MOST_BYTES, "weights.pt", 1 << 20)
+        with pytest.raises(RunModelError, match=r"weights\.pt: it has [0-9,]+ bytes, and such a file has at most"):
+            load_run_model(RunDir(run_dir), order)
 
     @pytest.mark.parametrize("text", ["[]", "{}", "7", '{"dataset_id": "x"}', "[" * 5000])
     def test_a_manifest_that_is_none_is_refused_in_words(self, place: Place, tmp_path: Path, text: str) -> None:

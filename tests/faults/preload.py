@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 # Before anything is imported that would start threads of its own.
@@ -88,7 +89,6 @@ def _supervise(order: Mapping[str, Any]) -> int:
     from trainer.rundir import LAUNCH, RunDir
 
     os.setsid()
-    os.environ["DTRAIN_LAUNCH_SECRET_FILE"] = f"{order['run_dir']}-secrets/launch"
     _redirect(order["log"])
     rundir = RunDir(order["run_dir"])
     if acquire(rundir.storage.local_path()) is None:
@@ -101,7 +101,10 @@ def _supervise(order: Mapping[str, Any]) -> int:
 
 
 def _work(order: Mapping[str, Any], reaper: Any) -> int:
-    supervisor = _supervisor_class()(order["run_dir"], reaper)
+    from trainer.launch_secret import SecretFile
+
+    secret = SecretFile(Path(f"{order['run_dir']}-secrets/launch"))
+    supervisor = _supervisor_class()(order["run_dir"], secret, reaper)
     supervisor.order = order
     _note(order, {"supervisor": os.getpid(), "time": time.time()})
     try:

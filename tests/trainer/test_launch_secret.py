@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import ConfigError
-from trainer.launch_secret import SECRET_FILE, SECRET_URI, LaunchSecret, own_file, read, warn_if_open, write_new
+from trainer.launch_secret import SECRET_FILE, SECRET_URI, LaunchSecret, file_by_hand, read, warn_if_open, write_new
 
 
 @pytest.fixture
@@ -86,13 +86,23 @@ def test_where_nodes_share_no_disk_it_is_read_from_storage(tmp_path: Path) -> No
         read({SECRET_URI: f"{tmp_path}/other"})
 
 
-def test_a_supervisor_without_a_place_makes_one(tmp_path: Path) -> None:
-    assert own_file({SECRET_FILE: f"{tmp_path}/here"}) == tmp_path / "here"
-    environment: dict[str, str] = {}
-    made = own_file(environment)
-    assert environment == {SECRET_FILE: str(made)}
-    assert stat.S_IMODE(made.parent.stat().st_mode) == 0o700
-    made.parent.rmdir()
+def test_a_supervisor_without_a_place_makes_one() -> None:
+    made = file_by_hand({})
+    made.renew()
+    assert stat.S_IMODE(made.path.parent.stat().st_mode) == 0o700
+    made.remove()
+    made.path.parent.rmdir()
+
+
+def test_a_file_that_a_person_has_given_is_only_read(file: Path) -> None:
+    before = file.read_text(), file.stat()
+    given = file_by_hand({SECRET_FILE: str(file)})
+    given.renew()
+    given.remove()
+    assert (file.read_text(), file.stat()) == before
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="can be read or changed by others"):
+        file_by_hand({SECRET_FILE: str(file)})
 
 
 def test_what_strangers_can_do_is_said_once_at_rank_0(caplog: pytest.LogCaptureFixture) -> None:

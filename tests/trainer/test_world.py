@@ -5,13 +5,16 @@ import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from torch.distributed import TCPStore
 from worlds import free_port
 
 from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.launch_secret import SECRET_FILE, write_new
 from trainer.world import RankFacts, choose_device, join, rank_facts
 
 CONFIG = DistributedTrainingConfig()
@@ -130,6 +133,22 @@ def test_a_port_in_use_is_said_at_once(address: str, reason: str) -> None:
         environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
         with pytest.raises(ConfigError, match=re.escape(reason.format(port))):
             join(CONFIG, environment)
+
+
+@pytest.mark.parametrize("said", [b"nonsense", b"70000 127.0.0.1", b"80 ..", b"\xff\x00 1"])
+def test_nonsense_in_the_store_of_torchruns_agents_is_said(tmp_path: Path, said: bytes) -> None:
+    """Anybody can write there; with a secret, rank 1 looks there for rank 0's own store."""
+    write_new(tmp_path / "secrets" / "launch")
+    agents = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agents.set("run/0/store", said)
+    environment = {
+        "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agents.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "run",
+        SECRET_FILE: str(tmp_path / "secrets" / "launch"),
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"rank 0 listens at .*no port and address.*--master-port") as refused:
+        join(DistributedTrainingConfig(collective_timeout_seconds=5, bind_cores=False), environment)
+    assert repr(said) in str(refused.value)
 
 
 @pytest.mark.slow

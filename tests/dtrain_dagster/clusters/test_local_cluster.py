@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, Orphan
-from dtrain_dagster.clusters.local import LocalClusterManager
+from dtrain_dagster.clusters.local import LocalClusterManager, with_package
 from dtrain_dagster.clusters.lock import acquire, is_held
+from trainer.launch_secret import SECRET_FILE
 from trainer.rundir import RunDir
 
 pytestmark = pytest.mark.slow
@@ -44,11 +45,39 @@ def submit_in_another_process(cluster, spec: JobSpec, first: str = "", then: str
 {first}
 from pathlib import Path
 from dtrain_dagster.clusters.base import JobSpec
-from dtrain_dagster.clusters.local import LocalClusterManager
+from dtrain_dagster.clusters.local import LocalClusterManager, with_package
 LocalClusterManager(Path({str(cluster.manager.home)!r})).submit_job({spec!r})
 {then}
 """
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644])
+def test_a_supervisor_started_by_hand_only_reads_the_secret_that_it_is_given(cluster, tmp_path, mode):
+    cluster.submit("hand", "(OUT / 'said').write_text(Path(os.environ['DTRAIN_LAUNCH_SECRET_FILE']).read_text())")
+    assert cluster.wait("hand").state is JobState.SUCCEEDED
+    (cluster.folder / "said").unlink()
+    mine, folder = tmp_path / "mine", cluster.run_dir("hand")
+    mine.write_text("ab" * 32)
+    mine.chmod(mode)
+    before = mine.stat()
+    by_hand = subprocess.run(
+        [sys.executable, "-P", "-m", "dtrain_dagster.clusters.supervisor", str(folder)],
+        env={**with_package(os.environ), SECRET_FILE: str(mine)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert mine.read_text() == "ab" * 32
+    assert mine.stat() == before
+    if mode == 0o600:
+        assert by_hand.returncode == 0, by_hand
+        assert (cluster.folder / "said").read_text() == "ab" * 32
+    else:
+        assert by_hand.returncode != 0
+        assert f"{SECRET_FILE}={mine} can be read or changed by others: give a regular file" in by_hand.stdout
+        assert not (cluster.folder / "said").exists()
 
 
 def test_each_node_is_a_process_group_with_torchruns_variables_and_its_own_log(cluster):

@@ -1,0 +1,83 @@
+"""Is ``evaluation.json`` what follows from the run directory's predictions and the dataset's own targets?
+
+Nodes write both files. Who changes one of them is found out here, before the gate reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dtrain_dagster.registry.answers import read_predictions
+from trainer.config import JobConfig
+from trainer.gate import MUST_BEAT
+from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
+
+FIGURES = ("windows", "days", "first_date", "last_date", "model", "halves")
+"""What the gate and the model card read, besides the baselines that a model has to beat."""
+TOLERANCE = 1e-4
+"""Relative: the same arithmetic in double precision, perhaps on another kind of processor."""
+
+
+class EvaluationError(ValueError):
+    """What a node reports of its model does not follow from its predictions. The message names the figure."""
+
+
+def refuse_false_evaluation(
+    rundir: RunDir, job: JobConfig, evaluation: Mapping[str, Any], cache_dir: str | None = None
+) -> None:
+    """`EvaluationError` for a report with other figures than the predictions beside it give on the dataset of the job,
+    as it was ordered; `AnswerError` for predictions that are none."""
+    import numpy as np
+
+    from trainer.baselines import baseline_forecasts
+    from trainer.report import Predictions, build_report
+    from trainer.sampler import spread
+    from trainer.shards import DataShardManager
+
+    shards = DataShardManager(job.dataset.uri, cache_dir, job.dataset.dataset_id)
+    rows = shards.end_rows("test", spread(shards.count("test")))
+    stored = read_predictions(rundir, ("row", "loss", "mu", "sigma", "nu"))
+    if not np.array_equal(stored["row"], rows):
+        raise EvaluationError(f"{rundir.uri}/{PREDICTIONS} is not of this dataset's test split: train again")
+    loss, mu, sigma, nu = (np.array(stored[name], dtype=np.float64) for name in ("loss", "mu", "sigma", "nu"))
+    target = shards.column(shards.spec.target, rows).astype(np.float64)
+    days = shards.dates(rows).astype("datetime64[D]")
+    try:
+        with np.errstate(all="ignore"):
+            found = build_report(
+                Predictions(rows, target, loss, mu, sigma, nu),
+                days,
+                baseline_forecasts(shards, "test", MUST_BEAT),
+                shards.spec.horizon,
+            )
+    except (ValueError, ArithmeticError, RuntimeError) as error:
+        raise EvaluationError(f"{rundir.uri}/{PREDICTIONS} cannot be judged ({error}): train again") from error
+    for name in FIGURES:
+        _compare(rundir, name, evaluation.get(name), found[name])
+    said = evaluation.get("baselines")
+    for name in MUST_BEAT:
+        row = said.get(name) if isinstance(said, Mapping) else None
+        _compare(rundir, f"baselines.{name}", row, found["baselines"].get(name))
+
+
+def _compare(rundir: RunDir, where: str, said: Any, found: Any) -> None:
+    if isinstance(said, Mapping) and isinstance(found, Mapping):
+        for name in {**found, **said}:
+            _compare(rundir, f"{where}.{name}", said.get(name), found.get(name))
+    elif isinstance(said, list) and isinstance(found, list) and len(said) == len(found):
+        for number, (one, other) in enumerate(zip(said, found, strict=True)):
+            _compare(rundir, f"{where}.{number}", one, other)
+    elif not _is_same(said, found):
+        raise EvaluationError(
+            f"{rundir.uri}/{EVALUATION} says {where} = {str(said)[:60]}, and from {PREDICTIONS} and the dataset "
+            f"follows {str(found)[:60]}: one of the two files was changed after the training; nothing is "
+            "registered. Train again, and look who can write there"
+        )
+
+
+def _is_same(said: Any, found: Any) -> bool:
+    if isinstance(said, int | float) and isinstance(found, int | float):
+        return math.isclose(said, found, rel_tol=TOLERANCE, abs_tol=1e-6)
+    return bool(said == found)

@@ -1,0 +1,63 @@
+"""Folders for the files of a model while it is checked, in the system's temporary folder. They go with the check; those
+of a process that was killed go at the start of the next one.
+
+Whether the maker of a folder lives is told by a lock that it holds, and that ends with it: not by the folder's age, nor
+by a number of a process, which may be another's by now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+PREFIX = "dtrain-"
+LOCK = ".made-by-dtrain"
+"""Beside the files, held by the maker. A folder without one was not made here, and stays."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@contextlib.contextmanager
+def scratch_folder(what: str) -> Iterator[Path]:
+    """An empty folder of this user alone, until the block ends."""
+    sweep_scratch(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{what}-") as name:
+        new = Path(name, f"{LOCK}.new")
+        with open(os.open(new, _FILE | os.O_CREAT | os.O_EXCL, 0o600), "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            new.rename(new.with_name(LOCK))  # only now, so that nobody finds it and gets the lock
+            files = Path(name, "files")
+            files.mkdir(mode=0o700)
+            yield files
+
+
+def sweep_scratch(parent: Path) -> None:
+    """Remove what killed processes of this user have left there. Nothing else is touched, no link is followed."""
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        for entry in entries:
+            if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(OSError):  # it is held, or another's, or has just gone
+                    _sweep(Path(entry.path))
+
+
+def _sweep(folder: Path) -> None:
+    """OSError where it is not to be removed."""
+    place = os.open(folder, _FOLDER)
+    try:
+        about = os.fstat(place)
+        if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) != 0o700:
+            return
+        with open(os.open(LOCK, _FILE, dir_fd=place), "rb") as lock:
+            about = os.fstat(lock.fileno())
+            if about.st_uid != os.geteuid() or not stat.S_ISREG(about.st_mode):
+                return
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+    finally:
+        os.close(place)
