@@ -91,6 +91,19 @@ def register(folder: Path, job: str) -> str:
     return model.version
 
 
+def age(folder: Path, job: str) -> None:
+    """What a kill has left was written by an older version, whose packed code had one file more."""
+    from dtrain_dagster.registry.versions import find_version, open_client
+
+    client = open_client(_uri(folder))
+    if find_version(client, NAME, job) is not None:
+        return
+    for run in client.search_runs(
+        [item.experiment_id for item in client.search_experiments()], f"tags.job_id = '{job}'"
+    ):
+        client.log_text(run.info.run_id, "", "model/code/trainer/of_an_older_version.py")
+
+
 def champion(folder: Path) -> str:
     """The job whose model is champion, once its files were found to be those that were registered."""
     from dtrain_dagster.registry.packed import packed_files
@@ -173,6 +186,9 @@ def attack(random: random.Random, rounds: int) -> Tally:
                 now = forks.run("champion", home)
                 if now.get("gave") not in (FIRST, job):
                     said.append(f"there is no champion between: {now.get('error')}")
+            if random.random() < 0.5:
+                _refuse(forks.run("age", home, job=job))
+                at.append("aged")
             tally.tried += 1
             again = forks.run("register", home, job=job)
             said += [again["error"]] if again["code"] else []

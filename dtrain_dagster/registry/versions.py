@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,6 +124,7 @@ def _register(
         folder = Path(scratch) / MODEL_PATH
         save_pyfunc(own, folder, Path(scratch), run_id, cache_dir)
         all_tags[PACKED_TAG] = folder_digest(folder)
+        _clear(client, run_id, tracking_uri)
         client.log_artifacts(run_id, str(folder), MODEL_PATH)
     client.log_text(run_id, card, CARD)
     client.log_dict(run_id, evaluation, EVALUATION)
@@ -238,6 +240,22 @@ def _is_free(client: MlflowClient, run: Run, weights: str | None) -> bool:
     if weights is not None and tags.get(WEIGHTS_TAG, weights) != weights:
         return False
     return PACKED_TAG not in tags or not client.search_model_versions(f"run_id = '{run.info.run_id}'")
+
+
+def _clear(client: MlflowClient, run_id: str, tracking_uri: str) -> None:
+    """Remove the model files of a registration that was killed: where the code has changed since, some are of no file
+    that is written now, and the version would be refused for them."""
+    from mlflow.exceptions import MlflowException
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    if not client.list_artifacts(run_id, MODEL_PATH):
+        return
+    place = str(client.get_run(run_id).info.artifact_uri).removeprefix("file://")
+    by_server = place.startswith("mlflow-artifacts:/") and not place.startswith("mlflow-artifacts://")
+    if not by_server and place != f"{artifact_location(tracking_uri)}/{run_id}/artifacts":
+        return  # whoever made the run may have named any folder
+    with suppress(MlflowException, OSError):  # a store that deletes nothing: most files are written over
+        get_artifact_repository(place, tracking_uri=tracking_uri).delete_artifacts(MODEL_PATH)
 
 
 def _ensure_registered_model(client: MlflowClient, name: str) -> None:
