@@ -20,6 +20,7 @@ from dtrain_dagster.liveness import ALIVE_SECONDS, has_died
 from dtrain_dagster.notify import tell
 from dtrain_dagster.orders import MODEL_DIGESTS
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.sensors import clock
 from dtrain_dagster.sensors.orphans import LIVE
 from dtrain_dagster.waiting import WaitingList
 from dtrain_dagster.wording import dollars, duration
@@ -40,7 +41,7 @@ _REGISTRATIONS = 200
 DAY = 86400.0
 TRIES, PAUSE_SECONDS = 3, 6 * 3600.0
 """Runs of one cause, and the pause between them, where each failed before it trained."""
-_HELD = schemas.record({"key": schemas.text, "at": schemas.moment})
+_HELD = schemas.record({"key": schemas.text, "at": schemas.moment}, clock=schemas.obj)
 CLAIM, CLAIM_SECONDS = "claim.json", 180.0
 """Who has asked for a run last. A sensor has a minute, and then it takes seconds until the run can be seen."""
 
@@ -98,6 +99,15 @@ class Watch:
     unreadable_since: float = 0.0
     told: bool = False
     """Somebody was told that it cannot be read."""
+    clock: Mapping[str, Any] = field(default_factory=dict)
+    """How the clock stood (`sensors.clock`)."""
+
+
+def at_clock(watch: Watch, reading: Mapping[str, Any]) -> Watch:
+    """The watch by the clock as it stands now: where it was set, the file has its version for as long as before."""
+    seconds = clock.set_by(watch.clock, reading)
+    unreadable_since = watch.unreadable_since and watch.unreadable_since + seconds
+    return replace(watch, since=watch.since + seconds, unreadable_since=unreadable_since, clock=dict(reading))
 
 
 def seen(watch: Watch, version: str, now: float) -> Watch:
@@ -230,9 +240,12 @@ def claim(storage: Storage, key: str, now: float) -> str:
             held = parse_document(known, CLAIM, _HELD)
         except DamagedError as error:  # whoever holds it cannot be told: it is taken
             warn_once(str(error))
-    if held["key"] != key and abs(now - held["at"]) < CLAIM_SECONDS:
+    reading = clock.reading()
+    held_at = held["at"] + clock.set_by(held.get("clock"), reading)
+    if held["key"] != key and abs(now - held_at) < CLAIM_SECONDS:
         return str(held["key"])
-    return "" if storage.swap(CLAIM, known, json.dumps({"key": key, "at": now}).encode()) else "another cause"
+    mine = json.dumps({"key": key, "at": now, "clock": reading}).encode()
+    return "" if storage.swap(CLAIM, known, mine) else "another cause"
 
 
 def _trainings(

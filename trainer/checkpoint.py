@@ -114,6 +114,13 @@ class CheckpointManager:
             _log.warning("could not fence the checkpoints for generation %d: %s", generation, error)
             self._tell("checkpoint_failed", step=None, attempt=1, message=f"fencing: {error}", gives_up=False)
 
+    def clean_up(self, generation: int) -> None:
+        """Delete what counts no more, as each save does; at the end for a start that had nothing to save."""
+        try:
+            self._prune(generation)
+        except Exception as error:
+            _log.warning("could not delete old checkpoints: %s", error)
+
     def load_latest(self) -> tuple[str, dict[str, Any]] | None:
         """(folder, state) of the newest checkpoint that can be used; others are named in the log and passed over.
 
@@ -206,10 +213,7 @@ class CheckpointManager:
         if save.is_best:
             self._move(BEST, folder, lambda: save.authority, version)
         self._committed = save.step
-        try:
-            self._prune(save.authority)
-        except Exception as error:
-            _log.warning("could not delete old checkpoints: %s", error)
+        self.clean_up(save.authority)
         return {"path": folder, "bytes": size}
 
     def _write(self, folder: str, save: Save) -> tuple[int, str | None]:

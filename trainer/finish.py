@@ -56,6 +56,8 @@ def finish(trainer: DistributedTrainer) -> dict[str, Any]:
     if world.rank == 0:
         if not trainer.checkpoints.wait(COMMIT_SECONDS):
             trainer.reporter.emit("error", message="the last checkpoint is still being written", fatal=False)
+        else:  # of an earlier start, which was killed over its last checkpoint
+            trainer.checkpoints.clean_up(world.generation)
         pointer = best_pointer(trainer)
         best = pointer["path"] if pointer["step"] == trainer.progress.best_step else None
     result = _result(trainer, digests[0], report, best)

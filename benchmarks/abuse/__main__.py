@@ -26,7 +26,7 @@ from benchmarks.checkpoint import RESULTS, _cpu
 def campaigns() -> list[str]:
     """Names of the modules that have an ``attack``."""
     names = [module.name for module in pkgutil.iter_modules(benchmarks.abuse.__path__)]
-    return sorted(name for name in names if name not in ("__main__", "tally"))
+    return sorted(name for name in names if name not in ("__main__", "forks", "tally"))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -8,6 +8,7 @@ validate what the serving check proves on a real server.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,6 +124,7 @@ def _register(
         folder = scratch / MODEL_PATH
         save_pyfunc(own, folder, scratch, run_id, cache_dir)
         all_tags[PACKED_TAG] = folder_digest(folder)
+        _clear(client, run_id, tracking_uri)
         client.log_artifacts(run_id, str(folder), MODEL_PATH)
     client.log_text(run_id, card, CARD)
     client.log_dict(run_id, evaluation, EVALUATION)
@@ -213,7 +215,7 @@ def tracking_run(
         try:
             run = client.get_run(run_id)
             is_own = run.data.tags.get(JOB_TAG) == job_id  # nodes say which run it is, and may name another job's
-            if run.info.lifecycle_stage == "active" and is_own and _is_free(run, weights):
+            if run.info.lifecycle_stage == "active" and is_own and _is_free(client, run, weights):
                 return run_id
         except MlflowException as error:
             if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # or is no run's name
@@ -223,17 +225,37 @@ def tracking_run(
     experiment_id = known.experiment_id if known else client.create_experiment(experiment, location)
     tags = {JOB_TAG: job_id} | ({WEIGHTS_TAG: weights} if weights else {})
     named = client.search_runs([experiment_id], f"tags.{JOB_TAG} = '{job_id}'")
-    made = [run for run in named if weights and run.data.tags.get(WEIGHTS_TAG) == weights and _is_free(run, weights)]
+    same = [run for run in named if weights and run.data.tags.get(WEIGHTS_TAG) == weights]
+    made = [run for run in same if _is_free(client, run, weights)]
     run = made[0] if made else client.create_run(experiment_id, run_name=job_id, tags=tags)
     client.set_terminated(run.info.run_id)
     return run.info.run_id
 
 
-def _is_free(run: Run, weights: str | None) -> bool:
+def _is_free(client: MlflowClient, run: Run, weights: str | None) -> bool:
     """Whether no model lies in this run yet: another one, or the same under another name, whose version says which
-    digest its files have. They would be written over, and that version be refused from then on."""
+    digest its files have. They would be written over, and that version be refused from then on. What a registration has
+    left that was killed before it had made its version may be written over."""
     tags = run.data.tags
-    return PACKED_TAG not in tags and (weights is None or tags.get(WEIGHTS_TAG, weights) == weights)
+    if weights is not None and tags.get(WEIGHTS_TAG, weights) != weights:
+        return False
+    return PACKED_TAG not in tags or not client.search_model_versions(f"run_id = '{run.info.run_id}'")
+
+
+def _clear(client: MlflowClient, run_id: str, tracking_uri: str) -> None:
+    """Remove the model files of a registration that was killed: where the code has changed since, some are of no file
+    that is written now, and the version would be refused for them."""
+    from mlflow.exceptions import MlflowException
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    if not client.list_artifacts(run_id, MODEL_PATH):
+        return
+    place = str(client.get_run(run_id).info.artifact_uri).removeprefix("file://")
+    by_server = place.startswith("mlflow-artifacts:/") and not place.startswith("mlflow-artifacts://")
+    if not by_server and place != f"{artifact_location(tracking_uri)}/{run_id}/artifacts":
+        return  # whoever made the run may have named any folder
+    with suppress(MlflowException, OSError):  # a store that deletes nothing: most files are written over
+        get_artifact_repository(place, tracking_uri=tracking_uri).delete_artifacts(MODEL_PATH)
 
 
 def _ensure_registered_model(client: MlflowClient, name: str) -> None:

@@ -21,6 +21,11 @@ def reading() -> dict[str, Any]:
     return {"boot": _boot(), "origin": time.time() - clock.elapsed()}
 
 
+def count() -> float:
+    """Seconds since the machine was started, whatever its clock was set to."""
+    return clock.elapsed()
+
+
 def set_by(before: Any, now: Mapping[str, Any]) -> float:
     """By how many seconds the clock was set between two readings, negative for back; 0 where that cannot be told,
     since the machine was started in between, or the cursor is of an older version. Pure."""

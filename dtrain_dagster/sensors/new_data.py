@@ -12,6 +12,7 @@ from dtrain_dagster.notify import tell
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.retraining import (
     ask,
+    at_clock,
     budget_words,
     new_data,
     prices_of,
@@ -21,6 +22,7 @@ from dtrain_dagster.retraining import (
     unreadable,
 )
 from dtrain_dagster.secrets import redact
+from dtrain_dagster.sensors import clock
 from dtrain_dagster.settings import Settings
 from dtrain_dagster.wording import duration
 
@@ -46,6 +48,7 @@ def build_new_data_sensor(settings: Settings, job_name: str) -> dg.SensorDefinit
         if not isinstance(source, PriceFile):
             return dg.SensorResult(skip_reason=f"{settings.prices!r} is no file of yours: it is not watched")
         now, pause, watch = time.time(), settings.retrain_debounce_minutes * 60, read_watch(context.cursor)
+        watch = at_clock(watch, clock.reading())
 
         def skip(why: str) -> dg.SensorResult:
             return dg.SensorResult(skip_reason=redact(why), cursor=json.dumps(asdict(watch)))

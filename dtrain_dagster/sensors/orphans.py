@@ -16,7 +16,7 @@ import dagster as dg
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, Orphan
 from dtrain_dagster.costs.plan import LISTED, STAND_IN
 from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
-from dtrain_dagster.liveness import is_heard
+from dtrain_dagster.liveness import is_heard, seconds_since_setting
 from dtrain_dagster.notify import tell
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.sensors import clock
@@ -49,6 +49,7 @@ def build_orphan_sensor(settings: Settings) -> dg.SensorDefinition:
         seen: dict[str, Any] = before.get("orphans", {})
         if seconds := clock.set_by(before.get("clock"), reading):  # they have been alone for as long as before
             seen = {key: item | {"since": item["since"] + seconds} for key, item in seen.items()}
+        seconds_since_setting(context.instance)  # noticed within a minute, for whoever asks later
         live = {run.run_id for run in context.instance.get_runs(dg.RunsFilter(statuses=LIVE))}
         try:
             found = {_key(orphan): orphan for orphan in manager.find_orphans(live)}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import dagster as dg
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,12 +19,17 @@ from dtrain_dagster.clusters.azure_ml.launches import durations
 from dtrain_dagster.clusters.base import NodePool
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.liveness import ALIVE_SECONDS, is_heard, seconds_since_setting
 from dtrain_dagster.monitoring.idle import LONGEST_LOOK_SECONDS, look
+from dtrain_dagster.retraining import CLAIM_SECONDS, claim
 from dtrain_dagster.sensors import clock as looks
 from dtrain_dagster.waiting import WaitingList, decide, new_ticket
+from tests.dtrain_dagster.test_retraining import World
+from tests.trained import record_training
 from trainer import budget
 from trainer.clock import ORIGIN, SteadyClock
 from trainer.rundir import NodePresence, RunDir
+from trainer.storage import Storage
 
 HOUR = 3600.0
 NOW = 1_800_000_000.0
@@ -170,3 +177,111 @@ def test_a_set_clock_is_told_from_time_that_has_passed():
     for damaged in (None, {}, [], {"boot": "a"}, {"boot": "a", "origin": "x"}, {"boot": "a", "origin": float("nan")}):
         assert looks.set_by(damaged, reading) == 0.0
     assert looks.set_by(looks.reading(), looks.reading()) == 0.0
+
+
+class Machine:
+    """Its clock, which can be set, and the seconds that its kernel counts. Both go on when a test says so."""
+
+    def __init__(self) -> None:
+        self.now, self.count = NOW, 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now, self.count = self.now + seconds, self.count + seconds
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setattr("time.time", made)
+    monkeypatch.setattr("trainer.clock.elapsed", lambda: made.count)
+    monkeypatch.setattr("dtrain_dagster.sensors.clock._boot", lambda: "one")
+    return made
+
+
+@pytest.fixture
+def here(tmp_path: Path, machine: Machine) -> Iterator[World]:
+    with dg.DagsterInstance.ephemeral() as instance:
+        yield World(tmp_path, instance, machine)  # type: ignore[arg-type]
+
+
+def started(here: World) -> dg.DagsterRun:
+    """A run that is at work, and has no job yet."""
+    run = here.instance.add_run(dg.DagsterRun(job_name="retraining", status=dg.DagsterRunStatus.STARTED))
+    here.instance.report_engine_event("begins", run)
+    return run
+
+
+@pytest.mark.parametrize("jump", JUMPS)
+def test_a_run_that_lives_is_heard_though_the_clock_was_set(here: World, machine: Machine, jump: float):
+    """Silence counts from when that was noticed; so a run that is dead is found to be, half an hour later."""
+    run = started(here)
+
+    def heard() -> bool:
+        [record] = here.instance.get_run_records(dg.RunsFilter(run_ids=[run.run_id]))
+        return is_heard(here.instance, record, machine.now)
+
+    machine.wait(60)
+    assert heard()
+    machine.now += jump
+    assert heard()
+    machine.wait(ALIVE_SECONDS - 1)
+    assert heard()
+    machine.wait(2)
+    assert not heard()
+    here.instance.report_engine_event("goes on", run)
+    assert heard()
+    machine.wait(ALIVE_SECONDS + 1)
+    assert not heard()
+
+
+def test_what_was_said_while_the_clock_was_ahead_between_two_looks_is_heard(here: World, machine: Machine):
+    assert seconds_since_setting(here.instance) == float("inf")
+    machine.now += 48 * HOUR
+    run = started(here)
+    machine.now -= 48 * HOUR
+    [record] = here.instance.get_run_records(dg.RunsFilter(run_ids=[run.run_id]))
+    assert is_heard(here.instance, record, machine.now)
+    machine.wait(ALIVE_SECONDS + 1)
+    assert not is_heard(here.instance, record, machine.now), "it said nothing since"
+
+
+@pytest.mark.parametrize("jump", JUMPS)
+def test_a_training_is_not_ended_and_started_twice_for_a_clock(here: World, machine: Machine, jump: float):
+    record_training(here.instance, here.settings.shared_uri, "0" * 64, "2020-01-02")
+    run = started(here)
+    here.tick("orphans")
+    assert "read once it has stayed" in here.tick("new_data").skip_message
+    machine.wait(11 * 60)
+    machine.now += jump
+    assert f"waits for run {run.run_id[:8]}" in here.tick("new_data").skip_message
+    [same] = here.instance.get_runs()
+    assert same.status is dg.DagsterRunStatus.STARTED
+
+
+@pytest.mark.parametrize("jump", JUMPS)
+def test_a_price_file_is_read_once_it_was_quiet_whatever_the_clock_says(here: World, machine: Machine, jump: float):
+    """Half of it would be trained on, and be paid for; or it would not be looked at for days."""
+    record_training(here.instance, here.settings.shared_uri, "0" * 64, "2020-01-02")
+    here.tick("new_data")
+    machine.wait(60)
+    machine.now += jump
+    assert "another 9 min" in here.tick("new_data").skip_message
+    machine.wait(9 * 60 + 1)
+    assert here.tick("new_data").run_requests
+
+
+@pytest.mark.parametrize("jump", JUMPS)
+def test_who_has_asked_for_a_run_holds_the_claim_though_the_clock_was_set(
+    tmp_path: Path, machine: Machine, jump: float
+):
+    """Else another cause asks for one as well before the first can be seen."""
+    storage = Storage(str(tmp_path))
+    assert claim(storage, "one", machine.now) == ""
+    machine.wait(5)
+    machine.now += jump
+    assert claim(storage, "two", machine.now) == "one"
+    machine.wait(CLAIM_SECONDS)
+    assert claim(storage, "two", machine.now) == ""

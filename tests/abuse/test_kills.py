@@ -14,18 +14,22 @@ import time
 from collections import Counter
 from contextlib import closing, suppress
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from benchmarks.abuse import kills
+from benchmarks.abuse import killed_checkpoints, killed_registrations, kills
 from dtrain_dagster.clusters.base import JobSpec, JobState
 from dtrain_dagster.clusters.claim import new_token, signal_supervisor, supervisor_of, sweep
 from dtrain_dagster.clusters.local import LocalClusterManager
 from dtrain_dagster.clusters.processes import MARK
 from dtrain_dagster.data.building import LEFT_SECONDS, building_in
 from dtrain_dagster.home import make_home
+from dtrain_dagster.registry.packed import PACKED_TAG
+from dtrain_dagster.registry.versions import open_client, tracking_run
 from tests.dtrain_dagster import small_job
 from trainer.errors import DamagedError
+from trainer.outcome import run_job
 from trainer.rundir import RunDir
 from trainer.tracking import make_tables, opening
 
@@ -53,6 +57,39 @@ def test_a_submission_that_was_killed_is_done_again():
 @pytest.mark.parametrize("work", list(kills.WORK))
 def test_what_was_killed_at_any_moment_is_done_again(work: str):
     tally = kills.attack(random.Random(4), rounds=12, only=work)
+    assert tally.is_clean, tally.findings
+
+
+@pytest.mark.slow
+def test_a_registration_that_was_killed_is_done_again():
+    tally = killed_registrations.attack(random.Random(5), rounds=2)
+    assert tally.is_clean, tally.findings
+
+
+@pytest.mark.slow
+def test_what_was_killed_over_its_checkpoints_goes_on_from_the_last_good_one():
+    tally = killed_checkpoints.attack(random.Random(6), rounds=4)
+    assert tally.is_clean, tally.findings
+
+
+def test_a_start_that_has_nothing_to_save_sweeps_what_a_killed_one_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
+    rundir = RunDir(small_job.train(tmp_path, small_job.write_dataset(tmp_path / "dataset"), "one", steps=3))
+    for name in ("g0001-s000000002/state.pt.0123abcd.tmp", "LATEST.json.0123abcd.tmp"):
+        rundir.storage.write(f"checkpoints/{name}", b"half")
+        os.utime(rundir.storage.local_path(f"checkpoints/{name}"), (0, 0))
+    assert run_job(rundir.read_job()) == 0
+    left = os.listdir(rundir.storage.local_path("checkpoints"))
+    assert sorted(left) == ["BEST.json", "BEST.json.lock", "LATEST.json", "LATEST.json.lock", "g0001-s000000003"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("campaign", [killed_registrations, killed_checkpoints])
+def test_registrations_and_checkpoints_are_killed_at_any_moment(campaign: ModuleType):
+    tally = campaign.attack(random.Random(7), rounds=40)
     assert tally.is_clean, tally.findings
 
 
@@ -118,11 +155,21 @@ def test_what_a_killed_maker_has_left_is_swept(tmp_path: Path):
     assert os.listdir(tmp_path) == ["mlflow.db"]
 
 
+def test_what_a_killed_registration_has_left_is_used_by_the_next_one(tables: Path, tmp_path: Path):
+    """Of the run of the training, which has its curves: a version of another run would have none."""
+    shutil.copy(tables, tmp_path / "mlflow.db")
+    client, rundir = open_client(uri := f"sqlite:///{tmp_path}/mlflow.db"), RunDir(str(tmp_path / "job"))
+    run = client.create_run(client.create_experiment("e"), tags={"job_id": "job", PACKED_TAG: "0" * 64}).info.run_id
+    rundir.write_json("tracking.json", {"mlflow_run_id": run})
+    assert tracking_run(client, rundir, uri, "e", "job", "weights") == run, "it was killed before it made a version"
+    client.create_registered_model("forecaster")
+    client.create_model_version("forecaster", str(tmp_path), run_id=run)
+    assert tracking_run(client, rundir, uri, "e", "job", "weights") != run, "its files would be written over"
+
+
 @pytest.mark.slow
 def test_three_registrations_of_one_job_at_once_make_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One version, whoever asks at the same time."""
-    from dtrain_dagster.registry.versions import open_client
-
     monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
     run_dir = small_job.train(tmp_path, small_job.write_dataset(tmp_path / "dataset"), "job-a")
     uri = f"sqlite:///{tmp_path}/mlflow.db"

@@ -1,0 +1,211 @@
+"""The process that registers a finished job's model is killed at seeded moments and steps; done again, there is one
+version of the job, with its digests, that loads and is the champion; and until then the champion is the one before.
+
+The registry is a real SQLite file of MLflow. One job is registered and champion from the start; another one, which may
+have a run of MLflow of its own training, is to take its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import random
+import shutil
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.abuse.forks import ROOT, Forks
+from benchmarks.abuse.tally import Tally
+
+NAME = "forecaster"
+FIRST, ALONE, TRACKED = "train-00000000-first", "train-00000000-alone", "train-00000000-tracked"
+"""TRACKED has reported to a run of MLflow while it was trained."""
+
+
+def warm() -> None:
+    """Import what registration does."""
+    for name in (
+        "mlflow.artifacts", "mlflow.pyfunc", "mlflow.store.model_registry.sqlalchemy_store",
+        "mlflow.store.tracking.sqlalchemy_store", "dtrain_dagster.registry", "trainer.run", "trainer.serving",
+    ):  # fmt: skip
+        importlib.import_module(name)
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _uri(folder: Path) -> str:
+    return f"sqlite:///{folder}/mlflow.db"
+
+
+def prepare(folder: Path) -> None:
+    """Train."""
+    sys.path.insert(0, str(ROOT / "tests" / "dtrain_dagster"))
+    import small_job
+
+    from dtrain_dagster.orders import keep_order
+    from trainer.rundir import RunDir
+
+    dataset = small_job.write_dataset(folder / "dataset")
+    os.environ["DTRAIN_CACHE"] = str(folder / "cache")
+    for steps, job in enumerate((FIRST, ALONE), start=3):
+        small_job.train(folder, dataset, job, steps=steps)
+    shutil.copytree(folder / "jobs" / ALONE, folder / "jobs" / TRACKED)
+    for job in (FIRST, ALONE, TRACKED):
+        rundir = RunDir(str(folder / "jobs" / job))
+        rundir.write_job(replace(rundir.read_job(), job_id=job, run_dir=rundir.uri))
+        keep_order(folder, rundir.read_job(), None)
+
+
+def track(folder: Path) -> None:
+    """A run of MLflow, as one that was trained has reported to it."""
+    from dtrain_dagster.registry.versions import open_client
+    from trainer.rundir import RunDir
+
+    client = open_client(_uri(folder))
+    experiment = client.get_experiment_by_name("dtrain")
+    run = client.create_run(experiment.experiment_id, run_name=TRACKED, tags={"job_id": TRACKED})
+    RunDir(str(folder / "jobs" / TRACKED)).write_json("tracking.json", {"mlflow_run_id": run.info.run_id})
+
+
+def register(folder: Path, job: str) -> str:
+    """As the asset ``registered_model`` does it; the version."""
+    from dtrain_dagster.jobs import REGISTRATION
+    from dtrain_dagster.orders import MODEL_DIGESTS, keep_registration, order_of
+    from dtrain_dagster.registry import PACKED_TAG, Decision, promote, register_model
+    from trainer.rundir import RunDir
+
+    rundir = RunDir(str(folder / "jobs" / job))
+    model = register_model(
+        rundir.uri, _uri(folder), NAME, {"nodes": "1"}, "# card", cache_dir=str(folder / "cache"),
+        order=order_of(folder, rundir),
+    )  # fmt: skip
+    digests = {name: model.tags[name] for name in (*MODEL_DIGESTS, PACKED_TAG)}
+    keep_registration(folder, job, {"name": model.name, "version": model.version, **digests})
+    promote(model, Decision(alias="champion", reason="it is better"), _uri(folder))
+    rundir.write_json(REGISTRATION, {"name": model.name, "version": model.version, "alias": "champion"})
+    return model.version
+
+
+def age(folder: Path, job: str) -> None:
+    """What a kill has left was written by an older version, whose packed code had one file more."""
+    from dtrain_dagster.registry.versions import find_version, open_client
+
+    client = open_client(_uri(folder))
+    if find_version(client, NAME, job) is not None:
+        return
+    for run in client.search_runs(
+        [item.experiment_id for item in client.search_experiments()], f"tags.job_id = '{job}'"
+    ):
+        client.log_text(run.info.run_id, "", "model/code/trainer/of_an_older_version.py")
+
+
+def champion(folder: Path) -> str:
+    """The job whose model is champion, once its files were found to be those that were registered."""
+    from dtrain_dagster.registry.packed import packed_files
+    from dtrain_dagster.registry.versions import open_client
+
+    version = open_client(_uri(folder)).get_model_version_by_alias(NAME, "champion")
+    with packed_files(NAME, version.version, _uri(folder)):
+        return str(version.tags["job_id"])
+
+
+def wrong(folder: Path, job: str) -> str:
+    """What is wrong with a registration that was done to its end; empty for nothing."""
+    import mlflow.pyfunc
+    import numpy as np
+
+    from dtrain_dagster.orders import MODEL_DIGESTS, order_of
+    from dtrain_dagster.registry.packed import PACKED_TAG, packed_files
+    from dtrain_dagster.registry.versions import open_client
+    from trainer.rundir import RunDir
+
+    client, rundir = open_client(_uri(folder)), RunDir(str(folder / "jobs" / job))
+    versions = {item.version: dict(item.tags) for item in client.search_model_versions(f"name = '{NAME}'")}
+    mine = [number for number, tags in versions.items() if tags.get("job_id") == job]
+    if len(mine) != 1 or len(versions) != 2:
+        return f"there are {len(versions)} versions, of this job {len(mine)}"
+    experiments = [item.experiment_id for item in client.search_experiments()]
+    runs = client.search_runs(experiments, f"tags.job_id = '{job}'")
+    said = [f"{len(runs)} runs of MLflow are of the job"] if len(runs) != 1 else []
+    found = client.get_model_version(NAME, mine[0])
+    traced = (rundir.read_json("tracking.json") or {}).get("mlflow_run_id", found.run_id)
+    if found.run_id != traced:
+        said.append("the version does not belong to the run of its training")
+    digests = [
+        hashlib.sha256((folder / "jobs" / job / "model" / name).read_bytes()).hexdigest()
+        for name in ("model.json", "weights.pt")
+    ]
+    order = order_of(folder, rundir)
+    assert order is not None
+    of_run = client.get_run(found.run_id).data.tags
+    for where, facts in (("version", found.tags), ("order", order.registered), ("run", of_run)):
+        if [facts.get(name) for name in MODEL_DIGESTS] != digests or facts.get(PACKED_TAG) != found.tags[PACKED_TAG]:
+            said.append(f"the {where} says other digests")
+    if order.registered.get("version") != str(found.version):
+        said.append("the order names another version")
+    if champion(folder) != job or "challenger" in client.get_registered_model(NAME).aliases:
+        said.append(f"the champion is of {champion(folder)}")
+    there = sorted(item.path for item in client.list_artifacts(found.run_id))
+    if there != ["evaluation.json", "model", "model_card.md"]:
+        said.append(f"the run holds {there}")
+    for number in versions:
+        with packed_files(NAME, number, _uri(folder)) as files:  # refused where they are not what was registered
+            model = mlflow.pyfunc.load_model(str(files))
+            shape = [1 if size < 0 else size for size in model.metadata.signature.inputs.inputs[0].shape]
+            if not np.isfinite(model.predict(np.zeros(shape, np.float32)).to_numpy()).all():
+                said.append(f"version {number} gives no numbers")
+    return "; ".join(said)
+
+
+def attack(random: random.Random, rounds: int) -> Tally:
+    """``rounds`` registrations, each killed once or twice and then done to its end."""
+    tally = Tally()
+    with tempfile.TemporaryDirectory(prefix="dtrain-abuse-") as scratch, Forks(__name__) as forks:
+        home, good = Path(scratch) / "home", Path(scratch) / "good"
+        home.mkdir()
+        _refuse(forks.run("prepare", home))
+        whole = _refuse(forks.run("register", home, job=FIRST))
+        _refuse(forks.run("track", home))
+        home.rename(good)  # copied back for each round: the addresses in the database are those of ``home``
+        for _ in range(rounds):
+            job = random.choice((ALONE, TRACKED))
+            shutil.copytree(good, home)
+            said, at = [], list[str]()
+            for _ in range(random.choice((1, 1, 2))):
+                when: dict[str, Any] = {"seconds": random.uniform(0.0, whole["seconds"])}
+                if random.random() < 0.6:
+                    when = {"step": random.randint(1, whole["steps"])}
+                at.append(" ".join(f"{name} {value:.4g}" for name, value in when.items()))
+                found = forks.run("register", home, job=job, **when)
+                said += [f"{name} outlives it" for name in found["orphans"]]
+                now = forks.run("champion", home)
+                if now.get("gave") not in (FIRST, job):
+                    said.append(f"there is no champion between: {now.get('error')}")
+            if random.random() < 0.5:
+                _refuse(forks.run("age", home, job=job))
+                at.append("aged")
+            tally.tried += 1
+            again = forks.run("register", home, job=job)
+            said += [again["error"]] if again["code"] else []
+            said += [str(judged) for judged in [_judged(forks.run("wrong", home, job=job))] if judged]
+            if said:
+                tally.outages += 1
+                tally.findings.append(f"{job}, killed at {', '.join(at)}, then done again: {'; '.join(said)}")
+            shutil.rmtree(home)
+    return tally
+
+
+def _judged(found: dict[str, Any]) -> str:
+    return str(found.get("gave", found.get("error", f"exit code {found['code']}")))
+
+
+def _refuse(found: dict[str, Any]) -> dict[str, Any]:
+    """What a fork has given; ValueError where it fails though nobody kills it."""
+    if found["code"]:
+        raise ValueError(f"it fails by itself: {found.get('error', found['code'])}")
+    return found
