@@ -38,9 +38,9 @@ from typing import Any
 import torch
 
 from benchmarks.checkpoint import RESULTS, SIZES, Training
-from trainer.blob import PARALLEL, BlobStorage
-from trainer.checkpoint import CheckpointManager
+from trainer.checkpoint.manager import CheckpointManager
 from trainer.rundir import RunDir
+from trainer.storage.azure_blob import PARALLEL, BlobStorage
 
 MEGABYTES = 150
 DELAY_SECONDS = 0.05

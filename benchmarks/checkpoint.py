@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.checkpoint import CheckpointManager
+from trainer.checkpoint.manager import CheckpointManager
 from trainer.rundir import RunDir
 
 RESULTS = Path(__file__).parent / "results"

@@ -176,7 +176,7 @@ class Browser:
 def start_server(home: Path) -> tuple[subprocess.Popen[str], int]:
     """`dtrain dashboard` over this home, and its port."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")}
-    command = [sys.executable, "-c", "from dtrain_dagster.cli import main; main()", "dashboard", "--port", "0"]
+    command = [sys.executable, "-c", "from dtrain_dagster.cli.main import main; main()", "dashboard", "--port", "0"]
     process = subprocess.Popen(
         command, env=environment | {"DTRAIN_HOME": str(home)}, stdout=subprocess.PIPE, text=True, cwd=home
     )

@@ -39,12 +39,12 @@ from scipy.stats import theilslopes
 
 from benchmarks.workplace import Workplace, in_parts, note, stop_on_signals, tell
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.processes import marked
+from dtrain_dagster.clusters.local.processes import marked
 from dtrain_dagster.costs.money import SECOND
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.jobs import follow_job, start_job
+from dtrain_dagster.jobs.progress import follow_job, start_job
 from trainer.config import JobConfig
-from trainer.finish import MODEL, WEIGHTS
+from trainer.engine.finalize import MODEL, WEIGHTS
 from trainer.rundir import LAUNCH, RESULT, RunDir
 
 SAMPLE_SECONDS = 5.0
@@ -262,7 +262,7 @@ def held(token: str) -> dict[str, dict[str, float]]:
     for pid in marked(token):
         with contextlib.suppress(OSError):  # it has just ended
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if b"dtrain_dagster.clusters.supervisor" in command:
+            if b"dtrain_dagster.clusters.local.supervisor" in command:
                 supervisors.append(pid)
                 continue
             variables = dict(

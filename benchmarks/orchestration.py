@@ -41,7 +41,7 @@ import yaml
 
 from benchmarks.workplace import in_parts, note, tell
 from dtrain_dagster.clusters.base import OWNER
-from dtrain_dagster.jobs import CLAIM
+from dtrain_dagster.jobs.progress import CLAIM
 from trainer.rundir import JOB, LAUNCH, STATUS, RunDir
 
 ROOT = Path(__file__).parents[1]

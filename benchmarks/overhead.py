@@ -41,13 +41,13 @@ sys.path.insert(0, str(ROOT / "tests" / "trainer"))
 import worlds  # noqa: E402
 
 from benchmarks.checkpoint import RESULTS, _cpu, trimmed  # noqa: E402
-from trainer.communication import EAGER_WINDOWS, CommunicationProfiler  # noqa: E402
 from trainer.config import parse_job  # noqa: E402
-from trainer.input import Batch  # noqa: E402
-from trainer.metrics import Reporter  # noqa: E402
-from trainer.monitor import NodeMonitor  # noqa: E402
-from trainer.run import DistributedTrainer  # noqa: E402
-from trainer.timing import StepTimer  # noqa: E402
+from trainer.data.loader import Batch  # noqa: E402
+from trainer.engine.trainer import DistributedTrainer  # noqa: E402
+from trainer.observability.comm_profiler import EAGER_WINDOWS, CommunicationProfiler  # noqa: E402
+from trainer.observability.node_monitor import NodeMonitor  # noqa: E402
+from trainer.observability.reporter import Reporter  # noqa: E402
+from trainer.runtime.step_timer import StepTimer  # noqa: E402
 
 RANKS, WARM_UP, FLUSH_SECONDS = 2, 10 * (EAGER_WINDOWS + 2), 1.5
 DAYS, TICKERS, WINDOW = 3000, 20, 60

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.checkpoint import RESULTS
 from benchmarks.peers.course import LOCKSTEP
-from dtrain_dagster.monitoring.drawing import COLOURS, INK, MUTED, label, line, new_figure
+from dtrain_dagster.reports.drawing import COLOURS, INK, MUTED, label, line, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

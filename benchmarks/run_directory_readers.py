@@ -13,23 +13,23 @@ from typing import Any
 
 from click.testing import CliRunner
 
-from dtrain_dagster.cli import main
+from dtrain_dagster.automation.run_liveness import owner_of
+from dtrain_dagster.cli.main import main
+from dtrain_dagster.cli.summary import latest_job, summary_lines
 from dtrain_dagster.clusters import presence
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.clusters.local import LocalClusterManager
-from dtrain_dagster.costs.history import Course
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.costs.prices import PriceError
-from dtrain_dagster.jobs import choose_job, known_jobs, last_step
-from dtrain_dagster.liveness import owner_of
-from dtrain_dagster.monitoring import prometheus
-from dtrain_dagster.monitoring.job_board import JobBoard
-from dtrain_dagster.monitoring.page import report_page
+from dtrain_dagster.dashboard import prometheus
+from dtrain_dagster.dashboard.job_board import JobBoard
+from dtrain_dagster.dashboard.page import report_page
+from dtrain_dagster.jobs.progress import choose_job, known_jobs, last_step
+from dtrain_dagster.planning.history import Course
 from dtrain_dagster.sensors.cost_overrun import recent_events
-from dtrain_dagster.settings import Settings
-from dtrain_dagster.summary import latest_job, summary_lines
-from trainer.checkpoint import CheckpointError, CheckpointManager
+from dtrain_dagster.settings.environment import Settings
+from trainer.checkpoint.manager import CheckpointError, CheckpointManager
+from trainer.elastic.membership import generations
 from trainer.errors import ConfigError, DamagedError
-from trainer.membership import generations
 from trainer.rundir import RunDir
 
 STEPS = 18

@@ -66,8 +66,8 @@ from dtrain_dagster.data.sharding import DatasetParams, build_dataset  # noqa: E
 from dtrain_dagster.data.sources import price_source  # noqa: E402
 from dtrain_dagster.data.validation import validate_prices  # noqa: E402
 from trainer.config import parse_job  # noqa: E402
-from trainer.input import Batch  # noqa: E402
-from trainer.run import DistributedTrainer  # noqa: E402
+from trainer.data.loader import Batch  # noqa: E402
+from trainer.engine.trainer import DistributedTrainer  # noqa: E402
 
 WARM_UP = 220
 """Steps before the first stretch: windows end with each report in the beginning."""

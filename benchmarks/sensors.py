@@ -34,12 +34,12 @@ import dagster as dg
 import sqlalchemy
 
 from benchmarks.checkpoint import RESULTS, _cpu
+from dtrain_dagster.automation.capacity_queue import WaitingList, new_ticket
 from dtrain_dagster.clusters.base import OWNER, GPUClusterManager, JobSpec, JobState
 from dtrain_dagster.definitions import RETRAINING, build_defs
-from dtrain_dagster.jobs import CLAIM, PLAN, REGISTRATION
+from dtrain_dagster.jobs.progress import CLAIM, PLAN, REGISTRATION
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.settings import Settings
-from dtrain_dagster.waiting import WaitingList, new_ticket
+from dtrain_dagster.settings.environment import Settings
 from trainer.rundir import LAUNCH, RESULT, STATUS, NodePresence, RunDir, event
 
 SIZES = (10, 1000, 10000)

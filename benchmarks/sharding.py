@@ -151,8 +151,8 @@ def shard_mosaic(folder: Path) -> int:
 
 
 def read_ours(folder: Path, block: int | None = None) -> Iterator[Any]:
-    from trainer.sampler import Sampler
-    from trainer.shards import DataShardManager
+    from trainer.data.sampler import Sampler
+    from trainer.data.shards import DataShardManager
 
     shards = DataShardManager(str(next((folder / "ours" / "datasets").glob("*"))), folder / "cache")
     sampler = Sampler(
@@ -172,7 +172,7 @@ class Windows:
     def __init__(self, folder: Path) -> None:
         import torch
 
-        from trainer.shards import DataShardManager
+        from trainer.data.shards import DataShardManager
 
         shards = DataShardManager(str(next((folder / "ours" / "datasets").glob("*"))), folder / "cache")
         self.ends = shards.end_rows("train", np.arange(shards.count("train")))
@@ -336,7 +336,7 @@ def read_cold(measurements: Measurements, folder: Path) -> None:
     sys.path.insert(0, str(ROOT / "tests/trainer"))
     from memory_group import memory_group
 
-    from trainer.shards import DataShardManager
+    from trainer.data.shards import DataShardManager
 
     shards = DataShardManager(str(next((folder / "ours" / "datasets").glob("*"))), folder / "cache")
     size = sum((shards.folder / f"{name}.npy").stat().st_size for name in ("features", "target"))

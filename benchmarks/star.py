@@ -35,10 +35,10 @@ sys.path.insert(0, str(ROOT / "tests" / "trainer"))
 from certificates import Authority  # noqa: E402
 
 from benchmarks.checkpoint import RESULTS, _cpu  # noqa: E402
+from trainer.comm.parameter_server import Star  # noqa: E402
+from trainer.comm.tls import client_context, server_context  # noqa: E402
+from trainer.comm.torch_transport import StarTransport, Transport, make_torch_transport  # noqa: E402
 from trainer.config import TLSConfig  # noqa: E402
-from trainer.star import Star  # noqa: E402
-from trainer.tls import client_context, server_context  # noqa: E402
-from trainer.transport import StarTransport, Transport, make_torch_transport  # noqa: E402
 
 KINDS = ("star", "star_tls", "gloo")
 SECONDS = 300.0

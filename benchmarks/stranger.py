@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trainer.handshake import PROOF_BYTES
+from trainer.comm.handshake import PROOF_BYTES
 
 JOB = "train-0123456789ab-1"
 NOBODY = 65534

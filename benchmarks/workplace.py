@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from benchmarks.checkpoint import RESULTS, _cpu
-from dtrain_dagster.clusters.local import LocalClusterManager
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source

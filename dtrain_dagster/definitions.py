@@ -11,9 +11,19 @@ import dagster as dg
 # is; a cycle among them that became garbage later would stay, and modules, classes and functions make none.
 gc.freeze()
 
-from dtrain_dagster.assets import champion, costs, dataset, planning, registry, reporting, scaling, scoring, training
+from dtrain_dagster.assets import (
+    champion_check,
+    costs,
+    dataset,
+    estimate_check,
+    planning,
+    registry,
+    reporting,
+    scaling,
+    training,
+)
+from dtrain_dagster.automation.retraining import RETRAINING, ask, budget_words, weekly
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, build_resources
-from dtrain_dagster.retraining import RETRAINING, ask, budget_words, weekly
 from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
 from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
 from dtrain_dagster.sensors.new_data import build_new_data_sensor
@@ -21,7 +31,7 @@ from dtrain_dagster.sensors.orphans import build_orphan_sensor
 from dtrain_dagster.sensors.queue import build_queue_sensor
 from dtrain_dagster.sensors.retraining_failed import build_retraining_failed_sensor
 from dtrain_dagster.sensors.staleness import build_staleness_sensor
-from dtrain_dagster.settings import Settings, load_settings
+from dtrain_dagster.settings.environment import Settings, load_settings
 
 ASSETS: list[dg.AssetsDefinition | dg.AssetSpec] = [
     dataset.stock_prices,
@@ -39,7 +49,8 @@ ASSETS: list[dg.AssetsDefinition | dg.AssetSpec] = [
 def build_defs(
     settings: Settings | None = None, resource_overrides: Mapping[str, dg.ConfigurableResource] | None = None
 ) -> dg.Definitions:
-    """The code location. Raises `dtrain_dagster.settings.SettingsError` for an environment that cannot be used."""
+    """The code location. Raises `dtrain_dagster.settings.environment.SettingsError` for an environment that cannot be
+    used."""
     settings = settings or load_settings()
     retraining = dg.define_asset_job(
         RETRAINING,
@@ -50,8 +61,8 @@ def build_defs(
         assets=ASSETS,
         asset_checks=[
             dataset.canaries,
-            scoring.estimate_scored,
-            champion.champion_holds,
+            estimate_check.estimate_scored,
+            champion_check.champion_holds,
             *([registry.endpoint_compatible] if settings.endpoint else []),
         ],
         resources={**build_resources(settings), **(resource_overrides or {})},

@@ -11,10 +11,10 @@ import dagster as dg
 
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
-from dtrain_dagster.notify import refuse_inline_secret
-from dtrain_dagster.secrets import SecretError, refuse_secret
-from dtrain_dagster.settings import Settings, SettingsError, read_environment
-from trainer.allowed import VARIABLE
+from dtrain_dagster.settings.environment import Settings, SettingsError, read_environment
+from dtrain_dagster.settings.secrets import SecretError, refuse_secret
+from dtrain_dagster.support.notify import refuse_inline_secret
+from trainer.model.allowed_factories import VARIABLE
 
 if TYPE_CHECKING:
     from dtrain_dagster.clusters.azure_ml.client import Service
@@ -72,7 +72,7 @@ class ProjectResource(dg.ConfigurableResource):
         return f"{self.home}/cache"
 
     def notify_urls(self) -> tuple[str, ...]:
-        """Apprise addresses of whoever is told of alerts, or references to them (`dtrain_dagster.secrets`)."""
+        """Apprise addresses of whoever is told of alerts, or references to them (`dtrain_dagster.settings.secrets`)."""
         return tuple(self.notify.split())
 
     def run_url(self, run_id: str) -> str:
@@ -123,8 +123,8 @@ class GPUClusterResource(dg.ConfigurableResource):
         """Where models and metrics go: on Azure ML to the workspace, unless DTRAIN_MLFLOW_TRACKING_URI is set.
         ``run_id``: the Dagster run that it works for."""
         if self.kind == "azure_ml" and project.tracks_in_workspace:
-            from dtrain_dagster.audit import AuditLog
             from dtrain_dagster.registry.azure import AzureMLRegistry
+            from dtrain_dagster.support.audit import AuditLog
 
             return AzureMLRegistry(self.service().ml, AuditLog(Path(self.home), run_id))
         from dtrain_dagster.registry.local import MLflowRegistry
@@ -157,8 +157,8 @@ class GPUClusterResource(dg.ConfigurableResource):
     def azure_options(self) -> AzureMLOptions:
         """Checked: `ClusterError` for what cannot be used, `PriceError` for what may be bought at a price that nobody
         knows."""
-        from dtrain_dagster.clusters.azure_ml.capacity import chain
         from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+        from dtrain_dagster.clusters.azure_ml.sku_chain import chain
 
         own: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in self.azure.items()
@@ -186,7 +186,7 @@ class GPUClusterResource(dg.ConfigurableResource):
 
             tends = tends or run_id is not None
             return AzureMLClusterManager(self.azure_options(), Path(self.home), run_id, tends)
-        from dtrain_dagster.clusters.local import LocalClusterManager
+        from dtrain_dagster.clusters.local.manager import LocalClusterManager
 
         return LocalClusterManager(
             home=Path(self.home),
@@ -217,11 +217,12 @@ STORED = "The configuration of this run is stored already: withdraw that key or 
 def build_resources(settings: Settings) -> dict[str, dg.ConfigurableResource]:
     """Resource key → resource, from the environment's settings; each field can be changed in the launchpad.
 
-    `dtrain_dagster.settings.SettingsError` where what Azure needs is missing or cannot be used; nobody is asked.
+    `dtrain_dagster.settings.environment.SettingsError` where what Azure needs is missing or cannot be used; nobody is
+    asked.
     """
     on_azure, azure = settings.cluster == "azure_ml", {}
     if on_azure:
-        from dtrain_dagster.azure_settings import AzureSettings
+        from dtrain_dagster.settings.azure import AzureSettings
 
         azure = read_environment(AzureSettings).options()
     cluster = GPUClusterResource(

@@ -11,7 +11,7 @@ import pytest
 
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors import idle_cluster
-from dtrain_dagster.settings import Settings
+from dtrain_dagster.settings.environment import Settings
 
 
 class Daemon:

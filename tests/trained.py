@@ -8,7 +8,7 @@ from pathlib import Path
 
 import dagster as dg
 
-from trainer.storage import Storage
+from trainer.storage.base import Storage
 
 
 def sha256(path: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 @contextmanager
 def web_hook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Its address, as `dtrain_dagster.notify` takes one, and the messages so far."""
+    """Its address, as `dtrain_dagster.support.notify` takes one, and the messages so far."""
     heard: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):

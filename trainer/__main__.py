@@ -8,11 +8,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from trainer.allowed import refuse_foreign_factories
+from trainer.comm.descriptors import raise_descriptor_limit
 from trainer.config import ConfigError, parse_job
-from trainer.descriptors import raise_descriptor_limit
+from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.rundir import RunDir
-from trainer.storage import Storage
+from trainer.storage.base import Storage
 
 _EPILOG = """
 examples:
@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(job.to_json())  # noqa: T201 - what was asked for
         return 0
     raise_descriptor_limit()
-    from trainer.outcome import run_job  # torch, only once the configuration is known to be good
-    from trainer.presence import presence
+    from trainer.elastic.node_presence import presence
+    from trainer.engine.result import run_job  # torch, only once the configuration is known to be good
 
     with presence(job, os.environ) as leaving:
         leaving.code = run_job(job)
@@ -72,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(arguments: Sequence[str] | None = None) -> int:
     """`main` for a process that does nothing else: it ends here where something of a group that failed still hangs."""
     code = main(arguments)
-    if "trainer.outcome" in sys.modules:
-        from trainer.outcome import leave_process
+    if "trainer.engine.result" in sys.modules:
+        from trainer.engine.result import leave_process
 
         leave_process(code)
     return code

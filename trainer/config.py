@@ -1,7 +1,7 @@
 """What to train, as plain dataclasses: read from ``job.json``, overridden on the command line, checked on the way in.
 
 Every class refuses unknown keys and wrong types, and says which field, which value and what to do instead. Where this
-process stands in the world (rank, world size, address) comes from the environment instead, see `trainer.world`.
+process stands in the world (rank, world size, address) comes from the environment instead, see `trainer.comm.world`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_vali
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
-from trainer.addresses import refuse_secret
-from trainer.arguments import check_arguments
+from trainer.documents.factory_arguments import check_arguments
 from trainer.errors import ConfigError
-from trainer.redaction import redact
-from trainer.secret_references import SecretError
+from trainer.secrets.addresses import refuse_secret
+from trainer.secrets.redaction import redact
+from trainer.secrets.references import SecretError
 
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """What a job may be called: a folder of its run directory, and a part of what clusters call it."""
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 MOST_TRACED_STEPS = 50
-"""What a trace costs the training grows with it: see `trainer.profiling`."""
+"""What a trace costs the training grows with it: see `trainer.observability.trace`."""
 
 
 @dataclass(kw_only=True, slots=True, config=_STRICT)
@@ -44,9 +44,9 @@ class FactoryConfig:
     """A stock part by name (``tcn``) or a user's own by ``package.module:factory``, with its keyword arguments."""
 
     factory: str = Field(max_length=500)
-    """Of one's own only where ``DTRAIN_FACTORY_MODULES`` allows its module (`trainer.allowed`)."""
+    """Of one's own only where ``DTRAIN_FACTORY_MODULES`` allows its module (`trainer.model.allowed_factories`)."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Data and nothing else: see `trainer.arguments`."""
+    """Data and nothing else: see `trainer.documents.factory_arguments`."""
 
     @field_validator("args")
     @classmethod
@@ -91,7 +91,7 @@ class DistributedTrainingConfig:
     seed: int = Field(default=0, ge=0)
     shuffle_block: int | None = Field(default=None, ge=1)
     """For a dataset larger than memory: blocks of so many consecutive samples are permuted, and samples within groups
-    of 256 blocks, so that only two groups at a time are read (`trainer.sampler`). None permutes all samples."""
+    of 256 blocks, so that only two groups at a time are read (`trainer.data.sampler`). None permutes all samples."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast type of the forward pass; fp16 (GPU only) comes with loss scaling. Weights stay float32."""
 
@@ -100,7 +100,7 @@ class DistributedTrainingConfig:
     another size. ``reduce-overhead`` means CUDA graphs, for a GPU. On a CPU a C++ compiler is needed on every node, and
     for the stock models it did not pay."""
     prefetch_batches: int | None = Field(default=None, ge=0, le=16)
-    """Batches that a thread gathers ahead; 0: each one in its step. None: see `trainer.input.batches_ahead`."""
+    """Batches that a thread gathers ahead; 0: each one in its step. None: see `trainer.data.loader.batches_ahead`."""
     data_on_device: bool = True
     """Keep features and targets in the GPU's memory where they take no more than a quarter of what is free there, and
     gather batches on the GPU. Without a GPU it has no meaning."""
@@ -132,12 +132,13 @@ class DistributedTrainingConfig:
     threads_per_rank: int | None = Field(default=None, ge=1)
     """Intra-op threads of torch; None: OMP_NUM_THREADS, else the machine's cores divided by the ranks on it."""
     bind_cores: bool = True
-    """Where the ranks of a host take all of its cores and compute on them, each has its own (`trainer.cores`)."""
+    """Where the ranks of a host take all of its cores and compute on them, each has its own
+    (`trainer.runtime.affinity`)."""
     collective_timeout_seconds: float = Field(default=60.0, gt=0)
     """How long a collective may wait for a peer (D3)."""
     max_node_seconds: float | None = Field(default=None, gt=0)
     """Hard budget: at so many paid seconds, over all nodes and launches of the job, a checkpoint is saved and the job
-    stops (`trainer.budget`). None: no limit. ``budget.json`` in the run directory counts before it."""
+    stops (`trainer.engine.budget`). None: no limit. ``budget.json`` in the run directory counts before it."""
     regroup: bool = True
     """On a cluster: go on without nodes that are lost, and take in new ones. False: one lost node ends the training."""
     health_check_seconds: float = Field(default=30.0, gt=0)
@@ -151,9 +152,9 @@ class DistributedTrainingConfig:
     """In parameter-server mode: when to try all-reduce again; doubled each time that it fails."""
     communication: Literal["allreduce", "fp16", "topk", "hierarchical", "auto"] = "allreduce"
     """How gradients are summed over ranks: exactly, as half precision, the largest of them first, or within nodes
-    first; ``auto`` chooses by what is measured (`trainer.compression`, `trainer.choice`). With ``topk`` and ``auto`` a
-    run that is resumed does not repeat one that was not, bit for bit; nor, with ``fp16``, one of another world size up
-    to rounding of sums. Without effect in parameter-server mode, and on one rank."""
+    first; ``auto`` chooses by what is measured (`trainer.parallel.compression`, `trainer.parallel.auto_compression`).
+    With ``topk`` and ``auto`` a run that is resumed does not repeat one that was not, bit for bit; nor, with ``fp16``,
+    one of another world size up to rounding of sums. Without effect in parameter-server mode, and on one rank."""
     topk_fraction: float = Field(default=0.01, gt=0, le=1)
     """Part of each gradient bucket that ``topk`` sends in a step; the rest is kept and added to the next one."""
     tls: TLSConfig | None = None
@@ -169,12 +170,12 @@ class DistributedTrainingConfig:
     timing: bool = True
     """Measure where the time of each step goes on every rank, so that a slow network is told from a slow node."""
     hang_seconds: float | None = Field(default=None, gt=0)
-    """A rank whose step takes longer reports where it stands (`trainer.watchdog`). None: 20 s, or 20 times the median
-    step if that is longer. Never much later than half of ``collective_timeout_seconds``."""
+    """A rank whose step takes longer reports where it stands (`trainer.observability.watchdog`). None: 20 s, or 20
+    times the median step if that is longer. Never much later than half of ``collective_timeout_seconds``."""
     profile_steps: int | None = Field(default=None, ge=1, le=MOST_TRACED_STEPS)
     """Trace this many optimizer steps of every start, on every rank, to ``<run_dir>/profile/trace-r<rank>-s<last
     step>.json`` (Chrome's trace format); None does not trace, unless it is asked to while it runs: see
-    `trainer.profiling` (T5)."""
+    `trainer.observability.trace` (T5)."""
     profile_from_step: int = Field(default=0, ge=0)
     """Steps to be done before that trace begins; where a start has more behind it, it begins at once."""
 

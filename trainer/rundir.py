@@ -7,15 +7,16 @@
       events/g0001-r00000-000001.jsonl    what happened: generation, rank, running number; each file written once
       checkpoints/g0001-s00000100/        one fresh folder per (generation, step); its manifest.json is written last
       checkpoints/LATEST.json, BEST.json  which folder counts
-      membership/g000001.json             who trains in a generation (`trainer.membership`); written once, it arbitrates
+      membership/g000001.json             who trains in a generation (`trainer.elastic.membership`); written once, it
+                                          arbitrates
       nodes/l0001-n000-s001.json          when each node was there: launch, node, stay; the base of every dollar
       result.json                         how it ended, in the trainer's words (metrics, digests, timings); absent while
                                           it runs; of several ranks that fail, the first says why
       evaluation.json, predictions.npz    the test split, judged against the baselines
       provisioning.json, owner.json       where nodes are bought: what was tried to get them; which Dagster run follows
       status.json                         how it stands, in the cluster's words (`JobState`, exit codes)
-      tuned.json                          the fastest settings, of a job that looked for them (`trainer.tune`)
-      profile/                            traces of steps, and requests for more (`trainer.profiling`)
+      tuned.json                          the fastest settings, of a job that looked for them (`trainer.tuning.tuner`)
+      profile/                            traces of steps, and requests for more (`trainer.observability.trace`)
       logs/node-0.log                     what the processes of a node printed
 
 A *generation* counts the worlds that worked in this run directory: 1 for the first, one more for each restart.
@@ -33,11 +34,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from trainer import clock, schemas
-from trainer.documents import EVENTS_BYTES, known_names, parse_events, read_document, warn_once
+from trainer.documents import schemas
+from trainer.documents.reader import EVENTS_BYTES, known_names, parse_events, read_document, warn_once
 from trainer.errors import ConfigError, DamagedError
-from trainer.regular import require_folder
-from trainer.storage import Storage
+from trainer.runtime import clock
+from trainer.storage.base import Storage
+from trainer.storage.regular_files import require_folder
 
 if TYPE_CHECKING:
     from trainer.config import JobConfig
@@ -74,8 +76,8 @@ STEP_FILES = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodePresence:
-    """One stay of a node. Times are Unix seconds, by a clock that does not jump (`trainer.clock`); ``ended_at`` is None
-    while it is there."""
+    """One stay of a node. Times are Unix seconds, by a clock that does not jump (`trainer.runtime.clock`); ``ended_at``
+    is None while it is there."""
 
     node_id: int
     launch: int
@@ -283,7 +285,9 @@ class RunDir:
         from trainer.config import MOST_TRACED_STEPS
 
         if not 1 <= steps <= MOST_TRACED_STEPS:
-            raise ValueError(f"steps = {steps}: a trace has 1 to {MOST_TRACED_STEPS} steps (`trainer.profiling`)")
+            raise ValueError(
+                f"steps = {steps}: a trace has 1 to {MOST_TRACED_STEPS} steps (`trainer.observability.trace`)"
+            )
         self.storage.create(PROFILE_REQUEST, json.dumps({"steps": steps, "ranks": list(ranks)}).encode())
 
     def latest_checkpoint(self) -> tuple[str, int] | None:
@@ -347,7 +351,7 @@ def heartbeat_seconds(storage: Storage) -> float:
 
 def stale_seconds(storage: Storage) -> float:
     """A node that has been silent for longer is not well: it has missed five signs of life at least, and on remote
-    storage one of them may have been tried for as long as a request is (90 s, `trainer.blob_account`)."""
+    storage one of them may have been tried for as long as a request is (90 s, `trainer.storage.azure_account`)."""
     return 10.0 if storage.is_local else 120.0
 
 
@@ -364,17 +368,17 @@ def event(kind: str, rank: int, generation: int, **fields: Any) -> dict[str, Any
 
     Kinds: ``phase`` (name), ``step`` (step, epoch, loss, learning_rate, grad_norm, samples_per_second, step_seconds,
     eta_seconds), ``timing`` (of the steps since the one before, on each rank: steps, seconds, nodes, samples, segments,
-    typical, collectives, topology, backend, device…; see `trainer.timing` and `trainer.communication`), ``link`` (a
-    probe: step, bytes, seconds as [from rank, to rank, seconds], reason), ``communication`` (what ``auto`` sums
-    gradients by from here on: step, choice, before, reason, step_seconds of each, latency_seconds,
-    bandwidth_bytes_per_second; see `trainer.choice`), ``node`` (a sample of utilisation, see
-    `trainer.monitor.NodeMonitor`), ``evaluation`` (step, split, loss…), ``checkpoint`` (step, path, seconds, is_best),
-    ``checkpoint_failed`` (step, attempt, message, gives_up), ``resume`` (step, path), ``membership`` (a new generation:
-    world_size, nodes, joined, lost, topology, reason, step, seconds), ``communication_error`` (step, operation,
-    waited_seconds, error, peers, attempt), ``out_of_memory`` (step, samples, activation_checkpointing), ``hang`` (no
-    progress, as one rank sees it: step, node_id, nodes, operation, sequence, waited_seconds, where, stacks, recent; see
-    `trainer.watchdog`), ``tune`` (group, candidate, doing, samples_per_second, gain, elapsed_seconds, budget_seconds),
-    ``profile`` (a trace: its last step, steps, path, top operations), ``error`` (message, fatal),
-    ``end`` (status).
+    typical, collectives, topology, backend, device…; see `trainer.runtime.step_timer` and
+    `trainer.observability.comm_profiler`), ``link`` (a probe: step, bytes, seconds as [from rank, to rank, seconds],
+    reason), ``communication`` (what ``auto`` sums gradients by from here on: step, choice, before, reason, step_seconds
+    of each, latency_seconds, bandwidth_bytes_per_second; see `trainer.parallel.auto_compression`), ``node`` (a sample
+    of utilisation, see `trainer.observability.node_monitor.NodeMonitor`), ``evaluation`` (step, split, loss…),
+    ``checkpoint`` (step, path, seconds, is_best), ``checkpoint_failed`` (step, attempt, message, gives_up), ``resume``
+    (step, path), ``membership`` (a new generation: world_size, nodes, joined, lost, topology, reason, step, seconds),
+    ``communication_error`` (step, operation, waited_seconds, error, peers, attempt), ``out_of_memory`` (step, samples,
+    activation_checkpointing), ``hang`` (no progress, as one rank sees it: step, node_id, nodes, operation, sequence,
+    waited_seconds, where, stacks, recent; see `trainer.observability.watchdog`), ``tune`` (group, candidate, doing,
+    samples_per_second, gain, elapsed_seconds, budget_seconds), ``profile`` (a trace: its last step, steps, path, top
+    operations), ``error`` (message, fatal), ``end`` (status).
     """
     return {"kind": kind, "time": clock.now(), "rank": rank, "generation": generation, **fields}

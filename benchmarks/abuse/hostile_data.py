@@ -129,7 +129,7 @@ def refused(uri: Path, cache: Path) -> str:
     """What is said of a dataset that cannot be used; "" where it was opened and read."""
     import numpy as np
 
-    from trainer.shards import DatasetError, DataShardManager
+    from trainer.data.shards import DatasetError, DataShardManager
 
     try:
         shards = DataShardManager(str(uri), cache)
@@ -210,7 +210,7 @@ def keeps_the_cache(uri: Path, cache: Path, chance: random.Random) -> str:
     """ "" where numbers that were changed in the cache, at the same size and time, are not trained on."""
     import numpy as np
 
-    from trainer.shards import DataShardManager
+    from trainer.data.shards import DataShardManager
 
     shards = DataShardManager(str(uri), cache)
     array = shards.folder / chance.choice(["features.npy", "target.npy"])

@@ -37,7 +37,7 @@ HARMLESS = (sys.executable, "-I")
 STARTING = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "pty.spawn")
 OWN_MODEL = """
 import os, socket
-from trainer.model import tcn
+from trainer.model.stock import tcn
 
 def make(spec, outputs, act="", target=""):
     if act == "environment":
@@ -97,7 +97,7 @@ class Place:
         sys.path.insert(0, str(ROOT / "tests" / "dtrain_dagster"))
         import small_job
 
-        from dtrain_dagster.orders import keep_order
+        from dtrain_dagster.jobs.orders import keep_order
         from trainer.rundir import RunDir
 
         self.home, self.marker, self.canary = folder / "home", folder / "marker", folder / "canary"
@@ -186,7 +186,7 @@ class Place:
         """The error that asking such a model ends with; None where it answers."""
         import numpy as np
 
-        from trainer.isolation import Isolated, IsolationError
+        from trainer.isolation.runner import Isolated, IsolationError
 
         folder = self.folder / f"within-{act}"
         shutil.copytree(Path(self.good) / "model", folder)
@@ -319,8 +319,8 @@ def be_victim(order: dict[str, str]) -> dict[str, Any]:
     import torch  # noqa: F401
 
     from dtrain_dagster import registry
-    from dtrain_dagster.orders import order_of
-    from dtrain_dagster.registry.answers import load_sample
+    from dtrain_dagster.jobs.orders import order_of
+    from dtrain_dagster.registry.smoke_test import load_sample
     from trainer.rundir import EVALUATION, RESULT, RunDir
 
     seen: dict[str, list[str]] = {"started": [], "imported": [], "connected": []}

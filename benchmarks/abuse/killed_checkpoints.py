@@ -32,10 +32,6 @@ def warm() -> None:
     """Import what a training does."""
     import torch
 
-    import trainer.baselines
-    import trainer.outcome
-    import trainer.run  # noqa: F401
-
     torch.set_num_threads(1)
 
 
@@ -65,7 +61,7 @@ def prepare(folder: Path) -> None:
 
 def train(folder: Path) -> dict[str, Any]:
     """One start of the job; from which checkpoint it went on, and the sha256 of its weights."""
-    from trainer.outcome import run_job
+    from trainer.engine.result import run_job
     from trainer.rundir import RunDir
 
     os.environ["DTRAIN_CACHE"] = str(folder / "cache")
@@ -85,7 +81,7 @@ def save(folder: Path, numbers: int) -> dict[str, Any]:
     """Go on with what is there, once it was found to be what was saved, and save a few more."""
     import torch
 
-    from trainer.checkpoint import CheckpointManager
+    from trainer.checkpoint.manager import CheckpointManager
     from trainer.rundir import RunDir
 
     def state(step: int) -> dict[str, Any]:

@@ -30,7 +30,8 @@ def warm() -> None:
     """Import what registration does."""
     for name in (
         "mlflow.artifacts", "mlflow.pyfunc", "mlflow.store.model_registry.sqlalchemy_store",
-        "mlflow.store.tracking.sqlalchemy_store", "dtrain_dagster.registry", "trainer.run", "trainer.serving",
+        "mlflow.store.tracking.sqlalchemy_store", "dtrain_dagster.registry", "trainer.engine.trainer",
+        "trainer.model.mlflow_model",
     ):  # fmt: skip
         importlib.import_module(name)
     import torch
@@ -47,7 +48,7 @@ def prepare(folder: Path) -> None:
     sys.path.insert(0, str(ROOT / "tests" / "dtrain_dagster"))
     import small_job
 
-    from dtrain_dagster.orders import keep_order
+    from dtrain_dagster.jobs.orders import keep_order
     from trainer.rundir import RunDir
 
     dataset = small_job.write_dataset(folder / "dataset")
@@ -74,8 +75,8 @@ def track(folder: Path) -> None:
 
 def register(folder: Path, job: str) -> str:
     """As the asset ``registered_model`` does it; the version."""
-    from dtrain_dagster.jobs import REGISTRATION
-    from dtrain_dagster.orders import MODEL_DIGESTS, keep_registration, order_of
+    from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
+    from dtrain_dagster.jobs.progress import REGISTRATION
     from dtrain_dagster.registry import PACKED_TAG, Decision, promote, register_model
     from trainer.rundir import RunDir
 
@@ -119,7 +120,7 @@ def wrong(folder: Path, job: str) -> str:
     import mlflow.pyfunc
     import numpy as np
 
-    from dtrain_dagster.orders import MODEL_DIGESTS, order_of
+    from dtrain_dagster.jobs.orders import MODEL_DIGESTS, order_of
     from dtrain_dagster.registry.packed import PACKED_TAG, packed_files
     from dtrain_dagster.registry.versions import open_client
     from trainer.rundir import RunDir

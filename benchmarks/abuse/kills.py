@@ -24,7 +24,7 @@ TABLES = """
 import sys
 import mlflow.store.tracking.sqlalchemy_store
 from mlflow import MlflowClient
-from trainer.tracking import opening
+from trainer.observability.mlflow_sqlite import opening
 print("go", flush=True)
 uri = f"sqlite:///{sys.argv[1]}/mlflow.db"
 with opening(uri):
@@ -49,7 +49,7 @@ PROVISION = """
 import sys
 from pathlib import Path
 from dtrain_dagster.clusters.base import JobSpec
-from dtrain_dagster.clusters.local import LocalClusterManager
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
 print("go", flush=True)
 home = Path(sys.argv[1])
 manager = LocalClusterManager(home)

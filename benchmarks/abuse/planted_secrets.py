@@ -69,7 +69,7 @@ def secret_of(chance: random.Random) -> str:
 
 def refused(setting: str, text: str) -> str:
     """What is said of a setting of this value; "" where it is accepted."""
-    from dtrain_dagster.settings import SettingsError, load_settings
+    from dtrain_dagster.settings.environment import SettingsError, load_settings
 
     given = {name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")}
     on_azure = {"DTRAIN_CLUSTER": "azure_ml"} if setting == "DTRAIN_STORAGE" else {}

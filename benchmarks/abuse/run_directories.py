@@ -25,8 +25,8 @@ from typing import Any
 
 from benchmarks.abuse.tally import Tally
 from benchmarks.run_directory_readers import STEPS, read_everything
-from dtrain_dagster.clusters.local import LocalClusterManager
-from dtrain_dagster.jobs import start_job
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.jobs.progress import start_job
 from tests.dtrain_dagster.small_job import write_dataset
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
 

@@ -70,7 +70,7 @@ def dashboard(home: Path) -> Iterator[int]:
     """`dtrain dashboard` with `DESCRIPTORS`; its port."""
     code = (
         f"import os, resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, {DESCRIPTORS})); "
-        f"os.environ['DTRAIN_HOME'] = {str(home)!r}; from dtrain_dagster.cli import main; main()"
+        f"os.environ['DTRAIN_HOME'] = {str(home)!r}; from dtrain_dagster.cli.main import main; main()"
     )
     command = [sys.executable, "-c", code, "dashboard", "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

@@ -21,15 +21,15 @@ import torch.distributed as dist
 
 from benchmarks.abuse.tally import Tally
 from benchmarks.stranger import JOB, Stranger, besiege, stranger
-from trainer.direct import connect_all
-from trainer.handshake import PROOF_BYTES, REPLY, AuthenticationError, Caller, Listener
-from trainer.launch_secret import SECRET_BYTES, LaunchSecret
-from trainer.links import PeerError
-from trainer.peers import Peers
-from trainer.star import Star, StarError
-from trainer.store import Store
-from trainer.transport import make_torch_transport
-from trainer.world import listen
+from trainer.comm.framed_socket import PeerError
+from trainer.comm.handshake import PROOF_BYTES, REPLY, AuthenticationError, Caller, Listener
+from trainer.comm.launch_secret import SECRET_BYTES, LaunchSecret
+from trainer.comm.parameter_server import Star, StarError
+from trainer.comm.peer_to_peer import connect_all
+from trainer.comm.rendezvous_store import Store
+from trainer.comm.torch_transport import make_torch_transport
+from trainer.comm.world import listen
+from trainer.elastic.failure_detector import Peers
 
 HOST, PATIENCE = "127.0.0.1", 30.0
 

@@ -134,7 +134,7 @@ def own_page(port: int) -> Request:
 @contextmanager
 def served(app: Any, websockets: bool = False, users: frozenset[int] | None = None) -> Iterator[int]:
     """The application on a port of loopback, in a thread, as the project serves it."""
-    from dtrain_dagster.web_server import listener, server
+    from dtrain_dagster.web.server import listener, server
 
     with listener("127.0.0.1", 0) as bound:
         made = server(app, websockets=websockets, users=users)
@@ -154,7 +154,7 @@ def dagster_app(folder: Path) -> Iterator[tuple[Any, Any]]:
     """Dagster's web application without any guard, over a code location with one job; and its instance."""
     import dagster as dg
 
-    from dtrain_dagster.ui import web_app
+    from dtrain_dagster.web.dagster_ui import web_app
 
     code, home = folder / "code.py", folder / "dagster"
     home.mkdir(parents=True)
@@ -171,10 +171,10 @@ def dagster_app(folder: Path) -> Iterator[tuple[Any, Any]]:
 
 def attack(random: Random, rounds: int) -> Tally:
     """Forge requests to Dagster's UI and to the dashboard: ten each round."""
-    from dtrain_dagster.monitoring.dashboard_server import build_app
-    from dtrain_dagster.monitoring.job_board import JobBoard
-    from dtrain_dagster.ui import ui_rules
-    from dtrain_dagster.web_guard import Guard
+    from dtrain_dagster.dashboard.job_board import JobBoard
+    from dtrain_dagster.dashboard.server import build_app
+    from dtrain_dagster.web.dagster_ui import ui_rules
+    from dtrain_dagster.web.guard import Guard
 
     tally = Tally()
     with ExitStack() as stack:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from benchmarks.peers.parts import LOSS, Parts, device_of
 from benchmarks.peers.turns import Case, Turns
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig
-from trainer.run import DistributedTrainer
-from trainer.step import Batch
+from trainer.engine.step import Batch
+from trainer.engine.trainer import DistributedTrainer
 
 NEVER = 10**9
 

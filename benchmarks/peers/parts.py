@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from benchmarks.peers.turns import Case
+from trainer.comm.world import RankFacts, World
 from trainer.config import DistributedTrainingConfig, FactoryConfig
-from trainer.evaluate import EVAL_BATCH, evaluate
-from trainer.losses import build_loss
-from trainer.model import build_model
-from trainer.schedule import learning_rate
-from trainer.shards import DataShardManager
-from trainer.world import RankFacts, World
+from trainer.data.shards import DataShardManager
+from trainer.engine.lr_schedule import learning_rate
+from trainer.evaluation.evaluate import EVAL_BATCH, evaluate
+from trainer.model.losses import build_loss
+from trainer.model.stock import build_model
 
 LOSS = FactoryConfig(factory="student_t")
 

@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler
 
 from benchmarks.peers.parts import Parts, device_of
 from benchmarks.peers.turns import Case, Turns
-from trainer.memory import keep_freed_memory
+from trainer.engine.out_of_memory import keep_freed_memory
 
 READY = 8
 """Different batches that the bound has in memory: with one alone it would soon know it by heart."""

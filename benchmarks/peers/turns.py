@@ -38,7 +38,7 @@ class Case:
     training: dict[str, Any] = field(default_factory=dict)
     """Settings of ours that differ from this."""
     judged_after: int | None = None
-    """Train so many steps, with the learning rate of `trainer.schedule`, and report the validation loss."""
+    """Train so many steps, with the learning rate of `trainer.engine.lr_schedule`, and report the validation loss."""
 
 
 class Failed(str):

@@ -13,13 +13,13 @@ import dagster as dg
 
 from dtrain_dagster.costs.plan import TrainingPlan, parse_plan
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.jobs import PLAN
+from dtrain_dagster.jobs.progress import PLAN
 from dtrain_dagster.resources import GPUClusterResource
 from trainer.rundir import RunDir
 
 if TYPE_CHECKING:
-    from dtrain_dagster.costs.optimizer import Optimization
     from dtrain_dagster.monitoring.strategies import Strategy
+    from dtrain_dagster.planning.optimizer import Optimization
 
 OWNERS = ["team:ml-platform"]
 CODE_VERSION = "1"

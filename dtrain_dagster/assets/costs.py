@@ -16,16 +16,16 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.tracker import CostTracker, edges, overrun, paid, utc
 from dtrain_dagster.resources import GPUClusterResource
-from dtrain_dagster.settings import load_settings
-from dtrain_dagster.wording import dollars
+from dtrain_dagster.settings.environment import load_settings
+from dtrain_dagster.support.formatting import dollars
 from trainer.errors import DamagedError
 from trainer.rundir import RESULT, RunDir
 
 if TYPE_CHECKING:
     from dtrain_dagster.costs.carbon import Footprint
-    from dtrain_dagster.costs.difference import Reason
     from dtrain_dagster.costs.export import Rows
     from dtrain_dagster.costs.ledger import Ledger
+    from dtrain_dagster.planning.variance import Reason
 
 REPORTS = "reports"
 COST_REPORT = f"{REPORTS}/cost_breakdown.json"
@@ -58,11 +58,11 @@ def cost_breakdown(
 ) -> dg.MaterializeResult:
     from dtrain_dagster.costs import export
     from dtrain_dagster.costs.carbon import job_footprint
-    from dtrain_dagster.costs.difference import reasons, sentence
-    from dtrain_dagster.costs.history import Course
     from dtrain_dagster.costs.ledger import ledger
-    from dtrain_dagster.monitoring import charts_ledger
-    from dtrain_dagster.monitoring.performance import paid_wall_seconds
+    from dtrain_dagster.planning.history import Course
+    from dtrain_dagster.planning.variance import reasons, sentence
+    from dtrain_dagster.reports import ledger_charts
+    from dtrain_dagster.reports.performance import paid_wall_seconds
 
     job = trained_checkpoint
     rundir = RunDir(job.run_dir)
@@ -114,8 +114,8 @@ def cost_breakdown(
             "ledger": _table(export.ledger_rows(found, digits)),
             "by_node": _table(_by_node(tracker, digits)),
             "by_time": _table(_by_time(tracker, digits)),
-            "bought": _picture(charts_ledger.ledger_chart(found, plan.price_words), "What the dollars bought"),
-            "over_time": _picture(charts_ledger.over_time_chart(found, interval, plan.price_words), "Cost over time"),
+            "bought": _picture(ledger_charts.ledger_chart(found, plan.price_words), "What the dollars bought"),
+            "over_time": _picture(ledger_charts.over_time_chart(found, interval, plan.price_words), "Cost over time"),
             "price": plan.price_note,
             "notes": dg.MarkdownMetadataValue("\n".join(f"- {note}" for note in [*tracker.notes, *found.notes]) or "–"),
             "report": dg.MetadataValue.path(f"{rundir.uri}/{COST_REPORT}"),
@@ -240,6 +240,6 @@ def _number(value: Any) -> Any:
 
 
 def _picture(svg: bytes, title: str) -> dg.MarkdownMetadataValue:
-    from dtrain_dagster.monitoring.charts import markdown_image
+    from dtrain_dagster.reports.training_charts import markdown_image
 
     return dg.MarkdownMetadataValue(markdown_image(svg, title))

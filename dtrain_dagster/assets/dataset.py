@@ -14,10 +14,10 @@ from dtrain_dagster.assets.common import CODE_VERSION, OWNERS
 from dtrain_dagster.data.prices import PricesRef, write_prices
 from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset
 from dtrain_dagster.data.validation import CHECKS, CheckResult, validated
-from dtrain_dagster.jobs import code_version
+from dtrain_dagster.jobs.progress import code_version
 from dtrain_dagster.resources import ProjectResource
-from dtrain_dagster.settings import load_settings
-from trainer.storage import Storage
+from dtrain_dagster.settings.environment import load_settings
+from trainer.storage.base import Storage
 
 CANARY_SECONDS = 300
 
@@ -105,7 +105,7 @@ def sharded_dataset(
 ):  # no annotation, see assets.common
     from dtrain_dagster.data.preview import dataset_picture, preview_rows
     from dtrain_dagster.data.publish import publish_dataset
-    from dtrain_dagster.monitoring.charts import markdown_image
+    from dtrain_dagster.reports.training_charts import markdown_image
 
     calendar = load_settings().calendar
     params = DatasetParams(**config.model_dump())
@@ -181,7 +181,7 @@ def canaries(project: ProjectResource, sharded_dataset: BuiltDataset) -> Iterabl
 
 def _run_canaries(project: ProjectResource, uri: str) -> bytes:
     """In a process of its own: torch stays out of this one."""
-    command = [sys.executable, "-m", "trainer.canary", "--dataset", uri]
+    command = [sys.executable, "-m", "trainer.evaluation.leakage_check", "--dataset", uri]
     environment = os.environ | project.trainer_env()
     done = subprocess.run(command, capture_output=True, timeout=CANARY_SECONDS, env=environment, check=False)
     if done.returncode != 0:

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.affording import cheapest_here, limits_of, refusal, sure_objection, warnings_of
-from dtrain_dagster.assets.capacity import provision, provisioning
-from dtrain_dagster.assets.choosing import choices_metadata, in_words
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, hardware_mark
+from dtrain_dagster.assets.plan_choices import choices_metadata, in_words
+from dtrain_dagster.assets.plan_limits import cheapest_here, limits_of, refusal, sure_objection, warnings_of
+from dtrain_dagster.assets.provisioning import provision, provisioning
 from dtrain_dagster.costs.estimate import Estimate, Forecast, Learned, Sizes, estimate_cost
-from dtrain_dagster.costs.limits import objection
 from dtrain_dagster.costs.plan import LISTED, STAND_IN, TrainingPlan
 from dtrain_dagster.costs.prices import SkuPrice, Tier, price_of, price_table, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
-from dtrain_dagster.jobs import fingerprint
+from dtrain_dagster.jobs.progress import fingerprint
+from dtrain_dagster.planning.limits import objection
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
-from dtrain_dagster.wording import dollars, duration
-from trainer.allowed import refuse_foreign_factories
+from dtrain_dagster.support.formatting import dollars, duration
 from trainer.config import DistributedTrainingConfig, JobConfig, parse_job
+from trainer.model.allowed_factories import refuse_foreign_factories
 
 if TYPE_CHECKING:
-    from dtrain_dagster.costs.choices import Baseline
+    from dtrain_dagster.planning.choices import Baseline
 
 _DEFAULT = DistributedTrainingConfig()
 CLUSTER_TIERS: tuple[Tier, ...] = ("dedicated", "low_priority")
@@ -96,9 +96,9 @@ def cost_estimate(
     project: ProjectResource,
     sharded_dataset: BuiltDataset,
 ):  # no annotation, see assets.common
-    from dtrain_dagster import probe
-    from dtrain_dagster.costs.choices import choices
-    from dtrain_dagster.costs.history import History, knows, pace_mark
+    from dtrain_dagster.planning import probe
+    from dtrain_dagster.planning.choices import choices
+    from dtrain_dagster.planning.history import History, knows, pace_mark
 
     price = price_of(cluster.gpu_type)
     tier = tier_of(cluster.first_tier)
@@ -251,7 +251,7 @@ def job_on(
     job = job_config(sections, **place)
     if not config.settings_file:
         return job
-    from dtrain_dagster.tuned import read_tuned
+    from dtrain_dagster.planning.tuned_settings import read_tuned
 
     own = {"threads_per_rank"} if cluster.threads_per_rank else set()  # DTRAIN_THREADS_PER_RANK
     tuned, words = read_tuned(config.settings_file).settings_for(job, config.stated() | own)
@@ -262,7 +262,7 @@ def job_on(
 
 def baseline(forecast: Forecast, price: SkuPrice, tier: Tier, node_count: int) -> "Baseline":
     """What the choices are compared with: the nodes that the settings ask for."""
-    from dtrain_dagster.costs.choices import Baseline
+    from dtrain_dagster.planning.choices import Baseline
 
     return Baseline(
         price=price,

@@ -12,11 +12,11 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker, paid
 from dtrain_dagster.data.sharding import BuiltDataset
-from dtrain_dagster.jobs import REGISTRATION, code_version
-from dtrain_dagster.orders import MODEL_DIGESTS, keep_registration, order_of
+from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
+from dtrain_dagster.jobs.progress import REGISTRATION, code_version
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
-from dtrain_dagster.secrets import SecretError
-from dtrain_dagster.wording import dollars
+from dtrain_dagster.settings.secrets import SecretError
+from dtrain_dagster.support.formatting import dollars
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
 

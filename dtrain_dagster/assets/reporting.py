@@ -23,11 +23,11 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, price_table
 from dtrain_dagster.monitoring.windows import WireTime, windows
 from dtrain_dagster.resources import GPUClusterResource
-from dtrain_dagster.wording import duration
+from dtrain_dagster.support.formatting import duration
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
 if TYPE_CHECKING:
-    from dtrain_dagster.monitoring.performance import NodePerformance, Performance, RankPerformance
+    from dtrain_dagster.reports.performance import NodePerformance, Performance, RankPerformance
 
 PERFORMANCE_REPORT = "reports/performance_report.json"
 
@@ -42,9 +42,9 @@ PERFORMANCE_REPORT = "reports/performance_report.json"
 def performance_report(
     cluster: GPUClusterResource, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob
 ) -> dg.MaterializeResult:
-    from dtrain_dagster.costs.optimizer import ResourceOptimizer
-    from dtrain_dagster.monitoring.page import write_report
-    from dtrain_dagster.monitoring.performance import paid_wall_seconds, summarise
+    from dtrain_dagster.dashboard.page import write_report
+    from dtrain_dagster.planning.optimizer import ResourceOptimizer
+    from dtrain_dagster.reports.performance import paid_wall_seconds, summarise
 
     job = trained_checkpoint
     rundir = RunDir(job.run_dir)
@@ -126,29 +126,31 @@ def _figures(performance: "Performance") -> dict[str, Any]:
 
 def _pictures(performance: "Performance", usage: Sequence[NodeUsage], events: Sequence[dict[str, Any]]) -> str:
     """All pictures in one piece of Markdown, below the verdict and what to change."""
-    from dtrain_dagster.monitoring import charts, charts_time
     from dtrain_dagster.monitoring.alerts import best, told
+    from dtrain_dagster.reports import time_charts, training_charts
 
     def of(kind: str) -> list[dict[str, Any]]:
         return [item for item in events if item["kind"] == kind]
 
     pictures = {}
     if performance.ranks:
-        pictures["A step of each rank"] = charts_time.step_chart(performance.ranks)
+        pictures["A step of each rank"] = time_charts.step_chart(performance.ranks)
     if performance.communication:
-        pictures["Communication"] = charts_time.communication_chart(windows(events), performance.communication)
-    pictures["Nodes and what happened"] = charts_time.timeline_chart(usage, events)
-    pictures["Where the time went"] = charts.phase_chart(performance.phase_seconds)
-    pictures["Throughput"] = charts_time.throughput_chart(of("step"), events)
+        pictures["Communication"] = time_charts.communication_chart(windows(events), performance.communication)
+    pictures["Nodes and what happened"] = time_charts.timeline_chart(usage, events)
+    pictures["Where the time went"] = training_charts.phase_chart(performance.phase_seconds)
+    pictures["Throughput"] = time_charts.throughput_chart(of("step"), events)
     if performance.nodes:
-        pictures["Nodes over time"] = charts.node_charts(of("node"))
-    pictures["Training curves"] = charts.training_curves(of("step"), of("evaluation"))
+        pictures["Nodes over time"] = training_charts.node_charts(of("node"))
+    pictures["Training curves"] = training_charts.training_curves(of("step"), of("evaluation"))
     helpful = best(performance.recommendations)
     text = [f"**{performance.verdict}**"]
     text += (
         ["What would help, the most first:\n\n" + "\n".join(f"- {told(item)}" for item in helpful)] if helpful else []
     )
-    return "\n\n".join([*text, *(charts.markdown_image(picture, title) for title, picture in pictures.items())])
+    return "\n\n".join(
+        [*text, *(training_charts.markdown_image(picture, title) for title, picture in pictures.items())]
+    )
 
 
 def _rank_row(rank: "RankPerformance") -> dict[str, Any]:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.capacity import provision
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, hardware_mark
+from dtrain_dagster.assets.provisioning import provision
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
-from dtrain_dagster.wording import dollars
+from dtrain_dagster.support.formatting import dollars
 from trainer.config import JobConfig, parse_job
 from trainer.rundir import RunDir
-from trainer.storage import Storage
+from trainer.storage.base import Storage
 
 if TYPE_CHECKING:
     from dtrain_dagster.monitoring.scaling import Mode, ScalingPoint, Study
@@ -64,8 +64,9 @@ def scaling_study(
     sharded_dataset: BuiltDataset,
     cost_estimate: TrainingPlan,
 ):  # no annotation, see assets.common
-    from dtrain_dagster import probe
-    from dtrain_dagster.monitoring import charts, charts_scaling, scaling
+    from dtrain_dagster.monitoring import scaling
+    from dtrain_dagster.planning import probe
+    from dtrain_dagster.reports import scaling_charts, training_charts
 
     plan = cost_estimate
     counts = sorted(set(config.nodes)) or list(range(1, plan.node_count + 1))
@@ -105,10 +106,10 @@ def scaling_study(
     text = json.dumps(scaling.document(study), allow_nan=False)
     Storage(f"{project.shared_uri}/{STUDIES}").write(f"{mark}.json", text.encode())
     rows = [dg.TableRecord(row(point)) for point in points]
-    pictures = [charts.markdown_image(charts_scaling.measured_chart(points), "Scaling as measured")]
+    pictures = [training_charts.markdown_image(scaling_charts.measured_chart(points), "Scaling as measured")]
     if study.curves:
-        picture = charts_scaling.modelled_chart(study.curves, points)
-        pictures.append(charts.markdown_image(picture, "Scaling as modelled"))
+        picture = scaling_charts.modelled_chart(study.curves, points)
+        pictures.append(training_charts.markdown_image(picture, "Scaling as modelled"))
     return dg.MaterializeResult(
         metadata={
             "verdict": study.verdict,

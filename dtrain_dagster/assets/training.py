@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.affording import refuse_dearer_nodes
-from dtrain_dagster.assets.capacity import provision, provisioning
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, read_finished, rounded
-from dtrain_dagster.assets.following import COST_CHECK, RAISE_BUDGET, communication_check, cost_check, watch
+from dtrain_dagster.assets.plan_limits import refuse_dearer_nodes
+from dtrain_dagster.assets.provisioning import provision, provisioning
+from dtrain_dagster.assets.training_progress import COST_CHECK, RAISE_BUDGET, communication_check, cost_check, watch
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, GPUClusterManager
 from dtrain_dagster.costs.budget import node_seconds_of, write_limit
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import tier_of
-from dtrain_dagster.jobs import (
+from dtrain_dagster.jobs.progress import (
     CLAIM,
     PLAN,
     BudgetSpentError,
@@ -29,12 +29,12 @@ from dtrain_dagster.jobs import (
 )
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
-from dtrain_dagster.wording import dollars, in_markdown
+from dtrain_dagster.support.formatting import dollars, in_markdown
 from trainer.config import JobConfig, TrackingConfig, parse_job
 from trainer.rundir import EVALUATION, LAUNCH, LIMIT, RESULT, RunDir
 
 if TYPE_CHECKING:
-    from trainer.membership import Generation
+    from trainer.elastic.membership import Generation
 
 gpu_cluster = dg.AssetSpec(
     "gpu_cluster",
@@ -204,8 +204,8 @@ def _metadata(
     evaluation: dict[str, Any],
     plan: TrainingPlan,
 ) -> dict[str, Any]:
-    from dtrain_dagster.monitoring import charts
-    from trainer.membership import generations
+    from dtrain_dagster.reports import training_charts
+    from trainer.elastic.membership import generations
 
     steps, evaluations = ([item for item in events if item["kind"] == kind] for kind in ("step", "evaluation"))
     model = evaluation["model"]
@@ -217,7 +217,7 @@ def _metadata(
         "world_size": result["world_size"],
         "weights_sha256": result["weights_sha256"],
         "dataset_id": plan.job["dataset"]["dataset_id"],
-        "curves": _picture(charts.training_curves(steps, evaluations), "Training curves"),
+        "curves": _picture(training_charts.training_curves(steps, evaluations), "Training curves"),
     }
     studio = (rundir.read_json(LAUNCH) or {}).get("studio_url")
     if isinstance(studio, str) and studio.startswith("https://"):  # no javascript: in a link of the UI
@@ -227,8 +227,10 @@ def _metadata(
     metadata["membership"] = dg.MarkdownMetadataValue(membership_table(history))
     metadata |= {f"test_{name}": rounded(value) for name, value in model.items() if isinstance(value, float)}
     if model.get("nll") is not None:
-        metadata["skill"] = _picture(charts.skill_chart(model, evaluation["baselines"]), "Skill against the baselines")
-        metadata["calibration"] = _picture(charts.calibration_chart(evaluation["calibration"]), "Calibration")
+        metadata["skill"] = _picture(
+            training_charts.skill_chart(model, evaluation["baselines"]), "Skill against the baselines"
+        )
+        metadata["calibration"] = _picture(training_charts.calibration_chart(evaluation["calibration"]), "Calibration")
     metadata["notes"] = dg.MarkdownMetadataValue("\n".join(f"- {in_markdown(note)}" for note in evaluation["notes"]))
     return metadata
 
@@ -254,9 +256,9 @@ def _weights_check(result: dict[str, Any]) -> dg.AssetCheckResult:
 
 def _samples_check(result: dict[str, Any], plan: TrainingPlan) -> dg.AssetCheckResult:
     """The dataset's manifest says how many samples there are; the trainer's records must add up to just these."""
-    from trainer.consumed import unproven  # numpy, which the code location does not need to load
-    from trainer.manifest import load_manifest
-    from trainer.storage import Storage
+    from trainer.data.coverage import unproven  # numpy, which the code location does not need to load
+    from trainer.data.manifest import load_manifest
+    from trainer.storage.base import Storage
 
     manifest = load_manifest(Storage(plan.job["dataset"]["uri"]))
     count, epochs = manifest["samples"]["train"], result["consumed"]
@@ -269,7 +271,7 @@ def _samples_check(result: dict[str, Any], plan: TrainingPlan) -> dg.AssetCheckR
 
 
 def _baselines_check(evaluation: dict[str, Any]) -> dg.AssetCheckResult:
-    from trainer.gate import better_baselines
+    from trainer.evaluation.gate import better_baselines
 
     own = evaluation["model"].get("nll")
     better = better_baselines(evaluation)
@@ -285,6 +287,6 @@ def _baselines_check(evaluation: dict[str, Any]) -> dg.AssetCheckResult:
 
 
 def _picture(svg: bytes, title: str) -> dg.MarkdownMetadataValue:
-    from dtrain_dagster.monitoring.charts import markdown_image
+    from dtrain_dagster.reports.training_charts import markdown_image
 
     return dg.MarkdownMetadataValue(markdown_image(svg, title))

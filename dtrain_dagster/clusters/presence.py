@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from dtrain_dagster.clusters.base import NodeHealth, NodeUsage
-from trainer import schemas
-from trainer.documents import read_document
+from trainer.documents import schemas
+from trainer.documents.reader import read_document
 from trainer.rundir import JOB, MEMBERSHIP, NodePresence, RunDir
 
 _RECORD = re.compile(r"g\d{6,12}\.json")
 _CANDIDACY = re.compile(r"n(\d{1,9})p\d{1,9}-[0-9a-f]+\.json")
-"""Names in that folder (`trainer.membership`), of node and local rank; what has another one is a stranger's."""
+"""Names in that folder (`trainer.elastic.membership`), of node and local rank; what has another one is a stranger's."""
 HEARTBEAT_SECONDS = 2.0
 STALE_SECONDS = 5 * HEARTBEAT_SECONDS
 
@@ -51,7 +51,7 @@ def reached(node: NodePresence, now: float, longest: float = STALE_SECONDS) -> f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """Who trains now, as the members have agreed (`trainer.membership` writes it; here only nodes matter)."""
+    """Who trains now, as the members have agreed (`trainer.elastic.membership` writes it; here only nodes matter)."""
 
     number: int
     launch: int

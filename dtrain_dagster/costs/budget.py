@@ -1,4 +1,4 @@
-"""A hard budget, as the nodes keep it: in node-seconds (`trainer.budget`), whatever it was given in."""
+"""A hard budget, as the nodes keep it: in node-seconds (`trainer.engine.budget`), whatever it was given in."""
 
 from __future__ import annotations
 

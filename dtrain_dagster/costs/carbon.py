@@ -2,9 +2,9 @@
 
     kWh = sum over node time of (GPU power + host power) x PUE;   kg CO2e = kWh x intensity of the region's grid
 
-GPU power is what NVML measured on the nodes (``node`` events, see `trainer.monitor`). Where nothing was measured it is
-the rated power times the utilisation, or rated power as it is: an upper bound. Nodes do not measure the host: it counts
-by its processors' load. Every constant stands in ``carbon.json`` with its source and year.
+GPU power is what NVML measured on the nodes (``node`` events, see `trainer.observability.node_monitor`). Where nothing
+was measured it is the rated power times the utilisation, or rated power as it is: an upper bound. Nodes do not measure
+the host: it counts by its processors' load. Every constant stands in ``carbon.json`` with its source and year.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Sizes:
         return replace(self, max_steps=min(soonest, self.max_steps or soonest)).work(node_count)
 
     def _steps_per_epoch(self, ranks: int) -> int:
-        from trainer.sampler import steps_per_epoch  # numpy, which the code location does not need to load
+        from trainer.data.sampler import steps_per_epoch  # numpy, which the code location does not need to load
 
         micro_batches = ranks * self.micro_batches_per_rank
         if self.train_samples < micro_batches:

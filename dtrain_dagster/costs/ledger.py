@@ -21,7 +21,7 @@ K = TypeVar("K")
 IN_STEPS = (Cause.PRODUCTIVE, Cause.COMMUNICATION, Cause.WAITING, Cause.INPUT)
 """Time in steps that counted; `Ledger.goodput` is their share."""
 CLOSING = 60 * SECOND
-"""After the job's end its processes may be closing for so long (`trainer.run.DistributedTrainer.close`)."""
+"""After the job's end its processes may be closing for so long (`trainer.engine.trainer.DistributedTrainer.close`)."""
 MEANINGS = {
     Cause.PRODUCTIVE: "forward, backward, optimizer, and the votes and reports that a step has",
     Cause.COMMUNICATION: "the wire, where no computation hides it",

@@ -19,7 +19,7 @@ class TrainingPlan:
     """What `trained_checkpoint` carries out."""
 
     fingerprint: str
-    """Of everything that decides what comes out, see `dtrain_dagster.jobs.fingerprint`."""
+    """Of everything that decides what comes out, see `dtrain_dagster.jobs.progress.fingerprint`."""
     job: dict[str, Any]
     """The sections ``dataset``, ``model``, ``loss`` and ``training`` of the job's ``job.json``."""
     sku: str
@@ -35,7 +35,7 @@ class TrainingPlan:
     price_words: str = STAND_IN
     """The same in a few words, for behind a figure."""
     pace: str = ""
-    """Of what decides how long a step takes, see `dtrain_dagster.costs.history.pace_mark`."""
+    """Of what decides how long a step takes, see `dtrain_dagster.planning.history.pace_mark`."""
     basis_kind: Basis = "probe"
     rests_on: tuple[str, ...] = ()
     """Ids of the jobs that the estimate rests on, probes or past runs; the one on as many nodes as planned first."""

@@ -19,7 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from dtrain_dagster.settings import setting
+from dtrain_dagster.settings.environment import setting
 
 Tier = Literal["dedicated", "low_priority", "spot"]
 TIERS: tuple[Tier, ...] = get_args(Tier)

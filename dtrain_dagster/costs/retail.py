@@ -32,7 +32,7 @@ from dtrain_dagster.costs.prices import (
     packaged_prices,
     refreshed_prices,
 )
-from trainer.storage import Storage
+from trainer.storage.base import Storage
 
 RETAIL_URL = "https://prices.azure.com/api/retail/prices"
 API_VERSION = "2023-01-01-preview"

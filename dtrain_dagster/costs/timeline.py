@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from dtrain_dagster.costs.facts import Facts, read
+from dtrain_dagster.costs.event_facts import Facts, read
 from dtrain_dagster.costs.money import SECOND, microseconds
 from dtrain_dagster.monitoring.windows import Window
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from trainer.manifest import read_manifest
-from trainer.places import inside
-from trainer.storage import Storage
+from trainer.data.manifest import read_manifest
+from trainer.documents.places import inside
+from trainer.storage.base import Storage
 
 _MAX_LINES = 60
 """With more tickers than this, an even selection is drawn."""

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dtrain_dagster.data.errors import DataError
-from trainer.manifest import checked_manifest, manifest_bytes, parse_manifest
-from trainer.places import PlaceError, checked_id, inside
-from trainer.storage import Storage
+from trainer.data.manifest import checked_manifest, manifest_bytes, parse_manifest
+from trainer.documents.places import PlaceError, checked_id, inside
+from trainer.storage.base import Storage
 
 PARALLEL = 4
 BLOCK = 1 << 20

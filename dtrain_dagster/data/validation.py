@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.prices import PricesRef, iter_tickers
-from trainer.storage import Storage
+from trainer.storage.base import Storage
 
 if TYPE_CHECKING:
     import numpy as np

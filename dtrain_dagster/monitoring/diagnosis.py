@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from dtrain_dagster.monitoring.hangs import unresolved, verdict
+from dtrain_dagster.monitoring.link_model import fit_wire
 from dtrain_dagster.monitoring.stragglers import (
     FEWEST_WINDOWS,
     LATE_SHARE,
@@ -29,7 +30,6 @@ from dtrain_dagster.monitoring.windows import (
     windows,
     worlds,
 )
-from dtrain_dagster.monitoring.wire import fit_wire
 
 INPUT_SHARE = 0.05
 """Of the step, on all ranks. Batches are gathered while the step before computes: input costs next to nothing."""

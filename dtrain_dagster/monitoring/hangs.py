@@ -1,4 +1,5 @@
-"""From what each rank sees of a hang (``hang`` events, `trainer.watchdog`) to who keeps the others waiting. Pure.
+"""From what each rank sees of a hang (``hang`` events, `trainer.observability.watchdog`) to who keeps the others
+waiting. Pure.
 
 The number of a collective is the same on all ranks. So whoever has not entered the newest one is waited for, also
 where nobody waits *in* a collective, since the processor is ahead of the GPU until it asks for a result.
@@ -18,7 +19,7 @@ MOST_NAMES = 6
 """Of more ranks only so many are named."""
 NOTHING = "no collective"
 START = "start"
-"""Why a launch formed its first generation (`trainer.generation`)."""
+"""Why a launch formed its first generation (`trainer.elastic.generation`)."""
 Report = dict[str, Any]
 
 

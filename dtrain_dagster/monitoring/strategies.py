@@ -14,9 +14,9 @@ from typing import Any
 
 from dtrain_dagster.monitoring.diagnosis import INPUT_SHARE, too_much_communication
 from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, MEMORY_TARGET, gpu_memory
+from dtrain_dagster.monitoring.link_model import WireFit, fit_wire
 from dtrain_dagster.monitoring.stragglers import Straggler, stragglers
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, Window, seconds_of, typical_collectives, worlds
-from dtrain_dagster.monitoring.wire import WireFit, fit_wire
 
 WORTH_IT = 0.01
 """A gain below this is none."""
@@ -167,7 +167,7 @@ def _compression(
     present = training.get("communication", "allreduce")
     if world[-1].facts.get("topology") == "star" or present not in ("allreduce", "hierarchical"):
         return []
-    takes_topk = training.get("precision") != "fp16"  # see `trainer.compression.check`
+    takes_topk = training.get("precision") != "fp16"  # see `trainer.parallel.compression.check`
     size, kept = world[-1].world_size, float(training.get("topk_fraction", KEPT))
     found = []
     for name, setting, left, note in (
@@ -211,8 +211,8 @@ def _buckets(now: StepModel, world: Sequence[Window], fit: WireFit) -> list[Stra
     count = min((1, 2, 4, 8, 16), key=lambda number: (exposed(number), number))
     change = f"{count} gradient bucket(s) of {_megabytes(total / count)} instead of {len(buckets)}"
     note = (
-        "no setting does this, it takes a change of `trainer.buckets`; at best: communication and backward pass share "
-        "processors where there is no GPU"
+        "no setting does this, it takes a change of `trainer.parallel.buckets`; at best: communication and backward "
+        "pass share processors where there is no GPU"
     )
     return [now.to(then(count), "another bucket size", change, note)]
 

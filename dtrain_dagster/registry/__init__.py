@@ -4,7 +4,6 @@
 tracking server and the registry are addresses.
 """
 
-from dtrain_dagster.registry.answers import AnswerError
 from dtrain_dagster.registry.base import Registry
 from dtrain_dagster.registry.card import Provenance, model_card
 from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint, check_endpoint
@@ -29,9 +28,10 @@ from dtrain_dagster.registry.server import (
     check_serving,
     scoring_server,
 )
+from dtrain_dagster.registry.smoke_test import AnswerError
 from dtrain_dagster.registry.staging import StagingError
 from dtrain_dagster.registry.versions import RegisteredModel, RegistryError, find_version, register_model
-from trainer.gate import Gate
+from trainer.evaluation.gate import Gate
 
 __all__ = [
     "PACKED_TAG",

@@ -1,7 +1,8 @@
 """An Azure ML workspace as the `Registry` (R6.1): model versions with how they were trained, in tags.
 
 Azure ML's registry knows no aliases, so ``champion`` and ``challenger`` are tags of versions. Of MLflow only runs and
-metrics are used (plain REST, see `trainer.azure_token`); files of a model go to the workspace through its own client.
+metrics are used (plain REST, see `trainer.secrets.azure_token`); files of a model go to the workspace through its own
+client.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.audit import AuditLog
 from dtrain_dagster.clusters.azure_ml.client import request_id_of, request_note
-from dtrain_dagster.orders import Order
+from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry import promotion, server, versions
 from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest, refuse_changed_files
 from dtrain_dagster.registry.promotion import Comparison, Decision
 from dtrain_dagster.registry.server import ServingCheck
 from dtrain_dagster.registry.versions import JOB_TAG, RegisteredModel, RegistryError
-from dtrain_dagster.secrets import redact
-from trainer.azure_token import tracking_address
+from dtrain_dagster.settings.secrets import redact
+from dtrain_dagster.support.audit import AuditLog
 from trainer.rundir import EVALUATION, RunDir
-from trainer.scratch import scratch_folder
+from trainer.runtime.scratch import scratch_folder
+from trainer.secrets.azure_token import tracking_address
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient

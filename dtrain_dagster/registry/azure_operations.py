@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dtrain_dagster.clusters.azure_ml.client import request_id_of, request_note
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.secrets import redact
+from dtrain_dagster.settings.secrets import redact
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -24,8 +24,8 @@ class DeploymentError(ClusterError):
 
 
 class Audit(Protocol):
-    """Records an operation that creates, changes, deletes or spends, and how it ended; `dtrain_dagster.audit.AuditLog`
-    is one."""
+    """Records an operation that creates, changes, deletes or spends, and how it ended;
+    `dtrain_dagster.support.audit.AuditLog` is one."""
 
     def operation(self, operation: str, target: str, **details: Any) -> AbstractContextManager[Any]: ...
 

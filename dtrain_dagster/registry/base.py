@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from dtrain_dagster.orders import Order
+from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.promotion import Comparison, Decision
 from dtrain_dagster.registry.server import ServingCheck
 from dtrain_dagster.registry.versions import RegisteredModel

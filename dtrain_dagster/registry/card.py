@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain_dagster.wording import in_markdown
+from dtrain_dagster.support.formatting import in_markdown
 from trainer.config import FactoryConfig, JobConfig
-from trainer.gate import Gate
+from trainer.evaluation.gate import Gate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from trainer.tracking import opening
+from trainer.observability.mlflow_sqlite import opening
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

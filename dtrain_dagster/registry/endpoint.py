@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from dtrain_dagster.clusters.azure_ml.client import words
-from dtrain_dagster.orders import Order
-from dtrain_dagster.registry.answers import (
+from dtrain_dagster.jobs.orders import Order
+from dtrain_dagster.registry.server import ServingError
+from dtrain_dagster.registry.smoke_test import (
     AnswerError,
     Sample,
     as_columns,
@@ -23,9 +24,8 @@ from dtrain_dagster.registry.answers import (
     load_sample,
     parse_predictions,
 )
-from dtrain_dagster.registry.server import ServingError
-from dtrain_dagster.secrets import IDENTITY, check_token, redact, resolve
-from trainer.azure_token import credential
+from dtrain_dagster.settings.secrets import IDENTITY, check_token, redact, resolve
+from trainer.secrets.azure_token import credential
 
 if TYPE_CHECKING:
     import numpy as np

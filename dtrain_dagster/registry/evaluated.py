@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dtrain_dagster.registry.answers import read_predictions
+from dtrain_dagster.registry.smoke_test import read_predictions
 from trainer.config import JobConfig
-from trainer.gate import MUST_BEAT
+from trainer.evaluation.gate import MUST_BEAT
 from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
 
 FIGURES = ("windows", "days", "first_date", "last_date", "model", "halves")
@@ -31,10 +31,10 @@ def refuse_false_evaluation(
     as it was ordered; `AnswerError` for predictions that are none."""
     import numpy as np
 
-    from trainer.baselines import baseline_forecasts
-    from trainer.report import Predictions, build_report
-    from trainer.sampler import spread
-    from trainer.shards import DataShardManager
+    from trainer.data.sampler import spread
+    from trainer.data.shards import DataShardManager
+    from trainer.evaluation.baselines import baseline_forecasts
+    from trainer.evaluation.report import Predictions, build_report
 
     shards = DataShardManager(job.dataset.uri, cache_dir, job.dataset.dataset_id)
     rows = shards.end_rows("test", spread(shards.count("test")))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dtrain_dagster.orders import Order
+from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry import promotion, server, versions
 from dtrain_dagster.registry.promotion import Comparison, Decision
 from dtrain_dagster.registry.server import ServingCheck
 from dtrain_dagster.registry.versions import RegisteredModel
-from dtrain_dagster.secrets import redact
-from trainer.tracking import authorised
+from dtrain_dagster.settings.secrets import redact
+from trainer.observability.mlflow_sqlite import authorised
 
 
 @dataclass(frozen=True, slots=True)

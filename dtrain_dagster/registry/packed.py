@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.scratch import scratch_folder
+from trainer.runtime.scratch import scratch_folder
 
 PACKED_TAG = "packed_sha256"
 """Tag of a version: the digest of all files that were registered. Nodes report metrics; they change no versions."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dtrain_dagster.orders import Order
-from dtrain_dagster.registry.answers import AnswerError, read_predictions
+from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.packed import packed_files
 from dtrain_dagster.registry.run_model import ordered_job
+from dtrain_dagster.registry.smoke_test import AnswerError, read_predictions
 from dtrain_dagster.registry.versions import RegisteredModel, open_client
-from trainer.gate import Gate, gate, suspect_leak
+from trainer.evaluation.gate import Gate, gate, suspect_leak
 from trainer.rundir import PREDICTIONS, RunDir
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class Decision:
 def promotion_gate(evaluation: Mapping[str, Any]) -> Gate:
     """Whether a model may be champion at all, from ``evaluation.json``.
 
-    A distribution is judged by `trainer.gate.gate`. A point forecast has to beat the squared error of forecasting zero,
-    without a suspicion of leakage; a loss that says neither cannot be judged and does not pass.
+    A distribution is judged by `trainer.evaluation.gate.gate`. A point forecast has to beat the squared error of
+    forecasting zero, without a suspicion of leakage; a loss that says neither cannot be judged and does not pass.
     """
     model = evaluation["model"]
     if model.get("nll") is not None:
@@ -138,9 +138,9 @@ def compare(
     training wrote. ``own`` and ``its`` are what the candidate and the champion carry as metadata of the model."""
     import numpy as np
 
-    from trainer.isolation import IsolationError
-    from trainer.sampler import spread
-    from trainer.shards import DataShardManager
+    from trainer.data.sampler import spread
+    from trainer.data.shards import DataShardManager
+    from trainer.isolation.runner import IsolationError
 
     difference = input_difference(own, its)
     if difference:
@@ -232,8 +232,8 @@ def _metadata(folder: Path) -> dict[str, Any]:
 def predict_in_isolation(
     folder: Path, windows: NDArray[np.float32], timeout_seconds: float
 ) -> dict[str, NDArray[np.float64]]:
-    """What a packed model answers, loaded with its own code in a process of its own (`trainer.isolation`)."""
-    from trainer.isolation import Isolated
+    """What a packed model answers, loaded with its own code in a process of its own (`trainer.isolation.runner`)."""
+    from trainer.isolation.runner import Isolated
 
     return Isolated(folder=folder, kind="mlflow", seconds=timeout_seconds).predict(windows)
 
@@ -243,7 +243,7 @@ def _nll(columns: Mapping[str, NDArray], target: NDArray) -> float | None:
     import numpy as np
     import torch
 
-    from trainer.losses import student_t_nll
+    from trainer.model.losses import student_t_nll
 
     if "sigma" not in columns or not np.isfinite(columns["sigma"]).all():
         return None

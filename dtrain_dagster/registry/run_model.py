@@ -1,7 +1,7 @@
 """The model of a run directory, held against what was ordered, and asked in a process of its own.
 
 Nodes have written it: its description must be that of the order, its weights must be those that were registered, and
-no code of it runs in this process (`trainer.isolation`).
+no code of it runs in this process (`trainer.isolation.runner`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from dtrain_dagster.orders import MODEL_DIGESTS, Order, plain
+from dtrain_dagster.jobs.orders import MODEL_DIGESTS, Order, plain
 from dtrain_dagster.registry.staging import stage_code
-from trainer.allowed import STOCK, modules_of_settings, refuse_foreign_factories
 from trainer.config import JobConfig
+from trainer.data.manifest import DatasetError, read_manifest
 from trainer.errors import DamagedError
-from trainer.manifest import DatasetError, read_manifest
-from trainer.regular import too_large
+from trainer.model.allowed_factories import STOCK, modules_of_settings, refuse_foreign_factories
 from trainer.rundir import RunDir
-from trainer.scratch import scratch_folder
+from trainer.runtime.scratch import scratch_folder
 from trainer.spec import DataSpec, spec_of
-from trainer.storage import Storage
+from trainer.storage.base import Storage
+from trainer.storage.regular_files import too_large
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION, WEIGHTS = "model.json", "weights.pt"
 FACTORIES = "factories.json"
-"""In a packed model, beside its files: the modules that its factories may be of (`trainer.serving`)."""
+"""In a packed model, beside its files: the modules that its factories may be of (`trainer.model.mlflow_model`)."""
 MOST_BYTES = {DESCRIPTION: 1 << 20, WEIGHTS: 16 << 30}
 ASK_SECONDS = 300.0
 _FOLDER = "model"
@@ -106,7 +106,7 @@ class RunModel:
     def predict(self, windows: NDArray[np.float32], seconds: float = ASK_SECONDS) -> dict[str, NDArray[np.float64]]:
         """Windows (n, window, features) → named columns (n,), from a process of its own. `RunModelError` where it does
         not answer, or not with just that."""
-        from trainer.isolation import Isolated, IsolationError
+        from trainer.isolation.runner import Isolated, IsolationError
 
         with scratch_folder("model") as scratch:
             folder, code = self.unpack(scratch)

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from dtrain_dagster.orders import Order
-from dtrain_dagster.registry.answers import AnswerError, as_columns, compare_answers, load_sample, parse_predictions
+from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.packed import PackedError, packed_files
-from trainer.scratch import scratch_folder
+from dtrain_dagster.registry.smoke_test import AnswerError, as_columns, compare_answers, load_sample, parse_predictions
+from trainer.runtime.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -127,7 +127,7 @@ def _local_files(model_uri: str, tracking_uri: str, registry_uri: str | None) ->
 @contextlib.contextmanager
 def _started(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
     """The process of a server, its port, and its log."""
-    from trainer import isolation
+    from trainer.isolation import runner
 
     with scratch_folder("serve") as scratch, socket.socket() as outside:
         outside.bind((HOST, 0))
@@ -138,7 +138,7 @@ def _started(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]
         held.touch()
         arguments = ["models", "serve", "--model-uri", str(folder), "--env-manager", "local"]
         order = {
-            "sandbox": str(Path(isolation.__file__).with_name("sandbox.py")),
+            "sandbox": str(Path(runner.__file__).with_name("sandbox.py")),
             "arguments": [*arguments, "--host", HOST, "--port", str(port), "--workers", "1"],
             "port": port,
             "socket": outside.fileno(),
@@ -151,7 +151,7 @@ def _started(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]
         }
         order_path = scratch / "order.json"
         order_path.write_text(json.dumps(order))
-        environment = isolation.clean_environment(empty, min(4, os.cpu_count() or 1))
+        environment = runner.clean_environment(empty, min(4, os.cpu_count() or 1))
         # `mlflow models serve` starts uvicorn by its bare name.
         environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
         with open(log_path, "wb") as log:
@@ -170,7 +170,7 @@ def _started(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]
             yield process, port, log_path
         finally:
             _stop(process)
-            isolation.note_what_is_missing(held)
+            runner.note_what_is_missing(held)
 
 
 def check_serving(

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import trainer
-from trainer.allowed import is_allowed, modules_of_settings, remedy
+from trainer.model.allowed_factories import is_allowed, modules_of_settings, remedy
 
 _INSTALLED = {"site-packages", "dist-packages"}
 """Folders of installed packages, also of another environment that this one builds on."""
 SERVING_REQUIREMENTS = ("mlflow", "numpy", "pandas", "pydantic", "torch")
-"""What `trainer.serving` imports, and nothing that only training needs."""
+"""What `trainer.model.mlflow_model` imports, and nothing that only training needs."""
 
 
 class StagingError(ValueError):

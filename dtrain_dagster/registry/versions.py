@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.orders import Order
+from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.client import open_client
 from dtrain_dagster.registry.once import JOB_TAG, WEIGHTS_TAG, is_same, older, registering
 from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest
 from dtrain_dagster.registry.run_model import RunModel, load_run_model, ordered_job
 from dtrain_dagster.registry.staging import stage_code
 from trainer.config import JobConfig
-from trainer.manifest import load_manifest
-from trainer.membership import generations
+from trainer.data.manifest import load_manifest
+from trainer.elastic.membership import generations
+from trainer.observability.mlflow_sqlite import artifact_location
 from trainer.rundir import EVALUATION, RESULT, RunDir
-from trainer.scratch import scratch_folder
-from trainer.storage import Storage
-from trainer.tracking import artifact_location
+from trainer.runtime.scratch import scratch_folder
+from trainer.storage.base import Storage
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -79,8 +79,8 @@ def register_model(
     """Register the model of a succeeded job; the existing version where the same weights of the job were registered
     before, or are at this moment.
 
-    ``order``: what was ordered (`dtrain_dagster.orders`); what the run directory says must be that. Without one, only a
-    model of stock parts is registered.
+    ``order``: what was ordered (`dtrain_dagster.jobs.orders`); what the run directory says must be that. Without one,
+    only a model of stock parts is registered.
 
     ``tags`` (node-hours, dollars, code version, Dagster run…) are added to those that the run directory tells, see
     `job_tags`; ``card`` is the model card in Markdown. The version belongs to the MLflow run that the trainer reported
@@ -269,13 +269,14 @@ def _ensure_registered_model(client: MlflowClient, name: str) -> None:
 
 
 def save_pyfunc(own: RunModel, folder: Path, scratch: Path, run_id: str, cache_dir: str | None) -> None:
-    """Write the MLflow model: `trainer/serving.py` as code, the job's two files as artifacts, real windows."""
+    """Write the MLflow model: `trainer/model/mlflow_model.py` as code, the job's two files as artifacts, real
+    windows."""
     import mlflow.pyfunc
     import numpy as np
     from mlflow.models import Model
 
     import trainer
-    from trainer.shards import DataShardManager
+    from trainer.data.shards import DataShardManager
 
     shards = DataShardManager(own.job.dataset.uri, cache_dir, own.spec.dataset_id)
     count = shards.count("test")
@@ -287,7 +288,7 @@ def save_pyfunc(own: RunModel, folder: Path, scratch: Path, run_id: str, cache_d
     code = stage_code(own.factories(), scratch / "code")
     mlflow.pyfunc.save_model(
         path=str(folder),
-        python_model=str(Path(trainer.__file__).parent / "serving.py"),
+        python_model=str(Path(trainer.__file__).parent / "model" / "mlflow_model.py"),
         artifacts={"model": str(files)},
         code_paths=list(code.paths),
         pip_requirements=list(code.requirements),  # given, so that nothing is imported to find out

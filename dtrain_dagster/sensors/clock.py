@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from trainer import clock
+from trainer.runtime import clock
 
 NOTICEABLE_SECONDS = 60.0
 """By less a clock is corrected, now and then."""

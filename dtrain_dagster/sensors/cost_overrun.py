@@ -9,26 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.following import COST_CHECK
+from dtrain_dagster.assets.training_progress import COST_CHECK
 from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.plan import STAND_IN
 from dtrain_dagster.costs.prices import price_table, tier_of
-from dtrain_dagster.costs.projection import Overrun, Pace, Projection, overruns, thresholds
-from dtrain_dagster.costs.projection import project as project_cost
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.jobs import PLAN
+from dtrain_dagster.jobs.progress import PLAN
 from dtrain_dagster.monitoring.windows import settled, windows
-from dtrain_dagster.notify import tell
+from dtrain_dagster.planning.projection import Overrun, Pace, Projection, overruns, thresholds
+from dtrain_dagster.planning.projection import project as project_cost
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
-from dtrain_dagster.settings import Settings
-from dtrain_dagster.wording import dollars
-from trainer.documents import EVENTS_BYTES, parse_events
+from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.support.formatting import dollars
+from dtrain_dagster.support.notify import tell
+from trainer.documents.reader import EVENTS_BYTES, parse_events
 from trainer.errors import DamagedError
 from trainer.printable import visible
 from trainer.rundir import EVENTS, RunDir
 
 if TYPE_CHECKING:
-    from dtrain_dagster.costs.savings import Saving
+    from dtrain_dagster.planning.savings import Saving
 
 COST_TOLD = "cost_alerts.json"
 """In a run directory: what people have been told of its cost, and when. Beside `following.TOLD`, which whoever follows
@@ -123,7 +123,7 @@ def _advice(
     projection: Projection,
 ) -> "tuple[Saving, ...]":
     """What would save; nothing where that cannot be told, for the alert must not wait for it."""
-    from dtrain_dagster.costs.savings import Hired, savings
+    from dtrain_dagster.planning.savings import Hired, savings
 
     whole = projection.at_end.expected if projection.at_end else projection.so_far
     try:
@@ -169,7 +169,7 @@ def _sentence(job_id: str, item: Overrun, projection: Projection) -> str:
 def _check(
     job_id: str, item: Overrun, projection: Projection, advice: "tuple[Saving, ...]", plan: Mapping[str, Any]
 ) -> dg.AssetCheckEvaluation:
-    from dtrain_dagster.costs.savings import saving_table
+    from dtrain_dagster.planning.savings import saving_table
 
     words = plan.get("price_words", STAND_IN)
     metadata: dict[str, Any] = {

@@ -8,9 +8,7 @@ from dataclasses import asdict, replace
 
 import dagster as dg
 
-from dtrain_dagster.notify import tell
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource
-from dtrain_dagster.retraining import (
+from dtrain_dagster.automation.retraining import (
     ask,
     at_clock,
     budget_words,
@@ -21,10 +19,12 @@ from dtrain_dagster.retraining import (
     trained_dataset,
     unreadable,
 )
-from dtrain_dagster.secrets import redact
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.sensors import clock
-from dtrain_dagster.settings import Settings
-from dtrain_dagster.wording import duration
+from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.settings.secrets import redact
+from dtrain_dagster.support.formatting import duration
+from dtrain_dagster.support.notify import tell
 
 
 def build_new_data_sensor(settings: Settings, job_name: str) -> dg.SensorDefinition:

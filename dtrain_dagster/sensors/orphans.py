@@ -13,15 +13,15 @@ from typing import Any
 
 import dagster as dg
 
+from dtrain_dagster.automation.run_liveness import is_heard, seconds_since_setting
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, Orphan
 from dtrain_dagster.costs.plan import LISTED, STAND_IN
 from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
-from dtrain_dagster.liveness import is_heard, seconds_since_setting
-from dtrain_dagster.notify import tell
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.sensors import clock
-from dtrain_dagster.settings import Settings
-from dtrain_dagster.wording import dollars, duration
+from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.support.formatting import dollars, duration
+from dtrain_dagster.support.notify import tell
 from trainer.printable import visible
 
 LIVE = [status for status in dg.DagsterRunStatus if status.name not in ("SUCCESS", "FAILURE", "CANCELED")]

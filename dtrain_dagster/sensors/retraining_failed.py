@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dagster as dg
 
-from dtrain_dagster.notify import tell
+from dtrain_dagster.automation.capacity_queue import WaitingList
+from dtrain_dagster.automation.retraining import CAUSE_TAG
 from dtrain_dagster.resources import ProjectResource
-from dtrain_dagster.retraining import CAUSE_TAG
-from dtrain_dagster.secrets import redact
-from dtrain_dagster.waiting import WaitingList
+from dtrain_dagster.settings.secrets import redact
+from dtrain_dagster.support.notify import tell
 
 
 def build_retraining_failed_sensor() -> dg.SensorDefinition:

@@ -6,8 +6,7 @@ import time
 
 import dagster as dg
 
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource
-from dtrain_dagster.retraining import (
+from dtrain_dagster.automation.retraining import (
     CHAMPION_CHECK,
     ask,
     budget_words,
@@ -17,7 +16,8 @@ from dtrain_dagster.retraining import (
     registrations,
     staleness,
 )
-from dtrain_dagster.settings import Settings
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.settings.environment import Settings
 
 
 def build_staleness_sensor(settings: Settings, job_name: str) -> dg.SensorDefinition:

@@ -14,22 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.abuse import clocks
+from dtrain_dagster.automation.capacity_queue import WaitingList, decide, new_ticket
+from dtrain_dagster.automation.idle_policy import LONGEST_LOOK_SECONDS, look
+from dtrain_dagster.automation.retraining import CLAIM_SECONDS, claim
+from dtrain_dagster.automation.run_liveness import ALIVE_SECONDS, is_heard, seconds_since_setting
 from dtrain_dagster.clusters import presence
-from dtrain_dagster.clusters.azure_ml.launches import durations
+from dtrain_dagster.clusters.azure_ml.launch_record import durations
 from dtrain_dagster.clusters.base import NodePool
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.liveness import ALIVE_SECONDS, is_heard, seconds_since_setting
-from dtrain_dagster.monitoring.idle import LONGEST_LOOK_SECONDS, look
-from dtrain_dagster.retraining import CLAIM_SECONDS, claim
 from dtrain_dagster.sensors import clock as looks
-from dtrain_dagster.waiting import WaitingList, decide, new_ticket
 from tests.dtrain_dagster.test_retraining import World
 from tests.trained import record_training
-from trainer import budget
-from trainer.clock import ORIGIN, SteadyClock
+from trainer.engine import budget
 from trainer.rundir import NodePresence, RunDir
-from trainer.storage import Storage
+from trainer.runtime.clock import ORIGIN, SteadyClock
+from trainer.storage.base import Storage
 
 HOUR = 3600.0
 NOW = 1_800_000_000.0
@@ -196,7 +196,7 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     monkeypatch.setattr("time.time", made)
-    monkeypatch.setattr("trainer.clock.elapsed", lambda: made.count)
+    monkeypatch.setattr("trainer.runtime.clock.elapsed", lambda: made.count)
     monkeypatch.setattr("dtrain_dagster.sensors.clock._boot", lambda: "one")
     return made
 

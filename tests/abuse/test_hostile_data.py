@@ -19,6 +19,7 @@ import pytest
 
 from benchmarks.abuse import hostile_data
 from dtrain_dagster.assets.training import _samples_check
+from dtrain_dagster.automation.retraining import prices_of
 from dtrain_dagster.data import price_file
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.preview import dataset_picture, preview_rows
@@ -26,12 +27,11 @@ from dtrain_dagster.data.prices import iter_tickers, write_prices
 from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.data.sharding import verify_dataset
 from dtrain_dagster.data.sources import PriceFile, price_source
-from dtrain_dagster.retraining import prices_of
-from dtrain_dagster.tuned import _dataset_id
-from trainer import shard_cache
+from dtrain_dagster.planning.tuned_settings import _dataset_id
+from trainer.data import shard_cache
+from trainer.data.shards import DatasetError, DataShardManager
+from trainer.documents.places import PlaceError
 from trainer.errors import DamagedError
-from trainer.places import PlaceError
-from trainer.shards import DatasetError, DataShardManager
 
 STRANGER = 12_345
 

@@ -15,16 +15,16 @@ import pytest
 from benchmarks.abuse import hostile_nodes
 from benchmarks.abuse.hostile_nodes import OWN_MODEL, TARGETS, VARIANTS, Place, edit_json
 from benchmarks.abuse.tally import Tally
-from dtrain_dagster.orders import Order, OrderError, keep_order, keep_registration, order_of
+from dtrain_dagster.jobs.orders import Order, OrderError, keep_order, keep_registration, order_of
 from dtrain_dagster.registry import EvaluationError, refuse_false_evaluation
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
-from trainer import losses, model
-from trainer.allowed import STOCK, is_allowed, modules_of_settings, parse_modules, refuse_foreign
-from trainer.arguments import check_arguments
-from trainer.checkpoint import CheckpointError, CheckpointManager
+from trainer.checkpoint.manager import CheckpointError, CheckpointManager
 from trainer.config import ConfigError, FactoryConfig
-from trainer.factories import build
-from trainer.isolation import Isolated, IsolationError
+from trainer.documents.factory_arguments import check_arguments
+from trainer.isolation.runner import Isolated, IsolationError
+from trainer.model import losses, stock
+from trainer.model.allowed_factories import STOCK, is_allowed, modules_of_settings, parse_modules, refuse_foreign
+from trainer.model.factories import build
 from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
 
 
@@ -37,7 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 class TestFactories:
     def test_the_stock_parts_are_those_of_the_modules(self) -> None:
-        assert {kind: tuple(sorted(parts)) for kind, parts in (("model", model.STOCK), ("loss", losses.STOCK))} == STOCK
+        assert {kind: tuple(sorted(parts)) for kind, parts in (("model", stock.STOCK), ("loss", losses.STOCK))} == STOCK
 
     @pytest.mark.parametrize("target", TARGETS)
     def test_nothing_is_imported_that_the_settings_do_not_name(self, target: str) -> None:

@@ -20,18 +20,18 @@ import pytest
 
 from benchmarks.abuse import killed_checkpoints, killed_registrations, kills
 from dtrain_dagster.clusters.base import JobSpec, JobState
-from dtrain_dagster.clusters.claim import new_token, signal_supervisor, supervisor_of, sweep
-from dtrain_dagster.clusters.local import LocalClusterManager
-from dtrain_dagster.clusters.processes import MARK
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.local.processes import MARK
+from dtrain_dagster.clusters.local.settle import new_token, signal_supervisor, supervisor_of, sweep
 from dtrain_dagster.data.building import LEFT_SECONDS, building_in
-from dtrain_dagster.home import make_home
 from dtrain_dagster.registry.packed import PACKED_TAG
 from dtrain_dagster.registry.versions import open_client, tracking_run
+from dtrain_dagster.settings.home import make_home
 from tests.dtrain_dagster import small_job
+from trainer.engine.result import run_job
 from trainer.errors import DamagedError
-from trainer.outcome import run_job
+from trainer.observability.mlflow_sqlite import make_tables, opening
 from trainer.rundir import RunDir
-from trainer.tracking import make_tables, opening
 
 ROOT = Path(__file__).parents[2]
 DTRAIN = str(Path(sys.executable).parent / "dtrain")

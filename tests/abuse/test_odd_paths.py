@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.abuse import odd_paths
-from dtrain_dagster.cli_common import Refusal, run_dir
+from dtrain_dagster.cli.common import Refusal, run_dir
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.clusters.local import LocalClusterManager
-from dtrain_dagster.settings import SettingsError, load_settings
-from trainer.places import PlaceError, checked_id, checked_name, inside, own_folder
-from trainer.storage import Storage
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.settings.environment import SettingsError, load_settings
+from trainer.documents.places import PlaceError, checked_id, checked_name, inside, own_folder
+from trainer.storage.base import Storage
 
 
 @pytest.mark.parametrize("name", odd_paths.REFUSED)

@@ -16,8 +16,8 @@ from starlette.routing import Route
 
 from benchmarks.abuse.slow_clients import answers
 from benchmarks.abuse.websites import served
-from dtrain_dagster.cli import main
-from dtrain_dagster.web_peer import find_owner, owner_of
+from dtrain_dagster.cli.main import main
+from dtrain_dagster.web.peer import find_owner, owner_of
 
 NOBODY = 65534
 TCP = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode

@@ -43,12 +43,12 @@ from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.definitions import build_defs
-from dtrain_dagster.orders import keep_order, order_of
+from dtrain_dagster.jobs.orders import keep_order, order_of
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.settings import load_settings
+from dtrain_dagster.settings.environment import load_settings
 from tests.webhook import web_hook
-from trainer.addresses import secret_in
-from trainer.tracking import authorised
+from trainer.observability.mlflow_sqlite import authorised
+from trainer.secrets.addresses import secret_in
 
 REMEDIES = ("env:NAME", "without", "identity", "give the address alone")
 

@@ -19,21 +19,21 @@ from typing import Any
 import pytest
 
 from benchmarks.abuse.hostile_nodes import Place
-from dtrain_dagster.cli_common import Refusal
-from dtrain_dagster.cli_endpoint import _registered
-from dtrain_dagster.jobs import REGISTRATION
-from dtrain_dagster.orders import Order, keep_order, keep_registration
+from dtrain_dagster.cli.common import Refusal
+from dtrain_dagster.cli.endpoint import _registered
+from dtrain_dagster.jobs.orders import Order, keep_order, keep_registration
+from dtrain_dagster.jobs.progress import REGISTRATION
 from dtrain_dagster.registry import run_model, server
-from dtrain_dagster.registry.answers import AnswerError, as_columns, parse_predictions, read_predictions
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
+from dtrain_dagster.registry.smoke_test import AnswerError, as_columns, parse_predictions, read_predictions
 from dtrain_dagster.registry.versions import open_client, tracking_run
-from trainer import isolation, sandbox
+from trainer.isolation import runner, sandbox
 from trainer.rundir import RunDir
 
 SYSTEM = pytest.mark.skipif(sys.platform != "linux", reason="what a process can give up is Linux's")
 CONFINED = """
 import ctypes, json, os, socket, subprocess, sys
-from trainer import sandbox
+from trainer.isolation.runner import sandbox
 
 done = sandbox.confine([], [], serves=True) + ["calls"] * sandbox.forbid_calls(serves=True)
 libc = ctypes.CDLL(None, use_errno=True)
@@ -61,7 +61,7 @@ print(json.dumps([done, {
 
 SERVED = """
 import asyncio, json, socket, sys
-from trainer import sandbox
+from trainer.isolation.runner import sandbox
 
 to, fast = ("127.0.0.1", int(sys.argv[1])), socket.MSG_FASTOPEN
 
@@ -272,10 +272,10 @@ class TestAnswers:
 def test_what_a_models_code_writes_about_its_protections_is_data(tmp_path: Path, text: str) -> None:
     held = tmp_path / "held.json"
     held.write_bytes(text.encode(errors="surrogateescape"))
-    isolation.note_what_is_missing(held)
+    runner.note_what_is_missing(held)
     held.unlink()
     os.mkfifo(held)
-    isolation.note_what_is_missing(held)
+    runner.note_what_is_missing(held)
 
 
 def test_what_nodes_call_registered_is_not_deployed(
@@ -295,7 +295,7 @@ def test_what_nodes_call_registered_is_not_deployed(
 @SYSTEM
 def test_a_server_without_a_network_of_its_own_connects_to_nobody() -> None:
     code = (
-        "import socket, sys\nfrom trainer import sandbox\nsandbox._leave_network = lambda: False\n"
+        "import socket, sys\nfrom trainer.isolation.runner import sandbox\nsandbox._leave_network = lambda: False\n"
         "port = int(sys.argv[1])\nheld = sandbox.confine([], [], serves=True)\n"
         "socket.create_server(('127.0.0.1', 0))\nprint(held)\nsocket.create_connection(('127.0.0.1', port), 5)\n"
     )

@@ -33,21 +33,21 @@ from benchmarks.abuse.run_directories import (
     small_job,
 )
 from benchmarks.run_directory_readers import OBEYED
-from dtrain_dagster.cli import main
-from dtrain_dagster.cli_endpoint import _print_check
-from dtrain_dagster.cli_tune import candidates_table
-from dtrain_dagster.cli_tune import summary as tune_summary
+from dtrain_dagster.cli.endpoint import _print_check
+from dtrain_dagster.cli.main import main
+from dtrain_dagster.cli.screen import Screen
+from dtrain_dagster.cli.summary import latest_job
+from dtrain_dagster.cli.terminal import watch_training
+from dtrain_dagster.cli.tune import candidates_table
+from dtrain_dagster.cli.tune import summary as tune_summary
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.clusters.local import LocalClusterManager
-from dtrain_dagster.jobs import PLAN, choose_job, follow_job, known_jobs, news, start_job
-from dtrain_dagster.registry.answers import AnswerError, read_predictions
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.jobs.progress import PLAN, choose_job, follow_job, known_jobs, news, start_job
 from dtrain_dagster.registry.endpoint import EndpointCheck, Finding
 from dtrain_dagster.registry.once import registering
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
-from dtrain_dagster.screen import Screen
-from dtrain_dagster.settings import Settings
-from dtrain_dagster.summary import latest_job
-from dtrain_dagster.terminal import watch_training
+from dtrain_dagster.registry.smoke_test import AnswerError, read_predictions
+from dtrain_dagster.settings.environment import Settings
 from trainer.errors import DamagedError
 from trainer.rundir import JOB, LAUNCH, RESULT, STATUS, NodePresence, RunDir, event
 
@@ -200,7 +200,7 @@ def test_a_retry_finds_the_job_that_took_the_place_of_the_damaged_one(written: C
 
 
 def test_a_damaged_job_that_runs_keeps_its_cluster_and_its_mark(written: Callable[..., RunDir], tmp_path: Path):
-    from dtrain_dagster.clusters.lock import acquire
+    from dtrain_dagster.clusters.local.job_lock import acquire
 
     manager = LocalClusterManager(tmp_path)
     rundir = written("runs", "running")

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from benchmarks.abuse.slow_clients import answers, dashboard, half_requests
 from benchmarks.abuse.websites import served
-from dtrain_dagster import web_server
+from dtrain_dagster.web import server as web_server
 from tests.e2e.conftest import make_project, start_dagster, stop_dagster
 
 MANY = 1200

@@ -29,10 +29,10 @@ from worlds import Job, build  # noqa: E402
 from benchmarks.abuse.strangers import attack  # noqa: E402
 from benchmarks.stranger import NOBODY, Stranger, besiege, stranger  # noqa: E402
 from dtrain_dagster.clusters.base import JobSpec, JobState  # noqa: E402
-from dtrain_dagster.clusters.local import LocalClusterManager  # noqa: E402
-from trainer.launch_secret import SECRET_FILE, write_new  # noqa: E402
-from trainer.store import Store  # noqa: E402
-from trainer.world import listen  # noqa: E402
+from dtrain_dagster.clusters.local.manager import LocalClusterManager  # noqa: E402
+from trainer.comm.launch_secret import SECRET_FILE, write_new  # noqa: E402
+from trainer.comm.rendezvous_store import Store  # noqa: E402
+from trainer.comm.world import listen  # noqa: E402
 
 PATIENCE = 60.0
 

@@ -32,9 +32,9 @@ from benchmarks.abuse import websites
 from benchmarks.abuse.planted_secrets import CARRIERS, secret_of
 from benchmarks.abuse.websites import JOB, LAUNCH, MUTATION, PARAMETERS, dagster_app, forged, own_page, send, served
 from benchmarks.leaks import leaks
-from dtrain_dagster.stored_secrets import secret_posted
-from dtrain_dagster.ui import ui_rules
-from dtrain_dagster.web_guard import Guard, judge, rules_for
+from dtrain_dagster.web.dagster_ui import ui_rules
+from dtrain_dagster.web.guard import Guard, judge, rules_for
+from dtrain_dagster.web.stored_secrets import secret_posted
 from tests.e2e.chromium import BROWSER_TEST, chromium
 from tests.e2e.conftest import BIN, ENDED, ROOT, Dagster, Project, make_project, start_dagster, stop_dagster, wait_for
 

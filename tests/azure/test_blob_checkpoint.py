@@ -17,9 +17,10 @@ from racing_savers import race
 
 from tests.azure.azurite import Azurite
 from tests.azure.blob_proxy import BlobProxy, Fault
-from trainer import blob, blob_account, writer
-from trainer.checkpoint import BEST, LATEST, CheckpointError, CheckpointManager
+from trainer.checkpoint import async_writer
+from trainer.checkpoint.manager import BEST, LATEST, CheckpointError, CheckpointManager
 from trainer.rundir import RunDir
+from trainer.storage import azure_account, azure_blob
 
 Container = Callable[[], str]
 
@@ -52,8 +53,8 @@ class Watched:
 
 @pytest.fixture
 def proxy(azurite: Azurite, container: Container, monkeypatch: pytest.MonkeyPatch) -> Iterator[BlobProxy]:
-    monkeypatch.setattr(blob_account, "PAUSES", (0.01,) * 3)
-    monkeypatch.setattr(writer, "BACKOFF_SECONDS", 0.05)
+    monkeypatch.setattr(azure_account, "PAUSES", (0.01,) * 3)
+    monkeypatch.setattr(async_writer, "BACKOFF_SECONDS", 0.05)
     with BlobProxy(azurite.url) as between:
         for name, value in between.environment.items():
             monkeypatch.setenv(name, value)
@@ -62,7 +63,7 @@ def proxy(azurite: Azurite, container: Container, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def watched(container: Container, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    monkeypatch.setattr(blob, "BLOCK_BYTES", 50_000)  # several blocks for each state
+    monkeypatch.setattr(azure_blob, "BLOCK_BYTES", 50_000)  # several blocks for each state
     made = Watched(f"{container()}/jobs/one")
     yield made
     made.manager.close(10)

@@ -7,15 +7,15 @@ import logging
 import pytest
 
 from tests.azure.emulator import Emulator
-from trainer import blob
-from trainer.storage import Storage
+from trainer.storage import azure_blob
+from trainer.storage.base import Storage
 
 
 @pytest.mark.slow
 def test_an_identity_opens_storage_without_a_key(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(blob, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(azure_blob, "BLOCK_BYTES", 1000)
     caplog.set_level(logging.INFO)
     emulator.use(monkeypatch)
     storage = Storage(f"{emulator.environment['DTRAIN_STORAGE']}/jobs/one")

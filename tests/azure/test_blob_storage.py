@@ -14,16 +14,16 @@ from azure.storage.blob import BlobServiceClient
 
 from tests.azure.azurite import Azurite
 from tests.azure.blob_proxy import BlobProxy, Fault
-from trainer import blob, blob_account
 from trainer.config import ConfigError
-from trainer.storage import Storage, StorageAccessError
+from trainer.storage import azure_account, azure_blob
+from trainer.storage.base import Storage, StorageAccessError
 
 Container = Callable[[], str]
 
 # Raises a number by compare-and-swap, and takes part in a race for a file that can be created once.
 COUNT = """
 import sys
-from trainer.storage import Storage
+from trainer.storage.base import Storage
 storage, done = Storage(sys.argv[1]), 0
 try:
     storage.create("first", sys.argv[2].encode())
@@ -42,9 +42,9 @@ class Absent:
         if name == "azure" or name.startswith("azure."):
             raise ImportError(f"no module named {name}")
 sys.meta_path.insert(0, Absent())
-import trainer.run, trainer.finish, trainer.presence
+import trainer.engine.trainer, trainer.engine.finalize, trainer.elastic.node_presence
 from trainer.config import ConfigError
-from trainer.storage import Storage
+from trainer.storage.base import Storage
 try:
     Storage("az://container/path")
 except ConfigError as error:
@@ -69,7 +69,7 @@ def proxy(azurite: Azurite, container: Container, monkeypatch: pytest.MonkeyPatc
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempts follow each other at once."""
-    monkeypatch.setattr(blob_account, "PAUSES", (0.01,) * 6)
+    monkeypatch.setattr(azure_account, "PAUSES", (0.01,) * 6)
 
 
 def test_the_verbs_do_what_they_do_in_a_folder(storage: Storage) -> None:
@@ -133,7 +133,7 @@ def test_swap_replaces_only_what_is_expected(storage: Storage) -> None:
 def test_large_files_go_and_come_in_blocks(
     storage: Storage, tmp_path: Path, proxy: BlobProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blob, "BLOCK_BYTES", 100_000)
+    monkeypatch.setattr(azure_blob, "BLOCK_BYTES", 100_000)
     storage = Storage(storage.uri)
     data = os.urandom(1_050_000)
     storage.write("whole", data)
@@ -156,7 +156,7 @@ def test_large_files_go_and_come_in_blocks(
 
 
 def test_a_stream_that_fails_leaves_what_was_there(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blob, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(azure_blob, "BLOCK_BYTES", 10)
     storage.write("kept", b"old")
     for name in ("kept", "new"):
         with pytest.raises(ZeroDivisionError), storage.stream(name) as file:
@@ -171,7 +171,7 @@ def test_a_stream_that_fails_leaves_what_was_there(storage: Storage, monkeypatch
 def test_whoever_reads_while_it_is_replaced_gets_one_version_whole(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blob, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(azure_blob, "BLOCK_BYTES", 1000)
     versions = [bytes([number]) * 5000 for number in range(8)]
     storage.write("name", versions[0])
     writer = threading.Thread(target=lambda: [storage.write("name", data) for data in versions])
@@ -228,7 +228,7 @@ def test_a_lost_answer_after_which_another_went_on_was_a_success(
             patch.setenv("AZURE_STORAGE_CONNECTION_STRING", another.environment["AZURE_STORAGE_CONNECTION_STRING"])
             assert Storage(storage.uri).swap("pointer", b"ours", b"theirs")
 
-    monkeypatch.setattr(blob_account, "sleep", others_go_on)
+    monkeypatch.setattr(azure_account, "sleep", others_go_on)
     assert storage.swap("pointer", b"old", b"ours")
     assert storage.read("pointer") == b"theirs"
 
@@ -236,8 +236,8 @@ def test_a_lost_answer_after_which_another_went_on_was_a_success(
 def test_nothing_is_lost_or_done_twice_on_a_bad_network(
     container: Container, proxy: BlobProxy, hasty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blob, "BLOCK_BYTES", 20_000)
-    monkeypatch.setattr(blob_account, "PAUSES", (0.01,) * 12)
+    monkeypatch.setattr(azure_blob, "BLOCK_BYTES", 20_000)
+    monkeypatch.setattr(azure_account, "PAUSES", (0.01,) * 12)
     storage = Storage(f"{container()}/run")
     data = os.urandom(150_000)
     proxy.misbehave(seed=1, share=0.25)
@@ -276,7 +276,7 @@ def test_an_account_that_says_when_to_come_back_is_heeded(
 ) -> None:
     storage = Storage(f"{container()}/run")
     slept: list[float] = []
-    monkeypatch.setattr(blob_account, "sleep", slept.append)
+    monkeypatch.setattr(azure_account, "sleep", slept.append)
     proxy.faults = [Fault("busy", status=429, retry_after=7), Fault("busy", status=503), Fault("busy", status=500)]
     storage.write("a", b"one")
     assert slept[0] == 7

@@ -20,11 +20,11 @@ from worlds import Job, build
 
 from tests.azure.azurite import Azurite
 from tests.azure.blob_proxy import BlobProxy
-from trainer.checkpoint import LATEST, CheckpointManager
-from trainer.consumed import unproven
+from trainer.checkpoint.manager import LATEST, CheckpointManager
+from trainer.data.coverage import unproven
+from trainer.model.saved_model import load_saved_model
 from trainer.rundir import RunDir
-from trainer.saved_model import load_saved_model
-from trainer.storage import Storage
+from trainer.storage.base import Storage
 
 pytestmark = pytest.mark.slow
 Container = Callable[[], str]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from dtrain_dagster.cli import main
+from dtrain_dagster.cli.main import main
 from tests.azure.azurite import missing
 from tests.azure.emulator import ROOT, Emulator
 from tests.dtrain_dagster.small_job import write_dataset

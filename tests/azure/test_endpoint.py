@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dtrain_dagster"))
 import small_job
 
 from dtrain_dagster import registry
-from dtrain_dagster.registry.answers import AnswerError, as_columns, parse_predictions
 from dtrain_dagster.registry.endpoint import Finding
+from dtrain_dagster.registry.smoke_test import AnswerError, as_columns, parse_predictions
 from trainer.rundir import RunDir
 
 ROW = {"mu": 0.1, "sigma": 0.2}
@@ -275,7 +275,7 @@ def test_the_command_says_what_it_found_and_exits_with_it(
 ) -> None:
     from click.testing import CliRunner
 
-    from dtrain_dagster.cli_endpoint import endpoint
+    from dtrain_dagster.cli.endpoint import endpoint
 
     def answer(windows: np.ndarray, headers: dict[str, str]) -> tuple[int, Any]:
         return (200, rows_of(windows)) if headers.get("Authorization") == "Bearer a-good-token" else (401, {})

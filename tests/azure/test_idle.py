@@ -15,13 +15,13 @@ import pytest
 from azure.ai.ml import command
 from azure.ai.ml.entities import AmlCompute, Environment
 
-from dtrain_dagster.clusters import active
-from dtrain_dagster.clusters.active import CLOSING_SECONDS
+from dtrain_dagster.clusters import job_marks
 from dtrain_dagster.clusters.azure_ml.client import ServiceUnreachable
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
 from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG
 from dtrain_dagster.clusters.base import ClusterError, InUseError, JobState, NodePool
-from dtrain_dagster.settings import load_settings
+from dtrain_dagster.clusters.job_marks import CLOSING_SECONDS
+from dtrain_dagster.settings.environment import load_settings
 from tests.azure.stage import FOREVER, V100, Stage, wait_for
 from tests.ticks import Daemon
 
@@ -187,14 +187,14 @@ def test_a_compute_without_a_run_stays_where_it_is_used_again_or_its_end_takes_t
 
     def be_slow(*args: Any) -> Any:
         late = time.time() + CLOSING_SECONDS - 1
-        monkeypatch.setattr(active, "time", SimpleNamespace(time=lambda: late))
+        monkeypatch.setattr(job_marks, "time", SimpleNamespace(time=lambda: late))
         return settled(*args)
 
     with monkeypatch.context() as patch:
         patch.setattr(manager.provisioner, "settled", be_slow)
         with pytest.raises(InUseError, match="takes too long"):
             manager.end_orphan(orphan)
-    monkeypatch.setattr(active, "time", time)
+    monkeypatch.setattr(job_marks, "time", time)
     assert compute in stage.computes()
     assert manager.end_orphan(orphan)
     assert compute not in stage.computes()

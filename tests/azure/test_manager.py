@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from dtrain_dagster.clusters.azure_ml.traces import PROVISIONING
+from dtrain_dagster.clusters.azure_ml.job_records import PROVISIONING
 from dtrain_dagster.clusters.base import ClusterError, InUseError, JobState, JobStatus, Orphan
 from dtrain_dagster.costs.budget import write_limit
 from dtrain_dagster.costs.prices import price_of
 from tests.azure.stage import A100, DONE, FOREVER, LAST_ONE_DONE, V100, Stage, end, wait_for
 from trainer.rundir import LAUNCH, LIMIT, STATUS, NodePresence, RunDir
-from trainer.storage import Storage
+from trainer.storage.base import Storage
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ def test_runs_where_the_nodes_were_got_and_says_so(stage: Stage) -> None:
 def test_nodes_read_the_secret_of_their_launch_where_no_reader_of_the_workspace_does(stage: Stage) -> None:
     """Its address is among the job's variables, which many may look at; the file goes with the launch."""
     telling = """
-from trainer.launch_secret import read
+from trainer.comm.launch_secret import read
 print(f"a secret of {len(read(os.environ).value)} bytes", flush=True)
 while not (found := rundir.read_json("go.json")):
     time.sleep(0.1)

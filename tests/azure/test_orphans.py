@@ -13,13 +13,13 @@ import pytest
 from azure.ai.ml.entities import AmlCompute
 from azure.core.exceptions import HttpResponseError
 
-from dtrain_dagster import liveness
+from dtrain_dagster.automation import run_liveness
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
 from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG
 from dtrain_dagster.clusters.base import JobSpec
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.orphans import build_orphan_sensor
-from dtrain_dagster.settings import Settings, load_settings
+from dtrain_dagster.settings.environment import Settings, load_settings
 from tests.azure.azurite import missing
 from tests.azure.emulator import Emulator
 
@@ -97,7 +97,7 @@ def test_orphans_are_found_told_once_and_ended(tmp_path: Path, monkeypatch: pyte
             return done
 
         assert ticks(2) == {f"{OF_NOBODY}-l1": "ended"}, "a run at work may be about to use any compute"
-        monkeypatch.setattr(liveness, "ALIVE_SECONDS", 0.0)
+        monkeypatch.setattr(run_liveness, "ALIVE_SECONDS", 0.0)
         assert ticks(3) == {f"{OF_NOBODY}-l1": "ended", "dtrain-left": "ended", "dtrain-kept": "ended"}
         after = states()
         assert after.pop(OF_NOBODY) == "Canceled"

@@ -22,7 +22,6 @@ import small_job
 
 from dtrain_dagster import registry
 from dtrain_dagster.assets.registry import endpoint_compatible
-from dtrain_dagster.audit import AuditLog
 from dtrain_dagster.registry.azure import AzureMLRegistry, fit_tags
 from dtrain_dagster.registry.azure_endpoint import (
     DeploymentError,
@@ -35,11 +34,12 @@ from dtrain_dagster.registry.azure_endpoint import (
 from dtrain_dagster.registry.azure_operations import usd_per_hour
 from dtrain_dagster.registry.versions import RegisteredModel, open_client
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.settings import Settings
+from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.support.audit import AuditLog
 from tests.azure.emulator import Emulator
-from trainer import azure_token, secrets
-from trainer.gate import Gate
+from trainer.evaluation.gate import Gate
 from trainer.rundir import RunDir
+from trainer.secrets import azure_token, resolve
 
 WORKSPACE_ID = "/subscriptions/s/resourceGroups/g/providers/Microsoft.MachineLearningServices/workspaces/w"
 PROVENANCE = registry.Provenance(
@@ -415,7 +415,7 @@ def test_an_endpoint_with_keys_is_asked_with_its_key_which_nobody_sees(workspace
     assert endpoint.headers() == {"Authorization": f"Bearer {key}"}
     assert endpoint.public_headers == {"azureml-model-deployment": "version-1"}
     assert key not in repr(endpoint)
-    assert key not in secrets.redact(f"it said {key}")
+    assert key not in resolve.redact(f"it said {key}")
     delete(workspace.client, config.name)
 
 

@@ -27,7 +27,8 @@ import small_job
 
 from dtrain_dagster import registry
 from tests.azure.planted import ENVIRONMENT, leaks, planted
-from trainer import azure_token, redaction, secrets
+from trainer.secrets import azure_token, redaction
+from trainer.secrets import resolve as secrets
 
 DOMAIN, HEADER = "vault.localhost", "the-process-s-own"
 

@@ -15,16 +15,16 @@ import small_job
 
 from dtrain_dagster import registry
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
-from dtrain_dagster.jobs import start_job
+from dtrain_dagster.jobs.progress import start_job
 from dtrain_dagster.registry.azure import AzureMLRegistry
 from dtrain_dagster.registry.versions import open_client
 from tests.azure.emulator import Emulator
 from tests.azure.planted import ENVIRONMENT, leaks
 from tests.azure.workspace import options
-from trainer import azure_token
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.rundir import RunDir
-from trainer.storage import Storage
+from trainer.secrets import azure_token
+from trainer.storage.base import Storage
 
 
 @pytest.mark.slow

@@ -8,14 +8,14 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dtrain_dagster.assets.affording import cheapest_here, refuse_dearer_nodes
+from dtrain_dagster.assets.plan_limits import cheapest_here, refuse_dearer_nodes
 from dtrain_dagster.clusters.base import ClusterConfig
-from dtrain_dagster.costs.choices import Baseline, Choices, choices
 from dtrain_dagster.costs.estimate import Forecast, Interval, Measured, Sizes, estimate_cost, with_evictions
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
+from dtrain_dagster.planning.choices import Baseline, Choices, choices
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.settings import Settings
+from dtrain_dagster.settings.environment import Settings
 
 V100 = price_of("Standard_NC6s_v3")
 SIZES = Sizes(

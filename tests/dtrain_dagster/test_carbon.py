@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.carbon import HOLD_SECONDS, Machine, footprint, this_machine
 from dtrain_dagster.costs.prices import PriceError, known_regions
-from trainer.metrics import Reporter
-from trainer.monitor import NodeMonitor
+from trainer.observability.node_monitor import NodeMonitor
+from trainer.observability.reporter import Reporter
 from trainer.rundir import RunDir
 
 SKU = "Standard_NC6s_v3"  # 6 vCPUs, 112 GiB, one V100 of 250 W

@@ -14,21 +14,21 @@ import pandas as pd
 import pytest
 import torch
 
-from dtrain_dagster.assets.champion import champion_holds
+from dtrain_dagster.assets.champion_check import champion_holds
 from dtrain_dagster.assets.dataset import canaries
+from dtrain_dagster.automation.retraining import CHAMPION_CHECK, registrations
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.retraining import CHAMPION_CHECK, registrations
-from dtrain_dagster.settings import Settings, load_settings
+from dtrain_dagster.settings.environment import Settings, load_settings
 from tests.trained import record_training
 from trainer.config import DatasetRef, FactoryConfig, JobConfig
-from trainer.losses import build_loss
-from trainer.model import build_model
+from trainer.data.shards import DataShardManager
+from trainer.model.losses import build_loss
+from trainer.model.saved_model import DESCRIPTION, FOLDER, WEIGHTS
+from trainer.model.stock import build_model
 from trainer.rundir import RunDir
-from trainer.saved_model import DESCRIPTION, FOLDER, WEIGHTS
-from trainer.shards import DataShardManager
 
 
 def save_untrained_model(run_dir: str, dataset_uri: str) -> None:
@@ -92,7 +92,7 @@ def test_a_champion_that_a_baseline_beats_on_new_days_is_trained_again(
         [request] = tick().run_requests
         assert request.run_key.startswith("accuracy-v7-")
 
-        monkeypatch.setattr("dtrain_dagster.assets.champion.REASSESS_SECONDS", 0.01)
+        monkeypatch.setattr("dtrain_dagster.assets.champion_check.REASSESS_SECONDS", 0.01)
         passed, said = with_prices_up_to("2017-12-29")
         assert passed
         assert "longer than 0.01 s" in said["not_judged"]

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain_dagster.assets.choosing import choices_metadata
-from dtrain_dagster.costs.choices import (
+from dtrain_dagster.assets.plan_choices import choices_metadata
+from dtrain_dagster.costs.estimate import Interval
+from dtrain_dagster.costs.prices import Tier, price_of, price_table
+from dtrain_dagster.planning.choices import (
     EVICTION_SECONDS,
     EVICTIONS_PER_NODE_HOUR,
     Baseline,
@@ -25,9 +27,7 @@ from dtrain_dagster.costs.choices import (
     misses,
     with_evictions,
 )
-from dtrain_dagster.costs.estimate import Interval
-from dtrain_dagster.costs.prices import Tier, price_of, price_table
-from dtrain_dagster.monitoring.charts_costs import MOST_NUMBERED, choices_chart
+from dtrain_dagster.reports.cost_charts import MOST_NUMBERED, choices_chart
 
 V100, T4, A100, QUAD = (f"Standard_{name}" for name in ("NC6s_v3", "NC4as_T4_v3", "NC24ads_A100_v4", "NC96ads_A100_v4"))
 SPEEDS = {V100: 1.0, T4: 0.5, A100: 2.0, QUAD: 8.0}

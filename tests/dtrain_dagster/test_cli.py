@@ -19,14 +19,14 @@ import pytest
 from click.testing import CliRunner
 from small_job import write_dataset
 
-from dtrain_dagster.cli import main
-from dtrain_dagster.cli_job import as_begun, dataset_config, plan_job, runnable, total_steps
+from dtrain_dagster.cli.job_options import as_begun, dataset_config, plan_job, runnable, total_steps
+from dtrain_dagster.cli.main import main
+from dtrain_dagster.cli.terminal import nodes_table, progress_line
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec
-from dtrain_dagster.clusters.local import LocalClusterManager
-from dtrain_dagster.jobs import BudgetSpentError, fingerprint, start_job
-from dtrain_dagster.logs import FileFollower, LogPoller, by_node
-from dtrain_dagster.settings import Settings
-from dtrain_dagster.terminal import nodes_table, progress_line
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.jobs.log_follower import FileFollower, LogPoller, by_node
+from dtrain_dagster.jobs.progress import BudgetSpentError, fingerprint, start_job
+from dtrain_dagster.settings.environment import Settings
 from trainer.config import ConfigError, parse_job
 from trainer.rundir import LIMIT, NodePresence, RunDir
 
@@ -133,7 +133,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
 
 def test_help_imports_nothing_that_takes_time():
     heavy = ("torch", "dagster", "pydantic", "rich", "fsspec", "numpy", "azure")
-    code = f"import sys, dtrain_dagster.cli; print([name for name in {heavy!r} if name in sys.modules])"
+    code = f"import sys, dtrain_dagster.cli.main; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -487,7 +487,7 @@ def test_a_node_that_is_silent_is_not_said_to_be_there():
 
 
 def test_a_line_of_progress_says_what_is_known():
-    from dtrain_dagster.jobs import Progress
+    from dtrain_dagster.jobs.progress import Progress
 
     assert progress_line(Progress(phase="waiting"), 40) == "waiting · 0 nodes"
     progress = Progress(phase="training", step=20, epoch=1, loss=0.5, samples_per_second=1234.0, eta_seconds=65.0)

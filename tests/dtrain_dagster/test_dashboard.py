@@ -22,15 +22,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from told_events import HOSTILE, START, event, hang, membership, sample, timing, told, write_run
 
-from dtrain_dagster.cli import main
-from dtrain_dagster.monitoring import page, prometheus
-from dtrain_dagster.monitoring.dashboard import ALL_NODES, MOST_NODES, POINTS, PerformanceDashboard
-from dtrain_dagster.monitoring.dashboard_server import build_app
-from dtrain_dagster.monitoring.job_board import RECENT_JOBS, JobBoard, state_of
-from dtrain_dagster.monitoring.panels import PANELS
-from dtrain_dagster.terminal import live_nodes_table
+from dtrain_dagster.cli.main import main
+from dtrain_dagster.cli.terminal import live_nodes_table
+from dtrain_dagster.dashboard import page, prometheus
+from dtrain_dagster.dashboard.job_board import RECENT_JOBS, JobBoard, state_of
+from dtrain_dagster.dashboard.panels import PANELS
+from dtrain_dagster.dashboard.series import ALL_NODES, MOST_NODES, POINTS, PerformanceDashboard
+from dtrain_dagster.dashboard.server import build_app
 from trainer.rundir import NodePresence, RunDir
-from trainer.storage import Storage
+from trainer.storage.base import Storage
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from dtrain_dagster.definitions import build_defs
-from dtrain_dagster.settings import Settings
+from dtrain_dagster.settings.environment import Settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,13 +83,17 @@ def test_loading_the_code_location_costs_little_more_than_importing_dagster():
     assert len(own) <= 79
     bodies = [f"dtrain_dagster.monitoring.{name}" for name in ("charts", "diagnosis", "performance", "scaling")]
     assert not [name for name in own if name.startswith(tuple(bodies))]
-    assert not own & {"dtrain_dagster.costs.optimizer", "dtrain_dagster.costs.ledger", "dtrain_dagster.tuned"}
+    assert not own & {
+        "dtrain_dagster.planning.optimizer",
+        "dtrain_dagster.costs.ledger",
+        "dtrain_dagster.planning.tuned_settings",
+    }
 
 
 def test_what_starts_nodes_and_what_only_answers_import_next_to_nothing():
     """The supervisor of a job, and `dtrain --help`."""
-    assert of_others(loaded("import dtrain_dagster.clusters.supervisor")) == set()
-    help_only = "from dtrain_dagster.cli import main; main(['--help'], standalone_mode=False)"
+    assert of_others(loaded("import dtrain_dagster.clusters.local.supervisor")) == set()
+    help_only = "from dtrain_dagster.cli.main import main; main(['--help'], standalone_mode=False)"
     assert of_others(loaded(help_only)) == {"click"}
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.monitoring.diagnosis import Cause, diagnose
+from dtrain_dagster.monitoring.link_model import fit_wire
 from dtrain_dagster.monitoring.stragglers import stragglers
 from dtrain_dagster.monitoring.windows import settled, windows
-from dtrain_dagster.monitoring.wire import fit_wire
 from trainer.rundir import event
 
 from .simulated_timing import Simulation

@@ -11,8 +11,8 @@ import pytest
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
-from dtrain_dagster.azure_settings import AzureSettings
-from dtrain_dagster.settings import Settings
+from dtrain_dagster.settings.azure import AzureSettings
+from dtrain_dagster.settings.environment import Settings
 from trainer.config import DistributedTrainingConfig
 
 ROOT = Path(__file__).parents[2]

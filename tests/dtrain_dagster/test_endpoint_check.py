@@ -12,7 +12,7 @@ import small_job
 
 from dtrain_dagster import registry
 from dtrain_dagster.definitions import build_defs
-from dtrain_dagster.settings import Settings
+from dtrain_dagster.settings.environment import Settings
 from tests.azure.planted import leaks, planted
 
 WARN, ERROR = dg.AssetCheckSeverity.WARN, dg.AssetCheckSeverity.ERROR

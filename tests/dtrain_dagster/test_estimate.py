@@ -26,10 +26,10 @@ from dtrain_dagster.costs.estimate import (
     interpolated,
     work_of,
 )
-from dtrain_dagster.costs.limits import Limits, least, most_epochs, objection, remedies
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.costs.scoring import Score, learn, summarise
-from dtrain_dagster.probe import probe_counts, read_measured
+from dtrain_dagster.planning.limits import Limits, least, most_epochs, objection, remedies
+from dtrain_dagster.planning.probe import probe_counts, read_measured
+from dtrain_dagster.planning.scoring import Score, learn, summarise
 from trainer.rundir import NodePresence, event
 
 PRICE = price_of("Standard_NC6s_v3")

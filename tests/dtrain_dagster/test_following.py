@@ -12,14 +12,14 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dtrain_dagster.assets import following
-from dtrain_dagster.assets.following import MOST_NEWS, TOLD, communication_check, tell_news, tell_of, watch
+from dtrain_dagster.assets import training_progress
+from dtrain_dagster.assets.training_progress import MOST_NEWS, TOLD, communication_check, tell_news, tell_of, watch
 from dtrain_dagster.clusters.base import JobSpec
 from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.jobs import Progress, advance
+from dtrain_dagster.jobs.progress import Progress, advance
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.settings import Settings
+from dtrain_dagster.settings.environment import Settings
 from trainer.rundir import RunDir
 
 from .simulated_timing import Simulation
@@ -111,7 +111,7 @@ def test_lost_nodes_are_sent_once_whoever_follows_and_not_without_end(
 
 
 def test_a_node_that_does_no_step_shows_what_it_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(following, "OBSERVE_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(training_progress, "OBSERVE_EVERY_SECONDS", 0.0)
     settings = Settings(home=tmp_path, nodes=1)
     manager, run_dir = build_resources(settings)["cluster"].manager(), f"{settings.jobs_uri}/train-1"
     nothing = Interval(low=1e-9, expected=1e-9, high=1e-9)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.jobs import Progress, advance
+from dtrain_dagster.jobs.progress import Progress, advance
 from dtrain_dagster.monitoring.hangs import SETTLE_SECONDS, HangNews, unresolved, verdict
 from trainer.rundir import event
 
@@ -21,7 +21,7 @@ def report(rank: int, sequence: int, ended: bool = False, step: int = 17, genera
         "operation": "no collective" if ended else names[sequence],
         "sequence": sequence,
         "waited_seconds": 24.2 - rank / 10,
-        "where": f"my_model.py:3{rank} Net.forward" if ended else "trainer/group.py:98 Group.run",
+        "where": f"my_model.py:3{rank} Net.forward" if ended else "trainer/comm/group.py:98 Group.run",
         "stacks": "…",
         "recent": [
             {"sequence": sequence - 1, "what": names[sequence - 1], "ended": True},

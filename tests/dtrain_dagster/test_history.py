@@ -13,11 +13,14 @@ from typing import Any
 import dagster as dg
 import pytest
 
+from dtrain_dagster.assets.estimate_check import judged
 from dtrain_dagster.assets.planning import cost_estimate, sizes_of
-from dtrain_dagster.assets.scoring import judged
-from dtrain_dagster.clusters.local import LocalClusterManager
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.costs.estimate import Learned, Sizes
-from dtrain_dagster.costs.history import (
+from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.data.sharding import BuiltDataset
+from dtrain_dagster.jobs.progress import PLAN, fingerprint
+from dtrain_dagster.planning.history import (
     History,
     from_history,
     knows,
@@ -26,12 +29,9 @@ from dtrain_dagster.costs.history import (
     past_runs,
     past_scores,
 )
-from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.data.sharding import BuiltDataset
-from dtrain_dagster.jobs import PLAN, fingerprint
-from dtrain_dagster.probe import forecast, probe_job
+from dtrain_dagster.planning.probe import forecast, probe_job
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.settings import Settings
+from dtrain_dagster.settings.environment import Settings
 from trainer.config import JobConfig
 from trainer.rundir import NodePresence, RunDir
 

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain_dagster.clusters.azure_ml.pools import why_nodes_stay
-from dtrain_dagster.clusters.base import NodePool
-from dtrain_dagster.monitoring.idle import (
+from dtrain_dagster.automation.idle_policy import (
     LONGEST_LOOK_SECONDS,
     Idling,
     is_due,
@@ -19,6 +17,8 @@ from dtrain_dagster.monitoring.idle import (
     takes_force,
     tried,
 )
+from dtrain_dagster.clusters.azure_ml.pools import why_nodes_stay
+from dtrain_dagster.clusters.base import NodePool
 from dtrain_dagster.sensors.idle_cluster import Cursor, read_cursor
 
 LIMIT, USD = 600.0, 3.06

@@ -15,13 +15,13 @@ import requests
 
 from benchmarks.abuse.websites import served
 from benchmarks.dashboard_load import write_jobs
-from dtrain_dagster.monitoring import job_index
-from dtrain_dagster.monitoring.dashboard_server import Lists, build_app
-from dtrain_dagster.monitoring.job_board import DAMAGED, JobBoard, JobRow
-from dtrain_dagster.monitoring.job_index import JobIndex, Listing, Seen, keeps_seconds, page_of
+from dtrain_dagster.dashboard import job_index
+from dtrain_dagster.dashboard.job_board import DAMAGED, JobBoard, JobRow
+from dtrain_dagster.dashboard.job_index import JobIndex, Listing, Seen, keeps_seconds, page_of
+from dtrain_dagster.dashboard.server import Lists, build_app
 from tests.dtrain_dagster.told_events import told, write_run
 from trainer.rundir import RunDir
-from trainer.storage import Storage
+from trainer.storage.base import Storage
 
 
 def row(number: int, state: str = "succeeded", model: str = "tcn") -> JobRow:

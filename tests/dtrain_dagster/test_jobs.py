@@ -3,7 +3,7 @@
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.jobs import KnownJob, Progress, advance, choose_job, fingerprint
+from dtrain_dagster.jobs.progress import KnownJob, Progress, advance, choose_job, fingerprint
 from trainer.config import DatasetRef, JobConfig
 from trainer.rundir import event
 

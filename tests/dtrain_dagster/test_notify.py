@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.notify import notify, tell
+from dtrain_dagster.support.notify import notify, tell
 from tests.webhook import web_hook
 
 Hook = tuple[str, list[dict[str, Any]]]

@@ -12,10 +12,10 @@ import pytest
 from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.tracker import paid
-from dtrain_dagster.monitoring import charts_time
 from dtrain_dagster.monitoring.diagnosis import Cause
-from dtrain_dagster.monitoring.performance import Goodput, goodput, scaling, summarise
 from dtrain_dagster.monitoring.windows import windows
+from dtrain_dagster.reports import time_charts
+from dtrain_dagster.reports.performance import Goodput, goodput, scaling, summarise
 from trainer.rundir import event
 
 from .simulated_timing import STEPS_PER_WINDOW, Simulation
@@ -147,9 +147,9 @@ def test_pictures_are_drawings_with_a_bar_for_every_node():
     at = [item["time"] for item in events]
     members = [item | {"time": at[place]} for item, place in zip(members, (0, 4), strict=True)]
     for picture in (
-        charts_time.step_chart(report.ranks),
-        charts_time.communication_chart(windows(events), report.communication),
-        charts_time.timeline_chart(usage, [*events, *members]),
-        charts_time.throughput_chart([item for item in events if item["kind"] == "step"], members),
+        time_charts.step_chart(report.ranks),
+        time_charts.communication_chart(windows(events), report.communication),
+        time_charts.timeline_chart(usage, [*events, *members]),
+        time_charts.throughput_chart([item for item in events if item["kind"] == "step"], members),
     ):
         assert ElementTree.fromstring(picture).tag.endswith("svg")

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from price_list import PriceList, meter, price_list
 
-from dtrain_dagster.cli import main
+from dtrain_dagster.cli.main import main
 from dtrain_dagster.costs import retail
 from dtrain_dagster.costs.prices import (
     PriceError,

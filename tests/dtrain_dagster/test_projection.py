@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.prices import price_table
-from dtrain_dagster.costs.projection import Pace, Projection, overruns, project
-from dtrain_dagster.costs.savings import ANOTHER, Hired, saving_table, savings
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.monitoring.windows import settled, windows
+from dtrain_dagster.planning.projection import Pace, Projection, overruns, project
+from dtrain_dagster.planning.savings import ANOTHER, Hired, saving_table, savings
 
 from .simulated_timing import Simulation
 

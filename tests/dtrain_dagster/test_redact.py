@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from trainer import redaction, secrets
-from trainer.redaction import STRUCK, redact
+from trainer.secrets import redaction
+from trainer.secrets import resolve as secrets
+from trainer.secrets.redaction import STRUCK, redact
 
 
 @pytest.fixture(autouse=True)

@@ -19,13 +19,14 @@ import pytest
 import small_job
 
 from dtrain_dagster import registry
-from dtrain_dagster.orders import Order
+from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest
 from dtrain_dagster.registry.staging import stage_code
 from dtrain_dagster.registry.versions import open_client
-from dtrain_dagster.wording import in_markdown
-from trainer import regroup, tracking
-from trainer.gate import Gate
+from dtrain_dagster.support.formatting import in_markdown
+from trainer.engine import recovery
+from trainer.evaluation.gate import Gate
+from trainer.observability import mlflow_sqlite
 from trainer.rundir import RunDir
 
 PASSED, REFUSED = Gate(True, ()), Gate(False, ("NLL 1.0 is not below ewma's 0.9",))
@@ -47,8 +48,8 @@ def comparison(candidate: float | None, champion: float | None, note: str = "") 
 def test_a_new_sqlite_file_is_opened_by_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two at once, of whom one is a training, would leave a file that nobody can open."""
     path, waits, sleep, opened = tmp_path / "mlflow.db", threading.Event(), time.sleep, threading.Event()
-    monkeypatch.setattr("trainer.tracking.time.sleep", lambda seconds: (waits.set(), sleep(seconds)))
-    with tracking.opening(f"sqlite:///{path}"):
+    monkeypatch.setattr("trainer.observability.mlflow_sqlite.time.sleep", lambda seconds: (waits.set(), sleep(seconds)))
+    with mlflow_sqlite.opening(f"sqlite:///{path}"):
         thread = threading.Thread(target=lambda: (open_client(f"sqlite:///{path}"), opened.set()))
         thread.start()
         while thread.is_alive() and not waits.is_set():
@@ -159,7 +160,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     path = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DTRAIN_CACHE", str(path / "cache"))
-        patch.setattr(regroup, "OPENING_SECONDS", 60.0)  # on a machine that is used up, MLflow takes longer than usual
+        patch.setattr(recovery, "OPENING_SECONDS", 60.0)  # on a machine that is used up, MLflow takes longer than usual
         yield Home(path, small_job.write_dataset(path / "dataset"), f"sqlite:///{path}/mlflow.db")
 
 

@@ -21,17 +21,26 @@ import pytest
 from dagster._core.events import DagsterEventType
 from dagster._utils.schedules import schedule_execution_time_iterator  # what the daemon asks for the next moments
 
+from dtrain_dagster.automation.capacity_queue import WaitingList, new_ticket
+from dtrain_dagster.automation.retraining import (
+    CAUSE_TAG,
+    Cause,
+    Judgement,
+    Prices,
+    Registered,
+    claim,
+    staleness,
+    trains,
+)
 from dtrain_dagster.clusters.base import OWNER, JobSpec
 from dtrain_dagster.data.sources import PriceFile
 from dtrain_dagster.definitions import build_defs, weekly_retraining
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.retraining import CAUSE_TAG, Cause, Judgement, Prices, Registered, claim, staleness, trains
-from dtrain_dagster.settings import Settings
-from dtrain_dagster.waiting import WaitingList, new_ticket
+from dtrain_dagster.settings.environment import Settings
 from tests.trained import record_prices, record_training, sha256
 from tests.webhook import web_hook
 from trainer.rundir import RunDir
-from trainer.storage import Storage
+from trainer.storage.base import Storage
 
 MINUTE, DAY = 60.0, 86400.0
 
@@ -95,7 +104,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Wor
     clock = Clock(time.time())
     monkeypatch.setattr("time.time", clock)
     began = clock.now
-    monkeypatch.setattr("trainer.clock.elapsed", lambda: clock.now - began)  # time passes; the clock is not set
+    monkeypatch.setattr("trainer.runtime.clock.elapsed", lambda: clock.now - began)  # time passes; the clock is not set
     with web_hook() as (url, heard), dg.DagsterInstance.ephemeral() as instance:
         yield World(tmp_path, instance, clock, url), heard
 

@@ -16,8 +16,6 @@ from dtrain_dagster.assets.common import hardware_mark
 from dtrain_dagster.assets.scaling import short_job, short_runs
 from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.monitoring.charts_scaling import measured_chart
-from dtrain_dagster.monitoring.drawing import COLOURS
 from dtrain_dagster.monitoring.scaling import (
     CLAIMED,
     LINKS,
@@ -33,8 +31,10 @@ from dtrain_dagster.monitoring.scaling import (
     read_point,
     study,
 )
+from dtrain_dagster.reports.drawing import COLOURS
+from dtrain_dagster.reports.scaling_charts import measured_chart
 from dtrain_dagster.resources import GPUClusterResource, build_resources
-from dtrain_dagster.settings import Settings
+from dtrain_dagster.settings.environment import Settings
 from trainer.config import DatasetRef, JobConfig
 
 SLOW = Link(name="slow", latency_seconds=2e-4, bytes_per_second=1e8, source="made up")

@@ -15,17 +15,17 @@ import dagster as dg
 import pytest
 
 from dtrain_dagster.clusters.base import OWNER, GPUClusterManager, JobSpec, NodePool, NodeUsage, Orphan
-from dtrain_dagster.clusters.local import LocalClusterManager
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.jobs import PLAN
+from dtrain_dagster.jobs.progress import PLAN
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.cost_overrun import COST_TOLD, build_cost_overrun_sensor, judge
 from dtrain_dagster.sensors.orphans import build_orphan_sensor, why_spared
-from dtrain_dagster.settings import Settings
+from dtrain_dagster.settings.environment import Settings
 from tests.ticks import Daemon
 from tests.webhook import web_hook
 from trainer.rundir import EVENTS, RunDir, event, event_file
-from trainer.storage import Storage
+from trainer.storage.base import Storage
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.settings import SettingsError, load_settings
+from dtrain_dagster.settings.environment import SettingsError, load_settings
 
 
 def test_defaults_need_no_environment(monkeypatch, tmp_path):

@@ -14,17 +14,17 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dtrain_dagster.assets.following import TOLD
 from dtrain_dagster.assets.registry import cost_of
 from dtrain_dagster.assets.training import trained_checkpoint
+from dtrain_dagster.assets.training_progress import TOLD
 from dtrain_dagster.clusters.base import NodeUsage
-from dtrain_dagster.clusters.lock import acquire
+from dtrain_dagster.clusters.local.job_lock import acquire
 from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.jobs import CLAIM
+from dtrain_dagster.jobs.progress import CLAIM
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.settings import Settings
-from trainer.consumed import digest_of_all
+from dtrain_dagster.settings.environment import Settings
+from trainer.data.coverage import digest_of_all
 from trainer.rundir import EVALUATION, LIMIT, RESULT, STATUS, RunDir
 
 from .told_events import told, write_run

@@ -21,20 +21,20 @@ from click.testing import CliRunner
 from small_job import write_dataset
 
 from dtrain_dagster.assets.planning import TrainingOptions, job_on
-from dtrain_dagster.cli import main
-from dtrain_dagster.cli_train import stated_fields, wanted_job
-from dtrain_dagster.cli_tune import summary
+from dtrain_dagster.cli.main import main
+from dtrain_dagster.cli.train import stated_fields, wanted_job
+from dtrain_dagster.cli.tune import summary
 from dtrain_dagster.data.sharding import BuiltDataset
-from dtrain_dagster.jobs import fingerprint
+from dtrain_dagster.jobs.progress import fingerprint
+from dtrain_dagster.planning.tuned_settings import Tuned
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.settings import Settings
-from dtrain_dagster.tuned import Tuned
-from trainer.candidates import Candidate
+from dtrain_dagster.settings.environment import Settings
 from trainer.config import ConfigError, DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig
-from trainer.contestant import Contestant
 from trainer.rundir import RunDir
 from trainer.spec import DataSpec
-from trainer.tune import Tuner, with_layout
+from trainer.tuning.search_space import Candidate
+from trainer.tuning.trial import Contestant
+from trainer.tuning.tuner import Tuner, with_layout
 
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
 SMALL = ("--set", "training.batch_size_per_gpu=32")

@@ -11,14 +11,8 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dtrain_dagster.assets.capacity import provision
-from dtrain_dagster.clusters.base import ClusterConfig, NoCapacityError
-from dtrain_dagster.clusters.local import LocalClusterManager
-from dtrain_dagster.resources import build_resources
-from dtrain_dagster.retraining import CAUSE_TAG, run_config
-from dtrain_dagster.sensors.queue import build_queue_sensor
-from dtrain_dagster.settings import Settings
-from dtrain_dagster.waiting import (
+from dtrain_dagster.assets.provisioning import provision
+from dtrain_dagster.automation.capacity_queue import (
     ATTEMPT_TAG,
     TICKET_TAG,
     Ticket,
@@ -28,6 +22,12 @@ from dtrain_dagster.waiting import (
     pause_seconds,
     refused_again,
 )
+from dtrain_dagster.automation.retraining import CAUSE_TAG, run_config
+from dtrain_dagster.clusters.base import ClusterConfig, NoCapacityError
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.resources import build_resources
+from dtrain_dagster.sensors.queue import build_queue_sensor
+from dtrain_dagster.settings.environment import Settings
 
 NONE: frozenset[Any] = frozenset()
 

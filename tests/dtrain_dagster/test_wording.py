@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from dtrain_dagster.wording import dollars, duration
+from dtrain_dagster.support.formatting import dollars, duration
 
 
 def test_figures_have_as_many_digits_as_tell_something():
@@ -14,5 +14,5 @@ def test_figures_have_as_many_digits_as_tell_something():
 
 
 def test_the_dashboard_runs_where_dagster_is_not_loaded():
-    code = "import sys, dtrain_dagster.monitoring.dashboard_server; sys.exit('dagster' in sys.modules)"
+    code = "import sys, dtrain_dagster.dashboard.server; sys.exit('dagster' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

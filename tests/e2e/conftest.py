@@ -21,7 +21,7 @@ import pytest
 import requests
 
 from dtrain_dagster.definitions import build_defs
-from dtrain_dagster.settings import load_settings
+from dtrain_dagster.settings.environment import load_settings
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

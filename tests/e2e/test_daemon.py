@@ -25,14 +25,14 @@ import yaml
 from dagster._core.definitions.run_request import InstigatorType
 from dagster._core.test_utils import freeze_time
 
+from dtrain_dagster.automation.capacity_queue import TICKET_TAG, WaitingList, new_ticket
+from dtrain_dagster.automation.retraining import CAUSE_TAG
 from dtrain_dagster.clusters.base import GPUClusterManager, JobSpec
 from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.jobs import PLAN
+from dtrain_dagster.jobs.progress import PLAN
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.retraining import CAUSE_TAG
-from dtrain_dagster.settings import Settings
-from dtrain_dagster.waiting import TICKET_TAG, WaitingList, new_ticket
+from dtrain_dagster.settings.environment import Settings
 from tests.trained import record_training, sha256
 from tests.webhook import web_hook
 from trainer.rundir import RunDir

@@ -10,11 +10,11 @@ from typing import Any
 import dagster as dg
 import pytest
 
+from dtrain_dagster.automation.capacity_queue import WaitingList
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.queue import build_queue_sensor
-from dtrain_dagster.settings import load_settings
-from dtrain_dagster.waiting import WaitingList
+from dtrain_dagster.settings.environment import load_settings
 from tests.azure.azurite import missing
 from tests.azure.emulator import Emulator
 from tests.webhook import web_hook

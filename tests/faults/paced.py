@@ -13,7 +13,7 @@ from unittest import mock
 
 from torch import Tensor, nn
 
-from trainer.model import tcn as stock_tcn
+from trainer.model.stock import tcn as stock_tcn
 from trainer.spec import DataSpec
 
 

@@ -33,8 +33,8 @@ ENVIRONMENT = {
     "DTRAIN_FACTORY_MODULES": "paced",
 }
 _MODULES = (
-    "dtrain_dagster.clusters.supervisor", "paced", "pyarrow.parquet", "torch._dynamo", "trainer.__main__",
-    "trainer.baselines", "trainer.run", "trainer.swap",
+    "dtrain_dagster.clusters.local.supervisor", "paced", "pyarrow.parquet", "torch._dynamo", "trainer.__main__",
+    "trainer.evaluation.baselines", "trainer.engine.trainer", "trainer.storage.file_swap",
 )  # fmt: skip
 _POLL_SECONDS = 0.05
 
@@ -84,8 +84,8 @@ def _children(pid: int) -> list[int]:
 def _supervise(order: Mapping[str, Any]) -> int:
     """In a process of its own: the life of a supervisor and its reaper, as its `main` does it."""
     from dtrain_dagster.clusters import presence
-    from dtrain_dagster.clusters.lock import acquire
-    from dtrain_dagster.clusters.reaper import supervised
+    from dtrain_dagster.clusters.local.job_lock import acquire
+    from dtrain_dagster.clusters.local.reaper import supervised
     from trainer.rundir import LAUNCH, RunDir
 
     os.setsid()
@@ -101,7 +101,7 @@ def _supervise(order: Mapping[str, Any]) -> int:
 
 
 def _work(order: Mapping[str, Any], reaper: Any) -> int:
-    from trainer.launch_secret import SecretFile
+    from trainer.comm.launch_secret import SecretFile
 
     secret = SecretFile(Path(f"{order['run_dir']}-secrets/launch"))
     supervisor = _supervisor_class()(order["run_dir"], secret, reaper)
@@ -117,7 +117,7 @@ def _work(order: Mapping[str, Any], reaper: Any) -> int:
 
 
 def _supervisor_class() -> Any:
-    from dtrain_dagster.clusters.supervisor import Supervisor
+    from dtrain_dagster.clusters.local.supervisor import Supervisor
 
     class ForkingSupervisor(Supervisor):
         """Forks its nodes."""

@@ -16,9 +16,9 @@ from hosts import Stay
 from play import Outcome
 from torch import Tensor
 
-from trainer.checkpoint import CheckpointManager
-from trainer.consumed import unproven
-from trainer.membership import Generation, generations
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.data.coverage import unproven
+from trainer.elastic.membership import Generation, generations
 from trainer.rundir import NodePresence, RunDir
 
 WEIGHTS_LIMIT = 1e-5

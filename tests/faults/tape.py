@@ -1,7 +1,7 @@
 """Faults as values: a tape says what happens, to whom and when. Pure, and the same for ever from its seed.
 
-A fault happens at an exact point of a step (``at``, ``step``: `trainer.faults` does it, inside the node), or so many
-seconds ``after`` the first generation was formed (the harness does it, from outside).
+A fault happens at an exact point of a step (``at``, ``step``: `trainer.runtime.fault_injection` does it, inside the
+node), or so many seconds ``after`` the first generation was formed (the harness does it, from outside).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Fault:
     kind: Kind
     node: int = 0
     at: str | None = None
-    """A point of a step, see `trainer.faults`; None: ``after`` says when."""
+    """A point of a step, see `trainer.runtime.fault_injection`; None: ``after`` says when."""
     step: int | None = None
     """The step being done, from 0; None: the first time that the point is reached."""
     after: float | None = None

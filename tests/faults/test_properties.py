@@ -21,8 +21,8 @@ from properties import (
     wrong_samples,
 )
 
-from trainer.consumed import digest_of_all
-from trainer.membership import Candidate, Generation
+from trainer.data.coverage import digest_of_all
+from trainer.elastic.membership import Candidate, Generation
 from trainer.rundir import NodePresence
 
 COUNT = 1000

@@ -9,7 +9,7 @@ import pytest
 import tape as tapes
 from tape import KINDS, NETWORK_KINDS, NODES, STEPS, Tape, make
 
-from trainer.faults import Faults
+from trainer.runtime.fault_injection import Faults
 
 SEEDS = range(200)
 

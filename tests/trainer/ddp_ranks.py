@@ -57,13 +57,13 @@ class Parts(nn.Module):
 def answer(rank: int, store_path: str, asked: Connection) -> None:
     """Life of a rank: for each ``(seed, kinds, what each rank uses in each micro-batch, bytes of a bucket)`` that is
     asked, the parameters whose gradients differ."""
+    from trainer.comm.group import Group
+    from trainer.comm.torch_transport import make_torch_transport
+    from trainer.comm.world import RankFacts, World
     from trainer.config import DistributedTrainingConfig
-    from trainer.faults import Faults
-    from trainer.group import Group
-    from trainer.sync import GradientSynchronizer
-    from trainer.timing import StepTimer
-    from trainer.transport import make_torch_transport
-    from trainer.world import RankFacts, World
+    from trainer.parallel.synchronizer import GradientSynchronizer
+    from trainer.runtime.fault_injection import Faults
+    from trainer.runtime.step_timer import StepTimer
 
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
@@ -90,7 +90,7 @@ def answer(rank: int, store_path: str, asked: Connection) -> None:
         other = copy.deepcopy(net)
         ddp = nn.parallel.DistributedDataParallel(other, find_unused_parameters=True)
         train(uses[rank], seed, other, ddp, None)
-        with mock.patch.multiple("trainer.buckets", FIRST_BYTES=bytes_, MOST_BYTES=bytes_):
+        with mock.patch.multiple("trainer.parallel.buckets", FIRST_BYTES=bytes_, MOST_BYTES=bytes_):
             sync = GradientSynchronizer(world, Faults({}, 0), StepTimer(False, cpu), DistributedTrainingConfig())
             sync.wrap(net)
         sync.clear(list(net.parameters()))

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from worlds import FORKS, OWN_PARTS, Job, be_rank
 
-from trainer.consumed import unproven
-from trainer.membership import Generation, generations
+from trainer.data.coverage import unproven
+from trainer.elastic.membership import Generation, generations
 
 PATIENCE = 100.0
 """Seconds after which a test fails that waits for something."""

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from market import Market
 
+from trainer.comm.world import join
 from trainer.config import DistributedTrainingConfig, FactoryConfig
-from trainer.evaluate import evaluate, final_report
-from trainer.losses import build_loss
-from trainer.model import build_model
+from trainer.evaluation.evaluate import evaluate, final_report
+from trainer.model.losses import build_loss
+from trainer.model.stock import build_model
 from trainer.rundir import RunDir
-from trainer.world import join
 
 CPU = torch.device("cpu")
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from trainer import swap
-from trainer.checkpoint import BEST, LATEST, CheckpointManager
+from trainer.checkpoint.manager import BEST, LATEST, CheckpointManager
 from trainer.rundir import RunDir
+from trainer.storage import file_swap
 
 OPERATIONS = {
     "open",
@@ -72,7 +72,7 @@ def save_slowly(folder: str, at: int, note: int) -> None:
 
 def main(folder: str, late: bool) -> None:
     torch.set_num_threads(1)
-    swap.PATIENCE_SECONDS = 0.1
+    file_swap.PATIENCE_SECONDS = 0.1
     for at in range(1, 7 if late else 1000):
         shutil.rmtree(folder, ignore_errors=True)
         reader, writer = os.pipe()

@@ -1,4 +1,4 @@
-"""A small market with volatility that clusters, in memory, with the reading interface of `trainer.shards`."""
+"""A small market with volatility that clusters, in memory, with the reading interface of `trainer.data.shards`."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import json
 import sys
 from typing import Any
 
-from trainer.peers import Peers
+from trainer.elastic.failure_detector import Peers
 
 
 def say(value: Any) -> None:

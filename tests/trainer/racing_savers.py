@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from trainer import swap
-from trainer.checkpoint import LATEST, CheckpointManager
+from trainer.checkpoint.manager import LATEST, CheckpointManager
 from trainer.rundir import RunDir
+from trainer.storage import file_swap
 
 
 def race(uri: str, saves: int) -> None:
@@ -54,7 +54,7 @@ def race(uri: str, saves: int) -> None:
 
 
 def main(folder: str, generation: int, saves: int) -> None:
-    swap.PATIENCE_SECONDS = (
+    file_swap.PATIENCE_SECONDS = (
         0.0005  # so that the lock is taken from writers that are slow, and not only from frozen ones
     )
     rundir = RunDir(folder)

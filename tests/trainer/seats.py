@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.generation import Candidate, Generation
+from trainer.elastic.generation import Candidate, Generation
 
 
 def seat(name: str, place: int = 0, **what: Any) -> Candidate:

@@ -21,9 +21,9 @@ import psutil
 import torch
 from worlds import FORKS
 
+from trainer.comm.parameter_server import Star, StarError
+from trainer.comm.tls import client_context, server_context
 from trainer.config import TLSConfig
-from trainer.star import Star, StarError
-from trainer.tls import client_context, server_context
 
 TOKEN = b"the key of this job and generation"
 PATIENCE = 60.0

@@ -8,9 +8,9 @@ import pytest
 from market import Market
 from scipy import stats
 
-from trainer import baselines
-from trainer.baselines import baseline_forecasts, fit_student_t
-from trainer.report import judge, predictive_of
+from trainer.evaluation import baselines
+from trainer.evaluation.baselines import baseline_forecasts, fit_student_t
+from trainer.evaluation.report import judge, predictive_of
 
 NAMES = {"constant", "last_value", "ewma", "har", "har_x", "ridge", "drift", "ridge_mean"}
 

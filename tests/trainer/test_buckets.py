@@ -19,15 +19,15 @@ from torch.utils.checkpoint import checkpoint
 from two_ranks import on_two_ranks
 from worlds import FORKS
 
-from trainer.buckets import Buckets, divide
+from trainer.comm.world import RankFacts, World
 from trainer.config import ConfigError, DistributedTrainingConfig, parse_job
-from trainer.faults import Faults
-from trainer.input import Batch
-from trainer.run import DistributedTrainer
-from trainer.step import Step, Votes
-from trainer.sync import GradientSynchronizer
-from trainer.timing import StepTimer
-from trainer.world import RankFacts, World
+from trainer.data.loader import Batch
+from trainer.engine.step import Step, Votes
+from trainer.engine.trainer import DistributedTrainer
+from trainer.parallel.buckets import Buckets, divide
+from trainer.parallel.synchronizer import GradientSynchronizer
+from trainer.runtime.fault_injection import Faults
+from trainer.runtime.step_timer import StepTimer
 
 CPU = torch.device("cpu")
 ALONE = World(RankFacts(), CPU, "gloo")
@@ -76,7 +76,7 @@ def test_two_ranks_do_what_one_does_whatever_they_use(signs: tuple[float, ...], 
     nets = [Choosy() for _ in range(3)]
     before = copy.deepcopy(nets[0].state_dict())
     expected = trained(nets[2], ALONE, tuple(parts))
-    with mock.patch.multiple("trainer.buckets", FIRST_BYTES=bytes_, MOST_BYTES=bytes_):
+    with mock.patch.multiple("trainer.parallel.buckets", FIRST_BYTES=bytes_, MOST_BYTES=bytes_):
         found = on_two_ranks(lambda world: trained(nets[world.rank], world, tuple(parts[world.rank :: 2])))
     for name, value in expected.items():
         assert torch.equal(found[0][name], found[1][name])
@@ -129,7 +129,7 @@ def test_two_ranks_do_what_one_does_whatever_the_model_is(kind: Callable[[], nn.
 
     nets = [kind() for _ in range(3)]
     expected = trained(nets[2], ALONE, tuple(parts))
-    with mock.patch.multiple("trainer.buckets", FIRST_BYTES=bytes_, MOST_BYTES=bytes_):
+    with mock.patch.multiple("trainer.parallel.buckets", FIRST_BYTES=bytes_, MOST_BYTES=bytes_):
         found = on_two_ranks(lambda world: trained(nets[world.rank], world, tuple(parts[world.rank :: 2])))
     for name, value in expected.items():
         assert torch.equal(found[0][name], found[1][name])
@@ -146,7 +146,7 @@ def test_a_parameter_in_two_reentrant_parts_is_refused_not_summed_too_early() ->
         with pytest.raises(RuntimeError, match="use_reentrant=False"):
             step(Batch(8, (part(world.rank, 1),), digest=0), 0, 0.1, Votes())
 
-    with mock.patch.multiple("trainer.buckets", FIRST_BYTES=100, MOST_BYTES=100):
+    with mock.patch.multiple("trainer.parallel.buckets", FIRST_BYTES=100, MOST_BYTES=100):
         on_two_ranks(work)
 
 
@@ -208,7 +208,7 @@ def test_a_loop_of_the_callers_own_gets_sums_over_ranks(to_none: bool) -> None:
     job = parse_job('{"job_id": "loop", "run_dir": "/nowhere", "dataset": {"uri": "/nowhere"}}')
     nets = [Choosy() for _ in range(3)]
     expected = gradients(nets[2], nets[2], (0, 1))
-    with mock.patch.multiple("trainer.buckets", FIRST_BYTES=100, MOST_BYTES=100):
+    with mock.patch.multiple("trainer.parallel.buckets", FIRST_BYTES=100, MOST_BYTES=100):
         for found in on_two_ranks(work):
             for mine, theirs in zip(found, expected, strict=True):
                 torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
@@ -284,7 +284,7 @@ def test_a_bucket_is_handed_over_before_the_backward_pass_is_over() -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     net[0].weight.register_hook(lambda _: order.append("first layer"))  # type: ignore[union-attr]
     parameters = list(net.parameters())
-    with mock.patch.multiple("trainer.buckets", FIRST_BYTES=288, MOST_BYTES=288):
+    with mock.patch.multiple("trainer.parallel.buckets", FIRST_BYTES=288, MOST_BYTES=288):
         assert [len(group) for group in divide(parameters[::-1])] == [2, 2]
 
         def hand_over(bucket: Any) -> Any:

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import Job
 
-from trainer.budget import LATEST_SECONDS, SOONEST_SECONDS, Budget, Paid, paid, pause
-from trainer.checkpoint import LATEST
-from trainer.outcome import BUDGET, end_at_budget
-from trainer.run import DistributedTrainer
+from trainer.checkpoint.manager import LATEST
+from trainer.engine.budget import LATEST_SECONDS, SOONEST_SECONDS, Budget, Paid, paid, pause
+from trainer.engine.result import BUDGET, end_at_budget
+from trainer.engine.trainer import DistributedTrainer
 from trainer.rundir import LIMIT, NodePresence, RunDir
 
 NewJob = Callable[..., Job]
@@ -75,7 +75,7 @@ def test_it_looks_seldom_far_from_the_end_and_often_near_it(left: float, nodes: 
 def test_a_budget_is_raised_and_lowered_while_the_job_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, damage: bytes
 ) -> None:
-    monkeypatch.setattr("trainer.budget.LATEST_SECONDS", 0.01)
+    monkeypatch.setattr("trainer.engine.budget.LATEST_SECONDS", 0.01)
     rundir, ended = RunDir(str(tmp_path)), threading.Event()
     rundir.write_json(LIMIT, {"max_node_seconds": 1e9})
     budget = Budget(rundir, 1e-9, 1, 1, ended.set)

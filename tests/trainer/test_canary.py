@@ -7,7 +7,7 @@ import pytest
 import torch
 from market import Market
 
-from trainer.canary import PlantedLeak, ShuffledLabels, Trial, main, run_canaries, verdict
+from trainer.evaluation.leakage_check import PlantedLeak, ShuffledLabels, Trial, main, run_canaries, verdict
 
 KNOWS = {"rank_ic": 0.9, "rank_ic_t": 30.0, "balanced_accuracy": 0.9, "balanced_accuracy_t": 30.0}
 BLIND = {"rank_ic": 0.0, "rank_ic_t": 0.1, "balanced_accuracy": 0.5, "balanced_accuracy_t": 0.0}
@@ -66,6 +66,6 @@ def test_canaries_on_a_market_without_leaks(market: Market) -> None:
 
 
 def test_without_a_dataset_it_says_so(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("trainer.shards")
+    pytest.importorskip("trainer.data.shards")
     assert main(["--dataset", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err

@@ -15,10 +15,10 @@ import pytest
 import torch
 from broken_storage import BrokenFileSystem
 
-from trainer.checkpoint import BEST, LATEST, CheckpointError, CheckpointManager, FencedError, check_fits
+from trainer.checkpoint.manager import BEST, LATEST, CheckpointError, CheckpointManager, FencedError, check_fits
+from trainer.checkpoint.staging import Stage
 from trainer.config import ConfigError
 from trainer.rundir import RunDir
-from trainer.staging import Stage
 
 Make = Callable[..., CheckpointManager]
 

@@ -20,8 +20,8 @@ import torch
 from broken_storage import BrokenFileSystem
 from racing_savers import race
 
-import trainer.writer
-from trainer.checkpoint import BEST, LATEST, CheckpointManager
+import trainer.checkpoint.async_writer
+from trainer.checkpoint.manager import BEST, LATEST, CheckpointManager
 from trainer.rundir import RunDir
 
 HERE = Path(__file__).parent
@@ -80,7 +80,7 @@ def test_of_two_racing_writers_the_fenced_out_never_wins(tmp_path: Path) -> None
 
 FREEZE = """
 import os, signal, sys, torch
-from trainer.checkpoint import CheckpointManager
+from trainer.checkpoint.manager import CheckpointManager
 from trainer.rundir import RunDir
 folder, name, suffix = sys.argv[1:]
 checkpoints = CheckpointManager(RunDir(folder), 3, "this", lambda kind, **fields: print(kind, fields.get("message")))
@@ -159,7 +159,7 @@ class Watched:
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    monkeypatch.setattr(trainer.writer, "BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr(trainer.checkpoint.async_writer, "BACKOFF_SECONDS", 0.001)
     BrokenFileSystem.failures = 0
     BrokenFileSystem.working.set()
     watched = Watched()
@@ -195,7 +195,7 @@ def test_storage_that_fails_for_long_costs_that_checkpoint_only(broken: Watched)
 
 
 def test_pauses_between_attempts_double(broken: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.writer, "BACKOFF_SECONDS", 0.02)
+    monkeypatch.setattr(trainer.checkpoint.async_writer, "BACKOFF_SECONDS", 0.02)
     times: list[float] = []
     broken.checkpoints._report = lambda kind, **fields: times.append(time.monotonic())
     BrokenFileSystem.failures = 1000
@@ -213,7 +213,7 @@ def test_storage_that_stalls_stops_nobody_and_is_reported(broken: Watched, monke
     assert BrokenFileSystem.reached.acquire(timeout=60)  # the writer hangs in its storage from here on
     assert broken.checkpoints.save(state(2), 2, 1)
     assert broken.reports == []
-    monkeypatch.setattr(trainer.writer, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(trainer.checkpoint.async_writer, "SILENT_SECONDS", 0.0)
     assert not broken.checkpoints.save(state(3), 3, 1)
     assert not broken.checkpoints.save(state(4), 4, 1)
     [report] = broken.reports  # once, though asked twice
@@ -252,10 +252,10 @@ def test_the_checkpoints_vanish_while_it_runs(tmp_path: Path) -> None:
 
 LIMITED = """
 import json, os, resource, sys, torch
-import trainer.writer
-from trainer.checkpoint import CheckpointManager
+import trainer.checkpoint.async_writer
+from trainer.checkpoint.manager import CheckpointManager
 from trainer.rundir import RunDir
-trainer.writer.BACKOFF_SECONDS = 0.001
+trainer.checkpoint.async_writer.BACKOFF_SECONDS = 0.001
 folder, kind, limit = sys.argv[1:]
 kind = getattr(resource, kind)
 checkpoints = CheckpointManager(RunDir(folder), 3, "this", lambda kind, **fields: print(json.dumps([kind, fields])))

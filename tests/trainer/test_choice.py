@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-import trainer.choice
-from trainer.choice import (
+import trainer.parallel.auto_compression
+from trainer.comm.world import RankFacts, World
+from trainer.observability.comm_profiler import FIELDS, Window
+from trainer.parallel.auto_compression import (
     AGREEING,
     AT_ONCE,
     CLEARLY,
@@ -32,9 +34,7 @@ from trainer.choice import (
     link_of,
     rest_of,
 )
-from trainer.communication import FIELDS, Window
-from trainer.compression import Echo
-from trainer.world import RankFacts, World
+from trainer.parallel.compression import Echo
 
 SLOW, FAST = (
     Link(latency_seconds=2e-4, seconds_per_byte=1.33 * 8 / rate) for rate in (100e6, 10e9)
@@ -261,11 +261,13 @@ def test_short_windows_and_a_quick_wire_lead_to_no_trial() -> None:
     assert quick.tried == short.tried == 0
 
 
-@pytest.mark.parametrize(("patience", "numbers"), [(0.0, trainer.choice.SOUNDED_FIRST), (1e9, 1_000_000)])
+@pytest.mark.parametrize(
+    ("patience", "numbers"), [(0.0, trainer.parallel.auto_compression.SOUNDED_FIRST), (1e9, 1_000_000)]
+)
 def test_a_sounding_of_a_link_that_has_got_worse_ends_early(
     patience: float, numbers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer.choice, "SOUNDING_SECONDS", patience)
-    found, latency, seconds = trainer.choice._time_plain(torch.zeros(1_000_000), Echo())
+    monkeypatch.setattr(trainer.parallel.auto_compression, "SOUNDING_SECONDS", patience)
+    found, latency, seconds = trainer.parallel.auto_compression._time_plain(torch.zeros(1_000_000), Echo())
     assert found == numbers
     assert min(latency, seconds) > 0

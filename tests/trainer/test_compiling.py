@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.compiling import compiled, obstacle
+from trainer.comm.world import RankFacts, World
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.faults import Faults
-from trainer.input import Batch
-from trainer.memory import Fit
-from trainer.step import Step, Votes
-from trainer.world import RankFacts, World
+from trainer.data.loader import Batch
+from trainer.engine.out_of_memory import Fit
+from trainer.engine.step import Step, Votes
+from trainer.model.compile import compiled, obstacle
+from trainer.runtime.fault_injection import Faults
 
 CPU = torch.device("cpu")
 

@@ -18,18 +18,18 @@ from elastic_nodes import KILLED, QUICK, Nodes
 from torch import Tensor, nn
 from worlds import Job
 
-from trainer import compression
-from trainer.choice import AGREEING, Automatic
-from trainer.communication import FIELDS, Window
-from trainer.compression import Echo, Half, Scheme, TopK, largest, make_scheme
+from trainer.comm.group import Group, GroupError
+from trainer.comm.torch_transport import TorchTransport, make_torch_transport
+from trainer.comm.world import RankFacts, World
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.consumed import unproven
-from trainer.faults import Faults
-from trainer.group import Group, GroupError
-from trainer.input import Batch
-from trainer.step import NonFiniteError, Step, Votes
-from trainer.transport import TorchTransport, make_torch_transport
-from trainer.world import RankFacts, World
+from trainer.data.coverage import unproven
+from trainer.data.loader import Batch
+from trainer.engine.step import NonFiniteError, Step, Votes
+from trainer.observability.comm_profiler import FIELDS, Window
+from trainer.parallel import compression
+from trainer.parallel.auto_compression import AGREEING, Automatic
+from trainer.parallel.compression import Echo, Half, Scheme, TopK, largest, make_scheme
+from trainer.runtime.fault_injection import Faults
 
 CPU = torch.device("cpu")
 NODES = (0, 0, 1, 1)
@@ -72,7 +72,7 @@ def worlds() -> Iterator[Callable[[int], list[World]]]:
         made.extend(world(rank) for rank in range(ranks))
         return made[-ranks:]
 
-    with mock.patch.multiple("trainer.buckets", FIRST_BYTES=4000, MOST_BYTES=10_000):
+    with mock.patch.multiple("trainer.parallel.buckets", FIRST_BYTES=4000, MOST_BYTES=10_000):
         yield make
     for world in made:
         assert world.group is not None

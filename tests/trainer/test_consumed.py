@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import ConfigError
-from trainer.consumed import add, digest, digest_of_all, unproven
-from trainer.sampler import Sampler
+from trainer.data.coverage import add, digest, digest_of_all, unproven
+from trainer.data.sampler import Sampler
 
 counts = st.integers(1, 300)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from worlds import Forked, Job
 
-from trainer.cores import AVAILABLE, bind, roam, share_of
+from trainer.runtime.affinity import AVAILABLE, bind, roam, share_of
 
 CORES = [2, 3, 5, 7]
 

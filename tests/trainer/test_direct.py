@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.direct import FAR_BYTES, NEAR_BYTES, DirectLinks, address_on, connect_all
-from trainer.group import Group
-from trainer.links import PeerError
-from trainer.transport import TorchTransport, make_torch_transport
+from trainer.comm.framed_socket import PeerError
+from trainer.comm.group import Group
+from trainer.comm.peer_to_peer import FAR_BYTES, NEAR_BYTES, DirectLinks, address_on, connect_all
+from trainer.comm.torch_transport import TorchTransport, make_torch_transport
 
 NEVER = 1000.0
 
@@ -179,7 +179,7 @@ def test_a_small_sum_needs_no_other_thread_and_is_noted_like_any() -> None:
 
 
 def test_where_one_rank_has_no_links_all_take_the_other_way(caplog: pytest.LogCaptureFixture) -> None:
-    with mock.patch("trainer.transport.address_on", side_effect=[None, HOST]):
+    with mock.patch("trainer.comm.torch_transport.address_on", side_effect=[None, HOST]):
         pair = groups(2)
         found = [future.result() for future in on_all(2, lambda rank: summed(pair[rank], rank + 1.0))]
     assert found == [(3.0, ["all-reduce"])] * 2

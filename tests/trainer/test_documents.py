@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.documents import EVENTS_LINES, parse_events, read_document
+from trainer.documents.reader import EVENTS_LINES, parse_events, read_document
+from trainer.documents.strict_json import Document, parse
 from trainer.errors import ConfigError, DamagedError
 from trainer.printable import visible
 from trainer.rundir import EVENTS, FOLLOW_BYTES, RunDir, SeenFiles, event
-from trainer.storage import Storage
-from trainer.strict_json import Document, parse
+from trainer.storage.base import Storage
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e100, 1e100) | st.text(),

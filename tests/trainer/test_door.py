@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from trainer.descriptors import raise_descriptor_limit
-from trainer.door import MOST_UNPROVEN, Door
-from trainer.handshake import answer, call
-from trainer.links import Link, prepare, run
-from trainer.peers import Peers
+from trainer.comm.descriptors import raise_descriptor_limit
+from trainer.comm.framed_socket import Link, prepare, run
+from trainer.comm.handshake import answer, call
+from trainer.comm.listener import MOST_UNPROVEN, Door
+from trainer.elastic.failure_detector import Peers
 
 KEY, PATIENCE = b"key", 60.0
 HOST = "127.0.0.1"

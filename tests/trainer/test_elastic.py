@@ -15,13 +15,13 @@ import torch
 from elastic_nodes import KILLED, QUICK, Nodes, assert_undisturbed
 from worlds import Job
 
-from trainer.checkpoint import LATEST
+from trainer.checkpoint.manager import LATEST
+from trainer.comm.group import GroupError
+from trainer.comm.world import RankFacts, World
 from trainer.config import parse_job
-from trainer.group import GroupError
-from trainer.outcome import Regroup, Stopped
-from trainer.run import DistributedTrainer
-from trainer.step import StepResult, Votes
-from trainer.world import RankFacts, World
+from trainer.engine.result import Regroup, Stopped
+from trainer.engine.step import StepResult, Votes
+from trainer.engine.trainer import DistributedTrainer
 
 pytestmark = pytest.mark.slow
 NewJob = Callable[..., Job]

@@ -18,14 +18,14 @@ from scipy import stats
 from torch import Tensor, nn
 from worlds import free_port
 
-from trainer.evaluate import evaluate, final_report
-from trainer.gate import better_baselines
-from trainer.reassess import reassess
-from trainer.report import build_report
+from trainer.comm.world import RankFacts, World
+from trainer.data.sampler import spread
+from trainer.evaluation.evaluate import evaluate, final_report
+from trainer.evaluation.gate import better_baselines
+from trainer.evaluation.reevaluate import reassess
+from trainer.evaluation.report import build_report
+from trainer.model.saved_model import SavedModel
 from trainer.rundir import RunDir
-from trainer.sampler import spread
-from trainer.saved_model import SavedModel
-from trainer.world import RankFacts, World
 
 ALONE = World(RankFacts(), CPU, "gloo")
 
@@ -105,8 +105,8 @@ def test_every_sample_counts_once_whatever_the_world(size: int, samples: int, ma
 def test_of_a_large_split_all_counts_and_a_part_is_kept(market: Market, monkeypatch: pytest.MonkeyPatch) -> None:
     model, criterion = forecaster(market)
     whole = evaluate(model, criterion, market, "valid", ALONE, 64, CPU, collect=True)
-    monkeypatch.setattr("trainer.evaluate.CHUNK", 150)
-    monkeypatch.setattr("trainer.evaluate.spread", partial(spread, most=101))
+    monkeypatch.setattr("trainer.evaluation.evaluate.CHUNK", 150)
+    monkeypatch.setattr("trainer.evaluation.evaluate.spread", partial(spread, most=101))
     part = evaluate(model, criterion, market, "valid", ALONE, 64, CPU, collect=True)
     assert (part.samples, part.loss) == (whole.samples, pytest.approx(whole.loss, rel=1e-9))
     assert part.metrics == pytest.approx(whole.metrics, rel=1e-9)

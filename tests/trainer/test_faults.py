@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from trainer.config import ConfigError
-from trainer.faults import Faults, InjectedError
-from trainer.memory import is_out_of_memory
+from trainer.engine.out_of_memory import is_out_of_memory
+from trainer.runtime.fault_injection import Faults, InjectedError
 
 
 def faults(*listed: dict[str, Any], node: int = 0, stay: str | None = None) -> Faults:
@@ -79,7 +79,7 @@ def test_what_cannot_be_injected_is_refused(wrong: dict[str, Any]) -> None:
 
 VICTIM = """
 import os, signal, sys
-from trainer.faults import Faults
+from trainer.runtime.fault_injection import Faults
 signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
 Faults(os.environ, 2).reach("optimizer", 5)
 print("went on", flush=True)

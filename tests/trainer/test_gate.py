@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from trainer.gate import gate, suspect_leak
+from trainer.evaluation.gate import gate, suspect_leak
 
 CALM = {"rank_ic": 0.01, "rank_ic_t": 0.5, "balanced_accuracy": 0.51, "balanced_accuracy_t": 1.0}
 GOOD = {
@@ -73,5 +73,5 @@ def test_suspicion_of_a_leak(halves: list[dict[str, float | None]], suspect: boo
 
 
 def test_the_gate_can_be_asked_without_torch() -> None:
-    code = "import sys, trainer.gate; sys.exit('torch' in sys.modules)"
+    code = "import sys, trainer.evaluation.gate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from seats import generation, seat
 
-from trainer.generation import (
+from trainer.elastic.generation import (
     START,
     TOLD,
     Candidate,

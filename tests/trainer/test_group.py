@@ -23,9 +23,14 @@ import torch
 import torch.distributed as dist
 from worlds import Job
 
-import trainer.group
-from trainer import communication
-from trainer.communication import (
+import trainer.comm.group
+from trainer.comm.group import Group, GroupError, abandoned
+from trainer.comm.parameter_server import Star
+from trainer.comm.peer_to_peer import NEAR_BYTES, UNSHARED
+from trainer.comm.torch_transport import StarTransport, TorchTransport, Transport, make_torch_transport
+from trainer.comm.world import RankFacts, World, listen
+from trainer.observability import comm_profiler
+from trainer.observability.comm_profiler import (
     FIELDS,
     MOST_STEPS,
     PROBE_BYTES,
@@ -35,12 +40,7 @@ from trainer.communication import (
     links,
     time_links,
 )
-from trainer.direct import NEAR_BYTES, UNSHARED
-from trainer.group import Group, GroupError, abandoned
-from trainer.star import Star
-from trainer.timing import StepTimer
-from trainer.transport import StarTransport, TorchTransport, Transport, make_torch_transport
-from trainer.world import RankFacts, World, listen
+from trainer.runtime.step_timer import StepTimer
 
 NEVER = 1000.0
 """A timeout that no test reaches."""
@@ -50,8 +50,8 @@ PEER = """
 import os, signal, sys, torch
 import torch.distributed as dist
 from datetime import timedelta
-from trainer.group import Group
-from trainer.transport import make_torch_transport
+from trainer.comm.group import Group
+from trainer.comm.torch_transport import make_torch_transport
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, timedelta(seconds=60), wait_for_workers=False)
 group = Group(1, 2, lambda: make_torch_transport(store, 1, 2, None, 1000.0, 1000.0, "127.0.0.1"))
 group.run("all-reduce", lambda transport: transport.sum(torch.ones(1)))
@@ -106,7 +106,7 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
         for group in world.groups:
             group._thread.join(60)  # its timeout is over before that
     made.clear()
-    trainer.group._ABANDONED.clear()
+    trainer.comm.group._ABANDONED.clear()
 
 
 def blocked(work: Callable[[], Any]) -> ThreadPoolExecutor | Any:
@@ -243,7 +243,7 @@ def test_a_link_that_is_slow_is_found(ranks: Callable[..., Ranks]) -> None:
         time.sleep(0.3 if (transport.group.rank(), target, len(tensor)) == (1, 0, PROBE_BYTES) else 0.0)
         send(transport, tensor, target)
 
-    with mock.patch.object(TorchTransport, "send", slow), mock.patch.object(communication, "PROBE_SECONDS", NEVER):
+    with mock.patch.object(TorchTransport, "send", slow), mock.patch.object(comm_profiler, "PROBE_SECONDS", NEVER):
         look = lambda one: one.group.run("probe", partial(time_links, rank=one.rank, size=3))  # noqa: E731
         [(bytes_, seconds, took), *others] = world.all(look)
     assert others == [(bytes_, seconds, took)] * 2
@@ -265,7 +265,7 @@ def test_of_a_network_that_turns_out_to_be_slow_no_more_is_asked_than_it_can_car
             time.sleep(len(tensor) / 40_000)
         send(transport, tensor, target)
 
-    with mock.patch.object(TorchTransport, "send", slow), mock.patch.object(communication, "PROBE_SECONDS", 0.6):
+    with mock.patch.object(TorchTransport, "send", slow), mock.patch.object(comm_profiler, "PROBE_SECONDS", 0.6):
         look = lambda one: one.group.run("probe", partial(time_links, rank=one.rank, size=3))  # noqa: E731
         [(bytes_, seconds, _), *_] = world.all(look)
     assert bytes_ == PROBE_LEAST
@@ -384,9 +384,9 @@ def test_who_trains_in_a_process_of_its_own_goes_on_after_it(
 def test_a_process_ends_though_a_group_that_it_left_behind_still_hangs() -> None:
     program = """
 import sys, threading, time, torch, torch.distributed as dist
-from trainer.group import Group
-from trainer.transport import make_torch_transport
-from trainer.outcome import leave_process
+from trainer.comm.group import Group
+from trainer.comm.torch_transport import make_torch_transport
+from trainer.engine.result import leave_process
 store = dist.HashStore()
 groups = [Group(rank, 2, lambda rank=rank: make_torch_transport(store, rank, 2, None, 1000.0, 1000.0, "127.0.0.1"))
           for rank in range(2)]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.handshake import HELLO, NAME_BYTES, PROOF_BYTES, REPLY, AuthenticationError, Caller, Listener, rank_of
-from trainer.launch_secret import LaunchSecret
+from trainer.comm.handshake import HELLO, NAME_BYTES, PROOF_BYTES, REPLY, AuthenticationError, Caller, Listener, rank_of
+from trainer.comm.launch_secret import LaunchSecret
 
 KEY = LaunchSecret(bytes(range(32))).key("direct", "job", 3)
 names = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=NAME_BYTES // 4)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.faults import Faults
-from trainer.input import PLANNED, BatchLoader, batches_ahead, fits
-from trainer.sampler import Sampler
-from trainer.shards import DataShardManager
-from trainer.timing import StepTimer
-from trainer.world import RankFacts, World
+from trainer.comm.world import RankFacts, World
+from trainer.data.loader import PLANNED, BatchLoader, batches_ahead, fits
+from trainer.data.sampler import Sampler
+from trainer.data.shards import DataShardManager
+from trainer.runtime.fault_injection import Faults
+from trainer.runtime.step_timer import StepTimer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ALONE = World(RankFacts(), CPU, "gloo")

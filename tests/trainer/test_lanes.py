@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from trainer.lanes import Lanes
+from trainer.storage.transfer_pool import Lanes
 
 
 def test_jobs_are_done_side_by_side_and_all_before_the_end() -> None:

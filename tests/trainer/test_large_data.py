@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from memory_group import memory_group
 
-from trainer.host_memory import group_room
-from trainer.manifest import content_digest
-from trainer.shard_cache import CACHE_VERSION, write_record
+from trainer.data.manifest import content_digest
+from trainer.data.shard_cache import CACHE_VERSION, write_record
+from trainer.runtime.host_memory import group_room
 
 FEATURES, WINDOW = 8, 60
 LIMIT = 48 << 20
@@ -25,8 +25,8 @@ import numpy as np
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from trainer.sampler import Sampler
-from trainer.shards import DataShardManager
+from trainer.data.sampler import Sampler
+from trainer.data.shards import DataShardManager
 import memory_group
 folder, block, group, steps = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 if group:

@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from trainer.comm.launch_secret import (
+    SECRET_FILE,
+    SECRET_URI,
+    LaunchSecret,
+    file_by_hand,
+    read,
+    warn_if_open,
+    write_new,
+)
 from trainer.errors import ConfigError
-from trainer.launch_secret import SECRET_FILE, SECRET_URI, LaunchSecret, file_by_hand, read, warn_if_open, write_new
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from trainer.config import ConfigError, FactoryConfig
-from trainer.losses import (
+from trainer.model.losses import (
     GaussianLoss,
     MeanSquaredError,
     Predictive,

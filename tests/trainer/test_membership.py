@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from seats import seat
 
-from trainer.generation import START, Generation
-from trainer.membership import Membership, NoGenerationError, generations
-from trainer.peers import Address, Peers
-from trainer.storage import Storage
+from trainer.elastic.failure_detector import Address, Peers
+from trainer.elastic.generation import START, Generation
+from trainer.elastic.membership import Membership, NoGenerationError, generations
+from trainer.storage.base import Storage
 
 
 class Line(Peers):
@@ -277,10 +277,10 @@ def test_storage_may_fail_for_a_while_and_a_folder_that_was_deleted_is_no_new_st
 RACER = """
 import json, sys
 from dataclasses import asdict
-from trainer.generation import Candidate
-from trainer.membership import Membership
-from trainer.peers import Peers
-from trainer.storage import Storage
+from trainer.elastic.generation import Candidate
+from trainer.elastic.membership import Membership
+from trainer.elastic.failure_detector import Peers
+from trainer.storage.base import Storage
 
 folder, name, place, planned = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 peers = Peers(name, b"key", "127.0.0.1", 0.1, 3.0)

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.config import FactoryConfig
-from trainer.memory import Fit, checkpoint_activations, chunks, is_out_of_memory, smaller
-from trainer.model import STOCK, build_model
+from trainer.engine.out_of_memory import Fit, checkpoint_activations, chunks, is_out_of_memory, smaller
+from trainer.model.stock import STOCK, build_model
 from trainer.spec import DataSpec
 
 WINDOW, FEATURES = 32, 8

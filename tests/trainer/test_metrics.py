@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from trainer import metrics
 from trainer.config import DatasetRef, JobConfig, TrackingConfig
-from trainer.metrics import (
+from trainer.observability import reporter as metrics
+from trainer.observability.reporter import (
     AZURE_NAMES,
     TRACKING,
     MLflowSink,
@@ -26,9 +26,9 @@ from trainer.metrics import (
     fits,
     sinks_of,
 )
+from trainer.observability.scalars import NODE, Scalars
 from trainer.rundir import RunDir, SeenFiles, event
-from trainer.scalars import NODE, Scalars
-from trainer.storage import Storage
+from trainer.storage.base import Storage
 
 STEP = {"learning_rate": 0.1, "grad_norm": 2.0, "samples_per_second": 100.0, "step_seconds": 0.5, "eta_seconds": 5.0}
 
@@ -310,7 +310,7 @@ def test_a_run_of_mlflow_is_taken_over_only_from_a_killed_start_of_this_very_job
 def test_only_rank_0_reports_elsewhere_and_nothing_heavy_is_imported_for_it(tmp_path: Path) -> None:
     rundir = RunDir(str(tmp_path))
     assert sinks_of(job(tmp_path, "http://127.0.0.1:1"), rundir, 1) == []
-    program = "import sys, trainer.metrics; print({'mlflow', 'torch', 'tensorboard'} & set(sys.modules))"
+    program = "import sys, trainer.observability.reporter; print({'mlflow', 'torch', 'tensorboard'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "set()"
 

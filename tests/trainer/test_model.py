@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from trainer.config import ConfigError, FactoryConfig
-from trainer.losses import StudentTLoss, build_loss
-from trainer.model import STOCK, DilatedTree, Standardize, build_model
+from trainer.model.losses import StudentTLoss, build_loss
+from trainer.model.stock import STOCK, DilatedTree, Standardize, build_model
 from trainer.spec import DataSpec
 
 SPEC = DataSpec(

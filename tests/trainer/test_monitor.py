@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from trainer.metrics import Reporter
-from trainer.monitor import NodeMonitor, over_gpus
+from trainer.observability.node_monitor import NodeMonitor, over_gpus
+from trainer.observability.reporter import Reporter
 from trainer.rundir import RunDir
 
 

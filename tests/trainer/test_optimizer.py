@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from two_ranks import on_two_ranks
 
-from trainer.buckets import Buckets
-from trainer.faults import Faults
-from trainer.group import Over
-from trainer.optimizer import FlatAdamW
-from trainer.sync import GradientSynchronizer
-from trainer.timing import StepTimer
-from trainer.world import World
+from trainer.comm.group import Over
+from trainer.comm.world import World
+from trainer.parallel.buckets import Buckets
+from trainer.parallel.flat_adamw import FlatAdamW
+from trainer.parallel.synchronizer import GradientSynchronizer
+from trainer.runtime.fault_injection import Faults
+from trainer.runtime.step_timer import StepTimer
 
 RATE, DECAY = 1e-2, 0.1
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from trainer.peers import Peers
+from trainer.elastic.failure_detector import Peers
 
 NEVER = 1000.0
 """A timeout that no test reaches: what is known before was not found out by waiting."""

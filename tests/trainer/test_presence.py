@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer import presence as presences
 from trainer.config import DatasetRef, JobConfig
-from trainer.presence import Presence, last_word, presence
+from trainer.elastic import node_presence as presences
+from trainer.elastic.node_presence import Presence, last_word, presence
 from trainer.rundir import NodePresence, RunDir, heartbeat_seconds, stale_seconds
-from trainer.storage import Storage
+from trainer.storage.base import Storage
 
 ASKED = {"DTRAIN_PRESENCE": "1", "DTRAIN_LAUNCH": "3", "RANK": "2", "WORLD_SIZE": "4", "MASTER_PORT": "1"}
 NODE = {**ASKED, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}
@@ -18,7 +18,7 @@ NODE = {**ASKED, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}
 ENDED = """
 import os, signal, sys, time
 from trainer.config import DatasetRef, JobConfig
-from trainer.presence import presence
+from trainer.elastic.node_presence import presence
 from trainer.rundir import RunDir
 job = JobConfig(job_id="test", run_dir=sys.argv[1], dataset=DatasetRef(uri="x"))
 with presence(job, {"DTRAIN_PRESENCE": "1"}) as leaving:

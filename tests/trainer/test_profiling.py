@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from trainer import profiling
 from trainer.config import DistributedTrainingConfig
-from trainer.metrics import Reporter
-from trainer.profiling import StepProfiler
+from trainer.observability import trace as profiling
+from trainer.observability.reporter import Reporter
+from trainer.observability.trace import StepProfiler
 from trainer.rundir import PROFILE_REQUEST, RunDir
 
 

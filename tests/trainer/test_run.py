@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from worlds import Job
 
-from trainer.buckets import WAITING
-from trainer.checkpoint import BEST, LATEST
+from trainer.checkpoint.manager import BEST, LATEST
+from trainer.parallel.buckets import WAITING
 
 pytestmark = pytest.mark.slow
 NewJob = Callable[..., Job]
@@ -25,7 +25,7 @@ HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 # judges the baselines.
 SOLO = """
 import os, runpy, sys, time
-import trainer.evaluate, trainer.shards
+import trainer.evaluation.evaluate, trainer.data.shards
 def slow(place, name):
     real, done = getattr(place, name), []
     def wrapped(*args, **more):
@@ -34,9 +34,9 @@ def slow(place, name):
         return real(*args, **more)
     setattr(place, name, wrapped)
 if os.environ["RANK"] == "1":
-    slow(trainer.shards.DataShardManager, "_cached")
+    slow(trainer.data.shards.DataShardManager, "_cached")
 else:
-    slow(trainer.evaluate, "baseline_forecasts")
+    slow(trainer.evaluation.evaluate, "baseline_forecasts")
 sys.argv[0] = "trainer"
 runpy.run_module("trainer", run_name="__main__", alter_sys=True)
 """
@@ -44,15 +44,15 @@ runpy.run_module("trainer", run_name="__main__", alter_sys=True)
 # Runs the trainer on a disk that fills up: no file may grow beyond this many bytes from the second checkpoint on.
 FULL_DISK = """
 import resource, runpy, sys
-import trainer.checkpoint
-save = trainer.checkpoint.CheckpointManager.save
+import trainer.checkpoint.manager
+save = trainer.checkpoint.manager.CheckpointManager.save
 def full(self, state, step, *rest):
     if step == 10:
         self.wait(60)  # the one before is there, however busy the machine is
     if step >= 10:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
     return save(self, state, step, *rest)
-trainer.checkpoint.CheckpointManager.save = full
+trainer.checkpoint.manager.CheckpointManager.save = full
 sys.argv[0] = "trainer"
 runpy.run_module("trainer", run_name="__main__", alter_sys=True)
 """

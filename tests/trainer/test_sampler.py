@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config import ConfigError
-from trainer.sampler import GROUP_BLOCKS, BlockOrder, Sampler, micro_batch_seed, permute, steps_per_epoch
+from trainer.data.sampler import GROUP_BLOCKS, BlockOrder, Sampler, micro_batch_seed, permute, steps_per_epoch
 
 blocks = st.none() | st.integers(1, 700)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from trainer.observability.scalars import Scalars
 from trainer.rundir import event
-from trainer.scalars import Scalars
 
 
 def node(node_id: int, **fields: Any) -> dict[str, Any]:

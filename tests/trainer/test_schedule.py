@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.config import DistributedTrainingConfig
-from trainer.schedule import learning_rate, peak_learning_rate
+from trainer.engine.lr_schedule import learning_rate, peak_learning_rate
 
 
 def config(**changes: object) -> DistributedTrainingConfig:

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from trainer.scratch import LOCK, scratch_folder
+from trainer.runtime.scratch import LOCK, scratch_folder
 
 STRANGER = 12_345
 CHECK = """
 import sys
 from pathlib import Path
 import numpy as np
-from trainer.isolation import Isolated
+from trainer.isolation.runner import Isolated
 Isolated(folder=Path(sys.argv[1]), seconds=60, threads=1).predict(np.zeros((1, 1, 1), dtype=np.float32))
 """
 LIVES = """
 import sys
-from trainer.scratch import scratch_folder
+from trainer.runtime.scratch import scratch_folder
 with scratch_folder('model'):
     sys.stdin.readline()
 """

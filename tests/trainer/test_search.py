@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.candidates import (
+from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.tuning.search import LEAST_GAIN, OUT_OF_MEMORY, Learned, Search, gains, objection, pays, race, tolerated
+from trainer.tuning.search_space import (
     COMPILE_SECONDS,
     KNOBS,
     Candidate,
@@ -22,8 +24,6 @@ from trainer.candidates import (
     share,
     thread_counts,
 )
-from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.search import LEAST_GAIN, OUT_OF_MEMORY, Learned, Search, gains, objection, pays, race, tolerated
 
 FACTS = Facts(world_size=2, local_world_size=1, cores=8, ranks_per_host=2)
 CONFIG = DistributedTrainingConfig(world_size=2, batch_size_per_gpu=64, gradient_accumulation_steps=4)

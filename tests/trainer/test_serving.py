@@ -19,9 +19,9 @@ from scipy import stats
 
 import trainer
 from trainer.config import ConfigError, FactoryConfig
-from trainer.losses import build_loss
-from trainer.model import build_model
-from trainer.saved_model import QUANTILES, SavedModel, SavedModelError, load_saved_model
+from trainer.model.losses import build_loss
+from trainer.model.saved_model import QUANTILES, SavedModel, SavedModelError, load_saved_model
+from trainer.model.stock import build_model
 
 SAVED = dict[str, bytes]
 
@@ -91,7 +91,7 @@ def test_a_point_forecast_is_in_the_unit_of_the_target(market: Market) -> None:
 def test_a_large_request_equals_many_small_ones(market: Market, monkeypatch: pytest.MonkeyPatch) -> None:
     saved, windows = load(saved_files(market)), windows_of(market, 100)
     whole = saved.predict(windows)
-    monkeypatch.setattr("trainer.saved_model.BATCH", 7)
+    monkeypatch.setattr("trainer.model.saved_model.BATCH", 7)
     parts = saved.predict(windows)
     for name, values in whole.items():
         np.testing.assert_allclose(parts[name], values, rtol=1e-5, atol=1e-8)

@@ -12,18 +12,18 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from trainer.shards import DatasetError, DataShardManager
+from trainer.data.shards import DatasetError, DataShardManager
 
 BUILD = """
-import sys, trainer.shards
-convert = trainer.shards.DataShardManager._convert
+import sys, trainer.data.shards
+convert = trainer.data.shards.DataShardManager._convert
 def counted(self, folder):
     print("converting", flush=True)
     return convert(self, folder)
-trainer.shards.DataShardManager._convert = counted
+trainer.data.shards.DataShardManager._convert = counted
 print("ready", flush=True)
 sys.stdin.readline()
-print(trainer.shards.DataShardManager(sys.argv[1], sys.argv[2]).count("train"))
+print(trainer.data.shards.DataShardManager(sys.argv[1], sys.argv[2]).count("train"))
 """
 
 
@@ -171,7 +171,7 @@ def test_a_remote_dataset_is_fetched_and_read_alike(dataset: Path, cache: Path, 
 def test_a_full_disk_is_an_error_and_not_a_killed_process(dataset: Path, tmp_path: Path) -> None:
     program = """
 import resource, sys
-from trainer.shards import DataShardManager
+from trainer.data.shards import DataShardManager
 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 DataShardManager(sys.argv[1], sys.argv[2])
 """

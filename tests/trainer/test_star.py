@@ -19,11 +19,11 @@ import torch
 from certificates import Authority
 from star_ranks import FREEZE, KILL, THAW, Outcome, Rank, Tap, listening
 
-from trainer import star
+from trainer.comm import parameter_server
+from trainer.comm.framed_socket import connect
+from trainer.comm.handshake import REPLY, Caller
+from trainer.comm.parameter_server import Star, StarError
 from trainer.config import TLSConfig
-from trainer.handshake import REPLY, Caller
-from trainer.links import connect
-from trainer.star import Star, StarError
 
 pytestmark = pytest.mark.slow
 Start = Callable[..., list[Rank]]
@@ -369,7 +369,7 @@ def test_a_size_that_no_memory_holds_is_no_lack_of_memory() -> None:
 
 def test_last_words_never_get_into_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """A spoke that reads nothing has been sent half a part when another one dies: its sum must not end in a message."""
-    monkeypatch.setattr(star, "TELL_SECONDS", at.PATIENCE)  # on a busy machine, too
+    monkeypatch.setattr(parameter_server, "TELL_SECONDS", at.PATIENCE)  # on a busy machine, too
     listener, results = listening(), list[str]()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # less than a part is on its way
     address = listener.getsockname()
@@ -377,18 +377,18 @@ def test_last_words_never_get_into_the_data(monkeypatch: pytest.MonkeyPatch) -> 
     def be_hub() -> None:
         hub = Star.hub(listener, 3, at.TOKEN, at.PATIENCE)
         try:
-            hub.sum(torch.ones(star.PART_BYTES // 2))
+            hub.sum(torch.ones(parameter_server.PART_BYTES // 2))
         except StarError as error:
             results.append(str(error))
 
     thread = threading.Thread(target=be_hub)
     thread.start()
     slow, dying = (bare_spoke(address, rank, 3) for rank in (1, 2))
-    twos = struct.pack("!c16sQ", b"S", b"float32", 2 * star.PART_BYTES)
-    twos += torch.full((star.PART_BYTES // 2,), 2.0).numpy().tobytes()
-    dying.sendall(twos[: star.PART_BYTES * 3 // 2])
-    slow.sendall(twos[: star.PART_BYTES * 3 // 2])
-    part = b"=" + torch.full((star.PART_BYTES // 4,), 5.0).numpy().tobytes()
+    twos = struct.pack("!c16sQ", b"S", b"float32", 2 * parameter_server.PART_BYTES)
+    twos += torch.full((parameter_server.PART_BYTES // 2,), 2.0).numpy().tobytes()
+    dying.sendall(twos[: parameter_server.PART_BYTES * 3 // 2])
+    slow.sendall(twos[: parameter_server.PART_BYTES * 3 // 2])
+    part = b"=" + torch.full((parameter_server.PART_BYTES // 4,), 5.0).numpy().tobytes()
     assert receive(dying, 1 + len(part)) == b"=" + part
     dying.close()  # the hub has all of the first part, and waits for the rest of the second one
     heard = receive(slow, 1 << 30)
@@ -413,7 +413,7 @@ def bare_spoke(address: at.Address, rank: int, size: int) -> socket.socket:
     spoke = socket.socket()
     spoke.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
     spoke.connect(address)
-    caller = Caller(at.TOKEN, str(rank), star.HUB)
+    caller = Caller(at.TOKEN, str(rank), parameter_server.HUB)
     spoke.sendall(caller.hello)
     spoke.sendall(caller.answer(receive(spoke, REPLY.size)) + struct.pack("!Q", size))
     return spoke

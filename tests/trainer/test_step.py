@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trainer.comm.world import RankFacts, World
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.consumed import digest as digest_of
-from trainer.faults import Faults, InjectedError
-from trainer.input import Batch, BatchLoader
-from trainer.memory import Fit
-from trainer.sampler import Sampler
-from trainer.shards import DataShardManager
-from trainer.step import NonFiniteError, Step, Votes, digest
-from trainer.timing import StepTimer
-from trainer.world import RankFacts, World
+from trainer.data.coverage import digest as digest_of
+from trainer.data.loader import Batch, BatchLoader
+from trainer.data.sampler import Sampler
+from trainer.data.shards import DataShardManager
+from trainer.engine.out_of_memory import Fit
+from trainer.engine.step import NonFiniteError, Step, Votes, digest
+from trainer.runtime.fault_injection import Faults, InjectedError
+from trainer.runtime.step_timer import StepTimer
 
 CPU = torch.device("cpu")
 ALONE = World(RankFacts(), CPU, "gloo")

@@ -18,17 +18,17 @@ from torch.utils._pytree import tree_leaves
 from two_ranks import on_two_ranks
 from worlds import Job
 
+from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig, FactoryConfig, parse_job
-from trainer.faults import Faults
-from trainer.input import Batch, BatchLoader
-from trainer.losses import build_loss
-from trainer.model import build_model
-from trainer.run import DistributedTrainer
-from trainer.sampler import Sampler
-from trainer.shards import DataShardManager
-from trainer.step import Step, Votes
-from trainer.timing import StepTimer
-from trainer.world import World
+from trainer.data.loader import Batch, BatchLoader
+from trainer.data.sampler import Sampler
+from trainer.data.shards import DataShardManager
+from trainer.engine.step import Step, Votes
+from trainer.engine.trainer import DistributedTrainer
+from trainer.model.losses import build_loss
+from trainer.model.stock import build_model
+from trainer.runtime.fault_injection import Faults
+from trainer.runtime.step_timer import StepTimer
 
 CPU = torch.device("cpu")
 SIZE, STEPS = 64, 12

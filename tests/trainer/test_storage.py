@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from trainer.config import ConfigError
-from trainer.storage import Storage
+from trainer.storage.base import Storage
 
 FULL_DISK = """
 import resource, sys
-from trainer.storage import Storage
+from trainer.storage.base import Storage
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # what a full disk does: the write itself fails
 storage = Storage(sys.argv[1])
 for verb, name in ((storage.write, "kept"), (storage.create, "new")):
@@ -29,8 +29,8 @@ for verb, name in ((storage.write, "kept"), (storage.create, "new")):
 # Raises a number in a file by compare-and-swap; every lock is taken away from whoever has it for longer than a moment.
 COUNT = """
 import sys
-from trainer import swap
-from trainer.storage import Storage
+from trainer.storage.base import file_swap as swap
+from trainer.storage.base import Storage
 swap.PATIENCE_SECONDS = float(sys.argv[2])
 storage, done = Storage(sys.argv[1]), 0
 while done < 100:
@@ -41,7 +41,7 @@ while done < 100:
 # Freezes itself at its N-th rename: of the file into the lock's folder, or from there over the old one.
 FREEZE = """
 import os, signal, sys
-from trainer.storage import Storage
+from trainer.storage.base import Storage
 storage, renames = Storage(sys.argv[1]), 0
 def hook(event, arguments):
     global renames

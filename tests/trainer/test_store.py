@@ -11,9 +11,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from trainer.handshake import AuthenticationError
-from trainer.store import Store
-from trainer.world import listen
+from trainer.comm.handshake import AuthenticationError
+from trainer.comm.rendezvous_store import Store
+from trainer.comm.world import listen
 
 KEY, PATIENCE = b"key", 60.0
 

@@ -11,7 +11,10 @@ import pytest
 import torch
 from worlds import Job
 
-from trainer.communication import (
+from trainer.comm.group import Collective
+from trainer.comm.world import join
+from trainer.config import DistributedTrainingConfig
+from trainer.observability.comm_profiler import (
     EAGER_WINDOWS,
     FIELDS,
     MOST_STEPS,
@@ -27,10 +30,7 @@ from trainer.communication import (
     row_of,
     summary,
 )
-from trainer.config import DistributedTrainingConfig
-from trainer.group import Collective
-from trainer.timing import SEGMENTS, Mark, StepTimer, computed_at, durations, moments
-from trainer.world import join
+from trainer.runtime.step_timer import SEGMENTS, Mark, StepTimer, computed_at, durations, moments
 
 CPU = torch.device("cpu")
 STEP = {"input": 0.01, "forward": 0.2, "backward": 0.3, "optimizer": 0.05, "other": 0.01, "samples": 64}

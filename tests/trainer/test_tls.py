@@ -17,8 +17,8 @@ import torch
 from certificates import Authority
 from star_ranks import Outcome, Rank, Tap, listening
 
+from trainer.comm.tls import client_context, server_context
 from trainer.config import ConfigError, TLSConfig
-from trainer.tls import client_context, server_context
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_a_passphrase_is_not_asked_for_at_the_terminal(authority: Authority) -> 
     """A node has nobody who could type it: it would wait for ever."""
     tls = authority.node("locked", passphrase=b"open sesame")
     program = (
-        "import sys; from trainer.config import TLSConfig; from trainer.tls import server_context\n"
+        "import sys; from trainer.config import TLSConfig; from trainer.comm.tls import server_context\n"
         "try: server_context(TLSConfig(certificate=sys.argv[1], key=sys.argv[2], ca=sys.argv[3]))\n"
         "except Exception as error: print(type(error).__name__, error)"
     )

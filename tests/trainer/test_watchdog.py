@@ -14,11 +14,11 @@ import user_parts
 from worlds import Job
 
 from dtrain_dagster.monitoring.hangs import verdict
+from trainer.comm.group import Group
 from trainer.config import DistributedTrainingConfig
-from trainer.group import Group
-from trainer.metrics import Reporter
+from trainer.observability.reporter import Reporter
+from trainer.observability.watchdog import STACKS_BYTES, Watchdog, limit_seconds, stacks, where_now
 from trainer.rundir import RunDir
-from trainer.watchdog import STACKS_BYTES, Watchdog, limit_seconds, stacks, where_now
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 

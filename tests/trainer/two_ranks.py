@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.group import Group
-from trainer.transport import make_torch_transport
-from trainer.world import RankFacts, World
+from trainer.comm.group import Group
+from trainer.comm.torch_transport import make_torch_transport
+from trainer.comm.world import RankFacts, World
 
 
 def on_two_ranks(work: Callable[[World], Any]) -> list[Any]:

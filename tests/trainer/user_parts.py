@@ -9,7 +9,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from trainer.model import tcn
+from trainer.model.stock import tcn
 from trainer.spec import DataSpec
 
 

@@ -68,7 +68,7 @@ OWN_PARTS = {"DTRAIN_FACTORY_MODULES": "user_parts"}
 """The setting that lets tests train parts of their own."""
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "torch._dynamo", "trainer.run", "trainer.__main__"])
+FORKS.set_forkserver_preload(["torch", "torch._dynamo", "trainer.engine.trainer", "trainer.__main__"])
 """Ranks are forked from a process that has torch loaded already: to import it costs more than a short training."""
 
 

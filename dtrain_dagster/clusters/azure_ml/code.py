@@ -15,7 +15,7 @@ from pathlib import Path
 
 import trainer
 from dtrain_dagster.clusters.base import ClusterError
-from trainer.allowed import is_allowed, modules_of_settings, remedy
+from trainer.model.allowed_factories import is_allowed, modules_of_settings, remedy
 
 _INSTALLED = {"site-packages", "dist-packages"}
 

@@ -16,16 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dtrain_dagster.audit import AuditLog
 from dtrain_dagster.clusters.azure_ml.client import NotFound, Service, ServiceError, ServiceRefused, own_environment
 from dtrain_dagster.clusters.azure_ml.code import stage_code
-from dtrain_dagster.clusters.azure_ml.launches import Record
+from dtrain_dagster.clusters.azure_ml.launch_record import Record
 from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG
 from dtrain_dagster.clusters.azure_ml.states import ENDED, Look
 from dtrain_dagster.clusters.base import ClusterError
-from trainer.launch_secret import SECRET_BYTES, SECRET_URI
+from dtrain_dagster.support.audit import AuditLog
+from trainer.comm.launch_secret import SECRET_BYTES, SECRET_URI
 from trainer.rundir import JOB, RunDir
-from trainer.storage import Storage
+from trainer.storage.base import Storage
 
 JOB_TAG, LAUNCH_TAG, TOKEN_TAG, RUN_DIR_TAG, RUN_TAG = (
     "dtrain_job", "dtrain_launch", "dtrain_token", "dtrain_run_dir", "dagster_run_id",

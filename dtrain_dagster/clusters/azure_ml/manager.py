@@ -14,13 +14,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dtrain_dagster.audit import AuditLog
-from dtrain_dagster.clusters.active import ActiveJobs, ClusterUse
 from dtrain_dagster.clusters.azure_ml import orphans as orphanage
-from dtrain_dagster.clusters.azure_ml.capacity import Attempt, Choice
 from dtrain_dagster.clusters.azure_ml.client import Service, ServiceError
+from dtrain_dagster.clusters.azure_ml.controller import Tender
 from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_DIR_TAG, RUN_TAG, Jobs, ServiceJob
-from dtrain_dagster.clusters.azure_ml.launches import Launches, mark_of, read_mark
+from dtrain_dagster.clusters.azure_ml.launch_record import Launches, mark_of, read_mark
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.pools import ANYWHERE, Pools
 from dtrain_dagster.clusters.azure_ml.provision import (
@@ -31,7 +29,7 @@ from dtrain_dagster.clusters.azure_ml.provision import (
     compute_tier,
     word_of,
 )
-from dtrain_dagster.clusters.azure_ml.tending import Tender
+from dtrain_dagster.clusters.azure_ml.sku_chain import Attempt, Choice
 from dtrain_dagster.clusters.base import (
     ClusterConfig,
     ClusterError,
@@ -46,12 +44,14 @@ from dtrain_dagster.clusters.base import (
     NodeUsage,
     Orphan,
 )
-from dtrain_dagster.secrets import redact
-from trainer import schemas
-from trainer.documents import read_document
+from dtrain_dagster.clusters.job_marks import ActiveJobs, ClusterUse
+from dtrain_dagster.settings.secrets import redact
+from dtrain_dagster.support.audit import AuditLog
+from trainer.documents import schemas
+from trainer.documents.reader import read_document
 from trainer.errors import DamagedError
 from trainer.rundir import RunDir
-from trainer.storage import Storage
+from trainer.storage.base import Storage
 
 CLUSTER = "cluster.json"
 _PROVISIONED = schemas.record(

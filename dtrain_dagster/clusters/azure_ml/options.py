@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from dtrain_dagster.clusters.azure_ml.capacity import DEFAULT_CHAIN, TIERS
+from dtrain_dagster.clusters.azure_ml.sku_chain import DEFAULT_CHAIN, TIERS
 from dtrain_dagster.clusters.base import ClusterError
 
 _GUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")

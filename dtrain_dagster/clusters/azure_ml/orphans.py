@@ -7,7 +7,7 @@ from typing import Any
 
 from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_DIR_TAG, RUN_TAG, ServiceJob
 from dtrain_dagster.clusters.base import OWNER, JobState, Orphan
-from trainer.documents import warn_once
+from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
 from trainer.rundir import LAUNCH, STATUS, RunDir
 

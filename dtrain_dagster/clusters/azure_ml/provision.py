@@ -13,8 +13,15 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.audit import AuditLog, noted_request_id
-from dtrain_dagster.clusters.azure_ml.capacity import (
+from dtrain_dagster.clusters.azure_ml.client import (
+    NotFound,
+    Service,
+    ServiceError,
+    ServiceRefused,
+    ServiceUnreachable,
+    request_note,
+)
+from dtrain_dagster.clusters.azure_ml.sku_chain import (
     Attempt,
     Choice,
     Quota,
@@ -29,17 +36,10 @@ from dtrain_dagster.clusters.azure_ml.capacity import (
     size_of,
     value_of,
 )
-from dtrain_dagster.clusters.azure_ml.client import (
-    NotFound,
-    Service,
-    ServiceError,
-    ServiceRefused,
-    ServiceUnreachable,
-    request_note,
-)
 from dtrain_dagster.clusters.base import ClusterError, NoCapacityError
 from dtrain_dagster.costs.prices import region_of
-from dtrain_dagster.secrets import redact
+from dtrain_dagster.settings.secrets import redact
+from dtrain_dagster.support.audit import AuditLog, noted_request_id
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import AmlCompute

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.policy import describe_exit, is_failure, is_loss
+from dtrain_dagster.clusters.exit_policy import describe_exit, is_failure, is_loss
 
 WAITING = {"NotStarted", "Starting", "Provisioning", "Preparing", "Queued", "Scheduled"}
 WORKING = {"Running", "Finalizing"}

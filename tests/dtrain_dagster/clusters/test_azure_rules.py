@@ -14,9 +14,13 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.audit import AuditError, AuditLog, note_request_id, noted_request_id
-from dtrain_dagster.clusters.azure_ml import launches, orphans
-from dtrain_dagster.clusters.azure_ml.capacity import (
+from dtrain_dagster.clusters.azure_ml import launch_record, orphans
+from dtrain_dagster.clusters.azure_ml.code import stage_code
+from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_DIR_TAG, RUN_TAG, ServiceJob, command_line, parse_time
+from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager, refuse_secrets
+from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+from dtrain_dagster.clusters.azure_ml.pools import busy
+from dtrain_dagster.clusters.azure_ml.sku_chain import (
     DEFAULT_CHAIN,
     Choice,
     Quota,
@@ -28,13 +32,9 @@ from dtrain_dagster.clusters.azure_ml.capacity import (
     examine,
     retry_at,
 )
-from dtrain_dagster.clusters.azure_ml.code import stage_code
-from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_DIR_TAG, RUN_TAG, ServiceJob, command_line, parse_time
-from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager, refuse_secrets
-from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
-from dtrain_dagster.clusters.azure_ml.pools import busy
 from dtrain_dagster.clusters.azure_ml.states import Decision, Facts, Look, Patience, decide, loss
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState
+from dtrain_dagster.support.audit import AuditError, AuditLog, note_request_id, noted_request_id
 from trainer.rundir import LAUNCH, RunDir
 
 V100 = Choice(sku="Standard_NC6s_v3", tier="dedicated")
@@ -404,11 +404,13 @@ def test_times_of_the_service() -> None:
 
 
 def test_a_launch_has_one_name_whoever_asks() -> None:
-    assert launches.job_name("train-ab_c-1", 2) == "train-ab_c-1-l2"
-    alike = [launches.job_name(name, 1) for name in ("train-ab-c", "train-AB-c", "train-ab.c", "Train-ab-c")]
+    assert launch_record.job_name("train-ab_c-1", 2) == "train-ab_c-1-l2"
+    alike = [launch_record.job_name(name, 1) for name in ("train-ab-c", "train-AB-c", "train-ab.c", "Train-ab-c")]
     assert len(set(alike)) == 4
     assert [name.lower() for name in alike] == alike, "as the service writes them"
-    assert alike == [launches.job_name(name, 1) for name in ("train-ab-c", "train-AB-c", "train-ab.c", "Train-ab-c")]
+    assert alike == [
+        launch_record.job_name(name, 1) for name in ("train-ab-c", "train-AB-c", "train-ab.c", "Train-ab-c")
+    ]
 
 
 class TestAudit:
@@ -434,7 +436,7 @@ class TestAudit:
 
     def test_writers_side_by_side_keep_lines_whole(self, tmp_path: Path) -> None:
         script = (
-            "import sys; from pathlib import Path; from dtrain_dagster.audit import AuditLog\n"
+            "import sys; from pathlib import Path; from dtrain_dagster.support.audit import AuditLog\n"
             "for number in range(200):\n"
             "    with AuditLog(Path(sys.argv[1])).operation('put', 'x' * 3000, number=number): pass\n"
         )

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.linelog import PIPE_BYTES, LineLog
+from dtrain_dagster.clusters.local.line_log import PIPE_BYTES, LineLog
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ def in_supervisors(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Run this in every supervisor that is started from now on, before anything else."""
     folder = tmp_path / "site"
     folder.mkdir()
-    start = "import os, sys\nif 'dtrain_dagster.clusters.supervisor' in sys.orig_argv:\n"
+    start = "import os, sys\nif 'dtrain_dagster.clusters.local.supervisor' in sys.orig_argv:\n"
     (folder / "sitecustomize.py").write_text(start + textwrap.indent(code, "    "))
     monkeypatch.setenv("PYTHONPATH", str(folder))
 
@@ -103,7 +103,7 @@ def test_racing_processes_start_a_job_once(cluster):
     code = f"""
 from pathlib import Path
 from dtrain_dagster.clusters.base import JobSpec
-from dtrain_dagster.clusters.local import LocalClusterManager
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
 print("ready", flush=True)
 input()
 LocalClusterManager(Path({str(cluster.manager.home)!r})).submit_job({spec!r})

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.local import LocalClusterManager
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from trainer.rundir import NodePresence, RunDir
 
 pytestmark = pytest.mark.slow

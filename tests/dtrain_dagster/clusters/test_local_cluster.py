@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, Orphan
-from dtrain_dagster.clusters.local import LocalClusterManager, with_package
-from dtrain_dagster.clusters.lock import acquire, is_held
-from trainer.launch_secret import SECRET_FILE
+from dtrain_dagster.clusters.local.job_lock import acquire, is_held
+from dtrain_dagster.clusters.local.manager import LocalClusterManager, with_package
+from trainer.comm.launch_secret import SECRET_FILE
 from trainer.rundir import RunDir
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ def submit_in_another_process(cluster, spec: JobSpec, first: str = "", then: str
 {first}
 from pathlib import Path
 from dtrain_dagster.clusters.base import JobSpec
-from dtrain_dagster.clusters.local import LocalClusterManager, with_package
+from dtrain_dagster.clusters.local.manager import LocalClusterManager, with_package
 LocalClusterManager(Path({str(cluster.manager.home)!r})).submit_job({spec!r})
 {then}
 """
@@ -62,7 +62,7 @@ def test_a_supervisor_started_by_hand_only_reads_the_secret_that_it_is_given(clu
     mine.chmod(mode)
     before = mine.stat()
     by_hand = subprocess.run(
-        [sys.executable, "-P", "-m", "dtrain_dagster.clusters.supervisor", str(folder)],
+        [sys.executable, "-P", "-m", "dtrain_dagster.clusters.local.supervisor", str(folder)],
         env={**with_package(os.environ), SECRET_FILE: str(mine)},
         capture_output=True,
         text=True,
@@ -233,7 +233,7 @@ def test_processes_die_even_if_supervisor_and_reaper_are_killed_together(cluster
         cluster.wait_for_file(f"up-{rank}")
     for process in cluster.processes():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):  # killing one may end the other
-            if "dtrain_dagster.clusters.supervisor" in process.cmdline():
+            if "dtrain_dagster.clusters.local.supervisor" in process.cmdline():
                 process.kill()
     assert cluster.wait("both").state is JobState.FAILED
     cluster.wait_for(lambda: cluster.processes() == [], "the processes to die")
@@ -244,9 +244,9 @@ def test_a_stuck_supervisor_is_ended_by_force(cluster, monkeypatch):
     for rank in range(2):
         cluster.wait_for_file(f"up-{rank}")
     os.kill(cluster.status_file("stuck")["pid"], signal.SIGSTOP)
-    monkeypatch.setattr("dtrain_dagster.clusters.local.END_SECONDS", 0.1)
+    monkeypatch.setattr("dtrain_dagster.clusters.local.manager.END_SECONDS", 0.1)
     assert not cluster.manager.end_orphan(Orphan(kind="job", name="stuck", reason="")), "a sensor has no time to wait"
-    monkeypatch.setattr("dtrain_dagster.clusters.local.FORCE_SECONDS", 0.5)
+    monkeypatch.setattr("dtrain_dagster.clusters.local.manager.FORCE_SECONDS", 0.5)
     cluster.manager.cancel_job("stuck")
     assert cluster.processes() == []
     assert cluster.manager.job_status("stuck").state is JobState.FAILED
@@ -498,7 +498,7 @@ class TestMarksOfActiveJobs:
         manager = cluster.manager
         manager.active_jobs()
         first = "LocalClusterManager._launch = lambda self, *_: (self.active.enter('gone'), os._exit(9))"
-        first = f"import os\nfrom dtrain_dagster.clusters.local import LocalClusterManager\n{first}"
+        first = f"import os\nfrom dtrain_dagster.clusters.local.manager import LocalClusterManager\n{first}"
         assert submit_in_another_process(cluster, cluster.spec("gone", "pass"), first=first).returncode == 9
         manager.active.enter("of-a-folder-that-was-removed")
         assert manager.active_jobs() == []

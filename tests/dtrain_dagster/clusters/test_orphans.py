@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.processes import MARK, descendants, kill_all, marked
+from dtrain_dagster.clusters.local.processes import MARK, descendants, kill_all, marked
 from trainer.rundir import RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
@@ -204,7 +204,7 @@ def test_a_job_submitted_from_within_another_outlives_it(cluster):
     inner = cluster.spec("inner", wait, nodes=1)
     outer = f"""
     from dtrain_dagster.clusters.base import JobSpec
-    from dtrain_dagster.clusters.local import LocalClusterManager
+    from dtrain_dagster.clusters.local.manager import LocalClusterManager
     LocalClusterManager(Path({str(cluster.manager.home)!r})).submit_job({inner!r})
     """
     cluster.submit("outer", outer, nodes=1)

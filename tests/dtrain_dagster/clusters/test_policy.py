@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtrain_dagster.clusters.policy import (
+from dtrain_dagster.clusters.exit_policy import (
     Decision,
     NodeFacts,
     decide,

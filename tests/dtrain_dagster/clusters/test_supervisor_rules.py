@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from dtrain_dagster.clusters.environment import LaunchError, choose_port, merge_environment, rank_environment
-from dtrain_dagster.clusters.linelog import LineLog, last_lines, text_of
-from dtrain_dagster.clusters.local import with_package
-from dtrain_dagster.clusters.policy import Failure, blame, describe_exit
+from dtrain_dagster.clusters.exit_policy import Failure, blame, describe_exit
+from dtrain_dagster.clusters.local.environment import LaunchError, choose_port, merge_environment, rank_environment
+from dtrain_dagster.clusters.local.line_log import LineLog, last_lines, text_of
+from dtrain_dagster.clusters.local.manager import with_package
+from dtrain_dagster.clusters.local.processes import MARK
 from dtrain_dagster.clusters.presence import STALE_SECONDS, health, latest, usage
-from dtrain_dagster.clusters.processes import MARK
 from trainer.rundir import NodePresence
 
 LAUNCH = {
@@ -152,7 +152,7 @@ def test_a_line_waits_for_its_end_but_not_for_ever(tmp_path: Path, monkeypatch: 
     log.pump()
     path = tmp_path / "logs" / "node-0.log"
     assert path.read_text() == "--- start ---\nsecond\nfirst line\n"
-    monkeypatch.setattr("dtrain_dagster.clusters.linelog.PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr("dtrain_dagster.clusters.local.line_log.PATIENCE_SECONDS", -1.0)
     log.pump()
     assert path.read_text().endswith("first line\nthird")
     monkeypatch.undo()

@@ -20,7 +20,7 @@ from dtrain_dagster.data.features import FEATURES, TARGET
 from dtrain_dagster.data.preview import dataset_picture, preview_rows
 from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset, verify_dataset
 from dtrain_dagster.data.validation import Mask, Validation, validate_prices
-from trainer.shards import DatasetError, DataShardManager
+from trainer.data.shards import DatasetError, DataShardManager
 
 NOTHING = Validation(checks=(), masks=())
 PARAMS = DatasetParams(window=20, horizon=5, shards=3)

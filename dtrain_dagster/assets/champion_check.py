@@ -1,0 +1,104 @@
+"""Is the champion still good enough? Asked whenever there is a newer dataset, answered on days that came after it."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import dagster as dg
+
+from dtrain_dagster.automation.retraining import CHAMPION_CHECK, prices_of, registrations
+from dtrain_dagster.data.sharding import BuiltDataset
+from dtrain_dagster.jobs.orders import order_of
+from dtrain_dagster.resources import ProjectResource
+from dtrain_dagster.settings.secrets import redact
+from trainer.rundir import RunDir
+
+REASSESS_SECONDS = 300
+DAYS_ENOUGH = 20
+"""New days below which chance decides."""
+
+
+@dg.asset_check(
+    asset="sharded_dataset",
+    name=CHAMPION_CHECK,
+    description=(
+        f"On the days since the champion's own data, {DAYS_ENOUGH} at least, no baseline's likelihood is better than "
+        "the champion's beyond chance (t above 2). The sensor `staleness` retrains where one is."
+    ),
+)
+def champion_holds(
+    context: dg.AssetCheckExecutionContext, project: ProjectResource, sharded_dataset: BuiltDataset
+) -> dg.AssetCheckResult:
+    # Here, not above: the registry's package loads what the code location does not need.
+    from dtrain_dagster.registry.run_model import load_run_model, refuse_change
+    from trainer.runtime.scratch import scratch_folder
+
+    champion, _ = registrations(context.instance)
+    if champion is None or not champion.run_dir:
+        return _not_judged("no champion was registered yet")
+    known = prices_of(project.shared_uri, champion.dataset_id)
+    if known is None:
+        return _not_judged(f"dataset {champion.dataset_id} of the champion is no more")
+    facts: dict[str, Any] = {
+        "champion": champion.version,
+        "dataset_id": sharded_dataset.dataset_id,
+        "after": known.last_date,
+    }
+    if sharded_dataset.manifest()["source"]["last_date"] <= known.last_date:
+        return _not_judged("no day has come since", **facts)
+    rundir = RunDir(champion.run_dir)
+    try:
+        model = load_run_model(rundir, order_of(project.home, rundir))
+        refuse_change(rundir.uri, model.digests, champion.digests)
+        with scratch_folder("champion") as scratch:
+            folder, code = model.unpack(scratch)
+            command = [
+                sys.executable,
+                "-m",
+                "trainer.evaluation.reevaluate",
+                "--model",
+                str(folder),
+                "--code",
+                str(code),
+            ]
+            command += ["--dataset", sharded_dataset.uri, "--after", known.last_date]
+            done = subprocess.run(  # in a process of its own: torch stays out of this one
+                command,
+                capture_output=True,
+                timeout=REASSESS_SECONDS,
+                env=os.environ | project.trainer_env(),
+                check=False,
+            )
+    except (ValueError, OSError) as error:  # its files are gone, or are not what was ordered and registered
+        return _not_judged(redact(str(error))[-1000:], **facts)
+    except subprocess.TimeoutExpired:  # what is not known yet must not end the run
+        return _not_judged(f"its forecasts of the new days took longer than {REASSESS_SECONDS} s", **facts)
+    if done.returncode != 0:
+        return _not_judged(redact(done.stderr.decode(errors="replace")).strip()[-1000:], **facts)
+    report = json.loads(done.stdout.splitlines()[-1])
+    if report["days"] < DAYS_ENOUGH:
+        return _not_judged(f"{report['days']} of its days came since, {DAYS_ENOUGH} are enough", **facts)
+    if report["nll"] is None:
+        return _not_judged("the champion forecasts no distribution", **facts)
+    from trainer.evaluation.gate import better_baselines
+
+    better = better_baselines(report)
+    return dg.AssetCheckResult(
+        passed=not better,
+        severity=dg.AssetCheckSeverity.WARN,
+        metadata={
+            **facts,
+            "better": better,
+            "nll": report["nll"],
+            "days": report["days"],
+            "windows": report["windows"],
+            "baselines": dg.JsonMetadataValue(report["baselines"]),
+        },
+    )
+
+
+def _not_judged(why: str, **facts: Any) -> dg.AssetCheckResult:
+    """Nothing speaks against the champion."""
+    return dg.AssetCheckResult(passed=True, metadata={**facts, "not_judged": why})

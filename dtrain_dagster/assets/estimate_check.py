@@ -1,0 +1,65 @@
+"""Every estimate is scored: how far off it was, and whether its interval can be believed (R5.1, R5.2)."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+
+from dtrain_dagster.assets.costs import cost_breakdown
+from dtrain_dagster.support.formatting import dollars, duration
+
+if TYPE_CHECKING:
+    from dtrain_dagster.planning.scoring import Score
+
+
+@dg.asset_check(
+    asset=cost_breakdown,
+    name="estimate_scored",
+    description="Time and cost of the finished run lay within the 90 % interval that was given before it started. "
+    "Shows how good this instance's estimates were so far; the next ones learn from it. A run on another "
+    "SKU or tier than planned has no score.",
+)
+def estimate_scored(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
+    from dtrain_dagster.planning.history import latest_score, past_scores
+
+    scores = [past.score for past in past_scores(context.instance)]
+    return judged(latest_score(context.instance, context.run.run_id), scores)
+
+
+def judged(latest: "tuple[str, Score | str] | None", scores: "Sequence[Score]") -> dg.AssetCheckResult:
+    """A job by its own score, or why it has none; and all scores together, the oldest first."""
+    from dtrain_dagster.planning.scoring import learn, summarise
+    from dtrain_dagster.reports.score_charts import history_chart
+    from dtrain_dagster.reports.training_charts import markdown_image
+
+    if latest is None:
+        return dg.AssetCheckResult(passed=True, metadata={"why": "not scored: cost_breakdown told of no run yet"})
+    job_id, last = latest
+    if isinstance(last, str):
+        return dg.AssetCheckResult(passed=True, metadata={"job_id": job_id, "why": f"not scored: {last}"})
+    together, next_one = summarise(scores), learn(scores, last.basis, last.sku)
+    metadata: dict[str, Any] = {
+        "job_id": job_id,
+        "usd_error_percent": _percent(last.usd_error),
+        "seconds_error_percent": _percent(last.seconds_error),
+        "within_interval": last.is_within,
+        "cost": f"{dollars(last.actual_usd)}; estimated {_told(last.usd, dollars)}",
+        "time": f"{duration(last.actual_seconds)}; estimated {_told(last.seconds, duration)}",
+        "basis": last.basis,
+        "runs": together.runs,
+        "median_error_percent": _percent(together.median_error or 0.0),
+        "coverage_90_percent": _percent(together.coverage or 0.0),
+        "learned": f"the next estimate on {last.sku} from a {last.basis} is multiplied by {next_one.factor:.3f}",
+        "history": dg.MarkdownMetadataValue(markdown_image(history_chart(scores), "Estimates so far")),
+    }
+    if last.disturbed:
+        metadata["not_learned"] = f"{last.disturbed}: nothing is learned from it"
+    return dg.AssetCheckResult(passed=last.is_within, severity=dg.AssetCheckSeverity.WARN, metadata=metadata)
+
+
+def _told(interval: Any, write: Any) -> str:
+    return f"{write(interval.expected)} ({write(interval.low)} to {write(interval.high)})"
+
+
+def _percent(share: float) -> float:
+    return round(100 * share, 1)

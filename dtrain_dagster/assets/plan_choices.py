@@ -1,0 +1,78 @@
+"""The choices in the metadata of `cost_estimate`: a table, a picture, and where each figure comes from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+
+from dtrain_dagster.assets.common import table_schema
+from dtrain_dagster.support.formatting import dollars, duration
+
+if TYPE_CHECKING:
+    from dtrain_dagster.planning.choices import Choice, Choices
+
+
+def choices_metadata(table: Choices) -> dict[str, Any]:
+    """``choices`` (table), ``choices_picture``, ``choice`` (in words), ``choices_rest_on``, ``choices_not_available``:
+    those of them that there is something to say of."""
+    from dtrain_dagster.planning.choices import tier_words
+    from dtrain_dagster.reports.cost_charts import choices_chart
+    from dtrain_dagster.reports.training_charts import markdown_image
+
+    metadata: dict[str, Any] = {"choices_rest_on": dg.MarkdownMetadataValue(_rest_on(table))}
+    if table.chosen:
+        metadata["choice"] = in_words(table.chosen)
+    if table.rows:
+        records = [dg.TableRecord(_row(choice)) for choice in table.rows]
+        metadata["choices"] = dg.TableMetadataValue(records, table_schema(records))
+        metadata["choices_picture"] = dg.MarkdownMetadataValue(
+            markdown_image(choices_chart(table), "Cost against time of every choice")
+        )
+    if table.not_available:
+        missing = [
+            dg.TableRecord({"sku": item.sku, "tier": tier_words(item.tier), "why": item.why})
+            for item in table.not_available
+        ]
+        metadata["choices_not_available"] = dg.TableMetadataValue(missing, table_schema(missing))
+    return metadata
+
+
+def in_words(choice: Choice) -> str:
+    """``2 × NC6s_v3 (dedicated): 3 h 10 min (2 h 50 min to 3 h 40 min), $19.38 ($17.34 to $22.44); scaled from …``"""
+    seconds, usd = choice.seconds, choice.usd
+    return (
+        f"{choice.name}: {duration(seconds.expected)} ({duration(seconds.low)} to {duration(seconds.high)}), "
+        f"{dollars(usd.expected)} ({dollars(usd.low)} to {dollars(usd.high)}); {choice.time_from}"
+    )
+
+
+def _row(choice: Choice) -> dict[str, str | int | float]:
+    from dtrain_dagster.planning.choices import tier_words
+
+    told = (("chosen", choice.is_chosen), ("this plan", choice.is_planned), ("Pareto", choice.is_pareto))
+    marks = [word for word, holds in told if holds]
+    seconds, usd = choice.seconds, choice.usd
+    return {
+        "mark": ("➜ " if choice.is_chosen else "") + ", ".join(marks),
+        "nodes": choice.node_count,
+        "sku": choice.sku,
+        "gpus": f"{choice.node_count * choice.gpus} × {choice.gpu}",
+        "tier": tier_words(choice.tier),
+        "usd": round(usd.expected, 4),
+        "usd_range": f"{dollars(usd.low)} to {dollars(usd.high)}",
+        "time": duration(seconds.expected),
+        "time_range": f"{duration(seconds.low)} to {duration(seconds.high)}",
+        "usd_per_epoch": round(choice.usd_per_epoch, 5),
+        "global_batch": choice.global_batch,
+        "efficiency_percent": round(100 * choice.efficiency, 1),
+        "why_not": choice.why_not,
+        "time_from": choice.time_from,
+        "price_from": choice.price_from,
+    }
+
+
+def _rest_on(table: Choices) -> str:
+    dollars_are = f"Dollars are time × nodes × price: {table.price_words}."
+    lines = [f"Times rest on {table.basis}.", dollars_are, *table.assumptions]
+    return "\n".join(f"- {line}" for line in lines)

@@ -1,0 +1,127 @@
+"""Does a plan fit its budget and its deadline? If not, nothing starts, and a person is told what would (R5.1)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+
+from dtrain_dagster.assets.plan_choices import in_words
+from dtrain_dagster.clusters.base import ClusterConfig
+from dtrain_dagster.costs.estimate import Forecast, estimate_cost
+from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.costs.prices import SkuPrice, Tier, hardware_of, price_of, tier_of
+from dtrain_dagster.planning.limits import Limits, least, objection, remedies
+from dtrain_dagster.resources import ProjectResource
+from dtrain_dagster.support.formatting import dollars, duration
+from dtrain_dagster.support.notify import tell
+
+if TYPE_CHECKING:
+    from dtrain_dagster.planning.choices import Choice, Choices
+
+
+def limits_of(config: Any) -> Limits:
+    """Of the launchpad of `cost_estimate`. `dagster.Failure` for what is no limit."""
+    for name in ("budget_usd", "deadline_hours", "stop_at_usd"):
+        value = getattr(config, name)
+        if not 0 <= value < float("inf"):
+            raise dg.Failure(
+                f"{name} = {value}: give a positive number, or 0 for no such limit (launchpad of cost_estimate)",
+                allow_retries=False,
+            )
+    return Limits(budget_usd=config.budget_usd, deadline_hours=config.deadline_hours)
+
+
+def sure_objection(
+    past: Forecast | None, price: SkuPrice, tier: Tier, node_count: int, limits: Limits, choose_nodes: bool
+) -> str | None:
+    """What is wrong with the plan beyond doubt, before anything is run: by past runs, or as no training takes less.
+    Where nodes may be chosen, none of them would do."""
+    said = None
+    for count in range(1, node_count + 1) if choose_nodes else [node_count]:
+        bound = estimate_cost(past.seconds_at(count), price, tier, count) if past else least(price, tier, count)
+        said = objection(bound, limits, at_least=True)
+        if said is None:
+            return None
+    return said
+
+
+def refusal(
+    context: dg.AssetExecutionContext,
+    project: ProjectResource,
+    said: str,
+    forecast: Forecast | None,
+    limits: Limits,
+    price: SkuPrice,
+    tier: Tier,
+    node_count: int,
+    table: Choices | None = None,
+) -> dg.Failure:
+    """Tell a person that nothing is started, and what would fit."""
+    counts = range(1, 2 * node_count + 1)
+    fits = remedies(forecast, limits, price, tier, counts, node_count) if forecast else []
+    nearest = ""
+    if table:
+        from dtrain_dagster.planning.choices import PlanError, choose
+
+        try:
+            fits.append(f"{in_words(choose(table))} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
+        except PlanError as error:
+            nearest = f" Of all choices {error}."
+    remedy = f"What would fit: {'; '.join(fits)}." if fits else "Nothing that is known of this training would fit."
+    remedy += nearest
+    text = (
+        f"this training is not started: on {node_count} x {price.sku} ({tier}) {said}. {remedy} Or raise the limit in "
+        "the launchpad of cost_estimate."
+    )
+    tell(
+        project.notify_urls(),
+        "dtrain: a training does not fit its budget or deadline",
+        f"{text} {project.run_url(context.run.run_id)}",
+        context.log,
+    )
+    return dg.Failure(text, metadata={"objection": said, "would_fit": fits}, allow_retries=False)
+
+
+def warnings_of(plan: TrainingPlan, limits: Limits) -> list[str]:
+    """What may still happen to a plan that fits."""
+    usd, seconds, said = plan.estimate.usd, plan.estimate.seconds, []
+    if 0 < limits.budget_usd < usd.high:
+        said.append(f"it may cost up to {dollars(usd.high)}, which is over budget_usd = {dollars(limits.budget_usd)}")
+    if 0 < limits.deadline_hours * 3600 < seconds.high:
+        said.append(f"it may take up to {duration(seconds.high)}, over deadline_hours = {limits.deadline_hours:g}")
+    if 0 < plan.stop_at_usd < usd.high:
+        said.append(
+            f"it may reach stop_at_usd = {dollars(plan.stop_at_usd)} before its end: {dollars(usd.expected)} are "
+            f"expected, up to {dollars(usd.high)}"
+        )
+    return said
+
+
+def cheapest_here(table: Choices, sku: str, tier: Tier, most: int) -> Choice | None:
+    """Of the choices that this cluster can carry out as it is, the cheapest that fits: surely, else as expected, else
+    the cheapest, which is refused."""
+    from dtrain_dagster.planning.choices import misses
+
+    here = [row for row in table.rows if (row.sku, row.tier) == (sku, tier) and row.node_count <= most]
+    limits = Limits(budget_usd=table.budget_usd or 0.0, deadline_hours=(table.deadline_seconds or 0.0) / 3600)
+    surely = [row for row in here if not misses(row, table.deadline_seconds, table.budget_usd)]
+    likely = [row for row in here if objection(row, limits) is None]
+    return next(iter(surely or likely or here), None)
+
+
+def refuse_dearer_nodes(
+    context: dg.AssetExecutionContext, project: ProjectResource, plan: TrainingPlan, got: ClusterConfig
+) -> None:
+    """Others than planned were to be had. Told, and refused where on these the plan no longer fits: nothing runs yet.
+    Their time is that of the plan by the table of speeds, the fixed costs too: it is no more than a guess."""
+    price, tier = price_of(got.gpu_type), tier_of(got.tier or plan.tier)
+    if (price.sku, tier) == (plan.sku, plan.tier):
+        return
+    told = f"planned on {plan.sku} ({plan.tier}), got {price.sku} ({tier})"
+    context.log.warning(f"{told}: prices differ; see cost_breakdown")
+    limits = Limits(budget_usd=plan.budget_usd, deadline_hours=plan.deadline_hours)
+    seconds = plan.estimate.seconds.scaled(hardware_of(plan.sku).speed / price.speed)
+    estimate = estimate_cost(seconds, price, tier, plan.node_count)
+    if said := objection(estimate, limits):
+        raise refusal(context, project, f"{said} ({told})", None, limits, price, tier, plan.node_count)

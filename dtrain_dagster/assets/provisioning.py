@@ -1,0 +1,95 @@
+"""A cluster for an asset, or a place in the queue for its run (R1.4)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import dagster as dg
+
+from dtrain_dagster.automation.capacity_queue import TICKET_TAG, Ticket, WaitingList, new_ticket, refused_again
+from dtrain_dagster.automation.retraining import CAUSE_TAG
+from dtrain_dagster.clusters.base import ClusterConfig, NoCapacityError
+from dtrain_dagster.support.formatting import duration
+from dtrain_dagster.support.notify import tell
+
+if TYPE_CHECKING:
+    from dtrain_dagster.clusters.base import GPUClusterManager
+    from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+
+
+def provision(
+    context: dg.AssetExecutionContext,
+    manager: GPUClusterManager,
+    cluster: GPUClusterResource,
+    project: ProjectResource,
+    sku: str,
+    node_count: int,
+) -> ClusterConfig:
+    """Have the cluster's nodes ready. Where nothing is to be had, the run gets a place in the queue and fails with a
+    message that says so (`dagster.Failure`); the sensor ``queue`` starts it again."""
+    waiting = WaitingList(project.shared_uri)
+    mine = waiting.find(context.run.tags[TICKET_TAG]) if TICKET_TAG in context.run.tags else None
+    try:
+        config = manager.provision_cluster(node_count, sku)
+    except NoCapacityError as error:
+        raise _queued(context, project, waiting, mine, error) from error
+    if mine is not None:
+        waiting.remove(mine.ticket)
+        waited = duration(time.time() - mine.queued_at)
+        context.log.info(f"there is capacity after {waited}: ticket {mine.ticket} is given back")
+        tell(
+            project.notify_urls(),
+            "dtrain: a run that waited for capacity starts",
+            f"{config.node_count} x {config.gpu_type} after {waited}: {project.run_url(context.run.run_id)}",
+            context.log,
+        )
+    return config
+
+
+def provisioning(manager: GPUClusterManager) -> dict[str, dg.MetadataValue]:
+    """As metadata of an asset: what was tried to get nodes, with the cloud's codes and messages."""
+    tried = [asdict(attempt) for attempt in manager.attempts]
+    return {"provisioning": dg.JsonMetadataValue(tried)} if tried else {}
+
+
+def _queued(
+    context: dg.AssetExecutionContext,
+    project: ProjectResource,
+    waiting: WaitingList,
+    mine: Ticket | None,
+    error: NoCapacityError,
+) -> dg.Failure:
+    run, now = context.run, time.time()
+    if mine is None:
+        # A run of a whole job names no assets: the job does.
+        selection = run.asset_selection or context.job_def.asset_layer.selected_asset_keys
+        ticket = new_ticket(
+            run.run_id,
+            sorted(key.to_user_string() for key in selection),
+            run.run_config,
+            str(error),
+            now,
+            project.queue_deadline_hours * 3600,
+            error.retry_at,
+            tags={name: run.tags[name] for name in (CAUSE_TAG,) if name in run.tags},
+        )
+    else:
+        ticket = refused_again(mine, run.run_id, str(error), now, error.retry_at)
+    position = waiting.put(ticket)
+    pause = duration(ticket.retry_at - now)
+    return dg.Failure(
+        description=(
+            f"no capacity: {error}\nThis run waits in the queue at position {position} (ticket {ticket.ticket}). The "
+            f"sensor `queue` tries again in {pause} and says when it starts; it gives up after "
+            f"{duration(ticket.deadline_at - now)} (DTRAIN_QUEUE_DEADLINE_HOURS)."
+        ),
+        metadata={
+            "ticket": ticket.ticket,
+            "position": position,
+            "tries": ticket.attempt - 1,
+            "attempts": dg.JsonMetadataValue(list(error.attempts)),
+        },
+        allow_retries=False,
+    )

@@ -1,0 +1,242 @@
+"""A job that runs, as people see it in Dagster: observations, news, and what they are told of its speed (R3.2)."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+
+from dtrain_dagster.assets.common import rounded, strategy_table
+from dtrain_dagster.clusters.base import GPUClusterManager, JobState
+from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.costs.prices import PriceError
+from dtrain_dagster.costs.tracker import CostTracker, overrun
+from dtrain_dagster.jobs.progress import Progress, follow_job, ran_out
+from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
+from dtrain_dagster.settings.environment import load_settings
+from dtrain_dagster.support.formatting import dollars, duration, in_block
+from dtrain_dagster.support.notify import tell
+from trainer.errors import DamagedError
+from trainer.printable import visible
+from trainer.rundir import RunDir
+
+if TYPE_CHECKING:
+    from dtrain_dagster.planning.projection import Projection
+
+COST_CHECK = "cost_within_estimate"
+RAISE_BUDGET = (
+    "raise stop_at_usd of cost_estimate (or take it away) and materialize cost_estimate and trained_checkpoint again"
+)
+OBSERVE_EVERY_SECONDS = 5.0
+TOLD = "alerts.json"
+"""In a run directory: of what people have been told, and when."""
+NEWS = "news: "
+MOST_NEWS = 20
+"""Messages of lost nodes, hangs and the like that are sent of one job: after these, the log has them."""
+
+
+def watch(
+    context: dg.AssetExecutionContext,
+    manager: GPUClusterManager,
+    rundir: RunDir,
+    job_id: str,
+    plan: TrainingPlan,
+    notify_urls: Sequence[str],
+) -> None:
+    """Follow the job to its end, with an observation every few seconds. `dagster.Failure` if it does not succeed."""
+    from dtrain_dagster.planning.projection import Pace, project
+
+    observed_at, phase = 0.0, ""
+    told: dict[str, Any] | None = None
+    judged: Sequence[Mapping[str, Any]] = ()
+    planned, pace = asdict(plan), Pace()
+
+    def keep_pace(events: list[dict[str, Any]]) -> None:
+        nonlocal pace
+        pace = pace.after(events)
+
+    for status, progress in follow_job(manager, rundir, job_id, take=keep_pace):
+        if progress.phase != phase:
+            phase = progress.phase
+            context.log.info(f"{job_id}: {phase}")
+        for sentence in progress.news:
+            context.log.warning(f"{job_id}: {sentence}")
+        try:
+            told = (rundir.read_json(TOLD) or {}) if told is None else told
+            tell_news(progress.news, told, context, rundir, notify_urls)
+            if progress.recent != judged:
+                judged = progress.recent
+                tell_of(judged, told, context, rundir, plan.job["training"], notify_urls)
+            if time.monotonic() - observed_at >= OBSERVE_EVERY_SECONDS:
+                observed_at = time.monotonic()
+                usage = manager.node_usage(job_id)
+                if usage or progress.step:  # from the first node on: it is paid for, whether or not it does a step
+                    cost = project(CostTracker("", usage, plan.tier), planned, pace)
+                    metadata = progress_metadata(progress, plan, cost)
+                    context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
+                    context.log.info(progress_line(progress, plan, cost))
+        except Exception:  # of whatever kind: what people are told of a job must not end the run that follows it
+            error = traceback.format_exc()  # in the message: Dagster keeps no other part of a record
+            told_error = visible(error, keep_lines=True)
+            context.log.warning(f"{job_id}: how it does could not be told; it is followed further\n{told_error}")
+        if not status.state.is_final or status.state is JobState.SUCCEEDED:
+            continue
+        is_spent = ran_out(rundir)
+        raise dg.Failure(
+            description=visible(progress.explained(f"job {job_id} {status.state}: {status.message}"), keep_lines=True)
+            + (f"; {RAISE_BUDGET}" if is_spent else ""),
+            metadata={"log": dg.MarkdownMetadataValue(in_block(log_of(manager, job_id)))},
+            allow_retries=status.state is JobState.FAILED and not is_spent,
+        )
+
+
+def log_of(manager: GPUClusterManager, job_id: str) -> str:
+    """The end of a job's logs, as text that may be shown anywhere."""
+    try:
+        return visible(manager.job_logs(job_id, tail=40), keep_lines=True)
+    except DamagedError as error:
+        return str(error)
+
+
+def tell_news(
+    news: Sequence[str],
+    told: dict[str, Any],
+    context: dg.AssetExecutionContext,
+    rundir: RunDir,
+    notify_urls: Sequence[str],
+) -> None:
+    """Send people what is out of the ordinary, such as lost nodes and hangs: each once per job, as `tell_of` does."""
+    job_id = rundir.uri.rsplit("/", 1)[-1]
+    for sentence in news:
+        key = f"{NEWS}{sentence}"
+        count = sum(known.startswith(NEWS) for known in told)
+        if key in told or count >= MOST_NEWS:
+            continue
+        told[key] = {"sentence": sentence, "at": time.time()}
+        last = " (further news of this job are in its log only)" if count + 1 == MOST_NEWS else ""
+        tell(notify_urls, f"dtrain: {job_id}", f"{sentence}{last}", context.log)
+        rundir.write_json(TOLD, told)
+
+
+def tell_of(
+    recent: Sequence[Mapping[str, Any]],
+    told: dict[str, Any],
+    context: dg.AssetExecutionContext,
+    rundir: RunDir,
+    training: Mapping[str, Any],
+    notify_urls: Sequence[str],
+) -> None:
+    """Tell people what holds the job up, if something does: once per job, whoever follows it and how often. ``told``:
+    the content of `TOLD`, which is added to."""
+    from dtrain_dagster.monitoring.alerts import COMMUNICATION, alerts
+
+    job_id = rundir.uri.rsplit("/", 1)[-1]
+    for alert in alerts(recent, told, training):
+        told[alert.key] = {"sentence": alert.sentence, "at": time.time()}
+        text = visible(alert.text, keep_lines=True)
+        context.log.warning(f"{job_id}: {text}")
+        if alert.key == COMMUNICATION:
+            check = dg.AssetCheckEvaluation(
+                asset_key=context.asset_key,
+                check_name="communication_within_limits",
+                passed=False,
+                severity=dg.AssetCheckSeverity.WARN,
+                metadata=_shares(alert.figures)
+                | {"strategies": dg.MarkdownMetadataValue(strategy_table(alert.strategies))},
+            )
+            context.log_event(check)
+        tell(notify_urls, f"dtrain: {job_id}: {alert.title}", text, context.log)
+        rundir.write_json(TOLD, told)  # last: where it fails, people have been told all the same
+
+
+def progress_metadata(progress: Progress, plan: TrainingPlan, cost: Projection) -> dict[str, Any]:
+    """What an observation of the running asset carries, as far as it is known; numbers, so that the UI plots them."""
+    over = cost.over_at_end
+    fields = {
+        "phase": progress.phase,
+        "step": progress.step or None,
+        "steps_planned": plan.work.steps,
+        "epoch": progress.epoch if progress.step else None,
+        "loss": progress.loss,
+        "valid_loss": progress.valid_loss,
+        "samples_per_second": progress.samples_per_second,
+        "eta_seconds": progress.eta_seconds,
+        "nodes_alive": progress.nodes_alive,
+        "cost_so_far_usd": cost.so_far,
+        "projected_cost_usd": cost.at_end.expected if cost.at_end else None,
+        "projected_cost_low_usd": cost.at_end.low if cost.at_end else None,
+        "projected_cost_high_usd": cost.at_end.high if cost.at_end else None,
+        "estimated_usd": cost.estimated,
+        "over_estimate_percent": None if over is None else round(100 * over, 2),
+        **_shares(progress.shares()),
+    }
+    return {name: rounded(value) for name, value in fields.items() if value is not None}
+
+
+def progress_line(progress: Progress, plan: TrainingPlan, cost: Projection) -> str:
+    """The same in one line of the log."""
+    share = progress.step / plan.work.steps if plan.work.steps else 0
+    steps = [f"step {progress.step}/{plan.work.steps} ({share:.0%})", f"epoch {progress.epoch}"]
+    parts = steps if progress.step else [progress.phase]
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.4f}")
+    if progress.samples_per_second is not None:
+        parts.append(f"{progress.samples_per_second:,.0f} samples/s")
+    if progress.eta_seconds is not None:
+        parts.append(f"ETA {duration(progress.eta_seconds)}")
+    if shares := progress.shares():
+        parts.append(f"wire {shares['communication']:.0%}, waiting {shares['waiting']:.0%}")
+    told = [f"{dollars(cost.so_far)} so far"]
+    if cost.at_end and cost.over_at_end is not None:
+        told.append(f"{dollars(cost.at_end.expected)} at the end, {cost.over_at_end:+.0%} to the estimate")
+    return " · ".join([*parts, f"{progress.nodes_alive} nodes", f"{', '.join(told)} ({plan.price_words})"])
+
+
+def cost_check(manager: GPUClusterManager, job_id: str, plan: TrainingPlan) -> dg.AssetCheckResult:
+    """The whole job's cost against its estimate."""
+    limit, estimated = load_settings().overrun_fraction, plan.estimate.usd.expected
+    try:
+        usd = CostTracker("", manager.node_usage(job_id), plan.tier).total_usd
+    except PriceError as error:  # the training is done, whatever it has cost
+        metadata = {"cost": f"not known: {error}", "estimated_usd": rounded(estimated)}
+        return dg.AssetCheckResult(check_name=COST_CHECK, passed=True, metadata=metadata)
+    over = overrun(usd, estimated)
+    return dg.AssetCheckResult(
+        check_name=COST_CHECK,
+        passed=over <= limit,
+        severity=dg.AssetCheckSeverity.WARN,
+        metadata={
+            "cost": f"{dollars(usd)} ({plan.price_words})",
+            "cost_usd": rounded(usd),
+            "estimated_usd": rounded(estimated),
+            "over_estimate_percent": round(100 * over, 1),
+        },
+    )
+
+
+def communication_check(events: Sequence[dict[str, Any]], training: Mapping[str, Any]) -> dg.AssetCheckResult:
+    """The whole job's communication against its limit, with what would help."""
+    from dtrain_dagster.monitoring.alerts import communication_alert
+
+    found = settled(windows(events))
+    alert = communication_alert(found, training)
+    metadata: dict[str, Any] = {"limit_percent": 100 * COMMUNICATION_LIMIT}
+    metadata |= _shares(shares(found)) if found else {"communication_percent": "not known: no timing was recorded"}
+    if alert:
+        metadata["strategies"] = dg.MarkdownMetadataValue(strategy_table(alert.strategies))
+    return dg.AssetCheckResult(
+        check_name="communication_within_limits",
+        passed=alert is None,
+        severity=dg.AssetCheckSeverity.WARN,
+        description=alert.sentence if alert else None,
+        metadata=metadata,
+    )
+
+
+def _shares(shares: Mapping[str, float]) -> dict[str, float]:
+    """The two shares that are easily mixed up, in percent."""
+    return {f"{name}_percent": round(100 * shares[name], 2) for name in ("communication", "waiting") if name in shares}

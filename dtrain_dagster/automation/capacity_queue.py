@@ -1,0 +1,158 @@
+"""Runs that wait for capacity (R1.4): a queue in storage, so that it survives whoever put them there.
+
+    queue/<ticket>.json     one run that waits; the ticket's number begins with the time when it came, so names sort
+
+A run that finds no capacity leaves a ticket and ends. A sensor starts it again when it is due, first come, first
+served; the run gives its ticket back once it has a cluster. Which to start is decided by `decide`, a pure function.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from trainer.documents import schemas
+from trainer.documents.reader import read_document, warn_once
+from trainer.errors import DamagedError
+from trainer.storage.base import Storage
+
+TICKET_TAG = "dtrain/ticket"
+ATTEMPT_TAG = "dtrain/attempt"
+LOOK_SECONDS = 120.0
+"""Between two looks of the sensor at most, as a rule."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 300.0, 3600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ticket:
+    """A run that waits. Times are Unix seconds."""
+
+    ticket: str
+    queued_at: float
+    deadline_at: float
+    retry_at: float
+    """Not to be tried before."""
+    attempt: int
+    """The next try, counted from 1; a run that is refused raises it."""
+    run_id: str
+    """The Dagster run that was refused last."""
+    reason: str
+    assets: tuple[str, ...]
+    """What the run materializes; empty: everything."""
+    run_config: Mapping[str, Any] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """What each of its runs is tagged with besides: why it was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What the sensor has to do now."""
+
+    start: Ticket | None = None
+    expired: tuple[Ticket, ...] = ()
+    """Their deadline has passed."""
+    ended: tuple[Ticket, ...] = ()
+    """Their run ended without asking for a cluster, for another reason: it will not get one by waiting."""
+
+
+def decide(tickets: Sequence[Ticket], running: frozenset[str], finished: frozenset[tuple[str, int]], now: float) -> Due:
+    """``running``: tickets with a run that has not ended; ``finished``: (ticket, attempt) of runs that have.
+
+    One run is tried at a time, the oldest ticket first: two would ask for the same nodes.
+    """
+    at_rest = [item for item in tickets if item.ticket not in running]
+    ended = tuple(item for item in at_rest if (item.ticket, item.attempt) in finished)
+    expired = tuple(item for item in at_rest if item not in ended and now >= item.deadline_at)
+    waiting = [item for item in at_rest if item not in ended + expired]
+    start = waiting[0] if waiting and not running and now >= waiting[0].retry_at else None
+    return Due(start=start, expired=expired, ended=ended)
+
+
+def pause_seconds(refusals: int) -> float:
+    """Before the next try: 5, 10, 20 … 60 minutes."""
+    return min(FIRST_PAUSE_SECONDS * 2 ** (refusals - 1), LONGEST_PAUSE_SECONDS)
+
+
+def is_older_than_setting(queued_at: float, seconds: float, now: float) -> bool:
+    """Was this written before the clock was set by so many seconds, within the last look of a sensor? Pure."""
+    if seconds > 0:
+        return queued_at + seconds <= now + LOOK_SECONDS
+    return not now - LOOK_SECONDS <= queued_at <= now
+
+
+_TICKET = schemas.record(
+    {"ticket": schemas.text, "queued_at": schemas.moment, "deadline_at": schemas.moment, "retry_at": schemas.moment,
+     "attempt": schemas.count, "run_id": schemas.text, "reason": schemas.text, "assets": schemas.many(schemas.text)},
+    run_config=schemas.obj, tags=schemas.mapping(schemas.text),
+)  # fmt: skip
+
+
+class WaitingList:
+    """The queue, in ``<storage>/queue``."""
+
+    def __init__(self, storage_uri: str) -> None:
+        self.storage = Storage(f"{storage_uri}/queue")
+
+    def tickets(self) -> list[Ticket]:
+        """In the order in which they came."""
+        found = []
+        for name in self.storage.list():
+            try:
+                data = read_document(self.storage, name, _TICKET)
+            except DamagedError as error:  # of one run: the others wait no longer for it
+                warn_once(f"a run that waits is left out: {error}")
+                continue
+            if data is not None:  # else given back meanwhile
+                known = {field.name: data[field.name] for field in fields(Ticket) if field.name in data}
+                found.append(Ticket(**{**known, "assets": tuple(data["assets"])}))
+        return found
+
+    def put(self, ticket: Ticket) -> int:
+        """Write a ticket, or say it anew; its position in the queue, counted from 1."""
+        self.storage.write(f"{ticket.ticket}.json", json.dumps(asdict(ticket), indent=1).encode())
+        return [item.ticket for item in self.tickets()].index(ticket.ticket) + 1
+
+    def shift(self, tickets: Sequence[Ticket], seconds: float, now: float) -> list[Ticket]:
+        """After the clock was set by so many seconds: each ticket goes on waiting for as long as before. Those that
+        came since, by the clock as it is ``now``, are left as they are."""
+        shifted = []
+        for item in tickets:
+            if is_older_than_setting(item.queued_at, seconds, now):
+                times = {name: getattr(item, name) + seconds for name in ("queued_at", "deadline_at", "retry_at")}
+                item = replace(item, **times)
+                self.put(item)
+            shifted.append(item)
+        return shifted
+
+    def find(self, ticket: str) -> Ticket | None:
+        return next((item for item in self.tickets() if item.ticket == ticket), None)
+
+    def remove(self, ticket: str) -> None:
+        self.storage.delete(f"{ticket}.json")
+
+
+def new_ticket(
+    run_id: str, assets: Sequence[str], run_config: Mapping[str, Any], reason: str, now: float,
+    deadline_seconds: float, not_before: float = 0.0, tags: Mapping[str, str] | None = None,
+) -> Ticket:  # fmt: skip
+    """The ticket of a run that was refused for the first time. ``not_before``: when the cloud says to come back."""
+    return Ticket(
+        ticket=f"{int(now * 1000):014d}-{run_id[:8]}",
+        queued_at=now,
+        deadline_at=now + deadline_seconds,
+        retry_at=max(now + pause_seconds(1), not_before),
+        attempt=2,
+        run_id=run_id,
+        reason=reason,
+        assets=tuple(assets),
+        run_config=dict(run_config),
+        tags=dict(tags or {}),
+    )
+
+
+def refused_again(ticket: Ticket, run_id: str, reason: str, now: float, not_before: float = 0.0) -> Ticket:
+    """The ticket after one more try: its place in the queue stays."""
+    retry_at = max(now + pause_seconds(ticket.attempt), not_before)
+    return replace(ticket, attempt=ticket.attempt + 1, run_id=run_id, reason=reason, retry_at=retry_at)

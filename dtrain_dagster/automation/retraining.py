@@ -1,0 +1,371 @@
+"""Training again (C5): what is a cause, and that one cause starts one run, whoever notices it and however often.
+
+What is known comes from where it outlives a daemon: from the instance (which runs were asked for, which models were
+registered) and from the manifests of datasets. A sensor's cursor only says since when something is as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
+from datetime import UTC, date, datetime
+from typing import Any
+
+import dagster as dg
+
+from dtrain_dagster.automation.capacity_queue import WaitingList
+from dtrain_dagster.automation.run_liveness import ALIVE_SECONDS, has_died
+from dtrain_dagster.jobs.orders import MODEL_DIGESTS
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.sensors import clock
+from dtrain_dagster.sensors.orphans import LIVE
+from dtrain_dagster.support.formatting import dollars, duration
+from dtrain_dagster.support.notify import tell
+from trainer.data.manifest import NoDatasetError, load_manifest
+from trainer.documents import schemas
+from trainer.documents.places import PlaceError, checked_id
+from trainer.documents.reader import MARK_BYTES, parse_document, warn_once
+from trainer.errors import DamagedError
+from trainer.storage.base import Storage
+
+RETRAINING = "retraining"
+CAUSE_TAG = "dtrain/cause"
+CHAMPION_CHECK = "champion_holds"
+"""Of ``sharded_dataset``, see `assets.champion`."""
+TRAINED = dg.AssetKey("trained_checkpoint")
+_REGISTRATIONS = 200
+"""Materializations of ``registered_model`` among which the champion is looked for."""
+DAY = 86400.0
+TRIES, PAUSE_SECONDS = 3, 6 * 3600.0
+"""Runs of one cause, and the pause between them, where each failed before it trained."""
+_HELD = schemas.record({"key": schemas.text, "at": schemas.moment}, clock=schemas.obj)
+CLAIM, CLAIM_SECONDS = "claim.json", 180.0
+"""Who has asked for a run last. A sensor has a minute, and then it takes seconds until the run can be seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why to train again. The same cause has the same key, whoever finds it."""
+
+    key: str
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Registered:
+    """A materialization of ``registered_model``."""
+
+    version: str
+    alias: str
+    dataset_id: str
+    at: float
+    run_dir: str = ""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Of its model's files, as they were registered (`orders.MODEL_DIGESTS`); empty for models of older versions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """The latest evaluation of `CHAMPION_CHECK`."""
+
+    champion: str
+    dataset_id: str
+    passed: bool
+    better: tuple[str, ...]
+    """Baselines that were better."""
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prices:
+    """A price file's content and its last day."""
+
+    sha256: str
+    last_date: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watch:
+    """What is remembered of a file between two looks at it. Times are Unix seconds; 0: not so."""
+
+    version: str = ""
+    since: float = 0.0
+    """When it first had this version."""
+    digest: str = ""
+    """Of its content, once that was read."""
+    unreadable_since: float = 0.0
+    told: bool = False
+    """Somebody was told that it cannot be read."""
+    clock: Mapping[str, Any] = field(default_factory=dict)
+    """How the clock stood (`sensors.clock`)."""
+
+
+def at_clock(watch: Watch, reading: Mapping[str, Any]) -> Watch:
+    """The watch by the clock as it stands now: where it was set, the file has its version for as long as before."""
+    seconds = clock.set_by(watch.clock, reading)
+    unreadable_since = watch.unreadable_since and watch.unreadable_since + seconds
+    return replace(watch, since=watch.since + seconds, unreadable_since=unreadable_since, clock=dict(reading))
+
+
+def seen(watch: Watch, version: str, now: float) -> Watch:
+    """The watch after one more look: another version counts from now."""
+    return watch if watch.version == version else replace(watch, version=version, since=now, digest="")
+
+
+def unreadable(watch: Watch, now: float) -> Watch:
+    """The watch after a look that failed. What was known stays: the file may come back as it was."""
+    return replace(watch, unreadable_since=watch.unreadable_since or now)
+
+
+def read_watch(cursor: str | None) -> Watch:
+    """From a sensor's cursor; an empty watch where there is none, or none of this form."""
+    try:
+        return Watch(**json.loads(cursor or "{}"))
+    except (ValueError, TypeError):
+        return Watch()
+
+
+def new_data(sha256: str) -> Cause:
+    return Cause(f"data-{sha256[:16]}", f"the prices have changed (sha256 {sha256[:12]}…)")
+
+
+def staleness(
+    champion: Registered | None,
+    latest: Registered | None,
+    trained_on: Prices | None,
+    newest: Prices | None,
+    judged: Judgement | None,
+    now: float,
+    max_age_days: float,
+) -> list[Cause] | str:
+    """All that speaks for training the champion again, or why nothing does.
+
+    ``latest``: the model that was registered last, of any alias, and ``trained_on`` its prices: a challenger shows that
+    training again was tried, and what is tried again with the same data ends alike. ``newest``: the prices that were
+    read last. ``judged``: how the champion did on days that came after it.
+    """
+    if champion is None or latest is None:
+        return "no champion was registered yet: nothing can grow old"
+    name, found = f"the champion, version {champion.version},", []
+    if judged and not judged.passed and judged.champion == champion.version and judged.at > latest.at:
+        words = f"{name} forecasts the days since its training no better than {', '.join(judged.better)}"
+        found.append(Cause(f"accuracy-v{champion.version}-{judged.dataset_id}", words))
+    if trained_on and newest and trained_on.sha256 != newest.sha256:
+        lag = (date.fromisoformat(newest.last_date) - date.fromisoformat(trained_on.last_date)).days
+        if lag >= max_age_days:
+            words = f"the latest training had prices up to {trained_on.last_date}, {lag} days before the newest"
+            found.append(Cause(new_data(newest.sha256).key, words))
+    age, rest = now - champion.at, max_age_days * DAY - (now - latest.at)
+    if rest <= 0:
+        found.append(Cause(f"age-v{latest.version}-{int(latest.at)}", f"{name} is {age / DAY:.1f} days old"))
+    if found:
+        return found
+    tried = "" if latest.version == champion.version else f", and version {latest.version} was trained since"
+    return f"{name} is {age / DAY:.1f} days old{tried}: not stale before {duration(rest)} have passed"
+
+
+def weekly(when: datetime) -> Cause:
+    return Cause(f"weekly-{when.astimezone(UTC):%Y%m%dT%H%MZ}", "it is time for the weekly retraining")
+
+
+def ask(
+    context: dg.SensorEvaluationContext | dg.ScheduleEvaluationContext,
+    cause: Cause,
+    project: ProjectResource,
+    cluster: GPUClusterResource,
+    budget_usd: float,
+) -> dg.RunRequest | dg.SkipReason:
+    """The one run of this cause, or why there is none: it had its run, or a training is under way.
+
+    Sensors are evaluated one after the other, and schedules beside them: whoever asks has taken the claim before.
+    """
+    now = time.time()
+    live = _trainings(context, project, cluster, now)
+    queued = [
+        item
+        for item in WaitingList(project.shared_uri).tickets()
+        if not item.assets or TRAINED.to_user_string() in item.assets
+    ]
+    if queued:  # its run has ended in a failure, which is none
+        return dg.SkipReason(f"{cause.words}; waits for run {queued[0].run_id[:8]}, which waits for capacity")
+    key = next_try(context.instance, cause, now)
+    if isinstance(key, dg.SkipReason):
+        return key
+    if live:
+        return dg.SkipReason(f"{cause.words}; waits for run {live[0].run_id[:8]}, which is training or about to")
+    if holder := claim(Storage(f"{project.shared_uri}/retraining"), key, now):
+        return dg.SkipReason(f"{cause.words}; waits for the run that was just asked for ({holder})")
+    return dg.RunRequest(run_key=key, run_config=run_config(budget_usd), tags={CAUSE_TAG: key})
+
+
+def next_try(instance: dg.DagsterInstance, cause: Cause, now: float) -> str | dg.SkipReason:
+    """The key of the cause's next run: its first, or a further one after runs that failed before they trained."""
+    keys = [cause.key, *(f"{cause.key}-{number}" for number in range(2, TRIES + 1))]
+    records = instance.get_run_records(dg.RunsFilter(tags={CAUSE_TAG: keys}))
+    if not records:
+        return cause.key
+    runs = [record.dagster_run for record in records]  # newest first
+    said = f"{cause.words}: run {runs[0].run_id[:8]} was started for that ({runs[0].status.value.lower()})"
+    left = keys[max(keys.index(run.tags[CAUSE_TAG]) for run in runs) + 1 :]
+    is_failed = runs[0].status is dg.DagsterRunStatus.FAILURE
+    if not is_failed or not left or any(has_trained(instance, run.run_id) for run in runs):
+        return dg.SkipReason(f"{said}; to train once more, launch the job {RETRAINING} by hand")
+    rest = (records[0].end_time or records[0].create_timestamp.timestamp()) + PAUSE_SECONDS - now
+    if rest > 0:
+        return dg.SkipReason(f"{said}, and had not begun to train; it is tried again in {duration(rest)}")
+    return left[0]
+
+
+def has_trained(instance: dg.DagsterInstance, run_id: str) -> bool:
+    """Whether the run came so far that a training may have been paid for."""
+    steps = instance.get_run_step_stats(run_id, [TRAINED.to_python_identifier()])
+    return any(step.start_time is not None for step in steps)
+
+
+def claim(storage: Storage, key: str, now: float) -> str:
+    """Take the right to ask for a run, which nobody else has until that run can be seen; "", or who holds it.
+
+    It lasts longer than a tick: whoever has looked at the runs before it was taken, and asks after, finds it held.
+    """
+    try:
+        known = storage.read_bounded(CLAIM, MARK_BYTES)
+    except FileNotFoundError:
+        known = None
+    held: dict[str, Any] = {"key": key, "at": 0.0}
+    if known is not None:
+        try:
+            held = parse_document(known, CLAIM, _HELD)
+        except DamagedError as error:  # whoever holds it cannot be told: it is taken
+            warn_once(str(error))
+    reading = clock.reading()
+    held_at = held["at"] + clock.set_by(held.get("clock"), reading)
+    if held["key"] != key and abs(now - held_at) < CLAIM_SECONDS:
+        return str(held["key"])
+    mine = json.dumps({"key": key, "at": now, "clock": reading}).encode()
+    return "" if storage.swap(CLAIM, known, mine) else "another cause"
+
+
+def _trainings(
+    context: dg.SensorEvaluationContext | dg.ScheduleEvaluationContext,
+    project: ProjectResource,
+    cluster: GPUClusterResource,
+    now: float,
+) -> list[dg.DagsterRun]:
+    """Runs that train or are about to. One that has died is ended, so that it is told once and holds no place in the
+    queue of runs, whatever it was to make."""
+    found = []
+    for record in context.instance.get_run_records(dg.RunsFilter(statuses=LIVE)):
+        run = record.dagster_run
+        if has_died(context.instance, record, cluster, project.jobs_uri, now):
+            why = (
+                f"run {run.run_id[:8]} has said nothing for {duration(ALIVE_SECONDS)}, and no job of it goes on: it "
+                "has died with its machine, and is marked as failed"
+            )
+            context.instance.report_run_failed(run, why)
+            context.log.warning(why)
+            if CAUSE_TAG not in run.tags:  # else it is told as every retraining that fails
+                tell(
+                    project.notify_urls(),
+                    "dtrain: a run has died",
+                    f"{why}\n{project.run_url(run.run_id)}",
+                    context.log,
+                )
+        elif trains(run.asset_selection):
+            found.append(run)
+    return found
+
+
+def trains(selection: Set[dg.AssetKey] | None) -> bool:
+    """Whether a run of this selection, None for everything, pays for a training."""
+    return selection is None or TRAINED in selection
+
+
+def run_config(budget_usd: float) -> dict[str, Any]:
+    """The launchpad of a run that nobody looks at before it starts: a plan over the budget is refused."""
+    return {"ops": {"cost_estimate": {"config": {"budget_usd": budget_usd}}}} if budget_usd else {}
+
+
+def budget_words(budget_usd: float) -> str:
+    if not budget_usd:
+        return "No budget is set (DTRAIN_RETRAIN_BUDGET_USD): a run costs what its plan says."
+    return f"A plan above {dollars(budget_usd)} (DTRAIN_RETRAIN_BUDGET_USD) is refused, and a person is told."
+
+
+def registrations(instance: dg.DagsterInstance) -> tuple[Registered | None, Registered | None]:
+    """The champion and the model that was registered last, by the records of ``registered_model``."""
+    latest = None
+    for record in itertools.islice(_records(instance, dg.AssetKey("registered_model")), _REGISTRATIONS):
+        values, tags = _metadata(record.asset_materialization), {}
+        if isinstance(values.get("tags"), dict):
+            tags = values["tags"]
+        found = Registered(
+            version=str(values.get("version")),
+            alias=str(values.get("alias")),
+            dataset_id=tags.get("dataset_id", ""),
+            at=record.timestamp,
+            run_dir=tags.get("run_dir", ""),
+            digests={name: str(values[name]) for name in MODEL_DIGESTS if name in values},
+        )
+        latest = latest or found
+        if found.alias == "champion":
+            return found, latest
+    return None, latest
+
+
+def _records(instance: dg.DagsterInstance, asset: dg.AssetKey) -> Iterator[dg.EventLogRecord]:
+    """Materializations, newest first, a few at a time: each holds a whole model card."""
+    page = instance.fetch_materializations(asset, limit=10)
+    yield from page.records
+    while page.has_more:
+        page = instance.fetch_materializations(asset, limit=10, cursor=page.cursor)
+        yield from page.records
+
+
+def judgement(instance: dg.DagsterInstance) -> Judgement | None:
+    key = dg.AssetCheckKey(dg.AssetKey("sharded_dataset"), CHAMPION_CHECK)
+    record = instance.event_log_storage.get_latest_asset_check_execution_by_key([key]).get(key)
+    evaluation = record.event.asset_check_evaluation if record and record.event else None
+    if record is None or record.event is None or evaluation is None:
+        return None
+    values = _metadata(evaluation)
+    return Judgement(
+        champion=str(values.get("champion")),
+        dataset_id=str(values.get("dataset_id")),
+        passed=evaluation.passed,
+        better=tuple(values.get("better") or ()),
+        at=record.event.timestamp,
+    )
+
+
+def newest_prices(instance: dg.DagsterInstance) -> Prices | None:
+    """What was read last, whether or not something was trained on it."""
+    values = _latest(instance, dg.AssetKey("stock_prices"))
+    return Prices(sha256=str(values["sha256"]), last_date=str(values["last_date"])) if "sha256" in values else None
+
+
+def trained_dataset(instance: dg.DagsterInstance) -> str | None:
+    """The id of the dataset that the latest training ran on."""
+    return _latest(instance, TRAINED).get("dataset_id")
+
+
+def prices_of(shared_uri: str, dataset_id: str) -> Prices | None:
+    """The prices that a dataset was made of; None where it is no more. `DatasetError` where it is damaged."""
+    try:
+        folder = Storage(f"{shared_uri}/datasets/{checked_id(dataset_id, 'the dataset')}")
+        source = load_manifest(folder)["source"]
+    except (NoDatasetError, PlaceError):
+        return None
+    return Prices(sha256=source["sha256"], last_date=source["last_date"])
+
+
+def _latest(instance: dg.DagsterInstance, asset: dg.AssetKey) -> dict[str, Any]:
+    """The metadata of an asset's latest materialization; empty where there is none."""
+    event = instance.get_latest_materialization_event(asset)
+    return _metadata(event.asset_materialization if event else None)
+
+
+def _metadata(event: dg.AssetMaterialization | dg.AssetCheckEvaluation | None) -> dict[str, Any]:
+    return {name: entry.value for name, entry in event.metadata.items()} if event else {}

@@ -1,0 +1,132 @@
+"""What the commands of `dtrain` share: refusals, the cluster that the settings name, the terminal.
+
+Nothing is imported here before it is needed, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trainer.printable import visible
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+    from dtrain_dagster.settings.environment import Settings
+    from trainer.rundir import RunDir
+
+EXIT_UNUSABLE, EXIT_INTERRUPTED, EXIT_STOPPED = 2, 130, 143
+STORAGE_TROUBLE = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    *(errno.EIO, errno.ESTALE, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
+)
+"""What a disk that is full, read-only, broken or gone says."""
+
+
+class Refusal(click.ClickException):
+    """What was asked for cannot be done; the message says why and what to do instead."""
+
+    exit_code = EXIT_UNUSABLE
+
+    def format_message(self) -> str:
+        return visible(super().format_message(), keep_lines=True)
+
+
+def say(text: object, err: bool = False) -> None:
+    """Print a line, or several: whatever is in it that a terminal would obey is made visible."""
+    click.echo(visible(str(text), keep_lines=True), err=err)
+
+
+def refuses(command: Callable[..., None]) -> Callable[..., None]:
+    """Errors that a user can cause, and what a service or a storage refuses, end the command with their message."""
+
+    @wraps(command)
+    def run(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except (ValueError, RuntimeError, OSError) as error:  # kinds of which all these are
+            if isinstance(error, _expected()):
+                raise Refusal(str(error)) from None
+            if isinstance(error, OSError) and error.errno in STORAGE_TROUBLE:
+                raise Refusal(storage_trouble(error)) from None
+            raise
+
+    return run
+
+
+def storage_trouble(error: OSError) -> str:
+    """One sentence for a file or folder that cannot be read or written: which, why, and what to do about it."""
+    where = error.filename2 or error.filename or "a file"
+    return (
+        f"{where} cannot be read or written ({error.strerror or error}); check that DTRAIN_HOME names a folder that is "
+        "there, can be written and has room"
+    )
+
+
+def _expected() -> tuple[type[Exception], ...]:
+    from dtrain_dagster.clusters.base import ClusterError
+    from dtrain_dagster.costs.prices import PriceError
+    from dtrain_dagster.data.errors import DataError
+    from dtrain_dagster.registry.run_model import RunModelError
+    from dtrain_dagster.registry.smoke_test import AnswerError
+    from dtrain_dagster.registry.versions import RegistryError
+    from dtrain_dagster.settings.environment import SettingsError
+    from dtrain_dagster.settings.home import HomeError
+    from dtrain_dagster.settings.secrets import SecretError
+    from trainer.data.manifest import DatasetError
+    from trainer.errors import ConfigError, DamagedError
+    from trainer.isolation.runner import IsolationError
+    from trainer.storage.base import StorageError
+
+    return (
+        *(ClusterError, ConfigError, DamagedError, DataError, HomeError, PriceError, SettingsError, SecretError),
+        *(RegistryError, RunModelError, AnswerError, StorageError, DatasetError, IsolationError),
+    )
+
+
+def read_settings(processes_per_node: int | None = None) -> Settings:
+    """Of the environment; an option of the command comes first."""
+    from dtrain_dagster.settings.environment import load_settings
+
+    settings = load_settings()
+    return settings.model_copy(update={"processes_per_node": processes_per_node}) if processes_per_node else settings
+
+
+def cluster_of(settings: Settings) -> tuple[GPUClusterResource, ProjectResource]:
+    """What assets get, so that a shell and Dagster see one cluster. Nobody is asked before its manager is used."""
+    from dtrain_dagster.resources import build_resources
+
+    resources: dict[str, Any] = build_resources(settings)
+    return resources["cluster"], resources["project"]
+
+
+def run_dir(settings: Settings, job_id: str) -> RunDir:
+    """Of a job, wherever the cluster keeps it. `Refusal` for what is no id of a job: it becomes part of a path."""
+    from trainer.documents.places import PlaceError, checked_id
+    from trainer.rundir import RunDir
+
+    try:
+        checked_id(job_id, "the job")
+    except PlaceError as error:
+        raise Refusal(f"{error}; `dtrain jobs` lists them") from None
+    return RunDir(f"{settings.jobs_uri}/{job_id}")
+
+
+def console() -> Console:
+    from dtrain_dagster.cli.screen import Screen
+
+    made = Screen()
+    return made if made.is_terminal else Screen(width=160)  # a pipe has no width of its own
+
+
+def print_summary(rundir: RunDir) -> None:
+    from dtrain_dagster.cli.summary import summary_lines
+    from dtrain_dagster.cli.terminal import pairs_table
+
+    console().print(pairs_table(summary_lines(rundir)), highlight=False)

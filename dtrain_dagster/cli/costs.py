@@ -1,0 +1,126 @@
+"""The command of `dtrain` that says what a job costs, and what for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dtrain_dagster.cli.common import Refusal, cluster_of, console, read_settings, refuses, run_dir, say
+
+if TYPE_CHECKING:
+    from dtrain_dagster.costs.ledger import Ledger
+    from dtrain_dagster.costs.tracker import CostTracker
+
+
+@click.command()
+@click.argument("job_id", metavar="JOB")
+@click.option("--csv", "as_csv", is_flag=True, help="The ledger as CSV.")
+@click.option("--json", "as_json", is_flag=True, help="Everything as JSON: nodes, periods, ledger.")
+@click.option(
+    "--usage-export",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Compare with what Azure has billed: a cost details export (CSV) or the answer of a Cost Management query "
+    "(JSON).",
+)
+@refuses
+def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) -> None:
+    """What a job has cost, and what each dollar bought; of jobs that run as well.
+
+    Dollars are node-time at list price. On the local cluster they stand in for a SKU's, and nothing is billed.
+    """
+    from dtrain_dagster.clusters.azure_ml.bill_reconciliation import UsageError
+    from dtrain_dagster.costs import export
+    from dtrain_dagster.costs.carbon import job_footprint
+    from dtrain_dagster.costs.ledger import ledger
+    from dtrain_dagster.costs.plan import LISTED, STAND_IN
+    from dtrain_dagster.costs.prices import PriceError, tier_of
+    from dtrain_dagster.costs.tracker import CostTracker
+    from dtrain_dagster.jobs.progress import PLAN
+    from trainer.rundir import RESULT
+
+    if as_csv and as_json:
+        raise Refusal("--csv or --json, not both")
+    settings = read_settings()
+    manager = cluster_of(settings)[0].manager()
+    running = not manager.job_status(job_id).state.is_final
+    rundir = run_dir(settings, job_id)
+    plan = rundir.read_json(PLAN) or {}
+    words = plan.get("price_words", STAND_IN if settings.cluster == "local" else LISTED)
+    try:
+        usage, events = manager.node_usage(job_id), list(rundir.events(strict=True))
+        tracker = CostTracker(settings.cluster_name, usage, tier_of(plan.get("tier", settings.tier)))
+        found = ledger(tracker.nodes, events, running)
+        energy = job_footprint(usage, events, is_local=settings.cluster == "local")
+        reconciled = _reconciled(usage_export, tracker, job_id, rundir) if usage_export else None
+    except (PriceError, UsageError) as error:
+        raise Refusal(str(error)) from None
+    expected = ((plan.get("estimate") or {}).get("usd") or {}).get("expected")
+    if as_csv:
+        click.echo(export.csv_of(export.ledger_rows(found)), nl=False)
+    elif as_json:
+        epochs = (rundir.read_json(RESULT) or {}).get("epochs") or 0.0
+        more: dict[str, Any] = {"running": running, "energy": asdict(energy)}
+        if reconciled is not None:
+            more["reconciliation"] = reconciled.as_dict()
+        metrics = tracker.metrics(epochs, expected or 0.0)
+        click.echo(json.dumps(export.document(tracker, found, metrics, words, **more), indent=2))
+    else:
+        _print(tracker, found, words, expected, running)
+        carbon = "" if energy.kg_co2e is None else f", {energy.kg_co2e:.3g} kg CO2e ({energy.source})"
+        say(f"{energy.kwh:.3g} kWh{carbon}: {energy.basis}")
+        if reconciled is not None:
+            _print_reconciled(reconciled)
+
+
+def _reconciled(path: Path, tracker: CostTracker, job_id: str, rundir: Any) -> Any:
+    from dtrain_dagster.clusters.azure_ml.bill_reconciliation import marks_of, read_usage, reconcile
+    from trainer.rundir import LAUNCH
+
+    rows = read_usage(path.read_text(encoding="utf-8-sig", errors="replace"), str(path))
+    return reconcile(tracker, rows, marks_of(job_id, rundir.read_json(LAUNCH) or {}))
+
+
+def _print(tracker: CostTracker, found: Ledger, words: str, expected: float | None, running: bool) -> None:
+    from rich.table import Table
+
+    from dtrain_dagster.costs import export
+    from dtrain_dagster.costs.money import SECOND, digits_of, total_shown
+    from dtrain_dagster.support.formatting import dollars, duration
+
+    digits = digits_of(found.units)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("cause")
+    for name in ("node-time", "share", "dollars"):
+        table.add_column(name, justify="right")
+    table.add_column("what for", style="dim")
+    for row in export.ledger_rows(found, digits):
+        time = f"{row['node_seconds']:.1f} s" if row["node_seconds"] < 60 else duration(float(row["node_seconds"]))
+        table.add_row(row["cause"], time, f"{row['percent']} %", f"${row['usd']:,}", row["meaning"])
+    table.add_section()
+    total = f"${total_shown([found.units], digits):,}"
+    table.add_row("so far" if running else "the bill", duration(found.microseconds / SECOND), "100 %", total, words)
+    console().print(table, highlight=False)
+    nodes = len({node.node_id for node in tracker.nodes})
+    said = f"{nodes} node(s), {tracker.node_hours:.4f} node-hours in {duration(tracker.wall_seconds)}"
+    say(said + (f"; estimated: {dollars(expected)}" if expected else ""))
+    for note in (*tracker.notes, *found.notes):
+        say(f"note: {note}")
+
+
+def _print_reconciled(result: Any) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold", title="against the provider's export")
+    for name in ("day", "meter", "billed", "ours", "difference", "why"):
+        table.add_column(name, justify="right" if name in ("billed", "ours", "difference") else "left")
+    for row in result.rows:
+        ours = f"${row.ours_usd:,}" if row.ours_usd is not None else "–"
+        table.add_row(row.day, row.meter, f"${row.billed_usd:,}", ours, f"${row.difference_usd:+,}", row.why)
+    console().print(table, highlight=False)
+    for line in result.summary:
+        say(line)

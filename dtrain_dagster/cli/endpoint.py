@@ -1,0 +1,163 @@
+"""`dtrain endpoint`: is a scoring endpoint compatible with a job's model, and models on endpoints of Azure ML.
+
+Added to `dtrain` by `dtrain_dagster.cli.main`. Each command imports what it needs, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dtrain_dagster.cli.common import Refusal, cluster_of, read_settings, refuses, say
+
+if TYPE_CHECKING:
+    from azure.ai.ml import MLClient
+
+    from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint
+    from dtrain_dagster.registry.versions import RegisteredModel
+
+EXIT_INCOMPATIBLE = 1
+
+
+@click.group()
+def endpoint() -> None:
+    """Scoring endpoints: check any, deploy to and delete those of Azure ML."""
+
+
+@endpoint.command()
+@click.argument("run_dir")
+@click.option("--url", required=True, help="The whole scoring address, …/invocations or …/score.")
+@click.option(
+    "--dialect",
+    type=click.Choice(["mlflow", "azureml"]),
+    default="mlflow",
+    show_default=True,
+    help="mlflow: an MLflow server; azureml: a scoring script made by Azure ML.",
+)
+@click.option(
+    "--token",
+    metavar="REFERENCE",
+    help="Where the key or token is: env:NAME, keyvault://VAULT/SECRET, or identity for this machine's own.",
+)
+@click.option("--rows", type=click.IntRange(min=1), default=32, show_default=True, help="Windows to send.")
+@refuses
+def check(run_dir: str, url: str, dialect: str, token: str | None, rows: int) -> None:
+    """Ask an endpoint for the forecasts of the model that RUN_DIR trained: right shape, right numbers, wrong requests
+    refused. The exit code is 1 where it does not pass.
+
+    \b
+    Examples:
+      dtrain endpoint check .dtrain/storage/jobs/train-1 --url http://127.0.0.1:5001/invocations
+      dtrain endpoint check az://dtrain/jobs/train-1 --url https://quotes.eastus.inference.ml.azure.com/score \\
+        --dialect azureml --token identity
+    """
+    from dtrain_dagster.jobs.orders import order_of
+    from dtrain_dagster.registry.endpoint import ScoringEndpoint, authorisation, check_endpoint
+    from trainer.rundir import RunDir
+
+    order = order_of(read_settings().home, RunDir(run_dir))
+    headers = authorisation(token) if token else dict
+    asked = ScoringEndpoint(url=url, dialect="azureml" if dialect == "azureml" else "mlflow", headers=headers)
+    _print_check(check_endpoint(asked, run_dir, rows=rows, order=order))
+
+
+@endpoint.command()
+@click.argument("run_dir")
+@click.option("--name", required=True, help="Endpoint; it is made where there is none. Unique in the region.")
+@click.option("--instance-type", default="Standard_DS3_v2", show_default=True)
+@click.option("--instances", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--image", help="Serving image (deploy/azure/serving.Dockerfile).  [default: Azure ML makes one]")
+@click.option("--identity", help="Resource id of the endpoint's identity.  [default: one of its own]")
+@click.option("--keys", is_flag=True, help="Authorise callers by keys instead of identities.")
+@click.option("--public", is_flag=True, help="Let callers in from outside the virtual network.")
+@click.option("--keep-previous", is_flag=True, help="Keep what is replaced, for a way back; it goes on costing.")
+@refuses
+def deploy(
+    run_dir: str,
+    name: str,
+    instance_type: str,
+    instances: int,
+    image: str | None,
+    identity: str | None,
+    keys: bool,
+    public: bool,
+    keep_previous: bool,
+) -> None:
+    """Put the registered model of RUN_DIR on an endpoint of Azure ML. It gets traffic once it has answered correctly;
+    if anything fails, what was there before answers on."""
+    from dtrain_dagster.registry.azure_endpoint import EndpointConfig
+    from dtrain_dagster.registry.azure_endpoint import deploy as put
+
+    config = EndpointConfig(
+        name=name,
+        instance_type=instance_type,
+        instance_count=instances,
+        image=image,
+        identity=identity,
+        auth_mode="key" if keys else "aad_token",
+        public_network_access=public,
+        keep_previous=keep_previous,
+    )
+    model, (client, audit) = _registered(run_dir), _workspace()
+    deployed = put(client, config, model, _checks(run_dir), audit)
+    what = "deployed" if deployed.created else "was there already"
+    say(f"{model.name} version {model.version} {what}: {deployed.scoring_url}")
+    _print_check(deployed.check)
+    say(deployed.cost_note())
+
+
+@endpoint.command()
+@click.option("--name", required=True, help="Endpoint.")
+@click.confirmation_option(prompt="Delete the endpoint and everything on it?")
+@refuses
+def delete(name: str) -> None:
+    """Delete an endpoint of Azure ML with all that is on it; it costs nothing any more."""
+    from dtrain_dagster.registry.azure_endpoint import delete as remove
+
+    client, audit = _workspace()
+    say(f"{name} is deleted" if remove(client, name, audit) else f"there is no endpoint {name}")
+
+
+def _workspace() -> tuple[MLClient, Any]:
+    """The client of the workspace that ``DTRAIN_AZURE_*`` names, and the audit log."""
+    from dtrain_dagster.support.audit import AuditLog
+
+    settings = read_settings()
+    if settings.cluster != "azure_ml":
+        raise Refusal("endpoints are Azure ML's: set DTRAIN_CLUSTER=azure_ml and DTRAIN_AZURE_* (docs/azure.md)")
+    return cluster_of(settings)[0].service().ml, AuditLog(settings.home)
+
+
+def _registered(run_dir: str) -> RegisteredModel:
+    """The version that a run directory became, as `registered_model` noted it: with the order of the job, which nodes
+    cannot write; in the run directory only where the job was not ordered from here."""
+    from dtrain_dagster.jobs.orders import order_of
+    from dtrain_dagster.jobs.progress import REGISTRATION
+    from dtrain_dagster.registry.versions import RegisteredModel
+    from trainer.rundir import RunDir
+
+    order = order_of(read_settings().home, RunDir(run_dir))
+    known = RunDir(run_dir).read_json(REGISTRATION) if order is None else order.registered
+    if not known:
+        where = f"{run_dir} has no {REGISTRATION}" if order is None else f"{run_dir} was not registered from here"
+        raise Refusal(f"{where}: materialize registered_model first")
+    return RegisteredModel(name=known["name"], version=str(known["version"]), run_id="", created=False)
+
+
+def _checks(run_dir: str) -> Callable[[ScoringEndpoint], EndpointCheck]:
+    from dtrain_dagster.jobs.orders import order_of
+    from dtrain_dagster.registry.endpoint import check_endpoint
+    from trainer.rundir import RunDir
+
+    order = order_of(read_settings().home, RunDir(run_dir))
+    return lambda asked: check_endpoint(asked, run_dir, patience_seconds=300, order=order)
+
+
+def _print_check(found: EndpointCheck) -> None:
+    """What was found, one line each. Ends the command with exit code 1 if it did not pass."""
+    for item in found.findings:
+        say(f"{'ok  ' if item.passed else 'FAIL'} {item.name}: {item.message}")
+    if not found.passed:
+        raise SystemExit(EXIT_INCOMPATIBLE)

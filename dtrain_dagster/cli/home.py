@@ -1,0 +1,89 @@
+"""`dtrain setup`, `dtrain clean`, `dtrain work`: the folder that everything is written to. Used by the Makefile too."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+from dtrain_dagster.cli.common import EXIT_UNUSABLE, read_settings, refuses
+
+ROOT = Path(__file__).parents[2]
+SHOWN = 12
+
+
+@click.command()
+@refuses
+def setup() -> None:
+    """Make the folder that everything is written to (DTRAIN_HOME), marked as dtrain's, and Dagster's settings in
+    DAGSTER_HOME."""
+    from dtrain_dagster.settings.home import HomeError, make_home, unwritable
+
+    home = make_home(read_settings().home)
+    dagster_home = Path(os.environ.get("DAGSTER_HOME") or home / "dagster")
+    source, target = ROOT / "dagster.yaml", dagster_home / "dagster.yaml"
+    try:
+        dagster_home.mkdir(parents=True, exist_ok=True)
+        if source.exists() and (not target.exists() or source.stat().st_mtime > target.stat().st_mtime):
+            shutil.copyfile(source, target)
+    except OSError as error:
+        raise HomeError(unwritable(dagster_home, error).replace("DTRAIN_HOME", "DAGSTER_HOME")) from error
+
+
+@click.command()
+@click.option("--yes", is_flag=True, help="Remove without asking (where nobody can be asked, nothing is removed).")
+@refuses
+def clean(yes: bool) -> None:
+    """Remove everything that was made here: runs, datasets, models. Shows it, and asks.
+
+    Only what dtrain itself has written into DTRAIN_HOME is removed, and only where the folder is marked as dtrain's and
+    nothing runs there.
+    """
+    from dtrain_dagster.settings.home import at_work, plan_removal, remove
+
+    home = read_settings().home
+    protected = [ROOT, Path.home(), Path(pwd.getpwuid(os.getuid()).pw_dir)]
+    if not plan_removal(home, protected).ours:
+        click.echo(f"{home}: there is nothing to remove")
+        return
+    with at_work(home, "`dtrain clean`"):
+        plan = plan_removal(home, protected)
+        shown = ", ".join(plan.ours[:SHOWN]) + (" …" if len(plan.ours) > SHOWN else "")
+        click.echo(f"removing from {home}: {shown}")
+        if plan.others:
+            click.echo(f"staying, since dtrain did not write it: {', '.join(plan.others[:SHOWN])}")
+        if not yes:
+            click.confirm("remove it?", abort=True)
+        remove(plan)
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@refuses
+def work(command: tuple[str, ...]) -> None:
+    """Run a command while nobody else works on DTRAIN_HOME; its exit code. `make run` is started by this.
+
+    A second one at the same time is refused, in words. The command holds the home even if this process is killed. One
+    that carries a password or key is refused as well, also in files that it names by --config: Dagster would store it.
+    """
+    from dtrain_dagster.settings.home import at_work, make_home
+    from dtrain_dagster.web.stored_secrets import refuse_secret_on_command_line
+
+    refuse_secret_on_command_line(command)
+    home = make_home(read_settings().home)
+    with at_work(home, f"`{Path(command[0]).name} {' '.join(command[1:3])}`".replace("\n", " ")) as descriptor:
+        try:
+            process = subprocess.Popen(command, pass_fds=[descriptor])
+        except OSError as error:
+            click.echo(f"Error: {command[0]} cannot be started: {error.strerror or error}", err=True)
+            sys.exit(EXIT_UNUSABLE)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the command too, whose end is waited for
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        code = process.wait()
+    sys.exit(code if code >= 0 else 128 - code)

@@ -1,0 +1,160 @@
+"""From the options of `dtrain` to the job that it runs, with its dataset where the nodes read it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from dtrain_dagster.data.publish import publish_dataset
+from dtrain_dagster.settings.environment import Settings
+from trainer.config import ConfigError, JobConfig, parse_job
+from trainer.data.manifest import load_manifest
+from trainer.model.allowed_factories import refuse_foreign_factories
+from trainer.printable import visible
+from trainer.rundir import LIMIT, RunDir
+from trainer.storage.base import Storage
+
+_log = logging.getLogger(__name__)
+
+
+def read_config(path: str) -> str:
+    """The text of a job.json."""
+    folder, _, file = path.rpartition("/")
+    try:
+        return Storage(folder or ".").read(file).decode()
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path}: there is no such file") from None
+
+
+def dataset_config(settings: Settings, dataset: str) -> str:
+    """A job.json that trains on a dataset, given by its folder, its id, or as ``latest``: the one built last."""
+    places = _dataset_places(settings)
+    if dataset == "latest":
+        dataset = _latest_dataset(places)
+    named = [os.path.abspath(dataset), *(f"{place}/{dataset}" for place in places)]
+    for uri in [dataset] if "://" in dataset else named:
+        if Storage(uri).exists("manifest.json"):
+            return json.dumps({"dataset": {"uri": uri}})
+    known = ", ".join(sorted({name for place in places for name in Storage(place).list()}))
+    raise ConfigError(
+        f"--dataset {dataset}: no folder with a manifest.json, and no id of a dataset in {' or '.join(places)} "
+        f"({known or 'none yet; `make run` builds one'})"
+    )
+
+
+def _dataset_places(settings: Settings) -> list[str]:
+    """Where datasets are built, and where nodes read them."""
+    return [f"{uri}/datasets" for uri in dict.fromkeys((settings.storage_uri, settings.shared_uri))]
+
+
+def _latest_dataset(places: Sequence[str]) -> str:
+    built = []
+    for place in places:
+        storage = Storage(place)
+        for name in storage.list():
+            if storage.exists(f"{name}/manifest.json"):
+                try:
+                    manifest = load_manifest(Storage(f"{place}/{name}"))
+                    built.append((datetime.fromisoformat(manifest["created_at"]), f"{place}/{name}"))
+                except (KeyError, TypeError, ValueError) as error:  # one that is damaged hides no other
+                    _log.warning("%s", visible(f"{place}/{name} is no dataset that can be used: {error}"))
+    if not built:
+        raise ConfigError(f"--dataset latest: there is no dataset in {' or '.join(places)} yet; `make run` builds one")
+    return max(built)[1]
+
+
+def with_reachable_data(job: JobConfig, settings: Settings) -> JobConfig:
+    """The job with its dataset where the nodes read it. One of this machine is copied there for nodes elsewhere."""
+    source = Storage(job.dataset.uri)
+    if Storage(settings.shared_uri).is_local or not source.is_local:
+        return job
+    folder = str(source.local_path())
+    uri, _ = publish_dataset(folder, load_manifest(source)["dataset_id"], settings.shared_uri)
+    return replace(job, dataset=replace(job.dataset, uri=uri))
+
+
+def plan_job(
+    text: str, source: str, overrides: Sequence[str], nodes: int | None, settings: Settings
+) -> tuple[JobConfig, int]:
+    """The job to run and the number of its nodes.
+
+    The planned world size follows the nodes that are asked for; where none are, a job.json that states its world size
+    is taken at its word.
+    """
+    processes_per_node = settings.processes_per_node
+    first = parse_job(text, [*overrides, 'run_dir="(to be set)"'], source)
+    refuse_foreign_factories(first)
+    stated = "world_size" in json.loads(text).get("training", {})
+    if nodes is None and stated:
+        nodes, rest = divmod(first.training.world_size, processes_per_node)
+        if rest:
+            raise ConfigError(
+                f"{source}: training.world_size = {first.training.world_size} is no multiple of {processes_per_node} "
+                "processes per node; give --nodes and --procs-per-node"
+            )
+    nodes = nodes or settings.nodes
+    ranks = nodes * processes_per_node
+    # Nodes of this machine share its cores; of others the trainer finds out itself.
+    own_share = max(1, (os.cpu_count() or 1) // ranks) if settings.cluster == "local" else None
+    own = any(override.startswith("training.world_size=") for override in overrides)
+    training = replace(
+        first.training,
+        world_size=first.training.world_size if own else ranks,
+        threads_per_rank=first.training.threads_per_rank or settings.threads_per_rank or own_share,
+    )
+    return replace(first, run_dir=f"{settings.jobs_uri}/{first.job_id}", training=training), nodes
+
+
+def as_begun(job: JobConfig, runs: bool = False) -> JobConfig:
+    """A job that is there already is gone on with as it was planned, on as many nodes as are asked for now: its batches
+    are dealt anew. One that ``runs`` keeps its budget where no other is asked for. `ConfigError` where it was planned
+    otherwise."""
+    rundir = RunDir(job.run_dir)
+    if not rundir.storage.exists("job.json"):
+        return job
+    before, asked = rundir.read_job(), job.training
+    same = replace(
+        asked,
+        world_size=before.training.world_size,
+        threads_per_rank=before.training.threads_per_rank,
+        max_node_seconds=before.training.max_node_seconds,
+    )
+    if replace(job, training=same) != before:
+        raise ConfigError(
+            f"job {job.job_id} was planned with another configuration: choose another --name, or repeat it"
+        )
+    limit = asked.max_node_seconds
+    if runs and limit is None:
+        limit = (rundir.read_json(LIMIT) or {}).get("max_node_seconds", before.training.max_node_seconds)
+    return replace(before, training=replace(before.training, max_node_seconds=limit))
+
+
+def total_steps(job: JobConfig) -> int:
+    """Optimizer steps that the training will take. `ConfigError` where the data cannot feed its ranks."""
+    from trainer.data.sampler import steps_per_epoch  # numpy, not needed for the rest
+
+    manifest, training = load_manifest(Storage(job.dataset.uri)), job.training
+    per_epoch = steps_per_epoch(manifest["samples"]["train"], training.global_batch_size, training.micro_batches)
+    steps = per_epoch * training.epochs
+    return steps if training.max_steps is None else min(steps, training.max_steps)
+
+
+def runnable(command: Sequence[str]) -> tuple[str, ...]:
+    """The command as it will be run; `ConfigError` if its program or script is not there."""
+    program = command[0]
+    if program.endswith(".py"):
+        if not Path(program).is_file():
+            raise ConfigError(f"there is no script {program!r} in {os.getcwd()}")
+        return (sys.executable, *command)
+    if shutil.which(program):
+        return tuple(command)
+    if program in ("python", "python3"):
+        return (sys.executable, *command[1:])
+    raise ConfigError(f"there is no program {program!r} on the PATH; to run a Python script: python {program}…")

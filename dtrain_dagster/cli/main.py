@@ -1,0 +1,162 @@
+"""`dtrain`: the cluster from a shell, whichever kind it is. Each command imports what it needs, so that ``--help``
+answers at once. The commands that start something are in `dtrain_dagster.cli.train`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import click
+
+from dtrain_dagster.cli.common import (
+    EXIT_INTERRUPTED,
+    Refusal,
+    cluster_of,
+    console,
+    print_summary,
+    read_settings,
+    refuses,
+    run_dir,
+    say,
+)
+from dtrain_dagster.cli.costs import cost
+from dtrain_dagster.cli.endpoint import endpoint
+from dtrain_dagster.cli.home import clean, setup, work
+from dtrain_dagster.cli.monitoring import dashboard, profile, report, watch
+from dtrain_dagster.cli.prices import prices
+from dtrain_dagster.cli.train import launch, train
+from dtrain_dagster.cli.tune import tune
+from dtrain_dagster.cli.web import mlflow, tensorboard, ui
+
+READERS = 16
+"""Run directories that are read side by side."""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Run distributed trainings on the cluster, follow them, and stop them.
+
+    On the local cluster a node is a group of processes on this machine. With DTRAIN_CLUSTER=azure_ml nodes are Azure
+    ML's. A job outlives the shell that started it; everything about it is in its run directory, in
+    DTRAIN_HOME/storage/jobs (DTRAIN_HOME is .dtrain in the working directory unless it is set) or DTRAIN_STORAGE/jobs.
+    """
+
+
+COMMANDS = (
+    *(launch, train, tune, endpoint, dashboard, report, watch, profile, prices, cost),
+    *(ui, mlflow, tensorboard, setup, clean, work),
+)
+for command in COMMANDS:
+    main.add_command(command)
+
+
+@main.command()
+@refuses
+def jobs() -> None:
+    """List the jobs of the cluster, newest first."""
+    from concurrent.futures import ThreadPoolExecutor
+    from dataclasses import replace
+
+    from dtrain_dagster.cli.terminal import jobs_table
+    from dtrain_dagster.clusters.base import JobStatus
+    from dtrain_dagster.jobs.progress import last_step
+    from trainer.errors import DamagedError
+    from trainer.rundir import LAUNCH
+
+    settings = read_settings()
+    manager = cluster_of(settings)[0].manager()
+
+    def row(status: JobStatus) -> tuple[JobStatus, int, tuple[int, float] | None]:
+        rundir = run_dir(settings, status.job_id)
+        if status.damage:
+            return status, 0, None
+        try:
+            return status, (rundir.read_json(LAUNCH) or {}).get("node_count", 0), last_step(rundir)
+        except (DamagedError, OSError) as error:  # no job hides the others
+            return replace(status, damage=str(error)), 0, None
+
+    with ThreadPoolExecutor(READERS) as pool:
+        rows = list(pool.map(row, manager.list_jobs()))
+    if not rows:
+        say(f"no jobs in {settings.jobs_uri}")
+        return
+    console().print(jobs_table(rows, time.time()))
+
+
+@main.command()
+@click.argument("job_id", metavar="[JOB]", required=False)
+@refuses
+def status(job_id: str | None) -> None:
+    """How a job stands, or, without JOB, how the cluster does."""
+    from dtrain_dagster.cli.terminal import print_health, print_status
+
+    settings = read_settings()
+    manager = cluster_of(settings)[0].manager()
+    if job_id is None:
+        print_health(console(), manager.monitor_health())
+    else:
+        print_status(console(), manager.job_status(job_id), run_dir(settings, job_id), time.time())
+
+
+@main.command()
+@click.argument("job_id", metavar="JOB")
+@click.option("--node", type=click.IntRange(min=0), metavar="K", help="Of this node alone.")
+@click.option("--follow", "-f", is_flag=True, help="Go on until the job has ended.")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each node.")
+@refuses
+def logs(job_id: str, node: int | None, follow: bool, tail: int | None) -> None:
+    """What a job's processes printed; of finished jobs as well. Ctrl-C ends the following, not the job."""
+    from dtrain_dagster.cli.terminal import stream_job
+    from dtrain_dagster.jobs.log_follower import FileFollower, LogFollower, LogPoller
+
+    settings = read_settings()
+    manager = cluster_of(settings)[0].manager()
+    if not follow:
+        say(manager.job_logs(job_id, node_id=node, tail=tail))
+        return
+    manager.job_status(job_id)
+    follower: LogFollower = LogPoller(lambda: manager.job_logs(job_id), manager.poll_seconds)
+    if settings.cluster == "local":
+        follower = FileFollower(run_dir(settings, job_id).storage.local_path("logs"))
+    if tail is not None:
+        follower.skip_to_end(keep_lines=tail)
+    try:
+        stream_job(console(), manager, job_id, follower, node)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+@main.command()
+@click.argument("job_id", metavar="JOB")
+@refuses
+def cancel(job_id: str) -> None:
+    """Stop a job: in order, so that it can write a checkpoint, then by force. Returns when no process is left, or when
+    Azure ML says that the job has ended.
+
+    On the local cluster, by force means after 8 seconds, or DTRAIN_STOP_GRACE_SECONDS as it was set when the job was
+    started.
+    """
+    manager = cluster_of(read_settings())[0].manager()
+    before = manager.job_status(job_id).state
+    manager.cancel_job(job_id)
+    after = manager.job_status(job_id).state
+    say(f"job {job_id}: {after}" + (" already" if before.is_final else ""))
+
+
+@main.command()
+@click.argument("job_id", metavar="[JOB]", required=False)
+@refuses
+def summary(job_id: str | None) -> None:
+    """What a training came to: the given job's, or that of the last one that Dagster materialized."""
+    from dtrain_dagster.cli.summary import latest_job
+    from trainer.rundir import RESULT
+
+    settings = read_settings()
+    rundir = run_dir(settings, job_id) if job_id else latest_job(settings)
+    if rundir is None:
+        raise Refusal("nothing was materialized yet; name a job, see `dtrain jobs`")
+    result = rundir.read_json(RESULT)
+    if result is None or result["status"] != "succeeded":
+        raise Refusal(f"{rundir.uri} holds no training that succeeded; see `dtrain jobs`")
+    print_summary(rundir)

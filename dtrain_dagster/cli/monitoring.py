@@ -1,0 +1,143 @@
+"""`dtrain dashboard`, `report`, `watch` and `profile`: to look at jobs. Each imports what it needs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dtrain_dagster.cli.common import (
+    EXIT_INTERRUPTED,
+    Refusal,
+    cluster_of,
+    console,
+    read_settings,
+    refuses,
+    run_dir,
+    say,
+)
+
+if TYPE_CHECKING:
+    from dtrain_dagster.settings.environment import Settings
+    from trainer.rundir import RunDir
+
+
+@click.command()
+@click.option("--port", type=click.IntRange(0, 65535), default=8060, show_default=True, help="0 takes a free one.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on. There is no password.")
+@click.option(
+    "--allow-host", "--allow", "names", multiple=True, metavar="NAME", help="A further name that it may be asked by."
+)
+@click.option("--job", "job_id", metavar="JOB", help="The job to show first.  [default: the newest]")
+@refuses
+def dashboard(port: int, host: str, names: tuple[str, ...], job_id: str | None) -> None:
+    """Show jobs live in a browser, and as metrics for Prometheus under /metrics. Ctrl-C ends it.
+
+    It reads run directories, of this machine or of DTRAIN_STORAGE, and changes nothing.
+    """
+    from dtrain_dagster.cli.web import listening
+    from dtrain_dagster.dashboard.job_board import JobBoard
+    from dtrain_dagster.dashboard.server import build_app
+    from dtrain_dagster.web.guard import LOOPBACK
+    from dtrain_dagster.web.server import address, server
+
+    settings = read_settings()
+    if job_id is not None:
+        _training(settings, job_id)
+    app = build_app(JobBoard(settings.jobs_uri, settings.tier), (host, *names))
+    with listening(host, port) as bound:
+        click.echo(f"{address(bound)}/" + (f"#{job_id}" if job_id else ""))
+        if host not in LOOPBACK:
+            click.echo("whoever can reach this address can read it: there is no password", err=True)
+        server(app).run(sockets=[bound])
+
+
+@click.command()
+@click.argument("job_id", metavar="JOB")
+@click.option("-o", "--output", metavar="FILE", help="Where to write it.  [default: JOB.html]")
+@refuses
+def report(job_id: str, output: str | None) -> None:
+    """Save the dashboard of a job as one HTML file that needs no network (about 5 MB)."""
+    from dtrain_dagster.dashboard.page import report_page
+
+    settings = read_settings()
+    path = Path(output or f"{job_id}.html")
+    html = report_page(_training(settings, job_id), settings.tier)
+    try:
+        path.write_text(html)
+    except OSError as error:
+        raise Refusal(f"-o {path}: {error.strerror}; give another -o") from None
+    say(path)
+
+
+@click.command()
+@click.argument("job_id", metavar="JOB")
+@refuses
+def watch(job_id: str) -> None:
+    """Follow a job as `dtrain train` shows it. Ctrl-C ends the following, not the job."""
+    from dtrain_dagster.cli.terminal import watch_training
+
+    settings = read_settings()
+    rundir = _training(settings, job_id)
+    cluster, _ = cluster_of(settings)
+    try:
+        status = watch_training(console(), cluster.manager(), rundir, job_id, total_steps=None)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    if status.state != "succeeded":
+        say(f"job {job_id} {status.state}: {status.message}", err=True)
+        sys.exit(1)
+
+
+@click.command()
+@click.argument("job_id", metavar="JOB")
+@click.option("--steps", type=click.IntRange(1, 50), default=5, show_default=True, help="Optimizer steps to trace.")
+@click.option(
+    "--rank", "ranks", type=click.IntRange(min=0), multiple=True, metavar="R", help="May be repeated.  [default: 0]"
+)
+@click.option(
+    "--wait", type=click.FloatRange(min=0), default=120.0, show_default=True, help="Seconds for the trace to come."
+)
+@refuses
+def profile(job_id: str, steps: int, ranks: tuple[int, ...], wait: float) -> None:
+    """Trace the next steps of a job that trains, and say which operations take the time.
+
+    The trace opens in Perfetto (ui.perfetto.dev) or chrome://tracing. The job goes on; these steps are slower.
+    """
+    from dtrain_dagster.cli.terminal import operations_table
+    from trainer.rundir import EVENTS, SeenFiles
+
+    settings = read_settings()
+    rundir = _training(settings, job_id)
+    manager = cluster_of(settings)[0].manager()
+    if (state := manager.job_status(job_id).state).is_final:
+        raise Refusal(f"job {job_id} has {state}: only a job that runs can be traced; `dtrain jobs` lists them")
+    seen = SeenFiles(rundir.storage.list(EVENTS))
+    asked = sorted(set(ranks)) or [0]
+    try:
+        rundir.request_trace(steps, asked)
+    except FileExistsError:
+        raise Refusal(f"somebody else's request for a trace of {job_id} is still waiting: try again soon") from None
+    left, deadline = set(asked), time.monotonic() + wait
+    while left and time.monotonic() < deadline and not manager.job_status(job_id).state.is_final:
+        for item in rundir.follow(seen):
+            if item["kind"] == "profile" and item["rank"] in left:
+                left.remove(item["rank"])
+                console().print(operations_table(item))
+                say(f"{rundir.uri}/{item['path']}")
+        time.sleep(manager.poll_seconds)
+    if left:
+        raise Refusal(f"no trace came from rank(s) {', '.join(map(str, sorted(left)))} within {wait:g} s")
+
+
+def _training(settings: Settings, job_id: str) -> RunDir:
+    """The run directory of a training. `Refusal` where there is none."""
+    from trainer.config import JOB_ID
+    from trainer.rundir import JOB
+
+    if JOB_ID.fullmatch(job_id) and run_dir(settings, job_id).storage.exists(JOB):
+        return run_dir(settings, job_id)
+    raise Refusal(f"no training {job_id!r} in {settings.jobs_uri}; `dtrain jobs` lists them")

@@ -1,0 +1,65 @@
+"""What the last training came to, in a few lines: printed at the end of `make run` and by `dtrain summary`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dtrain_dagster.costs.plan import STAND_IN
+from dtrain_dagster.jobs.progress import CLAIM, PLAN, REGISTRATION
+from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.support.formatting import dollars, duration
+from trainer.documents.reader import warn_once
+from trainer.errors import DamagedError
+from trainer.rundir import EVALUATION, RESULT, RunDir
+from trainer.storage.base import Storage
+
+
+def latest_job(settings: Settings) -> RunDir | None:
+    """The job that most recently became an asset."""
+    newest: tuple[float, RunDir] | None = None
+    for name in Storage(settings.jobs_uri).list():
+        rundir = RunDir(f"{settings.jobs_uri}/{name}")
+        try:
+            claim = rundir.read_json(CLAIM)
+        except (DamagedError, OSError) as error:  # of one job: the others are looked at
+            warn_once(f"{name} is left out: {error}")
+            continue
+        if claim and (newest is None or claim["claimed_at"] > newest[0]):
+            newest = (claim["claimed_at"], rundir)
+    return newest[1] if newest else None
+
+
+def summary_lines(rundir: RunDir) -> list[tuple[str, str]]:
+    """(what, figure) from the run directory of a finished job."""
+    result = rundir.read_json(RESULT) or {}
+    evaluation = rundir.read_json(EVALUATION) or {}
+    plan = rundir.read_json(PLAN)
+    cost = rundir.read_json("reports/cost_breakdown.json")
+    registration = rundir.read_json(REGISTRATION)
+    lines = [
+        ("job", rundir.uri.rsplit("/", 1)[-1]),
+        ("trained", f"{result['steps']} steps on {result['world_size']} ranks in {duration(result['train_seconds'])}"),
+    ]
+    lines += _skill(evaluation)
+    if cost and plan:
+        expected = plan["estimate"]["usd"]["expected"]
+        total = cost["metrics"]["total_cost_usd"]
+        words = plan.get("price_words", STAND_IN)
+        lines.append(("cost", f"{dollars(total)}, estimated {dollars(expected)} ({words})"))
+    if registration:
+        alias = f", alias {registration['alias']}" if registration.get("alias") else ""
+        lines.append(("registered", f"{registration['name']} version {registration['version']}{alias}"))
+    return lines
+
+
+def _skill(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
+    model, baselines = evaluation["model"], evaluation["baselines"]
+    if model.get("nll") is None:
+        return [("test loss", f"{model['loss']:.5g}")]
+    best = min(
+        (name for name in baselines if baselines[name].get("nll") is not None), key=lambda n: baselines[n]["nll"]
+    )
+    return [
+        ("test NLL", f"{model['nll']:.4f}; best baseline {best} {baselines[best]['nll']:.4f} (lower is better)"),
+        ("coverage", f"{model['coverage_90']:.1%} of the test windows inside the 90 % interval"),
+    ]

@@ -1,0 +1,281 @@
+"""What a person sees in a terminal: the nodes' logs as they grow, a training's progress, tables of jobs.
+
+On a terminal in colours and in place; into a file or a pipe as plain lines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dtrain_dagster.clusters.base import ClusterHealth, GPUClusterManager, JobState, JobStatus, NodeHealth
+from dtrain_dagster.dashboard.series import PerformanceDashboard
+from dtrain_dagster.jobs.log_follower import LogFollower
+from dtrain_dagster.jobs.progress import Progress, advance, follow_job
+from dtrain_dagster.monitoring.hangs import verdict
+from dtrain_dagster.support.formatting import duration
+from trainer.printable import visible
+from trainer.rundir import LAUNCH, NodePresence, RunDir, stale_seconds
+
+NODE_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
+STATE_COLOURS = {
+    JobState.QUEUED: "yellow",
+    JobState.RUNNING: "cyan",
+    JobState.SUCCEEDED: "green",
+    JobState.FAILED: "red",
+    JobState.CANCELLED: "yellow",
+}
+LINE_EVERY_SECONDS = 5.0
+"""Between two lines of progress where there is no terminal."""
+SILENT_NODE_SECONDS = 20.0
+"""A node tells how it does every few seconds (``training.monitor_interval_seconds``)."""
+
+
+def print_lines(console: Console, lines: Iterable[tuple[int, str]]) -> None:
+    """``[node 0] …`` per line. What a terminal would obey of what the processes printed, colours included, is shown."""
+    for node_id, line in lines:
+        prefix = Text(f"[node {node_id}] ", style=NODE_COLOURS[node_id % len(NODE_COLOURS)])
+        console.print(prefix.append(visible(line), style="default"), soft_wrap=True, highlight=False)
+
+
+def stream_job(
+    console: Console, manager: GPUClusterManager, job_id: str, follower: LogFollower, node_id: int | None = None
+) -> JobStatus:
+    """Print the logs as they grow, until the job has ended."""
+    while True:
+        status = manager.job_status(job_id)  # asked first, so that the final round reads everything
+        print_lines(console, follower.read(node_id, to_the_end=status.state.is_final))
+        if status.state.is_final:
+            return status
+        time.sleep(follower.poll_seconds)
+
+
+def watch_training(
+    console: Console, manager: GPUClusterManager, rundir: RunDir, job_id: str, total_steps: int | None
+) -> JobStatus:
+    """Show a training's progress until it has ended; on a terminal with a line for each node."""
+    if not console.is_terminal:
+        return _show_lines(console, follow_job(manager, rundir, job_id), total_steps)
+    board = PerformanceDashboard()
+    return _show_in_place(console, follow_job(manager, rundir, job_id, take=board.take), board, total_steps)
+
+
+def _show_lines(console: Console, looks: Iterator[tuple[JobStatus, Progress]], total_steps: int | None) -> JobStatus:
+    """A line for each phase, and one every few seconds."""
+    shown_at, phase = 0.0, ""
+    while True:
+        status, progress = next(looks)
+        _print_news(console, progress)
+        now = time.monotonic()
+        if progress.phase != phase or now - shown_at >= LINE_EVERY_SECONDS or status.state.is_final:
+            phase, shown_at = progress.phase, now
+            console.print(progress_line(progress, total_steps), soft_wrap=True, highlight=False, markup=False)
+        if status.state.is_final:
+            return status
+
+
+def _show_in_place(
+    console: Console, looks: Iterator[tuple[JobStatus, Progress]], board: PerformanceDashboard, total_steps: int | None
+) -> JobStatus:
+    from rich.console import Group
+    from rich.live import Live
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    text = TextColumn("{task.description}", markup=False)
+    bar = Bar(SpinnerColumn(), BarColumn(bar_width=20), text, TimeElapsedColumn(), console=console)
+    task = bar.add_task("waiting for nodes", total=total_steps)
+    with Live(bar, console=console, refresh_per_second=4) as live:
+        while True:
+            status, progress = next(looks)
+            _print_news(console, progress)
+            total = total_steps or board.total_steps
+            bar.update(task, total=total, completed=progress.step, description=progress_line(progress, total))
+            live.update(Group(bar, live_nodes_table(board, time.time())) if board.nodes else bar)
+            if status.state.is_final:
+                return status
+
+
+def live_nodes_table(board: PerformanceDashboard, now: float) -> Table:
+    """A row for each node that has been heard: how it does, and what it spends a step on. Pure."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("NODE", "STATE", "GPU" if board.has_gpus else "CPU", "MEMORY", "SAMPLES/S", "WAITS", "TEMPERATURE"):
+        table.add_column(title, justify="left" if title in ("NODE", "STATE") else "right")
+    waiting = board.shares("waiting")
+
+    def shown(value: object, form: str) -> str:
+        return form.format(value) if value is not None else "–"
+
+    for node, sample in sorted(board.nodes.items()):
+        gpu = sample.get("gpu_utilization") is not None
+        table.add_row(
+            Text(str(node), style=NODE_COLOURS[node % len(NODE_COLOURS)]),
+            node_state(board, node, now),
+            shown(sample.get("gpu_utilization" if gpu else "cpu_percent"), "{:.0f} %"),
+            shown(sample.get("gpu_memory_percent" if gpu else "memory_percent"), "{:.1f} %"),
+            shown(sample.get("samples_per_second"), "{:,.0f}"),
+            shown(waiting.get(node), "{:.0%}"),
+            shown(sample.get("gpu_temperature_celsius"), "{:.0f} °C"),
+        )
+    return table
+
+
+def node_state(board: PerformanceDashboard, node: int, now: float) -> Text:
+    """In a word: lost to the others, silent, training, or between trainings (evaluating, saving, waiting to join)."""
+    silent = now - float(board.nodes[node]["time"])
+    if node in board.lost:
+        return Text("lost", style="red")
+    if silent > SILENT_NODE_SECONDS:
+        return Text(f"silent for {silent:.0f} s", style="yellow")
+    if node in board.members and board.nodes[node].get("samples_per_second") is not None:
+        return Text("training", style="green")
+    return Text("there", style="default")
+
+
+def _print_news(console: Console, progress: Progress) -> None:
+    for sentence in progress.news:
+        console.print(f"! {sentence}", style="yellow", soft_wrap=True, highlight=False, markup=False)
+
+
+def progress_line(progress: Progress, total_steps: int | None) -> str:
+    """Phase, step, epoch, loss, speed, time left and nodes, as far as they are known. Pure."""
+    parts = [progress.phase]
+    if progress.step:
+        parts.append(f"step {progress.step}" + (f"/{total_steps}" if total_steps else ""))
+        parts.append(f"epoch {progress.epoch + 1}")
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.4f}")
+    if progress.valid_loss is not None:
+        parts.append(f"valid {progress.valid_loss:.4f}")
+    if progress.samples_per_second is not None:
+        parts.append(f"{progress.samples_per_second:,.0f} samples/s")
+    if progress.eta_seconds:
+        parts.append(f"ETA {duration(progress.eta_seconds)}")
+    nodes = f"{progress.nodes_alive} node" + ("" if progress.nodes_alive == 1 else "s")
+    return " · ".join([*parts, nodes])
+
+
+def print_health(console: Console, health: ClusterHealth) -> None:
+    """How the cluster and its nodes are."""
+    state = "healthy" if health.healthy else "unhealthy"
+    console.print(f"cluster {health.cluster_name}: {health.message or state}", markup=False, highlight=False)
+    if health.nodes:
+        console.print(health_table(health.nodes))
+    elif not health.message:
+        console.print("no nodes: it is at rest")
+
+
+def print_status(console: Console, status: JobStatus, rundir: RunDir, now: float) -> None:
+    """How a job stands, and when which of its nodes was there."""
+    console.print(f"job {status.job_id}: ", state_text(status.state), sep="")
+    console.print(f"started {time_of(status.started_at)}, {age(status, now)}", highlight=False)
+    progress, heard = Progress(nodes_alive=status.nodes_alive), 0
+    for events in rundir.looks():
+        progress, heard = advance(progress, events), heard + len(events)
+    if heard:
+        console.print(progress_line(progress, None), highlight=False, markup=False)
+        if progress.hang:
+            console.print(f"! {verdict(progress.hang)}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    console.print(nodes_table(rundir.nodes(), now, stale_seconds(rundir.storage)))
+    studio = (rundir.read_json(LAUNCH) or {}).get("studio_url")
+    for line in filter(None, (status.message, studio)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def jobs_table(jobs: Iterable[tuple[JobStatus, int, tuple[int, float] | None]], now: float) -> Table:
+    """A row for each (status, nodes, last step and its loss)."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title, options in (
+        ("JOB", {"no_wrap": True}),
+        ("STATE", {}),
+        ("NODES", {"justify": "right"}),
+        ("STARTED", {}),
+        ("DURATION", {"justify": "right"}),
+        ("STEP", {"justify": "right"}),
+        ("LOSS", {"justify": "right"}),
+    ):
+        table.add_column(title, **options)
+    jobs = list(jobs)
+    if is_damaged := any(status.damage for status, _, _ in jobs):
+        table.add_column("WHY", overflow="fold")
+    for status, nodes, step in jobs:
+        table.add_row(
+            visible(status.job_id),
+            Text("damaged", style="red") if status.damage else state_text(status.state),
+            str(nodes),
+            time_of(status.started_at),
+            age(status, now),
+            *(("", "") if step is None else (str(step[0]), f"{step[1]:.4f}")),
+            *([visible(status.damage)] if is_damaged else []),
+        )
+    return table
+
+
+def nodes_table(presences: Iterable[NodePresence], now: float, stale: float) -> Table:
+    """When each node was there, and how it left; a row for each stay. Who is silent for ``stale`` seconds is not known
+    to be there."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("LAUNCH", "NODE", "STAY", "FROM", "FOR", "EXIT CODES"):
+        table.add_column(title)
+    for node in presences:
+        silent = now - node.heard_at(now)
+        if node.ended_at is not None:
+            codes = ", ".join(map(str, node.exit_codes))
+        else:
+            codes = f"silent for {duration(silent)}" if silent > stale else "there"
+        span = duration(node.seconds(now - node.clock_jump_seconds))
+        numbers = (str(number) for number in (node.launch, node.node_id, node.stay))
+        table.add_row(*numbers, time_of(node.started_at), span, codes)
+    return table
+
+
+def health_table(nodes: Iterable[NodeHealth]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("NODE", "HEALTH", ""):
+        table.add_column(title)
+    for node in nodes:
+        mark = Text("healthy", style="green") if node.healthy else Text("unhealthy", style="red")
+        table.add_row(str(node.node_id), mark, Text(node.message))
+    return table
+
+
+def pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
+    """(what, figure) in two columns."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for what, figure in pairs:
+        table.add_row(what, figure)
+    return table
+
+
+def state_text(state: JobState) -> Text:
+    return Text(state.value, style=STATE_COLOURS[state])
+
+
+def time_of(seconds: float | None) -> str:
+    """Local time of Unix ``seconds``."""
+    return "" if seconds is None else time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def age(status: JobStatus, now: float) -> str:
+    """How long a job took, or has been running."""
+    if status.started_at is None:
+        return ""
+    return duration(max(0.0, (status.ended_at or now) - status.started_at))
+
+
+def operations_table(trace: Mapping[str, Any]) -> Table:
+    """The operations that took most of a trace, as a ``profile`` event tells them."""
+    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
+    table.title = f"rank {trace['rank']}, {trace['steps']} steps up to {trace['step']}"
+    table.add_column("OPERATION", no_wrap=True)
+    for title in ("ITS OWN TIME", "SHARE", "CALLS"):
+        table.add_column(title, justify="right")
+    for entry in trace["top"]:
+        own = f"{1000 * entry['self_seconds']:.2f} ms"
+        table.add_row(entry["name"], own, f"{entry['share']:.0%}", str(entry["calls"]))
+    return table

@@ -1,0 +1,340 @@
+"""`dtrain launch` and `dtrain train`: a job is started on the cluster, followed, and cancelled by Ctrl-C.
+
+What they share with `dtrain tune` (`dtrain_dagster.cli.tune`) is public here.
+
+Added to `dtrain` by `dtrain_dagster.cli.main`. Each command imports what it needs, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from dtrain_dagster.cli.common import (
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    Refusal,
+    cluster_of,
+    console,
+    print_summary,
+    read_settings,
+    refuses,
+    run_dir,
+    say,
+)
+
+if TYPE_CHECKING:
+    from dtrain_dagster.clusters.base import ClusterConfig, GPUClusterManager, JobStatus
+    from dtrain_dagster.settings.environment import Settings
+    from trainer.config import JobConfig
+    from trainer.rundir import RunDir
+
+
+def _size_options(command: Callable[..., None]) -> Callable[..., None]:
+    command = click.option(
+        "--procs-per-node",
+        type=click.IntRange(min=1),
+        metavar="P",
+        help="Processes on each node.  [default: DTRAIN_PROCESSES_PER_NODE, else 1]",
+    )(command)
+    return click.option(
+        "--nodes", type=click.IntRange(min=1), metavar="N", help="Nodes.  [default: DTRAIN_NODES, else 3]"
+    )(command)
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@_size_options
+@click.option("--name", metavar="ID", help="Id of the job.  [default: made from the time]")
+@click.option("--master-port", type=click.IntRange(1, 65535), help="Port of rank 0.  [default: a free one]")
+@click.option("--detach", is_flag=True, help="Print the id of the job and leave it running.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@refuses
+def launch(
+    nodes: int | None,
+    procs_per_node: int | None,
+    name: str | None,
+    master_port: int | None,
+    detach: bool,
+    command: tuple[str, ...],
+) -> None:
+    """Run a script of your own on N nodes of the local cluster.
+
+    COMMAND runs once per process with the variables that torchrun sets: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT and so on. A path that ends in .py is run with the Python that runs dtrain. The exit code is that of the
+    process that failed first, 0 if none did. Ctrl-C cancels the job.
+
+    \b
+    Examples:
+      dtrain launch --nodes 2 --procs-per-node 2 -- python my_script.py --epochs 3
+      dtrain launch --nodes 3 --name trial-1 my_script.py
+      dtrain launch --detach --name night my_script.py && dtrain logs --follow night
+    """
+    from dtrain_dagster.cli.job_options import runnable
+    from dtrain_dagster.cli.terminal import stream_job
+    from dtrain_dagster.clusters.base import JobSpec
+    from dtrain_dagster.jobs.log_follower import FileFollower
+
+    settings = read_settings(procs_per_node)
+    if settings.cluster != "local":
+        raise Refusal(
+            f"DTRAIN_CLUSTER={settings.cluster}: only the trainer and the modules of its model and loss are sent to "
+            "the nodes there, no script; make your model a module and start `dtrain train --model "
+            "package.module:factory` (docs/own-model-and-data.md), or unset DTRAIN_CLUSTER to run the script here"
+        )
+    cluster, project = cluster_of(settings)
+    manager = cluster.manager()
+    job_id = new_job_id(name, "launch")
+    if _runs_already(manager, job_id):
+        raise Refusal(f"job {job_id} is running already: `dtrain logs --follow {job_id}` or `dtrain cancel {job_id}`")
+    manager.provision_cluster(nodes or settings.nodes, settings.gpu_type)
+    rundir = run_dir(settings, job_id)
+    follower = FileFollower(rundir.storage.local_path("logs"))
+    follower.skip_to_end()
+    spec = JobSpec(
+        job_id=job_id,
+        run_dir=rundir.uri,
+        command=runnable(command),
+        node_count=nodes or settings.nodes,
+        processes_per_node=settings.processes_per_node,
+        env=cluster.node_env(project),
+        master_port=master_port,
+    )
+    _take_over(rundir)
+    with cancelled_by_signals(manager, job_id, unless=detach):
+        manager.submit_job(spec)
+        if detach:
+            say(job_id)
+            return
+        announce(rundir)
+        status = stream_job(console(), manager, job_id, follower)
+    end(rundir, status)
+
+
+def training_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What names a training: its data, model, loss and fields, and its nodes."""
+    options = (
+        click.option("--config", metavar="JOB.JSON", help="A job.json, see trainer.config."),
+        click.option("--dataset", metavar="FOLDER|ID|latest", help="A dataset, instead of --config."),
+        click.option("--model", help="tcn, lstm, transformer, or your own as package.module:factory."),
+        click.option("--loss", help="student_t, gaussian, mse, or your own as package.module:factory."),
+        click.option("--epochs", type=click.IntRange(min=1)),
+        click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Any field, as training.epochs=2."),
+        _size_options,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command()
+@training_options
+@click.option("--settings", "settings_file", metavar="FILE", help="What `dtrain tune` has written; other options win.")
+@click.option("--name", metavar="ID", help="Id of the job.  [default: that of --config, or made from the time]")
+@click.option("--detach", is_flag=True, help="Print the id of the job and leave it running.")
+@refuses
+def train(
+    config: str | None,
+    dataset: str | None,
+    model: str | None,
+    loss: str | None,
+    epochs: int | None,
+    overrides: tuple[str, ...],
+    nodes: int | None,
+    procs_per_node: int | None,
+    settings_file: str | None,
+    name: str | None,
+    detach: bool,
+) -> None:
+    """Train a model with `python -m trainer` on N nodes.
+
+    A model of your own is found in the working directory and on PYTHONPATH; to nodes of Azure ML its modules are sent,
+    and a dataset of this machine is copied to where they read it. Started again under the same id, a job that failed
+    or was cancelled goes on from its latest checkpoint, and one that runs is followed. Ctrl-C cancels the job.
+
+    On Azure ML a job that has lost its nodes is submitted again by whoever follows it, so --detach leaves it alone.
+
+    \b
+    Examples:
+      dtrain train --dataset latest --nodes 3
+      dtrain train --dataset <id> --model my_models:make_model --epochs 2 --set training.learning_rate=1e-3
+      dtrain train --config job.json --nodes 2 --procs-per-node 2
+      dtrain train --dataset latest --settings tuned.json
+    """
+    from dtrain_dagster.cli.job_options import as_begun, total_steps, with_reachable_data
+    from dtrain_dagster.cli.terminal import watch_training
+    from dtrain_dagster.jobs.progress import start_job
+    from dtrain_dagster.registry.staging import ensure_importable
+
+    settings = read_settings(procs_per_node)
+    cluster, project = cluster_of(settings)
+    manager = cluster.manager(tends=True)
+    asked = [*as_overrides(model, loss, epochs), *overrides]
+    job_id = new_job_id(name, "train") if name or dataset else None
+    job, node_count = wanted_job(settings, config, dataset, asked, nodes, job_id, settings_file)
+    rundir = run_dir(settings, new_job_id(job.job_id, "train"))
+    runs = _runs_already(cluster.manager(), job.job_id)
+    steps = total_steps(job)
+    job = as_begun(with_reachable_data(job, settings), runs)
+    if runs:
+        say(f"job {job.job_id} is running already: no other is started", err=True)
+    else:
+        say_what_was_got(manager.provision_cluster(node_count, settings.gpu_type), settings)
+    ensure_importable()  # for a manager that sends a user's modules to its nodes
+    _take_over(rundir)
+    with cancelled_by_signals(manager, job.job_id, unless=detach):
+        start_job(manager, job, node_count, settings.processes_per_node, cluster.node_env(project))
+        if detach:
+            say(job.job_id)
+            return
+        announce(rundir)
+        status = watch_training(console(), manager, rundir, job.job_id, steps)
+    if status.state == "succeeded":
+        print_summary(rundir)
+    end(rundir, status)
+
+
+def as_overrides(model: str | None, loss: str | None, epochs: int | None) -> list[str]:
+    """The options that are short for a field, as ``--set`` takes them."""
+    shortcuts = {"model.factory": model, "loss.factory": loss, "training.epochs": epochs}
+    return [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
+
+
+def wanted_job(
+    settings: Settings,
+    config: str | None,
+    dataset: str | None,
+    asked: Sequence[str],
+    nodes: int | None,
+    job_id: str | None = None,
+    settings_file: str | None = None,
+) -> tuple[JobConfig, int]:
+    """The job that the options describe, and the number of its nodes. ``asked``: overrides; they have the last word."""
+    from dtrain_dagster.cli.job_options import dataset_config, plan_job, read_config
+    from dtrain_dagster.planning.tuned_settings import read_tuned
+
+    if (config is None) == (dataset is None):
+        raise click.UsageError("give either --config or --dataset", click.get_current_context())
+    text, source = read_config(config) if config else dataset_config(settings, dataset or ""), config
+    given = [*([f"job_id={json.dumps(job_id)}"] if job_id else []), *asked]
+    job, node_count = plan_job(text, source or "the command line", given, nodes, settings)
+    if settings_file:
+        own = {"threads_per_rank"} if settings.threads_per_rank else set()  # DTRAIN_THREADS_PER_RANK
+        tuned, words = read_tuned(settings_file).settings_for(job, stated_fields(asked) | own)
+        for sentence in words:
+            say(f"note: {sentence}", err=True)
+        given += [f"training.{field}={json.dumps(value)}" for field, value in tuned.items()]  # none of them is stated
+        job, node_count = plan_job(text, source or "the command line", given, nodes, settings)
+    return job, node_count
+
+
+def stated_fields(asked: Sequence[str]) -> set[str]:
+    """Fields of ``training`` that these overrides set, one by one or as a whole. Pure."""
+    found: set[str] = set()
+    for item in asked:
+        key, _, value = item.partition("=")
+        section, _, name = key.partition(".")
+        if section == "training":
+            found |= {name.partition(".")[0]} if name else set(json.loads(value))
+    return found
+
+
+def new_job_id(name: str | None, kind: str) -> str:
+    """The id that a person gave, checked, or one made from the time."""
+    from trainer.config import JOB_ID
+
+    if name is None:
+        return f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+    if not JOB_ID.fullmatch(name):
+        raise Refusal(
+            f"--name {name!r}: letters, digits, dots, dashes and underscores, a letter or digit first, at most 200"
+        )
+    return name
+
+
+def _runs_already(manager: GPUClusterManager, job_id: str) -> bool:
+    """`Refusal` for a job that is done."""
+    from dtrain_dagster.clusters.base import ClusterError, JobState
+
+    try:
+        state = manager.job_status(job_id).state
+    except ClusterError:
+        return False  # there is no such job
+    if state is JobState.SUCCEEDED:
+        raise Refusal(f"job {job_id} has succeeded already: choose another --name, or see `dtrain logs {job_id}`")
+    return not state.is_final
+
+
+def _take_over(rundir: RunDir) -> None:
+    """A job of a Dagster run is a person's own from here on, and no orphan when that run has ended."""
+    from dtrain_dagster.clusters.base import OWNER
+
+    if rundir.read_json(OWNER) is not None:
+        rundir.write_json(OWNER, {"dagster_run_id": None, "since": time.time()})
+
+
+class _Terminated(BaseException):
+    """SIGTERM came."""
+
+
+@contextmanager
+def cancelled_by_signals(manager: GPUClusterManager, job_id: str, unless: bool) -> Iterator[None]:
+    """Ctrl-C or SIGTERM inside cancels the job and ends the command, ``unless`` it is to be left running."""
+
+    def terminate(*_: object) -> None:
+        raise _Terminated
+
+    if unless:
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except (KeyboardInterrupt, _Terminated) as error:
+        from dtrain_dagster.clusters.base import ClusterError
+
+        say(f"cancelling job {job_id}", err=True)
+        try:
+            manager.cancel_job(job_id)
+        except ClusterError as why:  # it was not submitted yet, or may go on to cost money
+            say(f"job {job_id} was not cancelled: {why}", err=True)
+        sys.exit(EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_STOPPED)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def say_what_was_got(got: ClusterConfig, settings: Settings) -> None:
+    """Where it is not what was asked for."""
+    if got.gpu_type != settings.gpu_type:
+        tier = f" ({got.tier})" if got.tier else ""
+        say(f"{settings.gpu_type} was not to be had: {got.gpu_type}{tier} is taken", err=True)
+
+
+def announce(rundir: RunDir) -> None:
+    """Say what was started, and where it can be seen."""
+    from trainer.rundir import LAUNCH
+
+    launched = rundir.read_json(LAUNCH) or {}
+    nodes, processes = launched["node_count"], launched["processes_per_node"]
+    each = "" if processes == 1 else f", {processes} processes on each"
+    say(f"job {launched['job_id']}: {nodes} node{'s' if nodes > 1 else ''}{each}", err=True)
+    if studio := launched.get("studio_url"):
+        say(studio, err=True)
+
+
+def end(rundir: RunDir, status: JobStatus) -> None:
+    """Say how the job ended, and exit as it did."""
+    from trainer.rundir import STATUS
+
+    if status.state == "succeeded":
+        return
+    say(f"job {status.job_id} {status.state}: {status.message}", err=True)
+    final = rundir.read_json(STATUS) or {}
+    sys.exit(final.get("exit_code") or 1)  # none was written where the disk is full

@@ -1,0 +1,262 @@
+"""`dtrain tune`: the settings with which a training is fastest on this cluster, measured and written to a file.
+
+Added to `dtrain` by `dtrain_dagster.cli.main`. What is tried, and how it is compared: `trainer.tuning.search`,
+`trainer.tuning.tuner`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dtrain_dagster.cli.common import Refusal, cluster_of, console, read_settings, refuses, run_dir, say
+from dtrain_dagster.cli.train import (
+    announce,
+    as_overrides,
+    cancelled_by_signals,
+    end,
+    new_job_id,
+    say_what_was_got,
+    training_options,
+    wanted_job,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dtrain_dagster.clusters.base import GPUClusterManager, JobStatus
+    from dtrain_dagster.costs.tracker import CostTracker
+    from dtrain_dagster.settings.environment import Settings
+    from trainer.rundir import RunDir
+
+
+@click.command()
+@training_options
+@click.option(
+    "--seconds",
+    type=float,
+    default=300.0,
+    show_default=True,
+    help="What measuring may take, after start-up; compiling is hardly tried with less than 300.",
+)
+@click.option("--global-batch", is_flag=True, help="Try larger global batches too: that is another training.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("tuned.json"),
+    show_default=True,
+    metavar="FILE",
+    help="Where the settings go.",
+)
+@click.option("--name", metavar="ID", help="Id of the job.  [default: made from the time]")
+@refuses
+def tune(
+    config: str | None,
+    dataset: str | None,
+    model: str | None,
+    loss: str | None,
+    epochs: int | None,
+    overrides: tuple[str, ...],
+    nodes: int | None,
+    procs_per_node: int | None,
+    seconds: float,
+    global_batch: bool,
+    out: Path,
+    name: str | None,
+) -> None:
+    """Measure which settings train this model fastest, on this dataset and this cluster.
+
+    One job tries micro-batch and accumulation (of the same global batch), precision, threads, input, communication and
+    compiling, side by side and in whole real steps. What changes numbers counts only if as much is learned. FILE is for
+    `dtrain train --settings`. Ctrl-C ends the job and keeps the best so far.
+
+    \b
+    Examples:
+      dtrain tune --dataset latest --nodes 3
+      dtrain tune --config job.json --seconds 600 --out fast.json && dtrain train --config job.json --settings fast.json
+    """  # fmt: skip
+    from dtrain_dagster.cli.job_options import total_steps, with_reachable_data
+    from dtrain_dagster.clusters.base import JobSpec
+    from dtrain_dagster.registry.staging import ensure_importable
+    from trainer.tuning.search import LEAST_SECONDS
+
+    if not LEAST_SECONDS <= seconds < math.inf:
+        raise Refusal(f"--seconds {seconds:g}: nothing can be told in less than {LEAST_SECONDS:g} s; try 300")
+    _refuse_unwritable(out)
+    settings = read_settings(procs_per_node)
+    cluster, project = cluster_of(settings)
+    manager = cluster.manager(tends=True)
+    job_id = new_job_id(name, "tune")
+    asked = [*as_overrides(model, loss, epochs), *overrides]
+    job, node_count = wanted_job(settings, config, dataset, asked, nodes, job_id)
+    rundir = run_dir(settings, job_id)
+    if rundir.storage.exists("job.json"):
+        raise Refusal(f"job {job_id} is there already: choose another --name")
+    total_steps(job)  # refuses data that cannot feed the ranks
+    job = with_reachable_data(job, settings)
+    say_what_was_got(manager.provision_cluster(node_count, settings.gpu_type), settings)
+    ensure_importable()
+    rundir.write_job(job)
+    more = ("--global-batch",) if global_batch else ()
+    command = (
+        manager.python,
+        "-m",
+        "trainer.tuning.tuner",
+        "--config",
+        f"{job.run_dir}/job.json",
+        "--seconds",
+        f"{seconds:g}",
+    )
+    spec = JobSpec(
+        job_id=job_id,
+        run_dir=job.run_dir,
+        command=(*command, *more),
+        node_count=node_count,
+        processes_per_node=settings.processes_per_node,
+        env=cluster.node_env(project),
+        master_port=job.training.master_port,
+    )
+    try:
+        with cancelled_by_signals(manager, job_id, unless=False):
+            manager.submit_job(spec)
+            announce(rundir)
+            status = _watch(manager, rundir, job_id)
+    except SystemExit:
+        _deliver(manager, rundir, job_id, out, settings)
+        raise
+    _deliver(manager, rundir, job_id, out, settings)
+    end(rundir, status)
+
+
+def _refuse_unwritable(out: Path) -> None:
+    """`Refusal`, before anything is started, where the result could not be written."""
+    try:
+        if out.is_dir():
+            raise IsADirectoryError("it is a folder")
+        with tempfile.NamedTemporaryFile(dir=out.parent, prefix=f".{out.name}-"):
+            pass
+    except OSError as error:
+        raise Refusal(f"--out {out} cannot be written: {error}; choose another file") from None
+
+
+def _watch(manager: GPUClusterManager, rundir: RunDir, job_id: str) -> JobStatus:
+    """Tell each thing that is measured, and how much of the budget is gone, until the job has ended."""
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from dtrain_dagster.jobs.progress import follow_job
+
+    shown = console()
+    events: list[dict[str, Any]] = []
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.percentage:.0f} %"))
+    with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+        for now, _ in follow_job(manager, rundir, job_id, take=events.extend):
+            status = now
+            for item in events:
+                if item["kind"] == "tune":
+                    shown.print(_line(item), soft_wrap=True, highlight=False, markup=False)
+                    description = f"{item.get('group', '')}: {item['candidate']}"
+                    bar.update(
+                        task, description=description, total=item["budget_seconds"], completed=item["elapsed_seconds"]
+                    )
+            events.clear()
+    return status
+
+
+def _line(item: Mapping[str, Any]) -> str:
+    """One thing that was done, as a person reads it. Pure."""
+    figures = ""
+    if item.get("samples_per_second"):
+        figures = f" {item['samples_per_second']['median']:,.0f} samples/s, {_percent(item['gain'])}"
+    return f"{item['elapsed_seconds']:5.0f} s  {item['group']}: {item['candidate']}: {item['doing']}{figures}"
+
+
+def _percent(gain: Mapping[str, float]) -> str:
+    """``+27 % (+4 to +52 %)``: median and quartiles over rounds."""
+    low, median, high = (f"{100 * (gain[name] - 1):+.0f}" for name in ("low", "median", "high"))
+    return f"{median} % ({low} to {high} %)"
+
+
+def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path, settings: Settings) -> None:
+    """Show what was found, write it, and say what it cost. Of a search that was cut short only what has been found."""
+    from dtrain_dagster.clusters.base import ClusterError
+    from dtrain_dagster.costs.plan import LISTED, STAND_IN
+    from dtrain_dagster.costs.prices import PriceError, tier_of
+    from dtrain_dagster.costs.tracker import CostTracker
+    from dtrain_dagster.support.formatting import dollars
+    from trainer.rundir import TUNED
+    from trainer.storage.base import Storage
+
+    tracker: CostTracker | None = None
+    try:
+        tracker = CostTracker(settings.cluster_name, manager.node_usage(job_id), tier_of(settings.tier))
+    except (ClusterError, PriceError) as error:
+        say(f"note: what it cost is not known: {error}", err=True)
+    document = rundir.read_json(TUNED)
+    words = STAND_IN if settings.cluster == "local" else LISTED
+    if document is not None and (document["training"] or document["evidence"]["complete"]):
+        evidence = document["evidence"]
+        if tracker is not None:
+            evidence["cost"] = {"node_seconds": tracker.node_hours * 3600, "usd": tracker.total_usd, "price": words}
+        Storage(str(out.parent.absolute())).write(out.name, json.dumps(document, indent=2, sort_keys=True).encode())
+        console().print(candidates_table(evidence["candidates"]), highlight=False)
+        for sentence in summary(document, out):
+            say(sentence)
+    elif document is not None:
+        console().print(candidates_table(document["evidence"]["candidates"]), highlight=False)
+        say(f"nothing was confirmed in this time: {out} is not written; give more --seconds", err=True)
+    if tracker is not None:
+        say(
+            f"tuning cost {tracker.node_hours * 3600:.0f} node-seconds, {dollars(tracker.total_usd)} ({words})",
+            err=True,
+        )
+
+
+def summary(document: Mapping[str, Any], out: Path) -> list[str]:
+    """What was found, in sentences. Pure."""
+    from trainer.tuning.search import NO_TIME, UNTOLD
+
+    training, evidence = document["training"], document["evidence"]
+    cut = [] if evidence["complete"] else ["ended early: this is the best so far, without a last comparison"]
+    short = sum(row["verdict"] in (UNTOLD, NO_TIME) for row in evidence["candidates"])
+    untold = [f"{short} candidate(s) had too little time: a larger --seconds tells more"] if short else []
+    baseline, chosen = (evidence[name]["samples_per_second"] for name in ("baseline", "chosen"))
+    if not training:
+        pace = f" ({baseline['median']:,.0f} samples/s)" if baseline else ""
+        return [*cut, *untold, f"keep the defaults: nothing that was told pays{pace}"]
+    found = ", ".join(f"{name} = {value}" for name, value in training.items())
+    gain = ""
+    if baseline and chosen:
+        gain = f": {chosen['median']:,.0f} samples/s instead of {baseline['median']:,.0f}"
+    if evidence["gain"]:
+        gain += f", {_percent(evidence['gain'])}"
+    return [*cut, *untold, f"{found}{gain}", f"use it: dtrain train … --settings {out}"]
+
+
+def candidates_table(rows: list[dict[str, Any]]) -> Table:
+    """A row for each candidate, with the setting that it changes. Pure."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("GROUP", "CHANGE", "SAMPLES/S", "GAIN (QUARTILES)", "LOSS", "VERDICT"):
+        table.add_column(title, justify="right" if title in ("SAMPLES/S", "GAIN (QUARTILES)", "LOSS") else "left")
+    for row in rows:
+        pace, gain, loss = (row.get(name) for name in ("samples_per_second", "gain", "validation_loss"))
+        difference = loss["candidate"] - loss["baseline"] if loss and loss["candidate"] is not None else None
+        style = {"chosen": "green", "confirmed": "green"}.get(row["verdict"], "")
+        table.add_row(
+            row["group"],
+            Text("\n".join(f"{name} = {value}" for name, value in row["change"].items()) or "as configured"),
+            f"{pace['median']:,.0f}" if pace else "–",
+            _percent(gain) if gain else "–",
+            f"{difference:+.5f}" if difference is not None else "",
+            Text(row["verdict"], style=style),
+        )
+    return table

@@ -1,0 +1,429 @@
+"""One job, looked after: submitted, looked at, gone on with elsewhere when it loses its nodes, cancelled, settled.
+
+Nothing is held in memory that matters: the record of launches and the status are in the run directory, the rest is in
+the service. Any number of orchestrators may tend the same job, or die in the middle of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+from dtrain_dagster.clusters import presence as presences
+from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
+from dtrain_dagster.clusters.azure_ml.client import ServiceError, ServiceUnreachable
+from dtrain_dagster.clusters.azure_ml.job_records import Traces
+from dtrain_dagster.clusters.azure_ml.jobs import Jobs, NameTaken, ServiceJob
+from dtrain_dagster.clusters.azure_ml.launch_record import Launches, Record
+from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, Provisioned, Provisioner
+from dtrain_dagster.clusters.azure_ml.sku_chain import Choice, chain
+from dtrain_dagster.clusters.azure_ml.states import Decision, Facts, Look, Patience, decide, phase_of
+from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus, NoCapacityError
+from dtrain_dagster.clusters.exit_policy import is_failure
+from dtrain_dagster.clusters.job_marks import ActiveJobs
+from dtrain_dagster.clusters.local.supervisor import how_to_go_on
+from dtrain_dagster.clusters.presence import is_here
+from dtrain_dagster.costs.budget import reprice
+from dtrain_dagster.costs.prices import tier_of
+from trainer.rundir import RESULT, STATUS, RunDir
+
+CANCEL_AGAIN_SECONDS = 30.0
+_log = logging.getLogger(__name__)
+
+
+class Tender:
+    """Looks after the job in one run directory. ``active``: where jobs are marked that may run; ``run_id``: the Dagster
+    run that it is done for."""
+
+    def __init__(
+        self,
+        rundir: RunDir,
+        provisioner: Provisioner,
+        jobs: Jobs,
+        active: ActiveJobs,
+        run_id: str | None = None,
+        tends: bool = True,
+    ) -> None:
+        self.rundir, self.provisioner, self.jobs, self.run_id, self.tends = rundir, provisioner, jobs, run_id, tends
+        self.options, self.active = jobs.options, active
+        self.launches = Launches(rundir)
+        self.traces = Traces(rundir, jobs)
+        self._looked_at = self._cancelled_at = float("-inf")
+        self._last: JobStatus | None = None
+        self._owned = False
+
+    def submit(self, spec: JobSpec, got: Provisioned) -> None:
+        """Start the job on what was got, unless it runs or has succeeded."""
+        while True:
+            before, record = self.launches.read()
+            if record is None:
+                first = launch_records.first_record(spec, got, spec.env, self.options.cluster_name, self.run_id)
+                self._mark(first)
+                if self.launches.swap(None, first):
+                    return self._put(first, got)
+                continue
+            status = self.look(fresh=True)
+            if status.state is JobState.SUCCEEDED:
+                return
+            if not status.state.is_final:
+                self._own()
+                _, record = self.launches.read()
+                if record is not None and not record["confirmed"] and not record["cancel_asked_at"]:
+                    self._put(record)
+                return
+            before, record = self.launches.read()
+            if record is None or not self._is_final(record):
+                continue
+            again = launch_records.record_again(record, spec, got, spec.env, self.run_id)
+            self._mark(again)
+            if self.launches.swap(before, again):
+                return self._put(again, got)
+
+    def _mark(self, record: Record) -> None:
+        self.active.enter(launch_records.mark_of(record["job_id"], record["launch"]))
+
+    def look(self, fresh: bool = False) -> JobStatus:
+        """How the job stands, and what has to be done about it is done (where this one tends). The service is asked at
+        most every ``poll_seconds``, unless a ``fresh`` look is wanted."""
+        due = time.monotonic() - self._looked_at >= self.options.poll_seconds
+        if self._last is not None and not fresh and not due:
+            return self._last
+        try:
+            self._last = self._look()
+        except OSError as error:  # the storage does not answer; what was seen last is still the best there is
+            if self._last is None or fresh:
+                raise
+            _log.warning("job %s: %s cannot be read: %s", self._last.job_id, self.rundir.uri, error)
+            self._last = replace(self._last, message=f"the run directory cannot be reached: {error}")
+        self._looked_at = time.monotonic()
+        return self._last
+
+    def has_ended(self, launch: int) -> bool:
+        """Has the job ended with this launch or a later one?"""
+        record = self.launches.read()[1]
+        return record is not None and record["launch"] >= launch and self._is_final(record)
+
+    def cancel(self, patience_seconds: float | None = None) -> None:
+        """Have the job ended, and return when the service says that it has. `ServiceError` if it does not say so within
+        that time (None: ``cancel_seconds``)."""
+
+        def ask(record: Record) -> Record | None:
+            return record if record["cancel_asked_at"] else {**record, "cancel_asked_at": time.time()}
+
+        if self._is_final(self.launches.read()[1] or {}):
+            return
+        record = self.launches.update(ask)  # before anything is looked at, so that no look goes on with it
+        patience = self.options.cancel_seconds if patience_seconds is None else patience_seconds
+        deadline = time.monotonic() + patience
+        while not (status := self._look(cancelling=True)).state.is_final:
+            if time.monotonic() > deadline:
+                url = (record or {}).get("studio_url") or self.options.studio_url
+                raise ServiceError(
+                    f"the end of job {status.job_id} is not confirmed after {patience:.0f} s "
+                    f"({status.message}): it may still cost money, look at {url}",
+                    "NotCancelled",
+                )
+            time.sleep(min(self.options.poll_seconds, 2.0))
+        self._last = status
+
+    def _look(self, cancelling: bool = False) -> JobStatus:
+        _, record = self.launches.read()
+        assert record is not None, "whoever asks has seen the record"
+        status = self.rundir.read_json(STATUS) or {}
+        if self._is_final(record, status):
+            return _job_status(status)
+        if self.tends:
+            self._own()
+        try:
+            job = self.jobs.get(record["job_name"], self.options.look_patience_seconds)
+            facts = self._facts(record, job, status)
+        except ServiceError as error:
+            return self._unreachable(record, status, error)
+        decision = decide(facts, self._patience)
+        if job is not None and not record["confirmed"]:
+            fields = {"confirmed": True, "studio_url": job.studio_url}
+            record = self.launches.change(record["token"], **fields) or record
+        if not self.tends and not cancelling and decision.action not in ("settle", "report"):
+            return self._report(record, facts, decision, write=False)
+        try:
+            return self._act(record, facts, decision)
+        except ServiceError as error:
+            ended = self.rundir.read_json(STATUS) or {}
+            if self._is_final(record, ended):
+                return _job_status(ended)
+            return self._unreachable(record, status, error)
+
+    @property
+    def _patience(self) -> Patience:
+        options = self.options
+        return Patience(
+            queue=options.queue_deadline_seconds,
+            allocation=options.allocation_patience_seconds,
+            silence=options.silence_seconds,
+            start=options.start_seconds,
+        )
+
+    def _facts(self, record: Record, job: ServiceJob | None, status: dict[str, Any]) -> Facts:
+        now = time.time()
+        look = job.look if job is not None else Look(status="")
+        phase = phase_of(look)
+        nodes = [node for node in self.rundir.nodes() if node.launch == record["launch"]]
+        since = record["submitted_at"]
+        if status.get("launch") == record["launch"] and phase not in ("submitting", "gone"):
+            since = status["phase_since"] if status.get("phase") == phase else now
+        ready, error = None, ""
+        patience = self.options.look_patience_seconds
+        if phase == "waiting":
+            there = self.provisioner.nodes(record["compute"], patience)
+            ready = sum(state in NODES_THERE and job_name in (None, "") for _, state, job_name in there)
+            if ready < record["node_count"]:
+                error = self.provisioner.allocation_error(record["compute"], patience)
+        return Facts(
+            look=look,
+            now=now,
+            launch=record["launch"],
+            node_count=record["node_count"],
+            elastic=record["elastic"],
+            submitted_at=record["submitted_at"],
+            phase_since=since,
+            seen=record["confirmed"],
+            result=self.rundir.read_json(RESULT),
+            heard_at=max((node.last_seen_at or node.started_at for node in nodes), default=None),
+            vanished=tuple(node.node_id for node in presences.latest(nodes) if node.ended_at is None),
+            exit_codes=tuple(code for node in presences.latest(nodes) for code in node.exit_codes),
+            cancel_asked=record["cancel_asked_at"] is not None,
+            stopping=record["stopping"],
+            resubmissions_left=self.options.max_resubmissions - (record["launch"] - record["first_launch"]),
+            nodes_ready=ready,
+            allocation_error=error,
+            has_alternative=bool(self._alternatives(record)),
+        )
+
+    def _alternatives(self, record: Record) -> list[Choice]:
+        here = Choice(sku=record["sku"], tier=record["tier"])
+        return chain(record["sku"], self.options.chain, self.options.tiers, {here, *launch_records.excluded(record)})
+
+    def _act(self, record: Record, facts: Facts, decision: Decision) -> JobStatus:
+        if decision.action == "submit":
+            self._put(record)
+        elif decision.action == "cancel":
+            self._cancel_in_service(record, "somebody asked for it")
+        elif decision.action == "stop":
+            if not record["stopping"]:
+                _log.warning("job %s: %s; ending it, to go on", record["job_name"], decision.message)
+            fields = {"stopping": record["stopping"] or decision.message}
+            if phase_of(facts.look) == "waiting":
+                here = {"sku": record["sku"], "tier": record["tier"]}
+                fields |= {"nodes_ready": facts.nodes_ready, "excluded": _with(record["excluded"], here)}
+            if self.launches.change(record["token"], **fields):
+                self._cancel_in_service(record, decision.message)
+        elif decision.action == "next":
+            return self._go_on(record, facts, decision)
+        elif decision.action == "settle":
+            return self._settle(record, facts, decision)
+        return self._report(record, facts, decision)
+
+    def _go_on(self, record: Record, facts: Facts, decision: Decision) -> JobStatus:
+        """The next launch, from the latest checkpoint, with the nodes that are to be had."""
+        now = time.time()
+        waiting_since = record["waiting_since"] or now
+        if record["retry_at"] and now < record["retry_at"]:
+            message = f"{decision.message}; waits for capacity since {now - waiting_since:.0f} s"
+            return self._report(record, facts, replace(decision, message=message))
+        try:
+            got = self._get_nodes(record)
+        except NoCapacityError as error:
+            self.traces.note_attempts(record["launch"] + 1, record["asked_nodes"], error.attempts)
+            if now - waiting_since > self.options.queue_deadline_seconds or record["nodes_ready"] is not None:
+                message = f"{decision.message}; and there is {error}"
+                return self._settle(
+                    record, facts, replace(decision, action="settle", state=JobState.FAILED, message=message)
+                )
+            self.launches.change(record["token"], retry_at=error.retry_at, waiting_since=waiting_since)
+            return self._report(record, facts, replace(decision, message=f"{decision.message}; {error}"))
+        except ServiceError:
+            raise
+        except ClusterError as error:  # what no other size changes
+            message = f"{decision.message}; and {error}"
+            return self._settle(record, facts, Decision(action="settle", state=JobState.FAILED, message=message))
+        self.traces.end_stays(facts.look)
+        before, current = self.launches.read()
+        if current is None or current["token"] != record["token"] or current["cancel_asked_at"]:
+            return self._report(record, facts, decision)  # somebody else was faster
+        following = launch_records.next_record(current, got, decision.message)
+        if not self.launches.swap(before, following):
+            return self._report(record, facts, decision)
+        _log.warning(
+            "job %s: %s; goes on as %s with %d nodes of %s", record["job_name"], decision.message,
+            following["job_name"], got.node_count, got.sku,
+        )  # fmt: skip
+        self.traces.keep_logs(record)
+        self.jobs.forget_secret(record)
+        self._put(following, got)
+        message = f"launch {following['launch']} with {got.node_count} x {got.sku}: {decision.message}"
+        look = Look(status="NotStarted")
+        facts = replace(facts, look=look, launch=following["launch"], phase_since=following["submitted_at"])
+        return self._report(following, facts, Decision(action="report", state=JobState.QUEUED, message=message))
+
+    def _get_nodes(self, record: Record) -> Provisioned:
+        """All nodes that were asked for, or as many as there are; where others were waited for in vain, those that did
+        come. `NoCapacityError` where there is not one."""
+        refusals: list[NoCapacityError] = []
+        asked = record["asked_nodes"]
+        came = record["nodes_ready"] or 0
+        tags = self._compute_tags(record["job_id"])
+        for count in range(asked, 0, -1):
+            if count <= came:
+                return Provisioned(
+                    compute=record["compute"], sku=record["sku"], tier=record["tier"], node_count=came,
+                    max_nodes=asked, attempts=(),
+                )  # fmt: skip
+            try:
+                return self.provisioner.provision(count, record["sku"], launch_records.excluded(record), tags)
+            except NoCapacityError as error:
+                refusals.append(error)
+        raise refusals[0]
+
+    def _put(self, record: Record, got: Provisioned | None = None) -> None:
+        """Have this launch in the service, and mind what was decided meanwhile."""
+        if got is not None:
+            self.traces.note_attempts(record["launch"], got.node_count, [asdict(attempt) for attempt in got.attempts])
+        self._own()
+        self._last = None
+        while True:
+            try:
+                self._keep_budget(record)
+                job = self.jobs.submit(record, self.rundir)
+                break
+            except NameTaken as error:
+                _log.warning("%s: the launch is given the next number", error)
+                before, current = self.launches.read()
+                if current is None or current["token"] != record["token"]:
+                    return
+                record = launch_records.renamed(current)
+                if not self.launches.swap(before, record):
+                    return
+            except ClusterError as error:
+                if not isinstance(error, ServiceUnreachable):  # it would come again
+                    self._refused(record, error)
+                raise
+        current = self.launches.change(record["token"], confirmed=True, studio_url=job.studio_url)
+        if current is None or current["cancel_asked_at"]:  # cancelled, or superseded, while it was being submitted
+            self._cancel_in_service(record, "it was cancelled while it was being submitted")
+        _log.info("job %s: submitted, %s", record["job_name"], job.studio_url)
+
+    def _keep_budget(self, record: Record) -> None:
+        """A budget in dollars holds whatever this launch's nodes cost. `ClusterError` where that is not known."""
+        try:
+            reprice(self.rundir, self.traces.usage(record, True, time.time()), record["sku"], tier_of(record["tier"]))
+        except ValueError as error:  # no price, or a damaged file
+            raise ClusterError(f"stop_at_usd cannot be kept on these nodes: {error}") from error
+
+    def _refused(self, record: Record, error: ClusterError) -> None:
+        """Nothing was bought, and nothing will be: that is how this launch ends."""
+        facts = Facts(
+            look=Look(status=""), now=time.time(), launch=record["launch"], node_count=record["node_count"],
+            elastic=record["elastic"], submitted_at=record["submitted_at"], phase_since=record["submitted_at"],
+        )  # fmt: skip
+        decision = Decision(action="settle", state=JobState.FAILED, message=f"it was not submitted: {error}")
+        self.rundir.write_json(STATUS, self._status(record, facts, decision) | {"ended_at": facts.now, "exit_code": 1})
+
+    def _cancel_in_service(self, record: Record, why: str) -> None:
+        if time.monotonic() - self._cancelled_at > CANCEL_AGAIN_SECONDS:
+            self.jobs.cancel(record["job_name"], why, self.options.look_patience_seconds)
+            self._cancelled_at = time.monotonic()
+
+    def _settle(self, record: Record, facts: Facts, decision: Decision) -> JobStatus:
+        """It is over: write the end of nodes that could not, keep the logs, and say why."""
+        ended_at = min(facts.look.ended_at or facts.now, facts.now)
+        self.traces.end_stays(facts.look)
+        self.traces.keep_logs(record)
+        self.jobs.forget_secret(record)
+        message = decision.message
+        if decision.state is JobState.FAILED:
+            message = f"{message}. {how_to_go_on(self.rundir, record['job_id'])}"
+            message += f"; in the studio: {record['studio_url']}" if record["studio_url"] else ""
+            message += self.traces.said(facts.node_count)
+        codes = {JobState.SUCCEEDED: 0, JobState.CANCELLED: 143}
+        failure = next((code for code in facts.exit_codes if is_failure(code)), 1)
+        status = self._status(record, facts, replace(decision, message=message)) | {
+            "ended_at": ended_at,
+            "exit_code": codes.get(decision.state, failure),
+        }
+        self.rundir.write_json(STATUS, status)
+        _log.info("job %s: %s %s", record["job_name"], decision.state, message.splitlines()[0] if message else "")
+        return _job_status(status)
+
+    def _report(self, record: Record, facts: Facts, decision: Decision, write: bool = True) -> JobStatus:
+        status = self._status(record, facts, decision)
+        if write and self.tends:
+            known = self.rundir.read_json(STATUS) or {}
+            if known | {"message": ""} != status | {"message": ""}:  # words alone, such as how long, are not worth it
+                self.rundir.write_json(STATUS, status)
+        alive = sum(is_here(node, facts.now, self.traces.stale) for node in presences.latest(self.rundir.nodes(True)))
+        return _job_status(status, alive)
+
+    def _status(self, record: Record, facts: Facts, decision: Decision) -> dict[str, Any]:
+        return {
+            "job_id": record["job_id"],
+            "state": decision.state,
+            "message": decision.message,
+            "launch": record["launch"],
+            "service_status": facts.look.status,
+            "phase": phase_of(facts.look),
+            "phase_since": facts.phase_since,
+            "started_at": record["first_submitted_at"],
+            "ended_at": None,
+            "exit_code": None,
+            "studio_url": record["studio_url"],
+            "unreachable_since": None,
+        }
+
+    def _unreachable(self, record: Record, status: dict[str, Any], error: ServiceError) -> JobStatus:
+        """What was so when it was last seen, and since when it was not seen any more."""
+        known = status if status.get("launch") == record["launch"] else {}
+        since = known.get("unreachable_since") or time.time()
+        if self.tends and known and not known.get("unreachable_since"):
+            self.rundir.write_json(STATUS, {**known, "unreachable_since": since})
+        message = f"cannot be reached since {time.time() - since:.0f} s: {error}"
+        _log.warning("job %s: %s", record["job_name"], message)
+        return JobStatus(
+            job_id=record["job_id"],
+            state=JobState(known.get("state", JobState.QUEUED)),
+            message=message,
+            nodes_alive=sum(
+                is_here(node, time.time(), self.traces.stale) for node in presences.latest(self.rundir.nodes(True))
+            ),
+            started_at=record["first_submitted_at"],
+        )
+
+    def _own(self) -> None:
+        """Say which Dagster run follows this job, so that its job is no orphan."""
+        if self.run_id and not self._owned:
+            if (self.rundir.read_json(OWNER) or {}).get("dagster_run_id") != self.run_id:
+                self.rundir.write_json(OWNER, {"dagster_run_id": self.run_id, "since": time.time()})
+            self._owned = True
+
+    def _compute_tags(self, job_id: str) -> dict[str, str]:
+        return {"dtrain_job": job_id} | ({"dagster_run_id": self.run_id} if self.run_id else {})
+
+    def _is_final(self, record: Record, status: dict[str, Any] | None = None) -> bool:
+        status = (self.rundir.read_json(STATUS) or {}) if status is None else status
+        return status.get("launch") == record.get("launch", 0) and JobState(status["state"]).is_final
+
+
+def _with(entries: list[dict[str, str]], entry: dict[str, str]) -> list[dict[str, str]]:
+    return entries if entry in entries else [*entries, entry]
+
+
+def _job_status(status: dict[str, Any], nodes_alive: int = 0) -> JobStatus:
+    return JobStatus(
+        job_id=status["job_id"],
+        state=JobState(status["state"]),
+        message=status["message"],
+        nodes_alive=nodes_alive,
+        started_at=status["started_at"],
+        ended_at=status["ended_at"],
+    )

@@ -1,0 +1,205 @@
+"""``launch.json`` of a job on Azure ML: what was asked for and which launch counts. All that has to survive is in it.
+
+Whoever wants to change it compares and swaps, so that of several orchestrators one decides; and a launch is written
+here before it is bought, under the name under which the service then knows it. So what was bought can always be found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dtrain_dagster.clusters.azure_ml.provision import Provisioned
+from dtrain_dagster.clusters.azure_ml.sku_chain import Choice
+from dtrain_dagster.clusters.base import JobSpec
+from trainer.documents import schemas
+from trainer.documents.reader import DOCUMENT_BYTES, parse_document
+from trainer.rundir import LAUNCH, RunDir
+
+Record = dict[str, Any]
+"""``launch.json``:
+
+job_id, command, node_count, processes_per_node, env, elastic, cluster_name, sku, launch, token, submitted_at: as on the
+local cluster. ``token``: marks this launch in the service.
+run_dir, asked_nodes: nodes that were asked for; node_count is what this launch has.
+tier, compute, job_name, studio_url: where it runs, and under which name the service knows it.
+first_launch, first_submitted_at: since when its resubmissions are counted.
+confirmed: the service was seen to have it.
+cancel_asked_at; stopping: why this launch is being ended to go on elsewhere, nodes_ready: nodes that it had then.
+excluded: kinds of nodes that did not come; retry_at, waiting_since: when capacity is asked for again, and since when.
+history: the launches before this one: launch, job_name, sku, tier, node_count, submitted_at, ended_at, reason.
+"""
+
+
+class Launches:
+    """The record of one job."""
+
+    def __init__(self, rundir: RunDir) -> None:
+        self.rundir = rundir
+
+    def read(self) -> tuple[bytes | None, Record | None]:
+        """What is written, as it is and as a record; (None, None) where nothing is. `DamagedError` where it is none."""
+        try:
+            data = self.rundir.storage.read_bounded(LAUNCH, DOCUMENT_BYTES)
+        except FileNotFoundError:
+            return None, None
+        return data, parse_document(data, f"{self.rundir.uri}/{LAUNCH}", schemas.DOCUMENTS[LAUNCH])
+
+    def swap(self, before: bytes | None, record: Record) -> bool:
+        """Write the record if what is there is still ``before``."""
+        data = json.dumps(record, indent=2, sort_keys=True, allow_nan=False).encode()
+        return self.rundir.storage.swap(LAUNCH, before, data)
+
+    def change(self, token: str, **fields: Any) -> Record | None:
+        """Set these fields of the launch with this token; the new record, or None if another launch counts by now."""
+
+        def apply(record: Record) -> Record | None:
+            return {**record, **fields} if record["token"] == token else None
+
+        return self.update(apply)
+
+    def update(self, apply: Callable[[Record], Record | None]) -> Record | None:
+        """Apply a change, again if somebody else was faster; None if it no longer applies."""
+        while True:
+            before, record = self.read()
+            changed = apply(record) if record is not None else None
+            if changed is None or changed == record or self.swap(before, changed):
+                return changed
+
+
+def first_record(
+    spec: JobSpec, got: Provisioned, env: Mapping[str, str], cluster_name: str, run_id: str | None
+) -> Record:
+    """The first launch of a job."""
+    now = time.time()
+    record: Record = {
+        "job_id": spec.job_id,
+        "run_dir": spec.run_dir,
+        "cluster_name": cluster_name,
+        "master_port": None,
+        "launch": 1,
+        "first_submitted_at": now,
+        "history": [],
+    }
+    return record | _asked(spec, got, env, run_id, now) | {"first_launch": 1, "job_name": job_name(spec.job_id, 1)}
+
+
+def record_again(record: Record, spec: JobSpec, got: Provisioned, env: Mapping[str, str], run_id: str | None) -> Record:
+    """The next launch of a job that somebody submits again after it has failed or was cancelled."""
+    number = record["launch"] + 1
+    history = [*record["history"], past(record, "submitted again")]
+    fields = {"launch": number, "first_launch": number, "job_name": job_name(spec.job_id, number), "history": history}
+    return {**record, **_asked(spec, got, env, run_id, time.time()), **fields}
+
+
+def next_record(record: Record, got: Provisioned, why: str) -> Record:
+    """The next launch of a job that has lost this one, with what was got."""
+    number, now = record["launch"] + 1, time.time()
+    here = {"sku": got.sku, "tier": got.tier}
+    in_vain = record["nodes_ready"] is not None and here not in record["excluded"]
+    return {
+        **record,
+        **_where(got, now),
+        "excluded": record["excluded"] if in_vain else [],
+        "launch": number,
+        "job_name": job_name(record["job_id"], number),
+        "history": [*record["history"], past(record, why)],
+    }
+
+
+def renamed(record: Record) -> Record:
+    """The same launch under the next number, where the service has something else under this one's name."""
+    number = record["launch"] + 1
+    return {
+        **record,
+        "launch": number,
+        "first_launch": record["first_launch"] + 1,  # it was no resubmission
+        "job_name": job_name(record["job_id"], number),
+        "token": uuid.uuid4().hex,
+        "confirmed": False,
+    }
+
+
+def past(record: Record, why: str) -> Record:
+    names = ("launch", "job_name", "sku", "tier", "compute", "node_count", "submitted_at", "studio_url")
+    return {name: record.get(name) for name in names} | {"ended_at": time.time(), "reason": why}
+
+
+def _asked(spec: JobSpec, got: Provisioned, env: Mapping[str, str], run_id: str | None, now: float) -> Record:
+    return {
+        "command": list(spec.command),
+        "asked_nodes": spec.node_count,
+        "processes_per_node": spec.processes_per_node,
+        "env": dict(env),
+        "elastic": spec.elastic,
+        "dagster_run_id": run_id,
+        "cancel_asked_at": None,
+        "excluded": [],
+        **_where(got, now),
+        "node_count": spec.node_count,
+    }
+
+
+def _where(got: Provisioned, now: float) -> Record:
+    return {
+        "sku": got.sku,
+        "tier": got.tier,
+        "compute": got.compute,
+        "node_count": got.node_count,
+        "token": uuid.uuid4().hex,
+        "submitted_at": now,
+        "studio_url": None,
+        "confirmed": False,
+        "stopping": "",
+        "nodes_ready": None,
+        "retry_at": None,
+        "waiting_since": None,
+    }
+
+
+def job_name(job_id: str, launch: int) -> str:
+    """The name of a launch in the service: the same whoever asks, so that it is bought once.
+
+    The service makes capitals small, so the name has none; and what had to be changed is marked, so that jobs whose
+    ids differ only in that do not share a name.
+    """
+    name = re.sub(r"[^a-z0-9_-]", "-", job_id.lower())
+    mark = "" if name == job_id else f"-{hashlib.sha256(job_id.encode()).hexdigest()[:6]}"
+    return f"{name}{mark}-l{launch}"
+
+
+def mark_of(job_id: str, launch: int) -> str:
+    """The mark of a job that may run, from this launch on until it has ended (`clusters.active`). One that is submitted
+    again after that gets another, so that who removes the old one late hides nothing."""
+    return f"{job_id}~{launch}"
+
+
+def read_mark(mark: str) -> tuple[str, int]:
+    """Job and launch of a mark; launch 0 of one that names none."""
+    job_id, _, launch = mark.rpartition("~")
+    return (job_id, int(launch)) if job_id and launch.isdecimal() else (mark, 0)
+
+
+def excluded(record: Record) -> set[Choice]:
+    """Kinds of nodes that were waited for in vain."""
+    return {Choice(**choice) for choice in record["excluded"]}
+
+
+def kinds(record: Record) -> dict[int, tuple[str, str]]:
+    """Launch → (SKU, tier) that it was given."""
+    return {item["launch"]: (item["sku"], item["tier"]) for item in [*record["history"], record]}
+
+
+def durations(record: Record, now: float) -> dict[int, float]:
+    """Launch → seconds from its order to its end, or to now; of those that say so."""
+    ends = [(item, item.get("ended_at")) for item in record["history"]] + [(record, now)]
+    return {
+        item["launch"]: max(0.0, end - item["submitted_at"])
+        for item, end in ends
+        if end is not None and item.get("submitted_at") is not None
+    }

@@ -1,0 +1,139 @@
+"""Which jobs may not have ended, and when the cluster was used last: what is asked every few seconds, in few reads.
+
+A job's mark is made before the job is launched and removed by whoever sees that it has ended. So after a crash at any
+point there may be a mark too many, which costs one look, and none too few. Where there are no marks yet, or somebody
+has removed their folder, all run directories are opened once.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from dtrain_dagster.clusters.base import InUseError
+from trainer.documents import schemas
+from trainer.documents.reader import MARK_BYTES, known_names, parse_document, read_document, warn_once
+from trainer.errors import DamagedError
+from trainer.storage.base import Storage
+
+MARK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}(~\d{1,12})?")
+"""A job's id, with the number of its launch where it has one."""
+COMPLETE = "~complete"
+"""Beside the marks, and no job's name: every job that runs has one."""
+USED, CLOSING = "used.json", "closing.json"
+CLOSING_SECONDS = 180.0
+"""Who gives a cluster back and takes longer has died over it. A sensor has a minute. What cannot be undone is begun in
+the first half only, so that the other half is left for it."""
+LOOK_SECONDS = 0.2
+
+
+class ActiveJobs:
+    """The marks, in a folder of their own."""
+
+    def __init__(self, uri: str) -> None:
+        self.storage = Storage(uri)
+
+    def enter(self, mark: str) -> None:
+        """Before the job is launched."""
+        self.storage.write(mark, json.dumps({"at": time.time()}).encode())
+
+    def leave(self, mark: str) -> None:
+        self.storage.delete(mark)
+
+    def marks(self) -> list[str] | None:
+        """None where not every job that runs has one: jobs were started before there were marks."""
+        names = self.storage.list()
+        if COMPLETE not in names:
+            return None
+        return known_names(self.storage, "", (name for name in names if name != COMPLETE), MARK)
+
+    def entered_at(self, mark: str) -> float:
+        """When the mark was made; now, where it is gone; never, where it is damaged: it is one that is made again where
+        it is missing."""
+        try:
+            found = read_document(self.storage, mark, schemas.AT, MARK_BYTES)
+        except DamagedError:
+            return 0.0
+        return time.time() if found is None else float(found["at"])
+
+    def complete(self) -> None:
+        """Every job that runs has its mark now."""
+        self.enter(COMPLETE)
+
+
+class ClusterUse:
+    """When a cluster was used last. Who uses it and who gives it back each write first and look at the other's file
+    then, so one of them sees the other, whichever machines they are on."""
+
+    def __init__(self, state: Storage) -> None:
+        self.state = state
+
+    def used_at(self) -> float | None:
+        """When it was last provisioned, or got a job, or a job of it ended; Unix seconds, None for never."""
+        try:
+            found = read_document(self.state, USED, schemas.AT, MARK_BYTES)
+        except DamagedError as error:  # it says nothing, and is written anew by the next use
+            warn_once(str(error))
+            return None
+        return None if found is None else float(found["at"])
+
+    def note_end(self, ended_at: float, job_id: str) -> None:
+        self._note(ended_at, job_id)
+
+    def begin(self, by: str) -> None:
+        """Say that it is used from now on. Returns when nobody is giving it back: what there is then, stays."""
+        self._note(time.time(), by)
+        while self._is_closing():
+            time.sleep(LOOK_SECONDS)
+
+    @contextmanager
+    def giving_back(self, used_at: float | None) -> Iterator[Callable[[], None]]:
+        """Around giving it back: who wants to use it meanwhile waits. Gives a check for right before what cannot be
+        undone: it may have taken so long that nobody waits any more. `InUseError`, from both, where somebody has used
+        it since ``used_at``, or gives it back already."""
+        if not self._is_closing():
+            self.state.delete(CLOSING)
+        began = time.time()
+        mine = json.dumps({"at": began, "by": uuid.uuid4().hex}).encode()
+        try:
+            self.state.create(CLOSING, mine)
+        except FileExistsError:
+            raise InUseError("somebody else is giving the cluster back") from None
+
+        def check() -> None:
+            if self._closing() != mine or abs(time.time() - began) >= CLOSING_SECONDS / 2:
+                raise InUseError("giving the cluster back takes too long, so somebody may use it by now")
+            if self.used_at() != used_at:
+                raise InUseError("somebody has just used the cluster")
+
+        try:
+            check()
+            yield check
+        finally:
+            if self._closing() == mine:
+                self.state.delete(CLOSING)
+
+    def _note(self, at: float, by: str) -> None:
+        self.state.write(USED, json.dumps({"at": at, "by": by}).encode())
+
+    def _closing(self) -> bytes | None:
+        """What whoever gives it back has written; None where nobody does."""
+        try:
+            return self.state.read_bounded(CLOSING, MARK_BYTES)
+        except FileNotFoundError:
+            return None
+        except DamagedError as error:  # a person has to look before anything is given back
+            raise OSError(errno.EIO, str(error)) from error
+
+    def _is_closing(self) -> bool:
+        found = self._closing()
+        try:
+            began = None if found is None else parse_document(found, CLOSING, schemas.AT)["at"]
+        except DamagedError:
+            return False
+        return began is not None and abs(time.time() - float(began)) < CLOSING_SECONDS

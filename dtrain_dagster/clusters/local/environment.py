@@ -1,0 +1,77 @@
+"""What a process of a job finds in its environment."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from dtrain_dagster.clusters.local.processes import MARK
+from trainer.comm.launch_secret import SECRET_FILE
+
+_OF_A_LAUNCH = ("DTRAIN_LAUNCH", "DTRAIN_STAY", SECRET_FILE)
+
+
+class LaunchError(ValueError):
+    """What was asked for cannot be started. The message names the setting and the remedy."""
+
+
+def choose_port(wanted: int | None) -> int:
+    """A port of this machine that is free now: the wanted one, or any. `LaunchError` if the wanted one is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", wanted or 0))
+        except OSError as error:
+            raise LaunchError(
+                f"master port {wanted} cannot be used on this machine ({error.strerror}): choose another "
+                "(training.master_port), or leave it out and a free one is taken"
+            ) from error
+        return probe.getsockname()[1]
+
+
+def node_mark(launch: Mapping[str, Any], node_id: int, stay: int) -> str:
+    """What marks all processes of one stay of a node, see `dtrain_dagster.clusters.local.processes.MARK`."""
+    return f"{launch['token']}-l{launch['launch']}-n{node_id}-s{stay}-"
+
+
+def rank_environment(
+    launch: Mapping[str, Any], node_id: int, local_rank: int, port: int, stay: int = 1, secret: str = ""
+) -> dict[str, Any]:
+    """torchrun's variables for one process; for one that regroups, the launch and the stay as well. ``secret``: the
+    path of the file with this launch's secret."""
+    per_node, count = launch["processes_per_node"], launch["node_count"]
+    elastic = {"DTRAIN_LAUNCH": launch["launch"], "DTRAIN_STAY": stay} if launch["elastic"] else {}
+    return {
+        "RANK": node_id * per_node + local_rank,
+        "LOCAL_RANK": local_rank,
+        "NODE_RANK": node_id,
+        "GROUP_RANK": node_id,
+        "WORLD_SIZE": count * per_node,
+        "LOCAL_WORLD_SIZE": per_node,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "PYTHONUNBUFFERED": 1,
+        MARK: node_mark(launch, node_id, stay),
+        **({SECRET_FILE: secret} if secret else {}),
+        **elastic,
+    }
+
+
+def merge_environment(
+    inherited: Mapping[str, str], launch: Mapping[str, Any], variables: Mapping[str, Any]
+) -> dict[str, str]:
+    """What a process gets, later ones winning: defaults, the submitter's environment, the setting for threads, what
+    the job asks for, its place in the world."""
+    ranks = launch["node_count"] * launch["processes_per_node"]
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),  # or every rank takes all cores
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",  # all nodes are on this machine
+    }
+    threads = {"OMP_NUM_THREADS": str(launch["threads_per_rank"])} if launch["threads_per_rank"] else {}
+    places = {name: str(value) for name, value in variables.items()}
+    # A job may be submitted from within another: that one's launch is not this one's.
+    outer = {name: value for name, value in inherited.items() if name not in _OF_A_LAUNCH}
+    return {**defaults, **outer, **threads, **launch["env"], **places}

@@ -1,0 +1,525 @@
+"""The default cluster: «nodes» are process groups on this machine, under a supervisor that outlives who started it.
+
+There is nothing to start and nothing to pay. Cluster state is one small file; all about a job is in its run directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from dtrain_dagster.clusters import presence as presences
+from dtrain_dagster.clusters.base import (
+    OWNER,
+    ClusterConfig,
+    ClusterError,
+    ClusterHealth,
+    GPUClusterManager,
+    InUseError,
+    JobSpec,
+    JobState,
+    JobStatus,
+    NodeHealth,
+    NodePool,
+    NodeUsage,
+    Orphan,
+)
+from dtrain_dagster.clusters.job_marks import ActiveJobs, ClusterUse
+from dtrain_dagster.clusters.local.job_lock import acquire, is_held, undisturbed
+from dtrain_dagster.clusters.local.line_log import last_lines, logs_of, text_of
+from dtrain_dagster.clusters.local.processes import MARK
+from dtrain_dagster.clusters.local.settle import (
+    POLL_SECONDS,
+    SUPERVISOR_LOG,
+    claim,
+    new_token,
+    settle,
+    signal_supervisor,
+    sweep,
+)
+from dtrain_dagster.clusters.local.supervisor import STOP_GRACE
+from dtrain_dagster.settings.home import HomeError, make_home
+from trainer.documents import schemas
+from trainer.documents.places import PlaceError, checked_id
+from trainer.documents.reader import MARK_BYTES, read_document, warn_once
+from trainer.errors import DamagedError
+from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
+from trainer.storage.base import Storage
+
+RANKS_PER_CORE = 8
+START_SECONDS = 30.0
+"""How long a supervisor may take to say that it has the job."""
+FORCE_SECONDS = 15.0
+"""How much longer than its grace a supervisor may take to end a job before it is killed itself."""
+NOTICE_SECONDS = 0.1
+"""How soon it is noticed that a job that is followed has ended. Each look is at the date of one file."""
+END_SECONDS = 25.0
+"""How long the end of an orphan is waited for, at one tick of a sensor."""
+
+CLUSTER = "cluster.json"
+_CONFIG = schemas.record(
+    {"cluster_name": schemas.text, "node_count": schemas.whole(1), "gpu_type": schemas.text,
+     "auto_scale_enabled": schemas.flag, "min_nodes": schemas.count, "max_nodes": schemas.count,
+     "idle_timeout_minutes": schemas.count},
+    processes_per_node=schemas.whole(1), tier=schemas.optional(schemas.text),
+)  # fmt: skip
+NEVER_STARTED = "it never started: whoever submitted it ended before it could; submit it again"
+
+
+class LocalClusterManager(GPUClusterManager):
+    """A cluster on this machine. Any number of manager objects, in any process, see the same cluster and jobs.
+
+    Its state is ``<home>/clusters/<cluster_name>/cluster.json``, its jobs are ``<home>/storage/jobs/<job_id>``.
+    ``gpu_type`` is the SKU whose price stands in; ``threads_per_rank`` sets OMP_NUM_THREADS (None: cores / ranks).
+    Of a job that regroups, ``max_replacements`` lost nodes are replaced, each after ``replacement_delay_seconds``.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        cluster_name: str = "local",
+        gpu_type: str = "Standard_NC6s_v3",
+        processes_per_node: int = 1,
+        threads_per_rank: int | None = None,
+        max_replacements: int = 6,
+        replacement_delay_seconds: float = 1.0,
+    ) -> None:
+        self.home, self.cluster_name, self.gpu_type = Path(home).absolute(), cluster_name, gpu_type
+        self.processes_per_node, self.threads_per_rank = processes_per_node, threads_per_rank
+        self.max_replacements, self.replacement_delay_seconds = max_replacements, replacement_delay_seconds
+        self.state = Storage(str(self.home / "clusters" / cluster_name))
+        self.use = ClusterUse(self.state)
+        self.jobs_dir = self.home / "storage" / "jobs"
+        self.active = ActiveJobs(str(self.home / "storage" / "active"))
+
+    def provision_cluster(self, node_count: int, gpu_type: str) -> ClusterConfig:
+        check_size(node_count, self.processes_per_node)
+        self.use.begin("provisioned")
+        config = ClusterConfig(
+            cluster_name=self.cluster_name,
+            node_count=node_count,
+            gpu_type=gpu_type,
+            auto_scale_enabled=True,
+            min_nodes=0,
+            max_nodes=most_ranks() // self.processes_per_node,
+            idle_timeout_minutes=10,
+            processes_per_node=self.processes_per_node,
+        )
+        self._write(config)
+        return config
+
+    def scale_cluster(self, target_nodes: int) -> bool:
+        config = self._config()
+        if config is None:
+            raise ClusterError(f"cluster {self.cluster_name!r} is not provisioned: there is nothing to scale")
+        if not config.min_nodes <= target_nodes <= config.max_nodes:
+            raise ClusterError(
+                f"{target_nodes} nodes are outside {config.min_nodes} to {config.max_nodes}, the limits of cluster "
+                f"{self.cluster_name!r} (at most {RANKS_PER_CORE} processes per core)"
+            )
+        if target_nodes == config.node_count:
+            return False
+        self._write(replace(config, node_count=target_nodes))
+        return True
+
+    def monitor_health(self) -> ClusterHealth:
+        """A node that a running job has lost, or that is silent, is unhealthy; one without work is healthy."""
+        config = self._config()
+        running = [status.job_id for status in self.active_jobs()]
+        damaged: list[str] = []
+        seen: dict[int, list[NodeHealth]] = {node_id: [] for node_id in range(config.node_count if config else 0)}
+        for job_id in running:
+            rundir = self._rundir(job_id)
+            try:
+                newest, there = presences.newest_generation(rundir), presences.latest(rundir.nodes())
+            except DamagedError as error:
+                damaged.append(str(error))
+                continue
+            for node in there:
+                seen.setdefault(node.node_id, []).append(presences.health(job_id, node, time.time(), newest))
+        nodes = tuple(
+            NodeHealth(
+                node_id=node_id,
+                healthy=all(view.healthy for view in views),
+                message="; ".join(view.message for view in views) or "ready",
+            )
+            for node_id, views in sorted(seen.items())
+        )
+        return ClusterHealth(
+            cluster_name=self.cluster_name,
+            healthy=all(node.healthy for node in nodes) and not damaged,
+            nodes=nodes,
+            running_jobs=tuple(running),
+            message="; ".join([*([] if config else ["not provisioned"]), *damaged]),
+        )
+
+    def pools(self) -> list[NodePool]:
+        """One; none where nothing is provisioned and nothing runs."""
+        config, jobs = self._config(), self.active_jobs()
+        at_work = sum(job.nodes_alive for job in jobs)
+        nodes = max(at_work, config.node_count if config else 0)
+        if not nodes and not jobs:
+            return []
+        return [
+            NodePool(
+                name=self.cluster_name,
+                sku=config.gpu_type if config else self.gpu_type,
+                states={"running": at_work, "idle": nodes - at_work},
+                node_count=nodes,
+                work=tuple(job.job_id for job in jobs),
+                used_at=self.use.used_at(),
+            )
+        ]
+
+    def scale_down(self, pool: NodePool, force: bool = False) -> bool:
+        """Forget the cluster: there are no nodes without a job. Every run directory is opened before, whatever the
+        marks say."""
+        with self.use.giving_back(pool.used_at):
+            running = [job.job_id for job in self.list_jobs() if not job.state.is_final]
+            for job_id in running:
+                self.active.enter(job_id)
+            if running:
+                raise InUseError(f"{', '.join(running)} runs by now")
+            self.state.delete(CLUSTER)
+        return True
+
+    def cleanup_cluster(self) -> None:
+        running = [status.job_id for status in self.list_jobs() if not status.state.is_final]
+        for job_id in running:
+            with contextlib.suppress(DamagedError):  # it is ended below, otherwise
+                signal_supervisor(self._rundir(job_id), signal.SIGTERM)  # all at once, then wait for each
+        for job_id in running:
+            self.cancel_job(job_id)
+        self.state.delete(CLUSTER)
+
+    def submit_job(self, spec: JobSpec) -> None:
+        folder = self._folder(spec)
+        check_size(spec.node_count, spec.processes_per_node)
+        if not spec.command:
+            raise ClusterError(f"job {spec.job_id!r} has no command to run")
+        rundir = RunDir(str(folder))
+        with contextlib.suppress(HomeError):  # what is wrong with it is said below
+            make_home(self.home)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = claim(folder, rundir)
+            if lock is None:
+                return
+            try:
+                status = settle(rundir)
+                if status is None or status["state"] != JobState.SUCCEEDED:
+                    self._launch(spec, folder, rundir, lock)
+            finally:
+                os.close(lock)  # the supervisor has its own copy
+        except OSError as error:
+            raise ClusterError(
+                f"cannot write the run directory {folder}: {error.strerror or error}; make room there or set "
+                "DTRAIN_HOME to a folder that can be written"
+            ) from error
+
+    def _launch(self, spec: JobSpec, folder: Path, rundir: RunDir, lock: int) -> None:
+        """Start a supervisor in a session of its own, hand it the lock, and wait until it says that it has the job."""
+        self.active.enter(spec.job_id)
+        self.use.begin(spec.job_id)
+        rundir.storage.delete(STATUS)  # from here on, only the new supervisor says how the job stands
+        launch: dict[str, Any] = {
+            "job_id": spec.job_id,
+            "command": list(spec.command),
+            "node_count": spec.node_count,
+            "processes_per_node": spec.processes_per_node,
+            "threads_per_rank": self.threads_per_rank,
+            "env": with_package({**_python_path(os.environ), **spec.env}),
+            "master_port": spec.master_port,
+            "elastic": spec.elastic,
+            "launch": 1 + max((node.launch for node in rundir.nodes()), default=0),
+            "max_replacements": self.max_replacements,
+            "replacement_delay_seconds": self.replacement_delay_seconds,
+            "token": new_token(folder),
+            "sku": self.gpu_type,
+            "cluster_name": self.cluster_name,
+            "submitted_at": time.time(),
+        }
+        rundir.write_json(LAUNCH, launch)
+        log_path = folder / LOGS / SUPERVISOR_LOG
+        log_path.parent.mkdir(exist_ok=True)
+        with open(log_path, "ab") as log:
+            # -P: no module of the working directory may shadow one of the standard library.
+            command = [sys.executable, "-P", "-m", "dtrain_dagster.clusters.local.supervisor"]
+            process = subprocess.Popen(
+                [*command, str(folder), str(lock), str(self._secret(spec.job_id))],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=[lock],
+                env=with_package({**os.environ, MARK: launch["token"]}),
+            )
+        # Waited for in the background, so that its end leaves no zombie in a submitter that lives long.
+        threading.Thread(target=process.wait, daemon=True).start()
+        deadline = time.monotonic() + START_SECONDS
+        while rundir.read_json(STATUS) is None:
+            if process.returncode is not None and rundir.read_json(STATUS) is None:
+                raise ClusterError(
+                    f"the supervisor of job {spec.job_id!r} ended at once (exit code {process.returncode}); the end "
+                    f"of {log_path}:\n{last_lines(log_path, 12)}"
+                )
+            if time.monotonic() > deadline:
+                sweep(launch, folder)
+                raise ClusterError(
+                    f"the supervisor of job {spec.job_id!r} did not start in {START_SECONDS:.0f} s; see {log_path}"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def job_status(self, job_id: str) -> JobStatus:
+        rundir = self._rundir(job_id)
+        status, running = self._observe(rundir)
+        if status is None:
+            launch = rundir.read_json(LAUNCH)
+            if launch is None:
+                raise ClusterError(f"no job {job_id!r} on cluster {self.cluster_name!r}; `dtrain jobs` lists them")
+            state, message = (JobState.QUEUED, "starting") if running else (JobState.FAILED, NEVER_STARTED)
+            return JobStatus(job_id=job_id, state=state, message=message, started_at=launch.get("submitted_at"))
+        state = JobState(status["state"])
+        alive = 0 if state.is_final else sum(node.ended_at is None for node in presences.latest(rundir.nodes(True)))
+        return JobStatus(
+            job_id=job_id,
+            state=state,
+            message=status["message"],
+            nodes_alive=alive,
+            started_at=status["started_at"],
+            ended_at=status["ended_at"],
+        )
+
+    def wait(self, seen: JobStatus) -> None:
+        rundir, deadline = self._rundir(seen.job_id), time.monotonic() + self.poll_seconds
+        path, known = rundir.storage.path(STATUS), None
+        while time.monotonic() < deadline:
+            if (version := _version(path)) != known:
+                known = version
+                if (rundir.read_json(STATUS) or {}).get("state", JobState.QUEUED) != seen.state:
+                    return
+            time.sleep(NOTICE_SECONDS)
+
+    def _observe(self, rundir: RunDir) -> tuple[dict[str, Any] | None, bool]:
+        """``status.json`` and whether a supervisor lives, seen at one moment; settled where the supervisor died."""
+        folder = rundir.storage.local_path()
+        while True:
+            status = rundir.read_json(STATUS)
+            if status is not None and JobState(status["state"]).is_final:
+                return status, False
+            running = is_held(folder)
+            if rundir.read_json(STATUS) != status:
+                continue  # it moved on between the looks
+            if running or status is None:
+                return status, running
+            lock = acquire(folder)  # nobody may start it while its end is being written
+            if lock is not None:
+                try:
+                    return settle(rundir), False
+                finally:
+                    os.close(lock)
+
+    def list_jobs(self, prefix: str = "") -> list[JobStatus]:
+        jobs = []
+        for name in Storage(str(self.jobs_dir)).list():
+            if name.startswith(prefix):
+                with contextlib.suppress(ClusterError, NotADirectoryError):  # something that is no job
+                    jobs.append(self._peek(name))
+        return sorted(jobs, key=lambda job: job.started_at or 0.0, reverse=True)
+
+    def active_jobs(self) -> list[JobStatus]:
+        if (marks := self.active.marks()) is None:
+            marks = [job.job_id for job in self.list_jobs() if not job.state.is_final]
+            for job_id in marks:
+                self.active.enter(job_id)
+            self.active.complete()
+        jobs = []
+        for job_id in marks:
+            try:
+                status = self._peek(job_id)
+            except (ClusterError, NotADirectoryError):  # its run directory is gone, or is just being made
+                self._forget(job_id, None)
+            else:
+                if status.state.is_final:
+                    self._forget(job_id, status.ended_at)
+                else:
+                    jobs.append(status)
+        return sorted(jobs, key=lambda job: job.started_at or 0.0, reverse=True)
+
+    def _peek(self, job_id: str) -> JobStatus:
+        """How a job stands; of one that cannot be read, what is wrong and whether a supervisor works on it. So no job
+        hides the others."""
+        try:
+            return self.job_status(job_id)
+        except NotADirectoryError:
+            raise
+        except (DamagedError, OSError) as error:
+            held = False
+            with contextlib.suppress(OSError):
+                held = is_held(self.jobs_dir / job_id)
+            state = JobState.RUNNING if held else JobState.FAILED
+            return JobStatus(job_id=job_id, state=state, message=f"damaged: {error}", damage=str(error))
+
+    def _forget(self, job_id: str, ended_at: float | None) -> None:
+        """Remove the mark of a job that has ended, unless it is being started again."""
+        with undisturbed(self.jobs_dir / job_id) as is_free:
+            if is_free:
+                if ended_at is not None:
+                    self.use.note_end(ended_at, job_id)
+                self.active.leave(job_id)
+
+    def cancel_job(self, job_id: str) -> None:
+        self._end(job_id)
+
+    def _end(self, job_id: str, patience_seconds: float = math.inf) -> bool:
+        """Have a job ended, and wait so long for it; whether it has."""
+        rundir = self._rundir(job_id)
+        folder = rundir.storage.local_path()
+        try:
+            self.job_status(job_id)  # is there such a job?
+            rundir.read_json(STATUS)
+        except DamagedError:
+            if not is_held(folder):
+                raise
+            sweep(rundir.read_json(LAUNCH) or {}, folder)  # its supervisor cannot be asked to end it in order
+            return not is_held(folder)
+        grace = (rundir.read_json(STATUS) or {}).get("stop_grace_seconds", STOP_GRACE[1])
+        asked_at = time.monotonic()
+        while is_held(folder):
+            waited = time.monotonic() - asked_at
+            if waited > patience_seconds:
+                return False
+            late = waited > grace + FORCE_SECONDS  # its reaper then kills what it leaves
+            signal_supervisor(rundir, signal.SIGKILL if late else signal.SIGTERM)
+            time.sleep(POLL_SECONDS)
+        self._observe(rundir)  # settles it, had the supervisor to be killed
+        return True
+
+    def job_logs(self, job_id: str, node_id: int | None = None, tail: int | None = None) -> str:
+        self.job_status(job_id)  # is there such a job?
+        paths = logs_of(self.jobs_dir / job_id / LOGS, node_id)
+        if node_id is not None and not paths:
+            raise ClusterError(f"job {job_id!r} has no log of a node {node_id}; nodes count from 0")
+        parts = []
+        for path in paths.values():
+            text = text_of(path).rstrip("\n") if tail is None else last_lines(path, tail)
+            parts.append(text if node_id is not None else f"=== {path.name} ===\n{text}")
+        return "\n".join(parts)
+
+    def node_usage(self, job_id: str) -> list[NodeUsage]:
+        running = not self.job_status(job_id).state.is_final
+        rundir = self._rundir(job_id)
+        sku = (rundir.read_json(LAUNCH) or {}).get("sku", self.gpu_type)
+        return presences.usage(rundir.nodes(), sku, running, time.time())
+
+    def find_orphans(self, live_runs: Collection[str]) -> list[Orphan]:
+        found = []
+        for status in self.active_jobs():
+            rundir = self._rundir(status.job_id)
+            try:
+                owner = (rundir.read_json(OWNER) or {}).get("dagster_run_id")
+                launch = rundir.read_json(LAUNCH) or {}
+            except DamagedError as error:  # whose it is cannot be told, so it is nobody's to end
+                warn_once(str(error))
+                continue
+            if owner is None or owner in live_runs:
+                continue
+            found.append(
+                Orphan(
+                    kind="job",
+                    name=status.job_id,
+                    reason=f"no live Dagster run follows it; the last was {owner}",
+                    job_id=status.job_id,
+                    dagster_run_id=owner,
+                    state=status.state,
+                    since=status.started_at,
+                    node_count=launch.get("node_count", 0),
+                    sku=launch.get("sku", self.gpu_type),
+                )
+            )
+        return found
+
+    def end_orphan(self, orphan: Orphan) -> bool:
+        orphan.refuse_new_owner(self._rundir(orphan.name))
+        return self._end(orphan.name, END_SECONDS)
+
+    def _folder(self, spec: JobSpec) -> Path:
+        storage = Storage(spec.run_dir)
+        expected = self.jobs_dir / spec.job_id
+        if not storage.is_local or storage.local_path().resolve() != expected.resolve():
+            raise ClusterError(f"the local cluster keeps job {spec.job_id!r} in {expected}, not in {spec.run_dir}")
+        return expected
+
+    def _secret(self, job_id: str) -> Path:
+        """Where the supervisor of a job keeps the secret of its launch: not in the run directory, which others read."""
+        return self.home / "secrets" / job_id
+
+    def _rundir(self, job_id: str) -> RunDir:
+        try:
+            checked_id(job_id, "the id of the job")
+        except PlaceError as error:
+            raise ClusterError(str(error)) from None
+        return RunDir(str(self.jobs_dir / job_id))
+
+    def _config(self) -> ClusterConfig | None:
+        found = read_document(self.state, CLUSTER, _CONFIG, MARK_BYTES)
+        if found is None:
+            return None
+        names = [field.name for field in fields(ClusterConfig)]
+        return ClusterConfig(**{name: found[name] for name in names if name in found})
+
+    def _write(self, config: ClusterConfig) -> None:
+        self.state.write(CLUSTER, json.dumps(asdict(config), indent=2).encode())
+
+
+def _version(path: str) -> tuple[int, int] | None:
+    """What changes whenever a file is replaced; None where there is none."""
+    try:
+        stat = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
+
+
+def most_ranks() -> int:
+    """Processes that this machine is asked to carry at most."""
+    return RANKS_PER_CORE * (os.cpu_count() or 1)
+
+
+def check_size(node_count: int, processes_per_node: int) -> None:
+    """`ClusterError` for a cluster that this machine cannot be."""
+    if node_count < 1:
+        raise ClusterError(f"DTRAIN_NODES={node_count}: a cluster needs at least one node; set 1 or more")
+    if processes_per_node < 1:
+        raise ClusterError(f"DTRAIN_PROCESSES_PER_NODE={processes_per_node}: a node runs at least one; set 1 or more")
+    ranks = node_count * processes_per_node
+    if ranks > most_ranks():
+        raise ClusterError(
+            f"DTRAIN_NODES={node_count} x DTRAIN_PROCESSES_PER_NODE={processes_per_node} is {ranks} processes on "
+            f"{os.cpu_count()} cores; the local cluster takes at most {RANKS_PER_CORE} per core, {most_ranks()} here: "
+            "set fewer"
+        )
+
+
+def with_package(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment, in which Python finds this project even where it was not installed."""
+    root = Path(__file__).parents[3]
+    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if not {"site-packages", "dist-packages"} & set(root.parts):
+        paths.append(str(root))
+    return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))} if paths else dict(environment)
+
+
+def _python_path(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: environment[name] for name in ("PYTHONPATH",) if name in environment}

@@ -1,0 +1,103 @@
+"""One stay of a node on this machine: a process group with a log, from its start until nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dtrain_dagster.clusters.exit_policy import NodeFacts
+from dtrain_dagster.clusters.local.line_log import LineLog
+from dtrain_dagster.clusters.local.processes import group_alive, marked, signal_all, signal_group
+from trainer.rundir import NodePresence
+
+
+class Process(Protocol):
+    """What a node needs of a process; `subprocess.Popen` is one."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+
+@dataclass(slots=True)
+class Node:
+    """Started, watched and ended by the supervisor."""
+
+    presence: NodePresence
+    log: LineLog
+    mark: str
+    """What its processes inherit, see `dtrain_dagster.clusters.local.processes.MARK`."""
+    size: int
+    """Processes that it shall have."""
+    processes: list[tuple[int, Process]] = field(default_factory=list)
+    """(rank, process), in order; the first one leads the group."""
+    group: int | None = None
+    gone_at: float | None = None
+    """By `time.monotonic`: when nothing of it was left, children of its processes included."""
+    _kill_at: float | None = None
+
+    @property
+    def alive(self) -> bool:
+        return any(process.poll() is None for _, process in self.processes)
+
+    @property
+    def gone(self) -> bool:
+        return self.gone_at is not None
+
+    @property
+    def codes(self) -> tuple[int | None, ...]:
+        """As `NodeFacts.codes`; a process that could not be started is as good as one that was killed."""
+        started = tuple(process.poll() for _, process in self.processes)
+        return started + (-signal.SIGKILL,) * (self.size - len(started))
+
+    def facts(self) -> NodeFacts:
+        since = None if self.gone_at is None else time.monotonic() - self.gone_at
+        return NodeFacts(node_id=self.presence.node_id, codes=self.codes, gone_seconds=since)
+
+    def end(self, grace: float) -> None:
+        """SIGTERM to all of it now, SIGKILL after ``grace`` seconds, which `look` sees to. A second call can only
+        shorten the grace."""
+        if self.gone:
+            return
+        if self._kill_at is None:
+            self._signal(signal.SIGTERM)
+        self._kill_at = min(time.monotonic() + grace, self._kill_at or float("inf"))
+
+    def kill(self) -> None:
+        """SIGKILL to all of it, now: it does not answer to anything else."""
+        self._kill_at = time.monotonic()
+        self._signal(signal.SIGKILL)
+
+    def look(self) -> bool:
+        """Go on with ending it, if that was begun. True once, when nothing of it is left."""
+        if self.gone or self.alive or self._left():
+            if not self.gone and self._kill_at is not None and time.monotonic() >= self._kill_at:
+                self._signal(signal.SIGKILL)
+            return False
+        self.gone_at = time.monotonic()
+        self.log.close()
+        return True
+
+    def _left(self) -> bool:
+        """Is there a child of its processes, in its group or elsewhere?"""
+        return self.group is not None and (group_alive(self.group) or bool(marked(self.mark)))
+
+    def _signal(self, number: int) -> None:
+        if self.group is None:
+            return
+        if group_alive(self.group):
+            signal_group(self.group, number)
+        signal_all((pid for pid in marked(self.mark) if _group_of(pid) != self.group), number)
+
+
+def _group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None

@@ -1,0 +1,120 @@
+"""A process above the supervisor that ends whatever the supervisor leaves, however it died.
+
+Asking the kernel to kill a child with its parent (PR_SET_PDEATHSIG) reaches the processes that the supervisor started,
+but not what those started in turn: the trainer behind a shell script, a data loader's workers, a daemon in a session of
+its own. The reaper is the supervisor's parent, and both ask the kernel for the orphans among their descendants
+(PR_SET_CHILD_SUBREAPER): none gets out of sight, whichever of the two is killed. The reaper holds the same lock as the
+supervisor, so the run directory is free only when nothing is left that could write into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Container
+from typing import Any
+
+from dtrain_dagster.clusters.local.processes import descendants, group_alive, kill_all, marked, signal_group
+
+LIMIT_SECONDS = 10.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+_libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+class Reaper:
+    """The supervisor's line to its reaper: a pipe, whose end tells that the supervisor is gone."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+
+    def watch(self, group: int) -> None:
+        """Kill this process group if the supervisor dies."""
+        self._tell(b"+%d\n" % group)
+
+    def forget(self, group: int) -> None:
+        """The group is gone; its number may soon be someone else's."""
+        self._tell(b"-%d\n" % group)
+
+    def _tell(self, line: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):  # somebody killed the reaper; the job can do without
+            os.write(self._pipe, line)
+
+
+def supervised(work: Callable[[Reaper], int], token: str, afterwards: Callable[[], None]) -> int:
+    """Do the work in a child; once that has ended, end all it left and call ``afterwards``. The child's exit code,
+    negative for a signal.
+
+    ``token``: what marks the processes of this job, see `dtrain_dagster.clusters.local.processes.MARK`.
+    """
+    _take_in_orphans()
+    codes: dict[int, int] = {}
+
+    def reap(*_: object) -> None:
+        """Orphans end here; without this they would stay as zombies for as long as the job runs."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, reap)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        os._exit(_work(work, Reaper(write)))
+    os.close(write)
+    groups: set[int] = set()
+    with os.fdopen(read, "rb") as lines:
+        for line in lines:
+            (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
+
+    def left() -> set[int]:
+        for group in groups:
+            if group_alive(group):
+                signal_group(group, signal.SIGKILL)
+        return (descendants(os.getpid(), token) | marked(token)) - {os.getpid(), child}
+
+    kill_all(left, LIMIT_SECONDS)
+    with contextlib.suppress(Exception):  # a full disk, which may be what the supervisor died of
+        afterwards()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if child not in codes:
+        codes[child] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return codes[child]
+
+
+def reap_orphans(own: Container[int]) -> None:
+    """Let orphans end that were taken in; the ends of its ``own`` processes are left to whoever started them."""
+    with contextlib.suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid in own:
+                return  # it hides the others until it is looked at, which is soon
+            os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+def _take_in_orphans() -> None:
+    if _libc:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _work(work: Callable[[Reaper], int], reaper: Reaper) -> int:
+    """The child's whole life: its exit code."""
+    code = 1
+    try:
+        _take_in_orphans()
+        os.setsid()  # whoever kills the supervisor's group must not take the reaper along
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        code = work(reaper)
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return code

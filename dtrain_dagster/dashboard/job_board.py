@@ -1,0 +1,335 @@
+"""The jobs of a storage and how each of them does, from run directories alone, whoever started them and wherever."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from dtrain_dagster.clusters import presence as presences
+from dtrain_dagster.clusters.base import JobState
+from dtrain_dagster.clusters.local.job_lock import is_held
+from dtrain_dagster.costs.plan import LISTED, STAND_IN
+from dtrain_dagster.costs.prices import PriceError, Tier
+from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.dashboard.job_index import JobIndex, Listing, Seen
+from dtrain_dagster.dashboard.series import UNREADABLE, PerformanceDashboard, is_number
+from dtrain_dagster.jobs.progress import PLAN, last_step
+from dtrain_dagster.planning.projection import Pace, project
+from dtrain_dagster.support.formatting import dollars, duration
+from trainer.config import JOB_ID
+from trainer.printable import visible
+from trainer.rundir import JOB, LAUNCH, RESULT, STATUS, NodePresence, RunDir, SeenFiles, stale_seconds
+from trainer.storage.base import Storage
+
+RECENT_JOBS = 16
+"""So many are told of at once under ``/metrics``."""
+OPEN_JOBS = RECENT_JOBS + 8
+"""So many are held in memory, for pages show others besides; the one that nobody has looked at for longest makes
+room."""
+RECENT_SECONDS = 3600.0
+SILENT_SECONDS = 60.0
+"""Who trains says something more often, unless a report takes longer to come."""
+ENDED = frozenset(state.value for state in JobState if state.is_final)
+DAMAGED = "damaged"
+"""In place of a `JobState`: of a run directory that is not as its contract has it."""
+CANNOT_READ = (*UNREADABLE, OSError, RecursionError)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRow:
+    """One job in the list. Times are Unix seconds."""
+
+    job_id: str
+    state: str
+    """A `JobState`, or `DAMAGED`."""
+    started_at: float | None
+    ended_at: float | None
+    model: str
+    step: int | None
+    """The last one that was reported."""
+    reason: str = ""
+    """What is wrong with a damaged one."""
+
+    @property
+    def running(self) -> bool:
+        return self.state not in ENDED and self.state != DAMAGED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    usd: float
+    words: str
+    """What the dollars are."""
+    at_end: str = ""
+    """What the job is projected to cost, against its estimate; "" where it has none."""
+
+
+class OpenJob:
+    """A job that somebody looks at: its run directory, folded as far as it was written."""
+
+    def __init__(self, rundir: RunDir, tier: Tier) -> None:
+        self.rundir = rundir
+        self.dashboard = PerformanceDashboard()
+        self.row: JobRow
+        self.stays: list[NodePresence] = []
+        self.cost: Cost | None = None
+        self._tier = tier
+        self._training: Mapping[str, Any] = {}
+        self._pace = Pace()
+        self._seen = SeenFiles()
+        self._read_at = -1e9
+        self._details: tuple[int, dict[str, Any]] = (-1, {})
+        """Of a version of the dashboard: the same for everybody who asks."""
+        self._end: dict[str, Any] | None = None
+        """What the cluster said of the end, once everything until then has been read."""
+        self.lock = threading.Lock()
+        """Held by whoever reads several of the figures, or changes them."""
+        self.looked_at = 0.0
+
+    def refresh(self, now: float) -> OpenJob:
+        """Read what was written since, at most once a second, or in ten where storage is remote."""
+        with self.lock:
+            self.looked_at = time.monotonic()
+            if time.monotonic() - self._read_at < refresh_seconds(self.rundir.storage):
+                return self
+            status = self.rundir.read_json(STATUS) or {}  # asked first, so that the last round reads everything
+            if self._end is not None and status == self._end:
+                self._read_at = time.monotonic()
+                return self
+            self.row = read_row(self.rundir)
+            events = self.rundir.follow(self._seen)
+            self.dashboard.take(events)
+            self._pace = self._pace.after(events)
+            self.stays = self.rundir.nodes()
+            self._training = self._training or (self.rundir.read_json(JOB) or {}).get("training", {})
+            self.cost = cost_so_far(self.rundir, self.stays, self.row.running, self._tier, now, self._pace)
+            self._end = status if status.get("state") in ENDED and not self._seen.is_behind else None
+            self._read_at = time.monotonic()
+            return self
+
+    @property
+    def settled(self) -> bool:
+        """Has it ended, as far as its cluster says, and was everything read?"""
+        return self._end is not None
+
+    @property
+    def is_behind(self) -> bool:
+        """Of a long job, what was written so far is read in several looks."""
+        return self._seen.is_behind
+
+    def read_more(self) -> None:
+        """Take the next part of what was written so far, at once."""
+        with self.lock:
+            events = self.rundir.follow(self._seen)
+            self.dashboard.take(events)
+            self._pace = self._pace.after(events)
+
+    def nodes_alive(self, now: float) -> int:
+        """Nodes that are there, as they say themselves."""
+        stale = stale_seconds(self.rundir.storage)
+        return sum(presences.is_here(stay, now, stale) for stay in presences.latest(self.stays)) * self.row.running
+
+    def snapshot(self, version: int, token: str, now: float) -> dict[str, Any]:
+        """What the page shows of it: tracks from a version on, and everything small as a whole."""
+        with self.lock:
+            stays = [asdict(stay) for stay in self.stays]
+            if self._details[0] != self.dashboard.version:
+                self._details = (self.dashboard.version, self.dashboard.details(self._training))
+            return {
+                **self.dashboard.changes(version, token),
+                **self._details[1],
+                "job": asdict(self.row),
+                "headline": headline(self, now),
+                "stays": stays,
+                "now": now,
+            }
+
+
+class JobBoard:
+    """All jobs in ``jobs_uri``. Any number of threads may ask."""
+
+    def __init__(self, jobs_uri: str, tier: Tier) -> None:
+        self.jobs_uri, self.tier = jobs_uri, tier
+        self._storage = Storage(jobs_uri)
+        self._open: dict[str, OpenJob] = {}
+        self._lock = threading.Lock()
+        self._index = JobIndex(self._storage, self._seen, 2 * refresh_seconds(self._storage))
+        self._token = uuid.uuid4().hex[:8]
+
+    def jobs(self) -> Sequence[JobRow]:
+        """Every training, newest first. OSError where storage cannot be listed."""
+        return self.listing().rows
+
+    def listing(self, wait_seconds: float | None = None) -> Listing:
+        """Every training, and a version that changes with them. So long, at most, it waits for all to be read."""
+        return self._index.listing(wait_seconds)
+
+    def tag(self, job_id: str) -> str | None:
+        """The same as long as nothing can have changed in a job that has ended; None where that is not known."""
+        mark = self._index.mark(job_id)
+        return f'"{self._token}-{"-".join(map(str, mark))}"' if mark else None
+
+    def open(self, job_id: str, now: float) -> OpenJob | None:
+        """A job, as it stands now; None where there is none of that name. One of `CANNOT_READ` where it is damaged."""
+        if not JOB_ID.fullmatch(job_id):
+            return None
+        with self._lock:
+            job = self._open.get(job_id)
+            if job is None:
+                rundir = RunDir(f"{self.jobs_uri}/{job_id}")
+                if not rundir.storage.exists(JOB):
+                    return None
+                job = self._open[job_id] = OpenJob(rundir, self.tier)
+                job.looked_at = time.monotonic()
+            while len(self._open) > OPEN_JOBS:
+                del self._open[min(self._open, key=lambda name: self._open[name].looked_at)]
+        try:
+            return job.refresh(now)
+        except FileNotFoundError:  # deleted meanwhile
+            with self._lock:
+                if self._open.get(job_id) is job:
+                    del self._open[job_id]
+            return None
+
+    def recent(self, now: float) -> list[OpenJob]:
+        """Jobs that run, or that ended within the last hour; the newest `RECENT_JOBS`."""
+        rows = [row for row in self.jobs() if row.running or (row.ended_at or 0.0) > now - RECENT_SECONDS]
+        found = []
+        for row in rows[:RECENT_JOBS]:
+            with suppress(*CANNOT_READ):
+                found.append(self.open(row.job_id, now))
+        return [job for job in found if job is not None]
+
+    def _seen(self, name: str) -> Seen:
+        """What a folder is in the list."""
+        rundir = RunDir(f"{self.jobs_uri}/{name}")
+        try:
+            status = rundir.read_json(STATUS) or {}
+            return Seen(read_row(rundir), settled=status.get("state") in ENDED)
+        except FileNotFoundError:
+            return Seen(None)
+        except CANNOT_READ as error:
+            unknown: dict[str, Any] = {"started_at": None, "ended_at": None, "model": "", "step": None}
+            return Seen(JobRow(job_id=name, state=DAMAGED, reason=visible(str(error)), **unknown))
+
+
+def refresh_seconds(storage: Storage) -> float:
+    """Between two looks; remote ones are paid for."""
+    return 1.0 if storage.is_local else 10.0
+
+
+def read_row(rundir: RunDir) -> JobRow:
+    """A run directory as a line of the list. FileNotFoundError where it is none, one of `CANNOT_READ` where it is
+    damaged."""
+    if (job := rundir.read_json(JOB)) is None:
+        raise FileNotFoundError(f"{rundir.uri}/{JOB}")
+    launch, here = rundir.read_json(LAUNCH), False
+    status = rundir.read_json(STATUS) or {}
+    if launch and rundir.storage.is_local and status.get("state") not in ENDED:
+        here = is_held(rundir.storage.local_path())  # then it is its supervisor that says how it ends
+        # Read again after the lock was looked at: an end in between is no death.
+        status = rundir.read_json(STATUS) or {}
+        if not here and status.get("state") not in ENDED:
+            status = {**status, "state": JobState.FAILED, "ended_at": status.get("ended_at")}
+    result = rundir.read_json(RESULT) or {}
+    step = result.get("steps")
+    if step is None and (last := last_step(rundir)):
+        step = last[0]
+    state = state_of(status, {} if here else result, launch)
+    ended_at = status.get("ended_at")
+    if ended_at is None and state in ENDED:  # nobody was there to say
+        ended_at = max(map(presences.end_of, rundir.nodes()), default=None)
+    started_at = status.get("started_at") or (launch or {}).get("submitted_at") or rundir.first_event_at()
+    for figure in (started_at, ended_at, step):
+        if figure is not None and not is_number(figure):
+            raise ValueError(f"{rundir.uri}: {figure!r} is no number")
+    return JobRow(
+        job_id=rundir.uri.rsplit("/", 1)[-1],
+        state=state,
+        started_at=started_at,
+        ended_at=ended_at,
+        model=str((job.get("model") or {}).get("factory", "")),
+        step=step,
+    )
+
+
+def state_of(status: Mapping[str, Any], result: Mapping[str, Any], launch: Mapping[str, Any] | None) -> str:
+    """What the cluster says counts where it says that the job has ended. Else what the trainer says of its end: there
+    may be no cluster, or nobody who looks after the job any more. Pure."""
+    said = str(status.get("state", JobState.RUNNING if launch is None else JobState.QUEUED))
+    # One of an earlier launch says nothing of this one; trainers that do not regroup know of no launches.
+    counts = launch is None or result.get("launch") in (None, launch.get("launch"))
+    ended = JobState.FAILED if result.get("status") == "budget" else result.get("status")
+    return str(ended) if said not in ENDED and ended in ENDED and counts else said
+
+
+def cost_so_far(
+    rundir: RunDir, stays: Sequence[NodePresence], running: bool, default_tier: Tier, now: float, pace: Pace
+) -> Cost | None:
+    """What the nodes have cost, and how that will go on; None where their price is not known. On Azure with what each
+    launch was given. A silent node has cost until it was last heard of: nobody may be there to write its end."""
+    launch, plan = rundir.read_json(LAUNCH) or {}, rundir.read_json(PLAN) or {}
+    given = {item["launch"]: item for item in [*launch.get("history", ()), launch] if "launch" in item}
+    usage, seen = [], presences.usage(stays, "", running, now, stale_seconds(rundir.storage))
+    for stay, item in zip(stays, seen, strict=True):
+        kind = given.get(stay.launch, launch)
+        usage.append(replace(item, sku=kind.get("sku", ""), tier=kind.get("tier")))
+    try:
+        tracker = CostTracker("", usage, plan.get("tier", default_tier))
+    except PriceError:
+        return None
+    words = plan.get("price_words", STAND_IN if "history" not in launch else LISTED)
+    return Cost(usd=tracker.total_usd, words=words, at_end=_at_end(tracker, plan, pace) if running and plan else "")
+
+
+def _at_end(tracker: CostTracker, plan: Mapping[str, Any], pace: Pace) -> str:
+    try:
+        projection = project(tracker, plan, pace)
+    except (KeyError, TypeError, ValueError, AttributeError):  # a plan of another version
+        return ""
+    if projection.at_end is None or projection.over_at_end is None:
+        return ""
+    return f"{dollars(projection.at_end.expected)} at the end, {projection.over_at_end:+.0%} to the estimate; "
+
+
+def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
+    """The figures at the top of the page: label, value, and a note under it."""
+    board, row = job.dashboard, job.row
+    progress, phase = board.progress, board.progress.phase
+    end = row.ended_at if not row.running else now
+    of = f"of {board.total_steps:,}, " if board.total_steps else ""
+    silent = now - board.heard_at if board.heard_at and row.running else 0.0
+    if row.running and not progress.step:
+        note = "waiting for the first step"
+    elif silent > SILENT_SECONDS:
+        note = f"nothing heard for {duration(silent)}"
+    else:
+        note = phase if row.running else ""
+    there = len({stay.node_id for stay in job.stays})
+    figures = [
+        ("state", row.state, note),
+        ("step", f"{progress.step:,}", f"{of}epoch {progress.epoch + 1}") if progress.step else ("step", "–", ""),
+        (
+            "time left" if row.running else "took",
+            (duration(progress.eta_seconds) if progress.eta_seconds is not None else "–")
+            if row.running
+            else duration(max(0.0, (end or board.heard_at or now) - (row.started_at or now))),
+            f"has run for {duration(max(0.0, now - row.started_at))}" if row.running and row.started_at else "",
+        ),
+        ("loss", number(progress.loss, 4), f"validation {number(progress.valid_loss, 4)}"),
+        ("samples/s", number(progress.samples_per_second, 0), "all nodes"),
+        ("nodes alive", str(job.nodes_alive(now)), f"of {there}" if there else ""),
+        ("cost so far" if row.running else "cost", dollars(job.cost.usd), job.cost.at_end + job.cost.words)
+        if job.cost
+        else ("cost", "–", "no price is known"),
+    ]
+    return [{"label": label, "value": value, "note": note} for label, value, note in figures]
+
+
+def number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"

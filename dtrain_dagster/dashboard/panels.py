@@ -1,0 +1,114 @@
+"""The panels of the dashboard, as data: which track's columns are drawn how. ``static/dashboard.js`` draws them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dtrain_dagster.dashboard.series import ALL_NODES
+from dtrain_dagster.monitoring.windows import SEGMENTS
+
+EACH_NODE = "node *"
+"""In place of a track's name: that of every node, each a line of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A column of a track. An empty ``label`` is the name of the track."""
+
+    track: str
+    column: str
+    label: str = ""
+    dash: str = "solid"
+    marker: bool = False
+    right: bool = False
+    """On the axis at the right side."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Panel:
+    """One chart. ``kind``: lines, stack (lines that add up), ranks, heatmap, collectives, links, timeline."""
+
+    key: str
+    title: str
+    unit: str
+    about: str
+    """What it shows, in a sentence, for who does not know."""
+    kind: str = "lines"
+    x: str = "step"
+    lines: tuple[Line, ...] = ()
+    right_unit: str = ""
+    wide: bool = False
+    section: str
+    optional: bool = False
+    """Only shown where there is something to show."""
+
+
+PANELS = (
+    Panel(
+        key="loss", section="Training", title="Loss", unit="loss per sample",
+        about="Mean over the samples of all ranks since the report before; validation at each evaluation.",
+        lines=(Line("steps", "loss", "training"), Line("evaluations", "loss", "validation", marker=True)),
+    ),
+    Panel(
+        key="rate", section="Training", title="Learning rate and gradient norm", unit="learning rate",
+        about="The gradient's 2-norm is taken before it is clipped.", right_unit="gradient 2-norm",
+        lines=(
+            Line("steps", "learning_rate", "learning rate"),
+            Line("steps", "grad_norm", "gradient norm", right=True),
+        ),
+    ),
+    Panel(
+        key="throughput", section="Training", title="Throughput", unit="samples/s", x="time",
+        about="All nodes together while they train, and each node.",
+        lines=(Line("steps", "samples_per_second", "all nodes"), Line(EACH_NODE, "samples_per_second")),
+    ),
+    Panel(
+        key="breakdown", section="Where the time goes", title="A step, by what it was spent on", unit="ms per step",
+        kind="stack", wide=True,
+        about="Mean over ranks. Communication: on the wire, hidden by no computation. Waiting: for slower ranks.",
+        lines=tuple(Line("timing", name, name) for name in SEGMENTS),
+    ),
+    Panel(
+        key="ranks", section="Where the time goes", title="A step, by rank", unit="ms per step", kind="ranks",
+        about="Over the newest reports. Who waits least is who the others wait for.",
+    ),
+    Panel(
+        key="late", section="Where the time goes", title="Who is late, and when", unit="ms late", kind="heatmap",
+        wide=True,
+        about="Median per report of how much less a rank waited than the one that waited most.",
+        lines=(Line("late", "*"),),
+    ),
+    Panel(
+        key="collectives", section="Where the time goes", title="Communication, by collective", unit="ms per step",
+        kind="collectives",
+        about="Newest report. Wire: what the fastest rank took. Overlapped: the part that computation hides.",
+    ),
+    Panel(
+        key="links", section="Where the time goes", title="Links between ranks", unit="ms", kind="links", optional=True,
+        about="A probe from rank to rank, made when much of a step is exposed communication.",
+    ),
+    Panel(
+        key="busy", section="Nodes", title="Utilisation", unit="%", x="time",
+        about="Mean over a node's GPUs; without GPUs, its share of the machine's processors.",
+        lines=(Line(ALL_NODES, "busy", "mean"), Line(EACH_NODE, "busy")),
+    ),
+    Panel(
+        key="memory", section="Nodes", title="Memory", unit="%", x="time",
+        about="Of the GPUs; without GPUs, what the ranks hold of the machine's.",
+        lines=(Line(ALL_NODES, "memory", "mean"), Line(EACH_NODE, "memory")),
+    ),
+    Panel(
+        key="network", section="Nodes", title="Network", unit="bytes/s", x="time",
+        about="All interfaces of the machine; sent, and received (dotted).",
+        lines=(Line(EACH_NODE, "sent"), Line(EACH_NODE, "received", dash="dot")),
+    ),
+    Panel(
+        key="disk", section="Nodes", title="Disk", unit="bytes/s", x="time",
+        about="All disks of the machine; written, and read (dotted).",
+        lines=(Line(EACH_NODE, "disk_written"), Line(EACH_NODE, "disk_read", dash="dot")),
+    ),
+    Panel(
+        key="timeline", section="Nodes", title="When nodes were there", unit="", kind="timeline", x="time", wide=True,
+        about="A bar for each stay of a node; marks are new generations (▼), checkpoints (·) and hangs (✕).",
+    ),
+)  # fmt: skip

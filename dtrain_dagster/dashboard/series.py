@@ -1,0 +1,367 @@
+"""What a job's events come to, for whoever shows it: the page, the report, Prometheus and the terminal.
+
+`PerformanceDashboard` is a fold: it takes events as they come and keeps a bounded amount of them, so that a training of
+a week costs no more to look at than one of an hour. Of an event that it does not understand (an older or a newer
+trainer wrote it) it takes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import uuid
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtrain_dagster.jobs.progress import Progress, advance, news
+from dtrain_dagster.monitoring.alerts import best, told
+from dtrain_dagster.monitoring.diagnosis import Cause, diagnose
+from dtrain_dagster.monitoring.hangs import verdict
+from dtrain_dagster.monitoring.strategies import strategies
+from dtrain_dagster.monitoring.windows import SEGMENTS, settled, windows
+
+POINTS = 1000
+"""Rows of a track at most."""
+VALUES = 60_000
+"""Rows times columns of all tracks of one kind at most: with many nodes, each has fewer rows."""
+LATEST_WINDOWS = 20
+"""So many of the newest windows make the breakdown per rank."""
+NEWS, MARKS = 60, 200
+ALL_NODES = "nodes"
+"""The track of the mean over nodes. Rates are in none: nodes that share a machine would be counted twice."""
+MEANS = ("busy", "memory")
+TOGETHER_SECONDS, FRESH_SECONDS = 1.0, 10.0
+"""Between two rows of that track; and how old a node's sample may be to count in it."""
+MOST_NODES = 2048
+"""So many are kept; of further ones, which no training has, nothing is."""
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
+"""What comes of an event that was written to another contract."""
+
+Row = dict[str, float]
+
+
+@dataclass(slots=True)
+class Track:
+    """Rows over ``x`` (``step`` or ``time``). When there are too many, neighbours are merged into their means.
+
+    With each row goes the version of the dashboard that changed it last, so that a reader can ask for what is new.
+    """
+
+    x: str
+    rows: list[Row] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    stride: int = 1
+    """Samples that make one row."""
+    filled: int = 0
+    """Samples in the last row."""
+
+    def add(self, values: Mapping[str, Any], version: int, most: int) -> None:
+        """Take a sample. Steps that are done anew take the place of those that were; what is no number is left out."""
+        sample = {name: float(value) for name, value in values.items() if is_number(value)}
+        while self.x == "step" and self.rows and self.rows[-1]["step"] >= sample["step"]:
+            self.rows.pop()
+            self.versions.pop()
+            self.filled = self.stride
+        if self.rows and self.filled < self.stride:
+            self.rows[-1] = merged(self.rows[-1], sample, self.filled, self.x)
+            self.filled += 1
+        else:
+            self.rows.append(sample)
+            self.versions.append(version)
+            self.filled = 1
+        self.versions[-1] = version
+        if len(self.rows) > max(most, 2):
+            self._halve(version)
+
+    def since(self, version: int) -> dict[str, Any] | None:
+        """What has changed after that version: rows from an index on, which take the place of all from there."""
+        first = bisect_right(self.versions, version)
+        return {"from": first, "rows": self.rows[first:]} if first < len(self.rows) else None
+
+    def _halve(self, version: int) -> None:
+        pairs = [self.rows[at : at + 2] for at in range(0, len(self.rows), 2)]
+        self.rows = [merged(pair[0], pair[1], 1, self.x) if len(pair) == 2 else pair[0] for pair in pairs]
+        self.versions = [version] * len(self.rows)
+        self.filled += self.stride if len(pairs[-1]) == 2 else 0
+        self.stride *= 2
+
+
+def is_number(value: Any) -> bool:
+    """One that a float can hold."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def merged(row: Row, sample: Row, weight: int, x: str) -> Row:
+    """The mean of a row of ``weight`` samples and one more; its place is that of the last."""
+    mean = {name: row[name] + (sample[name] - row[name]) / (weight + 1) for name in row.keys() & sample.keys()}
+    return {**row, **sample, **mean, x: sample[x]}
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One ``timing`` event: seconds per step of each rank, by segment."""
+
+    steps: int
+    ranks: tuple[str, ...]
+    nodes: tuple[int, ...]
+    seconds: float
+    segments: Mapping[str, Sequence[float]]
+    late: Sequence[float]
+
+
+class PerformanceDashboard:
+    """One job. `take` its events; everything else reads."""
+
+    def __init__(self) -> None:
+        self.token = uuid.uuid4().hex
+        """Of this fold: versions of another one mean nothing here."""
+        self.version = 0
+        self.progress = Progress()
+        self.total_steps: int | None = None
+        self.started_at: float | None = None
+        self.heard_at: float | None = None
+        self.tracks: dict[str, Track] = {}
+        self.nodes: dict[int, dict[str, Any]] = {}
+        """The latest ``node`` event of each."""
+        self._samples: dict[int, dict[str, Any]] = {}
+        """Node → its latest row."""
+        self._together_at = -math.inf
+        self.members: tuple[int, ...] = ()
+        """Nodes that train, as the newest generation has it."""
+        self.lost: set[int] = set()
+        self.has_gpus = False
+        self.windows: deque[Window] = deque(maxlen=LATEST_WINDOWS)
+        self.collectives: tuple[dict[str, Any], ...] = ()
+        self.link: dict[str, Any] | None = None
+        self.news: deque[dict[str, Any]] = deque(maxlen=NEWS)
+        self.marks: deque[dict[str, Any]] = deque(maxlen=MARKS)
+        self.counts: Counter[str] = Counter()
+        """Events so far, by kind; ``nodes_lost`` besides."""
+
+    def take(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Fold in events, in order of time."""
+        events = list(events)
+        self.version += bool(events)
+        for item in events:
+            with suppress(*UNREADABLE):
+                self._take(dict(item))
+
+    def changes(self, version: int, token: str) -> dict[str, Any]:
+        """Rows of every track that are newer than a version; all of them where the token is not this fold's."""
+        version = version if token == self.token else 0
+        found = {name: track.since(version) for name, track in self.tracks.items()}
+        return {
+            "token": self.token,
+            "version": self.version,
+            "tracks": {name: rows for name, rows in found.items() if rows},
+        }
+
+    def details(self, training: Mapping[str, Any]) -> dict[str, Any]:
+        """What is small and changes as a whole: the breakdown per rank, collectives, links, verdict, news, marks.
+        ``training``: the job's configuration."""
+        return {
+            "has_gpus": self.has_gpus,
+            "ranks": self.ranks(),
+            "collectives": list(self.collectives),
+            "link": self.link,
+            "verdict": self.verdict(training),
+            "news": list(self.news)[::-1],
+            "marks": list(self.marks),
+        }
+
+    def ranks(self) -> dict[str, Any] | None:
+        """Milliseconds per step of each rank by segment, over the newest windows of the ranks that train now."""
+        if not self.windows:
+            return None
+        last = self.windows[-1]
+        windows = [window for window in self.windows if window.ranks == last.ranks]
+        steps = sum(window.steps for window in windows)
+        segments = {
+            name: [
+                1000 * sum(window.segments[name][rank] * window.steps for window in windows) / steps
+                for rank in range(len(last.ranks))
+            ]
+            for name in SEGMENTS
+            if all(name in window.segments for window in windows)
+        }
+        return {"labels": list(last.ranks), "nodes": list(last.nodes), "steps": steps, "milliseconds": segments}
+
+    def verdict(self, training: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What holds the latest steps up, and what would help, the best first; None while that is not known."""
+        recent = [*self.progress.recent, *self.progress.hang]
+        try:
+            found = diagnose(recent)
+            advice = [told(item) for item in best(strategies(settled(windows(recent)), recent, training))]
+        except UNREADABLE:
+            return None
+        if found.cause is Cause.UNKNOWN:
+            return None
+        share = f", {found.share:.0%} of the time" if found.share else ""
+        return {
+            "cause": found.cause,
+            "title": f"{found.where}{share}",
+            "evidence": found.evidence,
+            "also": [f"{item.where}, {item.share:.0%}: {item.evidence}" for item in found.also],
+            "advice": advice,
+        }
+
+    def shares(self, segment: str) -> dict[int, float]:
+        """Node → share of the step that its ranks spent on a segment, over the newest windows."""
+        ranks = self.ranks()
+        if ranks is None or segment not in ranks["milliseconds"]:
+            return {}
+        found: dict[int, list[float]] = {}
+        for rank, node in enumerate(ranks["nodes"]):
+            whole = sum(values[rank] for values in ranks["milliseconds"].values())
+            if whole > 0:
+                found.setdefault(node, []).append(ranks["milliseconds"][segment][rank] / whole)
+        return {node: statistics.fmean(shares) for node, shares in found.items()}
+
+    def _take(self, item: dict[str, Any]) -> None:
+        kind, at = item["kind"], float(item["time"])
+        self.heard_at = max(at, self.heard_at or at)
+        self.started_at = min(at, self.started_at or at)
+        self.counts[kind] += 1
+        take = getattr(self, f"_take_{kind}", None)
+        if take is not None:
+            take(item)
+        if kind != "node":  # most events are, and tell nothing of progress
+            self.progress = advance(self.progress, [item])
+        if kind == "hang":
+            self._tell_hang(item)
+        for text in sentences(item):
+            if all(entry["text"] != text for entry in self.news):  # several ranks may tell the same
+                self.news.append({"time": at, "kind": kind, "text": text})
+
+    def _take_step(self, item: dict[str, Any]) -> None:
+        if item.get("step_seconds") and item.get("eta_seconds") is not None:
+            self.total_steps = item["step"] + round(item["eta_seconds"] / item["step_seconds"])
+        names = ("step", "time", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second", "step_seconds")
+        self._add("steps", "step", {name: item.get(name) for name in names})
+
+    def _take_evaluation(self, item: dict[str, Any]) -> None:
+        if item["split"] == "valid":
+            self._add("evaluations", "step", {name: item.get(name) for name in ("step", "time", "loss")})
+
+    def _take_node(self, item: dict[str, Any]) -> None:
+        node = int(item["node_id"])
+        if node not in self.nodes and len(self.nodes) >= MOST_NODES:
+            return
+        gpu = item.get("gpu_utilization") is not None
+        self.has_gpus |= gpu
+        self.nodes[node] = item
+        self.lost.discard(node)
+        row = {
+            "time": item["time"],
+            "busy": item.get("gpu_utilization" if gpu else "cpu_percent"),
+            "memory": item.get("gpu_memory_percent" if gpu else "memory_percent"),
+            "samples_per_second": item.get("samples_per_second"),
+            "temperature": item.get("gpu_temperature_celsius"),
+            "sent": item.get("bytes_sent_per_second"),
+            "received": item.get("bytes_received_per_second"),
+            "disk_read": item.get("disk_read_bytes_per_second"),
+            "disk_written": item.get("disk_written_bytes_per_second"),
+        }
+        self._add(f"node {node}", "time", row, VALUES // (len(row) * len(self.nodes)))
+        self._samples[node] = row
+        if row["time"] - self._together_at >= TOGETHER_SECONDS:
+            self._together_at = row["time"]
+            if all_nodes := together(self._samples.values(), row["time"]):
+                self._add(ALL_NODES, "time", {"time": row["time"], **all_nodes})
+
+    def _take_timing(self, item: dict[str, Any]) -> None:
+        nodes = tuple(int(node) for node in item["nodes"])
+        segments = {name: [float(v) for v in values] for name, values in item["segments"].items() if name in SEGMENTS}
+        if any(len(values) != len(nodes) for values in segments.values()):
+            raise ValueError("a segment needs a value of each rank")
+        if (steps := int(item["steps"])) < 1:
+            raise ValueError("a window has at least one step")
+        late = (item.get("typical") or {}).get("late") or ()
+        ranks = rank_labels(nodes)
+        self.windows.append(Window(steps, ranks, nodes, float(item["seconds"]), segments, late))
+        self.collectives = tuple(collective(entry) for entry in item.get("collectives") or ())
+        place = {"step": item["step"], "time": item["time"]}
+        means = {name: 1000 * statistics.fmean(values) for name, values in segments.items()}
+        self._add("timing", "step", {**place, **means})
+        lateness = {rank: 1000 * value for rank, value in zip(ranks, late, strict=False) if is_number(value)}
+        if lateness:
+            self._add("late", "step", {**place, **lateness}, VALUES // len(ranks))
+
+    def _take_link(self, item: dict[str, Any]) -> None:
+        slowest = [[int(a), int(b), 1000 * float(seconds)] for a, b, seconds in item["seconds"]]
+        self.link = {"step": item["step"], "bytes": item["bytes"], "milliseconds": slowest}
+
+    def _take_membership(self, item: dict[str, Any]) -> None:
+        self.members = tuple(item["nodes"])
+        self.lost = (self.lost | set(item["lost"])) - set(self.members)
+        self.counts["nodes_lost"] += len(item["lost"])
+        self._mark(item, f"generation {item['generation']}: {len(self.members)} node(s), {item['reason']}")
+
+    def _take_checkpoint(self, item: dict[str, Any]) -> None:
+        self._mark(item, f"checkpoint of step {item['step']}")
+
+    def _tell_hang(self, item: dict[str, Any]) -> None:
+        """Who keeps the others waiting, as far as ranks have reported: what the next one says may change it."""
+        said = {"time": item["time"], "kind": "hang", "step": item["step"], "text": verdict(self.progress.hang)}
+        for entries in (self.news, self.marks):
+            before = [entry for entry in entries if (entry["kind"], entry.get("step")) == ("hang", item["step"])]
+            if before:
+                before[-1]["text"] = said["text"]
+            else:
+                entries.append(dict(said))
+
+    def _mark(self, item: dict[str, Any], text: str) -> None:
+        self.marks.append({"time": item["time"], "kind": item["kind"], "text": text})
+
+    def _add(self, name: str, x: str, values: dict[str, Any], most: int = POINTS) -> None:
+        self.tracks.setdefault(name, Track(x)).add(values, self.version, min(most, POINTS))
+
+
+def together(samples: Iterable[Mapping[str, Any]], now: float) -> dict[str, float]:
+    """The mean of the latest samples, without those of nodes that have gone; nothing where there is only one."""
+    fresh = [row for row in samples if now - row["time"] < FRESH_SECONDS]
+    values = {name: [row[name] for row in fresh if is_number(row[name])] for name in MEANS}
+    return {name: statistics.fmean(row) for name, row in values.items() if len(row) > 1}
+
+
+def rank_labels(nodes: Sequence[int]) -> tuple[str, ...]:
+    """A name of each rank that stays when ranks are dealt anew: its node, and its place there if it is not alone."""
+    several, seen, labels = len(set(nodes)) < len(nodes), Counter[int](), []
+    for node in nodes:
+        labels.append(f"node {node}.{seen[node]}" if several else f"node {node}")
+        seen[node] += 1
+    return tuple(labels)
+
+
+def collective(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """One collective as figures per step: times in milliseconds, means over ranks but for the wire."""
+    waiting, overlapped = (entry.get(f"{name}_seconds") or [0.0] for name in ("waiting", "overlapped"))
+    return {
+        "name": str(entry["name"]),
+        "bytes": entry.get("bytes"),
+        "wire_milliseconds": 1000 * float(entry["wire_seconds"]),
+        "waiting_milliseconds": 1000 * statistics.fmean(waiting),
+        "overlapped_milliseconds": 1000 * statistics.fmean(overlapped),
+        "bandwidth_bytes_per_second": entry.get("bandwidth_bytes_per_second"),
+    }
+
+
+def sentences(item: dict[str, Any]) -> tuple[str, ...]:
+    """What a person should know of an event: the news of `dtrain_dagster.jobs.progress`, and what only whoever looks
+    closer asks for. Pure."""
+    known = news([item])
+    if known:
+        return known
+    kind = item["kind"]
+    if kind == "communication_error":
+        return (f"communication failed at step {item['step']} ({item['operation']}): {item['error']}",)
+    if kind == "error":
+        return (str(item["message"]),)
+    return ()

@@ -1,0 +1,193 @@
+"""The live dashboard: one page, its figures as JSON, and ``/metrics``. It reads, and changes nothing.
+
+It is meant for this machine: it listens on loopback, answers only to the names it knows (a foreign site that resolves
+its own name to 127.0.0.1 gets nothing), and lets no other site read its answers. Many pages may ask every two seconds:
+what all of them see is made once, and who has it already is told so.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+import time
+import zlib
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
+from functools import cache
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dtrain_dagster.dashboard import page, prometheus
+from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard
+from dtrain_dagster.dashboard.job_index import Listing, page_of
+from dtrain_dagster.web.guard import Guard, rules_for
+
+LIST_WAIT_SECONDS = 2.0
+"""So long a page waits for the list to be read; then it shows what was read until then."""
+PAGE_SIZE = 50
+MOST_TEXT = 200
+MOST_LISTS = 64
+"""Pages of the list that are kept as they were sent."""
+COMPRESSED_BYTES = 16 * 2**10
+"""Answers from this size on are compressed."""
+CHUNK_BYTES = 64 * 2**10
+HEADERS = {
+    "content-security-policy": page.LIVE_POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+def build_app(board: JobBoard, hosts: Sequence[str] = ()) -> Starlette:
+    """The web application, with its guard. ``hosts``: names that it answers to, besides loopback's."""
+    lists = Lists()
+
+    def index(request: Request) -> Response:
+        return HTMLResponse(page.live_page())
+
+    def script(request: Request) -> Response:
+        return Response(page.static("dashboard.js"), media_type="text/javascript")
+
+    def style(request: Request) -> Response:
+        return Response(page.static("dashboard.css"), media_type="text/css")
+
+    def plotly(request: Request) -> Response:
+        takes = "gzip" in request.headers.get("accept-encoding", "")
+        headers = {"cache-control": "max-age=86400", "vary": "accept-encoding"}
+        headers |= {"content-encoding": "gzip"} if takes else {}
+        # In pieces, as fast as the browser takes them: whole, it would wait in memory for each slow one.
+        return StreamingResponse(_pieces(_plotly(takes)), media_type="text/javascript", headers=headers)
+
+    def jobs(request: Request) -> Response:
+        try:
+            listing = board.listing(LIST_WAIT_SECONDS)
+        except OSError as error:
+            return _told(f"the jobs cannot be listed: {type(error).__name__}: {error}")
+        asked = request.query_params
+        state, text = asked.get("state", "")[:MOST_TEXT], asked.get("text", "")[:MOST_TEXT]
+        body, tag = lists.get(listing, state, text, _number(asked.get("page", "")))
+        return _json(request, body, tag)
+
+    def job(request: Request) -> Response:
+        now, job_id = time.time(), request.path_params["job_id"]
+        tag = board.tag(job_id)  # asked first: what is read afterwards is no older
+        if tag is not None and request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers={"etag": tag})
+        try:
+            found = board.open(job_id, now)
+            if found is None:
+                return PlainTextResponse("there is no job of that name", 404)
+            version = _number(request.query_params.get("since", ""))
+            body = _encoded(found.snapshot(version, request.query_params.get("token", ""), now))
+        except CANNOT_READ as error:
+            return _told(f"its run directory cannot be read: {type(error).__name__}: {error}")
+        return _json(request, body, tag if found.settled else None)
+
+    def metrics(request: Request) -> Response:
+        return Response(prometheus.exposition(board), media_type=prometheus.CONTENT_TYPE)
+
+    return Starlette(
+        routes=[
+            Route("/", index),
+            Route("/dashboard.js", script),
+            Route("/dashboard.css", style),
+            Route("/plotly.js", plotly),
+            Route("/jobs.json", jobs),
+            Route("/jobs/{job_id}.json", job),
+            Route("/metrics", metrics),
+        ],
+        middleware=[Middleware(SecurityHeaders), Middleware(Guard, rules=rules_for("127.0.0.1", hosts))],
+    )
+
+
+class Lists:
+    """Pages of the list as they are sent, each made once for all browsers that ask for it."""
+
+    def __init__(self, kept: int = MOST_LISTS) -> None:
+        self._made: OrderedDict[tuple[str, str, int], tuple[Listing, bytes]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._kept = kept
+
+    def get(self, listing: Listing, state: str, text: str, number: int) -> tuple[bytes, str]:
+        """The body, and a tag that is the same as long as the body is."""
+        asked = (state, text, number)
+        with self._lock:
+            made = self._made.get(asked)
+            if made is None or made[0] is not listing:
+                made = self._made[asked] = (listing, _encoded(_list(listing, state, text, number)))
+            self._made.move_to_end(asked)
+            while len(self._made) > self._kept:
+                self._made.popitem(last=False)
+        return made[1], f'"{zlib.crc32(made[1]):08x}-{len(made[1])}"'
+
+
+def _list(listing: Listing, state: str, text: str, number: int) -> dict[str, object]:
+    found = page_of(listing.rows, state, text, number, PAGE_SIZE)
+    return {
+        "jobs": [asdict(row) for row in found.rows],
+        "page": found.number,
+        "pages": found.pages,
+        "first": found.number * PAGE_SIZE,
+        "total": found.total,
+        "states": found.states,
+        "unread": listing.unread,
+    }
+
+
+def _json(request: Request, body: bytes, tag: str | None) -> Response:
+    """An answer with this tag, or that the one who asks has it already."""
+    headers = {"etag": tag} if tag else {}
+    if tag and request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers)
+    if len(body) >= COMPRESSED_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
+        body, headers["content-encoding"] = gzip.compress(body, 1), "gzip"
+    return Response(body, media_type="application/json", headers=headers)
+
+
+def _told(words: str) -> Response:
+    return PlainTextResponse(words.encode(errors="replace"), 500)
+
+
+def _encoded(value: object) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()  # ASCII: a lone surrogate has no UTF-8
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0
+
+
+@cache
+def _plotly(compressed: bool) -> bytes:
+    whole = page.plotly_js().encode()
+    return gzip.compress(whole, 6) if compressed else whole
+
+
+async def _pieces(data: bytes) -> AsyncIterator[bytes]:
+    for at in range(0, len(data), CHUNK_BYTES):
+        yield data[at : at + CHUNK_BYTES]
+
+
+class SecurityHeaders:
+    """Puts `HEADERS` on every answer, refusals included."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                given = {name for name, _ in message["headers"]}
+                own = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message["headers"] = [*message["headers"], *(pair for pair in own if pair[0] not in given)]
+            await send(message)
+
+        await self.app(scope, receive, with_headers)

@@ -1,0 +1,141 @@
+"""What was printed on a job's nodes since the last look: from files of this machine, or by asking the cluster."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.local.line_log import logs_of, open_log, readable
+from trainer.documents.reader import LOG_BYTES
+
+PIECE_BYTES = 4 << 20
+"""Of a log at once."""
+_NODE = re.compile(r"=== node-(\d+)\.log ===")
+_PART = re.compile(r"--- (launch \d+, .*|rank \d+) ---")
+"""Begins what a launch printed (`clusters.azure_ml.traces`), or a rank (`by_node`): each part grows at its own end."""
+
+Part = tuple[int, str, str]
+"""Node, and the lines that name the launch and the rank, where there are such."""
+
+
+class LogFollower(Protocol):
+    """Gives each line once."""
+
+    poll_seconds: float
+
+    def skip_to_end(self, keep_lines: int = 0) -> None:
+        """Leave out what is there already, but for the last lines of each log."""
+
+    def read(self, node_id: int | None = None, to_the_end: bool = False) -> Iterable[tuple[int, str]]:
+        """(node, line) of every line finished since; with ``to_the_end`` the unfinished one as well."""
+
+
+@dataclass(slots=True)
+class FileFollower:
+    """Of logs that grow in a folder of this machine."""
+
+    folder: Path
+    offsets: dict[Path, int] = field(default_factory=dict)
+    poll_seconds: float = 0.1
+
+    def skip_to_end(self, keep_lines: int = 0) -> None:
+        for path in logs_of(self.folder).values():
+            with open_log(path) as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(0, end - LOG_BYTES))
+                data = file.read(LOG_BYTES) if keep_lines else b""
+            kept = data.splitlines(keepends=True)[-keep_lines:] if keep_lines else []
+            self.offsets[path] = end - sum(map(len, kept))
+
+    def read(self, node_id: int | None = None, to_the_end: bool = False) -> Iterator[tuple[int, str]]:
+        for node, path in logs_of(self.folder, node_id).items():
+            is_more = True
+            while is_more:
+                with open_log(path) as file:
+                    begin = max(self.offsets.get(path, 0), file.seek(0, os.SEEK_END) - LOG_BYTES)
+                    file.seek(begin)
+                    data = file.read(PIECE_BYTES)
+                is_more = len(data) == PIECE_BYTES
+                end = data.rfind(b"\n") + 1
+                if (to_the_end and not is_more) or (is_more and not end):
+                    end = len(data)
+                self.offsets[path] = begin + end
+                for line in readable(data[:end]).splitlines():
+                    yield node, line
+
+
+class LogPoller:
+    """Of logs that only the cluster can read. ``ask``: what it tells of all nodes, as `GPUClusterManager.job_logs`."""
+
+    def __init__(self, ask: Callable[[], str], poll_seconds: float) -> None:
+        self.ask, self.poll_seconds = ask, poll_seconds
+        self._last: dict[Part, list[str]] = {}
+        self._given: dict[Part, list[str]] = {}
+
+    def skip_to_end(self, keep_lines: int = 0) -> None:
+        self._last = by_part(self.ask())
+        kept: Counter[int] = Counter()
+        for part, lines in reversed(self._last.items()):
+            left_out = max(0, len(lines) - (keep_lines - kept[part[0]]))
+            self._given[part] = lines[:left_out]
+            kept[part[0]] += len(lines) - left_out
+
+    def read(self, node_id: int | None = None, to_the_end: bool = False) -> Iterator[tuple[int, str]]:
+        try:
+            found = by_part(self.ask())
+        except ClusterError:
+            if to_the_end:
+                raise
+            return  # asked again at the next look
+        before, self._last = self._last, found
+        for part, lines in found.items():
+            # Whether a line is finished is not said: the last one is, where two looks find it the same.
+            finished = lines if to_the_end or lines == before.get(part) else lines[:-1]
+            new = new_lines(self._given.get(part, []), finished)
+            if new and node_id in (None, part[0]):
+                self._given[part] = finished
+                yield from ((part[0], line) for line in new)
+
+
+def by_node(texts: Mapping[int, str], processes_per_node: int) -> dict[int, str]:
+    """Node → what its ranks printed, one after the other, of several each under a line that names it. Pure."""
+    found: dict[int, str] = {}
+    for rank, text in sorted(texts.items()):
+        header = f"--- rank {rank} ---\n" if processes_per_node > 1 else ""
+        node_id = rank // processes_per_node
+        found[node_id] = found.get(node_id, "") + header + text.rstrip("\n") + "\n"
+    return found
+
+
+def by_part(text: str) -> dict[Part, list[str]]:
+    """Part → its lines, from what `GPUClusterManager.job_logs` gives of all nodes. Pure."""
+    found: dict[Part, list[str]] = {}
+    lines: list[str] = []
+    node, launch, rank = 0, "", ""
+    for line in text.splitlines():
+        if match := _NODE.fullmatch(line):
+            node, launch, rank = int(match[1]), "", ""
+            lines = found.setdefault((node, launch, rank), [])
+            continue
+        if match := _PART.fullmatch(line):
+            launch, rank = (launch, line) if match[1].startswith("rank") else (line, "")
+            lines = found.setdefault((node, launch, rank), [])
+        lines.append(line)
+    return found
+
+
+def new_lines(before: Sequence[str], after: Sequence[str]) -> Sequence[str]:
+    """What a later look at a log has and the earlier had not; where a log was written anew, from where it differs.
+    Pure."""
+    alike = 0
+    for one, other in zip(before, after, strict=False):
+        if one != other:
+            break
+        alike += 1
+    return after[alike:]

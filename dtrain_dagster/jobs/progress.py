@@ -1,0 +1,364 @@
+"""From a training that is wanted to the one job that does it: found, attached to, or started; then followed to its end.
+
+A job outlives whoever started it. Its id carries a fingerprint of *what* is trained and the Dagster run that asked for
+it, so that asking again finds the job instead of buying a second one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import trainer
+from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager, JobSpec, JobState, JobStatus
+from dtrain_dagster.costs.budget import write_limit
+from dtrain_dagster.jobs.orders import keep_order
+from trainer.config import JobConfig
+from trainer.errors import DamagedError
+from trainer.model.allowed_factories import is_allowed, modules_of_settings, refuse_foreign_factories
+from trainer.printable import visible
+from trainer.rundir import EVALUATION, JOB, LAUNCH, LIMIT, RESULT, RunDir, SeenFiles
+
+PLAN = "plan.json"
+"""In a run directory: the plan that the job carries out, for whoever watches its cost."""
+REGISTRATION = "registration.json"
+"""In a run directory: under which name, version and alias the model was registered."""
+BUDGET = "max_node_seconds"
+"""In ``training``: what a person may raise to go on with a job. It decides when it stops, not what comes out."""
+CLAIM = "claim.json"
+"""In a run directory: the Dagster run whose asset this job became. Its result is not taken a second time."""
+
+
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
+"""What comes of an event that was written to another contract."""
+
+
+class BudgetSpentError(ClusterError):
+    """A job has no budget left. The message says how much was paid."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownJob:
+    job_id: str
+    state: JobState
+    claimed: bool
+    has_checkpoint: bool = False
+    damage: str = ""
+    """What is wrong with its run directory, where it cannot be read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What to do to get a training done, and why, in words for the log."""
+
+    action: Literal["start", "attach", "adopt", "restart"]
+    job_id: str
+    reason: str
+
+
+def choose_job(fingerprint: str, root_run_id: str, known: Sequence[KnownJob]) -> Choice:
+    """Which job does this training. ``known``: jobs of the cluster, newest first.
+
+    The job of the same root run comes first (a retry of the run continues it); then any job of the same fingerprint
+    that runs, or that succeeded without becoming an asset (its orchestrator died); then the newest of the fingerprint,
+    if it did not succeed but left a checkpoint: it is gone on with. Only then is a new one started. A damaged job is
+    left alone, and its id is not used again.
+    """
+    damaged = {job.job_id: job.damage for job in known if job.damage}
+    known = [job for job in known if not job.damage]
+    name = f"train-{fingerprint}-{root_run_id[:8]}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    own = next(name for name in names if name not in damaged)
+    for job in known:
+        if job.job_id == own:
+            if not job.state.is_final:
+                return Choice(action="attach", job_id=own, reason="this run's job is already running")
+            if job.state is JobState.SUCCEEDED:
+                return Choice(action="adopt", job_id=own, reason="this run's job has already succeeded")
+            return Choice(
+                action="restart", job_id=own, reason=f"this run's job was {job.state}; it goes on in its folder"
+            )
+    alike = [job for job in known if job.job_id.startswith(f"train-{fingerprint}-")]
+    same = [job for job in alike if not job.claimed]
+    for job in same:
+        if not job.state.is_final:
+            return Choice(action="attach", job_id=job.job_id, reason="a job of the same training is already running")
+    for job in same:
+        if job.state is JobState.SUCCEEDED:
+            reason = "a job of the same training succeeded after its orchestrator was gone"
+            return Choice(action="adopt", job_id=job.job_id, reason=reason)
+    if alike and alike[0].has_checkpoint and not alike[0].claimed:
+        reason = f"the last job of the same training was {alike[0].state}; it goes on from its latest checkpoint"
+        return Choice(action="restart", job_id=alike[0].job_id, reason=reason)
+    alone = "".join(f"; {job_id} is left alone: {damage}" for job_id, damage in damaged.items())
+    return Choice(action="start", job_id=own, reason=f"no job of this training runs{alone}")
+
+
+def known_jobs(manager: GPUClusterManager, jobs_uri: str, fingerprint: str) -> list[KnownJob]:
+    """The cluster's jobs of this training, newest first, whether their result was taken and whether they can be gone on
+    with."""
+    known = []
+    for status in manager.list_jobs(f"train-{fingerprint}-"):
+        rundir = RunDir(f"{jobs_uri}/{status.job_id}")
+        damage, claimed, latest = status.damage, False, None
+        if not damage:
+            try:
+                claimed, latest = rundir.read_json(CLAIM) is not None, rundir.latest_checkpoint()
+                _require_whole(rundir, status.state)
+            except DamagedError as error:
+                damage = str(error)
+        known.append(
+            KnownJob(
+                job_id=status.job_id, state=status.state, claimed=claimed, has_checkpoint=latest is not None,
+                damage=damage,
+            )
+        )  # fmt: skip
+    return known
+
+
+def _require_whole(rundir: RunDir, state: JobState) -> None:
+    """`DamagedError` for a job that cannot be attached to, gone on with or adopted."""
+    for name in (JOB, OWNER, LIMIT, PLAN, RESULT, EVALUATION) if state.is_final else (JOB, OWNER, LIMIT, PLAN):
+        rundir.read_json(name)
+    rundir.nodes()
+
+
+def fingerprint(job: JobConfig, node_count: int, processes_per_node: int) -> str:
+    """Eight hex digits over everything that decides what comes out: data, model, loss, training, code, ranks."""
+    what = {
+        "dataset": job.dataset.dataset_id or job.dataset.uri,
+        "model": asdict(job.model),
+        "loss": asdict(job.loss),
+        "training": {name: value for name, value in asdict(job.training).items() if name != BUDGET},
+        "code": [code_version(), *(_module_digest(part.factory) for part in (job.model, job.loss))],
+        "ranks": [node_count, processes_per_node],
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+@cache
+def code_version() -> str:
+    """Twelve hex digits over the source of the `trainer` package: what runs on the nodes."""
+    digest = hashlib.sha256()
+    package = Path(trainer.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _module_digest(factory: str) -> str:
+    """Digest of a user's own module, so that editing it makes another training; "" where there is none."""
+    module, separator, _ = factory.partition(":")
+    if not separator or not is_allowed(module, modules_of_settings()):  # to find it imports the packages above it
+        return ""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return ""
+    if spec is None or not spec.origin or not Path(spec.origin).is_file():
+        return ""
+    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:12]
+
+
+def ran_out(rundir: RunDir) -> bool:
+    """Did the last launch stop at its hard budget?"""
+    result, launch = rundir.read_json(RESULT) or {}, rundir.read_json(LAUNCH) or {}
+    return result.get("status") == "budget" and result.get("launch") in (None, launch.get("launch"))
+
+
+def start_job(
+    manager: GPUClusterManager,
+    job: JobConfig,
+    node_count: int,
+    processes_per_node: int,
+    env: dict[str, str],
+    stop_at_usd: float | None = None,
+) -> None:
+    """Write ``job.json`` and run the trainer on the cluster. One that runs already is left alone, but for its budget.
+    `BudgetSpentError`, and nothing is bought, for one that has nothing left to go on with. ``stop_at_usd``: what its
+    ``max_node_seconds`` was made of."""
+    refuse_foreign_factories(job)
+    rundir = RunDir(job.run_dir)
+    known, limit = rundir.read_json(JOB), job.training.max_node_seconds
+    stopped_at = ((rundir.read_json(LIMIT) or {}).get("max_node_seconds") if ran_out(rundir) else None) or 0.0
+    keep_order(manager.home, job, rundir.read_job() if known is not None else None)
+    if known is None:
+        rundir.write_job(job)
+    elif known["training"].get(BUDGET) != limit:  # all that may change when a job is gone on with
+        rundir.write_json(JOB, known | {"training": known["training"] | {BUDGET: limit}})
+    write_limit(rundir, limit, stop_at_usd)
+    spent = sum(node.seconds(node.last_seen_at or node.started_at) for node in rundir.nodes()) if limit else 0.0
+    # One that has stopped at its budget has kept what a checkpoint would take, and no step fits into that.
+    if limit and (spent >= limit or limit <= stopped_at):
+        raise BudgetSpentError(
+            f"job {job.job_id} was paid {spent / 3600:.4g} node-hours, its budget is {limit / 3600:.4g} "
+            f"(training.{BUDGET} = {limit:g}): raise it to go on"
+        )
+    manager.submit_job(
+        JobSpec(
+            job_id=job.job_id,
+            run_dir=job.run_dir,
+            command=(manager.python, "-m", "trainer", "--config", f"{job.run_dir}/job.json"),
+            node_count=node_count,
+            processes_per_node=processes_per_node,
+            env=env,
+            master_port=job.training.master_port,
+            elastic=True,
+        )
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a job is. Fields are None until they are known."""
+
+    phase: str = "waiting for nodes"
+    step: int = 0
+    epoch: int = 0
+    loss: float | None = None
+    valid_loss: float | None = None
+    samples_per_second: float | None = None
+    eta_seconds: float | None = None
+    nodes_alive: int = 0
+    news: tuple[str, ...] = ()
+    """What has happened since the last look that a person should know: nodes lost and found, saves that failed."""
+    recent: tuple[Mapping[str, Any], ...] = ()
+    """The latest events that tell what holds the steps up, see `monitoring.alerts`."""
+    hang: tuple[dict[str, Any], ...] = ()
+    """What ranks report that see no progress, until there is some."""
+
+    def shares(self) -> dict[str, float]:
+        """Of the latest steps, the part of each segment (`monitoring.windows.SEGMENTS`); empty while not known."""
+        from dtrain_dagster.monitoring.alerts import LATEST_WINDOWS
+        from dtrain_dagster.monitoring.windows import settled, shares, windows
+
+        return shares(settled(windows(self.recent))[-LATEST_WINDOWS:])
+
+    def explained(self, message: str) -> str:
+        """The message, and who kept the others waiting, if that is how it came to it."""
+        from dtrain_dagster.monitoring.hangs import verdict
+
+        return f"{message}; {verdict(self.hang)}" if self.hang else message
+
+
+def advance(progress: Progress, events: Sequence[dict[str, Any]]) -> Progress:
+    """Progress after these events. Pure."""
+    from dtrain_dagster.monitoring.alerts import keep
+    from dtrain_dagster.monitoring.hangs import unresolved
+
+    progress = replace(progress, recent=keep(progress.recent, events))
+    with suppress(*UNREADABLE):
+        progress = replace(progress, hang=unresolved(progress.hang, events))
+    for item in events:
+        with suppress(*UNREADABLE):
+            progress = _after(progress, item)
+    return progress
+
+
+def _after(progress: Progress, item: Mapping[str, Any]) -> Progress:
+    """Progress after one event; one of `UNREADABLE` where that was written to another contract."""
+    if item["kind"] == "phase":
+        return _after_phase(progress, item)
+    if item["kind"] == "step":
+        return replace(
+            progress,
+            phase="training",
+            step=item["step"],
+            epoch=item["epoch"],
+            loss=item["loss"],
+            samples_per_second=item["samples_per_second"],
+            eta_seconds=item["eta_seconds"],
+        )
+    if item["kind"] == "evaluation" and item["split"] == "valid":
+        return replace(progress, valid_loss=item["loss"])
+    return progress
+
+
+def news(events: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """One sentence for each event that is out of the ordinary, to be printed as it is. Pure."""
+    found = []
+    for item in events:
+        with suppress(*UNREADABLE):
+            found.append(visible(_sentence(item)))
+    return tuple(dict.fromkeys(filter(None, found)))
+
+
+def _sentence(item: Mapping[str, Any]) -> str:
+    """What an event tells that is out of the ordinary, "" where nothing is; one of `UNREADABLE` as `_after`."""
+    kind = item["kind"]
+    if kind == "membership" and item["generation"] > 1:
+        change = [f"lost node(s) {_listed(item['lost'])}"] if item["lost"] else []
+        change += [f"took in node(s) {_listed(item['joined'])}"] if item["joined"] else []
+        mode = ", in parameter-server mode" if item["topology"] == "star" else ""
+        return (
+            f"generation {item['generation']} at step {item['step']}: {' and '.join(change) or 'the same nodes'}; "
+            f"goes on with {item['world_size']} rank(s){mode} after {item['seconds']:.2f} s ({item['reason']})"
+        )
+    if kind == "out_of_memory":
+        more = " and activation checkpointing" if item["activation_checkpointing"] else ""
+        return f"out of memory at step {item['step']}: goes on with {item['samples']} samples at once{more}"
+    if kind == "checkpoint_failed":
+        end = "given up; training goes on" if item["gives_up"] else "will be tried again"
+        return f"the checkpoint of step {item['step']} could not be saved ({item['message']}): {end}"
+    if kind == "resume":
+        return f"resumed from {item['path']} at step {item['step']}"
+    return str(item["message"]) if kind == "error" and not item["fatal"] else ""
+
+
+def _listed(nodes: Sequence[int]) -> str:
+    return ", ".join(map(str, nodes))
+
+
+def _after_phase(progress: Progress, item: Mapping[str, Any]) -> Progress:
+    """A phase event says what has just been *done*; what that means for a person who waits."""
+    doing = {"data": "loading the model", "startup": "starting", "finalise": "judged and written"}
+    if item["rank"] != 0 or item["name"] not in doing or (progress.step and item["name"] != "finalise"):
+        return progress
+    return replace(progress, phase=doing[item["name"]])
+
+
+def last_step(rundir: RunDir) -> tuple[int, float] | None:
+    """The last step that a training reported, and its loss; the newest events are looked at first."""
+    for events in rundir.newest_events():
+        for event in reversed(events):
+            if event["kind"] == "step" and event.get("step") is not None and event.get("loss") is not None:
+                return event["step"], event["loss"]
+    return None
+
+
+def follow_job(
+    manager: GPUClusterManager,
+    rundir: RunDir,
+    job_id: str,
+    now: Callable[[], float] = time.time,
+    take: Callable[[list[dict[str, Any]]], object] = lambda events: None,
+) -> Iterator[tuple[JobStatus, Progress]]:
+    """Yield the job's status and progress, again and again, until it has ended; the last one yielded is final. ``take``
+    gets the events that have come since, before each."""
+    from dtrain_dagster.monitoring.hangs import HangNews
+
+    seen = SeenFiles()
+    progress, hang_news = Progress(), HangNews()
+    while True:
+        status = manager.job_status(job_id)  # asked first, so that the final round reads all events
+        told: tuple[str, ...] = ()
+        for events in rundir.looks(seen):
+            take(events)
+            progress = advance(progress, events)
+            told += news(events)
+        hang = hang_news.tell(progress.hang, now(), status.state.is_final)
+        progress = replace(progress, news=(*dict.fromkeys(told), *map(visible, hang)))
+        progress = replace(progress, nodes_alive=status.nodes_alive)
+        yield status, progress
+        if status.state.is_final:
+            return
+        manager.wait(status)

@@ -1,0 +1,350 @@
+"""What a training could be run on: SKUs × nodes × tiers, each with time and dollars, and the one to take. Pure.
+
+Every GPU of a node is a rank, and each rank keeps its batch: more of them make larger and fewer steps of the same
+epochs. Where a figure comes from stands beside it: measured, scaled from what was measured, or guessed from a table of
+speeds.
+
+The one to take is the cheapest that keeps the deadline and the budget with the upper ends of its intervals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from typing import Literal, Protocol
+
+from dtrain_dagster.costs.estimate import (
+    EVICTION_SECONDS,
+    EVICTIONS_PER_NODE_HOUR,
+    Interval,
+    with_evictions,
+)
+from dtrain_dagster.costs.plan import LISTED
+from dtrain_dagster.costs.prices import PriceError, SkuPrice, Tier
+from dtrain_dagster.support.formatting import dollars, duration
+
+Origin = Literal["measured", "scaled", "guessed"]
+
+
+class PlanError(ValueError):
+    """No choice keeps the deadline and the budget. The message names those that come nearest, and the settings."""
+
+
+class Forecast(Protocol):
+    """What is asked of a forecast of the training's time."""
+
+    @property
+    def basis(self) -> str:
+        """``history``, ``probe`` or ``table``."""
+
+    @property
+    def basis_words(self) -> str: ...
+
+    def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
+        """Wall-clock seconds of the whole training on so many nodes, each of which computes ``speed`` times as fast as
+        those that the forecast is for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Baseline:
+    """What the forecast is made for: the plan as it stands."""
+
+    price: SkuPrice
+    """Of its nodes. On a local cluster: the price that stands in, of nodes that nobody has to offer."""
+    node_count: int
+    tier: Tier
+    ranks_per_node: int
+    batch_size_per_rank: int
+    """Samples of one rank in one optimizer step."""
+    measured_nodes: tuple[int, ...] = ()
+    """Counts of nodes on which this training has been measured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One way to run the training."""
+
+    sku: str
+    gpu: str
+    gpus: int
+    """Of one node."""
+    node_count: int
+    tier: Tier
+    global_batch: int
+    """Samples in one optimizer step."""
+    seconds: Interval
+    usd: Interval
+    usd_per_node_hour: float
+    usd_per_epoch: float
+    efficiency: float
+    """Speed of the whole training, start-up and evaluations included, against as many times one node of this SKU."""
+    origin: Origin
+    """Of the time."""
+    time_from: str
+    """Where the time comes from, as a sentence; what it leaves out."""
+    price_from: str
+    is_pareto: bool = False
+    """No other choice is both as cheap and as quick, and better in one of them."""
+    is_chosen: bool = False
+    is_planned: bool = False
+    """What is carried out: what the settings say, unless the plan takes another number of nodes."""
+    why_not: str = ""
+    """What speaks against it; empty for the chosen one."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.node_count} × {self.sku.removeprefix('Standard_')} ({tier_words(self.tier)})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotAvailable:
+    """A SKU on a tier that cannot be had, and why."""
+
+    sku: str
+    tier: Tier
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choices:
+    """The table of choices, sorted by cost."""
+
+    rows: tuple[Choice, ...]
+    not_available: tuple[NotAvailable, ...]
+    deadline_seconds: float | None
+    budget_usd: float | None
+    basis: str
+    """What the times rest on, in words."""
+    assumptions: tuple[str, ...]
+    price_words: str
+
+    @property
+    def chosen(self) -> Choice | None:
+        return next((row for row in self.rows if row.is_chosen), None)
+
+    @property
+    def pareto(self) -> tuple[Choice, ...]:
+        """The front, sorted by cost, and so from slow to quick."""
+        return tuple(row for row in self.rows if row.is_pareto)
+
+
+def choices(
+    forecast: Forecast,
+    baseline: Baseline,
+    prices: Iterable[SkuPrice],
+    node_counts: Iterable[int],
+    tiers: Iterable[Tier],
+    *,
+    epochs: float,
+    today: date,
+    deadline_seconds: float | None = None,
+    budget_usd: float | None = None,
+    is_stand_in: bool = False,
+    price_words: str = LISTED,
+) -> Choices:
+    """Every choice there is, with the Pareto front and the cheapest that fits marked; none is, where none fits.
+
+    ``is_stand_in``: the baseline's nodes are local ones and only priced as its SKU, which may be retired then.
+    """
+    counts, offered, missing = sorted(set(node_counts)), [], []
+    for price in prices:
+        for tier in tiers:
+            why = _why_not_available(price, tier, today, is_stand_in and price.sku == baseline.price.sku)
+            if why:
+                missing.append(NotAvailable(sku=price.sku, tier=tier, why=why))
+            else:
+                offered += [_choice(forecast, baseline, price, count, tier, epochs) for count in counts]
+    rows = sorted(offered, key=_by_cost)
+    front = _front(rows)
+    fitting = [row for row in rows if not misses(row, deadline_seconds, budget_usd)]
+    chosen = fitting[0] if fitting else None
+    return Choices(
+        rows=tuple(
+            replace(
+                row,
+                is_pareto=row in front,
+                is_chosen=row is chosen,
+                why_not=_why_not(row, chosen, deadline_seconds, budget_usd),
+            )
+            for row in rows
+        ),
+        not_available=tuple(missing),
+        deadline_seconds=deadline_seconds,
+        budget_usd=budget_usd,
+        basis=forecast.basis_words,
+        assumptions=_assumptions(rows, baseline, is_stand_in),
+        price_words=price_words,
+    )
+
+
+def choose(table: Choices) -> Choice:
+    """The chosen one. `PlanError` where none fits: what would, and the setting that has to change for it."""
+    if table.chosen:
+        return table.chosen
+    if not table.rows:
+        known = "; ".join(f"{item.sku} ({tier_words(item.tier)}): {item.why}" for item in table.not_available)
+        raise PlanError(f"there is nothing to choose from: {known or 'no SKU was named'}. Set DTRAIN_GPU_TYPE")
+    deadline, budget = table.deadline_seconds, table.budget_usd
+    in_time = [row for row in table.rows if not misses(row, deadline, None)]
+    affordable = [row for row in table.rows if not misses(row, None, budget)]
+    limits = [] if deadline is None else [f"the deadline of {duration(deadline)}"]
+    limits += [] if budget is None else [f"the budget of {dollars(budget)}"]
+    words = [f"none of {len(table.rows)} choices keeps {' and '.join(limits)}"]
+    if in_time and budget is not None:
+        near = min(in_time, key=lambda row: row.usd.high)
+        within = " within the deadline" if deadline is not None else ""
+        setting = f"budget_usd = {_rounded_up(near.usd.high)}"
+        words.append(f"The cheapest{within} is {_told(near)}: set {setting}")
+    if affordable and deadline is not None:
+        near = min(affordable, key=lambda row: row.seconds.high)
+        within = " within the budget" if budget is not None else ""
+        setting = f"deadline_hours = {_rounded_up(near.seconds.high / 3600)}"
+        words.append(f"The fastest{within} is {_told(near)}: set {setting}")
+    if not in_time and not affordable:
+        fastest = min(table.rows, key=lambda row: row.seconds.high)
+        cheapest = min(table.rows, key=lambda row: row.usd.high)
+        words.append(
+            f"The fastest is {_told(fastest)}, the cheapest {_told(cheapest)}: raise deadline_hours, budget_usd"
+        )
+    words.append("Or train less (epochs, max_steps), or allow other SKUs, nodes and tiers")
+    raise PlanError(". ".join(words))
+
+
+def misses(choice: Choice, deadline_seconds: float | None, budget_usd: float | None) -> list[str]:
+    """Which limits a choice may not keep, judged by the upper ends of its intervals."""
+    found = []
+    if deadline_seconds is not None and choice.seconds.high > deadline_seconds:
+        late = choice.seconds.high - deadline_seconds
+        found.append(f"may take {duration(choice.seconds.high)}, {duration(late)} past the deadline")
+    if budget_usd is not None and choice.usd.high > budget_usd:
+        over = choice.usd.high - budget_usd
+        found.append(f"may cost {dollars(choice.usd.high)}, {dollars(over)} over the budget")
+    return found
+
+
+def tier_words(tier: str) -> str:
+    return tier.replace("_", " ")
+
+
+def _choice(
+    forecast: Forecast, baseline: Baseline, price: SkuPrice, node_count: int, tier: Tier, epochs: float
+) -> Choice:
+    own = price.sku == baseline.price.sku
+    ranks_per_node = baseline.ranks_per_node if own else price.gpus
+    relative = price.speed / baseline.price.speed
+
+    def seconds_at(count: int) -> Interval:
+        """As on so many of the baseline's nodes that there are as many ranks, of the speed that is left for each."""
+        alike = max(1, round(count * ranks_per_node / baseline.ranks_per_node))
+        return forecast.seconds_at(alike, relative * count / alike)
+
+    seconds, alone = seconds_at(node_count), seconds_at(1)
+    efficiency = alone.expected / (node_count * seconds.expected)
+    if tier != "dedicated":
+        seconds = with_evictions(seconds, node_count)
+    figure = price.figure(tier)
+    usd = seconds.scaled(node_count * figure.usd_per_hour / 3600)
+    origin: Origin = "guessed"
+    if own and forecast.basis != "table":
+        origin = "measured" if node_count in baseline.measured_nodes else "scaled"
+    return Choice(
+        sku=price.sku,
+        gpu=price.gpu,
+        gpus=price.gpus,
+        node_count=node_count,
+        tier=tier,
+        global_batch=node_count * ranks_per_node * baseline.batch_size_per_rank,
+        seconds=seconds,
+        usd=usd,
+        usd_per_node_hour=figure.usd_per_hour,
+        usd_per_epoch=usd.expected / epochs if epochs else usd.expected,
+        efficiency=efficiency,
+        origin=origin,
+        time_from=_time_from(origin, forecast, baseline, price),
+        is_planned=own and (node_count, tier) == (baseline.node_count, baseline.tier),
+        price_from=f"{figure.usd_per_hour:g} USD per node-hour in {price.region}, {figure.how} {figure.recorded_on}: "
+        f"{figure.source}",
+    )
+
+
+def _time_from(origin: Origin, forecast: Forecast, baseline: Baseline, price: SkuPrice) -> str:
+    if price.sku == baseline.price.sku:
+        return f"{origin}{' to other nodes' if origin == 'scaled' else ''}: {forecast.basis_words}"
+    return (
+        f"guessed: a node is taken to compute {price.speed / baseline.price.speed:.3g} times as fast as one of "
+        f"{baseline.price.sku}; network, start-up and disks are taken to be the same"
+    )
+
+
+def _why_not_available(price: SkuPrice, tier: Tier, today: date, is_stand_in: bool) -> str:
+    if price.retired_on and date.fromisoformat(price.retired_on) <= today and not is_stand_in:
+        return f"retired on {price.retired_on}"
+    try:
+        price.figure(tier)
+    except PriceError as error:
+        return str(error)
+    return ""
+
+
+def _by_cost(choice: Choice) -> tuple[float, float]:
+    return choice.usd.expected, choice.seconds.expected
+
+
+def _front(rows: Sequence[Choice]) -> list[Choice]:
+    """Of choices sorted by cost, then time: each that is quicker than all that are cheaper."""
+    front: list[Choice] = []
+    for row in rows:
+        if not front or row.seconds.expected < front[-1].seconds.expected or _by_cost(row) == _by_cost(front[-1]):
+            front.append(row)
+    return front
+
+
+def _why_not(row: Choice, chosen: Choice | None, deadline_seconds: float | None, budget_usd: float | None) -> str:
+    if row is chosen:
+        return ""
+    missed = misses(row, deadline_seconds, budget_usd)
+    if missed or not chosen:
+        return "; ".join(missed)
+    slower = row.seconds.expected - chosen.seconds.expected
+    words = f"{dollars(row.usd.expected - chosen.usd.expected)} more"
+    return f"{words} and {duration(abs(slower))} {'longer' if slower >= 0 else 'shorter'} than the chosen one"
+
+
+def _assumptions(rows: Sequence[Choice], baseline: Baseline, is_stand_in: bool) -> tuple[str, ...]:
+    found = [
+        "A choice fits when the upper ends of its intervals keep the deadline and the budget; the cheapest of those is "
+        "taken.",
+        f"Each rank keeps its {baseline.batch_size_per_rank} samples of a step: with more GPUs the global batch grows, "
+        "and what that does to the model is not judged here (training.lr_scaling, gradient_accumulation_steps).",
+    ]
+    if is_stand_in:
+        found.append(
+            "What was measured are local nodes, which share the cores of one machine: on nodes that are machines of "
+            "their own, several of them take less time than is told here."
+        )
+    if any(row.sku != baseline.price.sku for row in rows):
+        found.append(f"How fast other SKUs compute is {baseline.price.speed_note}.")
+    if any(row.tier != "dedicated" for row in rows):
+        found.append(
+            f"Nodes that can be taken away: {EVICTIONS_PER_NODE_HOUR:.0%} of them in each hour, and "
+            f"{duration(EVICTION_SECONDS)} until each is replaced. Assumed, not measured."
+        )
+    if any(row.sku != baseline.price.sku and row.gpus > 1 for row in rows):
+        found.append(
+            "SKUs with several GPUs: one rank for each GPU, and as much communication as between as many nodes; within "
+            "a node it is quicker than that."
+        )
+    return tuple(found)
+
+
+def _told(choice: Choice) -> str:
+    return f"{choice.name}: up to {duration(choice.seconds.high)} and {dollars(choice.usd.high)}"
+
+
+def _rounded_up(value: float) -> str:
+    """To cents, and below 1 to three digits: what is set is never less than what is needed."""
+    value *= 1 + 1e-9  # floats: what is set is multiplied again before it is compared
+    digits = 2 if value >= 1 else 2 - math.floor(math.log10(max(value, 1e-9)))
+    return f"{math.ceil(value * 10**digits) / 10**digits:.{digits}f}"

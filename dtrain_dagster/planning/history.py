@@ -1,0 +1,311 @@
+"""What past runs of this Dagster instance say of a training that is planned: how long they took, and how good their
+estimates were."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import dagster as dg
+
+from dtrain_dagster.costs.estimate import Basis, Forecast, Interval, Learned, Measured, Sizes
+from dtrain_dagster.costs.prices import price_of
+from dtrain_dagster.jobs.progress import PLAN, fingerprint
+from dtrain_dagster.planning.probe import read_measured
+from dtrain_dagster.planning.scoring import MOST_RUNS, Score, learn
+from trainer.config import JobConfig
+from trainer.rundir import LAUNCH, RESULT, RunDir
+
+LOOK_BACK = 60
+"""Materializations of an asset that are looked at, the latest."""
+MOST_READ = 5
+"""Run directories whose events are read: of a long training there are many."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Course:
+    """What came in between from a job's start to its end."""
+
+    launches: int
+    """How often it was started."""
+    replaced_nodes: int
+    """That another one took the place of."""
+    generations: int
+    """Sets of nodes that it trained with, one after the other."""
+
+    @classmethod
+    def read(cls, rundir: RunDir) -> Course:
+        nodes = rundir.nodes()
+        return cls(
+            launches=max((node.launch for node in nodes), default=1),
+            replaced_nodes=sum(node.stay > 1 for node in nodes),
+            generations=rundir.last_generation(),
+        )
+
+    @property
+    def disturbed(self) -> str:
+        """In words; "" for one that went through."""
+        said = [f"it was started {self.launches} times"] if self.launches > 1 else []
+        said += [f"{self.replaced_nodes} node(s) were replaced"] if self.replaced_nodes else []
+        said += [f"nodes were lost or joined, {self.generations} generations in all"] if self.generations > 1 else []
+        return "; ".join(said)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PastRun:
+    """A training that finished, whose run directory is still there."""
+
+    job_id: str
+    fingerprint: str
+    sku: str
+    measured: Measured
+    wall_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PastScore:
+    """A score, and of which training."""
+
+    fingerprint: str
+    score: Score
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """All that an instance knows which bears on one training."""
+
+    fingerprint: str
+    runs: tuple[PastRun, ...]
+    scores: tuple[PastScore, ...]
+
+    @classmethod
+    def read(cls, instance: dg.DagsterInstance, fingerprint: str, pace: str, keeps_cache: bool) -> History:
+        return cls(
+            fingerprint=fingerprint,
+            runs=tuple(past_runs(instance, pace, keeps_cache)),
+            scores=tuple(past_scores(instance)),
+        )
+
+    def learned(self, basis: Basis, sku: str) -> Learned:
+        return learn([past.score for past in self.scores], basis, sku)
+
+    def forecast(self, sizes: Sizes, node_count: int, sku: str) -> Forecast | None:
+        """The best that past runs can tell, None where there are none."""
+        alike = [past.score for past in self.scores if past.fingerprint == self.fingerprint]
+        totals = [score.actual_seconds for score in alike if score.sku == sku and not score.disturbed]
+        return from_history(
+            self.runs,
+            totals,
+            sizes,
+            node_count,
+            sku,
+            speed_of=lambda name: price_of(name).speed,
+            learned_of=lambda basis: self.learned(basis, sku),
+        )
+
+
+def pace_mark(job: JobConfig, processes_per_node: int) -> str:
+    """Eight hex digits over everything that decides how long a step, an evaluation or a start takes, on any number of
+    nodes. Trainings that differ only in how many steps they do, how often they save or judge, or in what an optimizer
+    does with its numbers, have the same."""
+    training = replace(
+        job.training,
+        world_size=1,
+        epochs=1,
+        max_steps=None,
+        eval_frequency=None,
+        checkpoint_frequency=1,
+        keep_checkpoints=1,
+        early_stopping_patience=None,
+        log_frequency=1,
+        seed=0,
+        learning_rate=1.0,
+        lr_scaling="none",
+        lr_base_batch_size=1,
+        warmup_steps=0,
+        schedule="constant",
+        min_lr_fraction=0.0,
+        weight_decay=0.0,
+    )
+    return fingerprint(replace(job, training=training), node_count=0, processes_per_node=processes_per_node)
+
+
+def past_runs(instance: dg.DagsterInstance, pace: str, keeps_cache: bool) -> list[PastRun]:
+    """The latest runs of the same pace, the newest first, that went through without losing a node or starting again.
+    Folders that are gone or cannot be read do not count."""
+    found = []
+    for _, _, metadata in _materializations(instance, "trained_checkpoint"):
+        try:
+            run = _read(RunDir(str(metadata["run_dir"])), pace, keeps_cache)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.info("the run directory %s says nothing: %r", metadata.get("run_dir"), error)
+            continue
+        if run is not None:
+            found.append(run)
+        if len(found) == MOST_READ:
+            break
+    return found
+
+
+def _read(rundir: RunDir, pace: str, keeps_cache: bool) -> PastRun | None:
+    plan, result = rundir.read_json(PLAN), rundir.read_json(RESULT)
+    if not plan or plan.get("pace") != pace or not result or result["status"] != "succeeded":
+        return None
+    if Course.read(rundir).disturbed:
+        return None
+    nodes, events = rundir.nodes(), list(rundir.events())
+    batch = rundir.read_job().training.global_batch_size
+    return PastRun(
+        job_id=rundir.uri.rsplit("/", 1)[-1],
+        fingerprint=plan["fingerprint"],
+        sku=price_of((rundir.read_json(LAUNCH) or {}).get("sku", plan["sku"])).sku,
+        measured=read_measured(events, nodes, plan["node_count"], batch, keeps_cache),
+        wall_seconds=max(node.ended_at or 0.0 for node in nodes) - min(node.started_at for node in nodes),
+    )
+
+
+def past_scores(instance: dg.DagsterInstance) -> list[PastScore]:
+    """Finished runs against their estimates, the oldest first: of each job what `cost_breakdown` said of it last."""
+    latest: dict[str, tuple[float, Mapping[str, Any]]] = {}
+    for at, _, said in _materializations(instance, "cost_breakdown"):
+        latest.setdefault(str(said.get("job_id")), (at, said))
+    found = [(str(said.get("fingerprint")), score_of(at, said)) for at, said in latest.values()]
+    scores = [PastScore(fingerprint=mark, score=score) for mark, score in found if isinstance(score, Score)]
+    return scores[:MOST_RUNS][::-1]
+
+
+def latest_score(instance: dg.DagsterInstance, run_id: str) -> tuple[str, Score | str] | None:
+    """Of the job that `cost_breakdown` told of last, in this Dagster run if it did so there: its id, and its score or
+    why it has none. None where it never told of any."""
+    told = _materializations(instance, "cost_breakdown")
+    if not told:
+        return None
+    at, _, said = next((item for item in told if item[1] == run_id), told[0])
+    return str(said.get("job_id", "unknown")), score_of(at, said)
+
+
+def score_of(at: float, said: Mapping[str, Any]) -> Score | str:
+    """From the metadata of a breakdown; or why it has no score, in words."""
+    try:
+        ran, planned = (said["sku"], said["tier"]), (said["planned_sku"], said["planned_tier"])
+        if not said["wall_seconds"]:
+            return "no record says when its nodes were there"
+        if ran != planned:
+            return "it ran on {} ({}), and the estimate was for {} ({})".format(*ran, *planned)
+        usd = Interval(low=said["estimated_low_usd"], expected=said["estimated_usd"], high=said["estimated_high_usd"])
+        if not (usd.expected > 0 and said["estimated_seconds"] > 0):
+            return "its estimate is too small to be compared with"
+        course = Course(
+            launches=said["launches"], replaced_nodes=said["replaced_nodes"], generations=said["generations"]
+        )
+        return Score(
+            at=at,
+            job_id=said["job_id"],
+            basis=said["basis"],
+            sku=said["sku"],
+            seconds=usd.scaled(said["estimated_seconds"] / usd.expected),
+            usd=usd,
+            actual_seconds=said["wall_seconds"],
+            actual_usd=said["total_usd"],
+            learned_factor=said["learned_factor"],
+            disturbed=course.disturbed,
+        )
+    except (KeyError, TypeError) as error:
+        return f"its cost_breakdown does not say enough, as one of an older version ({error!r}): materialize it again"
+
+
+def from_history(
+    runs: Sequence[PastRun],
+    totals: Sequence[float],
+    sizes: Sizes,
+    node_count: int,
+    sku: str,
+    speed_of: Callable[[str], float],
+    learned_of: Callable[[Basis], Learned],
+) -> Forecast | None:
+    """The best that past runs can tell, None where there are none.
+
+    ``runs`` of the same pace, the newest first, on any SKU; those on ``sku`` come first, others are scaled by the price
+    table's relative speeds. ``totals``: wall seconds of exactly this training on this SKU, be their folders there or
+    not.
+    """
+    same = [run for run in runs if run.sku == sku]
+    others = [run for run in runs if run.sku != sku]
+    if totals and not any(run.measured.node_count == node_count for run in same):
+        steps = sizes.work(node_count).steps
+        lump = Measured(node_count=node_count, startup_seconds=0.0, step_seconds=totals[-1] / steps)
+        return _history(f"{len(totals)} past run(s) of this very training", (lump,), (), sizes, totals, learned_of)
+    if same:
+        chosen = _newest_of_each_count(same, node_count)
+        words = f"{len(same)} past run(s) of the same pace, the latest {same[0].job_id}"
+        if totals:
+            words = f"{len(totals)} past run(s) of this very training"
+        elif chosen[0].measured.node_count != node_count:
+            words += f", on {chosen[0].measured.node_count} node(s) instead of {node_count}"
+        return _history(words, *_parts(chosen), sizes, totals, learned_of)
+    if others:
+        nearest = [run for run in others if run.sku == others[0].sku]
+        speed = speed_of(nearest[0].sku) / speed_of(sku)
+        measured, jobs = _parts(_newest_of_each_count(nearest, node_count))
+        return Forecast(
+            measured=measured,
+            sizes=sizes,
+            basis="table",
+            basis_words=f"run {jobs[0]} on {nearest[0].sku}, which the price table calls {speed:.2g} times as fast as "
+            f"{sku}: a rough guess",
+            learned=learned_of("table"),
+            rests_on=jobs,
+            measured_speed=speed,
+        )
+    return None
+
+
+def knows(forecast: Forecast | None, node_count: int) -> bool:
+    """Does it rest on past runs on just so many of these nodes, so that a probe would tell nothing new?"""
+    return forecast is not None and forecast.basis == "history" and forecast.measured[0].node_count == node_count
+
+
+def _history(
+    words: str,
+    measured: tuple[Measured, ...],
+    jobs: tuple[str, ...],
+    sizes: Sizes,
+    totals: Sequence[float],
+    learned_of: Callable[[Basis], Learned],
+) -> Forecast:
+    return Forecast(
+        measured=measured,
+        sizes=sizes,
+        basis="history",
+        basis_words=words,
+        learned=learned_of("history"),
+        rests_on=jobs,
+        totals=tuple(totals),
+    )
+
+
+def _newest_of_each_count(runs: Sequence[PastRun], planned: int) -> list[PastRun]:
+    """One run for each node count; that of the planned one, or else of the nearest, comes first."""
+    newest: dict[int, PastRun] = {}
+    for run in runs:
+        newest.setdefault(run.measured.node_count, run)
+    return sorted(newest.values(), key=lambda run: abs(run.measured.node_count - planned))
+
+
+def _parts(runs: Sequence[PastRun]) -> tuple[tuple[Measured, ...], tuple[str, ...]]:
+    return tuple(run.measured for run in runs), tuple(run.job_id for run in runs)
+
+
+def _materializations(
+    instance: dg.DagsterInstance, asset: str, limit: int = LOOK_BACK
+) -> list[tuple[float, str, dict[str, Any]]]:
+    """(when, Dagster run, metadata) of an asset's latest materializations, the newest first."""
+    records = instance.fetch_materializations(dg.AssetKey(asset), limit=limit).records
+    return [
+        (record.timestamp, record.run_id, {name: value.value for name, value in made.metadata.items()})
+        for record in records
+        if (made := record.asset_materialization) is not None
+    ]

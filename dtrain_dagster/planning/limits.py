@@ -1,0 +1,91 @@
+"""A budget and a deadline against an estimate: what does not fit, and what would. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from dtrain_dagster.costs.estimate import Estimate, Forecast, Interval, estimate_cost
+from dtrain_dagster.costs.prices import SkuPrice, Tier
+from dtrain_dagster.support.formatting import dollars, duration
+
+LEAST_SECONDS = 5.0
+"""No training takes less, whatever it trains: its processes start, load their libraries, and end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a plan has to keep to. 0: there is no such limit."""
+
+    budget_usd: float = 0.0
+    deadline_hours: float = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.budget_usd or self.deadline_hours)
+
+
+class Figures(Protocol):
+    """An estimate, or a choice."""
+
+    @property
+    def usd(self) -> Interval: ...
+    @property
+    def seconds(self) -> Interval: ...
+
+
+def objection(estimate: Figures, limits: Limits, at_least: bool = False) -> str | None:
+    """What the estimate says against the plan, in words; None where it fits. ``at_least``: only what is beyond doubt
+    counts, the lower end of the interval."""
+    usd, seconds = estimate.usd, estimate.seconds
+    said = []
+    if limits.budget_usd and (usd.low if at_least else usd.expected) > limits.budget_usd:
+        said.append(f"it would cost {_told(usd, dollars, at_least)}, and budget_usd is {dollars(limits.budget_usd)}")
+    if limits.deadline_hours and (seconds.low if at_least else seconds.expected) > limits.deadline_hours * 3600:
+        said.append(
+            f"it would take {_told(seconds, duration, at_least)}, and deadline_hours is {limits.deadline_hours:g}"
+        )
+    return "; ".join(said) or None
+
+
+def least(price: SkuPrice, tier: Tier, node_count: int) -> Estimate:
+    """What any training on these nodes takes, before anything is known of it."""
+    seconds = Interval(low=LEAST_SECONDS, expected=LEAST_SECONDS, high=LEAST_SECONDS)
+    return estimate_cost(seconds, price, tier, node_count)
+
+
+def remedies(
+    forecast: Forecast, limits: Limits, price: SkuPrice, tier: Tier, node_counts: Iterable[int], planned: int
+) -> list[str]:
+    """What would fit, in words: another number of nodes, fewer epochs."""
+    found = []
+    for count in node_counts:
+        estimate = estimate_cost(forecast.seconds_at(count), price, tier, count)
+        if count != planned and objection(estimate, limits) is None:
+            found.append(
+                f"{count} node(s) (DTRAIN_NODES={count}): about {dollars(estimate.usd.expected)} and "
+                f"{duration(estimate.seconds.expected)}"
+            )
+    if epochs := most_epochs(forecast, limits, price, tier, planned):
+        found.append(f"epochs={epochs} instead of {forecast.sizes.epochs} on {planned} node(s)")
+    return found
+
+
+def most_epochs(forecast: Forecast, limits: Limits, price: SkuPrice, tier: Tier, node_count: int) -> int:
+    """The most epochs that fit, fewer than planned; 0 where none do."""
+    fits, too_many = 0, forecast.sizes.epochs
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        fewer = replace(forecast, sizes=replace(forecast.sizes, epochs=middle), totals=())
+        estimate = estimate_cost(fewer.seconds_at(node_count), price, tier, node_count)
+        if objection(estimate, limits) is None:
+            fits = middle
+        else:
+            too_many = middle
+    return fits
+
+
+def _told(interval: Interval, write: Callable[[float], str], at_least: bool) -> str:
+    if at_least:
+        return f"at least {write(interval.low)}"
+    return f"about {write(interval.expected)} ({write(interval.low)} to {write(interval.high)})"

@@ -1,0 +1,202 @@
+"""A short run of the very training that is planned, on the very cluster: what the estimate rests on, and a rehearsal.
+
+The probe goes through all that the training will go through (data, model, steps, evaluation, checkpoint, report), so a
+model that raises or a disk that is full shows here, before the training is paid for.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobState
+from dtrain_dagster.costs.estimate import Forecast, Learned, Measured, Sizes
+from dtrain_dagster.jobs.progress import follow_job, start_job
+from dtrain_dagster.monitoring.windows import settled, shares, windows
+from trainer.config import JobConfig, TrackingConfig
+from trainer.rundir import RESULT, NodePresence, RunDir
+
+LEAST_STEPS, MOST_STEPS, SHARE_OF_TRAINING = 24, 120, 0.1
+"""A probe does a tenth of the training's steps, within these bounds: of a long training, next to nothing."""
+WINDOWS = 6
+"""Logged stretches that a probe has at least, of which the first warms up."""
+MANY_EVALUATIONS = 4
+"""Where a training has so many, a probe has two: the first takes up to twice as long as all after it."""
+OUTLIER = 3.0
+"""A stretch that took so many times the median counts as that: something else was going on."""
+SETTLED_FROM = 12
+"""Of so many stretches or more, only the second half is typical: while rank 0 opens its trackers, which is seconds of
+Python, its steps take several times as long."""
+TRACKING_SHARE = 1.3
+"""What that delays a training by, as a share of the start-up of a rank that has a core to itself: both are imports. A
+probe is tracked nowhere, so that nothing disturbs its few steps and nobody's experiments fill up with probes."""
+
+
+def probe_counts(node_count: int, has_limits: bool) -> tuple[int, ...]:
+    """Node counts that are worth a probe, that of the plan last. Where a deadline or a budget may ask for fewer nodes,
+    one and two as well: between them and the plan's the rest is interpolated."""
+    others = [count for count in (1, 2) if count < node_count] if has_limits else []
+    return (*others, node_count)
+
+
+def probe_job(job: JobConfig, jobs_uri: str, mark: str, node_count: int, sizes: Sizes) -> JobConfig:
+    """The same training on so many nodes, cut to some steps and one or two evaluations, tracked nowhere.
+
+    ``mark`` tells what was measured from what would be measured anew: the training, and what it runs on.
+    """
+    job_id = f"probe-{mark}-{node_count}n"
+    work = sizes.work(node_count)
+    steps = min(work.steps, max(LEAST_STEPS, min(MOST_STEPS, round(SHARE_OF_TRAINING * work.steps))))
+    training = replace(
+        job.training,
+        world_size=sizes.ranks(node_count),
+        max_steps=steps,
+        eval_frequency=-(-steps // 2) if work.evaluations >= MANY_EVALUATIONS else steps,
+        checkpoint_frequency=steps,
+        log_frequency=max(1, min(job.training.log_frequency, steps // WINDOWS)),
+    )
+    tracking = TrackingConfig(tensorboard=False)
+    return replace(job, job_id=job_id, run_dir=f"{jobs_uri}/{job_id}", training=training, tracking=tracking)
+
+
+def forecast(
+    manager: GPUClusterManager,
+    job: JobConfig,
+    sizes: Sizes,
+    counts: Sequence[int],
+    mark: str,
+    env: dict[str, str],
+    learned: Learned,
+    tell: Callable[[str], object] = lambda sentence: None,
+) -> Forecast:
+    """Probe the training on so many nodes (the planned count last), or read probes that were run before. ``tell``:
+    which of the two, before each."""
+    jobs_uri = job.run_dir.rpartition("/")[0]
+    measured, words, jobs, reused = [], [], [], True
+    for count in counts:
+        short = probe_job(job, jobs_uri, mark, count, sizes)
+        rundir = RunDir(short.run_dir)
+        if has_succeeded(rundir):
+            tell(f"the probe {short.job_id} was run before")
+        else:
+            tell(f"probing on {count} node(s): job {short.job_id}")
+            run(manager, short, count, sizes.processes_per_node, env)
+            reused = False
+        done = rundir.read_job().training  # an earlier probe may have had more steps
+        item = read_measured(list(rundir.events()), rundir.nodes(), count, done.global_batch_size, bool(sizes.cores))
+        tracking = TRACKING_SHARE * item.startup_seconds / sizes.crowding(count)
+        item = replace(item, warm_up_seconds=item.warm_up_seconds + tracking)
+        measured.append(item)
+        jobs.append(short.job_id)
+        words.append(f"{done.max_steps} steps on {count} node(s)")
+    return Forecast(
+        measured=tuple(reversed(measured)),
+        sizes=sizes,
+        basis="probe",
+        basis_words=f"a probe of {', '.join(words)}"
+        + (", measured before and reused: nothing that matters to it has changed since" if reused else ""),
+        learned=learned,
+        rests_on=tuple(reversed(jobs)),
+    )
+
+
+def run(
+    manager: GPUClusterManager, job: JobConfig, node_count: int, processes_per_node: int, env: dict[str, str]
+) -> None:
+    """Carry out a short job, and wait for its end, unless that was done before.
+
+    Raises `ClusterError` with the job's own message where it fails.
+    """
+    rundir = RunDir(job.run_dir)
+    if has_succeeded(rundir):
+        return
+    start_job(manager, job, node_count, processes_per_node, env)
+    try:
+        status, _ = list(follow_job(manager, rundir, job.job_id))[-1]
+    except BaseException:
+        manager.cancel_job(job.job_id)
+        raise
+    if status.state is not JobState.SUCCEEDED:
+        raise ClusterError(f"job {job.job_id}, a short run to measure this training, {status.state}: {status.message}")
+
+
+def has_succeeded(rundir: RunDir) -> bool:
+    result = rundir.read_json(RESULT)
+    return result is not None and result["status"] == "succeeded"
+
+
+def of_last_launch(
+    events: Sequence[dict[str, Any]], nodes: Sequence[NodePresence]
+) -> tuple[list[dict[str, Any]], list[NodePresence]]:
+    """What belongs to the last launch. It is the time that tells: events' generations count regroups, not launches."""
+    launch = max(node.launch for node in nodes)
+    nodes = [node for node in nodes if node.launch == launch]
+    begin = min(node.started_at for node in nodes)
+    return [item for item in events if item["time"] >= begin], nodes
+
+
+def read_measured(
+    events: Sequence[dict[str, Any]],
+    nodes: Sequence[NodePresence],
+    node_count: int,
+    global_batch_size: int,
+    keeps_cache: bool,
+) -> Measured:
+    """What a finished run took, from its records: those of the last launch. Pure.
+
+    ``keeps_cache``: shards that it had to unpack are there for the next one.
+    """
+    events, nodes = of_last_launch(events, nodes)
+    begin = min(node.started_at for node in nodes)
+    end = max(node.ended_at or node.started_at for node in nodes)
+    phases = [item for item in events if item["kind"] == "phase" and item["rank"] == 0]
+    seconds = {item["name"]: item["seconds"] for item in phases}  # running sums: the last one counts
+    ready = max(item["time"] for item in phases if item["name"] == "startup")
+    saves = sum(item["name"] == "checkpoint" for item in phases)
+    judged = [item["seconds"] for item in events if item["kind"] == "evaluation" and item["split"] == "valid"]
+    evaluation = statistics.fmean(judged[1:] or judged or [0.0])
+    training, judging, saving = (seconds.get(name, 0.0) for name in ("training", "evaluation", "checkpoint"))
+
+    parts = shares(settled(windows(events)))
+    growing = sum(parts[name] for name in ("input", "forward", "backward")) if parts else 1.0
+    stretches = _stretches(events, global_batch_size)
+    sizes = [1 - growing + growing * fill for _, _, fill in stretches]
+    full = [each / size for (_, each, _), size in zip(stretches, sizes, strict=True)]
+    full = full[len(full) // 2 if len(full) >= SETTLED_FROM else 1 :] or full
+    limit = OUTLIER * statistics.median(full)
+    full = [min(each, limit) for each in full]
+    typical = statistics.fmean(full)
+    usual = sum(count * typical * size for (count, _, _), size in zip(stretches, sizes, strict=True))
+    startup = ready - begin - (seconds.get("data", 0.0) if keeps_cache else 0.0)
+    return Measured(
+        node_count=node_count,
+        startup_seconds=max(0.0, startup),
+        warm_up_seconds=max(0.0, training - usual) + max(0.0, judging - evaluation * len(judged)),
+        step_seconds=typical,
+        step_spread=statistics.stdev(full) / typical / math.sqrt(len(full)) if len(full) > 1 else 0.0,
+        sample_share=growing,
+        compute_share=sum(parts[name] for name in ("forward", "backward", "optimizer")) if parts else 1.0,
+        communication_share=parts["communication"] + parts["waiting"] if parts else 0.0,
+        evaluation_seconds=evaluation,
+        checkpoint_seconds=saving / max(1, saves),
+        finish_seconds=max(0.0, end - ready - training - judging - saving - seconds.get("regroup", 0.0)),
+    )
+
+
+def _stretches(events: Sequence[Mapping[str, Any]], global_batch_size: int) -> list[tuple[int, float, float]]:
+    """(steps, seconds of each, how full their batches were) from one ``step`` event to the next."""
+    fills = {
+        item["step"]: sum(item["samples"]) / (item["steps"] * global_batch_size)
+        for item in events
+        if item["kind"] == "timing"
+    }
+    found, before = [], 0
+    for item in (item for item in events if item["kind"] == "step"):
+        count = item["step"] - before
+        if count > 0:  # not one of steps that a regroup did again
+            found.append((count, item["step_seconds"], fills.get(item["step"], 1.0)))
+            before = item["step"]
+    return found

@@ -1,0 +1,116 @@
+"""A file of settings that `dtrain tune` has measured, and what a training takes from it.
+
+What a person states comes first. The micro-batch and the accumulation are one setting: their product decides what is
+trained, and only how it is cut was tuned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from trainer.config import ConfigError, JobConfig
+from trainer.data.manifest import NoDatasetError, load_manifest
+from trainer.storage.base import Storage
+from trainer.tuning.search_space import FIELDS, KNOBS, LAYOUT
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What such a file holds."""
+
+    source: str
+    training: dict[str, Any]
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+    def settings_for(self, job: JobConfig, stated: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+        """Fields of ``training`` for a job that was configured without the file, and what a person should know of them.
+        ``stated``: fields that were given besides and stay as they are.
+
+        Another dataset or number of ranks is warned of: a dataset gets another id with each day of new prices, and the
+        settings can be used all the same, only the figures may be others. So is a search that did not come to its end.
+        `ConfigError` where they must not be used:
+        another model or loss, for what a precision does to what is learned was seen on that one alone, and another
+        number of samples in a step, which would make it another training.
+        """
+        used = {name: value for name, value in self.training.items() if name not in stated}
+        if any(name in stated for name in LAYOUT):
+            used = {name: value for name, value in used.items() if name not in LAYOUT}
+        if not self.evidence:
+            return used, [f"{self.source} does not say what it was measured on"]
+        wrong = [
+            f"{name} {measured!r}, and this training has {here!r}"
+            for name in ("model", "loss")
+            if (measured := self.evidence.get(name)) != (here := asdict(getattr(job, name)))
+        ]
+        before = self.evidence.get("samples_per_rank")
+        batch, parts = (getattr(job.training, name) for name in LAYOUT)
+        if any(name in used for name in LAYOUT) and before != batch * parts:
+            cut = " and ".join(f"training.{name} = {self.training.get(name)}" for name in LAYOUT)
+            wrong.append(
+                f"{before} samples per rank and step, and this training has {batch * parts}; to train with {cut}, "
+                "state both"
+            )
+        if wrong:
+            raise ConfigError(
+                f"settings of {self.source} were measured with {'; with '.join(wrong)}: run `dtrain tune` for this "
+                "training, or leave the file out"
+            )
+        now = {"dataset_id": _dataset_id(job), "world_size": job.training.world_size}
+        words = []
+        if used and not self.evidence.get("complete", True):
+            words.append(
+                f"settings of {self.source} are of a search that ended early: they were not compared with the "
+                "configuration in the end, and may be no faster; tune again, with more --seconds"
+            )
+        return used, words + [
+            f"settings of {self.source} were measured with {name} {self.evidence.get(name)}, and this training has "
+            f"{value}: its figures may be others"
+            for name, value in now.items()
+            if self.evidence.get(name) != value
+        ]
+
+
+def _dataset_id(job: JobConfig) -> str | None:
+    if job.dataset.dataset_id is not None:
+        return job.dataset.dataset_id
+    with contextlib.suppress(NoDatasetError):  # which whoever reads the data will tell better
+        return load_manifest(Storage(job.dataset.uri))["dataset_id"]
+    return None
+
+
+def read_tuned(path: str) -> Tuned:
+    """The settings of a file, wherever it is. `ConfigError` for one that cannot be used."""
+    if "://" not in path:
+        path = os.path.abspath(path)  # which says where it was looked for, in a code server as well
+    folder, slash, name = path.rpartition("/")
+    try:
+        document = json.loads(Storage(folder or slash or ".").read(name))
+    except FileNotFoundError:
+        raise ConfigError(f"settings {path}: there is no such file; `dtrain tune` writes one") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"settings {path} cannot be read: {error}") from None
+    training = document.get("training") if isinstance(document, dict) else None
+    if not isinstance(training, dict):
+        raise ConfigError(f'settings {path} must be a JSON object with "training" in it, as `dtrain tune` writes it')
+    known = [knob for knob in KNOBS if knob in FIELDS]
+    wrong = sorted({f"{key!r}" for key in document} - {"'training'", "'evidence'"})
+    wrong += sorted(f"'training.{key}'" for key in training if key not in known)
+    if wrong:
+        raise ConfigError(
+            f"settings {path}: {', '.join(wrong)} cannot be set by such a file, only these of training: "
+            f"{', '.join(known)}; give others with --set or in job.json"
+        )
+    if sum(name in training for name in LAYOUT) == 1:
+        both = " and ".join(f"training.{name}" for name in LAYOUT)
+        raise ConfigError(
+            f"settings {path}: one of {both} is missing: it takes both to say what a step has; add it, or tune again"
+        )
+    evidence = document.get("evidence") or {}
+    if not isinstance(evidence, dict):
+        raise ConfigError(f'settings {path}: "evidence" is no JSON object; leave it out or tune again')
+    return Tuned(path, training, evidence)

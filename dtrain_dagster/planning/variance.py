@@ -1,0 +1,76 @@
+"""Why a training cost more or less than was estimated: reasons with figures that add up to the difference. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dtrain_dagster.costs.ledger import IN_STEPS, Ledger
+from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.costs.timeline import Cause
+from dtrain_dagster.costs.tracker import NodeCost
+from dtrain_dagster.support.formatting import dollars, duration
+
+NEGLIGIBLE = 0.01
+"""Reasons for less than this share of the estimate are told together."""
+STARTING = (Cause.PROVISIONING, Cause.STARTUP)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason:
+    """A part of actual minus estimated dollars."""
+
+    usd: float
+    words: str
+
+
+def reasons(
+    plan: TrainingPlan, nodes: Sequence[NodeCost], found: Ledger, steps: int, probe: Ledger | None
+) -> list[Reason]:  # fmt: skip
+    """The largest first; they add up to what was paid minus what was expected. ``probe``: of the run that the estimate
+    rests on, where there was one."""
+    rate, count = plan.estimate.usd_per_node_hour / 3600, plan.node_count
+    paid, usd = sum(node.hours for node in nodes) * 3600, sum(node.usd for node in nodes)
+    told: list[Reason] = []
+    if paid and abs(usd - paid * rate) > 1e-6 * usd:
+        kinds = sorted({f"{node.sku} ({node.tier})" for node in nodes})
+        words = (
+            f"the price per node-hour was {dollars(3600 * usd / paid)} ({', '.join(kinds)}), planned were "
+            f"{dollars(3600 * rate)} ({plan.sku}, {plan.tier})"
+        )
+        told.append(Reason(usd=usd - paid * rate, words=words))
+    causes = {cause: row.seconds for cause, row in found.causes().items()}
+    if lost := causes.get(Cause.LOST, 0.0):
+        words = f"{duration(lost)} of nodes were lost to failures: redone, noticed, regrouped, or paid for in vain"
+        told.append(Reason(usd=lost * rate, words=words))
+    if 0 < steps != plan.work.steps:
+        in_steps = sum(causes.get(cause, 0.0) for cause in IN_STEPS) / steps * (steps - plan.work.steps)
+        words = f"{steps:,} steps were trained, planned were {plan.work.steps:,}"
+        told.append(Reason(usd=in_steps * rate, words=words))
+    if probe is not None:
+        before = {cause: row.seconds for cause, row in probe.causes().items()}
+        probed = max(1, len({entry.node_id for entry in probe.entries}))
+        for name, which in (("start-up", STARTING), ("the finish", (Cause.FINISH,))):
+            mine = sum(causes.get(cause, 0.0) for cause in which)
+            more = mine - count * sum(before.get(cause, 0.0) for cause in which) / probed
+            words = f"{name} took {_more(more / count)} than the probe's, on each node"
+            told.append(Reason(usd=more * rate, words=words))
+    expected = plan.estimate.usd.expected
+    large = [item for item in told if abs(item.usd) >= NEGLIGIBLE * expected]
+    rest = usd - expected - sum(item.usd for item in large)
+    what = "steps, evaluations and saves" if probe is not None else "all that remains"
+    words = f"{what} took {_more(rest / rate / count)} than estimated, on each node"
+    return sorted([*large, Reason(usd=rest, words=words)], key=lambda item: -abs(item.usd))
+
+
+def sentence(told: Sequence[Reason], usd: float, expected: float) -> str:
+    """All of it for a person: ``$0.012 (9 %) above the estimate: …``."""
+    more = usd - expected
+    share = f" ({abs(more) / expected:.0%})" if expected else ""
+    said = "; ".join(f"{item.words} ({'+' if item.usd >= 0 else '−'}{dollars(abs(item.usd))})" for item in told)
+    return f"{dollars(abs(more))}{share} {'above' if more >= 0 else 'below'} the estimate: {said}."
+
+
+def _more(seconds: float) -> str:
+    size = f"{abs(seconds):.1f} s" if abs(seconds) < 60 else duration(abs(seconds))
+    return f"{size} {'longer' if seconds >= 0 else 'less'}"

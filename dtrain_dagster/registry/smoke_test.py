@@ -1,0 +1,187 @@
+"""What a served model has to answer: real windows of a run, their right answers, and the comparison. No network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dtrain_dagster.jobs.orders import Order
+from dtrain_dagster.registry.run_model import load_run_model
+from trainer.errors import DamagedError
+from trainer.rundir import PREDICTIONS, RunDir
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+SAME_WEIGHTS_TOLERANCE = 1e-5
+"""Largest difference between the server and the run directory's weights on this machine, as a fraction of a column's
+root mean square: the same float32 arithmetic in batches of another size."""
+MOST_BYTES = 1 << 30
+"""Of ``predictions.npz``."""
+TRAINING_TOLERANCE = 1e-3
+"""The same against what training wrote, perhaps on a GPU with other kernels."""
+
+
+class AnswerError(ValueError):
+    """An answer has not the shape that it must have. The message goes on after «the scoring server …»."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """Windows of the test split, spread over it, with what a server of the model has to answer."""
+
+    windows: NDArray[np.float32]
+    """(n, window, features), raw."""
+    expected: Mapping[str, NDArray[np.float64]]
+    """Column → (n,), from the run directory's weights, computed here."""
+    trained: Mapping[str, NDArray[Any]]
+    """The columns that training itself wrote of these windows; none for a loss that gives raw outputs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreement:
+    """How far answers are from what they should be."""
+
+    passed: bool
+    message: str
+    """Goes on after «the scoring server …»."""
+    max_abs_difference: float
+    """Largest difference from the run directory's weights, in the columns' own units."""
+    max_relative_difference: float
+    """The same as a fraction of each column's root mean square; judged by the tolerance for the same weights."""
+    max_relative_difference_to_training: float
+    """From ``predictions.npz``; judged by `TRAINING_TOLERANCE`. 0 where training wrote no such column."""
+
+
+def load_sample(run_dir: str, cache_dir: str | None = None, rows: int = 32, order: Order | None = None) -> Sample:
+    """``rows`` windows at most. ``order``: see `run_model.load_run_model`, which raises. `AnswerError` where the run
+    directory's predictions are of another dataset, or no such file."""
+    import numpy as np
+
+    from trainer.data.sampler import spread
+    from trainer.data.shards import DataShardManager
+
+    rundir = RunDir(run_dir)
+    own = load_run_model(rundir, order)
+    shards = DataShardManager(own.job.dataset.uri, cache_dir, own.spec.dataset_id)
+    judged = spread(shards.count("test"))
+    positions = np.unique(np.linspace(0, len(judged) - 1, min(rows, len(judged))).astype(np.int64))
+    end_rows = shards.end_rows("test", judged[positions])
+    windows = shards.gather(end_rows)[0].numpy()
+    expected = own.predict(windows)
+    trained = read_predictions(rundir, ("row", "mu", "sigma", "nu"))
+    if len(trained["row"]) != len(judged) or not np.array_equal(trained["row"][positions], end_rows):
+        raise AnswerError(
+            f"cannot be judged: {rundir.uri}/{PREDICTIONS} is not of this dataset: its rows are not those of the "
+            "test split"
+        )
+    renamed = {"prediction" if name == "mu" and "mu" not in expected else name: trained[name] for name in trained}
+    known = {name: renamed[name][positions] for name in expected if name in renamed}
+    return Sample(
+        windows=windows,
+        expected=expected,
+        trained={name: values for name, values in known.items() if np.isfinite(values).all()},
+    )
+
+
+def read_predictions(rundir: RunDir, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """Columns of a run directory's ``predictions.npz``, all of one length. `AnswerError` for a file that is none."""
+    from trainer.documents.arrays import ArraysError, read_arrays
+
+    try:
+        found = read_arrays(rundir.storage.read_bounded(PREDICTIONS, MOST_BYTES), names)
+    except DamagedError as error:
+        raise AnswerError(f"cannot be judged: {error.where}: {error.what}") from None
+    except (ArraysError, FileNotFoundError) as error:
+        raise AnswerError(f"cannot be judged: {rundir.uri}/{PREDICTIONS} {error}") from None
+    if len({values.shape for values in found.values()}) != 1 or next(iter(found.values())).ndim != 1:
+        raise AnswerError(f"cannot be judged: {rundir.uri}/{PREDICTIONS} holds columns of different lengths")
+    return found
+
+
+def parse_predictions(body: bytes | str) -> list[Any]:
+    """The rows of an answer: ``{"predictions": […]}`` of an MLflow server, or the bare list of Azure ML's, which comes
+    as a JSON text inside JSON from some scoring scripts. `AnswerError` for anything else."""
+    try:
+        value = json.loads(body)
+        value = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        raise AnswerError(f"answered with something that is not JSON: {_shown(body)}") from None
+    if isinstance(value, Mapping):
+        value = value.get("predictions")
+    if not isinstance(value, list):
+        raise AnswerError(f"answered without a list of predictions: {_shown(body)}")
+    return value
+
+
+def as_columns(rows: Sequence[Any], count: int) -> dict[str, NDArray[np.float64]]:
+    """Rows of named numbers → column → (count,). `AnswerError` for another number of rows, for rows with different
+    columns, and for values that are not finite numbers."""
+    import numpy as np
+
+    if len(rows) != count:
+        raise AnswerError(f"answered {count} windows with {len(rows)} rows")
+    names = list(rows[0]) if isinstance(rows[0], Mapping) else None
+    odd = next((number for number, row in enumerate(rows) if not isinstance(row, Mapping) or list(row) != names), None)
+    if names is None or odd is not None:
+        raise AnswerError(
+            f"answered row {odd or 0} with {_shown(rows[odd or 0])} instead of the columns {names or 'by name'}"
+        )
+    for number, row in enumerate(rows):
+        for name, value in row.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise AnswerError(f"answered {name} of row {number} with {_shown(value)}, which is not a number")
+    columns = {name: np.array([row[name] for row in rows], dtype=np.float64) for name in names}
+    infinite = [name for name, values in columns.items() if not np.isfinite(values).all()]
+    if infinite:
+        raise AnswerError(f"answered with values that are not finite, in {', '.join(infinite)}")
+    return columns
+
+
+def compare_answers(
+    sample: Sample, served: Mapping[str, NDArray[np.float64]], tolerance: float = SAME_WEIGHTS_TOLERANCE
+) -> Agreement:
+    """``tolerance`` is for the difference from the run directory's weights, see `SAME_WEIGHTS_TOLERANCE`; a server with
+    other hardware needs more. `AnswerError` for other columns."""
+    import numpy as np
+
+    expected = sample.expected
+    if set(served) != set(expected):
+        raise AnswerError(f"answers with {sorted(served)}, the job's model gives {sorted(expected)}")
+    relative = _relative_difference(served, expected)
+    to_training = _relative_difference(served, sample.trained)
+    passed = relative <= tolerance and to_training <= TRAINING_TOLERANCE
+    return Agreement(
+        passed=passed,
+        message=(
+            f"answered {len(sample.windows)} test windows {'with' if passed else 'NOT with'} the model's "
+            f"numbers: off by at most {relative:.1e} of a column's size from the job's weights (allowed "
+            f"{tolerance:.0e}) and {to_training:.1e} from training's own predictions (allowed "
+            f"{TRAINING_TOLERANCE:.0e}; compared: {', '.join(sample.trained) or 'no column'})"
+        ),
+        max_abs_difference=max(float(np.abs(served[name] - expected[name]).max()) for name in expected),
+        max_relative_difference=relative,
+        max_relative_difference_to_training=to_training,
+    )
+
+
+def _relative_difference(served: Mapping[str, NDArray], expected: Mapping[str, NDArray]) -> float:
+    """Largest difference in any column of ``expected``, as a fraction of that column's root mean square.
+
+    ``mu`` is measured by ``sigma``, where there is one: it is close to zero and in the same unit.
+    """
+    import numpy as np
+
+    worst = 0.0
+    for name, values in expected.items():
+        size = np.sqrt(np.mean(expected.get("sigma", values) ** 2 if name == "mu" else values**2))
+        worst = max(worst, float(np.abs(served[name] - values).max() / max(size, 1e-12)))
+    return worst
+
+
+def _shown(value: Any) -> str:
+    text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    return repr(text if len(text) <= 200 else text[:199] + "…")

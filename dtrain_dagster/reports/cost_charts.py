@@ -1,0 +1,166 @@
+"""The picture of the choices: dollars against time, which of them no other beats, and the one that is taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dtrain_dagster.planning.choices import Choice, Choices, misses, tier_words
+from dtrain_dagster.reports.drawing import COLOURS, INK, MUTED, label, new_figure, svg
+from dtrain_dagster.support.formatting import dollars, duration
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_NUMBERED = 12
+"""Choices that get a number and a line in the list beside the picture."""
+MANY = 40
+"""Of more choices, only those of the front, the chosen and the planned one show their intervals."""
+CHOSEN, LIMIT = "#1a7f37", "#cf222e"
+ROOM, LEAST_SPAN = 1.4, 4.0
+"""Factors: around the outermost figures, and from the lowest to the highest that an axis shows at least."""
+FAR = 5.0
+"""A limit that is so many times beyond all choices is told of and not drawn."""
+HOUR, DAY = 3600, 86400
+TIMES = (
+    *(1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800),
+    *(hours * HOUR for hours in (1, 2, 4, 8, 12)),
+    *(days * DAY for days in (1, 2, 4, 7, 14, 30, 60, 120, 365)),
+)
+"""Where an axis of time may have its marks: powers of ten are no times that people think in."""
+
+
+def choices_chart(table: Choices) -> bytes:
+    """Cost against time of every choice, both on log scales. A line through a point is its interval: dollars follow
+    time. Pale is what may not keep the deadline or the budget."""
+    figure = new_figure(11, 4.8)
+    axis = figure.subplots()
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    _points(axis, table)
+    front = table.pareto
+    axis.plot(
+        [row.seconds.expected for row in front], [row.usd.expected for row in front],
+        color=INK, linewidth=1.1, linestyle="--", zorder=2, label="Pareto front",
+    )  # fmt: skip
+    _limits(axis, table)
+    kinds = axis.get_legend_handles_labels()
+    _numbers(axis, table)
+    numbers = [pair[len(kinds[0]) :] for pair in axis.get_legend_handles_labels()]
+    label(axis, _title(table), "time until trained (log scale)", "US dollars (log scale)")
+    axis.grid(visible=False, which="minor")
+    # One legend each for what a number and what a colour means.
+    listed = figure.legend(*numbers, frameon=False, fontsize=8, loc="outside right upper", handletextpad=0.2)
+    for text in listed.get_texts():
+        if text.get_text().endswith("chosen"):
+            text.set(color=CHOSEN, fontweight="bold")
+    figure.legend(*kinds, frameon=False, fontsize=8, loc="lower right", ncols=2)
+    return svg(figure)
+
+
+def _points(axis: Axes, table: Choices) -> None:
+    kinds = sorted({_kind(row) for row in table.rows})
+    for kind, tier in sorted({(_kind(row), row.tier) for row in table.rows}):
+        colour, words = COLOURS[kinds.index(kind) % len(COLOURS)], f"{kind}, {tier_words(tier)}"
+        mine = [row for row in table.rows if (_kind(row), row.tier) == (kind, tier)]
+        for pale in (False, True):
+            rows = [row for row in mine if bool(misses(row, table.deadline_seconds, table.budget_usd)) is pale]
+            strength, gap = 0.25 if pale else 1.0, math.nan  # a gap, so that all intervals are one line
+            known = [row for row in rows if len(table.rows) <= MANY or row.is_pareto or row.is_chosen or row.is_planned]
+            axis.plot(
+                [at for row in known for at in (row.seconds.low, row.seconds.high, gap)],
+                [at for row in known for at in (row.usd.low, row.usd.high, gap)],
+                color=colour, linewidth=1.2, alpha=0.5 * strength, zorder=1,
+            )  # fmt: skip
+            axis.plot(
+                [row.seconds.expected for row in rows], [row.usd.expected for row in rows], "o", color=colour,
+                markersize=6, alpha=strength, zorder=3, markerfacecolor=colour if tier == "dedicated" else "white",
+                label=words if rows else None,
+            )  # fmt: skip
+            words = "_" if rows else words  # named once
+    axis.plot([], [], color=MUTED, linewidth=1.2, label="interval")
+
+
+def _kind(row: Choice) -> str:
+    """``A100`` of ``A100 SXM4 80GB``: there are more makes of a GPU than colours that can be told apart."""
+    return row.gpu.split()[0]
+
+
+def _numbers(axis: Axes, table: Choices) -> None:
+    """A number on the chosen one, the planned one and those of the front, thinned out where it is long; on all where
+    they are few."""
+    front = [row for row in table.pareto if not (row.is_chosen or row.is_planned)]
+    kept = MOST_NUMBERED - 2
+    if len(front) > kept:
+        front = [front[round(place * (len(front) - 1) / (kept - 1))] for place in range(kept)]
+    few = len(table.rows) <= MOST_NUMBERED // 2
+    for number, row in enumerate(
+        (row for row in table.rows if few or row.is_chosen or row.is_planned or row in front), start=1
+    ):
+        at = [row.seconds.expected], [row.usd.expected]
+        words = f"{row.name}: {duration(row.seconds.expected)}, {dollars(row.usd.expected)}"
+        words += ", this plan" * row.is_planned + ", chosen" * row.is_chosen
+        colour, size, edge, front_most = (CHOSEN, 16, 2.4, 2) if row.is_chosen else (INK, 13, 0.9, 0)
+        axis.plot(
+            *at, color=colour, marker=f"${number}$", markersize=7, linestyle="none", label=words, zorder=8 + front_most
+        )
+        axis.plot(
+            *at, "s" if row.is_planned else "o", markersize=size, markerfacecolor="white", markeredgecolor=colour,
+            markeredgewidth=edge, zorder=7 + front_most,
+        )  # fmt: skip
+
+
+def _limits(axis: Axes, table: Choices) -> None:
+    """Both axes' ranges and marks, and the limits in them, with what is beyond shaded."""
+    for which, intervals, limit, write, name in (
+        ("x", [row.seconds for row in table.rows], table.deadline_seconds, duration, "deadline"),
+        ("y", [row.usd for row in table.rows], table.budget_usd, dollars, "budget"),
+    ):
+        low, high = min(item.low for item in intervals), max(item.high for item in intervals)
+        near = limit is not None and low / FAR < limit < high * FAR
+        if limit is not None and near:
+            low, high = min(low, limit), max(high, limit)
+        widen = max(ROOM, (LEAST_SPAN * low / high) ** 0.5)
+        low, high = low / widen, high * widen
+        if limit is not None:
+            line, span = (axis.axvline, axis.axvspan) if which == "x" else (axis.axhline, axis.axhspan)
+            words = f"{name}: {write(limit)}" + ("" if near else ", beyond this picture")
+            line(limit if near else high * FAR, color=LIMIT, linewidth=1.4, label=words)
+            if limit < high:
+                span(max(limit, low), high, color=LIMIT, alpha=0.06, zorder=0)
+        if which == "x":
+            axis.set_xlim(low, high)
+            axis.set_xticks(_times(low, high), labels=[_time(mark) for mark in _times(low, high)])
+            axis.set_xticks([], minor=True)
+        else:
+            axis.set_ylim(low, high)
+            axis.set_yticks(_sums(low, high), labels=[_sum(mark) for mark in _sums(low, high)])
+            axis.set_yticks([], minor=True)
+
+
+def _times(low: float, high: float) -> Sequence[float]:
+    marks = [seconds for seconds in TIMES if low <= seconds <= high]
+    return marks[:: 1 + len(marks) // 8]
+
+
+def _sums(low: float, high: float) -> Sequence[float]:
+    marks = [digit * 10.0**power for power in range(-7, 9) for digit in (1, 2, 5)]
+    marks = [usd for usd in marks if low <= usd <= high]
+    return marks if len(marks) <= 8 else [usd for usd in marks if f"{usd:e}"[0] == "1"]
+
+
+def _time(seconds: float) -> str:
+    for unit, name in ((DAY, "d"), (HOUR, "h"), (60, "min")):
+        if seconds >= unit:
+            return f"{seconds / unit:g} {name}"
+    return f"{seconds:g} s"
+
+
+def _sum(usd: float) -> str:
+    return f"${usd:,.0f}" if usd >= 1 else f"${usd:g}"
+
+
+def _title(table: Choices) -> str:
+    pale = "; pale: may miss a limit" if table.deadline_seconds or table.budget_usd else ""
+    return f"{len(table.rows)} choices ({table.price_words}){pale}"

@@ -1,0 +1,297 @@
+"""What a job's records say about its speed: pure functions from events to figures, one verdict, and what to change."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtrain_dagster.clusters.base import NodeUsage
+from dtrain_dagster.costs.ledger import IN_STEPS, Ledger, ledger
+from dtrain_dagster.costs.money import SECOND
+from dtrain_dagster.costs.tracker import paid
+from dtrain_dagster.monitoring.diagnosis import Cause, Diagnosis, diagnose
+from dtrain_dagster.monitoring.link_model import fit_wire
+from dtrain_dagster.monitoring.strategies import Strategy, strategies
+from dtrain_dagster.monitoring.windows import (
+    SEGMENTS,
+    Window,
+    WireTime,
+    seconds_of,
+    settled,
+    shares,
+    typical_collectives,
+    windows,
+    worlds,
+)
+
+PHASES = ("startup", "data", "training", "evaluation", "checkpoint", "regroup", "finalise")
+LOW_GOODPUT = 0.5
+"""Share of paid node-time below which the verdict says so."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodePerformance:
+    """One node over the whole job (R3.1). GPU figures are None where the node has none."""
+
+    node_id: int
+    samples: int
+    samples_per_second: float | None
+    cpu_percent: float | None
+    memory_used_gib: float | None
+    gpu_utilization: float | None
+    gpu_memory_percent: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPerformance:
+    """One rank of the world that trained longest: milliseconds per step of each segment, mean over the steps."""
+
+    rank: int
+    node_id: int
+    samples_per_second: float | None
+    milliseconds: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Communication:
+    """Of the world that trained longest; shares are of training time, over all worlds. None: not known."""
+
+    wire_share: float
+    waiting_share: float
+    overlap: float | None
+    """Share of the gradients' way that the backward pass hid."""
+    bandwidth_bytes_per_second: float | None
+    """Of the bus, in the largest collective."""
+    latency_milliseconds: float | None
+    """Of one collective, however few bytes it moves."""
+    collectives: tuple[WireTime, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaling:
+    """How many times as fast as one node, per node: 1.0 is as good as it gets."""
+
+    nodes: int
+    efficiency: float | None
+    one_node_samples_per_second: float | None
+    basis: str
+    """Where the figure comes from, in words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goodput:
+    """What share of the paid node-time trained. Steps that were done again count once."""
+
+    share: float
+    trained_node_seconds: float
+    paid_node_seconds: float
+    elsewhere: dict[str, float]
+    """Node-seconds that did not train, by what they did."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Performance:
+    """One job."""
+
+    verdict: str
+    """The bottleneck in one sentence, with its evidence."""
+    diagnosis: Diagnosis
+    samples_per_second: float
+    """Over all nodes, in the training phase: median over the logged stretches."""
+    samples_per_second_per_rank: float
+    step_milliseconds_median: float
+    step_milliseconds_p95: float
+    segment_shares: dict[str, float]
+    """Of training time, mean over ranks; empty where the trainer recorded no timing."""
+    communication: Communication | None
+    scaling: Scaling
+    goodput: Goodput
+    recommendations: tuple[Strategy, ...]
+    phase_seconds: dict[str, float]
+    ranks: tuple[RankPerformance, ...]
+    nodes: tuple[NodePerformance, ...]
+
+
+def summarise(
+    events: Sequence[Mapping[str, Any]],
+    phase_seconds: Mapping[str, float],
+    world_size: int,
+    usage: Sequence[NodeUsage],
+    training: Mapping[str, Any] | None = None,
+) -> Performance:
+    """`Performance` of a job, from its records. ``usage``: the paid stays of its nodes; ``training``: its trainer's
+    configuration."""
+    steps = [item for item in events if item["kind"] == "step"]
+    if not steps:
+        raise ValueError("the job recorded no step: there is nothing to report on")
+    by_node: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for item in events:
+        if item["kind"] == "node":
+            by_node[int(item["node_id"])].append(item)
+    milliseconds = sorted(1000 * item["step_seconds"] for item in steps)
+    timed = windows(events)
+    phases = {name: float(phase_seconds.get(name, 0.0)) for name in PHASES}
+    # They are those of the process that was rank 0 at the end; others, of earlier launches as well, trained before it.
+    began = max(item["time"] for item in events) - sum(phases.values())
+    phases["training"] += seconds_of([window for window in timed if window.time <= began])
+    phases["outside the trainer"] = max(0.0, paid_wall_seconds(usage) - sum(phases.values()))
+    found = settled(timed)
+    diagnosis = diagnose(events)
+    good = goodput(ledger(paid(usage)[0], events, periods=1))
+    ranks = ranks_at(events, [item["time"] for item in steps], world_size)
+    rates = [item["samples_per_second"] for item in steps]
+    return Performance(
+        verdict=verdict(diagnosis, good),
+        diagnosis=diagnosis,
+        samples_per_second=statistics.median(rates),
+        samples_per_second_per_rank=statistics.median(rate / size for rate, size in zip(rates, ranks, strict=True)),
+        step_milliseconds_median=statistics.median(milliseconds),
+        step_milliseconds_p95=milliseconds[min(len(milliseconds) - 1, int(0.95 * len(milliseconds)))],
+        segment_shares=shares(found),
+        communication=_communication(found),
+        scaling=scaling(found),
+        goodput=good,
+        recommendations=tuple(strategies(found, events, training)),
+        phase_seconds=phases,
+        ranks=_ranks(found),
+        nodes=tuple(_node(node, rows) for node, rows in sorted(by_node.items())),
+    )
+
+
+def ranks_at(events: Sequence[Mapping[str, Any]], times: Sequence[float], final: int) -> list[int]:
+    """How many ranks there were at each of these times; ``final`` where no change was recorded before it."""
+    changes = sorted((item["time"], int(item["world_size"])) for item in events if item["kind"] == "membership")
+    since = [time for time, _ in changes]
+    places = [bisect_right(since, time) for time in times]
+    return [max(1, changes[place - 1][1] if place else final) for place in places]
+
+
+def paid_wall_seconds(usage: Sequence[NodeUsage]) -> float:
+    """How long at least one node was paid for: what lies between two launches is not."""
+    total, until = 0.0, -math.inf
+    for node in sorted(usage, key=lambda node: node.started_at):
+        total += max(0.0, node.ended_at - max(until, node.started_at))
+        until = max(until, node.ended_at)
+    return total
+
+
+def verdict(diagnosis: Diagnosis, good: Goodput) -> str:
+    """The bottleneck and its evidence; and what became of the paid time, where little of it trained."""
+    if diagnosis.cause is Cause.UNKNOWN:
+        first = diagnosis.evidence
+    elif diagnosis.cause is Cause.HEALTHY:
+        first = f"Healthy: nothing holds the steps up. {diagnosis.evidence}"
+    else:
+        cost = f", {diagnosis.share:.0%} of training time" if diagnosis.share >= 0.005 else ""
+        where = diagnosis.where
+        first = f"{where[0].upper()}{where[1:]}{cost}. {diagnosis.evidence}"
+    if good.share >= LOW_GOODPUT or not good.elsewhere:
+        return first
+    name, seconds = max(good.elsewhere.items(), key=lambda item: item[1])
+    return (
+        f"{first} Only {good.share:.0%} of the paid node-time trained: «{name}» took "
+        f"{seconds / good.paid_node_seconds:.0%}; a longer training makes that share smaller."
+    )
+
+
+def goodput(found: Ledger) -> Goodput:
+    """Of the ledger: what was spent in steps that counted, and what on every other cause."""
+    causes = {cause: row.seconds for cause, row in found.causes().items()}
+    return Goodput(
+        share=found.goodput,
+        trained_node_seconds=sum(causes.get(cause, 0.0) for cause in IN_STEPS),
+        paid_node_seconds=found.microseconds / SECOND,
+        elsewhere={str(cause): seconds for cause, seconds in causes.items() if cause not in IN_STEPS},
+    )
+
+
+def scaling(found: Sequence[Window]) -> Scaling:
+    """Against one node: measured where the job has trained on one for some time, else bounded by what ranks lose to
+    each other."""
+    groups = sorted(worlds(found), key=lambda group: len(set(group[-1].nodes)), reverse=True)
+    nodes = len(set(groups[0][-1].nodes)) if groups else 0
+    alone = [window for window in found if len(set(window.nodes)) == 1]
+    if nodes == 1:
+        words = "one node: nothing to compare"
+        return Scaling(nodes=1, efficiency=None, one_node_samples_per_second=_rate(alone), basis=words)
+    if not groups:
+        return Scaling(nodes=nodes, efficiency=None, one_node_samples_per_second=None, basis="unknown: no timing")
+    one, rate = _rate(alone), _rate(groups[0])
+    if one and rate:
+        words = f"measured: {len(alone)} windows of this job were trained on one node"
+        return Scaling(nodes=nodes, efficiency=rate / (nodes * one), one_node_samples_per_second=one, basis=words)
+    part = shares(groups[0])
+    bound = 1 - part["communication"] - part["waiting"]
+    words = f"one node was not measured; wire and waiting leave at most {bound:.0%}"
+    return Scaling(nodes=nodes, efficiency=None, one_node_samples_per_second=None, basis=words)
+
+
+def _communication(found: Sequence[Window]) -> Communication | None:
+    groups = worlds(found)
+    if not groups or groups[0][-1].world_size < 2:
+        return None
+    part, collectives = shares(found), typical_collectives(groups[0])
+    fit = fit_wire(collectives)
+    buckets = [item for item in collectives if "bucket" in item.name]
+    wire = sum(item.wire_seconds for item in buckets)
+    largest = max(collectives, key=lambda item: item.bytes, default=None)
+    return Communication(
+        wire_share=part["communication"],
+        waiting_share=part["waiting"],
+        overlap=sum(item.overlap * item.wire_seconds for item in buckets) / wire if wire else None,
+        bandwidth_bytes_per_second=largest.bandwidth_bytes_per_second if largest else None,
+        latency_milliseconds=1000 * fit.latency_seconds if fit else None,
+        collectives=tuple(collectives),
+    )
+
+
+def _ranks(found: Sequence[Window]) -> tuple[RankPerformance, ...]:
+    groups = worlds(found)
+    if not groups:
+        return ()
+    world, seconds = groups[0], seconds_of(groups[0])
+    steps = sum(window.steps for window in world)
+    known = all(len(window.samples) == window.world_size for window in world)
+
+    def mean(segment: str, rank: int) -> float:
+        values = ((window.segments.get(segment) or (0.0,) * window.world_size)[rank] * window.steps for window in world)
+        return 1000 * sum(values) / steps
+
+    return tuple(
+        RankPerformance(
+            rank=rank,
+            node_id=node,
+            samples_per_second=sum(window.samples[rank] for window in world) / seconds if known else None,
+            milliseconds={segment: mean(segment, rank) for segment in SEGMENTS},
+        )
+        for rank, node in enumerate(world[-1].nodes)
+    )
+
+
+def _rate(found: Sequence[Window]) -> float | None:
+    """Samples per second over windows."""
+    seconds, samples = seconds_of(found), sum(sum(window.samples) for window in found)
+    return samples / seconds if seconds and samples else None
+
+
+def _node(node_id: int, rows: Sequence[Mapping[str, Any]]) -> NodePerformance:
+    memory = _mean(rows, "memory_used_bytes")
+    return NodePerformance(
+        node_id=node_id,
+        samples=len(rows),
+        samples_per_second=_mean([row for row in rows if row.get("samples_per_second")], "samples_per_second"),
+        cpu_percent=_mean(rows, "cpu_percent"),
+        memory_used_gib=memory / 2**30 if memory is not None else None,
+        gpu_utilization=_mean(rows, "gpu_utilization"),
+        gpu_memory_percent=_mean(rows, "gpu_memory_percent"),
+    )
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], field: str) -> float | None:
+    values = [row[field] for row in rows if row.get(field) is not None]
+    return statistics.fmean(values) if values else None

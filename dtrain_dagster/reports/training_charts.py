@@ -1,0 +1,132 @@
+"""The pictures in the assets' metadata: plain rows in, SVG out, each with axes, units and a legend."""
+
+from __future__ import annotations
+
+import base64
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from dtrain_dagster.reports.drawing import COLOURS, INK, label, line, new_figure, svg
+
+
+def markdown_image(svg: bytes, title: str) -> str:
+    """Markdown that shows the picture in Dagster's UI without any request for it."""
+    return f"![{title}](data:image/svg+xml;base64,{base64.b64encode(svg).decode()})"
+
+
+def training_curves(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> bytes:
+    """Loss of training and validation over optimizer steps, learning rate and gradient norm below."""
+    figure = new_figure(9, 5.6)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
+    line(upper, [(row["step"], row["loss"]) for row in steps], "training", COLOURS[0], width=1.1)
+    valid = [(row["step"], row["loss"]) for row in evaluations if row.get("split") == "valid"]
+    if valid:
+        line(upper, valid, "validation", COLOURS[1], marker="o")
+        best = min(valid, key=lambda point: point[1])
+        upper.annotate(
+            f"best {best[1]:.4f}\nat step {best[0]}",
+            best,
+            xytext=(0, 22),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+            color=COLOURS[1],
+        )
+    label(upper, "Loss over optimizer steps", "", "loss per sample")
+    line(lower, [(row["step"], row["learning_rate"]) for row in steps], "learning rate", COLOURS[2])
+    norms = lower.twinx()
+    line(norms, [(row["step"], row["grad_norm"]) for row in steps], "gradient norm", COLOURS[3], width=0.9)
+    norms.set_ylabel("gradient 2-norm", fontsize=9, color=COLOURS[3])
+    norms.spines[["top"]].set_visible(False)
+    label(lower, "", "optimizer step", "learning rate")
+    lines = lower.get_lines() + norms.get_lines()
+    lower.legend(lines, [str(line.get_label()) for line in lines], frameon=False, fontsize=8, loc="upper right")
+    return svg(figure)
+
+
+def node_charts(samples: Iterable[Mapping[str, Any]]) -> bytes:
+    """Utilisation, memory and throughput of each node over time (R3.1). GPU figures where there are GPUs, else CPU."""
+    by_node: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for sample in samples:
+        by_node[int(sample["node_id"])].append(sample)
+    start = min((rows[0]["time"] for rows in by_node.values()), default=0.0)
+    has_gpu = any(row.get("gpu_utilization") is not None for rows in by_node.values() for row in rows)
+    busy, memory = ("gpu_utilization", "gpu_memory_percent") if has_gpu else ("cpu_percent", "memory_percent")
+    kind = "GPU" if has_gpu else "CPU (no GPU here)"
+    panels = (
+        (busy, f"{kind}: utilisation", "%"),
+        (memory, f"{kind}: memory", "% of the node"),
+        ("samples_per_second", "Throughput of the node", "samples/s"),
+    )
+    figure = new_figure(9, 6.2)
+    axes = figure.subplots(3, 1, sharex=True)
+    for axis, (field, title, unit) in zip(axes, panels, strict=True):
+        for node, rows in sorted(by_node.items()):
+            points = [(row["time"] - start, row[field]) for row in rows if row.get(field) is not None]
+            line(axis, points, f"node {node}", COLOURS[node % len(COLOURS)])
+        label(axis, title, "", unit)
+        axis.set_ylim(bottom=0)
+    axes[-1].set_xlabel("seconds since the first sample", fontsize=9)
+    axes[0].legend(frameon=False, fontsize=8, ncols=4, loc="lower right")
+    return svg(figure)
+
+
+def skill_chart(model: Mapping[str, float], baselines: Mapping[str, Mapping[str, float]]) -> bytes:
+    """Negative log-likelihood and 90 % coverage on the test split: the model against every baseline."""
+    rows = [(name, metrics) for name, metrics in baselines.items() if metrics.get("nll") is not None]
+    rows = sorted([*rows, ("this model", model)], key=lambda row: row[1]["nll"], reverse=True)
+    names = [name for name, _ in rows]
+    colours = [COLOURS[0] if name == "this model" else "#afb8c1" for name in names]
+    figure = new_figure(9, 1.3 + 0.42 * len(rows))
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.5, 1))
+    nll = [metrics["nll"] for _, metrics in rows]
+    span = max(nll) - min(nll) or 1.0
+    floor = max(nll) + 0.15 * span
+    left.barh(names, [floor - value for value in nll], color=colours, height=0.62)
+    for index, value in enumerate(nll):
+        left.text(floor - value + 0.01 * span, index, f"{value:.4f}", va="center", fontsize=8, color=INK)
+    left.set_xlim(0, (floor - min(nll)) * 1.18)
+    left.set_xticks([])
+    label(left, "Negative log-likelihood (longer bar: better)", "", "")
+    right.axvspan(0.87, 0.93, color="#dafbe1", label="accepted")
+    right.axvline(0.90, color=COLOURS[2], linewidth=1, linestyle="--", label="nominal")
+    right.scatter([metrics["coverage_90"] for _, metrics in rows], names, color=colours, zorder=3, s=36)
+    right.set_xlim(0.84, 0.96)
+    label(right, "Coverage of the 90 % interval", "share of test windows inside", "")
+    figure.legend(*right.get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside lower right", ncols=2)
+    return svg(figure)
+
+
+def calibration_chart(quintiles: Sequence[Mapping[str, float]]) -> bytes:
+    """Coverage of the 90 % interval within each fifth of the predicted scale, calm to stormy."""
+    figure = new_figure(6, 3)
+    axis = figure.subplots()
+    labels = [f"{index + 1}" for index in range(len(quintiles))]
+    axis.axhspan(0.87, 0.93, color="#dafbe1", label="accepted overall")
+    axis.axhline(0.90, color=COLOURS[2], linewidth=1, linestyle="--", label="nominal")
+    axis.plot(labels, [row["coverage_90"] for row in quintiles], "o-", color=COLOURS[0], label="this model")
+    axis.set_ylim(0.80, 1.0)
+    label(axis, "Calibration by predicted volatility", "quintile of predicted scale (1 calm … 5 stormy)", "coverage")
+    axis.legend(frameon=False, fontsize=8, loc="lower left", ncols=3)
+    return svg(figure)
+
+
+def phase_chart(seconds: Mapping[str, float]) -> bytes:
+    """One bar: where the job's wall-clock time went."""
+    figure = new_figure(9, 2.0)
+    axis = figure.subplots()
+    total = sum(seconds.values()) or 1.0
+    left = 0.0
+    for index, (name, value) in enumerate(seconds.items()):
+        share = f"{name} {value:.1f} s"
+        axis.barh([0], [value], left=left, color=COLOURS[index % len(COLOURS)], label=share, height=0.5)
+        if value / total > 0.08:
+            axis.text(left + value / 2, 0, f"{value / total:.0%}", ha="center", va="center", color="white", fontsize=8)
+        left += value
+    axis.set_yticks([])
+    axis.set_xlim(0, left)
+    label(axis, "Where the time went", "seconds since the first node", "")
+    axis.grid(visible=False)
+    figure.legend(frameon=False, fontsize=8, ncols=4, loc="outside lower center")
+    return svg(figure)

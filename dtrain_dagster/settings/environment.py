@@ -1,0 +1,285 @@
+"""Which cluster, storage, registry and prices: from ``DTRAIN_*`` environment variables, checked before anything starts.
+
+What a person changes from run to run (epochs, learning rate, window…) is not here but in the launchpad of its asset.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from dtrain_dagster.settings.secrets import SecretError, check_token, is_reference, redact, refuse_secret, secret_in
+from dtrain_dagster.support.notify import refuse_inline_secret
+from trainer.model.allowed_factories import parse_modules
+
+PREFIX = "DTRAIN_"
+_BY_REFERENCE = ("prices", "notify", "mlflow_tracking_uri", "endpoint_token")
+"""Settings that may say where their value is (``env:NAME``, ``keyvault://vault/secret``)."""
+_NO_SECRET = {
+    "storage": "nodes and this machine authorise themselves by identity, or by Azure's own variables "
+    "(AZURE_STORAGE_CONNECTION_STRING and the like)",
+    "dagster_url": "give the address alone, as people open it in a browser",
+}
+"""What to do instead, where a reference is not taken."""
+_UNUSABLE = re.compile(r"[\x00-\x1f\x7f?%]")
+"""In the home: the address of an SQLite file ends at ``?``, and ``%41`` in it is another letter, so that the databases
+of Dagster and MLflow would lie elsewhere; control characters break lines of logs and lists."""
+_ENDPOINT = re.compile(r"https?://[^\s@?#]+|[a-z][a-z0-9-]{1,30}[a-z0-9]")
+S = TypeVar("S", bound=BaseSettings)
+
+
+class SettingsError(ValueError):
+    """An environment variable cannot be used. The message names it, its value and the remedy."""
+
+
+class Settings(BaseSettings):
+    """Every field is the environment variable of that name in capitals after ``DTRAIN_``."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", env_ignore_empty=True)
+
+    home: Path = Field(default=Path(".dtrain"), description="Folder for everything that is written on this machine")
+
+    storage: str | None = Field(
+        default=None,
+        pattern=r"^az://[a-z0-9](-?[a-z0-9]){2,62}(/.*)?$",
+        description="Where nodes of the cloud find datasets and run directories: az://container/path",
+    )
+    cluster: Literal["local", "azure_ml"] = Field(default="local", description="Kind of cluster")
+    cluster_name: str = Field(
+        default="local", pattern=r"^[A-Za-z][A-Za-z0-9-]{0,31}$", description="Name of the cluster"
+    )
+    nodes: int = Field(default=3, ge=1, le=256, description="Nodes that training runs on (R1.1)")
+    processes_per_node: int = Field(
+        default=1, ge=1, le=16, description="Ranks per node, one per GPU where there are any"
+    )
+    threads_per_rank: int | None = Field(default=None, ge=1, description="CPU threads per rank; unset: cores / ranks")
+    max_replacements: int = Field(default=6, ge=0, description="Lost nodes that are replaced while a job runs (R2.3)")
+    replacement_delay_seconds: float = Field(
+        default=1.0, ge=0, lt=float("inf"), description="How long a node is gone before another takes its place"
+    )
+    gpu_type: str = Field(default="Standard_NC6s_v3", description="SKU; on the local cluster its price stands in")
+    tier: Literal["dedicated", "low_priority"] = Field(default="dedicated", description="Tier whose price is used")
+    region: str = Field(
+        default="eastus",
+        pattern=r"^[a-z]+[a-z0-9]*$",
+        description="Azure region whose prices count; on Azure ML that of the workspace",
+    )
+
+    prices: str = Field(
+        default="sp500_panel",
+        description="sp500_panel, us_ohlcv, yfinance, or the address of a file; one with a key or password in it by "
+        "reference: env:NAME, keyvault://vault/secret",
+    )
+    calendar: str = Field(default="XNYS", description="Exchange calendar of the prices, or none")
+
+    factory_modules: str = Field(
+        default="",
+        description="Modules of your own models and losses, and all below them, separated by commas; no other is "
+        "imported for a job",
+    )
+    mlflow_tracking_uri: str | None = Field(
+        default=None,
+        description="MLflow server (or env:NAME, keyvault://vault/secret); unset: SQLite under the home",
+    )
+    experiment: str = Field(default="dtrain", min_length=1, description="MLflow experiment")
+    model_name: str = Field(
+        default="stock-return-distribution",
+        pattern=r"^\w[\w .-]{0,199}$",
+        description="Registered model's name: letters, digits, blanks, dots, dashes, underscores",
+    )
+    dagster_url: str = Field(default="http://127.0.0.1:3000", description="Dagster's UI, for links back from a model")
+
+    endpoint: str | None = Field(
+        default=None,
+        description="Scoring endpoint that models have to suit (R6.4): its address, or its name in the workspace",
+    )
+    endpoint_dialect: Literal["mlflow", "azureml"] | None = Field(
+        default=None, description="mlflow or azureml, as for `dtrain endpoint check`; unset: azureml for a name"
+    )
+    endpoint_token: str | None = Field(
+        default=None, description="Where its key or token is: env:NAME, keyvault://vault/secret, or identity"
+    )
+
+    retrain_cron: str = Field(
+        default="0 6 * * 6", description="When the weekly retraining runs, once it is switched on"
+    )
+    retrain_timezone: str = Field(default="America/New_York", description="Time zone of that schedule")
+    retrain_budget_usd: float = Field(
+        default=0, ge=0, lt=float("inf"), description="What a retraining may cost that nobody looks at; 0: no limit"
+    )
+    retrain_debounce_minutes: float = Field(
+        default=10, ge=0, lt=float("inf"), description="How long a changed price file has to stay as it is"
+    )
+    retrain_max_age_days: float = Field(
+        default=30, gt=0, lt=float("inf"), description="Age at which the champion, or its data, is stale"
+    )
+    idle_minutes: float = Field(default=10, gt=0, description="A cluster without work for longer is scaled down (R1.2)")
+    overrun_fraction: float = Field(
+        default=0.25, gt=0, description="Cost above the estimate that raises an alert (R5.4)"
+    )
+
+    queue_deadline_hours: float = Field(
+        default=24, gt=0, description="How long a run waits for capacity before it is given up (R1.4)"
+    )
+    notify: str = Field(
+        default="",
+        description="Apprise addresses that are told of alerts, separated by spaces; those that hold a token or "
+        "password by reference: keyvault://vault/secret, env:NAME",
+    )
+    orphan_policy: Literal["notify", "cancel"] = Field(
+        default="notify", description="What happens to jobs and computes whose Dagster run has ended"
+    )
+    orphan_minutes: float = Field(default=30, gt=0, description="How long they may go on before that")
+
+    @field_validator("home")
+    @classmethod
+    def _absolute(cls, home: Path) -> Path:
+        path = home.expanduser().absolute()
+        try:
+            text = str(path).encode().decode()
+        except UnicodeEncodeError:
+            raise ValueError("its path is not UTF-8; choose another folder") from None
+        if found := _UNUSABLE.search(text):
+            raise ValueError(
+                f"its path holds {found[0]!r}, which addresses of SQLite databases cannot hold; choose another folder"
+            )
+        return path
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_secrets(cls, value: object, info: ValidationInfo) -> object:
+        return without_secret(cls, str(info.field_name), value)
+
+    @field_validator("factory_modules")
+    @classmethod
+    def _modules(cls, names: str) -> str:
+        return ",".join(parse_modules(names))
+
+    @field_validator("notify")
+    @classmethod
+    def _no_tokens(cls, notify: str) -> str:
+        for address in notify.split():
+            refuse_inline_secret(f"{PREFIX}NOTIFY", address)
+        return notify
+
+    @field_validator("endpoint")
+    @classmethod
+    def _without_credentials(cls, endpoint: str | None) -> str | None:
+        if endpoint and not _ENDPOINT.fullmatch(endpoint):
+            raise ValueError(
+                f"give an address, http(s)://…, without user, password or query (what authorises belongs in {PREFIX}"
+                "ENDPOINT_TOKEN), or the name of an endpoint of the workspace"
+            )
+        if endpoint:
+            remedy = f"what authorises belongs in {PREFIX}ENDPOINT_TOKEN, as env:NAME or keyvault://VAULT/SECRET"
+            refuse_secret(f"{PREFIX}ENDPOINT", endpoint, remedy)
+        return endpoint
+
+    @field_validator("endpoint_token")
+    @classmethod
+    def _where_the_token_is(cls, token: str | None) -> str | None:
+        if token:
+            check_token(token)
+        return token
+
+    @model_validator(mode="after")
+    def _endpoints_with_names_are_azures(self) -> Settings:
+        if self.endpoint and "://" not in self.endpoint and self.cluster != "azure_ml":
+            raise ValueError(
+                f"{PREFIX}ENDPOINT={self.endpoint!r} is a name, which only DTRAIN_CLUSTER=azure_ml has endpoints for; "
+                "give the whole address, http(s)://…"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nodes_reach_their_storage(self) -> Settings:
+        if (self.cluster == "local") != (self.storage is None):
+            remedy = (
+                "unset it: the local cluster keeps everything under DTRAIN_HOME"
+                if self.storage
+                else "set it to az://container/path, which the nodes of DTRAIN_CLUSTER=azure_ml can reach"
+            )
+            raise ValueError(f"{PREFIX}STORAGE={self.storage or ''!r} does not go with this cluster; {remedy}")
+        return self
+
+    @property
+    def storage_uri(self) -> str:
+        """Where prices and datasets are built, on this machine."""
+        return str(self.home / "storage")
+
+    @property
+    def shared_uri(self) -> str:
+        """What the nodes of the cluster can reach: run directories, and the datasets that they read."""
+        return self.storage.rstrip("/") if self.storage else self.storage_uri
+
+    @property
+    def jobs_uri(self) -> str:
+        return f"{self.shared_uri}/jobs"
+
+    @property
+    def cache_dir(self) -> Path:
+        """Node-local cache of shards."""
+        return self.home / "cache"
+
+    @property
+    def tracking_uri(self) -> str:
+        """As it was set: it may be a reference, which is resolved where it is used."""
+        return self.mlflow_tracking_uri or f"sqlite:///{self.home / 'mlflow.db'}"
+
+
+def without_secret(kind: type[BaseSettings], name: str, value: object) -> object:
+    """The value of a setting, which carries no secret; `SecretError` for one that does, or for a reference where none
+    is taken. Settings are kept in run snapshots, logs and manifests. Endpoints have checks of their own."""
+    if not isinstance(value, str) or name in ("endpoint", "endpoint_token"):
+        return value
+    setting = f"{kind.model_config['env_prefix']}{name.upper()}"
+    for part in value.split() or [value]:
+        refuse_secret(setting, part, "" if name in _BY_REFERENCE else _NO_SECRET.get(name, "give it without"))
+        if is_reference(part) and name not in _BY_REFERENCE:
+            raise SecretError(f"{setting} takes no reference to a secret: give its value, which is none")
+    return value
+
+
+def load_settings() -> Settings:
+    """Read and check the environment. Raises `SettingsError` with one line per variable that cannot be used."""
+    return read_environment(Settings)
+
+
+def setting(name: str) -> str:
+    """One setting as the environment has it, not checked: for what is asked often."""
+    return os.environ.get(f"{PREFIX}{name.upper()}") or str(Settings.model_fields[name].get_default())
+
+
+def read_environment(kind: type[S]) -> S:
+    """Settings of this kind from the environment; raises as `load_settings` does."""
+    try:
+        return kind()
+    except ValidationError as error:
+        prefix = kind.model_config["env_prefix"]
+        lines = []
+        for item in error.errors(include_url=False):
+            if not item["loc"]:  # several variables do not go together; the message names them
+                lines.append(item["msg"].removeprefix("Value error, "))
+                continue
+            name = str(item["loc"][0])
+            field = kind.model_fields.get(name)
+            about = f" ({field.description})" if field and field.description else ""
+            if item["type"] == "missing":
+                lines.append(f"{prefix}{name.upper()}{about} is not set")
+                continue
+            default = f"; unset it for the default, {field.get_default()}" if field and not field.is_required() else ""
+            given = "" if _is_secret(item) else f"={item['input']!r}"
+            lines.append(f"{prefix}{name.upper()}{given}{about}: {item['msg'].removeprefix('Value error, ')}{default}")
+        raise SettingsError(redact("\n".join(lines))) from None
+
+
+def _is_secret(item: ErrorDetails) -> bool:
+    """Was this refused because of a secret, or may there be one in what was given?"""
+    refused = (item.get("ctx") or {}).get("error")
+    return isinstance(refused, SecretError) or (isinstance(item["input"], str) and secret_in(item["input"]) is not None)

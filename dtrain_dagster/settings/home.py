@@ -1,0 +1,167 @@
+"""The folder that this project writes on this machine (DTRAIN_HOME): made, marked as its own, and removed again.
+
+Removal is the only operation here that can destroy what belongs to somebody else, so it takes away names that this
+project is known to write and nothing more, and refuses wherever it cannot be sure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from dtrain_dagster.clusters.local.job_lock import LOCK, is_held
+
+MARKER = ".dtrain-home"
+"""A file that says that the folder is this project's. Without it nothing is removed."""
+MARKER_TEXT = "This folder was made by dtrain, which keeps everything here that it writes. `make clean` removes it.\n"
+WORK_LOCK = "work.lock"
+"""Held while `make run` is at work on the home."""
+OURS = (
+    MARKER, WORK_LOCK, "storage", "clusters", "orders", "secrets", "cache", "dagster", "audit", "mlartifacts",
+    "mlflow.db", "mlflow.db-*", "mlflow.db.*", "prices.json", "prices.json.*",
+)  # fmt: skip
+"""What this project writes directly below its home, as patterns."""
+
+
+class HomeError(ValueError):
+    """The home cannot be used or removed. The message names it and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What `plan_removal` has found in a home."""
+
+    home: Path
+    ours: tuple[str, ...]
+    """Entries that are removed."""
+    others: tuple[str, ...]
+    """Entries that somebody else has put there: they stay, and the folder with them."""
+
+
+def is_ours(name: str) -> bool:
+    """Is this a name that this project writes directly below its home?"""
+    return any(fnmatch(name, pattern) for pattern in OURS)
+
+
+def make_home(home: Path) -> Path:
+    """Make the home where it is missing, and mark it; its path.
+
+    A folder that holds anything else than this project's own is used, but not marked: it is somebody's, and
+    `make clean` must not take it away. `HomeError` where it cannot be written, in one sentence.
+    """
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        marker = home / MARKER
+        if not marker.exists() and all(map(is_ours, os.listdir(home))):
+            marker.write_text(MARKER_TEXT)
+        elif not os.access(home, os.W_OK | os.X_OK):
+            raise PermissionError(None, "Permission denied")
+    except OSError as error:
+        raise HomeError(unwritable(home, error)) from error
+    return home
+
+
+def unwritable(home: Path | str, error: OSError) -> str:
+    """The sentence for a home that cannot be written: where, why, and what to do about it."""
+    return (
+        f"{home} cannot be written ({error.strerror or error}); make room there, or set DTRAIN_HOME to a folder that "
+        "can be written"
+    )
+
+
+def plan_removal(home: Path, protected: Sequence[Path]) -> Removal:
+    """What would be removed of this home. `HomeError`, with the reason and the remedy, for a folder that must not be.
+
+    ``protected``: folders that must outlast it, such as the repository; neither they nor a parent of them is removed.
+    """
+    if home.is_symlink():
+        raise HomeError(f"{home} is a symbolic link: set DTRAIN_HOME to the folder itself, {home.resolve()}")
+    if not home.exists():
+        return Removal(home, (), ())
+    if not home.is_dir():
+        raise HomeError(f"{home} is no folder: DTRAIN_HOME names something else than a home of dtrain")
+    real = home.resolve()
+    for keep in (Path("/"), *protected):
+        if keep.resolve().is_relative_to(real):
+            raise HomeError(f"{home} is {keep} or a folder above it, which is not removed: set DTRAIN_HOME otherwise")
+    names = sorted(os.listdir(home))
+    if not (home / MARKER).is_file() or (home / MARKER).is_symlink():
+        raise HomeError(
+            f"{home} is not marked as a home of dtrain (it has no file {MARKER}), so nothing is removed. If dtrain "
+            "made it, `dtrain setup` marks it, unless it holds something else as well; else remove it by hand"
+        )
+    if mounted := [point for point in _mount_points() if point.is_relative_to(real)]:
+        raise HomeError(f"{mounted[0]} is mounted inside {home}: unmount it first, or remove the home by hand")
+    if busy := running_jobs(home):
+        raise HomeError(
+            f"{', '.join(busy[:5])}{' …' if len(busy) > 5 else ''} run in {home}: end them first, with "
+            f"`dtrain cancel {busy[0]}`"
+        )
+    others = tuple(name for name in names if not is_ours(name))
+    stays = (MARKER, WORK_LOCK) if others else ()  # it goes on being the home of what is left
+    return Removal(home, tuple(name for name in names if name not in others + stays), others)
+
+
+def remove(removal: Removal) -> None:
+    """Remove what was planned, and the folder where nothing else is in it. Links are removed, never followed. The
+    marker goes last: what was interrupted can be done again. `HomeError` where the file system refuses."""
+    names = sorted(removal.ours, key=lambda name: name == MARKER)
+    try:
+        for name in names:
+            path = removal.home / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        if not removal.others and removal.home.exists():
+            removal.home.rmdir()
+    except OSError as error:
+        raise HomeError(f"{error.filename or removal.home} cannot be removed ({error.strerror or error})") from error
+
+
+def running_jobs(home: Path) -> list[str]:
+    """Jobs of the local cluster in this home that a supervisor looks after now; an unfinished start is one too."""
+    return sorted(path.parent.name for path in home.glob(f"storage/jobs/*/{LOCK}") if is_held(path.parent))
+
+
+@contextlib.contextmanager
+def at_work(home: Path, what: str) -> Iterator[int]:
+    """Within, nobody else works on or removes this home; gives the descriptor that holds it, for a child to inherit.
+
+    ``what`` is told to whoever comes meanwhile: `HomeError`, with that and the process.
+    """
+    try:
+        descriptor = os.open(home / WORK_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise HomeError(unwritable(home, error)) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            said = os.pread(descriptor, 200, 0).decode(errors="replace").split("\n")[0]
+            raise HomeError(
+                f"{said or 'somebody else'} is at work on {home}: wait until it has ended, or set DTRAIN_HOME (and "
+                "DAGSTER_HOME) to another folder"
+            ) from None
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{what} (process {os.getpid()})\n".encode(), 0)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _mount_points() -> list[Path]:
+    """Where file systems are mounted; nothing where the kernel does not say."""
+    try:
+        with open("/proc/self/mountinfo") as file:
+            fields = [line.split()[4] for line in file]
+    except OSError:
+        return []
+    return [Path(field.encode().decode("unicode_escape")) for field in fields]

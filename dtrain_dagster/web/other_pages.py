@@ -1,0 +1,70 @@
+"""The web applications of MLflow and TensorBoard, without their own servers: `dtrain mlflow` and `dtrain tensorboard`
+put the guard around them. MLflow's own one takes requests from pages of any port of this machine, and has an assistant
+that runs shell commands; TensorBoard has none.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from dtrain_dagster.web.guard import LOOPBACK
+from trainer.observability.mlflow_sqlite import opening
+
+
+def mlflow_app(tracking_uri: str, artifacts: Path, names: Sequence[str] = ()) -> ASGIApp:
+    """MLflow's tracking server over a database. ``artifacts``: where what clients send it goes; ``names``: as for the
+    guard, since MLflow has one of its own, which stays on. One for a process: MLflow reads all of it from the
+    environment, some of it when it is imported, so nothing of its server may have been imported before."""
+    if names:
+        hosts = [name + port for name in (*LOOPBACK[:2], *names) for port in ("", ":*")]
+        origins = [f"{scheme}://{host}" for scheme in ("http", "https") for host in hosts]
+        os.environ["MLFLOW_SERVER_ALLOWED_HOSTS"] = ",".join(hosts)
+        os.environ["MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"] = ",".join(origins)
+    from mlflow.server import constants
+
+    os.environ |= {
+        constants.BACKEND_STORE_URI_ENV_VAR: tracking_uri,
+        constants.ARTIFACT_ROOT_ENV_VAR: "mlflow-artifacts:/",
+        constants.ARTIFACTS_DESTINATION_ENV_VAR: str(artifacts),
+        constants.SERVE_ARTIFACTS_ENV_VAR: "true",
+        "_MLFLOW_SGI_NAME": "uvicorn",
+    }
+    from mlflow.server.fastapi_app import app
+    from mlflow.server.handlers import initialize_backend_stores
+
+    with opening(tracking_uri):
+        initialize_backend_stores(tracking_uri, tracking_uri, "mlflow-artifacts:/")
+    return app
+
+
+def tensorboard_app(folder: Path) -> ASGIApp:
+    """TensorBoard over a folder of runs, which need not be there yet. Read in this process: its faster reader is a
+    process that listens on a port without any guard."""
+    from tensorboard import default, program
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, with no date; MLflow uses it as well
+        from starlette.middleware.wsgi import WSGIMiddleware
+
+    found: list[Any] = []
+
+    def take(app: Any, flags: Any) -> Any:
+        found.append(app)
+        raise _Taken
+
+    board = program.TensorBoard(plugins=default.get_plugins(), server_class=take)
+    board.configure(argv=["tensorboard", "--logdir", str(folder), "--load_fast", "false"])
+    with suppress(_Taken):
+        board.launch()
+    return WSGIMiddleware(found[0])
+
+
+class _Taken(Exception):
+    """TensorBoard's application is made, and is served by us."""

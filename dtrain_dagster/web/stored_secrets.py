@@ -1,0 +1,180 @@
+"""Secrets in what Dagster stores before code of ours sees it: the configuration and tags of a run, reported metadata.
+
+Pure, but for the files that a command line names. Found is what `trainer.secrets.addresses.secret_in` knows, wherever
+it stands in nested documents, also in YAML or JSON that is given as a text. What is said names where, and repeats
+nothing of it.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from dtrain_dagster.settings.secrets import SecretError, secret_in
+from trainer.printable import visible
+
+REMEDY = (
+    "what is given here is stored, so it was refused before that: put the whole address into an environment variable "
+    "of dtrain or into a vault, and write env:NAME or keyvault://VAULT/SECRET in its place"
+)
+_RUN_CONFIG = "runConfigData"
+"""What GraphQL calls the configuration of a run; paths in it are named from there on."""
+_MOST_NESTED = 4
+"""Texts within texts that are taken for documents; a text further in is read as it stands."""
+_LONGEST_DOCUMENT = 2**20
+"""A longer text is read as it stands: YAML is slow."""
+_LONGEST_NAME = 60
+_TOO_DEEP = "the request is nested too deeply to be looked through for secrets"
+
+
+def secret_within(value: object, where: str = "", nested: int = 0) -> str | None:
+    """Where in a document there is a secret, and of what kind, in words; None where none is known. ``where``: what is
+    said of its root."""
+    seen: dict[int, object] = {}  # aliases of YAML lead to one thing often, or round in a ring
+    left = [(where, value)]
+    while left:
+        at, item = left.pop()
+        if isinstance(item, str):
+            inside = document(item) if nested < _MOST_NESTED else None
+            if found := (secret_within(inside, at, nested + 1) if inside is not None else None) or _of_text(at, item):
+                return found
+        elif isinstance(item, Mapping | list | tuple) and id(item) not in seen:
+            seen[id(item)] = item
+            if isinstance(item, Mapping):
+                for name in item:
+                    if what := secret_in(str(name)):
+                        return f"a name in {at or 'what was given'} carries {what}"
+            pairs = item.items() if isinstance(item, Mapping) else enumerate(item)
+            left += reversed([(_below(at, str(name)), child) for name, child in pairs])
+    return None
+
+
+def _of_text(at: str, text: str) -> str | None:
+    if what := secret_in(text):
+        return f"{at or 'what was given'} carries {what}"
+    if at.endswith(".config.notify"):
+        from dtrain_dagster.support.notify import refuse_inline_secret
+
+        for part in text.split():
+            try:
+                refuse_inline_secret(at, part)
+            except SecretError as error:
+                return str(error)
+    return None
+
+
+def _below(at: str, name: str) -> str:
+    if name == _RUN_CONFIG:
+        return ""
+    name = visible(name)[:_LONGEST_NAME]
+    return f"{at}.{name}" if at else name
+
+
+def document(text: str) -> Any:
+    """The mapping or list that a text is as JSON or YAML, every scalar of YAML as its text; None for any other text."""
+    import yaml
+
+    if len(text) > _LONGEST_DOCUMENT or not any(sign in text for sign in ":{["):
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        try:
+            found = yaml.load(text, Loader=yaml.BaseLoader)  # not the one in C: deep nests end the process there
+        except (yaml.YAMLError, ValueError):
+            return None
+    return found if isinstance(found, Mapping | list) else None
+
+
+def secret_posted(path: str, query: str, body: bytes) -> str | None:
+    """Why a POST to Dagster's web server is refused: a secret in a GraphQL mutation, its variables or its literals, or
+    in what is reported of an asset. None where it may pass.
+
+    Questions pass, since they store nothing: the launchpad asks whether a configuration is valid while it is typed.
+    What cannot be read passes as well, since Dagster reads it the same way and refuses it.
+    """
+    try:
+        found = secret_in(path) and "the address of the request carries a secret"
+        found = found or secret_within(dict(parse_qsl(query)))
+        try:
+            data = json.loads(body)
+        except ValueError:
+            data = None
+        if path.rstrip("/") == "/graphql" and isinstance(data, dict) and isinstance(data.get("query"), str):
+            found = found or _secret_in_graphql(data["query"], data.get("variables"))
+        else:
+            found = found or secret_within(data)
+    except RecursionError:
+        return _TOO_DEEP
+    return found and f"{found}; {REMEDY}"
+
+
+def _secret_in_graphql(query: str, variables: object) -> str | None:
+    from graphql import GraphQLError, Visitor, parse, visit
+    from graphql.language.ast import ArgumentNode, Node, VariableDefinitionNode
+
+    if "mutation" not in query:  # the word cannot be written otherwise
+        return None
+    try:
+        parsed = parse(query, no_location=True)
+    except GraphQLError:
+        return None
+    given: list[tuple[str, Node]] = []
+
+    class Literals(Visitor):
+        def enter_argument(self, node: ArgumentNode, *_: object) -> None:
+            given.append((_below("", node.name.value), node.value))
+
+        def enter_variable_definition(self, node: VariableDefinitionNode, *_: object) -> None:
+            if node.default_value is not None:
+                given.append((_below("", node.variable.name.value), node.default_value))
+
+    if found := secret_within(variables):
+        return found
+    visit(parsed, Literals())
+    return next(filter(None, (secret_within(text, at) for at, text in _texts(given))), None)
+
+
+def _texts(left: list[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+    """The texts among literals of GraphQL, and where they stand."""
+    from graphql.language.ast import ListValueNode, ObjectValueNode, StringValueNode
+
+    while left:
+        at, node = left.pop()
+        if isinstance(node, StringValueNode):
+            yield at, node.value
+        elif isinstance(node, ObjectValueNode):
+            left += [(_below(at, field.name.value), field.value) for field in node.fields]
+        elif isinstance(node, ListValueNode):
+            left += [(_below(at, str(number)), value) for number, value in enumerate(node.values)]
+
+
+def refuse_secret_on_command_line(command: Sequence[str]) -> None:
+    """`SecretError` where a command's arguments, or files that it names by ``--config`` or ``-c``, carry a secret."""
+    previous = ""
+    for given in command:
+        name, equals, value = given.partition("=")
+        if not (equals and name.startswith("--")):
+            name, value = (given[:2], given[2:]) if given[:2] == "-c" and given != "-c" else (previous, given)
+        source = name if name and not secret_in(name) else "an argument of the command"
+        _refuse(source, value)
+        _refuse(source, given)
+        for path in sorted(glob.glob(value)) if name in ("--config", "-c") else ():
+            if Path(path).is_file():
+                text = Path(path).read_text(encoding="utf-8", errors="replace")
+                _refuse(f"{name} {path}", text, of_file=True)
+        previous = given if given.startswith("-") and not equals else ""
+
+
+def _refuse(source: str, text: str, of_file: bool = False) -> None:
+    try:
+        parsed = document(text) if of_file else None  # what a file says beside its document is not stored
+        found = secret_within(text if parsed is None else parsed)
+    except RecursionError:
+        found = _TOO_DEEP
+    if found:
+        raise SecretError(f"{source}: {found}; {REMEDY}")

@@ -1,0 +1,175 @@
+"""The thread that writes checkpoints: in order, at the lowest priority, again after a failure, and never waited for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.checkpoint.staging import Stage
+from trainer.runtime.affinity import roam
+from trainer.storage.transfer_pool import TRANSFER
+
+ATTEMPTS = 5
+BACKOFF_SECONDS = 0.5
+"""Before the second attempt; twice as long before each one after it."""
+SILENT_SECONDS = 30.0
+"""A write that takes longer than that is reported: storage stalls."""
+WRITER = "checkpoints"
+"""Name of the thread."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Save:
+    """One state to write."""
+
+    state: Any
+    step: int
+    generation: int
+    is_best: bool
+    stage: Stage
+    authority: int
+    """The generation on whose behalf it is made to count: its own, or a newer one that this process leads."""
+    stall_seconds: float = 0.0
+    """How long `Writer.put` took."""
+    began: float = 0.0
+    attempt: int = 1
+    told: bool = False
+
+
+class Writer:
+    """Calls ``commit`` for each save that was put, in a thread of its own; retries with exponential backoff.
+
+    ``commit`` gives fields to report. An error in ``final`` is not retried.
+    """
+
+    def __init__(
+        self,
+        commit: Callable[[Save], dict[str, Any]],
+        report: Callable[..., None],
+        final: tuple[type[Exception], ...] = (),
+    ) -> None:
+        self._commit, self._report, self._final = commit, report, final
+        self._turn = threading.Condition()
+        self._free = [Stage(), Stage()]  # one is written while one waits; empty until used
+        self._busy: Save | None = None
+        self._waiting: Save | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+
+    def put(self, state: Any, step: int, generation: int, is_best: bool, is_last: bool = False) -> bool:
+        """Copy a state and have it written; False if there is no room. From one thread only."""
+        began = time.monotonic()
+        with self._turn:
+            self._tell_if_silent(began)
+            if self._closing.is_set():
+                return False
+            if self._waiting is not None:
+                # So a best one is either written or made needless by a better one: BEST ends at the best step.
+                if not (is_best or (is_last and not self._waiting.is_best)):
+                    return False
+                self._free.append(self._waiting.stage)
+                self._waiting = None
+            stage = self._free.pop()
+        try:
+            save = Save(stage.copy(state), step, generation, is_best, stage, authority=generation)
+        except BaseException:
+            self._free.append(stage)
+            raise
+        with self._turn:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=WRITER, daemon=True)
+                self._thread.start()
+            save.stall_seconds = time.monotonic() - began
+            self._waiting = save
+            self._turn.notify_all()
+        return True
+
+    def promote(self, generation: int) -> None:
+        """Make what was put so far count on behalf of this generation."""
+        with self._turn:
+            for save in (self._busy, self._waiting):
+                if save is not None:
+                    save.authority = max(save.authority, generation)
+
+    def wait(self, seconds: float | None) -> bool:
+        """Until all that was put is done or given up; False if that takes longer."""
+        with self._turn:
+            return self._turn.wait_for(lambda: self._busy is None and self._waiting is None, seconds)
+
+    def close(self, seconds: float | None) -> None:
+        """Wait, end the thread, and take nothing more. One that is still busy then stops at its next failure."""
+        self.wait(seconds)
+        with self._turn:
+            self._closing.set()
+            self._turn.notify_all()
+        if self._thread is not None and self._busy is None:
+            self._thread.join(seconds)
+
+    def _work(self) -> None:
+        roam()
+        _yield_to_training()
+        while True:
+            with self._turn:
+                while self._waiting is None:
+                    if self._closing.is_set():
+                        return
+                    self._turn.wait()
+                save, self._waiting = self._waiting, None
+                save.began = time.monotonic()
+                self._busy = save
+            self._carry_out(save)
+            with self._turn:
+                self._free.append(save.stage)
+                self._busy = None
+                self._turn.notify_all()
+
+    def _carry_out(self, save: Save) -> None:
+        pause = BACKOFF_SECONDS
+        while True:
+            try:
+                done = self._commit(save)
+            except Exception as error:  # of whatever kind: file systems have their own
+                final = isinstance(error, self._final) or save.attempt == ATTEMPTS or self._closing.is_set()
+                _log.warning("the checkpoint of step %d failed (attempt %d): %s", save.step, save.attempt, error)
+                message = f"{type(error).__name__}: {error}"
+                self._report("checkpoint_failed", step=save.step, attempt=save.attempt, message=message, gives_up=final)
+                if final:
+                    return
+            else:
+                seconds = time.monotonic() - save.began
+                self._report(
+                    "checkpoint", step=save.step, seconds=seconds, stall_seconds=save.stall_seconds,
+                    is_best=save.is_best, **done,
+                )  # fmt: skip
+                return
+            self._closing.wait(pause)
+            pause *= 2
+            save.attempt += 1
+
+    def _tell_if_silent(self, now: float) -> None:
+        save = self._busy
+        if save is not None and not save.told and now - save.began > SILENT_SECONDS:
+            save.told = True
+            message = f"still being written after {now - save.began:.0f} s: storage is slow or stalls; training goes on"
+            self._report("checkpoint_failed", step=save.step, attempt=save.attempt, message=message, gives_up=False)
+
+
+def still_writing() -> bool:
+    """Does a thread of this process still write a checkpoint, or what belongs to one? It is in the midst of native
+    code, which does not survive the interpreter's end: the process would abort, whatever its exit code was to be."""
+    return any(thread.name in (WRITER, TRANSFER) for thread in threading.enumerate())
+
+
+def _yield_to_training() -> None:
+    """Give this thread the lowest priority where that is possible: it then works when training leaves a core idle."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -1,0 +1,399 @@
+"""Checkpoints in the run directory: written in the background, all or nothing, verified before they count, cleaned up.
+
+    checkpoints/g0001-s000000100/state.pt       what `torch.save` wrote
+    checkpoints/g0001-s000000100/manifest.json  sizes, sha256, who wrote it; last: what has none does not count
+    checkpoints/LATEST.json, BEST.json          {"path": …, "step": …, "generation": …}, moved by compare-and-swap
+
+Where storage keeps versions and names them (Azure Blob, if the account has versioning on), the manifest holds the
+``version_id`` of each file, LATEST and BEST that of the manifest; elsewhere there are none.
+
+A folder is made once, for its (generation, step), and never written again. LATEST says up to which folder checkpoints
+count, and carries the newest generation that may write: who belongs to an older one cannot move it any more.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import pickle
+import re
+import uuid
+from collections.abc import Callable
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.async_writer import Save, Writer
+from trainer.checkpoint.manifest import NO_MANIFEST, read_manifest
+from trainer.documents import schemas
+from trainer.documents.reader import MARK_BYTES, parse_document
+from trainer.errors import ConfigError, DamagedError
+from trainer.rundir import CHECKPOINTS, RunDir
+from trainer.storage.base import Storage
+
+LATEST = f"{CHECKPOINTS}/LATEST.json"
+BEST = f"{CHECKPOINTS}/BEST.json"
+LITTER_SECONDS = 3600.0
+"""Half-written files are removed when they are so old: nobody writes them any more."""
+_CHUNK = 4 << 20
+_FOLDER = re.compile(r"g(\d+)-s(\d+)$")
+_log = logging.getLogger(__name__)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be used or written. The message names it and what is wrong with it."""
+
+
+class FencedError(CheckpointError):
+    """A newer generation writes the checkpoints now: what this one has does not count."""
+
+
+class CheckpointManager:
+    """Saves, finds and loads the checkpoints of one job; rank 0 saves, and loads for all.
+
+    ``fingerprint`` says what is trained (model, loss, dataset); a checkpoint of something else is refused.
+
+    ``report`` is called by the writer's thread with ``"checkpoint"`` (step, path, seconds, stall_seconds, is_best,
+    bytes) for what counts from now on and ``"checkpoint_failed"`` (step, attempt, message, gives_up) for each attempt
+    that failed. `save` reports a failure too, of a writer that has been silent for half a minute.
+    """
+
+    def __init__(self, rundir: RunDir, keep: int, fingerprint: str, report: Callable[..., None] | None = None) -> None:
+        self.storage = rundir.storage
+        self.storage.require_swap()
+        self.keep = keep
+        self.fingerprint = fingerprint
+        self.id = uuid.uuid4().hex
+        self._report = report or (lambda kind, **fields: None)
+        self._committed: int | None = None
+        self._counted: set[str] = set()
+        self._fence: tuple[int, tuple[int, int]] | None = None
+        """The generation that we fenced for, and the (generation, step) of the last checkpoint that counted then."""
+        self._writer = Writer(self._commit, self._tell, final=(FencedError,))
+
+    def save(
+        self, state: dict[str, Any], step: int, generation: int, is_best: bool = False, is_last: bool = False
+    ) -> bool:
+        """Copy a state of tensors and plain values, and return; it is written in the background, in order.
+
+        False if nothing was taken, since one is being written and another waits already. The one that waits gives way
+        to a new best, and to the last of a training unless it is the best itself. Never raises for what storage does.
+        To be called from one thread.
+        """
+        return self._writer.put(state, step, generation, is_best, is_last)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until all that was taken counts or was given up; False if it takes longer than that."""
+        return self._writer.wait(seconds)
+
+    def close(self, seconds: float | None = None) -> None:
+        """Wait for what was taken, though no longer than that, and end the thread."""
+        self._writer.close(seconds)
+
+    def committed_step(self) -> int | None:
+        """The step of the newest checkpoint that this manager has brought to count."""
+        return self._committed
+
+    def fence(self, generation: int) -> None:
+        """Let no older generation write checkpoints that count any more; rank 0 of a new one, before its first step.
+
+        What this process has saved already, as a member of an older generation, still counts once it is written.
+        `FencedError` if there is a newer generation; storage that fails is only reported, since the next checkpoint
+        fences as well.
+        """
+        self._writer.promote(generation)
+        try:
+            self._fence = generation, _order(self._move(LATEST, None, lambda: generation)["path"])
+            self._move(BEST, None, lambda: generation)
+        except FencedError:
+            raise
+        except Exception as error:
+            _log.warning("could not fence the checkpoints for generation %d: %s", generation, error)
+            self._tell("checkpoint_failed", step=None, attempt=1, message=f"fencing: {error}", gives_up=False)
+
+    def clean_up(self, generation: int) -> None:
+        """Delete what counts no more, as each save does; at the end for a start that had nothing to save."""
+        try:
+            self._prune(generation)
+        except Exception as error:
+            _log.warning("could not delete old checkpoints: %s", error)
+
+    def load_latest(self) -> tuple[str, dict[str, Any]] | None:
+        """(folder, state) of the newest checkpoint that can be used; others are named in the log and passed over.
+
+        None if there is none. `ConfigError` if all that are whole belong to another training; `CheckpointError` if none
+        could be used and storage would not let some be read: they may be good.
+        """
+        latest = self._read_pointer(LATEST)[0]
+        foreign: ConfigError | None = None
+        unreadable: OSError | None = None
+        for folder in self.folders():
+            if latest.get("path") and _order(folder) > _order(latest["path"]):
+                _log.warning("the checkpoint %s never came to count; using the one before it", folder)
+                continue
+            try:
+                return folder, self.load(folder)
+            except OSError as error:  # before ConfigError: storage that does not let us in raises both in one
+                unreadable = unreadable or error
+                _log.warning("the checkpoint %s cannot be read (%s); using the one before it", folder, error)
+            except ConfigError as error:
+                foreign = foreign or error
+                _log.warning("%s; using the one before it", error)
+            except CheckpointError as error:
+                _log.warning("%s; using the one before it", error)
+        if unreadable:
+            raise CheckpointError(f"no checkpoint in {self.storage.uri}/{CHECKPOINTS} can be read: {unreadable}")
+        if foreign:
+            raise foreign
+        return None
+
+    def load_best(self) -> tuple[str, dict[str, Any]]:
+        """(folder, state) of the best checkpoint by validation. `CheckpointError` where it is gone or damaged."""
+        folder = self._read_pointer(BEST)[0].get("path")
+        if not folder:
+            raise CheckpointError(f"{self.storage.uri}/{BEST} is gone, and with it the best weights")
+        return folder, self.load(folder)
+
+    def load(self, folder: str) -> dict[str, Any]:
+        """The state in a folder, on the CPU, once its sha256 is what the manifest says; nothing live is touched.
+
+        `CheckpointError` for a damaged one, `ConfigError` for one of another training, OSError where storage fails.
+        """
+        try:
+            manifest = read_manifest(self.storage, folder)
+            fingerprint, expected = manifest["fingerprint"], manifest["files"]["state.pt"]
+            expected = expected["bytes"], expected["sha256"]
+            file = self._open(f"{folder}/state.pt")
+        except NO_MANIFEST as error:
+            raise CheckpointError(f"the checkpoint {folder} is incomplete ({error!r})") from error
+        with file:
+            if _digest(file) != expected:
+                raise CheckpointError(f"the checkpoint {folder} is damaged: its sha256 is not the one in its manifest")
+            if fingerprint != self.fingerprint:
+                raise ConfigError(
+                    f"the checkpoint {self.storage.uri}/{folder} belongs to another training (its model, loss or "
+                    "dataset differ): use another run directory, or training.resume=false to start over"
+                )
+            file.seek(0)
+            try:
+                return torch.load(file, map_location="cpu", weights_only=True)
+            except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+                raise CheckpointError(f"the checkpoint {folder} is none of ours: {error}") from error
+
+    def _open(self, name: str) -> IO[bytes]:
+        try:
+            return self.storage.open(name)
+        except DamagedError as error:
+            raise OSError(errno.EIO, error.what, name) from error
+
+    def folders(self) -> list[str]:
+        """Folders of checkpoints, the newest first: of the latest generation, the furthest step.
+
+        Generation comes before step: after a start from scratch in a used folder, the old ones are further and older.
+        """
+        names = (name for name in self.storage.list(CHECKPOINTS) if _FOLDER.match(name))
+        return sorted((f"{CHECKPOINTS}/{name}" for name in names), key=_order, reverse=True)
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        try:
+            self._report(kind, **fields)
+        except Exception:  # it must not end the thread
+            _log.exception("could not report %s", kind)
+
+    def _commit(self, save: Save) -> dict[str, Any]:
+        """Write a save, make it count and clean up: one attempt, which may be repeated. What is to be reported."""
+        folder = f"{CHECKPOINTS}/g{save.generation:04d}-s{save.step:09d}"
+        self._raise_if_fenced(save)
+        size, version = self._write(folder, save)
+        self._move(LATEST, folder, lambda: save.authority, version)
+        self._counted.add(folder)
+        if save.is_best:
+            self._move(BEST, folder, lambda: save.authority, version)
+        self._committed = save.step
+        self.clean_up(save.authority)
+        return {"path": folder, "bytes": size}
+
+    def _write(self, folder: str, save: Save) -> tuple[int, str | None]:
+        """Fill a fresh folder, its manifest last; bytes of the state, and the version that the manifest was given."""
+        try:
+            manifest = read_manifest(self.storage, folder)
+            if manifest.get("writer") != self.id:
+                raise FencedError(f"the checkpoint {folder} is there already, of another writer")
+            if _is_whole(self.storage, folder):  # saved as the best before, or all but LATEST went well
+                return int(manifest["files"]["state.pt"]["bytes"]), None
+        except NO_MANIFEST:
+            pass
+        if self.storage.exists(folder):
+            _delete(self.storage, folder)  # what a failed attempt has left
+        with self.storage.stream(f"{folder}/state.pt") as file:
+            writer: Any = _HashingWriter(file)
+            try:
+                torch.save(save.state, writer)
+            except Exception as error:
+                raise writer.error or error from None  # torch tells what failed in words of its own
+        described = {"bytes": writer.size, "sha256": writer.sha256.hexdigest()}
+        version = getattr(file, "version_id", None)  # where storage keeps versions, and says which this is
+        manifest = {
+            "step": save.step,
+            "generation": save.generation,
+            "fingerprint": self.fingerprint,
+            "writer": self.id,
+            "files": {"state.pt": described | ({"version_id": version} if version else {})},
+        }
+        self._raise_if_fenced(save)
+        try:
+            made = self.storage.create(f"{folder}/manifest.json", json.dumps(manifest, indent=2).encode())
+        except FileExistsError as error:
+            raise FencedError(f"the checkpoint {folder} is there already, of another writer") from error
+        return writer.size, made
+
+    def _raise_if_fenced(self, save: Save) -> None:
+        newest = self._read_pointer(LATEST)[0]["generation"]
+        if newest > save.authority:
+            raise FencedError(
+                f"generation {newest} writes the checkpoints now: that of generation {save.generation}, step "
+                f"{save.step} does not count"
+            )
+
+    def _read_pointer(self, name: str) -> tuple[dict[str, Any], bytes | None]:
+        """LATEST or BEST, and its bytes. One that is missing, or is none, points nowhere and fences nobody."""
+        nowhere: dict[str, Any] = {"path": None, "step": None, "generation": 0}
+        try:
+            data = self.storage.read_bounded(name, MARK_BYTES)
+        except FileNotFoundError:
+            return nowhere, None
+        except DamagedError as error:  # no regular file, or none of ours: nothing can be swapped for it
+            _log.warning("%s; it is removed", error)
+            self.storage.delete(name)
+            return nowhere, None
+        try:
+            pointer = {**nowhere, **parse_document(data, name, schemas.DOCUMENTS[name])}
+            if pointer["path"] is not None:
+                _order(pointer["path"])
+            return {**pointer, "generation": int(pointer["generation"])}, data
+        except (ValueError, TypeError):
+            _log.warning("%s/%s is damaged and will be replaced", self.storage.uri, name)
+            return nowhere, data
+
+    def _move(
+        self, name: str, folder: str | None, authority: Callable[[], int], version: str | None = None
+    ) -> dict[str, Any]:
+        """Let LATEST or BEST point to a folder (None: where it does) on behalf of a generation; the new pointer.
+        `FencedError` if there is a newer one."""
+        while True:
+            pointer, data = self._read_pointer(name)
+            generation = authority()
+            if pointer["generation"] > generation:
+                raise FencedError(
+                    f"generation {pointer['generation']} writes the checkpoints now: {folder or 'the fence'} of "
+                    f"generation {generation} does not count"
+                )
+            if folder:
+                pointer.update(path=folder, step=_order(folder)[1])
+                pointer.pop("manifest_version_id", None)
+                if version:
+                    pointer["manifest_version_id"] = version
+            pointer["generation"] = generation
+            if self.storage.swap(name, data, json.dumps(pointer).encode()):
+                return pointer
+
+    def _prune(self, generation: int) -> None:
+        """Delete what is not needed: all whole ones but the newest ``keep`` and the best, what is not whole, and what
+        older generations wrote after they were fenced out. Newer generations clean up after themselves."""
+        needed = {self._read_pointer(name)[0]["path"] for name in (LATEST, BEST)}
+        whole: list[str] = []
+        rest: list[str] = []
+        for folder in self.folders():
+            late = self._fence and self._fence[1] < _order(folder) < (self._fence[0], 0) and folder not in self._counted
+            (rest if late or not _is_whole(self.storage, folder) else whole).append(folder)
+        if not whole:
+            return
+        for folder in whole[self.keep :] + rest:
+            if folder not in needed and _order(folder)[0] <= generation:
+                try:
+                    _delete(self.storage, folder)
+                except OSError as error:
+                    _log.warning("could not delete the old checkpoint %s: %s", folder, error)
+        self.storage.sweep(CHECKPOINTS, LITTER_SECONDS)
+
+
+def check_fits(state: dict[str, Any], like: dict[str, Any], name: str = "") -> None:
+    """`CheckpointError` with the name of the first tensor whose key, shape or dtype is not that of ``like``."""
+    for key in [*like, *(key for key in state if key not in like)]:
+        path = f"{name}.{key}" if name else str(key)
+        if key not in like or key not in state:
+            where = "model has" if key in like else "checkpoint has"
+            raise CheckpointError(f"{path} does not fit: only the {where} it")
+        old, new = like[key], state[key]
+        if isinstance(old, dict) and isinstance(new, dict):
+            check_fits(new, old, path)
+        elif isinstance(old, Tensor) != isinstance(new, Tensor) or isinstance(old, dict) != isinstance(new, dict):
+            raise CheckpointError(f"{path} does not fit: {type(new).__name__} instead of {type(old).__name__}")
+        elif isinstance(old, Tensor) and (old.shape != new.shape or old.dtype != new.dtype):
+            raise CheckpointError(
+                f"{path} does not fit: {tuple(new.shape)} {new.dtype} in the checkpoint, {tuple(old.shape)} "
+                f"{old.dtype} in the model"
+            )
+
+
+class _HashingWriter:
+    """A file for `torch.save` that computes sha256 of what passes, piece by piece, without holding the GIL."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.size = 0
+        self.sha256 = hashlib.sha256()
+        self.error: Exception | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            for start in range(0, len(view), _CHUNK):
+                piece = view[start : start + _CHUNK]
+                self.sha256.update(piece)
+                self.file.write(piece)
+        except Exception as error:
+            self.error = error
+            raise
+        self.size += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _digest(file: IO[bytes]) -> tuple[int, str]:
+    size, sha256 = 0, hashlib.sha256()
+    while piece := file.read(_CHUNK):
+        size += len(piece)
+        sha256.update(piece)
+    return size, sha256.hexdigest()
+
+
+def _order(folder: str | None) -> tuple[int, int]:
+    """(generation, step) of a folder, (0, 0) of none. ValueError if it is not that of a checkpoint."""
+    if folder is None:
+        return 0, 0
+    match = _FOLDER.search(folder)
+    if not match:
+        raise ValueError(f"{folder} is no checkpoint")
+    return int(match[1]), int(match[2])
+
+
+def _is_whole(storage: Storage, folder: str) -> bool:
+    """Has it a manifest, and files of the sizes in it? OSError where storage fails: nobody knows then."""
+    try:
+        files = read_manifest(storage, folder)["files"]
+        return all(storage.size(f"{folder}/{name}") == file["bytes"] for name, file in files.items())
+    except NO_MANIFEST:
+        return False
+
+
+def _delete(storage: Storage, folder: str) -> None:
+    """Delete a checkpoint, its manifest first: half deleted, it must not look whole."""
+    if storage.exists(f"{folder}/manifest.json"):
+        storage.delete(f"{folder}/manifest.json")
+    storage.delete(folder)

@@ -1,0 +1,197 @@
+"""Connections of our own between ranks: what `trainer.comm.parameter_server` and `trainer.comm.peer_to_peer` are made
+of.
+
+No call on a socket blocks. What is to be sent or received is a `Flow`, and `run` carries out several at once, on one
+thread: a TLS connection must not be read by one and written by another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import select
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+SEND_BYTES = 1 << 18
+MOST_JSON_BYTES = 1 << 26
+SIZE = struct.Struct("!Q")
+
+Flow = Generator[int, None, None]
+"""Goes as far as it can without waiting, and yields the events of poll(2) that it has to wait for."""
+
+
+class PeerError(Exception):
+    """What is wrong, with which rank. ``told``: in the words of the hub, about anyone."""
+
+    def __init__(self, rank: int | None, text: str, told: bool = False) -> None:
+        super().__init__(text)
+        self.rank, self.told = rank, told
+
+
+class Link:
+    """A connection to one rank. To a spoke go parts behind a "=" each, or a "!" and the reason why there are none."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank, self.connection = rank, connection
+        self._going: Flow | None = None
+
+    def shake_hands(self) -> Flow:
+        """TLS's, where the connection has it."""
+        connection = self.connection
+        while isinstance(connection, ssl.SSLSocket):
+            try:
+                connection.do_handshake()
+                return
+            except ssl.SSLWantReadError:
+                yield select.POLLIN
+            except ssl.SSLWantWriteError:
+                yield select.POLLOUT
+
+    def send(self, *pieces: Any) -> Flow:
+        """One after the other; they must not change until then."""
+        self._going = self._send(*pieces)
+        return self._going
+
+    def refuse(self, rank: int | None, reason: str) -> Flow:
+        """Say why there is no result, and leave. After the part that is on its way: within it this would be taken for
+        data."""
+        text = json.dumps({"rank": rank, "text": reason}).encode()
+        with contextlib.suppress(OSError):
+            if self._going is not None:
+                yield from self._going
+            yield from self._send(b"!", SIZE.pack(len(text)), text)
+            yield from self.leave()
+
+    def leave(self) -> Flow:
+        """Say no more, and hear the other side out: a connection that is closed while something in it is unread is
+        reset, and then what is on its way out is lost too."""
+        spare = bytearray(1 << 16)
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self.connection, socket.SHUT_WR)  # below TLS, like what follows
+            receive = partial(socket.socket.recv_into, self.connection)
+            while (yield from _when_ready(receive, spare, select.POLLIN)):
+                pass
+
+    def receive(self, buffer: memoryview | bytearray) -> Flow:
+        """Exactly as many bytes as the buffer holds."""
+        view, at = memoryview(buffer), 0
+        while at < len(view):
+            count = yield from _when_ready(self.connection.recv_into, view[at:], select.POLLIN)
+            if not count:
+                raise ConnectionResetError("it closed the connection")
+            at += count
+
+    def receive_parts(self, parts: Sequence[memoryview]) -> Flow:
+        """What a hub sends; raises what the hub says if that is why there is none."""
+        mark = bytearray(1)
+        for part in parts:
+            yield from self.receive(mark)
+            if mark == b"!":
+                size = bytearray(SIZE.size)
+                yield from self.receive(size)
+                raw = bytearray(small(self.rank, SIZE.unpack(size)[0]))
+                yield from self.receive(raw)
+                reason = parse(self.rank, raw)
+                raise PeerError(reason["rank"], reason["text"], told=True)
+            if mark != b"=":
+                raise PeerError(self.rank, "it speaks something else; is training.tls the same on all nodes?")
+            yield from self.receive(part)
+
+    def _send(self, *pieces: Any) -> Flow:
+        if sum(map(len, pieces)) <= SEND_BYTES:
+            pieces = (b"".join(pieces),)  # one packet instead of several
+        for piece in pieces:
+            view, at = memoryview(piece), 0
+            while at < len(view):
+                at += yield from _when_ready(self.connection.send, view[at : at + SEND_BYTES], select.POLLOUT)
+
+
+def _when_ready(action: Callable[[Any], int], argument: Any, event: int) -> Generator[int, None, int]:
+    """Carry out a call on a socket; TLS may have to read before it can write, and the other way round."""
+    while True:
+        try:
+            return action(argument)
+        except ssl.SSLWantReadError:
+            yield select.POLLIN
+        except ssl.SSLWantWriteError:
+            yield select.POLLOUT
+        except BlockingIOError:
+            yield event
+
+
+def run(flows: Sequence[tuple[Link, Flow]], silence: float, until: float | None = None) -> None:
+    """Carry out all flows, for as long as no ``silence`` of so many seconds comes between two events, or, where it is
+    given, ``until`` that time (of `time.monotonic`). `PeerError` names the first rank that fails or is late."""
+    while True:
+        left: list[tuple[Link, Flow]] = []
+        events: dict[int, int] = {}
+        for link, flow in flows:
+            try:
+                event = next(flow)
+            except StopIteration:
+                continue
+            except OSError as error:
+                raise PeerError(link.rank, str(error) or type(error).__name__) from error
+            left.append((link, flow))
+            events[link.connection.fileno()] = events.get(link.connection.fileno(), 0) | event
+        if not left:
+            return
+        flows = left
+        poll = select.poll()
+        for number, event in events.items():
+            poll.register(number, event)
+        seconds = silence if until is None else until - time.monotonic()
+        if seconds <= 0 or not poll.poll(math.ceil(seconds * 1000)):
+            late = sorted({link.rank for link, _ in flows})
+            others = f", and no more from {late[1:]}" if late[1:] else ""
+            raise PeerError(late[0], f"nothing came from it in time{others}")
+
+
+def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+    """OSError where nobody listens."""
+    connection = socket.create_connection(address, timeout=max(0.001, timeout))
+    if connection.getsockname() == connection.getpeername():  # with nobody there, TCP on loopback can meet itself
+        connection.close()
+        raise ConnectionRefusedError("nobody listens there")
+    return connection
+
+
+def prepare(connection: socket.socket, tls: ssl.SSLContext | None, server_side: bool) -> socket.socket:
+    """The connection to be used from here on; its handshake is still to come. OSError where it has ended already."""
+    connection.setblocking(False)
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if tls is None:
+        return connection
+    return tls.wrap_socket(connection, server_side=server_side, do_handshake_on_connect=False)
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """The memory of a one-dimensional tensor on the CPU, without a copy."""
+    import torch  # here, for whoever reads the history of a job's members imports this module, and needs no torch
+
+    return flat.view(torch.uint8).numpy().data
+
+
+def small(rank: int, size: int) -> int:
+    """The size that a peer announces, if it is no attempt on our memory."""
+    if size > MOST_JSON_BYTES:
+        raise PeerError(rank, f"it announces {size:,} bytes")
+    return size
+
+
+def parse(rank: int, raw: bytearray) -> Any:
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise PeerError(rank, f"what it sent is no JSON: {error}") from error

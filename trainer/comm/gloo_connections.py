@@ -1,0 +1,116 @@
+"""Gloo's own connections, which know no secret: proven once a group has formed, and closed to all who come later.
+
+Gloo takes the first connection that names a pair's number, a small one that anybody can guess. So a stranger can be
+quicker than the peer, and would be summed. It cannot answer what `prove` asks over each pair of connections, and the
+group fails then. Afterwards nobody new is listened to: gloo would keep each connection, and a process that has no
+descriptor left when gloo accepts one ends at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from trainer.comm.handshake import AuthenticationError
+
+_NONCE = 32
+_SO_ATTACH_FILTER = 26
+_making = threading.Lock()
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+def prove(group: Any, rank: int, size: int, key: bytes, seconds: float) -> None:
+    """Have each two ranks prove to each other that they have the key, over gloo's connection between them, within so
+    many seconds.
+
+    `AuthenticationError` names the ranks that did not; what gloo raises where one of them says nothing in time."""
+    mine = torch.frombuffer(bytearray(secrets.token_bytes(_NONCE * size)), dtype=torch.uint8).view(size, _NONCE)
+    theirs = _swapped(group, mine, seconds)
+
+    def proof(maker: int, checker: int, challenge: torch.Tensor, own: torch.Tensor) -> bytes:
+        text = struct.pack("!II", maker, checker) + bytes(challenge.tolist()) + bytes(own.tolist())
+        return hmac.digest(key, text, hashlib.sha256)
+
+    answers = [proof(rank, peer, theirs[peer], mine[peer]) for peer in range(size)]
+    got = _swapped(group, torch.frombuffer(bytearray(b"".join(answers)), dtype=torch.uint8).view(size, _NONCE), seconds)
+    expected = [proof(peer, rank, mine[peer], theirs[peer]) for peer in range(size)]
+    false = [
+        peer
+        for peer in range(size)
+        if peer != rank and not hmac.compare_digest(bytes(got[peer].tolist()), expected[peer])
+    ]
+    if false:
+        raise AuthenticationError(
+            f"gloo's connections of rank {rank} to ranks {false} lead to somebody who does not know this launch's "
+            "secret: a stranger came before them"
+        )
+
+
+def _swapped(group: Any, rows: torch.Tensor, seconds: float) -> torch.Tensor:
+    """Row j goes to rank j, and row i of the result comes from rank i: over each of gloo's connections."""
+    output, options = torch.empty_like(rows), dist.AllToAllOptions()
+    options.timeout = timedelta(seconds=seconds)
+    group.alltoall_base(output, rows.contiguous(), [], [], options).wait()
+    return output
+
+
+def with_listeners(make: Callable[[], T]) -> tuple[T, frozenset[int]]:
+    """What a function of gloo's makes, and the descriptors at which that listens; none where the system does not tell.
+
+    They are known by being new, and by being inherited: Python's own sockets never are."""
+    with _making:
+        before = _inherited_listeners()
+        made = make()
+        return made, frozenset(_inherited_listeners() - before)
+
+
+def _inherited_listeners() -> set[int]:
+    found = set[int]()
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.get_inheritable(int(name)) and os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    with socket.socket(fileno=os.dup(int(name))) as copy:
+                        if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                            found.add(int(name))
+    return found
+
+
+class _Instruction(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint))
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.POINTER(_Instruction)))
+
+
+def deafen(descriptors: Iterable[int]) -> None:
+    """Have the kernel drop whatever comes for these listening sockets (a packet filter that lets nothing through).
+    Connections that are there already are not touched. Where that is not to be had, they stay open: gloo then keeps
+    strangers' connections, up to the limit of descriptors."""
+    if sys.platform != "linux":
+        return
+    nothing = _Instruction(0x06, 0, 0, 0)  # return 0: keep no byte of any packet
+    program = _Program(1, ctypes.pointer(nothing))
+    for descriptor in descriptors:
+        try:
+            with socket.socket(fileno=os.dup(descriptor)) as copy:
+                copy.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, bytes(program))
+        except OSError as error:
+            _log.debug("gloo goes on listening: %s", error)

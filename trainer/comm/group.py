@@ -1,0 +1,290 @@
+"""The collectives of one generation, on a communication thread of their own.
+
+A blocking collective of gloo cannot be interrupted: a rank that waits for a frozen peer waits for the whole timeout. So
+it is the communication thread that waits in it, and the training waits for the thread, from which it can be woken:
+`Group.fail` gives every waiter a `GroupError` at once and leaves the thread behind.
+
+Small sums over direct links (`trainer.comm.peer_to_peer`) can be interrupted: the thread that wants them carries them
+out itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from trainer.comm.torch_transport import Transport
+from trainer.errors import ConfigError
+from trainer.runtime.step_timer import traced
+
+# Groups that failed, and until when to keep them (time.monotonic): something may still wait in them, for a peer that
+# never comes, and whoever drops the last reference to such a group of gloo waits for it as well.
+_ABANDONED: list[tuple[Group, float]] = []
+REMEMBERED = 1024
+"""Collectives whose times a group keeps."""
+
+
+@dataclass(slots=True, eq=False)
+class Collective:
+    """One collective of this rank. Times are seconds of `time.monotonic`; None while it has not come so far."""
+
+    sequence: int
+    """1 for the group's first; on all ranks, the same number is the same collective."""
+    what: str
+    bytes: int
+    """Of a tensor whose all-reduce would load each rank's link as much."""
+    submitted: float
+    began: float | None = None
+    ended: float | None = None
+    computing: float = 0.0
+    """Seconds in between that are this rank's own work, and not the network's: compressing."""
+
+
+class GroupError(RuntimeError):
+    """A collective failed or was interrupted; the group is of no use any more. ``detail`` says what was going on.
+
+    ``communication``: is that what failed? Else somebody called the group off, for a reason of another kind.
+    """
+
+    def __init__(self, message: str, detail: dict[str, Any] | None = None, communication: bool = True) -> None:
+        super().__init__(message)
+        self.detail, self.communication = detail or {}, communication
+
+
+class Outcome(Protocol):
+    """What was asked of a group: under way, or over."""
+
+    def result(self) -> Any:
+        """Waits for it. `GroupError` where it failed."""
+        ...
+
+    def exception(self) -> BaseException | None:
+        """Waits for it, and says what went wrong."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The outcome of what was carried out at once."""
+
+    value: Any = None
+    error: GroupError | None = None
+
+    def result(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    def exception(self) -> GroupError | None:
+        return self.error
+
+
+class Group:
+    """Ranks that talk to each other. ``open_transport`` is called on the communication thread.
+
+    With a ``gpu``, a collective begins when the GPU has come to where it was submitted, and is over when its result is
+    there: the communication thread waits for both, else the times would be those of asking for it. (That has not been
+    run on a GPU yet.)
+    """
+
+    def __init__(
+        self, rank: int, size: int, open_transport: Callable[[], Transport], gpu: torch.device | None = None
+    ) -> None:  # fmt: skip
+        self.rank, self.size, self._gpu = rank, size, gpu
+        self.error: GroupError | None = None
+        self.doing: tuple[str, float] = ("nothing", time.monotonic())
+        self.collectives: deque[Collective] = deque(maxlen=REMEMBERED)
+        """The latest ones, in order; the last few may be under way."""
+        self._waiters: set[Future[Any]] = set()
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[Collective, Callable[[Transport], Any], Future[Any], Any] | None] = (
+            queue.SimpleQueue()
+        )
+        self._open = open_transport
+        self.transport: Transport | None = None
+        self._current: Collective | None = None
+        self._thread = threading.Thread(target=self._work, name="communication", daemon=True)
+        self._thread.start()
+
+    def submit(self, what: str, action: Callable[[Transport], Any], bytes_: int = 0) -> Future[Any]:
+        """Have the communication thread do something, in order; the future fails with a `GroupError`. ``bytes_``: see
+        `Collective`."""
+        future: Future[Any] = Future()
+        ready = None
+        if self._gpu is not None:
+            ready = torch.cuda.Event(blocking=True)
+            ready.record(torch.cuda.current_stream(self._gpu))
+        with self._lock:
+            if self.error is not None:
+                future.set_exception(self.error)
+                return future
+            self._waiters.add(future)
+            collective = self._next(what, bytes_)
+            self._queue.put((collective, action, future, ready))
+        return future
+
+    def run(self, what: str, action: Callable[[Transport], Any], bytes_: int = 0) -> Any:
+        """The same, waited for."""
+        return self.submit(what, action, bytes_).result()
+
+    def sum(self, what: str, tensor: torch.Tensor) -> Outcome:
+        """Over ranks, in place, in order with all else: at once, on this thread, where direct links take it and nothing
+        is under way, which only costs a wait; else `submit`, to be waited for. Its result is the tensor."""
+        collective = self._begin_here(what, tensor)
+        if collective is None:
+            return self.submit(what, partial(_summed, tensor), tensor.nbytes)
+        assert self.transport is not None
+        try:
+            with traced(f"direct {what}"):
+                self.transport.sum(tensor)
+        except Exception as error:  # a peer's end, or of its own
+            self._broken(error)
+            return Over(error=self.error)
+        collective.ended = time.monotonic()
+        self.doing = ("nothing", collective.ended)
+        return Over(tensor)  # also where the group has been called off meanwhile: others have it, too
+
+    def _begin_here(self, what: str, tensor: torch.Tensor) -> Collective | None:
+        """A collective of this thread, None where it is one for the communication thread."""
+        if self._gpu is not None or self.transport is None or not self.transport.takes_at_once(tensor):
+            return None
+        with self._lock:
+            if self._waiters or self.error is not None:
+                return None
+            collective = self._next(what, tensor.nbytes)
+        collective.began = collective.submitted
+        self.doing = (what, collective.began)
+        return collective
+
+    def _next(self, what: str, bytes_: int) -> Collective:
+        """The next one, noted. With the lock."""
+        last = self.collectives[-1].sequence if self.collectives else 0
+        collective = Collective(last + 1, what, bytes_, time.monotonic())
+        self.collectives.append(collective)
+        return collective
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Within an action: what follows is this rank's own work (`Collective.computing`)."""
+        began = time.monotonic()
+        yield
+        if self._gpu is not None:
+            torch.cuda.current_stream(self._gpu).synchronize()
+        assert self._current is not None
+        self._current.computing += time.monotonic() - began
+
+    def fail(self, message: str, communication: bool = True) -> None:
+        """From any thread: whoever waits, or will wait, gets a `GroupError`."""
+        what, since = self.doing
+        detail = {"operation": what, "waited_seconds": round(time.monotonic() - since, 3)}
+        self._fail(GroupError(message, detail, communication))
+
+    def close(self) -> None:
+        """Leave. After a failure the thread may be stuck; it is left behind, with what it holds."""
+        _ABANDONED[:] = _still_waiting()
+        self._queue.put(None)
+        if self.error is not None and self.transport is not None:
+            self.transport.abort()
+        self._thread.join(0.1 if self.error is not None else 5)
+        if self.error is not None or self._thread.is_alive():
+            linger = self.transport.linger_seconds if self.transport else 0.0
+            _ABANDONED.append((self, time.monotonic() + linger))
+
+    def _fail(self, error: GroupError) -> None:
+        with self._lock:
+            if self.error is None:
+                self.error = error
+            waiters, self._waiters = self._waiters, set()
+        if self.transport is not None:
+            self.transport.call_off()
+        for future in waiters:
+            if not future.done():
+                future.set_exception(self.error)
+
+    def _work(self) -> None:
+        self.doing = ("forming the group", time.monotonic())
+        try:
+            self.transport = self._open()
+        except Exception as error:  # whatever it is, there is no group
+            self._broken(error)
+        self.doing = ("nothing", time.monotonic())
+        while (item := self._queue.get()) is not None:
+            collective, action, future, ready = item
+            if self.error is not None or self.transport is None:
+                continue  # its future has failed already
+            try:
+                if ready is not None:
+                    ready.synchronize()
+                self._current = collective
+                collective.began = time.monotonic()
+                self.doing = (collective.what, collective.began)
+                result = action(self.transport)
+                if self._gpu is not None:
+                    torch.cuda.current_stream(self._gpu).synchronize()  # NCCL's wait() only holds up the stream
+            except Exception as error:  # gloo and NCCL raise RuntimeError and its kin for anything
+                self._broken(error)
+                continue
+            collective.ended = time.monotonic()
+            self.doing = ("nothing", collective.ended)
+            with self._lock:
+                self._waiters.discard(future)
+                failed = self.error is not None
+            if not failed and not future.done():
+                future.set_result(result)
+        if self.error is None and self.transport is not None:
+            self.transport.close()
+
+    def _broken(self, error: Exception) -> None:
+        what, since = self.doing
+        waited = round(time.monotonic() - since, 3)
+        text = in_short(error)
+        detail = {"operation": what, "waited_seconds": waited, "error": text}
+        failure = GroupError(f"{what} failed after {waited:g} s: {text}", detail)
+        if isinstance(error, ConfigError):  # others hold on to the group, by the frames of their tracebacks
+            failure.__cause__ = error.with_traceback(None)
+        self._fail(failure)
+
+
+def _summed(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:
+    transport.sum(tensor)
+    return tensor
+
+
+def is_communication(error: BaseException) -> bool:
+    """Is this what gloo or NCCL raise? They have exceptions of their own only in part."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo/", "ProcessGroup", "NCCL"))
+
+
+def in_short(error: BaseException) -> str:
+    """What gloo says, without the place in its source and its advice."""
+    text = re.sub(r"^\[\S+\] ", "", str(error).strip())
+    return f"{type(error).__name__}: {text.split(' This is typically')[0]}"
+
+
+def abandoned() -> bool:
+    """Does a group that was left behind still hang in this process? Then the process must not wait for it to end."""
+    return bool(_still_waiting())
+
+
+def _still_waiting() -> list[tuple[Group, float]]:
+    now, waiting = time.monotonic(), list[tuple[Group, float]]()
+    for group, until in _ABANDONED:
+        if group._thread.is_alive() or now < until:
+            waiting.append((group, until))
+        elif group.transport is not None:
+            group.transport.close()
+    return waiting

@@ -1,0 +1,152 @@
+"""The random secret of a launch: how whoever launches hands it over, and the keys that ranks derive from it.
+
+Nothing else here knows it: it is in no argument, no log and no run directory. Who has it belongs to the launch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.errors import ConfigError
+
+SECRET_FILE = "DTRAIN_LAUNCH_SECRET_FILE"
+"""In the environment of every rank: the path of a file of this user alone, with the secret as hexadecimal digits."""
+SECRET_URI = "DTRAIN_LAUNCH_SECRET_URI"
+"""The same where nodes share no disk: an address in storage, outside the run directory, that their identity reads."""
+SECRET_BYTES = 32
+_DIGITS = 2 * SECRET_BYTES
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LaunchSecret:
+    """What ranks of one launch share, and nobody else has. Without a value (a start by hand) keys can be computed by
+    anybody: they tell apart jobs, generations and ranks that meet by mistake, and keep out no one who wants in."""
+
+    value: bytes = b""
+
+    @property
+    def is_given(self) -> bool:
+        return bool(self.value)
+
+    def key(self, purpose: str, *about: object) -> bytes:
+        """A key of 32 bytes for one purpose, and for what it is about: a job, a generation. No key tells of another."""
+        words = "".join(f"{len(word)}:{word}" for word in ("dtrain", purpose, *map(str, about)))
+        return hmac.digest(self.value, words.encode(), hashlib.sha256)
+
+
+def write_new(path: Path) -> None:
+    """Put a fresh secret into a file that only this user can read, in a folder of the same kind. What was there is
+    replaced: the launch before it is over."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.parent.chmod(0o700)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+        file.write(secrets.token_hex(SECRET_BYTES))
+    temporary.replace(path)
+
+
+@dataclass(frozen=True, slots=True)
+class SecretFile:
+    """The file from which the ranks of a job's launches read their secret."""
+
+    path: Path
+    is_own: bool = True
+    """Whether it is ours to write and remove. One that a person has given holds one secret for all launches."""
+
+    def renew(self) -> None:
+        """A fresh secret, for a launch that begins."""
+        if self.is_own:
+            write_new(self.path)
+
+    def remove(self) -> None:
+        """After the last launch."""
+        if self.is_own:
+            self.path.unlink(missing_ok=True)
+
+
+def file_by_hand(environment: Mapping[str, str]) -> SecretFile:
+    """For a supervisor that nobody has told where to write: the file that the environment names, which is only read;
+    where it names none, one in a new folder. `ConfigError` for a file that `read` refuses."""
+    if path := environment.get(SECRET_FILE):
+        read(environment)
+        return SecretFile(Path(path).absolute(), is_own=False)
+    return SecretFile(Path(tempfile.mkdtemp(prefix="dtrain-secret-"), "launch"))
+
+
+def read(environment: Mapping[str, str]) -> LaunchSecret:
+    """The secret that the environment names; one without a value where it names none.
+
+    `ConfigError`, with the variable and the remedy, for a file that is missing, that others can read or that holds
+    something else. OSError where storage fails.
+    """
+    if path := environment.get(SECRET_FILE):
+        return LaunchSecret(_parse(_read_private(path), f"{SECRET_FILE}={path}"))
+    if uri := environment.get(SECRET_URI):
+        from trainer.storage.base import Storage
+
+        folder, _, name = uri.rpartition("/")
+        try:
+            data = Storage(folder).read(name)
+        except FileNotFoundError:
+            raise ConfigError(f"{SECRET_URI}={uri}: there is no such file; submit the job again") from None
+        return LaunchSecret(_parse(data, f"{SECRET_URI}={uri}"))
+    return LaunchSecret()
+
+
+def warn_if_open(secret: LaunchSecret, rank: int, hosts: int | None, has_tls: bool) -> None:
+    """Say once, at rank 0, what strangers can do to this world. ``hosts``: on how many it is, None where that is not
+    known."""
+    if rank:
+        return
+    if not secret.is_given:
+        _log.warning(
+            "this launch has no secret (%s is not set): connections between ranks are NOT authenticated, and whoever "
+            "reaches their ports can read and change what is trained. Start it on a dtrain cluster, or give all ranks "
+            "a file of mode 0600 with the same 64 hexadecimal digits (openssl rand -hex 32)",
+            SECRET_FILE,
+        )
+    if not has_tls and hosts != 1:
+        where = f"{hosts} hosts" if hosts else "hosts that may be several"
+        _log.warning(
+            "nodes are on %s and training.tls is not set: gradients, weights and heartbeats go over the network "
+            "UNENCRYPTED. Who can listen in between reads them, and who can change packets changes them: use a private "
+            "network, or set training.tls",
+            where,
+        )
+
+
+def _read_private(path: str) -> bytes:
+    """The content of a small file that is this user's, or root's, alone."""
+    remedy = "give a regular file of this user with mode 0600 (chmod 600)"
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError as error:
+        raise ConfigError(f"{SECRET_FILE}={path} cannot be read ({error.strerror}): {remedy}") from None
+    with open(descriptor, "rb") as file:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            raise ConfigError(f"{SECRET_FILE}={path} is no regular file: {remedy}")
+        if about.st_uid not in (os.geteuid(), 0) or about.st_mode & 0o077:
+            raise ConfigError(f"{SECRET_FILE}={path} can be read or changed by others: {remedy}")
+        return file.read(_DIGITS + 2)
+
+
+def _parse(data: bytes, where: str) -> bytes:
+    try:
+        value = bytes.fromhex(data.decode("ascii").strip())
+    except ValueError:  # a UnicodeDecodeError is one
+        value = b""
+    if len(value) != SECRET_BYTES:
+        raise ConfigError(f"{where} must hold {_DIGITS} hexadecimal digits, such as those of `openssl rand -hex 32`")
+    return value

@@ -1,0 +1,157 @@
+"""Taking connections from whoever knocks: how many may be unproven at once, how long, and what an accept may fail with.
+
+A stranger can always connect. What must not happen is that strangers keep out those who belong here, or use up the
+descriptors of the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import select
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from trainer.comm.framed_socket import Link, PeerError
+
+MOST_UNPROVEN = 128
+"""Connections that have not yet shown who they are. When there is one more, the oldest is closed: who belongs here
+needs a millisecond, so it is hardly ever the oldest; and who is closed comes again."""
+SPEAK_SECONDS = 1.0
+"""For each of them, to show it."""
+BACKLOG = 1024
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_REST_SECONDS = 0.05
+"""Before the next accept, where there is no room for one more and no unproven connection to give up."""
+_LATE = "it said nothing in time"
+
+T = TypeVar("T")
+
+
+def accept(listener: socket.socket) -> socket.socket | None:
+    """A connection from a listener that does not block; None where nobody is there any more. `NoRoomError` where the
+    process has no descriptor left."""
+    try:
+        return listener.accept()[0]
+    except (BlockingIOError, ConnectionAbortedError):
+        return None
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise NoRoomError(error.errno, error.strerror) from error
+        raise
+
+
+class NoRoomError(OSError):
+    """There is no descriptor for one more connection. Who waits in the queue keeps its place there."""
+
+
+@dataclass
+class _Guest(Generic[T]):
+    """Somebody at the door, and what is being done with it."""
+
+    link: Link
+    flow: Generator[int, None, T | None]
+    address: str
+    until: float
+    events: int = select.POLLIN | select.POLLOUT
+
+
+@dataclass
+class Door(Generic[T]):
+    """Lets in who proves that it belongs here, several at once.
+
+    ``welcome``: a flow over the new link, which returns what is known of the guest then, or raises `PeerError` or
+    OSError. ``refuse``: tells it why not, where it is a `PeerError`.
+    """
+
+    listener: socket.socket
+    welcome: Callable[[Link], Generator[int, None, T]]
+    speak_seconds: float = SPEAK_SECONDS
+    refused: list[str] = field(default_factory=list)
+    """Why the latest ones were turned away."""
+    _guests: OrderedDict[int, _Guest[T]] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self.listener.setblocking(False)
+
+    def next(self, until: float) -> tuple[Link, T]:
+        """The next guest that has proven who it is. TimeoutError at ``until`` (of `time.monotonic`), OSError where the
+        listener fails."""
+        while True:
+            now = time.monotonic()
+            if now >= until:
+                raise TimeoutError("nobody came in time")
+            for number, guest in list(self._guests.items()):
+                if now >= guest.until:
+                    self._turn_away(number, _LATE)
+            poll, full = select.poll(), False
+            poll.register(self.listener, select.POLLIN)
+            for number, guest in self._guests.items():
+                poll.register(number, guest.events)
+            wake_at = min([until, *(guest.until for guest in self._guests.values())])
+            for number, _ in poll.poll(max(0, math.ceil(1000 * (wake_at - now)))):
+                if number == self.listener.fileno():
+                    full = self._take()
+                elif (come := self._go_on(number)) is not None:
+                    return come
+            if full:
+                time.sleep(_REST_SECONDS)
+
+    def close(self) -> None:
+        """Turn away who is still unproven. The listener stays as it is."""
+        while self._guests:
+            self._guests.popitem()[1].link.connection.close()
+
+    def _take(self) -> bool:
+        """Take one in from the queue. True where there is no room, and nobody to make some."""
+        try:
+            connection = accept(self.listener)
+        except NoRoomError:
+            if not self._guests:
+                return True
+            self._turn_away(next(iter(self._guests)), "there is no descriptor left")
+            return False
+        if connection is None:
+            return False
+        if len(self._guests) >= MOST_UNPROVEN:
+            self._turn_away(next(iter(self._guests)), "too many came at once")
+        link = Link(-1, connection)
+        try:
+            address = str(connection.getpeername()[0])
+        except OSError:
+            address = "somebody"
+        until = time.monotonic() + self.speak_seconds
+        self._guests[connection.fileno()] = _Guest(link, self.welcome(link), address, until)
+        return False
+
+    def _go_on(self, number: int) -> tuple[Link, T] | None:
+        """With one guest, as far as it goes without waiting; the link and what is known, once it is in."""
+        guest = self._guests.get(number)
+        if guest is None:  # turned away a moment ago
+            return None
+        try:
+            guest.events = next(guest.flow)
+        except StopIteration as done:
+            del self._guests[number]
+            if done.value is None:  # it has heard why not
+                guest.link.connection.close()
+                return None
+            return guest.link, done.value
+        except (OSError, PeerError) as error:
+            self._note(guest, str(error) or type(error).__name__)
+            guest.flow = guest.link.refuse(None, str(error)) if isinstance(error, PeerError) else guest.link.leave()
+            guest.events = select.POLLIN | select.POLLOUT  # at once
+        return None
+
+    def _turn_away(self, number: int, why: str) -> None:
+        guest = self._guests.pop(number)
+        self._note(guest, why)
+        guest.link.connection.close()
+
+    def _note(self, guest: _Guest[T], why: str) -> None:
+        self.refused.append(f"{guest.address} was turned away: {why}")
+        del self.refused[:-8]

@@ -1,0 +1,329 @@
+"""Parameter-server mode (D3): the collectives of a generation over a hub, rank 0, on sockets of our own.
+
+It needs nothing but a connection from each rank to rank 0, so it works where links between other ranks are cut, where
+gloo or NCCL fail, and, with TLS, where what goes over the network must be encrypted. It is slower than all-reduce: all
+gradients go through one host.
+
+A spoke says what it does (`_HEAD`) and sends its data while sums come back; the hub receives from all spokes while it
+sends to all of them, and says why if there is no result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from trainer.comm.framed_socket import SIZE, Flow, Link, PeerError, bytes_of, connect, parse, prepare, run, small
+from trainer.comm.handshake import answer, call
+from trainer.comm.listener import SPEAK_SECONDS, Door
+
+PART_BYTES = 1 << 20
+"""The hub adds up, and passes on, this much at a time."""
+RETRY_SECONDS = 0.05
+DROPPED_OFTEN = 20
+"""A spoke whose connection was closed without a word so often is not wanted; a few times, others were at the door."""
+TLS_SECONDS = 4.0
+"""More for a guest at the hub, where TLS comes first."""
+TELL_SECONDS = 1.0
+"""How long the hub tries to tell the spokes why it fails."""
+
+_HEAD = struct.Struct("!c16sQ")
+HUB = "hub"
+_OPERATIONS = {b"S": "sum", b"B": "broadcast", b"G": "gather"}
+
+
+class StarError(RuntimeError):
+    """A peer is lost, late or strange. The message names it, the operation and how long that went on, in seconds.
+
+    ``rank`` is None where it is nobody's: the star was called off."""
+
+    def __init__(self, message: str, rank: int | None, operation: str, seconds: float) -> None:
+        super().__init__(message)
+        self.rank, self.operation, self.seconds = rank, operation, seconds
+
+
+class Star:
+    """One rank's end. Every rank must call the same operations in the same order, on one thread at a time.
+
+    ``timeout``: seconds within which all have to come to an operation, and after which silence in the middle of one is
+    a failure; a slow connection is none. After a `StarError` the star is of no use any more, on any rank, and the
+    tensor that was worked on holds anything.
+    """
+
+    def __init__(self, rank: int, world_size: int, sockets: dict[int, socket.socket], timeout: float) -> None:
+        self.rank, self.world_size, self.timeout = rank, world_size, timeout
+        self._links = {peer: Link(peer, sockets[peer]) for peer in sorted(sockets)}
+        """By rank: all others at the hub, the hub alone elsewhere."""
+        self._error: StarError | None = None
+        self._aborted = False
+
+    @classmethod
+    def hub(
+        cls, listener: socket.socket, world_size: int, key: bytes, timeout: float, tls: ssl.SSLContext | None = None
+    ) -> Star:
+        """Rank 0: wait for the others at ``listener``, which is closed then. `StarError` if they do not come in time.
+
+        Who does not prove that it has the key, or has no certificate of the job's authority, is turned away; who says
+        nothing keeps nobody out."""
+        began, refused = time.monotonic(), list[str]()
+        sockets: dict[int, socket.socket] = {}
+        try:
+            with listener:
+                _admit(listener, world_size, key, tls, began + timeout, sockets, refused)
+        except OSError as error:
+            late = [rank for rank in range(1, world_size) if rank not in sockets]
+            why = f"within {timeout:g} s" if isinstance(error, TimeoutError) else f"before it failed: {error}"
+            message = "; ".join([f"ranks {late} did not come to the hub {why}", *refused[-3:]])
+            lost = StarError(message, late[0], "forming", time.monotonic() - began)
+            cls(0, world_size, sockets, timeout)._end(lost)
+            raise lost from error
+        return cls(0, world_size, sockets, timeout)
+
+    @classmethod
+    def spoke(
+        cls, address: tuple[str, int], rank: int, world_size: int, key: bytes, timeout: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> Star:  # fmt: skip
+        """Another rank: connect to the hub, for as long as ``timeout`` if it is not there yet, or is besieged."""
+        began, place, dropped = time.monotonic(), f"{address[0]}:{address[1]}", 0
+        until = began + timeout
+        while True:
+            link = None
+            try:
+                link = Link(0, prepare(connect(address, until - time.monotonic()), tls, server_side=False))
+                run([(link, _introduce(link, key, rank, world_size))], timeout, until)
+                return cls(rank, world_size, {0: link.connection}, timeout)
+            except (OSError, PeerError) as error:
+                seconds = time.monotonic() - began
+                if link is not None:
+                    link.connection.close()
+                was_dropped = isinstance(error.__cause__, ConnectionResetError | BrokenPipeError)
+                dropped += was_dropped
+                again = link is None or (was_dropped and dropped < DROPPED_OFTEN)
+                if again and seconds + RETRY_SECONDS <= timeout:
+                    time.sleep(RETRY_SECONDS)
+                    continue
+                message = f"rank 0, the hub, cannot be reached at {place} within {timeout:g} s: {error}"
+                if link is not None:
+                    told = isinstance(error, PeerError) and error.told
+                    hint = "" if told or "training.tls" in str(error) else "; is training.tls the same on all nodes?"
+                    message = f"rank 0, the hub at {place}, did not take rank {rank}: {error}{hint}"
+                raise StarError(message, 0, "forming", seconds) from error
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Add up over ranks, in place: in order of rank, so that all have the same bits whoever comes first.
+
+        Integers wrap. Any type and device; a GPU's tensor goes by way of the host's memory."""
+        target = tensor.detach()
+        host = target.cpu().contiguous()
+        with self._doing("sum"):
+            parts = _parts(host)
+            if self.rank == 0:
+                self._heads(_head(b"S", host), self.timeout)
+                self._sum(parts)
+            else:
+                views = [bytes_of(part) for part in parts]
+                # The sum overwrites its part, which has left by then: the hub needs all of it to add it up.
+                self._exchange([_head(b"S", host), *views], views)
+        if host is not target:
+            target.copy_(host)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Rank 0's values for everybody, in place."""
+        target = tensor.detach()
+        host = target.cpu().contiguous()
+        with self._doing("broadcast"):
+            views = [bytes_of(part) for part in _parts(host)]
+            if self.rank == 0:
+                self._heads(_head(b"B", host), self.timeout)
+                self._with_all(lambda link: link.send(*(piece for view in views for piece in (b"=", view))))
+            else:
+                self._exchange([_head(b"B", host)], views)
+        if self.rank and host is not target:
+            target.copy_(host)
+
+    def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
+        """One small value (JSON, at most 64 MiB for all) from every rank, for every rank, in order of rank."""
+        seconds = self.timeout if timeout is None else timeout
+        with self._doing("gather"):
+            text = json.dumps(value).encode()
+            head = _HEAD.pack(b"G", b"json", len(text))
+            if self.rank == 0:
+                texts = {rank: bytearray(small(rank, size)) for rank, size in self._heads(head, seconds).items()}
+                self._with_all(lambda link: link.receive(texts[link.rank]))
+                values = [json.loads(text), *(parse(rank, raw) for rank, raw in texts.items())]
+                answer = json.dumps(values).encode()
+                self._with_all(lambda link: link.send(b"=", SIZE.pack(len(answer)), b"=", answer))
+                return values
+            size = bytearray(SIZE.size)
+            self._exchange([head, text], [memoryview(size)], seconds)
+            raw = bytearray(small(0, SIZE.unpack(size)[0]))
+            self._exchange([], [memoryview(raw)])
+            return parse(0, raw)
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Wait until every rank is here, for as long as ``timeout`` seconds (None: as for anything else)."""
+        self.gather(None, timeout)
+
+    def abort(self) -> None:
+        """From any thread: whoever waits in here, or comes later, fails at once."""
+        self._aborted = True
+        for link in self._links.values():
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(link.connection, socket.SHUT_RDWR)  # an SSLSocket's own may wait for the peer
+
+    def close(self) -> None:
+        """Not while another thread is in here: that is what `abort` is for."""
+        for link in self._links.values():
+            link.connection.close()
+
+    # The hub's side.
+
+    def _sum(self, parts: Sequence[torch.Tensor]) -> None:
+        """While the sum of one part goes out to all, the next part of all comes in."""
+        theirs = {rank: torch.empty_like(parts[0]) for rank in self._links} if parts else {}
+        going: list[tuple[Link, Flow]] = []
+        for part in parts:
+            buffers = {rank: bytes_of(other[: part.numel()]) for rank, other in theirs.items()}
+            coming = [(link, link.receive(buffers[link.rank])) for link in self._links.values()]
+            run([*going, *coming], self.timeout)
+            for other in theirs.values():
+                part += other[: part.numel()]
+            result = bytes_of(part)
+            going = [(link, link.send(b"=", result)) for link in self._links.values()]
+        run(going, self.timeout)
+
+    def _heads(self, mine: bytes, seconds: float) -> dict[int, int]:
+        """Bytes that each rank is about to send, once all have said that they do what this one does; for that they have
+        so many seconds. Only a gather's sizes may differ."""
+        raw = {rank: bytearray(_HEAD.size) for rank in self._links}
+        self._with_all(lambda link: _receive_head(link, raw[link.rank], mine), time.monotonic() + seconds)
+        return {rank: _HEAD.unpack(head)[2] for rank, head in raw.items()}
+
+    def _with_all(self, make: Callable[[Link], Flow], until: float | None = None) -> None:
+        """The same with each spoke, all at once."""
+        run([(link, make(link)) for link in self._links.values()], self.timeout, until)
+
+    # A spoke's side.
+
+    def _exchange(self, data: Sequence[Any], parts: Sequence[memoryview], seconds: float | None = None) -> None:
+        """Send data to the hub and receive parts of a result, both at once."""
+        link, seconds = self._links[0], self.timeout if seconds is None else seconds
+        # Longer than the hub waits for the others: it is the one who can tell which of them is late.
+        run([(link, link.receive_parts(parts)), (link, link.send(*data))], seconds + min(5.0, seconds / 4))
+
+    # Both.
+
+    @contextlib.contextmanager
+    def _doing(self, operation: str) -> Iterator[None]:
+        """Name the operation in what goes wrong with a peer. Whatever goes wrong, the star ends with it."""
+        if self._error is not None:
+            raise StarError(f"{operation} after the star broke: {self._error}", self._error.rank, operation, 0.0)
+        began = time.monotonic()
+        try:
+            yield
+        except PeerError as error:
+            lost = self._lost(error, operation, time.monotonic() - began)
+            self._end(lost)
+            raise lost from error
+        except BaseException as error:
+            message = f"rank {self.rank} failed in {operation}: {type(error).__name__}: {error}"
+            self._end(StarError(message, self.rank, operation, time.monotonic() - began))
+            raise
+
+    def _lost(self, error: PeerError, operation: str, seconds: float) -> StarError:
+        if self._aborted:
+            return StarError(f"{operation} was called off after {seconds:.1f} s", None, operation, seconds)
+        if error.told:
+            message = f"{operation} failed after {seconds:.1f} s, for the hub says: {error}"
+        else:
+            message = f"rank {error.rank} failed in {operation} after {seconds:.1f} s: {error}"
+        return StarError(message, error.rank, operation, seconds)
+
+    def _end(self, error: StarError) -> None:
+        """Close everything. The hub says why: no spoke has to wait for it, or takes it for the one that failed."""
+        self._error = error
+        if self.rank == 0 and not self._aborted:
+            with contextlib.suppress(PeerError):  # who is lost does not listen
+                reasons = [(link, link.refuse(error.rank, str(error))) for link in self._links.values()]
+                run(reasons, TELL_SECONDS, time.monotonic() + TELL_SECONDS)
+        self.close()
+
+
+def _admit(
+    listener: socket.socket, world_size: int, key: bytes, tls: ssl.SSLContext | None, until: float,
+    sockets: dict[int, socket.socket], refused: list[str],
+) -> None:  # fmt: skip
+    """Let in one spoke for each rank, several at the door at once, and note who was not let in.
+
+    OSError where the listener fails; TimeoutError, which is one, when it is time."""
+
+    def welcome(guest: Link) -> Generator[int, None, int]:
+        return _welcome(guest, tls, world_size, key, sockets)
+
+    door: Door[int] = Door(listener, welcome, SPEAK_SECONDS + (TLS_SECONDS if tls else 0.0), refused)
+    try:
+        while len(sockets) < world_size - 1:
+            guest, rank = door.next(until)
+            sockets[rank] = guest.connection
+    finally:
+        door.close()
+
+
+def _welcome(
+    guest: Link, tls: ssl.SSLContext | None, world_size: int, key: bytes, sockets: dict[int, socket.socket]
+) -> Generator[int, None, int]:
+    """At the hub: who is it? Its rank, once it knows that it is in."""
+    guest.connection = prepare(guest.connection, tls, server_side=True)
+    yield from guest.shake_hands()
+    name = yield from answer(guest, key, HUB)
+    size = bytearray(SIZE.size)
+    yield from guest.receive(size)
+    rank, why = int(name) if name.isdecimal() else -1, ""
+    if SIZE.unpack(size)[0] != world_size or not 0 < rank < world_size:
+        why = f"it takes itself for rank {name} of {SIZE.unpack(size)[0]} in a world of {world_size}"
+    elif rank in sockets:
+        why = f"rank {rank} is here already"
+    if why:
+        raise PeerError(None, why)
+    yield from guest.send(b"=")
+    if rank in sockets:  # while the last word was on its way
+        raise PeerError(None, f"rank {rank} is here already")
+    return rank
+
+
+def _introduce(link: Link, key: bytes, rank: int, world_size: int) -> Flow:
+    """At a spoke: be let in."""
+    yield from link.shake_hands()
+    yield from call(link, key, str(rank), HUB)
+    yield from link.send(SIZE.pack(world_size))
+    yield from link.receive_parts([memoryview(b"")])
+
+
+def _receive_head(link: Link, raw: bytearray, mine: bytes) -> Flow:
+    yield from link.receive(raw)
+    theirs, own = _HEAD.unpack(raw), _HEAD.unpack(mine)
+    if theirs[:2] != own[:2] or (theirs[2] != own[2] and own[0] != b"G"):
+        raise PeerError(link.rank, f"its {_in_words(theirs)} does not fit the hub's {_in_words(own)}")
+
+
+def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    flat = tensor.view(-1)
+    return flat.split(PART_BYTES // flat.element_size()) if flat.numel() else ()
+
+
+def _head(code: bytes, tensor: torch.Tensor) -> bytes:
+    return _HEAD.pack(code, str(tensor.dtype).removeprefix("torch.").encode(), tensor.numel() * tensor.element_size())
+
+
+def _in_words(head: tuple[bytes, bytes, int]) -> str:
+    code, kind, size = head
+    return f"{_OPERATIONS.get(code, repr(code))} of {size:,} bytes of {kind.rstrip(bytes(1)).decode(errors='replace')}"

@@ -1,0 +1,270 @@
+"""`DirectLinks`: a connection between each two ranks of a small world, for sums of few bytes.
+
+A sum by gloo wakes two threads, one after the other, on each rank, and among several it goes around a ring. Where a
+model's gradients are some kilobytes, that takes longer than to send and to add them. Here the thread that trains does
+all of it: it sends what it has to each other rank, waits for what they have, and adds up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import select
+import socket
+import struct
+import time
+from collections.abc import Generator, Mapping, Sequence
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.comm.framed_socket import Link, PeerError, bytes_of, connect, prepare, run
+from trainer.comm.handshake import AuthenticationError, answer, call, rank_of
+from trainer.comm.listener import BACKLOG, Door
+from trainer.runtime.affinity import AVAILABLE
+
+MOST_RANKS = 8
+"""In larger worlds too little is small enough for it to pay."""
+NEAR_BYTES, FAR_BYTES = 1 << 20, 16 << 10
+"""What a rank sends for a sum at most: within one host and between two ranks, where no ring would send less; and
+else."""
+UNSHARED = 32768
+"""Numbers that torch adds up on one thread however many it has: on the communication thread, more would start a second
+pool of threads, which takes cores from the step."""
+AWAKE_SECONDS = 2e-4
+"""So long, who waits looks again and again, where it takes no core from another rank: to be woken up from sleep takes
+longer than all the rest of a sum."""
+FORMING_SECONDS, RETRY_SECONDS = 5.0, 0.02
+"""To be connected to all others, at most; and before a connection is tried again that was dropped."""
+_LONGEST = (1 << 31) - 1
+"""Milliseconds that poll(2) can wait."""
+_HEAD = struct.Struct("!QQ")
+"""Before each message: the number of the sum, and its bytes."""
+
+
+class DirectLinks:
+    """One rank's end. All ranks must call `sum` in the same order, on one thread at a time.
+
+    ``timeout``: seconds of silence in the middle of a sum that are a failure. What fails raises
+    `trainer.comm.framed_socket.PeerError`; the links are of no use then, on any rank, and the tensor holds anything.
+    """
+
+    def __init__(
+        self, rank: int, sockets: Mapping[int, socket.socket], timeout: float, one_host: bool = False,
+        awake_seconds: float = 0.0,
+    ) -> None:  # fmt: skip
+        """``sockets``: to each other rank, by its number. ``one_host``: are all ranks on one? ``awake_seconds``: see
+        `AWAKE_SECONDS`."""
+        self.rank, self.size, self.timeout = rank, len(sockets) + 1, timeout
+        self._limit = (NEAR_BYTES if one_host or self.size == 2 else FAR_BYTES) // len(sockets)
+        self._sockets = {peer: sockets[peer] for peer in sorted(sockets)}
+        self._awake_seconds = awake_seconds
+        self._number = 0
+        self._spare: dict[tuple[int, torch.dtype], dict[int, tuple[Tensor, memoryview]]] = {}
+        self._called_off, self._call_off = socket.socketpair()
+        self._call_off.setblocking(False)  # nobody takes out what is put in
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Is this small enough? The same on all ranks."""
+        return tensor.nbytes <= self._limit
+
+    def sum(self, tensor: Tensor) -> None:
+        """Over ranks, in place, the same bits on all of them. ``tensor``: contiguous, on the CPU."""
+        flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
+        self._number += 1
+        theirs = self._buffers(flat)
+        message = [memoryview(_HEAD.pack(self._number, flat.nbytes)), bytes_of(flat)]
+        self._carry_out([_Exchange(peer, self._sockets[peer], message, memory) for peer, (_, memory) in theirs.items()])
+        # In order of rank, so that rounding is the same everywhere; of two, either order gives the same.
+        ordered = [part for part, _ in theirs.values()]
+        ordered.insert(0 if self.size == 2 else self.rank, flat)
+        total, *rest = ordered
+        for part in rest:
+            _add(total, part)
+        if total is not flat:
+            flat.copy_(total)
+
+    def call_off(self) -> None:
+        """From any thread: whoever waits in here, or comes later, fails at once, unless all has arrived already. Peers
+        hear nothing of it."""
+        with contextlib.suppress(OSError):
+            self._call_off.send(b"!")
+
+    def close(self) -> None:
+        """Not while another thread is in here: that is what `call_off` is for."""
+        for connection in (*self._sockets.values(), self._called_off, self._call_off):
+            connection.close()
+
+    def _buffers(self, flat: Tensor) -> dict[int, tuple[Tensor, memoryview]]:
+        """For what each peer has, and its memory; used over and over."""
+        key = flat.numel(), flat.dtype
+        if key not in self._spare:
+            if len(self._spare) > 8:
+                self._spare.clear()
+            parts = {peer: torch.empty_like(flat) for peer in self._sockets}
+            self._spare[key] = {peer: (part, bytes_of(part)) for peer, part in parts.items()}
+        return self._spare[key]
+
+    def _carry_out(self, exchanges: Sequence[_Exchange]) -> None:
+        """All of them, as far as each goes without waiting, then wait for any that is not done."""
+        awake_until, called_off = time.monotonic() + self._awake_seconds, False
+        while True:
+            left = []
+            for exchange in exchanges:
+                try:
+                    exchange.go_on()
+                except OSError as error:
+                    raise PeerError(exchange.peer, f"{error or type(error).__name__} (rank {exchange.peer})") from error
+                if not exchange.is_done:
+                    left.append(exchange)
+            if not left:
+                return
+            if called_off:  # and what was there already has not sufficed
+                raise PeerError(None, "it was called off")
+            exchanges = left
+            if time.monotonic() < awake_until:
+                continue
+            poll = select.poll()
+            poll.register(self._called_off, select.POLLIN)
+            for exchange in left:
+                poll.register(exchange.connection, select.POLLIN | select.POLLOUT * bool(exchange.going))
+            ready = poll.poll(min(math.ceil(1000 * self.timeout), _LONGEST))
+            called_off = any(number == self._called_off.fileno() for number, _ in ready)
+            if not ready:
+                late = sorted(exchange.peer for exchange in left)
+                raise PeerError(late[0], f"nothing came from ranks {late} for {self.timeout:g} s")
+
+
+def _add(total: Tensor, part: Tensor) -> None:
+    if total.numel() <= UNSHARED:
+        total += part
+        return
+    for mine, other in zip(total.split(UNSHARED), part.split(UNSHARED), strict=True):
+        mine += other
+
+
+class _Exchange:
+    """With one peer: what is still to be sent, and still to be received: the head, and what follows it."""
+
+    __slots__ = ("_expected", "_head", "coming", "connection", "going", "peer")
+
+    def __init__(self, peer: int, connection: socket.socket, message: list[memoryview], into: memoryview) -> None:
+        self.peer, self.connection, self.going, self._expected = peer, connection, message, message[0]
+        self._head = memoryview(bytearray(_HEAD.size))
+        self.coming = [self._head, into]
+
+    @property
+    def is_done(self) -> bool:
+        return not self.going and not self.coming
+
+    def go_on(self) -> None:
+        """As far as it goes without waiting."""
+        try:
+            while self.going:
+                self.going = _rest(self.going, self.connection.sendmsg(self.going))
+        except BlockingIOError:
+            pass
+        try:
+            while self.coming:
+                count = self.connection.recvmsg_into(self.coming)[0]
+                if not count:
+                    raise ConnectionResetError("it closed the connection")
+                self.coming = _rest(self.coming, count)
+                if len(self.coming) < 2 and self._head != self._expected:
+                    raise PeerError(self.peer, self._odds())
+        except BlockingIOError:
+            pass
+
+    def _odds(self) -> str:
+        (theirs, their_bytes), (own, own_bytes) = _HEAD.unpack(self._head), _HEAD.unpack(self._expected)
+        return f"rank {self.peer} is at sum {theirs}, of {their_bytes} bytes; this is {own}, of {own_bytes}"
+
+
+def _rest(parts: list[memoryview], done: int) -> list[memoryview]:
+    """Without so many bytes."""
+    for place, part in enumerate(parts):
+        if done < len(part):
+            return [part[done:], *parts[place + 1 :]]
+        done -= len(part)
+    return []
+
+
+def connect_all(
+    store: dist.Store, rank: int, size: int, host: str | None, timeout: float, key: bytes = b""
+) -> DirectLinks:
+    """Connect this rank to all others, who find each other through ``store``, which no one else uses. ``host``: this
+    host's address, None where that is not known. ``key``: what all of them have, and nobody else. OSError where it
+    does not succeed in time, on one rank at least."""
+    sockets = dict[int, socket.socket]()
+    with contextlib.ExitStack() as opened:
+        place = None
+        try:
+            if host is None:
+                raise OSError("this host's address is not known: set DTRAIN_HOST")
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = opened.enter_context(socket.create_server((host, 0), family=family, backlog=BACKLOG))
+            place = host, listener.getsockname()[1]
+        finally:
+            store.set(str(rank), json.dumps(place))  # others wait for it, whatever it is
+        places = [json.loads(store.get(str(peer))) for peer in range(size)]
+        if None in places:
+            raise OSError(f"rank {places.index(None)} has no address for them")
+        until = time.monotonic() + min(FORMING_SECONDS, timeout / 2)  # others may wait in a collective already
+        door: Door[int] = Door(listener, lambda guest: _welcome(guest, key, rank, size, sockets))
+        opened.callback(door.close)
+        try:
+            for peer, (address, port) in enumerate(places[:rank]):
+                sockets[peer] = _reach((address, port), key, rank, peer, until)
+            while len(sockets) < size - 1:
+                guest, who = door.next(until)
+                sockets[who] = guest.connection
+        except BaseException:
+            for connection in sockets.values():
+                connection.close()
+            raise
+    here = sum(address == host for address, _ in places)
+    awake = AWAKE_SECONDS if here * torch.get_num_threads() <= len(AVAILABLE) else 0.0
+    return DirectLinks(rank, sockets, timeout, here == size, awake)
+
+
+def _reach(address: tuple[str, int], key: bytes, rank: int, peer: int, until: float) -> socket.socket:
+    """A connection to another rank, proven by both sides. OSError where that is not to be had by then."""
+    while True:
+        connection = prepare(connect(address, until - time.monotonic()), None, server_side=False)
+        link = Link(peer, connection)
+        try:
+            run([(link, call(link, key, str(rank), str(peer)))], 0.0, until)
+            return connection
+        except PeerError as error:
+            connection.close()
+            dropped = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, AuthenticationError)
+            if not dropped or time.monotonic() + RETRY_SECONDS >= until:
+                raise OSError(f"rank {peer}: {error}") from error
+        time.sleep(RETRY_SECONDS)
+
+
+def _welcome(
+    guest: Link, key: bytes, rank: int, size: int, sockets: Mapping[int, socket.socket]
+) -> Generator[int, None, int]:
+    """The rank of who has connected, proven."""
+    guest.connection = prepare(guest.connection, None, server_side=True)
+    who = rank_of((yield from answer(guest, key, str(rank))), size)
+    if who <= rank or who in sockets:
+        raise AuthenticationError(f"rank {who} is not expected")
+    return who
+
+
+def address_on(interfaces: str | None, host: str | None) -> str | None:
+    """The address at which this host's other ranks and its peers reach it: of the first interface that
+    GLOO_SOCKET_IFNAME names, where it is set, else ``host``. None: nobody knows."""
+    if not interfaces:
+        return host
+    addresses = psutil.net_if_addrs().get(interfaces.split(",")[0], [])
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for address in addresses:
+            if address.family == family:
+                return address.address
+    return None

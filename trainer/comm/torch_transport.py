@@ -1,0 +1,273 @@
+"""What carries out collectives, on the communication thread of a `trainer.comm.group.Group`: gloo and NCCL, or a
+star."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from trainer.comm.gloo_connections import deafen, prove, with_listeners
+from trainer.comm.parameter_server import Star
+from trainer.comm.peer_to_peer import MOST_RANKS, DirectLinks, address_on, connect_all
+from trainer.runtime.affinity import yield_to_senders
+
+_log = logging.getLogger(__name__)
+
+
+class Transport(Protocol):
+    """What moves the data. Every method blocks, and is called on the communication thread, but for those that say
+    otherwise."""
+
+    linger_seconds: float
+    """How long something may go on waiting in it after a failure."""
+
+    def sum(self, tensor: torch.Tensor) -> None: ...
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None: ...
+    def gather(self, value: Any) -> list[Any]: ...
+    def barrier(self, seconds: float) -> None: ...
+
+    def takes_at_once(self, tensor: torch.Tensor) -> bool:
+        """May `sum` be called on any thread for a tensor like this, for `call_off` wakes it? The same on all ranks."""
+        ...
+
+    def call_off(self) -> None:
+        """From any thread: what the one before says fails at once."""
+        ...
+
+    def abort(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class TorchTransport:
+    """Gloo, and NCCL for tensors on GPUs, without torch's global default group: a group that is stuck can be left
+    behind, and the next one made beside it."""
+
+    def __init__(
+        self, group: Any, patient: Any, gpu: torch.device | None, timeout: float,
+        make_group: Callable[[str, int, int], Any], direct: DirectLinks | None = None,
+        close_store: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """``make_group``: another group, of some ranks, from its name, this process's rank in it and its size.
+        ``direct``: for small sums, if all ranks have it. ``close_store``: called when nobody needs the store."""
+        self.group, self._patient, self._gpu, self._make_group = group, patient, gpu, make_group
+        self._direct, self._close_store = direct, close_store
+        self._levels: tuple[Any, Any] | None = None
+        self.linger_seconds = timeout + 5.0  # the communication thread may be left behind in a collective
+        if gpu is not None:
+            torch.cuda.set_device(gpu)  # the communication thread's own choice
+            torch.cuda.set_stream(torch.cuda.Stream(gpu))  # in that of the computation, sums would wait for all of it
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """In place, the same bits on all ranks."""
+        if tensor.is_cuda and self._gpu is None:  # a member without a GPU is among us
+            host = tensor.detach().cpu()
+            self.sum(host)
+            tensor.detach().copy_(host)
+        elif self.takes_at_once(tensor):
+            assert self._direct is not None
+            self._direct.sum(tensor)
+        else:
+            self.group.allreduce([tensor]).wait()
+
+    def takes_at_once(self, tensor: torch.Tensor) -> bool:
+        return self._direct is not None and self._direct.takes(tensor)
+
+    def call_off(self) -> None:
+        if self._direct is not None:
+            self._direct.call_off()
+
+    def swap(self, output: torch.Tensor, input_: torch.Tensor) -> None:
+        """All to all: row j of ``input_`` goes to rank j, and row i of ``output`` comes from rank i."""
+        self.group.alltoall_base(output, input_, [], []).wait()
+
+    def collect(self, output: torch.Tensor, input_: torch.Tensor) -> None:
+        """All-gather: row i of ``output`` is the ``input_`` of rank i."""
+        self.group._allgather_base(output.view(-1), input_.view(-1)).wait()
+
+    def sum_by_node(self, tensor: torch.Tensor, nodes: Sequence[int]) -> None:
+        """Sum over ranks, in place: within each node, then between one rank of each, then back. ``nodes``: the node of
+        each rank, the same in each call."""
+        if self._levels is None:
+            self._levels = self._make_levels(nodes)
+        within, between = self._levels
+        if within is not None:
+            within.reduce([tensor], dist.ReduceOptions()).wait()  # to its rank 0
+        if between is not None:
+            between.allreduce([tensor]).wait()
+        if within is not None:
+            within.broadcast([tensor], dist.BroadcastOptions()).wait()
+
+    def _make_levels(self, nodes: Sequence[int]) -> tuple[Any, Any]:
+        """The group of this rank's node, and that of the nodes' first ranks; None where this rank needs none."""
+        rank, names = self.group.rank(), sorted(set(nodes))
+        mine = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+        within = between = None
+        if len(mine) > 1:
+            within = self._make_group(f"node-{nodes[rank]}", mine.index(rank), len(mine))
+        if mine[0] == rank and len(names) > 1:
+            between = self._make_group("between", names.index(nodes[rank]), len(names))
+        return within, between
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        self.group.broadcast([tensor], options).wait()
+
+    def gather(self, value: Any) -> list[Any]:
+        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = torch.zeros(self.group.size(), dtype=torch.int64)
+        sizes[self.group.rank()] = len(mine)
+        self.sum(sizes)
+        table = torch.zeros(self.group.size(), int(sizes.max()), dtype=torch.uint8)
+        table[self.group.rank(), : len(mine)] = mine
+        self.sum(table)
+        return [json.loads(bytes(row[:size].tolist())) for row, size in zip(table, sizes.tolist(), strict=True)]
+
+    def send(self, tensor: torch.Tensor, target: int) -> None:
+        self.group.send([tensor], target, 0).wait()
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        self.group.recv([tensor], source, 0).wait()
+
+    def barrier(self, seconds: float) -> None:
+        self._patient.allreduce([torch.zeros(1)]).wait()
+
+    def abort(self) -> None:
+        if self._gpu is not None:  # a kernel that waits for a peer would keep the GPU busy for ever
+            for group in (self.group, *(self._levels or ())):
+                if group is not None:
+                    group._get_backend(self._gpu).abort()
+
+    def close(self) -> None:
+        """Nothing to say to the peers: they have had their last barrier."""
+        if self._direct is not None:
+            self._direct.close()
+        if self._gpu is None:  # NCCL's own threads may look into it at any time
+            self._close_store()
+
+
+class StarTransport:
+    """Parameter-server mode (D3): everything goes through rank 0."""
+
+    linger_seconds = 0.0
+
+    def __init__(self, star: Star) -> None:
+        self.star = star
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        self.star.sum(tensor)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        if source == 0:
+            self.star.broadcast(tensor)
+            return
+        if self.star.rank != source:
+            tensor.zero_()
+        self.star.sum(tensor)  # what the others add is nothing
+
+    def gather(self, value: Any) -> list[Any]:
+        return self.star.gather(value)
+
+    def barrier(self, seconds: float) -> None:
+        self.star.barrier(seconds)
+
+    def takes_at_once(self, tensor: torch.Tensor) -> bool:
+        return False
+
+    def call_off(self) -> None: ...
+
+    def abort(self) -> None:
+        self.star.abort()
+
+    def close(self) -> None:
+        self.star.close()
+
+
+def make_torch_transport(
+    store: dist.Store, rank: int, size: int, gpu: torch.device | None, timeout: float, patience: float,
+    host: str | None = None, own_host: str | None = None, key: bytes = b"",
+    close_store: Callable[[], None] = lambda: None,
+) -> TorchTransport:  # fmt: skip
+    """A group over a store that no other group uses. ``patience``: the timeout of barriers, in seconds. ``host``: the
+    address of this host that gloo uses, None for its own choice; ``own_host``: the same for direct links.
+    GLOO_SOCKET_IFNAME in the environment comes first. ``key``: what the ranks have, and nobody else. ``close_store``:
+    called when the transport is closed, or cannot be made."""
+
+    def make(name: str, rank: int, size: int, gpu: Any = gpu, seconds: float = timeout) -> Any:
+        group, listeners = _group(dist.PrefixStore(name, store), rank, size, gpu, seconds, host)
+        prove(group, rank, size, hmac.digest(key, f"gloo/{name}".encode(), "sha256"), timeout)
+        deafen(listeners)
+        return group
+
+    try:
+        data = make("data", rank, size)
+        patient = make("patient", rank, size, None, patience)
+        direct = None
+        if gpu is None and size <= MOST_RANKS:
+            place, words = host or own_host, hmac.digest(key, b"direct", "sha256")
+            direct = _direct_links(dist.PrefixStore("direct", store), rank, size, place, timeout, data, words)
+    except BaseException:
+        close_store()
+        raise
+    return TorchTransport(data, patient, gpu, timeout, make, direct, close_store)
+
+
+def _direct_links(
+    store: dist.Store, rank: int, size: int, host: str | None, timeout: float, group: Any, key: bytes
+) -> DirectLinks | None:
+    """Direct links, if all ranks have them: what they are for works without them, too. ``group``: of these ranks."""
+    links = None
+    try:
+        links = connect_all(store, rank, size, address_on(os.environ.get("GLOO_SOCKET_IFNAME"), host), timeout, key)
+    except (OSError, RuntimeError) as error:  # RuntimeError is what a store raises
+        _log.warning("rank %d has no direct links to all others: %s; small sums take gloo's way", rank, error)
+    having, all_have = torch.tensor([links is not None], dtype=torch.int64), False
+    try:
+        group.allreduce([having]).wait()
+        all_have = int(having) == size
+    finally:
+        if links is not None and not all_have:
+            links.close()
+    return links if all_have else None
+
+
+def _group(
+    store: dist.Store, rank: int, size: int, gpu: torch.device | None, timeout: float, host: str | None
+) -> tuple[Any, frozenset[int]]:  # fmt: skip
+    """A group, and the descriptors at which gloo listens for its ranks."""
+    kind = dist.ProcessGroup.BackendType
+    group = dist.ProcessGroup(store, rank, size)
+    options, listeners = with_listeners(lambda: _gloo_options(timeout, host))
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
+    yield_to_senders()
+    group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
+    group._set_default_backend(kind.GLOO)
+    if gpu is not None:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout)
+        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+        group._register_backend(gpu, kind.NCCL, nccl)
+        group._set_default_backend(kind.NCCL)
+    return group, listeners
+
+
+def _gloo_options(timeout: float, host: str | None) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs leave it out
+    options._timeout = timedelta(seconds=timeout)
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface:
+        device = dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+    elif host:
+        device = dist.ProcessGroupGloo.create_device(hostname=host)
+    else:
+        device = dist.ProcessGroupGloo.create_default_device()
+    options._devices, options._threads = [device], 1
+    return options

@@ -1,0 +1,238 @@
+"""`BatchLoader`: what a step trains on, gathered in whole batches, without Python per sample.
+
+Which samples belong to the next few steps is worked out for all of them together. Then there are three ways:
+
+- On a CPU, windows are gathered from the memory map by the step itself. A thread that does it ahead shares the rank's
+  core, and every hand-over between the two costs more than the gather (`batches_ahead`).
+- Where features and targets fit into the GPU's memory they are kept there (`fits`), and a batch is one kernel.
+- Else a thread gathers into pinned memory, used over and over, from which batches are copied in a stream of their own
+  while the GPU computes (`Staging`).
+
+The two ways of a GPU are tested on the CPU's own streams and events, which wait for nothing; they have not been run on
+a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.comm.world import World
+from trainer.data.coverage import digests
+from trainer.data.sampler import Sampler
+from trainer.data.shards import DataShardManager
+from trainer.runtime.affinity import roam
+from trainer.runtime.fault_injection import Faults
+from trainer.runtime.step_timer import StepTimer
+
+PLANNED = 1 << 13
+"""Samples of this rank that are worked out together, about."""
+RESIDENT_SHARE = 0.25
+"""Of a GPU's free memory, what the data may take: the model, its gradients and activations come after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One rank's part of a global batch, on its way to the device."""
+
+    samples: int
+    """In the global batch, over all ranks."""
+    micro_batches: tuple[tuple[int, Tensor, Tensor], ...]
+    """(number, raw windows (b, W, F), targets (b,)) of this rank."""
+    digest: int
+    """Of this rank's samples, see `trainer.data.coverage`."""
+
+    @property
+    def local_samples(self) -> int:
+        return sum(len(target) for _, _, target in self.micro_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Which samples a batch has."""
+
+    samples: int
+    numbers: tuple[int, ...]
+    sizes: list[int]
+    """(number, size) of each micro-batch."""
+    rows: Tensor
+    """(b,) int64, where windows are gathered."""
+    digest: int
+
+
+def batches_ahead(given: int | None, device: torch.device, resident: bool, larger_than_memory: bool) -> int:
+    """How many batches a thread gathers ahead (``training.prefetch_batches``, where it is given). None are needed where
+    the device holds the data, nor on a CPU, where it costs more than it saves, unless the disk has to be waited for."""
+    if resident:
+        return 0
+    if given is not None:
+        return given
+    return 1 if device.type != "cpu" or larger_than_memory else 0
+
+
+def fits(data_bytes: int, free_bytes: int) -> bool:
+    """Do features and targets fit well into a device's free memory?"""
+    return data_bytes <= RESIDENT_SHARE * free_bytes
+
+
+def keep_on_gpu(shards: DataShardManager, device: torch.device) -> None:
+    """Keep the data on this GPU, if it fits."""
+    if device.type == "cuda" and fits(shards.sample_bytes, torch.cuda.mem_get_info(device)[0]):
+        shards.keep_on(device)
+
+
+class Staging:
+    """Host memory (pinned, for a GPU) from which batches are copied to the device in a stream of their own.
+
+    A slot holds one batch in both memories. Its host side is free again when the copy is done, its device side when
+    the step that used it is: `take` and `release` note that in the stream that computes, and nobody waits on the host
+    unless the copy of so many batches ago is still under way.
+    """
+
+    def __init__(self, shards: DataShardManager, device: torch.device, slots: int, samples: int) -> None:
+        """``samples``: of the largest batch."""
+        self.shards, self.device = shards, device
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream()
+        spec, pinned = shards.spec, device.type == "cuda"
+        shapes = ((samples, spec.window, len(spec.features)), (samples,))
+        self._host = [tuple(torch.empty(shape, pin_memory=pinned) for shape in shapes) for _ in range(slots)]
+        self._there = [tuple(torch.empty(shape, device=device) for shape in shapes) for _ in range(slots)]
+        self._copied, self._used = ([self._module.Event() for _ in range(slots)] for _ in range(2))
+        for slot in range(slots):  # what computes may still be at work in memory that was free for these
+            self.release(slot)
+
+    def fill(self, slot: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather a batch, and have it copied; by one thread at a time."""
+        count = len(rows)
+        self._copied[slot].synchronize()
+        host = self._host[slot]
+        self.shards.gather(rows, (host[0][:count], host[1][:count]))
+        with self._module.stream(self._stream):
+            self._stream.wait_event(self._used[slot])
+            windows, target = (
+                there[:count].copy_(here[:count], non_blocking=True)
+                for there, here in zip(self._there[slot], host, strict=True)
+            )
+            self._copied[slot].record(self._stream)
+        return windows, target
+
+    def take(self, slot: int) -> None:
+        """The stream that computes goes on when the copy is done."""
+        self._module.current_stream().wait_event(self._copied[slot])
+
+    def release(self, slot: int) -> None:
+        """What was asked of the stream that computes so far is the last that needs this batch."""
+        self._used[slot].record(self._module.current_stream())
+
+    def close(self) -> None:
+        """Copies are done: their memory may be given away."""
+        for event in self._copied:
+            event.synchronize()
+
+
+class BatchLoader:
+    """Gives the batches of this rank, one after the other."""
+
+    def __init__(
+        self, shards: DataShardManager, sampler: Sampler, world: World, faults: Faults, timer: StepTimer,
+        prefetch_batches: int | None = None,
+    ) -> None:  # fmt: skip
+        self.shards, self.sampler, self.world, self.faults, self.timer = shards, sampler, world, faults, timer
+        device = world.device
+        resident = shards.device.type == device.type != "cpu"
+        self.ahead = batches_ahead(prefetch_batches, device, resident, shards.is_larger_than_memory)
+        self._pool = (
+            ThreadPoolExecutor(1, thread_name_prefix="gather", initializer=self._settle_thread) if self.ahead else None
+        )
+        self._staging: Staging | None = None
+        self._slots, self._next = self.ahead + 2, 0
+        if shards.device.type != device.type:
+            self.stage()
+        self._planned: dict[int, Planned] = {}
+        self._epoch = -1
+
+    def stage(self) -> None:
+        """Copy batches to the device from staging memory."""
+        sampler = self.sampler
+        first, last = sampler.batch_range(sampler.steps_per_epoch - 1)  # which may be the largest
+        samples, parts = max(last - first, sampler.global_batch_size), sampler.micro_batches
+        largest = -(-samples // parts) * -(-parts // sampler.world_size)
+        self._staging = Staging(self.shards, self.world.device, self._slots, largest)
+
+    def batches(self, epoch: int, first_step: int) -> Iterator[Batch]:
+        """The batches of an epoch from ``first_step`` (within the epoch) on."""
+        steps = range(first_step, self.sampler.steps_per_epoch)
+        coming: deque[Future[tuple[Batch, int]]] = deque()
+        asked = first_step
+        for step in steps:
+            self.timer.mark("other")
+            self.faults.reach("input", epoch * self.sampler.steps_per_epoch + step)
+            if self._pool is None:
+                batch, slot = self._gather(epoch, step, step == first_step)
+            else:
+                while asked in steps and len(coming) <= self.ahead:
+                    coming.append(self._pool.submit(self._gather, epoch, asked, asked == first_step))
+                    asked += 1
+                batch, slot = coming.popleft().result()
+            if self._staging is None:
+                yield batch
+                continue
+            self._staging.take(slot)
+            yield batch
+            self._staging.release(slot)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)  # what is being gathered right now ends first
+        if self._staging is not None:
+            self._staging.close()
+
+    def _settle_thread(self) -> None:
+        """The current GPU is each thread's own: without this, pinning would open a context on the first one."""
+        roam()
+        if self.world.device.type == "cuda":
+            torch.cuda.set_device(self.world.device)
+
+    def _gather(self, epoch: int, step: int, is_first: bool) -> tuple[Batch, int]:
+        """A batch, and its slot where it is staged."""
+        if self.shards.device.type == "cpu":
+            for first, last in self.sampler.ahead(epoch, step, is_first):
+                self.shards.will_need("train", first, last)
+        if epoch != self._epoch or step not in self._planned:
+            self._epoch, self._planned = epoch, self._plan(epoch, step)
+        planned = self._planned.pop(step)
+        slot = self._next
+        if self._staging is None:
+            windows, target = self.shards.gather(planned.rows)
+        else:
+            self._next = (slot + 1) % self._slots
+            windows, target = self._staging.fill(slot, planned.rows)
+        if len(planned.numbers) == 1:
+            return Batch(planned.samples, ((planned.numbers[0], windows, target),), planned.digest), slot
+        parts = zip(planned.numbers, windows.split(planned.sizes), target.split(planned.sizes), strict=True)
+        return Batch(planned.samples, tuple(parts), planned.digest), slot
+
+    def _plan(self, epoch: int, step: int) -> dict[int, Planned]:
+        """This step, and some after it."""
+        sampler = self.sampler
+        count = max(1, PLANNED * sampler.world_size // sampler.global_batch_size)
+        steps = range(step, min(step + count, sampler.steps_per_epoch))
+        dealt = sampler.steps(epoch, steps)
+        positions = np.concatenate([part.positions for _, parts in dealt for part in parts])
+        sizes = [[len(part.positions) for part in parts] for _, parts in dealt]
+        lengths = [sum(of_step) for of_step in sizes]
+        starts = np.concatenate([[0], np.cumsum(lengths[:-1])]).astype(np.int64)
+        rows = torch.from_numpy(self.shards.end_rows("train", positions)).to(self.shards.device)
+        return {
+            at: Planned(samples, tuple(part.number for part in parts), of_step, of_rows, used)
+            for at, (samples, parts), of_step, of_rows, used in zip(
+                steps, dealt, sizes, rows.split(lengths), digests(positions, starts), strict=True
+            )
+        }

@@ -1,0 +1,161 @@
+"""The manifest of a dataset, checked before anything is made of it: names become paths, figures become addresses.
+
+Whoever can write a dataset's folder can write its manifest, and its digests with it. So none of what it says may lead
+out of a folder, past the end of an array, or into a number that is none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from typing import Any
+
+from trainer.documents.places import PlaceError, checked_id, checked_name
+from trainer.documents.reader import parse_document
+from trainer.documents.schemas import many, mapping, obj, record, text, whole
+from trainer.errors import DamagedError
+from trainer.storage.base import Storage
+
+SCHEMA_VERSION = 1
+ARRAYS = ("features", "target", "ticker", "date")
+"""Arrays that every dataset has; other columns are called as they are."""
+_COLUMN = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
+_LONGEST_WINDOW = 100_000
+_TOLD = record(
+    dataset_id=text, created_at=text, samples=mapping(whole()), excluded=mapping(text), masks=many(obj),
+    source=record(sha256=text, last_date=text, first_date=text, title=text),
+)  # fmt: skip
+"""What others than the trainer read in it."""
+MOST_BYTES = 256 << 20
+"""Of a manifest: some hundred bytes for each ticker."""
+
+
+class DatasetError(ValueError):
+    """The dataset cannot be used. The message names the folder, what is wrong with it, and the remedy."""
+
+
+class NoDatasetError(DatasetError):
+    """There is no dataset in the folder."""
+
+
+def read_manifest(storage: Storage, expected_id: str | None = None) -> dict[str, Any]:
+    """The manifest of the dataset in this folder, checked. `DatasetError` where there is none that can be used, or one
+    of another dataset than expected."""
+    return checked_manifest(load_manifest(storage), storage, expected_id)
+
+
+def checked_manifest(manifest: dict[str, Any], storage: Storage, expected_id: str | None = None) -> dict[str, Any]:
+    """The same for one that was loaded from there."""
+    if "dataset_id" not in manifest:
+        raise DatasetError(f"{storage.uri}/manifest.json does not describe a dataset: build it anew")
+    if manifest.get("schema_version") != SCHEMA_VERSION:
+        found = manifest.get("schema_version")
+        raise DatasetError(f"{storage.uri}: schema version {found}, this trainer reads {SCHEMA_VERSION}; build it anew")
+    check_manifest(manifest, storage.uri)
+    if expected_id is not None and manifest["dataset_id"] != expected_id:
+        raise DatasetError(
+            f"dataset.dataset_id = {expected_id!r}, but {storage.uri} holds {manifest['dataset_id']!r}: "
+            "point dataset.uri to the right folder"
+        )
+    return manifest
+
+
+def load_manifest(storage: Storage) -> dict[str, Any]:
+    """The manifest in this folder as it is written, see `parse_manifest`. `NoDatasetError` where there is none."""
+    return parse_manifest(manifest_bytes(storage), storage)
+
+
+def manifest_bytes(storage: Storage) -> bytes:
+    """The bytes of the manifest in this folder. `NoDatasetError` where there is none, `DatasetError` where something
+    else is in its place, which is neither waited for nor read for ever. A link counts as the file that it leads to."""
+    where = f"{storage.uri}/manifest.json"
+    try:
+        if storage.is_local and not stat.S_ISREG(os.stat(storage.path("manifest.json")).st_mode):
+            raise DatasetError(f"{where} is no regular file: build the dataset anew")
+        if (size := storage.size("manifest.json")) > MOST_BYTES:
+            raise DatasetError(f"{where} has {size:,} bytes, and a manifest has at most {MOST_BYTES:,}: build it anew")
+        return storage.read("manifest.json")
+    except FileNotFoundError as error:
+        raise NoDatasetError(
+            f"dataset.uri = {storage.uri!r} holds no manifest.json: it is not a dataset, or its building was "
+            "interrupted; build it, or point dataset.uri to the right folder"
+        ) from error
+
+
+def parse_manifest(data: bytes, storage: Storage) -> dict[str, Any]:
+    """The manifest that these bytes of a folder are; a key that it lacks is a `DamagedError`, which names the file.
+    `DatasetError` where they are none."""
+    where = f"{storage.uri}/manifest.json"
+    try:
+        manifest = parse_document(data, where, None)
+    except DamagedError as error:
+        raise DatasetError(f"{where} is not JSON that can be read ({error.what}): build the dataset anew") from error
+    if not isinstance(manifest, dict):
+        raise DatasetError(f"{where} does not describe a dataset: build it anew")
+    if wrong := _TOLD(manifest):
+        raise DatasetError(f"{where} does not describe a dataset (it is {wrong}): build it anew")
+    return manifest
+
+
+def check_manifest(manifest: dict[str, Any], uri: str) -> None:
+    """`DatasetError` for a manifest that names what it may not, or whose figures do not go together."""
+    try:
+        checked_id(manifest["dataset_id"], "dataset_id")
+        window = _whole(manifest["window"], "window", least=1, most=_LONGEST_WINDOW)
+        _whole(manifest["horizon"], "horizon", least=0, most=_LONGEST_WINDOW)
+        _check_columns(manifest)
+        for shard in manifest["shards"]:
+            _check_shard(shard, tuple(manifest["splits"]), window)
+    except PlaceError as error:
+        raise DatasetError(f"{uri}/manifest.json: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = error.what if isinstance(error, DamagedError) else str(error)
+        raise DatasetError(f"{uri}/manifest.json does not describe a dataset ({reason}): build it anew") from error
+
+
+def content_digest(manifest: dict[str, Any]) -> str:
+    """What the arrays made of a dataset depend on: the digests of its shards, their order, rows and columns."""
+    shards = [[shard.get("sha256"), shard["rows"], shard["tickers"]] for shard in manifest["shards"]]
+    columns = [[column["name"], column["role"]] for column in manifest["columns"]]
+    return hashlib.sha256(json.dumps([shards, columns]).encode()).hexdigest()
+
+
+def _check_columns(manifest: dict[str, Any]) -> None:
+    columns = manifest["columns"]
+    names = [column["name"] for column in columns]
+    if len(set(names)) < len(names) or not all(_COLUMN.fullmatch(name) for name in names):
+        raise ValueError("columns are letters, digits and underscores, each name once")
+    roles = {column["name"]: column["role"] for column in columns}
+    reserved = [name for name in ARRAYS if roles.get(name, "key") in ("auxiliary", "price")]
+    if reserved or list(roles.values()).count("target") != 1 or "feature" not in roles.values():
+        raise ValueError(f"columns: one target, some features, none of them called {', '.join(ARRAYS)}")
+    fitted = manifest["normalisation"]
+    features = [fitted["features"][name] for name, role in roles.items() if role == "feature"]
+    for figures in (*features, fitted["target"]):
+        if not math.isfinite(figures["mean"]) or not math.isfinite(figures["std"]) or figures["std"] <= 0:
+            raise ValueError("normalisation: every mean is a number, every std one above zero")
+
+
+def _check_shard(shard: dict[str, Any], splits: tuple[str, ...], window: int) -> None:
+    checked_name(shard["path"], "the path of a shard")
+    rows = _whole(shard["rows"], "rows", least=0)
+    if not all(isinstance(ticker, str) for ticker in shard["tickers"]):
+        raise ValueError("tickers are names")
+    for segment in shard["segments"]:
+        first, last = segment["rows"]
+        if not 0 <= first <= last <= rows:
+            raise ValueError(f"a stretch of rows {first} to {last} is outside a shard of {rows}")
+        for split in splits:
+            begin, end = segment["samples"][split]
+            if end > begin and not first + window - 1 <= begin < end <= last:
+                raise ValueError(f"samples {begin} to {end} are outside the rows {first} to {last} of their stretch")
+
+
+def _whole(value: Any, what: str, least: int, most: int = 1 << 40) -> int:
+    if not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{what} = {str(value)[:40]}, which is no whole number from {least} to {most}")
+    return value

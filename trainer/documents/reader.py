@@ -1,0 +1,102 @@
+"""The one reader of documents that others may write: those of a run directory, and the marks beside them.
+
+Each has a size that it may have, and a form (`trainer.documents.schemas`). Whatever stands in its place, the reader
+neither waits nor follows nor fills the memory: it raises `DamagedError`, which names the file.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from trainer.documents import schemas
+from trainer.documents.strict_json import name as name_objects
+from trainer.documents.strict_json import parse
+from trainer.errors import DamagedError
+from trainer.storage.base import Storage
+
+MARK_BYTES, DOCUMENT_BYTES = 1 << 16, 16 << 20
+"""The largest documents are of jobs on thousands of nodes: some MiB."""
+EVENTS_BYTES, EVENTS_LINES = 32 << 20, 100_000
+"""Of one file of events. It has what a rank had to say in a second, or while its storage did not answer."""
+LOG_BYTES = 16 << 20
+"""Of a log, its end: so much is shown at most."""
+
+_log = logging.getLogger(__name__)
+
+
+def read_document(
+    storage: Storage, name: str, check: schemas.Check | None = None, most_bytes: int = DOCUMENT_BYTES
+) -> Any | None:
+    """The document, None where there is none. ``check``: its form; None: that of its name, see
+    `trainer.documents.schemas`."""
+    try:
+        data = storage.read_bounded(name, most_bytes)
+    except FileNotFoundError:
+        return None
+    return parse_document(data, f"{storage.uri}/{name}", check or schemas.DOCUMENTS.get(name))
+
+
+def parse_document(data: bytes, where: str, check: schemas.Check | None) -> Any:
+    """A document from its bytes. `DamagedError` where it has not the form."""
+    value = parse(data, where)
+    name_objects(value, where)
+    if check is not None and (wrong := check(value)):
+        raise DamagedError(where, f"it is {wrong}")
+    return value
+
+
+def parse_events(data: bytes, where: str = "events") -> tuple[list[dict[str, Any]], int]:
+    """The events of a file, and how many of its lines are none. Pure."""
+    events: list[dict[str, Any]] = []
+    left_out = 0
+    for line in io.BytesIO(data):
+        if not line.strip():
+            left_out += 1
+            continue
+        if len(events) >= EVENTS_LINES:
+            left_out += 1
+            continue
+        try:
+            item = parse(line, where)
+        except DamagedError:
+            item = None
+        if is_event(item):
+            events.append(item)
+        else:
+            left_out += 1
+    return events, left_out
+
+
+def is_event(item: Any) -> bool:
+    """Has it a kind and a time, and the fields of its kind no wrong type?"""
+    if not isinstance(item, dict) or schemas.text(item.get("kind")) or schemas.moment(item.get("time")):
+        return False
+    check = schemas.EVENTS.get(item["kind"])
+    return check is None or not check(item)
+
+
+def known_names(storage: Storage, folder: str, names: Iterable[str], form: re.Pattern[str]) -> list[str]:
+    """Those names of a folder that are of this form; others are a stranger's, and are told of once."""
+    found = []
+    for name in names:
+        if form.fullmatch(name):
+            found.append(name)
+        else:
+            warn_once(f"{storage.uri}/{folder}/{name} is none of ours and is left alone: remove it")
+    return found
+
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Say it in the log, unless this process has: what is looked at every few seconds is told once."""
+    from trainer.printable import visible
+
+    if message not in _warned and len(_warned) < 1000:
+        _warned.add(message)
+        _log.warning("%s", visible(message))

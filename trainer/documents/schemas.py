@@ -1,0 +1,331 @@
+"""What the documents of a run directory, and the marks beside them, hold: the types of the fields that are read.
+
+A field that is not listed may hold anything. One that is listed may be missing, as in documents of older versions,
+unless it is `needed`; whoever reads a key that is missing gets a `DamagedError`
+(`trainer.documents.strict_json.Document`). Plain functions instead of pydantic: supervisors and sensors read thousands
+of these, and a supervisor has to be up in a moment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Check = Callable[[Any], str]
+"""What is wrong with a value, in words; "" where nothing is."""
+LATEST = 253402300800.0
+"""The year 10000, in Unix seconds: no time is later."""
+STATES = ("queued", "running", "succeeded", "failed", "cancelled")
+"""Of a job (`dtrain_dagster.clusters.base.JobState`)."""
+
+
+def text(value: Any) -> str:
+    return "" if isinstance(value, str) else "no text"
+
+
+def flag(value: Any) -> str:
+    return "" if isinstance(value, bool) else "neither true nor false"
+
+
+def number(low: float = -1e150, high: float = 1e150) -> Check:
+    """A number of that range, whole or not."""
+
+    def check(value: Any) -> str:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return "no number"
+        return "" if low <= value <= high else "out of range"
+
+    return check
+
+
+def whole(low: int = 0, high: int = 1 << 53) -> Check:
+    """A whole number of that range."""
+
+    def check(value: Any) -> str:
+        if isinstance(value, bool) or not isinstance(value, int):
+            return "no whole number"
+        return "" if low <= value <= high else "out of range"
+
+    return check
+
+
+def optional(check: Check) -> Check:
+    """Null, or what another check lets pass."""
+    return lambda value: "" if value is None else check(value)
+
+
+def one_of(*values: str) -> Check:
+    return lambda value: "" if isinstance(value, str) and value in values else f"not one of {', '.join(values)}"
+
+
+def many(check: Check) -> Check:
+    """A list."""
+
+    def each(value: Any) -> str:
+        if not isinstance(value, list):
+            return "no list"
+        return next((f"a part of it is {wrong}" for part in value if (wrong := check(part))), "")
+
+    return each
+
+
+def mapping(check: Check) -> Check:
+    """An object with any keys."""
+
+    def each(value: Any) -> str:
+        if not isinstance(value, dict):
+            return "no object"
+        return next((f"{key!r} in it is {wrong}" for key, part in value.items() if (wrong := check(part))), "")
+
+    return each
+
+
+def every(*checks: Check) -> Check:
+    """All of these."""
+    return lambda value: next((wrong for check in checks if (wrong := check(value))), "")
+
+
+def matching(pattern: str) -> Check:
+    """Text of that form."""
+    form = re.compile(pattern)
+    return lambda value: "" if isinstance(value, str) and form.fullmatch(value) else "not of its form"
+
+
+def record(needed: Mapping[str, Check] | None = None, /, **fields: Check) -> Check:
+    """An object with these fields; those of ``needed`` must be there."""
+    tests = {**(needed or {}), **fields}
+
+    def check(value: Any) -> str:
+        if not isinstance(value, dict):
+            return "no object"
+        for name in needed or ():
+            if name not in value:
+                return f"an object without {name!r}"
+        for name, test in tests.items():
+            if name in value and (wrong := test(value[name])):
+                return f"an object whose {name!r} is {wrong}"
+        return ""
+
+    return check
+
+
+moment = number(0.0, LATEST)
+"""Unix seconds."""
+seconds = number(0.0, 1e12)
+count = whole()
+figure = optional(number())
+anything: Check = lambda value: ""  # noqa: E731
+obj = mapping(anything)
+
+_candidate = {
+    "member": matching(r"[A-Za-z0-9._-]{1,100}"), "node": count, "local_rank": count, "launch": count, "host": text,
+    "port": whole(0, 65535),
+}  # fmt: skip
+CANDIDATE = record(
+    _candidate, store_port=whole(0, 65535), gpu=flag, ready=flag, was_in=count, rank=count, step=count, progress=count,
+    chunk=optional(whole(1)), activation_checkpointing=flag, communication=flag, reason=text, view=mapping(text),
+)  # fmt: skip
+"""``membership/g000007/<member>.json``"""
+GENERATION = record(
+    {"number": whole(1), "launch": count, "members": many(CANDIDATE)}, topology=one_of("mesh", "star"), attempt=count,
+    step=count, reason=text, formed_at=moment,
+)  # fmt: skip
+"""``membership/g000007.json``"""
+_code = whole(-(1 << 31), 1 << 32)
+NODES_OF_GENERATION = record(
+    {"number": whole(1), "launch": count, "formed_at": moment, "members": many(record({"node": count}))}
+)
+"""What whoever watches needs of it."""
+PRESENCE = record(
+    {"node_id": count, "started_at": moment, "ended_at": optional(moment), "exit_codes": many(_code)},
+    launch=count, generation=count, stay=count, last_seen_at=optional(moment),
+)  # fmt: skip
+"""``nodes/l0001-n000-s001.json``"""
+AT = record({"at": moment})
+"""The marks of jobs and of a cluster's use."""
+_file = record({"bytes": count, "sha256": text})
+MANIFEST = record(
+    {"fingerprint": text, "files": every(record({"state.pt": _file}), mapping(_file))},
+    step=count,
+    generation=count,
+    writer=text,
+)
+"""``checkpoints/<folder>/manifest.json``"""
+_interval = record(low=number(), expected=number(), high=number())
+_past = record(
+    launch=count, sku=text, tier=optional(text), job_name=text, compute=text, node_count=count, submitted_at=moment,
+    ended_at=optional(moment), studio_url=optional(text), reason=text,
+)  # fmt: skip
+DOCUMENTS: Mapping[str, Check] = {
+    "job.json": record(
+        job_id=text,
+        run_dir=text,
+        dataset=record(uri=text, dataset_id=optional(text)),
+        model=record(factory=text, args=obj),
+        loss=record(factory=text, args=obj),
+        training=record(
+            world_size=whole(1),
+            peer_timeout_seconds=number(0.0),
+            max_node_seconds=optional(number(0.0)),
+            max_steps=optional(count),
+            epochs=count,
+            batch_size_per_gpu=count,
+            gradient_accumulation_steps=count,
+        ),
+        tracking=obj,
+    ),
+    "launch.json": record(
+        job_id=text,
+        command=many(text),
+        node_count=count,
+        processes_per_node=whole(1),
+        env=mapping(text),
+        master_port=optional(whole(0, 65535)),
+        elastic=flag,
+        launch=count,
+        max_replacements=count,
+        replacement_delay_seconds=seconds,
+        token=text,
+        sku=text,
+        cluster_name=text,
+        submitted_at=moment,
+        threads_per_rank=optional(whole(1)),
+        run_dir=text,
+        asked_nodes=count,
+        tier=optional(text),
+        compute=text,
+        job_name=text,
+        studio_url=optional(text),
+        first_launch=count,
+        first_submitted_at=moment,
+        confirmed=flag,
+        cancel_asked_at=optional(moment),
+        stopping=text,
+        nodes_ready=optional(count),
+        excluded=many(record(sku=text, tier=optional(text))),
+        retry_at=optional(moment),
+        waiting_since=optional(moment),
+        history=many(_past),
+        dagster_run_id=optional(text),
+    ),
+    "status.json": record(
+        {"state": one_of(*STATES)},
+        job_id=text,
+        message=text,
+        launch=count,
+        replacements=count,
+        pid=whole(1, 1 << 31),
+        started_at=optional(moment),
+        ended_at=optional(moment),
+        stop_grace_seconds=seconds,
+        exit_code=optional(whole(-(1 << 31), 1 << 32)),
+        exit_codes=obj,
+        studio_url=optional(text),
+        phase=text,
+        phase_since=optional(moment),
+        unreachable_since=optional(moment),
+        service_status=text,
+    ),
+    "result.json": record(
+        status=text,
+        launch=optional(count),
+        steps=count,
+        error=text,
+        world_size=whole(1),
+        train_seconds=seconds,
+        epochs=seconds,
+        weights_sha256=text,
+        samples_seen=count,
+        mlflow_run_id=optional(text),
+        consumed=many(anything),
+        phase_seconds=mapping(figure),
+    ),
+    "budget.json": record(max_node_seconds=optional(number(0.0)), stop_at_usd=optional(number(0.0))),
+    "tracking.json": record(mlflow_run_id=optional(text)),
+    "evaluation.json": record(
+        model=record(loss=figure, nll=figure, coverage_90=figure),
+        baselines=mapping(record(nll=figure, loss=figure)),
+        notes=many(text),
+    ),
+    "owner.json": record(dagster_run_id=optional(text), since=moment),
+    "claim.json": record({"claimed_at": moment}, dagster_run_id=text),
+    "registration.json": record(name=text, version=text, alias=optional(text)),
+    "plan.json": record(
+        tier=text,
+        sku=text,
+        node_count=count,
+        processes_per_node=whole(1),
+        fingerprint=text,
+        pace=text,
+        price_words=text,
+        job=obj,
+        work=record(steps=count),
+        estimate=record(usd=_interval, seconds=_interval, usd_per_node_hour=number(), node_count=count),
+        stop_at_usd=optional(number(0.0)),
+        rests_on=many(text),
+    ),
+    "provisioning.json": many(record(launch=count, node_count=count, attempts=many(obj))),
+    "alerts.json": obj,
+    "cost_alerts.json": obj,
+    "tuned.json": record(
+        training=obj,
+        evidence=record(
+            complete=flag, candidates=many(record({"group": text, "change": obj, "verdict": text})), gain=optional(obj)
+        ),
+    ),
+    "reports/cost_breakdown.json": record(metrics=record(total_cost_usd=number())),
+    "checkpoints/LATEST.json": record(path=optional(text), step=optional(count), generation=count),
+    "checkpoints/BEST.json": record(path=optional(text), step=optional(count), generation=count),
+}
+"""By name in the run directory. What is not here is any JSON."""
+
+_who = {"rank": count, "generation": count}
+_step = {**_who, "step": count}
+EVENTS: Mapping[str, Check] = {
+    "phase": record(name=text, seconds=figure, **_who),
+    "step": record(
+        epoch=count,
+        loss=figure,
+        samples_per_second=figure,
+        step_seconds=figure,
+        eta_seconds=figure,
+        grad_norm=figure,
+        learning_rate=figure,
+        **_step,
+    ),
+    "evaluation": record(split=text, loss=figure, seconds=figure, **_step),
+    "node": record(node_id=count, gpus=optional(many(obj)), **_who),
+    "membership": record(
+        nodes=many(count),
+        lost=many(count),
+        joined=many(count),
+        world_size=count,
+        seconds=figure,
+        topology=text,
+        reason=text,
+        **_step,
+    ),
+    "timing": record(nodes=many(count), segments=mapping(many(number())), steps=count, seconds=figure, **_step),
+    "link": record(bytes=count, seconds=many(many(number())), **_step),
+    "hang": record(
+        _step,
+        node_id=count,
+        nodes=optional(many(count)),
+        waited_seconds=figure,
+        operation=text,
+        sequence=optional(count),
+        where=optional(text),
+        recent=optional(many(obj)),
+        stacks=optional(text),
+    ),
+    "out_of_memory": record(samples=count, activation_checkpointing=flag, **_step),
+    "checkpoint": record(path=text, seconds=figure, **_step),
+    "checkpoint_failed": record(message=text, gives_up=flag, **_step),
+    "resume": record(path=text, **_step),
+    "error": record(message=text, fatal=flag, **_who),
+    "end": record(status=text, **_who),
+    "profile": record(path=text, steps=count, top=many(obj), **_step),
+    "tune": record(elapsed_seconds=number(), budget_seconds=number(), **_who),
+}
+"""By kind. Of other kinds, only ``kind`` and ``time`` are known."""

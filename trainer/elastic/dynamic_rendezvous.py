@@ -1,0 +1,195 @@
+"""This process's place among members that come and go: its peers, the generation it works in, and its world."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from trainer.comm.group import GroupError
+from trainer.comm.launch_secret import read, warn_if_open
+from trainer.comm.tls import client_context, server_context
+from trainer.comm.world import RankFacts, World, form, listen, own_host
+from trainer.config import DistributedTrainingConfig
+from trainer.elastic.failure_detector import Peers
+from trainer.elastic.generation import TOLD, Candidate, Generation
+from trainer.elastic.membership import Membership
+from trainer.rundir import RunDir
+
+OVER = "others have begun a generation without this process"
+_log = logging.getLogger(__name__)
+
+
+class Elastic:
+    """Keeps a `World` current. One thread uses it; the peers' thread calls a generation off when a member is lost."""
+
+    def __init__(
+        self, rundir: RunDir, config: DistributedTrainingConfig, facts: RankFacts, device: torch.device,
+        environment: Mapping[str, str], job: str,
+    ) -> None:  # fmt: skip
+        self.config, self.facts, self.device, self.job = config, facts, device, job
+        self.secret = read(environment)
+        self.launch = int(environment["DTRAIN_LAUNCH"])
+        self.member = f"n{facts.node_rank}p{facts.local_rank}-{uuid.uuid4().hex[:8]}"
+        self.host = own_host(environment, facts)
+        self.generation: Generation | None = None
+        self.world: World | None = None
+        self.has_state_of = 0
+        """The newest generation whose state this process has; set once it has taken it over."""
+        self.newcomers: tuple[str, ...] = ()
+        self._is_over = self._warned = False
+        self._formed_at = time.monotonic()
+        self._fallbacks = 0
+        tls = (server_context(config.tls), client_context(config.tls)) if config.tls else None
+        self.peers = Peers(
+            self.member, self.secret.key("peers", job), self.host, config.health_check_seconds,
+            config.peer_timeout_seconds, tls, self._changed,
+        )  # fmt: skip
+        self.membership = Membership(
+            rundir.storage, self.peers, self.launch, facts.world_size, config.micro_batches,
+            config.communication_retries, config.peer_timeout_seconds, config.solo_timeout_seconds,
+            first=rundir.last_generation() + 1,
+        )  # fmt: skip
+        self._closed = threading.Event()
+        threading.Thread(target=self._look_around, name="newcomers", daemon=True).start()
+
+    def announce(self) -> None:
+        """Say that this process is coming, before it has its data and its model."""
+        self.membership.announce(self._candidate())
+
+    def regroup(self, ended: Callable[[], None], **what: Any) -> World:
+        """Be in the next generation, with the state that ``what`` tells of (`trainer.elastic.membership.Candidate`),
+        and have its world. Returns before the group is formed: the first collective waits for it."""
+        old = self.generation
+        if old is not None:
+            told = {"reason": what.get("reason", ""), "communication": what.get("communication", False)}
+            self.peers.tell({"regroup": old.number, **told})
+        if self.world is not None:
+            self.world.leave()
+            self.world = None
+        listener = listen(self.host)
+        try:
+            mine = self._candidate(
+                store_port=listener.getsockname()[1],
+                ready=True,
+                was_in=self.has_state_of,
+                rank=old.rank_of(self.member) if old else self.facts.rank,
+                **what,
+            )
+            generation = self.membership.agree(mine, old.number if old else 0, ended)
+        except BaseException:
+            listener.close()
+            raise
+        self.peers.follow({seat.member: (seat.host, seat.port) for seat in generation.members})
+        self._fallbacks = self._fallbacks + 1 if generation.topology == "star" else 0
+        self._formed_at, self.newcomers, self._is_over = time.monotonic(), (), False
+        self.generation = generation
+        if not self._warned:
+            self._warned = True
+            hosts, rank = len({seat.host for seat in generation.members}), generation.rank_of(self.member)
+            warn_if_open(self.secret, rank or 0, hosts, self.config.tls is not None)
+        self.world = form(
+            generation, self.member, self.facts, self.device, listener, self.config, self.job, self.secret
+        )
+        self._changed()  # a member may have been lost meanwhile
+        return self.world
+
+    @property
+    def wants_regroup(self) -> str:
+        """Why another generation would be better after this step; "" if not."""
+        if self._is_over:
+            return OVER
+        if self.newcomers:
+            return f"{', '.join(self.newcomers)} came"
+        return ""
+
+    def wants_allreduce(self, cut_off: int) -> bool:
+        """In parameter-server mode: is it time to try all-reduce again? ``cut_off``: ranks that miss somebody."""
+        if self.generation is None or self.generation.topology != "star" or cut_off:
+            return False
+        wait = self.config.allreduce_retry_seconds * 2 ** min(self._fallbacks - 1, 6)
+        return time.monotonic() - self._formed_at > wait
+
+    @property
+    def cut_off(self) -> bool:
+        """Does this process miss a member that is in?"""
+        if self.generation is None:
+            return False
+        view = self.peers.view()
+        return any(view.get(seat.member) != "here" for seat in self.generation.members if seat.member != self.member)
+
+    def require_current(self) -> None:
+        """`GroupError` where others have formed a newer generation without this process: its work does not count."""
+        if self.generation is not None and self.membership.is_over(self.generation):
+            raise GroupError(OVER, communication=False)
+
+    def describe_peers(self) -> dict[str, str]:
+        """What this process sees of the others, for the record of a failure."""
+        heard = self.peers.heard()
+        return {member: f"{view}, heard {heard.get(member, 0):.1f} s ago" for member, view in self.peers.view().items()}
+
+    def leave(self) -> None:
+        """Take no further part: peers see this process as gone."""
+        self._closed.set()
+        self.peers.close()
+        if self.world is not None:
+            self.world.leave()
+
+    def _candidate(self, **what: Any) -> Candidate:
+        host, port = self.peers.address
+        return Candidate(
+            member=self.member, node=self.facts.node_rank, local_rank=self.facts.local_rank, launch=self.launch,
+            host=host, port=port, gpu=self.device.type == "cuda", **what,
+        )  # fmt: skip
+
+    def _changed(self) -> None:
+        """A view of a peer has changed or a message has come: is the present group still of use?"""
+        generation, world = self.generation, self.world
+        messages = self.peers.messages()
+        if generation is None or world is None or world.group is None:
+            return
+        view = self.peers.view()
+        rank = generation.rank_of(self.member)
+        needed = generation.members
+        if generation.topology == "star" and rank != 0:
+            needed = generation.members[:1]
+        for seat in needed:
+            if view.get(seat.member) in ("gone", "silent"):
+                return world.group.fail(f"{seat.member} is {view[seat.member]}")
+        for message in messages:
+            if message.get("regroup") == generation.number:
+                reason = _told_by(message["from"], str(message.get("reason") or ""))
+                return world.group.fail(reason, bool(message.get("communication")))
+
+    def _look_around(self) -> None:
+        """Now and then: is this generation still the newest, does a member ask for another, does somebody want to be
+        let in? Members that are cut off from each other meet in the storage only."""
+        while not self._closed.wait(self.membership.look_seconds):
+            generation, world = self.generation, self.world
+            if generation is None or world is None:
+                continue
+            try:
+                over, asking = self.membership.is_over(generation), self.membership.asking(generation)
+                found = self.membership.newcomers(generation) if world.rank == 0 else []
+            except OSError as error:
+                _log.warning("could not look for other members: %s", error)
+                continue
+            if self.generation is not generation or self.world is not world:
+                continue
+            if len(generation.members) < self.config.micro_batches:
+                self.newcomers = tuple(f"node {item.node} ({item.member})" for item in found)
+            self._is_over = over
+            if world.group is not None and over:
+                world.group.fail(OVER, communication=False)
+            elif world.group is not None and asking:
+                world.group.fail(_told_by(asking[0].member, asking[0].reason), asking[0].communication)
+
+
+def _told_by(member: str, reason: str) -> str:
+    reason = reason or "asks for a new generation"
+    return reason if reason.startswith(TOLD) else f"{TOLD} {member}: {reason}"

@@ -1,0 +1,278 @@
+"""Who of the others is there: a connection to each, a heartbeat over it, and short messages (D2).
+
+A process that dies closes its connections, and its port refuses new ones: it is *gone*, known within a millisecond. A
+process that is frozen or cut off says nothing: it is *silent* once nothing has come for ``timeout`` seconds. All of it
+runs on one thread with an event loop, beside the training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from trainer.comm.handshake import HELLO, PROOF_BYTES, REPLY, AuthenticationError, Caller, Listener
+from trainer.comm.listener import BACKLOG, MOST_UNPROVEN, SPEAK_SECONDS, NoRoomError, accept
+
+View = Literal["unknown", "here", "gone", "silent"]
+Address = tuple[str, int]
+
+CONNECT_SECONDS = 3.0
+RETRY_SECONDS = 0.1
+TLS_SECONDS = 4.0
+"""More for an unproven connection to show who it is, where TLS comes first."""
+DROPPED_OFTEN = 5
+"""So many connections in a row that were closed without a word: the port has another owner now. One or two may have
+been closed because others were at the door."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Peer:
+    address: Address
+    view: View = "unknown"
+    heard_at: float = field(default_factory=time.monotonic)
+    dropped: int = 0
+    task: asyncio.Task[None] | None = None
+
+
+class Peers:
+    """This process's port, and its connections to others. ``key``: what all members have, and nobody else; each
+    connection begins with a proof of it, on both sides (`trainer.comm.handshake`). What is said then is encrypted only
+    with TLS, see `trainer.comm.tls`.
+
+    ``on_change`` is called without arguments, on the loop's thread, whenever a view changes or a message has come; it
+    must return at once. ``tls`` is (context as a server, context as a client), or None for plain connections.
+    """
+
+    def __init__(
+        self,
+        me: str,
+        key: bytes,
+        host: str,
+        interval: float,
+        timeout: float,
+        tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.me, self.key, self.interval, self.timeout = me, key, interval, timeout
+        self.on_change = on_change
+        self._tls = tls or (None, None)
+        self._peers: dict[str, _Peer] = {}
+        self._followers: set[asyncio.StreamWriter] = set()
+        self._unproven: dict[asyncio.Task[None], socket.socket] = {}
+        """In the order in which they came."""
+        self._messages: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        self._socket.setblocking(False)
+        self.address: Address = self._socket.getsockname()[:2]
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
+        self._thread.start()
+
+    def follow(self, addresses: Mapping[str, Address]) -> None:
+        """Watch exactly these members from now on (oneself left out)."""
+        wanted = {member: address for member, address in addresses.items() if member != self.me}
+        with self._lock:
+            for member in set(self._peers) - set(wanted):
+                self._cancel(self._peers.pop(member))
+            for member, address in wanted.items():
+                if member not in self._peers:
+                    self._peers[member] = _Peer((address[0], address[1]))
+                    self._loop.call_soon_threadsafe(self._start, member, self._peers[member])
+
+    def view(self) -> dict[str, View]:
+        """How each followed member looks from here."""
+        with self._lock:
+            return {member: peer.view for member, peer in self._peers.items()}
+
+    def heard(self) -> dict[str, float]:
+        """Seconds since each followed member was last heard."""
+        now = time.monotonic()
+        with self._lock:
+            return {member: now - peer.heard_at for member, peer in self._peers.items()}
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send a message to all who follow this process; no answer, no promise."""
+        line = json.dumps({**message, "from": self.me}).encode() + b"\n"
+        self._loop.call_soon_threadsafe(self._send, line)
+
+    def messages(self) -> list[dict[str, Any]]:
+        """What others have told since the last call."""
+        with self._lock:
+            taken, self._messages = self._messages, []
+        return taken
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(5)
+
+    # Everything below runs on the loop's thread.
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.add_reader(self._socket, self._accept)
+        self._loop.create_task(self._judge())
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            for writer in list(self._followers):
+                writer.transport.abort()
+            self._loop.run_until_complete(asyncio.sleep(0))
+            self._loop.close()
+
+    def _start(self, member: str, peer: _Peer) -> None:
+        peer.task = self._loop.create_task(self._follow(member, peer))
+
+    def _cancel(self, peer: _Peer) -> None:
+        def cancel() -> None:
+            if peer.task:
+                peer.task.cancel()
+
+        self._loop.call_soon_threadsafe(cancel)
+
+    def _send(self, line: bytes) -> None:
+        for writer in self._followers:
+            with contextlib.suppress(Exception):
+                writer.write(line)
+
+    def _accept(self) -> None:
+        """Somebody connects. Without a descriptor for it, the oldest that is unproven goes, or it waits a little."""
+        try:
+            connection = accept(self._socket)
+        except NoRoomError:
+            if not self._drop_oldest():
+                self._loop.remove_reader(self._socket)
+                self._loop.call_later(RETRY_SECONDS, self._loop.add_reader, self._socket, self._accept)
+            return
+        if connection is None:
+            return
+        if len(self._unproven) >= MOST_UNPROVEN:
+            self._drop_oldest()
+        connection.setblocking(False)
+        task = self._loop.create_task(self._serve(connection))
+        self._unproven[task] = connection
+        task.add_done_callback(lambda done: self._unproven.pop(done, None))
+
+    def _drop_oldest(self) -> bool:
+        for task in self._unproven:
+            del self._unproven[task]
+            task.cancel()
+            return True
+        return False
+
+    async def _serve(self, connection: socket.socket) -> None:
+        """One follower: once it has proven who it is, answer each of its lines with one."""
+        writer, task = None, asyncio.current_task()
+        assert task is not None
+        try:
+            async with asyncio.timeout(SPEAK_SECONDS + (TLS_SECONDS if self._tls[0] else 0.0)):
+                reader = asyncio.StreamReader()
+                protocol = asyncio.StreamReaderProtocol(reader)
+                transport, _ = await self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls[0])
+                writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
+                listener = Listener(self.key, self.me)
+                writer.write(listener.reply(await reader.readexactly(HELLO.size)))
+                listener.admit(await reader.readexactly(PROOF_BYTES))
+            self._unproven.pop(task, None)
+            self._followers.add(writer)
+            answer = json.dumps({"member": self.me}).encode() + b"\n"
+            writer.write(answer)
+            while await reader.readline():
+                writer.write(answer)
+                await writer.drain()
+        except (TimeoutError, OSError, ValueError, EOFError, asyncio.CancelledError):
+            pass
+        finally:
+            if writer is None:
+                connection.close()
+            else:
+                self._followers.discard(writer)
+                writer.transport.abort()
+
+    async def _follow(self, member: str, peer: _Peer) -> None:
+        """Hold a connection. One that broke is made anew, at once the first time: a dead process refuses it."""
+        while True:
+            heard_at = peer.heard_at
+            try:
+                await self._converse(member, peer)
+            except (ConnectionRefusedError, AuthenticationError):
+                self._set(member, peer, "gone")
+            except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError):
+                peer.dropped += 1
+                if peer.dropped >= DROPPED_OFTEN:
+                    self._set(member, peer, "gone")
+            except (TimeoutError, OSError, ValueError):
+                if peer.view == "unknown":
+                    self._set(member, peer, "silent")
+            await asyncio.sleep(RETRY_SECONDS if peer.heard_at == heard_at else 0)
+
+    async def _converse(self, member: str, peer: _Peer) -> None:
+        """Connect, and read until the connection ends. Returns or raises when it has."""
+        connecting = asyncio.open_connection(
+            *peer.address, ssl=self._tls[1], server_hostname="" if self._tls[1] else None
+        )
+        reader, writer = await asyncio.wait_for(connecting, CONNECT_SECONDS)
+        try:
+            caller = Caller(self.key, self.me, member)
+            writer.write(caller.hello)
+            writer.write(caller.answer(await asyncio.wait_for(reader.readexactly(REPLY.size), CONNECT_SECONDS)))
+            peer.dropped = 0
+            self._set(member, peer, "here")
+            beating = self._loop.create_task(self._beat(writer))
+            try:
+                while line := await reader.readline():
+                    self._set(member, peer, "here")
+                    message = json.loads(line)
+                    if isinstance(message, dict) and "member" not in message:
+                        with self._lock:
+                            self._messages.append(message)
+                        self.on_change()
+            finally:
+                beating.cancel()
+        finally:
+            writer.transport.abort()
+
+    async def _beat(self, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await asyncio.sleep(self.interval)
+            writer.write(b"\n")
+
+    async def _judge(self) -> None:
+        """Call those silent that have not been heard for too long. After a pause of this very process (a frozen host,
+        a debugger) everybody gets a new chance: it was us who did not listen."""
+        nap = min(self.interval, self.timeout) / 4
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(nap)
+            late = time.monotonic() - before - nap
+            for member, peer in list(self._peers.items()):
+                if late > self.timeout / 4:
+                    peer.heard_at = time.monotonic()
+                elif peer.view == "here" and time.monotonic() - peer.heard_at > self.timeout:
+                    _log.warning("nothing heard from %s for %.1f s", member, self.timeout)
+                    self._set(member, peer, "silent")
+
+    def _set(self, member: str, peer: _Peer, view: View) -> None:
+        if view == "here":
+            peer.heard_at = time.monotonic()
+        if peer.view != view and self._peers.get(member) is peer:
+            peer.view = view
+            self.on_change()

@@ -1,0 +1,225 @@
+"""The next set of members, as a decision: from who asks and what they see of each other to who is in. Pure.
+
+The agreement on it, with its reading, writing and waiting, is `trainer.elastic.membership`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+START = "start"
+"""The reason of a launch's first generation."""
+TOLD = "told by"
+"""How the reason of a process begins that only heard of it."""
+Topology = Literal["mesh", "star"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """What a process says of itself when it asks to be in the next generation."""
+
+    member: str
+    node: int
+    local_rank: int
+    launch: int
+    host: str
+    port: int
+    """Where its `Peers` listen."""
+    store_port: int = 0
+    """Where it would serve the group's store, or be the hub, as rank 0."""
+    gpu: bool = False
+    ready: bool = False
+    """Data and model are there; until then it only says that it is coming."""
+    was_in: int = 0
+    """The generation that its state comes from, 0 for one that brings none."""
+    rank: int = 0
+    """In that generation; for a newcomer, the one that its launcher planned."""
+    step: int = 0
+    """Optimizer steps that its state has behind it."""
+    progress: int = 0
+    """Of two states at the same step, the one that is further in what follows a step (evaluation)."""
+    chunk: int | None = None
+    """Most samples that fit through its model at once; None: a whole micro-batch does (D4)."""
+    activation_checkpointing: bool = False
+    communication: bool = False
+    """It comes because communication failed, not because a member is gone or a newcomer is there."""
+    reason: str = ""
+    view: dict[str, str] = field(default_factory=dict)
+    """How it sees others (`trainer.elastic.failure_detector.View`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """A set of members that train together. Immutable once it is written."""
+
+    number: int
+    launch: int
+    members: tuple[Candidate, ...]
+    """In order of rank."""
+    topology: Topology = "mesh"
+    """``star``: parameter-server mode (D3), rank 0 is the hub."""
+    attempt: int = 0
+    """How often in a row communication has failed without a step in between."""
+    step: int = 0
+    """Steps done when it begins. What an older generation reports beyond this does not count."""
+    reason: str = ""
+    formed_at: float = 0.0
+
+    def rank_of(self, member: str) -> int | None:
+        return next((rank for rank, seat in enumerate(self.members) if seat.member == member), None)
+
+    @property
+    def source(self) -> int:
+        """The rank whose state all others take: the furthest; the lowest of equals."""
+        survivors = [rank for rank, seat in enumerate(self.members) if seat.was_in]
+        return max(survivors, key=lambda rank: (*_position(self.members[rank]), -rank), default=0)
+
+    @property
+    def has_state(self) -> bool:
+        """Does anybody bring a state? If not, all start from the latest checkpoint."""
+        return any(seat.was_in for seat in self.members)
+
+    @property
+    def all_equal(self) -> bool:
+        """Do all have the same state already?"""
+        first = _position(self.members[0])
+        return all(seat.was_in and _position(seat) == first for seat in self.members)
+
+    @property
+    def chunk(self) -> int | None:
+        return min((seat.chunk for seat in self.members if seat.chunk is not None), default=None)
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        return any(seat.activation_checkpointing for seat in self.members)
+
+    @property
+    def gpu(self) -> bool:
+        return all(seat.gpu for seat in self.members)
+
+
+def _position(seat: Candidate) -> tuple[int, int]:
+    return seat.step, seat.progress
+
+
+def survivors_of(previous: Generation | None, candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Candidates with a state that counts: members of the newest generation, in the order of their ranks."""
+    if previous is None:
+        return []
+    known = {seat.member for seat in previous.members}
+    found = [item for item in candidates if item.member in known and item.was_in == previous.number]
+    return sorted(found, key=lambda item: item.rank)
+
+
+def missing(previous: Generation | None, launch: int, planned: int, candidates: Sequence[Candidate]) -> list[str]:
+    """Whom a proposal has to wait for, unless they are gone: of the members of the newest generation those that have
+    not come; at the start of a launch, names for those of the planned world that nobody has seen."""
+    if previous is not None and previous.launch == launch:
+        come = {item.member for item in candidates if item.ready}
+        return [seat.member for seat in previous.members if seat.member not in come]
+    of_launch = [item for item in candidates if item.launch == launch]
+    late = [item.member for item in of_launch if not item.ready]
+    return late + [f"?{number}" for number in range(planned - len(of_launch))]
+
+
+def conflicts(candidates: Sequence[Candidate]) -> set[frozenset[str]]:
+    """Pairs that cannot reach each other: one of them says so."""
+    names = {item.member for item in candidates}
+    return {
+        frozenset((item.member, other))
+        for item in candidates
+        for other, view in item.view.items()
+        if other in names and other != item.member and view in ("gone", "silent")
+    }
+
+
+def isolated(candidates: Sequence[Candidate]) -> set[str]:
+    """Of three or more, those that nobody reaches: their host is cut off, no link between others is to blame. Nobody
+    where that goes for all: one of them has to go on."""
+    bad = conflicts(candidates)
+    if len(candidates) < 3:
+        return set()
+    found = {item.member for item in candidates if sum(item.member in pair for pair in bad) == len(candidates) - 1}
+    return found if len(found) < len(candidates) else set()
+
+
+def attempts(previous: Generation | None, candidates: Sequence[Candidate]) -> int:
+    """How often in a row communication has now failed among members that are all still there, without a step done."""
+    survivors = survivors_of(previous, candidates)
+    if previous is None or len(survivors) < len(previous.members):
+        return 0
+    if not any(item.communication for item in survivors):
+        return 0
+    progressed = any(item.step > previous.step for item in survivors)
+    return 1 if progressed else previous.attempt + 1
+
+
+def pause(previous: Generation | None, candidates: Sequence[Candidate], retries: int) -> float:
+    """Seconds to wait before proposing: exponential backoff while communication fails (D3); as long as all the waits
+    together where a link between two is cut, for it may come back."""
+    count = attempts(previous, candidates)
+    if count:
+        return 0.5 * 2 ** (min(count, retries) - 1)
+    left = [item for item in candidates if item.member not in isolated(candidates)]
+    return 0.5 * (2**retries - 1) if conflicts(left) else 0.0
+
+
+def choose(
+    previous: Generation | None,
+    launch: int,
+    candidates: Sequence[Candidate],
+    retries: int,
+    limit: int,
+    proposer: str = "",
+    first: int = 1,
+) -> Generation | None:
+    """The next generation, from those who are ready; None if nobody is. Pure.
+
+    Survivors keep their order, newcomers follow, at most ``limit`` in all. Where two cannot reach each other: who is
+    cut off from all is left out; a star around somebody whom all reach, if there is one; else those with the most
+    cut links are left out, never the ``proposer``, who is alive for certain. ``first``: the number of a generation
+    that has none before it.
+    """
+    number = previous.number + 1 if previous else first
+    ready = [item for item in candidates if item.ready and item.launch == launch]
+    survivors = survivors_of(previous, ready)
+    known = {item.member for item in survivors}
+    newcomers = [replace(item, was_in=0) for item in ready if item.member not in known]
+    newcomers.sort(key=lambda item: (item.node, item.local_rank, item.member))
+    order = (survivors + newcomers)[: max(limit, len(survivors))]
+    order = [item for item in order if item.member not in isolated(order)]
+    if not order:
+        return None
+    attempt = attempts(previous, ready)
+    topology: Topology = "star" if attempt > retries and len(order) > 1 else "mesh"
+    bad = conflicts(order)
+    if bad and len(order) > 2:
+        hubs = [item for item in order if not any(item.member in pair for pair in bad)]
+        if hubs:
+            topology, order = "star", [hubs[0], *(item for item in order if item is not hubs[0])]
+            bad = set()
+    while bad:
+        others = [item for item in order if item.member != proposer]
+        worst = max(
+            others,
+            key=lambda item: (
+                sum(item.member in pair for pair in bad),
+                frozenset((item.member, proposer)) in bad,
+                order.index(item),
+            ),
+        )
+        order.remove(worst)
+        bad = conflicts(order)
+    step = max((item.step for item in order if item.was_in), default=0)
+    reasons = dict.fromkeys(item.reason for item in survivors if item.reason and not item.reason.startswith(TOLD))
+    return Generation(
+        number=number,
+        launch=launch,
+        members=tuple(order),
+        topology=topology,
+        attempt=attempt,
+        step=step,
+        reason="; ".join(reasons) or (START if previous is None or previous.launch != launch else "no survivors"),
+    )

@@ -1,0 +1,129 @@
+"""A node's own record of when it was there, where nothing else watches it from outside (DTRAIN_PRESENCE=1).
+
+On a cluster whose nodes we cannot look into, local rank 0 writes the node's `NodePresence` and refreshes it; whoever
+pays for the node reads it. A node that vanishes leaves no end: the time when it was last seen counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import psutil
+
+from trainer.comm.world import rank_facts
+from trainer.config import ConfigError, JobConfig
+from trainer.engine.result import EVICTED
+from trainer.rundir import NodePresence, RunDir, heartbeat_seconds
+from trainer.runtime import clock
+
+PRESENCE = "DTRAIN_PRESENCE"
+LAST_WORD_SECONDS = 15.0
+"""How long the end of a process waits for its record of it."""
+_log = logging.getLogger(__name__)
+
+
+class Presence:
+    """Keeps the record of this node, in a thread: neither training nor the start waits for storage."""
+
+    def __init__(self, rundir: RunDir, node_id: int, launch: int, started_at: float) -> None:
+        self.rundir = rundir
+        self.period_seconds = heartbeat_seconds(rundir.storage)
+        self._record = NodePresence(node_id=node_id, launch=launch, started_at=started_at, last_seen_at=clock.now())
+        self._begun = False
+        self._ended = threading.Event()
+        self._code = 0
+        self._thread = threading.Thread(target=self._work, name="presence", daemon=True)
+        self._thread.start()
+
+    def close(self, code: int) -> None:
+        """Write the end and how it came, by now; waits `LAST_WORD_SECONDS` at most."""
+        self._code = code
+        self._ended.set()
+        self._thread.join(LAST_WORD_SECONDS)
+        if self._thread.is_alive():
+            _log.warning("the end of this node could not be written within %.0f s", LAST_WORD_SECONDS)
+
+    def _work(self) -> None:
+        self._write()
+        while not self._ended.wait(self.period_seconds):
+            self._write()
+        # One thread writes them all, so that no late sign of life takes the place of the end.
+        self._record = replace(self._record, ended_at=clock.now(), exit_codes=(self._code,))
+        for _ in range(3):
+            if self._write():
+                return
+
+    def _write(self) -> bool:
+        self._record = replace(self._record, last_seen_at=clock.now(), clock_jump_seconds=clock.this().jump())
+        try:
+            if self._begun:
+                self.rundir.write_node(self._record)
+            else:  # a stay of its own, whatever this node's earlier processes have left
+                self._record = self.rundir.begin_stay(self._record)
+                self._begun = True
+            return True
+        except OSError as error:
+            _log.warning("could not write that this node is there: %s", error)
+            return False
+
+
+_of_this_process: Presence | None = None
+
+
+def last_word(code: int) -> None:
+    """Write the end of this node, where this process keeps its record and is about to end at once."""
+    if _of_this_process is not None:
+        _of_this_process.close(code)
+
+
+@contextmanager
+def presence(job: JobConfig, environment: Mapping[str, str]) -> Iterator[Exit]:
+    """Record this node while the block runs, if the environment asks for it and this process is its local rank 0. The
+    block sets ``code`` of what it gets."""
+    global _of_this_process
+    leaving = Exit()
+    watch = _of_this_process = _begin(job, environment)
+    if watch is None:
+        yield leaving
+        return
+    handler = None
+    if threading.current_thread() is threading.main_thread():
+        # Until the trainer has a handler of its own, and after it: being asked to go must not cut off the last word.
+        handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EVICTED))
+    try:
+        yield leaving
+    except SystemExit as asked:
+        leaving.code = asked.code if isinstance(asked.code, int) else 1
+        raise
+    finally:
+        if handler is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # we are going
+        watch.close(leaving.code)
+        _of_this_process = None
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+
+
+class Exit:
+    """How a block ends: its exit code, 1 unless it says otherwise."""
+
+    code: int = 1
+
+
+def _begin(job: JobConfig, environment: Mapping[str, str]) -> Presence | None:
+    if environment.get(PRESENCE) != "1":
+        return None
+    try:
+        facts = rank_facts(environment, job.training)
+        launch = int(environment.get("DTRAIN_LAUNCH", "1"))
+    except (ConfigError, ValueError):
+        return None  # the trainer refuses it, and says why
+    if facts.local_rank != 0:
+        return None
+    return Presence(RunDir(job.run_dir), facts.node_rank, launch, psutil.Process().create_time())

@@ -1,0 +1,94 @@
+"""The state of a training: what a checkpoint holds, what a newcomer gets from a survivor, and how far it has come."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.checkpoint.manager import check_fits
+from trainer.comm.world import World
+from trainer.data.coverage import Consumed, add
+from trainer.engine.step import Step
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where training stands; saved in every checkpoint. Everything else follows from the configuration."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    samples_seen: int = 0
+    best_loss: float = math.inf
+    best_step: int = 0
+    evaluated_step: int = 0
+    """The last step after which the validation split was judged."""
+    evaluations_without_improvement: int = 0
+    early_stopped: bool = False
+    consumed: list[Consumed] = field(default_factory=list)
+    """By epoch, the newest last; see `trainer.data.coverage`."""
+
+    def commit(self, epoch: int, samples: int, digest: int) -> None:
+        """A step is done: these samples were used, by all ranks together."""
+        self.step += 1
+        self.samples_seen += samples
+        if not self.consumed or self.consumed[-1].epoch != epoch:
+            self.consumed.append(Consumed(epoch))
+        last = self.consumed[-1]
+        last.samples += samples
+        last.digest = add(last.digest, digest)
+
+
+@dataclass(slots=True)
+class TrainingState:
+    """All that changes while training."""
+
+    module: nn.Module
+    step: Step
+    progress: Progress = field(default_factory=Progress)
+    best: dict[str, Tensor] | None = None
+    """The best weights so far, on the CPU of every rank: the end of a training must not depend on storage."""
+
+    def capture(self, best_is_saved: bool = True) -> dict[str, Any]:
+        """What a checkpoint holds: with the best weights in it, unless those of another checkpoint are the best ones.
+        The tensors are the live ones."""
+        state = {"model": self.module.state_dict(), "step": self.step.state_dict(), "progress": asdict(self.progress)}
+        if self.best is not None and not best_is_saved:
+            state["best"] = self.best
+        return state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over what `capture` gave. `trainer.checkpoint.manager.CheckpointError`, before anything is touched, if
+        it does not fit."""
+        check_fits(state["model"], self.module.state_dict())
+        progress = dict(state["progress"])
+        progress["consumed"] = [Consumed(**item) for item in progress["consumed"]]
+        self.module.load_state_dict(state["model"])
+        self.step.load_state_dict(state["step"])
+        self.progress = Progress(**progress)
+        self.best = state.get("best")
+        if self.best is None and self.progress.best_step == self.progress.step > 0:
+            self.keep_best()
+
+    def keep_best(self) -> None:
+        """The present weights are the best so far."""
+        self.best = {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
+
+    def share(self, world: World, source: int) -> None:
+        """Give every rank the state of rank ``source``; a collective."""
+        data = torch.zeros(0, dtype=torch.uint8)
+        if world.rank == source:
+            buffer = io.BytesIO()
+            torch.save(self.capture(best_is_saved=False), buffer)
+            data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        size = world.gather(len(data))[source]
+        if world.rank != source:
+            data = torch.empty(size, dtype=torch.uint8)
+        world.broadcast(data, source)
+        if world.rank != source:
+            state = torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
+            self.restore(state)

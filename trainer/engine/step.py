@@ -1,0 +1,275 @@
+"""One optimizer step: this rank's micro-batches, one all-reduce, agree that all is finite, clip, update (F2)."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.comm.group import Outcome, in_short, is_communication
+from trainer.comm.world import World
+from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.data.loader import Batch
+from trainer.data.sampler import micro_batch_seed
+from trainer.engine.out_of_memory import Fit, checkpoint_activations, chunks
+from trainer.model.compile import compiled
+from trainer.model.stock import Standardize
+from trainer.parallel.flat_adamw import FlatAdamW
+from trainer.parallel.synchronizer import GradientSynchronizer
+from trainer.runtime.fault_injection import Faults
+from trainer.runtime.step_timer import StepTimer
+
+_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_COMMIT = "commit of the step"
+_EPSILON = 1e-6
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or its gradient is not a finite number. The message names the step and the remedies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """What ranks tell each other when they commit a step: one small all-reduce. Counts over ranks."""
+
+    leaving: int = 0
+    """Ranks that were asked to end (SIGTERM)."""
+    regroup: int = 0
+    """Ranks that want another generation after this step."""
+    cut_off: int = 0
+    """Ranks that do not reach all others."""
+    budget: int = 0
+    """Ranks that see the budget spent; rank 0 looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step came to. ``loss_sum`` is this rank's part: the sum of its samples' losses."""
+
+    loss_sum: float
+    grad_norm: float
+    votes: Votes
+    digest: int
+    """Of all samples of the global batch, see `trainer.data.coverage`."""
+
+
+class Step:
+    """Carries out optimizer steps on one model. `adopt` gives it a world, and a new one after each regroup."""
+
+    def __init__(
+        self, module: nn.Module, criterion: nn.Module, config: DistributedTrainingConfig, device: torch.device,
+        faults: Faults, flat: bool = True,
+    ) -> None:  # fmt: skip
+        """``flat``: may the weights move together (`FlatAdamW`)?"""
+        if config.precision == "fp16" and device.type != "cuda":
+            raise ConfigError("training.precision = 'fp16' needs a GPU; use 'bf16' or 'fp32' on the CPU")
+        self.module, self.criterion, self.config, self.device, self.faults = module, criterion, config, device, faults
+        self.optimizer = FlatAdamW(module, config.learning_rate, config.weight_decay, flat)
+        self.model = compiled(module, config.compile, device)
+        """What is called: the module, or its compiled face."""
+        self.scaler = torch.amp.GradScaler(enabled=config.precision == "fp16")
+        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.fit = Fit(config.batch_size_per_gpu, False)
+        self.timer = StepTimer(config.timing, device)
+        self.sync: GradientSynchronizer
+        self._kind = _AUTOCAST[config.precision]
+        self._statistics = [item for item in module.modules() if item._buffers and not isinstance(item, Standardize)]
+        """Whatever may have running statistics."""
+        self._commit: Outcome | None = None
+        self._is_checkpointed = False
+
+    def adopt(self, world: World) -> None:
+        """Work in this world from now on; waits for its group. All state must be equal on all its ranks already."""
+        if hasattr(self, "sync"):
+            self.sync.unwrap()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.world = world
+        self.sync = GradientSynchronizer(world, self.faults, self.timer, config=self.config)
+        self.sync.wrap(self.module, self.optimizer.is_flat)
+
+    def check_parameters(self) -> None:
+        """`ConfigError` where the model has unfrozen some: nobody would sum or clear their gradients."""
+        known = set(map(id, self.parameters))
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ConfigError(
+                    f"{name} was frozen when training began and is not any more: freeze and unfreeze parameters where "
+                    "the model is made; to train some of them later, let the model leave them out (detach) until then"
+                )
+
+    def limit(self, fit: Fit) -> None:
+        """Let no more samples through the model at once than this (D4)."""
+        self.fit = fit
+        if fit.activation_checkpointing and not self._is_checkpointed:
+            self._is_checkpointed = True
+            checkpoint_activations(self.module)
+            if self.config.compile != "off":  # what was compiled before keeps all activations
+                torch.compiler.reset()
+                self.model = compiled(self.module, self.config.compile, self.device)
+
+    def __call__(self, batch: Batch, step: int, learning_rate: float, votes: Votes) -> StepResult:
+        """Train on one global batch. All ranks must call it for the same step; it is done on all or on none of those
+        that return.
+
+        Raises `NonFiniteError` on all ranks, before the weights are touched, if any rank's loss or gradient is not;
+        `trainer.comm.group.GroupError` where communication fails, and what the model raises: the step is not done then,
+        and can be done again.
+        """
+        self.timer.mark("input")
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.sync.clear(self.parameters)
+        self.sync.step = step
+        self._commit = None
+        before = [buffer.clone() for buffer in self._changing()]
+        try:
+            losses = self._forward_backward(batch, step, votes)
+            self.sync.finish(self.module)
+            loss_sum, grad_norm = self._clip(losses)
+            self.timer.mark("optimizer")
+            result = self._agree(batch, votes, loss_sum, grad_norm)
+            self.timer.mark("exposed")
+        except BaseException as error:
+            peers = self.world.group
+            if peers is not None and is_communication(error):
+                peers.fail(in_short(error))  # before all that a broken GPU may refuse
+            for buffer, value in zip(self._changing(), before, strict=True):
+                buffer.copy_(value)  # running statistics must not count a step twice
+            self.timer.drop()
+            if peers is not None and peers.error is not None:
+                raise peers.error from error  # whatever autograd made of it
+            raise
+        if result is None:
+            raise NonFiniteError(
+                f"the loss or its gradient is not finite at step {step + 1} (learning rate {learning_rate:.3g}, "
+                f"gradient norm {grad_norm:.3g}): lower training.learning_rate, raise training.warmup_steps, "
+                "set training.clip_norm, or look for extreme values in the data; the last checkpoint is untouched"
+            )
+        self.faults.reach("optimizer", step)
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.update(self.sync.whole())
+        self.timer.mark("optimizer")
+        return result
+
+    def _changing(self) -> list[Tensor]:
+        return [buffer for item in self._statistics for buffer in item._buffers.values() if buffer is not None]
+
+    def _forward_backward(self, batch: Batch, step: int, votes: Votes) -> list[Tensor]:
+        """Sums of this rank's losses, one for each pass; leaves the gradient of the *global* mean in the parameters, on
+        every rank."""
+        sync = self.sync
+        sums: list[Tensor] = []
+        # Summed over ranks, not averaged: that makes it the gradient of the mean over the global batch.
+        share = torch.full((), 1.0 / batch.samples, device=self.device)
+        work: list[tuple[int, Tensor, Tensor]] = []
+        for number, windows, target in batch.micro_batches:
+            if len(target) <= self.fit.chunk:  # as it is: slices cost as much as some of the model's operations
+                work.append((micro_batch_seed(self.config.seed, step, number), windows, target))
+                continue
+            for part, rows in enumerate(chunks(len(target), self.fit.chunk)):
+                work.append((micro_batch_seed(self.config.seed, step, number, part), windows[rows], target[rows]))
+        self.timer.mark("other")
+        for place, (seed, windows, target) in enumerate(work):
+            self._seed(seed)
+            self.faults.reach("forward", step)
+            if self._kind is None:
+                outputs = self.model(windows)
+            else:
+                with torch.autocast(self.device.type, dtype=self._kind):
+                    outputs = self.model(windows)
+            loss = self.criterion(outputs.float(), target).sum()
+            sums.append(loss.detach())
+            self.timer.mark("forward")
+            self.faults.reach("backward", step)
+            is_last = place == len(work) - 1
+            sync.only_the_last(is_last)
+            if is_last and self.device.type == "cpu":  # a GPU's losses are not there yet
+                sync.behind = partial(self._submit_commit, batch, votes, sums)
+            self.scaler.scale(loss).backward(share)
+            if not is_last:  # which `GradientSynchronizer.finish` waits for
+                self.timer.mark("backward")
+        return sums
+
+    def _seed(self, seed: int) -> None:
+        """`torch.manual_seed`, of this device only: that one formats a stack trace for the sake of GPUs that are not
+        there, which takes as long as a small model's forward pass."""
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def _clip(self, losses: list[Tensor]) -> tuple[float, float]:
+        """The sum of the losses, and the norm of the gradient before it is clipped, like `torch.nn.utils`."""
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimizer)
+        gradients = self.sync.summed()
+        if gradients is None:
+            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=self.device)]
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        found = [*losses, norm]
+        # At once where that waits for all that a GPU has to do.
+        *sums, grad_norm = [it.item() for it in found] if norm.is_cpu else torch.stack(found).tolist()
+        limit = self.config.clip_norm
+        if limit is not None and grad_norm + _EPSILON > limit:  # else every gradient would be multiplied by one
+            torch._foreach_mul_(gradients, limit / (grad_norm + _EPSILON))
+        return sum(sums), grad_norm
+
+    def _submit_commit(self, batch: Batch, votes: Votes, losses: list[Tensor]) -> None:
+        """Agree right behind the last gradients: nobody has to wake up in between."""
+        assert self.world.group is not None
+        broken = not all(math.isfinite(loss.item()) for loss in losses)
+        counts = _counts(batch, votes, broken, self.sync.without())
+        self._commit = self.world.group.sum(_COMMIT, counts)
+
+    def _agree(self, batch: Batch, votes: Votes, loss_sum: float, grad_norm: float) -> StepResult | None:
+        """The one small all-reduce with which a step is committed; None if any rank's numbers are broken."""
+        # With a scaler an overflow is usual: the scaler leaves that step out and lowers its scale.
+        is_finite = math.isfinite(grad_norm) or self.scaler.is_enabled()
+        if self._commit is not None:
+            commit, self._commit = self._commit, None
+            counts = commit.result()
+        else:
+            broken = not (math.isfinite(loss_sum) and is_finite)
+            counts = self.world.sum(_counts(batch, votes, broken, self.sync.without()), _COMMIT)
+        broken_on, leaving, regroup, cut_off, budget, samples, digest, *without = counts.tolist()
+        if broken_on or not is_finite:  # what was summed is the same on all ranks
+            return None
+        if samples != batch.samples:
+            raise RuntimeError(f"the ranks used {samples} samples of a batch of {batch.samples}: they disagree")
+        self.sync.settle(without)
+        return StepResult(loss_sum, grad_norm, Votes(leaving, regroup, cut_off, budget), digest)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+
+
+def _counts(batch: Batch, votes: Votes, broken: bool, without: list[int]) -> Tensor:
+    """What ranks sum when they commit a step. ``without``: see `GradientSynchronizer.without`."""
+    voted = (votes.leaving, votes.regroup, votes.cut_off, votes.budget)
+    counts = array("q", (broken, *voted, batch.local_samples, batch.digest, *without))
+    return torch.frombuffer(counts, dtype=torch.int64)  # torch.tensor takes three times as long
+
+
+def digest(parameters: Sequence[tuple[str, Tensor]]) -> str:
+    """sha256 over names, shapes and bytes of tensors, in their order."""
+    import hashlib
+
+    result = hashlib.sha256()
+    for name, tensor in parameters:
+        flat = tensor.detach().cpu().contiguous()
+        result.update(f"{name}{tuple(flat.shape)}{flat.dtype}".encode())
+        result.update(flat.view(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    return result.hexdigest()

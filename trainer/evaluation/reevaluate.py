@@ -1,0 +1,133 @@
+"""How good is a trained model on days that came after it? ``python -m trainer.evaluation.reevaluate --model FOLDER
+--dataset URI --after DAY``.
+
+Judges a model on the windows of a newer dataset's test split that end after a day, beside the baselines on the same
+windows: markets are calmer and stormier, so a likelihood says little by itself. The model itself, whose code may be
+anybody's, is asked in a process of its own (`trainer.isolation.runner`).
+
+Prints one JSON line. Exit code 2 where the model cannot be judged on this dataset.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import TypeAdapter
+
+from trainer.config import ConfigError
+from trainer.data.sampler import spread
+from trainer.evaluation.baselines import Forecast, baseline_forecasts
+from trainer.evaluation.report import gain, judge, predictive_of
+from trainer.isolation.runner import Isolated, IsolationError
+from trainer.model.losses import Predictive
+from trainer.model.saved_model import BATCH, DESCRIPTION
+from trainer.spec import DataSpec
+
+if TYPE_CHECKING:
+    from trainer.data.shards import DataShardManager
+
+ALIKE = ("window", "features", "target", "horizon")
+
+
+class Forecaster(Protocol):
+    """A trained model, wherever its code runs."""
+
+    @property
+    def spec(self) -> DataSpec: ...
+
+    def predict(self, windows: NDArray[Any]) -> dict[str, NDArray[np.float64]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FolderModel:
+    """The model of a folder of `model.json` and `weights.pt`, asked in a process of its own."""
+
+    spec: DataSpec
+    isolated: Isolated
+
+    def predict(self, windows: NDArray[Any]) -> dict[str, NDArray[np.float64]]:
+        return self.isolated.predict(windows)
+
+
+def open_folder(folder: Path, code: Path | None) -> FolderModel:
+    """A model as the orchestrator has laid it out: its files, which modules its factories may be of
+    (``factories.json``), and the folder of these."""
+    description = json.loads((folder / DESCRIPTION).read_text())
+    spec = TypeAdapter(DataSpec).validate_python(description["spec"])
+    modules = tuple(json.loads((folder / "factories.json").read_text())["modules"])
+    return FolderModel(spec, Isolated(folder=folder, modules=modules, path=(code,) if code else ()))
+
+
+def reassess(saved: Forecaster, shards: DataShardManager, after: np.datetime64) -> dict[str, Any]:
+    """The model's NLL on the windows that end after this day, and by how much it is lower than each baseline's;
+    ``nll`` is None where there is no such window, or the model forecasts no distribution. ValueError where the model
+    takes other windows than these."""
+    for name in ALIKE:
+        own, its = getattr(saved.spec, name), getattr(shards.spec, name)
+        if own != its:
+            raise ValueError(f"the model's {name} is {own!r}, the dataset's {its!r}: it cannot be judged on it")
+    rows = shards.end_rows("test", spread(shards.count("test")))
+    later = np.flatnonzero(shards.dates(rows) > after)
+    days = shards.dates(rows[later])
+    report: dict[str, Any] = {"windows": len(later), "days": len(np.unique(days)), "nll": None, "baselines": {}}
+    if not len(later):
+        return report
+    windows = np.empty((len(later), shards.spec.window, len(shards.spec.features)), dtype=np.float32)
+    targets = []
+    for at in range(0, len(later), BATCH):
+        part, target = shards.gather(rows[later[at : at + BATCH]])
+        windows[at : at + BATCH] = part.numpy()
+        targets.append(target.double().numpy())
+    columns = {**saved.predict(windows), "target": np.concatenate(targets)}
+    if "sigma" not in columns:
+        return report
+    nu = columns.get("nu", np.full(len(later), np.inf))
+    own = judge(Predictive(*map(torch.from_numpy, (columns["mu"], columns["sigma"], nu))), columns["target"])
+    for name, forecast in baseline_forecasts(shards, "test").items():
+        if forecast.sigma is not None:
+            other = judge(predictive_of(_part(forecast, later)), columns["target"])
+            report["baselines"][name] = {
+                "nll": float(other["nll"].mean()),
+                **gain(own, other, days, shards.spec.horizon),
+            }
+    return {**report, "nll": float(own["nll"].mean()), "first_date": str(days.min()), "last_date": str(days.max())}
+
+
+def _part(forecast: Forecast, positions: Any) -> Forecast:
+    assert forecast.sigma is not None
+    return replace(forecast, mu=forecast.mu[positions], sigma=forecast.sigma[positions])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.evaluation.reevaluate", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument("--model", required=True, type=Path, help="folder of model.json, weights.pt, factories.json")
+    parser.add_argument("--code", type=Path, help="folder of the modules of its factories, where they are one's own")
+    parser.add_argument("--dataset", required=True, help="folder of manifest.json: a path or any fsspec address")
+    parser.add_argument("--after", required=True, type=np.datetime64, help="only days after this one, YYYY-MM-DD")
+    options = parser.parse_args(arguments)
+    from trainer.data.shards import DataShardManager
+
+    torch.set_num_threads(1)
+    try:
+        saved = open_folder(options.model, options.code)
+        report = reassess(saved, DataShardManager(options.dataset), options.after)
+    except (ConfigError, IsolationError, ValueError, KeyError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(json.dumps(report, allow_nan=False) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

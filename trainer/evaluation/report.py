@@ -1,0 +1,201 @@
+"""From forecasts to ``evaluation.json``: proper scores, baselines, calibration, years, and what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trainer.evaluation import scores
+from trainer.evaluation.baselines import Forecast
+from trainer.evaluation.gate import gate, suspect_leak
+from trainer.evaluation.scores import Array
+from trainer.model.losses import Predictive
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+REFERENCE = "har_x"
+"""The baseline that years and quintiles are compared with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """Forecasts of a whole split in order of position, shape (n,); NaN where the loss predicts no such thing."""
+
+    row: NDArray[np.int64]
+    target: Array
+    loss: Array
+    mu: Array
+    sigma: Array
+    nu: Array
+
+    @property
+    def predictive(self) -> Predictive | None:
+        if not len(self.sigma) or np.isnan(self.sigma).any():
+            return None
+        return Predictive(*(torch.from_numpy(array) for array in (self.mu, self.sigma, self.nu)))
+
+
+def judge(predictive: Predictive | None, target: Array) -> dict[str, Array]:
+    """Proper scores per sample (n,): ``nll``, ``pinball`` (mean over `QUANTILES`, in the target's unit) and
+    ``coverage_90`` (1 inside the central 90 % interval, 0 outside). Empty where there is no distribution."""
+    if predictive is None:
+        return {}
+    y = torch.from_numpy(target)
+    levels = {q: predictive.quantile(q) for q in QUANTILES}
+    pinball = [torch.maximum(q * (y - at), (q - 1) * (y - at)) for q, at in levels.items()]
+    covered = (y >= levels[0.05]) & (y <= levels[0.95])
+    return {
+        "nll": predictive.nll(y).numpy(),
+        "pinball": torch.stack(pinball).mean(0).numpy(),
+        "coverage_90": covered.double().numpy(),
+    }
+
+
+def build_report(
+    predictions: Predictions,
+    days: NDArray[np.datetime64],
+    baselines: Mapping[str, Forecast],
+    horizon: int,
+    split: str = "test",
+) -> dict[str, Any]:
+    """The content of ``evaluation.json``. ``days`` (n,) are the dates of the windows' ends, datetime64[D]; ``horizon``
+    is in days and sets the lag of the t-statistics."""
+    target = predictions.target
+    own = judge(predictions.predictive, target)
+    has_mean = not np.isnan(predictions.mu).any()
+    skill = scores.mean_skill(predictions.mu, target, days, horizon) if has_mean else {}
+    parts = [part for part in scores.halves(days) if has_mean and part.any()]
+    judged = {name: judge(predictive_of(forecast), target) for name, forecast in baselines.items()}
+    reference = judged.get(REFERENCE, {})
+    report: dict[str, Any] = {
+        "split": split,
+        "windows": len(target),
+        "days": len(np.unique(days)),
+        "first_date": str(days.min()),
+        "last_date": str(days.max()),
+        "model": {"loss": float(predictions.loss.mean()), **_means(own), **skill},
+        "baselines": {
+            name: {
+                **_means(judged[name]),
+                **gain(own, judged[name], days, horizon),
+                "mse_to_zero": scores.mse_to_zero(forecast.mu, target),
+            }
+            for name, forecast in baselines.items()
+        },
+        "calibration": _calibration(predictions.sigma, own, reference) if own else [],
+        "halves": [scores.mean_skill(predictions.mu[part], target[part], days[part], horizon) for part in parts],
+        "by_year": _by_year(predictions, own, reference, days),
+    }
+    report["notes"] = notes(report)
+    decision = gate(report)
+    report["gate"] = {"passed": decision.passed, "reasons": list(decision.reasons)}
+    return report
+
+
+def predictive_of(forecast: Forecast) -> Predictive | None:
+    """The distribution of a baseline, None for one of the mean alone."""
+    if forecast.sigma is None:
+        return None
+    mu, sigma = torch.from_numpy(forecast.mu), torch.from_numpy(forecast.sigma)
+    return Predictive(mu, sigma, torch.full_like(sigma, forecast.nu))
+
+
+def _means(judged: Mapping[str, Array], part: Any = slice(None)) -> dict[str, float]:
+    return {name: float(values[part].mean()) for name, values in judged.items()}
+
+
+def gain(own: Mapping[str, Array], other: Mapping[str, Array], days: NDArray, horizon: int) -> dict[str, float | None]:
+    """How much lower the model's NLL is, and the paired t-statistic over days."""
+    if not own or not other:
+        return {}
+    daily = scores.daily_means(other["nll"] - own["nll"], days)
+    t = scores.newey_west_t(daily, scores.newey_west_lag(len(daily), horizon))
+    return {"model_gain_nll": float((other["nll"] - own["nll"]).mean()), "model_gain_t": t}
+
+
+def _calibration(sigma: Array, own: Mapping[str, Array], reference: Mapping[str, Array]) -> list[dict[str, Any]]:
+    """Scores within each fifth of the predicted scale, calm to stormy."""
+    fifth = scores.quintiles(sigma)
+    rows = []
+    for index in np.unique(fifth):
+        part = fifth == index
+        row = {"quintile": int(index) + 1, "samples": int(part.sum()), "sigma_mean": float(sigma[part].mean())}
+        row |= {f"nll_{REFERENCE}": float(reference["nll"][part].mean())} if reference else {}
+        rows.append(row | _means(own, part))
+    return rows
+
+
+def _by_year(
+    predictions: Predictions, own: Mapping[str, Array], reference: Mapping[str, Array], days: NDArray
+) -> dict[str, dict[str, Any]]:
+    years = days.astype("datetime64[Y]")
+    table = {}
+    for year in np.unique(years):
+        part = years == year
+        row: dict[str, Any] = {"samples": int(part.sum()), "loss": float(predictions.loss[part].mean())}
+        row |= _means(own, part)
+        row |= {f"nll_{REFERENCE}": float(reference["nll"][part].mean())} if reference else {}
+        if not np.isnan(predictions.mu).any():
+            ic = scores.rank_ic_by_day(predictions.mu[part], predictions.target[part], days[part])
+            row["rank_ic"] = float(ic.mean()) if len(ic) else None
+        table[str(year)] = row
+    return table
+
+
+def notes(report: Mapping[str, Any]) -> list[str]:
+    """What the figures say, in sentences for a model card; each computed, none assumed."""
+    model, baselines = report["model"], report["baselines"]
+    said = []
+    if "nll" not in model:
+        said.append("The loss predicts no distribution: likelihood, coverage and calibration were not judged.")
+    else:
+        said.append(_note_on_likelihood(model, baselines))
+        cover = [row["coverage_90"] for row in report["calibration"]]
+        said.append(
+            f"The 90 % interval covered {model['coverage_90']:.1%} of the outcomes, between {min(cover):.1%} and "
+            f"{max(cover):.1%} across fifths of the predicted volatility."
+        )
+        worse = [year for year, row in report["by_year"].items() if row["nll"] >= row.get(f"nll_{REFERENCE}", np.inf)]
+        if worse:
+            said.append(f"It was no better than {REFERENCE} in {', '.join(worse)}.")
+    if "mse_to_zero" in model:
+        said.append(_note_on_mean(model, baselines))
+    leak = suspect_leak(report["halves"])
+    if leak:
+        said.append(f"Suspect leakage: {leak}.")
+    said.append(
+        f"Judged once, on {report['windows']:,} overlapping windows of {report['days']:,} days from "
+        f"{report['first_date']} to {report['last_date']}; other periods may differ."
+    )
+    return said
+
+
+def _note_on_likelihood(model: Mapping[str, Any], baselines: Mapping[str, Any]) -> str:
+    judged = {name: row for name, row in baselines.items() if "nll" in row}
+    if not judged:
+        return f"NLL {model['nll']:.4f}; no baseline could be judged beside it."
+    best = min(judged, key=lambda name: judged[name]["nll"])
+    gain, t = judged[best]["model_gain_nll"], judged[best]["model_gain_t"]
+    shown = f"NLL {model['nll']:.4f} against {judged[best]['nll']:.4f} of the best baseline, {best}"
+    if t is None:
+        return f"{shown}; too few days for a test."
+    if abs(t) < 2:
+        return f"{shown}: a difference that could be chance (t = {t:.1f})."
+    return f"{shown}: {'better' if gain > 0 else 'worse'} by {abs(gain):.4f} (t = {t:.1f})."
+
+
+def _note_on_mean(model: Mapping[str, Any], baselines: Mapping[str, Any]) -> str:
+    ratio, t = model["mse_to_zero"], model["mse_to_zero_t"]
+    if ratio is None:
+        return "The mean forecast could not be judged: the outcomes are all zero."
+    shown = f"squared error {ratio:.4f} of a zero forecast's" + ("" if t is None else f", t = {t:.1f}")
+    if ratio >= 1 or t is None or t < 2:
+        return f"The mean forecast has no skill ({shown}): use the interval, not the direction."
+    drift = baselines.get("drift", {}).get("mse_to_zero")
+    if drift is not None and ratio >= drift:
+        return f"The mean forecast is no better than the mean of the training years ({shown}; theirs {drift:.4f})."
+    return f"The mean forecast beats zero ({shown}): look for a leak before you use it."

@@ -1,0 +1,188 @@
+"""A model's answers from a process without identity, secrets or network: the one way in which a model's own code runs
+where there are any.
+
+The child (`trainer.isolation.child`) gets an environment of its own, an empty home, and files: a folder with the model,
+and windows. It gives arrays back, which are checked here. What the kernel lets it give up is in
+`trainer.isolation.sandbox`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from trainer.documents.arrays import ArraysError, read_arrays
+from trainer.runtime.scratch import scratch_folder
+from trainer.storage.regular_files import read_regular
+
+_log = logging.getLogger(__name__)
+_COLUMNS = 64
+"""Of an answer, at most."""
+_SAID = 2000
+"""Characters of what a child says that are told."""
+PROTECTIONS = {
+    "network": "a network namespace",
+    "files": "Landlock",
+    "calls": "seccomp",
+}
+_told: set[str] = set()
+
+
+class IsolationError(RuntimeError):
+    """The model gave no usable answer. The message says why, in words that begin with «the model …»."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Isolated:
+    """A model in a folder of its own, to be asked in a process of its own."""
+
+    folder: Path
+    """``model.json`` and ``weights.pt``, or what MLflow has packed. Only it and ``path`` can be read."""
+    kind: Literal["job", "mlflow"] = "job"
+    modules: tuple[str, ...] = ()
+    """Modules of which the factories of a job may be."""
+    path: tuple[Path, ...] = ()
+    """Folders in which the model's own code is found."""
+    seconds: float = 300.0
+    """After so long the child is ended."""
+    memory_bytes: int = field(default_factory=lambda: max(2 << 30, psutil.virtual_memory().total // 2))
+    threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
+
+    def predict(self, windows: NDArray[np.float32]) -> dict[str, NDArray[np.float64]]:
+        """Windows (n, window, features) → named columns (n,). `IsolationError` where the model does not answer, takes
+        too long or too much, or answers with anything but that."""
+        with scratch_folder("isolated") as scratch:
+            given, answers, held = (scratch / each for each in ("windows.npy", "answers.npz", "held.json"))
+            np.save(given, np.asarray(windows, dtype=np.float32))
+            said = scratch / "said.txt"
+            for each in (answers, held, said):
+                each.touch()
+            code = scratch / "code"
+            if self.kind == "job":  # a copy: what lies beside the package is not for the model to read
+                shutil.copytree(
+                    Path(__file__).parents[1], code / "trainer", ignore=shutil.ignore_patterns("__pycache__")
+                )
+            (scratch / "home").mkdir()
+            order = {
+                "kind": self.kind,
+                "model": str(self.folder),
+                "modules": list(self.modules),
+                "trainer": str(code) if self.kind == "job" else "",
+                "path": [str(path) for path in self.path],
+                "sandbox": str(Path(__file__).with_name("sandbox.py")),
+                "windows": str(given),
+                "answers": str(answers),
+                "held": str(held),
+                "readable": [str(self.folder), str(given), str(scratch / "home"), str(code)],
+                "writable": [str(answers), str(held), str(said)],
+                "memory_bytes": self.memory_bytes,
+                "cpu_seconds": int(self.seconds * max(1, self.threads)) + 1,
+                "file_bytes": (len(windows) * _COLUMNS * 8) + (1 << 20),
+                "threads": self.threads,
+            }
+            (scratch / "order.json").write_text(json.dumps(order))
+            self._run(scratch, said)
+            note_what_is_missing(held)
+            try:
+                columns = read_arrays(answers, most_values=max(1, len(windows)) * _COLUMNS)
+            except ArraysError as error:
+                raise IsolationError(f"the model's answer {error}") from None
+        return _checked(columns, len(windows))
+
+    def _run(self, scratch: Path, said: Path) -> None:
+        command = [sys.executable, "-I", str(Path(__file__).with_name("child.py")), str(scratch / "order.json")]
+        with open(said, "wb") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=scratch / "home",
+                env=clean_environment(scratch / "home", self.threads),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            code = process.wait(self.seconds)
+        except subprocess.TimeoutExpired:
+            raise IsolationError(f"the model took longer than {self.seconds:g} s, and was ended") from None
+        finally:
+            _kill(process)
+        if code != 0:
+            why = {-signal.SIGXCPU: "it used too much processor time", -signal.SIGKILL: "it was killed"}.get(code, "")
+            raise IsolationError(f"the model could not be asked: {why or last_words(said) or f'exit code {code}'}")
+
+
+def note_what_is_missing(held: Path) -> None:
+    """Warn, once, of what a child wrote down that its kernel does not give."""
+    try:
+        names = json.loads(read_regular(str(held.parent), held.name, 1000))
+    except (ValueError, OSError, RecursionError):
+        return  # it did not come so far, or its code has written there
+    if not isinstance(names, list):
+        return
+    missing = ", ".join(PROTECTIONS[name] for name in PROTECTIONS if name not in names)
+    if missing and missing not in _told:
+        _told.add(missing)
+        _log.warning(
+            "code of a model runs in a process of its own without secrets, but this machine gives it no %s: register "
+            "models only of code that you trust, see docs/own-model-and-data.md",
+            missing,
+        )
+
+
+def clean_environment(home: Path, threads: int) -> dict[str, str]:
+    """All that a child finds in its environment: nothing of this process's own."""
+    return {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(home),
+        "TMPDIR": str(home),
+        "LANG": "C.UTF-8",
+        "USER": "nobody",
+        "OMP_NUM_THREADS": str(threads),
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+
+def last_words(said: Path) -> str:
+    """The end of what a child printed, as one line of printable text."""
+    size = said.stat().st_size
+    with open(said, "rb") as file:
+        file.seek(max(0, size - 4 * _SAID))
+        lines = [line for line in file.read(4 * _SAID).decode(errors="replace").splitlines() if line.strip()]
+    text = lines[-1] if lines else ""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)[-_SAID:]
+
+
+def _checked(columns: dict[str, Any], count: int) -> dict[str, NDArray[np.float64]]:
+    if not columns or len(columns) > _COLUMNS:
+        raise IsolationError(f"the model's answer has {len(columns)} columns; expected 1 to {_COLUMNS}")
+    for name, values in columns.items():
+        if not name.isidentifier() or len(name) > 100:
+            raise IsolationError(f"the model's answer has a column called {name[:100]!r}")
+        if values.shape != (count,):
+            raise IsolationError(f"the model's answer has the shape {values.shape} in {name}; expected {(count,)}")
+        if not np.isfinite(values).all():
+            raise IsolationError(f"the model's answer has values that are not finite in {name}")
+    return {name: values.astype(np.float64) for name, values in columns.items()}
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the child and whatever is left of its session."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

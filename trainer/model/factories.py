@@ -1,0 +1,125 @@
+"""Parts by name: a stock part (``tcn``) or one of the user's own (``package.module:factory``), built with clear errors.
+
+Only modules that the settings allow are imported: ``DTRAIN_FACTORY_MODULES``, see `trainer.model.allowed_factories`.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainer.config import ConfigError, FactoryConfig
+from trainer.model.allowed_factories import is_allowed, modules_of_settings, refuse_foreign, remedy
+
+
+def build(
+    kind: str,
+    config: FactoryConfig,
+    stock: Mapping[str, Callable[..., Any]],
+    *positional: Any,
+    modules: tuple[str, ...] | None = None,
+) -> Any:
+    """``factory(*positional, **config.args)``, where the factory is one of ``stock`` or a user's own.
+
+    ``kind`` (``model`` or ``loss``) is the section of ``job.json``, for messages. ``modules``: those that may be
+    imported; None: those of the settings. Raises `ConfigError` if the factory is not allowed, cannot be found, does not
+    accept the arguments, or raises.
+    """
+    factory = _find(kind, config.factory, stock, modules_of_settings() if modules is None else modules)
+    _check_arguments(kind, config, factory, positional)
+    try:
+        return factory(*positional, **config.args)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{kind}.factory = {config.factory!r} raised {type(error).__name__}: {error} (called with {config.args!r})"
+        ) from error
+
+
+def _find(
+    kind: str, name: str, stock: Mapping[str, Callable[..., Any]], modules: tuple[str, ...]
+) -> Callable[..., Any]:
+    if name in stock:
+        return stock[name]
+    module_name, separator, attribute = name.partition(":")
+    if not separator or not module_name or not attribute:
+        raise ConfigError(
+            f"{kind}.factory = {name!r} is neither a stock {kind} ({', '.join(sorted(stock))}) "
+            "nor written as package.module:factory"
+        )
+    refuse_foreign(kind, name, modules)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise ConfigError(
+                f"{kind}.factory = {name!r}: there is no module {error.name!r} on the nodes' Python path; "
+                "install the package there or add its folder to PYTHONPATH"
+            ) from error
+        raise ConfigError(f"{kind}.factory = {name!r}: importing {module_name!r} failed: {error}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"{kind}.factory = {name!r}: importing {module_name!r} failed: {type(error).__name__}: {error}"
+        ) from error
+    factory = getattr(module, attribute, None)
+    if factory is None:
+        raise ConfigError(f"{kind}.factory = {name!r}: the module {module_name!r} has no attribute {attribute!r}")
+    if not callable(factory):
+        raise ConfigError(f"{kind}.factory = {name!r} is a {type(factory).__name__}, not something to call")
+    if not inspect.isfunction(factory) and not inspect.isclass(factory):
+        raise ConfigError(f"{kind}.factory = {name!r} is a {type(factory).__name__}; it must be a function or a class")
+    home = str(factory.__module__)
+    if not is_allowed(home, modules):  # what a module has imported is not the module's own
+        raise ConfigError(
+            f"{kind}.factory = {name!r} is defined in the module {home!r}, which is not allowed; {remedy(home)}, "
+            f"or write a function of your own in {module_name!r} that calls it"
+        )
+    return factory
+
+
+def _check_arguments(
+    kind: str, config: FactoryConfig, factory: Callable[..., Any], positional: tuple[Any, ...]
+) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # written in C: the call itself will tell
+        return
+    try:
+        signature.bind(*positional, **config.args)
+    except TypeError as error:
+        accepted = [str(parameter) for parameter in list(signature.parameters.values())[len(positional) :]]
+        raise ConfigError(
+            f"{kind}.args = {config.args!r} do not fit {kind}.factory = {config.factory!r}: {error}; "
+            f"it accepts: {', '.join(accepted) or 'no arguments'}"
+        ) from error
+    hints = _hints(factory)
+    for name in config.args:
+        if name in hints and _is_code(hints[name]):
+            raise ConfigError(
+                f"{kind}.args.{name}: {kind}.factory = {config.factory!r} takes a function or a class there, and "
+                "arguments are data: numbers, text, lists, maps; choose it inside the factory"
+            )
+
+
+def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
+    """Parameter → annotation; empty where the annotations cannot be resolved."""
+    target = vars(factory).get("__init__", factory) if inspect.isclass(factory) else factory
+    try:
+        return typing.get_type_hints(target)
+    except Exception:  # such as a name that is only there for type checkers
+        return {}
+
+
+def _is_code(hint: Any) -> bool:
+    """Whether an annotation takes functions or classes and nothing else."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        members = [each for each in typing.get_args(hint) if each is not type(None)]
+        return bool(members) and all(_is_code(each) for each in members)
+    return hint in (type, collections.abc.Callable, typing.Callable) or origin in (type, collections.abc.Callable)

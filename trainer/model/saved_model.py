@@ -1,0 +1,166 @@
+"""A trained model, loaded from the two files that a job leaves behind, by the scoring server and by whoever checks it.
+
+    model/weights.pt   the weights (tensors only), standardisation included
+    model/model.json   model and loss factories, `DataSpec`, and the sha256 of the file above; written last
+
+Importing this needs torch, numpy and pydantic, and nothing else: it runs in the scoring server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor, nn
+
+from trainer.config import FactoryConfig, describe_errors
+from trainer.model.losses import build_loss, gives_predictive
+from trainer.model.stock import build_model
+from trainer.spec import DataSpec
+
+FOLDER = "model"
+DESCRIPTION = "model.json"
+WEIGHTS = "weights.pt"
+QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
+BATCH = 4096
+"""Windows that go through the model at once: bounds the memory of a large request."""
+
+
+class SavedModelError(ValueError):
+    """The saved model cannot be used. The message says which file, what is wrong, and the remedy."""
+
+
+class SavedModel:
+    """Forecasts from raw feature windows, on the CPU."""
+
+    def __init__(self, model: nn.Module, criterion: nn.Module, spec: DataSpec, description: dict[str, Any]) -> None:
+        self.model, self.criterion = model.eval(), criterion
+        self.spec = spec
+        self.description = description
+        self.columns = tuple(self._batch(torch.zeros(2, spec.window, len(spec.features))))
+        """Names of what `predict` gives, in order."""
+
+    def predict(self, windows: NDArray[Any]) -> dict[str, NDArray[np.float64]]:
+        """Windows (n, window, features) → named columns (n,).
+
+        A loss that predicts a distribution gives ``mu``, ``sigma`` (the scale), ``nu`` (degrees of freedom; left out
+        for a normal distribution, where it is infinite) and the quantiles ``q05`` … ``q95``; one with a point forecast
+        gives ``prediction``; any other the model's raw outputs, ``prediction`` or ``prediction_1`` …. All but ``nu``
+        and raw outputs are in the unit of the target. ValueError for a wrong shape, and for a value that is not finite.
+        """
+        spec = self.spec
+        array = np.asarray(windows, dtype=np.float32)
+        if array.ndim != 3 or array.shape[1:] != (spec.window, len(spec.features)):
+            raise ValueError(
+                f"the input has shape {array.shape}; expected (n, {spec.window}, {len(spec.features)}): n windows of "
+                f"{spec.window} days, oldest first, each with {', '.join(spec.features)}"
+            )
+        bad = np.flatnonzero(~np.isfinite(array).all(axis=(1, 2)))
+        if len(bad):
+            raise ValueError(
+                f"window {bad[0]} holds a value that is not finite ({len(bad)} of {len(array)} windows do): "
+                "leave out windows with missing days"
+            )
+        batches = [self._batch(torch.from_numpy(array[at : at + BATCH])) for at in range(0, len(array), BATCH)]
+        return {name: np.concatenate([batch[name] for batch in batches] or [np.empty(0)]) for name in self.columns}
+
+    def _batch(self, windows: Tensor) -> dict[str, NDArray[np.float64]]:
+        criterion: Any = self.criterion
+        with torch.inference_mode():
+            outputs = self.model(windows)
+            if gives_predictive(criterion):
+                predictive = criterion.predictive(outputs)
+                columns = {"mu": predictive.mu, "sigma": predictive.sigma}
+                if not torch.isinf(predictive.nu).all():  # JSON knows no infinity
+                    columns["nu"] = predictive.nu
+                columns |= {name: predictive.quantile(level) for name, level in QUANTILES.items()}
+            elif callable(getattr(criterion, "point", None)):
+                columns = {"prediction": criterion.point(outputs)}
+            elif outputs.shape[1] == 1:
+                columns = {"prediction": outputs[:, 0]}
+            else:
+                columns = {f"prediction_{number + 1}": column for number, column in enumerate(outputs.unbind(1))}
+        return {name: column.double().numpy() for name, column in columns.items()}
+
+
+def load_saved_model(read: Callable[[str], bytes], modules: tuple[str, ...] | None = None) -> SavedModel:
+    """Load a job's model; ``read(name)`` gives the content of ``model.json`` and ``weights.pt``. ``modules``: those of
+    which its factories may be; None: those of the settings (`trainer.model.allowed_factories`).
+
+    Nothing is unpickled but tensors, and only once the sha256 is right. Raises `SavedModelError`, and `ConfigError` for
+    a factory that is not allowed or cannot be found.
+    """
+    try:
+        description = json.loads(read(DESCRIPTION))
+        data = read(WEIGHTS)
+    except FileNotFoundError as error:
+        raise SavedModelError(f"the saved model is incomplete: {error.filename} is missing; train again") from error
+    except (ValueError, RecursionError) as error:
+        raise SavedModelError(f"{DESCRIPTION} is not JSON: {error}") from error
+    if not isinstance(description, dict):
+        raise SavedModelError(f"{DESCRIPTION} holds no JSON object but a {type(description).__name__}")
+    expected, digest = description.get("file_sha256"), hashlib.sha256(data).hexdigest()
+    if digest != expected:
+        raise SavedModelError(
+            f"{WEIGHTS} has sha256 {digest[:12]}…, {DESCRIPTION} says {str(expected)[:12]}…: it is damaged or was "
+            "changed; do not use it, train again"
+        )
+    try:
+        config = TypeAdapter(FactoryConfig).validate_python(description["model"])
+        loss = TypeAdapter(FactoryConfig).validate_python(description["loss"])
+        spec = TypeAdapter(DataSpec).validate_python(description["spec"])
+    except KeyError as error:
+        raise SavedModelError(f"{DESCRIPTION} lacks {error}; it was written by another version, train again") from error
+    except ValidationError as error:
+        raise SavedModelError(describe_errors(error, DESCRIPTION)) from None
+    criterion: Any = build_loss(loss, spec, modules)
+    model = build_model(config, spec, criterion.outputs, modules)
+    _refuse_unpacking(data)
+    try:
+        weights = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a damaged or hostile pickle makes of it
+        raise SavedModelError(f"{WEIGHTS} holds something else than tensors, and was not loaded: {error}") from error
+    _check_shapes(weights, model, config)
+    try:
+        model.load_state_dict(weights)
+    except (RuntimeError, TypeError) as error:
+        raise SavedModelError(
+            f"{WEIGHTS} do not fit model.factory = {config.factory!r} with {config.args!r}: {error}; "
+            "its code has changed since it was trained"
+        ) from error
+    return SavedModel(model, criterion, spec, description)
+
+
+def _refuse_unpacking(data: bytes) -> None:
+    """`SavedModelError` for a file that becomes larger by being read: `torch.save` compresses nothing."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, OSError):
+        return  # `torch.load` says what it is
+    if any(info.compress_type != zipfile.ZIP_STORED for info in members) or (
+        sum(info.file_size for info in members) > len(data)
+    ):
+        raise SavedModelError(f"{WEIGHTS} is compressed, which no trainer does: do not use it, train again")
+
+
+def _check_shapes(weights: Any, model: nn.Module, config: FactoryConfig) -> None:
+    """`SavedModelError` for a tensor of another shape or kind than the model's: a few bytes may say that they are a
+    million times as many, which must not be copied."""
+    if not isinstance(weights, dict):
+        raise SavedModelError(f"{WEIGHTS} holds something else than tensors by name, and was not loaded")
+    for name, tensor in model.state_dict().items():
+        found = weights.get(name)
+        if isinstance(found, Tensor) and (found.shape != tensor.shape or found.layout != tensor.layout):
+            raise SavedModelError(
+                f"{WEIGHTS} do not fit model.factory = {config.factory!r} with {config.args!r}: {name} has the shape "
+                f"{tuple(found.shape)}, expected {tuple(tensor.shape)}; its code has changed since it was trained"
+            )

@@ -1,0 +1,190 @@
+"""The stock models and how a user's own is loaded.
+
+Every model maps windows (B, W, F), standardised float32, to (B, outputs). `build_model` wraps it in `Standardize`, so
+what is trained, saved and served takes raw feature windows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.config import ConfigError, FactoryConfig
+from trainer.model import factories
+from trainer.spec import DataSpec
+
+
+class Standardize(nn.Module):
+    """(x - mean) / std, then the model. Mean and deviation are buffers: they travel with the weights."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, model: nn.Module, spec: DataSpec) -> None:
+        super().__init__()
+        std = torch.tensor(spec.feature_std, dtype=torch.float32)
+        self.register_buffer("mean", torch.tensor(spec.feature_mean, dtype=torch.float32))
+        self.register_buffer("std", torch.where(std > 0, std, torch.ones_like(std)))  # a constant feature stays zero
+        self.model = model
+
+    def forward(self, windows: Tensor) -> Tensor:
+        """Raw windows (B, W, F) -> (B, outputs)."""
+        return self.model((windows - self.mean).div_(self.std))
+
+
+class LinearSkip(nn.Module):
+    """``head(body(x)) + linear(flattened x)``, both starting at zero.
+
+    The linear part alone is the ridge regression on the window, which is hard to beat on volatility; the body only has
+    to learn what is left. Starting at zero means starting at the unconditional distribution of the loss. The flattened
+    inputs are many and much alike, so one step of Adam on all their weights moves the output by about the learning
+    rate times their number: dividing by that number keeps the step in proportion to the body's (without it, a learning
+    rate of 2e-3 diverged).
+    """
+
+    def __init__(self, body: nn.Module, width: int, spec: DataSpec, outputs: int) -> None:
+        super().__init__()
+        size = spec.window * len(spec.features)
+        self.body = body
+        self.head = nn.Linear(width, outputs)
+        self.skip = nn.Linear(size, outputs, bias=False)
+        self.skip_scale = 5 / size
+        for parameter in (self.head.weight, self.head.bias, self.skip.weight):
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clamp(-8, 8)  # a crash beyond eight deviations says no more, and must not swing the linear part
+        return self.head(self.body(x)) + self.skip(x.flatten(1)) * self.skip_scale
+
+
+class DilatedTree(nn.Module):
+    """Causal convolutions of kernel 2 with dilations 1, 2, 4, …, evaluated only where the last output needs them.
+
+    The output at the last day of layer k looks at two outputs of layer k - 1, 2^(k-1) days apart, so of W positions it
+    needs W / 2^k: pairs of neighbours become one row of a matrix product, and the whole stack costs about as much as
+    its first two layers. The result equals the dilated convolutions' last time step. (B, W, F) -> (B, channels).
+    """
+
+    def __init__(self, window: int, features: int, channels: int, dropout: float) -> None:
+        super().__init__()
+        depth = max(1, math.ceil(math.log2(window)))
+        self.padding = 2**depth - window
+        widths = [features] + [channels] * depth
+        self.layers = nn.ModuleList(nn.Linear(2 * width, channels) for width in widths[:-1])
+        self.dropout = nn.Dropout(dropout)  # once, at the end: a mask for every layer took half of a step's time
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.pad(x, (0, 0, self.padding, 0))  # days before the window: zero, the mean
+        for index, layer in enumerate(self.layers):
+            y = nn.functional.relu(layer(x.reshape(x.shape[0], x.shape[1] // 2, 2 * x.shape[2])))
+            x = y + x[:, 1::2] if index else y  # the later of the two days goes on unchanged
+        return self.dropout(x[:, 0])
+
+
+class LastState(nn.Module):
+    """An LSTM's state after the last day. (B, W, F) -> (B, hidden)."""
+
+    def __init__(self, features: int, hidden: int, layers: int, dropout: float) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(features, hidden, layers, batch_first=True, dropout=dropout if layers > 1 else 0.0)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.lstm(x)[0][:, -1])
+
+
+class LastOfLayer(nn.TransformerEncoderLayer):
+    """The last layer of an encoder that is read at its last position only: (B, W, width) -> (B, 1, width).
+
+    Keys and values come from all positions, all else is computed for the last one. Parameters have the names of the
+    class that it comes from, and the result is the same to rounding, for about a third of the work.
+    """
+
+    def forward(self, src: Tensor, *_: Any, **__: Any) -> Tensor:
+        around = self.norm1(src)
+        seen, _ = self.self_attn(around[:, -1:], around, around, need_weights=False)
+        x = src[:, -1:] + self.dropout1(seen)
+        return x + self._ff_block(self.norm2(x))
+
+
+class LastToken(nn.Module):
+    """A transformer encoder over the days, read at the last one. (B, W, F) -> (B, width)."""
+
+    def __init__(self, window: int, features: int, width: int, heads: int, layers: int, dropout: float) -> None:
+        super().__init__()
+        self.embed = nn.Linear(features, width)
+        self.position = nn.Parameter(torch.randn(window, width) * 0.02)
+        block = nn.TransformerEncoderLayer(width, heads, 2 * width, dropout, batch_first=True, norm_first=True)
+        last = LastOfLayer(width, heads, 2 * width, dropout, batch_first=True, norm_first=True)
+        last.load_state_dict(block.state_dict())  # as in torch's encoder, all layers start alike
+        for layer in (block, last):
+            layer.self_attn.dropout = 0.0  # with dropout inside, attention on a CPU falls back to a slow kernel
+        self.encoder = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
+        self.encoder.layers[-1] = last
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.encoder(self.embed(x) + self.position)[:, -1])
+
+
+def tcn(spec: DataSpec, outputs: int, channels: int = 32, dropout: float = 0.1) -> nn.Module:
+    """Temporal convolutional network with a linear skip; about 12,000 parameters by default."""
+    return LinearSkip(DilatedTree(spec.window, len(spec.features), channels, dropout), channels, spec, outputs)
+
+
+def lstm(spec: DataSpec, outputs: int, hidden: int = 48, layers: int = 1, dropout: float = 0.1) -> nn.Module:
+    """Long short-term memory with a linear skip."""
+    return LinearSkip(LastState(len(spec.features), hidden, layers, dropout), hidden, spec, outputs)
+
+
+def transformer(
+    spec: DataSpec, outputs: int, width: int = 32, heads: int = 4, layers: int = 2, dropout: float = 0.0
+) -> nn.Module:
+    """Transformer encoder with a linear skip."""
+    if width % heads:
+        raise ValueError(f"width = {width} must be a multiple of heads = {heads}")
+    body = LastToken(spec.window, len(spec.features), width, heads, layers, dropout)
+    return LinearSkip(body, width, spec, outputs)
+
+
+STOCK: dict[str, Callable[..., nn.Module]] = {"tcn": tcn, "lstm": lstm, "transformer": transformer}
+
+
+def build_model(
+    config: FactoryConfig, spec: DataSpec, outputs: int, modules: tuple[str, ...] | None = None
+) -> Standardize:
+    """The model by name (``tcn``, ``lstm``, ``transformer``) or ``package.module:factory``, called with
+    ``(spec, outputs, **args)``, wrapped in `Standardize` and tried on two samples. Raises `ConfigError`.
+    ``modules``: those that a factory may be of; None: those of the settings (`trainer.model.allowed_factories`).
+
+    Weights come from torch's global random state: seed it before.
+    """
+    inner = factories.build("model", config, STOCK, spec, outputs, modules=modules)
+    where = f"model.factory = {config.factory!r}"
+    if not isinstance(inner, nn.Module):
+        raise ConfigError(f"{where} returned a {type(inner).__name__}; it must return a torch.nn.Module")
+    if not any(parameter.requires_grad for parameter in inner.parameters()):
+        raise ConfigError(f"{where} returned a model without parameters to train")
+    model = Standardize(inner, spec)
+    shape = (2, spec.window, len(spec.features))
+    model.eval()
+    try:
+        with torch.no_grad():
+            result = model(torch.zeros(shape))
+    except Exception as error:
+        raise ConfigError(
+            f"{where} failed on a batch of shape {shape} (batch, window, features): {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        model.train()
+    got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+    if got != (2, outputs):
+        raise ConfigError(
+            f"{where} gave {got} for a batch of shape {shape}; expected {(2, outputs)}, because the loss asks for "
+            f"{outputs} outputs per sample"
+        )
+    return model

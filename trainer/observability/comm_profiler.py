@@ -1,0 +1,319 @@
+"""`CommunicationProfiler`: what communication costs, told apart from waiting for slower ranks (F4, R3.2).
+
+A rank that waits for a slow one looks, to itself, as if its network were slow. Yet all ranks leave a sum at about the
+same time, so the one that came last has waited for nobody: what it spent there is the wire's time. Hence, in each step,
+
+    communication   exposed communication of the rank that has least of it (see `trainer.runtime.step_timer` for
+                    «exposed»)
+    waiting         what another rank has more than that
+    lateness        of a rank: what the rank that waits longest has more than this one
+
+and the same for each collective by itself. The minimum is one of a step, then means are taken over steps: a minimum of
+means would be too large where ranks take turns in being late. Every rank measures with its own clock only.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trainer.comm.group import Collective, GroupError
+from trainer.comm.torch_transport import TorchTransport, Transport
+from trainer.comm.world import World
+from trainer.engine.step import Step
+from trainer.runtime.step_timer import SEGMENTS, Mark, StepTimer, computed_at, durations, moments
+
+FIELDS = (*SEGMENTS, "samples")
+MOST_STEPS = 1000
+"""In a window: of a longer one, the last so many steps are looked at."""
+EAGER_WINDOWS, WINDOW_SECONDS = 20, 1.0
+"""So many windows of a world end with the next report; those after them last this long at least, since what a window
+costs does not grow with its steps."""
+PROBE_SHARE = 0.1
+"""Exposed wire time, as a share of a step's, above which links are looked at one by one."""
+PROBE_EVERY, PROBE_REST, PROBE_WINDOWS = 200, 1000, 3
+"""Steps between two probes at least, and how many times as long as the probe they last at least; and the windows whose
+mean decides."""
+PROBE_LEAST, PROBE_BYTES, PROBE_GROWTH, PROBE_SECONDS = 1 << 12, 1 << 20, 4, 2.0
+"""A probe sends the least first, and more as long as that is expected to take no longer than this."""
+DIGITS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What all ranks measured in the steps since the last exchange, of these the last `MOST_STEPS`; the same on every
+    rank."""
+
+    values: NDArray[np.float64]
+    """(ranks, steps, fields), seconds: `FIELDS`, then for each collective its own duration and the part of it that the
+    backward computation hid; NaN in a step that had no such collective."""
+    collectives: tuple[tuple[str, int], ...] = ()
+    """(name, bytes)"""
+    totals: tuple[float, ...] = ()
+    """What was given to be summed, over ranks."""
+
+    def field(self, name: str) -> NDArray[np.float64]:
+        """(ranks, steps)"""
+        return self.values[:, :, FIELDS.index(name)]
+
+    @property
+    def wire(self) -> NDArray[np.float64]:
+        """Exposed communication of each step (steps,), without waiting; a single rank has none."""
+        exposed = self.field("exposed")
+        return exposed.min(axis=0) if len(exposed) > 1 else np.zeros(exposed.shape[1])
+
+    @property
+    def wires(self) -> list[tuple[int, float]]:
+        """(bytes, typical seconds) of each collective, without waiting."""
+        seconds = np.nanmedian(self.values[:, :, len(FIELDS) :: 2].min(axis=0), axis=0)
+        return [(bytes_, took) for (_, bytes_), took in zip(self.collectives, seconds.tolist(), strict=True)]
+
+    @property
+    def typical_seconds(self) -> float:
+        """Of a step: the median over steps of the mean over ranks."""
+        return float(np.median(self.values[:, :, : len(SEGMENTS)].sum(axis=2).mean(axis=0)))
+
+    @property
+    def seconds(self) -> float:
+        """Mean time of a step."""
+        return float(self.values[:, :, : len(SEGMENTS)].sum(axis=2).mean())
+
+
+class CommunicationProfiler:
+    """Collects what each step of this rank took, in one world; a new world has a new one.
+
+    The times of collectives are those of `trainer.comm.group.Group.collectives`. On GPUs the communication thread waits
+    for the device, so that they are the collectives' own there too.
+    """
+
+    def __init__(self, world: World, timer: StepTimer, probe_at: int = 0) -> None:
+        """``probe_at``: steps to be done before links are probed; the same on all ranks."""
+        self.world, self.timer, self.probe_at = world, timer, probe_at
+        self._steps: deque[tuple[list[Mark], list[Collective], int]] = deque(maxlen=MOST_STEPS)
+        self._windows, self._due_at = 0, 0
+        self._shares: deque[float] = deque(maxlen=PROBE_WINDOWS)
+        self._step_seconds = 0.0
+        timer.drop()
+
+    def add(self, samples: int) -> None:
+        """A step is done, with so many samples on this rank."""
+        if self.timer.enabled:
+            marks = self.timer.take()
+            self._steps.append((marks, self._collectives_of(marks), samples))
+
+    def is_due(self, step: int, is_last: bool) -> bool:
+        """Shall ranks exchange what they have measured? After the same steps they all say the same."""
+        return self.timer.enabled and (is_last or self._windows < EAGER_WINDOWS or step >= self._due_at)
+
+    def exchange(self, step: int, totals: Sequence[float] = ()) -> Window:
+        """The steps since the last call, of all ranks, and sums over ranks of ``totals``: one collective."""
+        sizes: dict[str, int] = {}
+        for _, collectives, _ in self._steps:
+            sizes |= {name_of(item.what): item.bytes for item in collectives}
+        names = list(sizes)
+        shape = (self.world.world_size, len(self._steps), len(FIELDS) + 2 * len(names))
+        numbers = np.zeros(len(totals) + math.prod(shape))
+        numbers[: len(totals)], values = totals, numbers[len(totals) :].reshape(shape)
+        values[self.world.rank] = [row_of(*step, names) for step in self._steps]
+        self._steps.clear()
+        self.world.sum(torch.from_numpy(numbers))
+        window = Window(values, tuple(sizes.items()), tuple(numbers[: len(totals)].tolist()))
+        self._step_seconds = max(window.seconds, 1e-9)
+        self._windows += 1
+        self._due_at = step + min(MOST_STEPS, math.ceil(WINDOW_SECONDS / self._step_seconds))
+        self._shares.append(float(window.wire.mean()) / self._step_seconds)
+        return window
+
+    def report(self, window: Window, step: Step) -> dict[str, Any]:
+        """What a ``timing`` event says of a window, of this world and of its work."""
+        return {
+            **summary(window, self.world.topology),
+            "topology": "star" if self.world.topology == "star" else "all-reduce",
+            "backend": self.world.backend,
+            "device": self.world.device.type,
+            "local_samples_per_micro_batch": step.fit.chunk,
+            "micro_batches": step.config.micro_batches,
+            "parameters_bytes": sum(parameter.nbytes for parameter in step.parameters),
+        }
+
+    def probe(self, step: int) -> dict[str, Any] | None:
+        """At the end of a window: a ``link`` event's fields, where the links are worth a look; a collective then.
+
+        All ranks decide alike, for all have the same windows. Nothing is done in parameter-server mode, where there is
+        one host to look at whatever the links are, nor with NCCL, which goes other ways than gloo's messages."""
+        if self.world.topology == "star" or self.world.backend != "gloo":
+            return None
+        if not is_probe_due(self._shares, step, self.probe_at):
+            return None
+        assert self.world.group is not None
+        self.probe_at = step + PROBE_EVERY  # where the probe fails too
+        size = self.world.world_size
+        look = partial(time_links, rank=self.world.rank, size=size)
+        bytes_, seconds, took = self.world.group.run("probe of the links", look)
+        self.probe_at = next_probe(step, took, self._step_seconds)
+        return {
+            "step": step,
+            "bytes": bytes_,
+            "seconds": [[*link, round(value, DIGITS)] for link, value in zip(links(size), seconds, strict=True)],
+            "reason": f"exposed communication takes {np.mean(self._shares):.0%} of a step",
+        }
+
+    def _collectives_of(self, marks: Sequence[Mark]) -> list[Collective]:
+        """Those of a step: what was submitted after its batch was there."""
+        if self.world.group is None:
+            return []
+        began = math.inf
+        for segment, at, _ in marks:
+            if segment == "input":
+                began = at
+        found: list[Collective] = []
+        for item in reversed(self.world.group.collectives):
+            if item.submitted < began:
+                break
+            found.insert(0, item)
+        return found
+
+
+@lru_cache(maxsize=4096)
+def name_of(what: str) -> str:
+    """A collective's name in events: «bucket 0», «commit», else what it does."""
+    found = re.search(r"\b(bucket \d+|commit)\b", what)
+    return found[0] if found else what
+
+
+def row_of(marks: Sequence[Mark], collectives: Sequence[Collective], samples: int, names: Sequence[str]) -> list[float]:
+    """One step of one rank, as in `Window.values`; ``names``: of the window's collectives."""
+    when = moments(marks)
+    computed = computed_at(marks, when)
+    own: dict[str, tuple[float, float]] = {}
+    for item in collectives:
+        assert item.began is not None
+        assert item.ended is not None
+        hidden = max(0.0, min(item.ended, computed) - item.began - item.computing)
+        own[name_of(item.what)] = item.ended - item.began - item.computing, hidden
+    nothing = (np.nan, np.nan)
+    pairs = [value for name in names for value in own.get(name, nothing)]
+    return [*durations(marks, when).values(), samples, *pairs]
+
+
+def summary(window: Window, topology: str) -> dict[str, Any]:
+    """What a window says of each rank: the ``timing`` event's figures."""
+    exposed, wire = window.field("exposed"), window.wire
+    means = dict(zip(FIELDS, window.values.mean(axis=1).T, strict=False))
+    alone, own = len(exposed) == 1, means.pop("exposed")
+    communication = np.full_like(own, wire.mean())
+    segments: dict[str, Any] = {name: means[name] for name in SEGMENTS if name != "exposed"}
+    segments |= {"communication": communication, "waiting": np.zeros_like(own) if alone else own - communication}
+    if alone:
+        segments["other"] = segments["other"] + own  # nobody to talk to: what is left is bookkeeping
+    compute = window.field("forward") + window.field("backward") + window.field("optimizer")
+    medians = np.median([window.field("input"), compute, exposed.max(axis=0) - exposed], axis=2)
+    return {
+        "steps": exposed.shape[1],
+        "seconds": round(window.seconds, DIGITS),
+        "samples": [int(value) for value in window.field("samples").sum(axis=1)],
+        "segments": dict(zip(segments, rounded(np.stack(list(segments.values()))), strict=True)),
+        "typical": dict(zip(("input", "compute", "late"), rounded(medians), strict=True)),
+        "collectives": collectives_of(window, topology),
+    }
+
+
+def collectives_of(window: Window, topology: str) -> list[dict[str, Any]]:
+    """Each collective over the steps that had it. Its bandwidth is that of the bus: what each rank's link carries in an
+    all-reduce, 2 (W - 1) / W of the data, for each second of wire. Through one host that is no measure of a link."""
+    own, hidden = window.values[:, :, len(FIELDS) :: 2], window.values[:, :, len(FIELDS) + 1 :: 2]
+    wires = own.min(axis=0)
+    had = ~np.isnan(wires)
+    counts = had.sum(axis=0)
+    wire = np.where(had, wires, 0.0).sum(axis=0) / counts
+    waiting = np.where(had, own - wires, 0.0).sum(axis=1) / counts
+    overlapped = np.where(had, hidden, 0.0).sum(axis=1) / counts
+    carried = 2 * (len(own) - 1) / len(own)
+    return [
+        {
+            "name": name,
+            "bytes": bytes_,
+            "wire_seconds": seconds,
+            "waiting_seconds": waited,
+            "overlapped_seconds": covered,
+            "bandwidth_bytes_per_second": round(carried * bytes_ / seconds) if seconds and topology != "star" else None,
+        }
+        for (name, bytes_), seconds, waited, covered in zip(
+            window.collectives, rounded(wire), rounded(waiting.T), rounded(overlapped.T), strict=True
+        )
+    ]
+
+
+def is_probe_due(shares: Sequence[float], step: int, probe_at: int) -> bool:
+    """Are the links worth a look? ``shares``: exposed wire time of the latest windows, as a share of a step's."""
+    return len(shares) == PROBE_WINDOWS and step >= probe_at and sum(shares) / len(shares) > PROBE_SHARE
+
+
+def next_probe(step: int, took: float, step_seconds: float) -> int:
+    """The step before which there is no other probe, after one that took so many seconds."""
+    return step + max(PROBE_EVERY, math.ceil(PROBE_REST * took / step_seconds))
+
+
+def links(size: int) -> list[tuple[int, int]]:
+    """(from, to) of the links to probe: around the ring, and between every other rank."""
+    return [(rank, (rank + offset) % size) for offset in (1, 2)[: size - 1] for rank in range(size)]
+
+
+def time_links(transport: Transport, rank: int, size: int) -> tuple[int, list[float], float]:
+    """Bytes; the seconds that so many and a short answer take over each of the `links`, one after the other; and the
+    seconds that all of it took. The same on all ranks.
+
+    How fast a link is is not known before, and no all-reduce says so of those that are not in its ring. So it begins
+    with few bytes, and goes on with more only where that is expected to fit in `PROBE_SECONDS`, by what those before
+    took.
+    """
+    if not isinstance(transport, TorchTransport):
+        raise GroupError("links can be probed in a group of torch's only")
+    bytes_, took, before = PROBE_LEAST, 0.0, 0.0
+    while True:
+        *seconds, last = _send_over_links(transport, rank, size, bytes_)
+        took += last
+        # What bytes take grows with them; latency does not.
+        expected = last + PROBE_GROWTH * max(0.0, sum(seconds) - before)
+        if bytes_ >= PROBE_BYTES or took + expected > PROBE_SECONDS:
+            return bytes_, seconds, took
+        bytes_, before = PROBE_GROWTH * bytes_, sum(seconds)
+
+
+def _send_over_links(transport: TorchTransport, rank: int, size: int, bytes_: int) -> list[float]:
+    """Seconds of each link, then of all of it, by rank 0's clock."""
+    seconds = torch.zeros(len(links(size)) + 1, dtype=torch.float64)
+    data, word = torch.zeros(bytes_, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    all_began = time.monotonic()
+    for number, (source, target) in enumerate(links(size)):
+        transport.sum(torch.zeros(1))  # nobody else is talking
+        if rank == source:
+            for message in (word, data):  # the word first, so that both are there when the clock starts
+                began = time.monotonic()
+                transport.send(message, target)
+                transport.receive(word, target)
+                seconds[number] = time.monotonic() - began
+        elif rank == target:
+            for message in (word, data):
+                transport.receive(message, source)
+                transport.send(word, source)
+    transport.sum(torch.zeros(1))  # the last of them is done
+    if rank == 0:
+        seconds[-1] = time.monotonic() - all_began
+    transport.sum(seconds)
+    return seconds.tolist()
+
+
+def rounded(seconds: NDArray[np.float64]) -> list[Any]:
+    """To a tenth of a microsecond: events are read over and over."""
+    return seconds.round(DIGITS).tolist()

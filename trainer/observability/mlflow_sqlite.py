@@ -1,0 +1,157 @@
+"""An MLflow that is a SQLite file: where an experiment keeps its files, and who makes its tables.
+
+MLflow makes them in dozens of steps, and a file that is left in between never works again. So they are made in another
+file, which takes its place when it is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from trainer.secrets.resolve import resolve
+
+_SQLITE = "sqlite:///"
+_log = logging.getLogger(__name__)
+ARTIFACTS = "mlartifacts"
+PATIENCE_SECONDS = 120.0
+"""MLflow makes its tables within seconds; on a machine that is used up, within a minute."""
+QUIET_SECONDS = 10.0
+"""Whoever makes tables writes more often."""
+_HOLDING = ("experiments", "runs", "registered_models", "model_versions")
+"""Tables of which one row is reason enough to leave a database alone."""
+
+
+def authorised(tracking_uri: str) -> str:
+    """The address behind ``tracking.mlflow_tracking_uri``, which may be a reference, without the user and password of a
+    server: they go into MLflow's own variables, since MLflow prints its address and puts it into errors. `SecretError`
+    where what is referred to cannot be had."""
+    address = resolve(tracking_uri)
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or parts.password is None:
+        return address
+    os.environ["MLFLOW_TRACKING_USERNAME"] = unquote(parts.username or "")
+    os.environ["MLFLOW_TRACKING_PASSWORD"] = unquote(parts.password)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def artifact_location(tracking_uri: str) -> str | None:
+    """The artifact folder of an experiment that is made anew: ``mlartifacts`` beside a SQLite file; None leaves the
+    choice to the tracking server.
+
+    Without it MLflow takes ``./mlruns`` of whatever process happens to create the experiment.
+    """
+    if not tracking_uri.startswith(_SQLITE):
+        return None
+    return str(_file(tracking_uri).parent / ARTIFACTS)
+
+
+@contextmanager
+def opening(tracking_uri: str) -> Iterator[None]:
+    """Within, no other process opens this SQLite file, and it has MLflow's tables. Who opens it first makes them, and
+    two at once would leave a file that nobody can open any more. A tracking server sees to that by itself. Whoever
+    holds it for too long is frozen, and not waited for."""
+    if not tracking_uri.startswith(_SQLITE):
+        yield
+        return
+    import fcntl
+
+    path, deadline = _file(tracking_uri), time.monotonic() + PATIENCE_SECONDS
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_alone = False
+    with open(f"{path}.lock", "w") as lock:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_alone = True
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError as error:  # a file system without locks, as some of NFS are
+                _log.warning("%s cannot be locked (%s): going on without", lock.name, error)
+                break
+        make_tables(path, is_alone)
+        yield
+
+
+def make_tables(path: Path, is_alone: bool = True) -> None:
+    """Make MLflow's database where there is none, whole or not at all.
+
+    One that was left without its tables, and holds nothing, is moved aside first, never deleted; one that holds
+    anything, or is no database, is left as it is: what is wrong with it MLflow says. ``is_alone``: nobody else makes
+    one at the same time, so what others have left half-made can be removed.
+    """
+    if _is_settled(path):
+        return
+    _wait_for_others(path)
+    if _is_settled(path):
+        return
+    if is_alone:
+        for left in path.parent.glob(f"{path.name}.new-*"):
+            left.unlink(missing_ok=True)
+    _move_aside(path)
+    new = path.with_name(f"{path.name}.new-{uuid.uuid4().hex[:8]}")
+    try:
+        _make(new)
+        os.link(new, path)  # unlike a rename it does not replace what somebody else was quicker to make
+    except FileExistsError:
+        return
+    finally:
+        for part in path.parent.glob(f"{new.name}*"):
+            part.unlink(missing_ok=True)
+
+
+def _make(path: Path) -> None:
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    store = SqlAlchemyStore(f"{_SQLITE}{path}", str(path.parent / ARTIFACTS))
+    store.engine.dispose()
+
+
+def _is_settled(path: Path) -> bool:
+    """Is the database complete, or not ours to touch? The first experiment is written after the last table."""
+    if not path.exists():
+        return False
+    if not path.stat().st_size:
+        return False
+    try:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True, timeout=30.0)) as database:
+            tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if tables - {"alembic_version"} and "experiments" not in tables:
+                return True  # something else than MLflow's: it makes this one first of all
+            holding = [name for name in _HOLDING if name in tables]
+            return any(database.execute(f"SELECT 1 FROM {name} LIMIT 1").fetchone() for name in holding)
+    except sqlite3.Error:
+        return True
+
+
+def _wait_for_others(path: Path) -> None:
+    """Somebody may be making the tables who does not know of the lock, such as ``mlflow ui``: as long as the file
+    changes, wait."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while path.exists() and path.stat().st_size and time.monotonic() < deadline:
+        if abs(time.time() - path.stat().st_mtime) > QUIET_SECONDS or _is_settled(path):
+            return
+        time.sleep(0.2)
+
+
+def _move_aside(path: Path) -> None:
+    """The journal goes along: SQLite would play it back into the next file of that name."""
+    name = f"{path.name}.unfinished-{uuid.uuid4().hex[:8]}"
+    for suffix in ("", "-journal", "-wal", "-shm"):
+        old = path.with_name(f"{path.name}{suffix}")
+        if old.exists():
+            old.rename(path.with_name(f"{name}{suffix}"))
+            if not suffix:
+                _log.warning("%s was left without MLflow's tables and holds nothing: it is now %s", path, name)
+
+
+def _file(tracking_uri: str) -> Path:
+    return Path(tracking_uri.removeprefix(_SQLITE)).absolute()

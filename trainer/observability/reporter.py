@@ -1,0 +1,361 @@
+"""What a rank reports and who writes it: threads of their own, fed by queues, so that training never waits.
+
+Every rank writes events; rank 0 writes TensorBoard and MLflow besides (F5, T5). A tracking server that fails is
+reported once and left alone: training goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainer.config import JobConfig
+from trainer.observability.mlflow_sqlite import artifact_location, authorised, opening
+from trainer.observability.scalars import Scalars
+from trainer.rundir import EVENTS, RunDir, SeenFiles, event, event_file
+from trainer.runtime.affinity import roam
+from trainer.secrets.azure_token import WORKSPACE, tracking_address
+from trainer.secrets.redaction import redact
+from trainer.storage.base import Storage
+
+METRICS_PER_REQUEST, AZURE_NAMES = 200, 40
+"""Azure ML takes 250 values at once, and 50 names of metrics in a run, of which registration needs some."""
+AZURE_NODE_NAMES, AZURE_NODE_FIELDS = 10, ("gpu_utilization", "gpu_memory_percent", "samples_per_second")
+"""…and nodes get no more than so many of these (R3.1), since every curve over all nodes comes first."""
+TRACKING = "tracking.json"
+"""In the run directory: the MLflow run, so that a resumed job goes on in the same one."""
+TENSORBOARD = "tensorboard"
+OPENING_SECONDS = 10.0
+"""So long at most, training waits at its start for the sinks to be open: what that imports takes the interpreter away
+from steps, and all ranks would wait for this one in each of them."""
+UPLOAD_SECONDS = 60.0
+FLUSH_SECONDS, REMOTE_FLUSH_SECONDS = 1.0, 5.0
+"""How much time the events of one file span; every file on remote storage is paid for."""
+OTHERS_SECONDS, REMOTE_OTHERS_SECONDS = 5.0, 60.0
+"""Between two looks at what other nodes have reported, for the curves that rank 0 draws of them…"""
+LOOKS_SHARE = 0.02
+"""…and what looks may take of the time: each lists all files of events, of which an old run has many."""
+URGENT = "hang"
+"""Written at once: the timeout that ends this process may be near."""
+_log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Somewhere events go besides the run directory."""
+
+    def write(self, events: list[dict[str, Any]]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Reporter:
+    """Takes events from any thread and writes them in the background, in numbered files.
+
+    The sinks have a thread of their own: a slow tracking server delays neither training nor the events.
+    """
+
+    def __init__(self, rundir: RunDir, rank: int, generation: int, sinks: list[Callable[[], Sink]]) -> None:
+        self.rundir, self.rank, self.generation = rundir, rank, generation
+        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._known = SeenFiles()
+        """Files of events that need not be looked at for what others report; kept where there are sinks."""
+        self.has_other_nodes = True
+        """Is there anybody else whose samples are to be drawn? Whoever knows that there is not says so."""
+        self._tracking: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
+        self._opened = threading.Event()
+        self._threads = [threading.Thread(target=self._work, name="reporter", daemon=True)]
+        self._threads[0].start()
+        self._open(sinks)
+
+    def move(self, rank: int, generation: int, sinks: list[Callable[[], Sink]]) -> None:
+        """Report as this rank of this generation from now on, to these sinks besides, unless it has some already."""
+        self.rank, self.generation = rank, generation
+        self._open(sinks)
+
+    def _open(self, sinks: list[Callable[[], Sink]]) -> None:
+        if sinks and len(self._threads) == 1:
+            self._threads.append(threading.Thread(target=self._track, args=(sinks,), name="tracking", daemon=True))
+            self._threads[1].start()
+
+    def wait_until_open(self, seconds: float) -> bool:
+        """Until the sinks are open, or gave up; False if that takes longer."""
+        return len(self._threads) == 1 or self._opened.wait(seconds)
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Report an event; returns at once. A number that is not finite is written as null."""
+        self._queue.put(event(kind, self.rank, self.generation, **_finite(fields)))
+
+    def close(self, tracking_seconds: float = 60.0) -> None:
+        """Write what is left, and wait for the sinks, though no longer than that."""
+        self._queue.put(None)
+        for thread in self._threads:
+            thread.join(tracking_seconds if thread.name == "tracking" else None)
+            if thread.is_alive():
+                self._failed(f"tracking did not finish within {tracking_seconds:g} s; its last values are lost")
+        self._queue.put(None)  # what the sinks had to say at the end
+        left, _ = self._next_batch()
+        if left:
+            self._write(left)
+
+    def _work(self) -> None:
+        roam()
+        closing = False
+        while not closing:
+            batch, closing = self._next_batch()
+            if batch:
+                self._write(batch)
+                if len(self._threads) > 1:
+                    self._tracking.put(batch)
+        self._tracking.put(None)
+
+    def _next_batch(self) -> tuple[list[dict[str, Any]], bool]:
+        """Events of the next second or seconds, and whether they are the last."""
+        batch: list[dict[str, Any]] = []
+        deadline = time.monotonic() + (FLUSH_SECONDS if self.rundir.storage.is_local else REMOTE_FLUSH_SECONDS)
+        while (remaining := deadline - time.monotonic()) > 0:
+            try:
+                item = self._queue.get(timeout=remaining)
+            except queue.Empty:
+                break
+            if item is None:
+                return batch, True
+            batch.append(item)
+            if item["kind"] == URGENT:
+                break
+        return batch, False
+
+    def _write(self, batch: list[dict[str, Any]]) -> None:
+        places = dict.fromkeys((item["generation"], item["rank"]) for item in batch)
+        for place in places:
+            self._append(place, [item for item in batch if (item["generation"], item["rank"]) == place])
+
+    def _append(self, place: tuple[int, int], events: list[dict[str, Any]]) -> None:
+        while True:
+            number = self._numbers[place] = self._numbers.get(place, 0) + 1
+            if len(self._threads) > 1:
+                self._known.add([event_file(*place, number)])
+            try:
+                return self.rundir.append_events(*place, number, events)
+            except FileExistsError:  # of an earlier start that was given the same generation
+                continue
+            except (OSError, ValueError, TypeError) as error:
+                self._numbers[place] -= 1  # the next file has this number: none is missing
+                return _log.error("could not write %d events: %s", len(events), error)
+
+    def _track(self, factories: list[Callable[[], Sink]]) -> None:
+        roam()
+        # Before the sinks are opened, which takes seconds; what others report meanwhile is drawn.
+        self._known.add(self._try("read the events for", lambda: self.rundir.storage.list(EVENTS)) or ())
+        sinks = [sink for factory in factories if (sink := self._try("open", factory))]
+        self._opened.set()
+        seconds = OTHERS_SECONDS if self.rundir.storage.is_local else REMOTE_OTHERS_SECONDS
+        look_at = time.monotonic() + seconds
+        while (batch := self._wait_for_batch(seconds)) is not None:
+            is_last = any(item["kind"] == "end" for item in batch)  # a sink may take nothing after it
+            began = time.monotonic()
+            # At the end of all, remote storage may take longer than there is time, and the end itself comes first.
+            is_due = self.rundir.storage.is_local if is_last else began > look_at
+            if sinks and self.has_other_nodes and is_due:
+                batch = self._samples_of_others() + batch
+                ended = time.monotonic()
+                look_at = ended + max(seconds, (ended - began) / LOOKS_SHARE)
+            for sink in list(sinks) if batch else []:
+                if not self._try("write to", functools.partial(_write_to, sink, batch)):
+                    sinks.remove(sink)
+        for sink in sinks:
+            self._try("close", sink.close)
+
+    def _wait_for_batch(self, seconds: float) -> list[dict[str, Any]] | None:
+        """What this rank reports next, nothing after so long, None at the end."""
+        try:
+            return self._tracking.get(timeout=seconds)
+        except queue.Empty:
+            return []
+
+    def _samples_of_others(self) -> list[dict[str, Any]]:
+        """New samples of nodes whose events other processes write."""
+        try:
+            return [item for item in self.rundir.follow(self._known) if item["kind"] == "node"]
+        except Exception as error:  # storage, or an event that is none
+            _log.warning("what other nodes report cannot be read: %s", error)
+            return []
+
+    def _try(self, what: str, action: Callable[[], Any]) -> Any | None:
+        try:
+            return action()
+        except Exception as error:  # whatever a tracking server does must not stop a training
+            reason = f"{type(error).__name__}: {redact(str(error))}"
+            self._failed(f"could not {what} a tracking sink: {reason}; training goes on without it")
+            return None
+
+    def _failed(self, message: str) -> None:
+        _log.warning(message)
+        self.emit("error", message=message, fatal=False)
+
+
+def _write_to(sink: Sink, batch: list[dict[str, Any]]) -> bool:
+    sink.write(batch)
+    return True
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(slots=True)
+class StepWindow:
+    """This rank's sums over the steps since the last report, and the time they took; pauses do not count."""
+
+    began: float = field(default_factory=time.monotonic)
+    steps: int = 0
+    loss_sum: float = 0.0
+    samples: int = 0
+
+    def add(self, loss_sum: float, samples: int) -> None:
+        self.steps += 1
+        self.loss_sum += loss_sum
+        self.samples += samples
+
+
+class TensorBoardSink:
+    """Loss, validation, learning rate, gradient norm, utilisation and times as TensorBoard scalars."""
+
+    def __init__(self, storage: Storage) -> None:
+        """Files in the folder ``tensorboard`` of a storage. TensorBoard's writer knows local files only: elsewhere they
+        are made on this machine and copied as a whole, every `UPLOAD_SECONDS` and at the end."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._remote = None if storage.is_local else storage
+        self._scratch = tempfile.TemporaryDirectory() if self._remote else None
+        self._folder = self._scratch.name if self._scratch else str(storage.local_path(TENSORBOARD))
+        self._writer = SummaryWriter(self._folder)
+        self._scalars = Scalars()
+        self._copied_at = time.monotonic()
+
+    def write(self, events: list[dict[str, Any]]) -> None:
+        for step, name, value, at in self._scalars.of(events):
+            self._writer.add_scalar(name, value, step, walltime=at)
+        self._writer.flush()
+        if time.monotonic() - self._copied_at > UPLOAD_SECONDS:
+            self._copy()
+
+    def close(self) -> None:
+        self._writer.close()
+        self._copy()
+        if self._scratch:
+            self._scratch.cleanup()
+
+    def _copy(self) -> None:
+        if self._remote is not None:
+            for path in Path(self._folder).iterdir():
+                self._remote.write(f"{TENSORBOARD}/{path.name}", path.read_bytes())
+        self._copied_at = time.monotonic()
+
+
+class MLflowSink:
+    """The same scalars as MLflow metrics, and the configuration as parameters (R6.2)."""
+
+    def __init__(self, job: JobConfig, rundir: RunDir) -> None:
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # by default a dead server costs four minutes
+        from mlflow.tracking import MlflowClient
+
+        assert job.tracking.mlflow_tracking_uri is not None
+        self._uri = tracking_address(authorised(job.tracking.mlflow_tracking_uri))
+        self._most = AZURE_NAMES if WORKSPACE in self._uri else None
+        with opening(self._uri):
+            self._client = MlflowClient(tracking_uri=self._uri)
+            self.run_id = self._begin(job, rundir)
+        self._names: set[str] = set()
+        self._scalars = Scalars()
+
+    def _begin(self, job: JobConfig, rundir: RunDir) -> str:
+        """The run of this job: the one it had before, or a new one."""
+        if known := rundir.read_json(TRACKING):
+            self._client.update_run(known["mlflow_run_id"], status="RUNNING")
+            return str(known["mlflow_run_id"])
+        run_id = self._start(job)
+        rundir.write_json(TRACKING, {"mlflow_run_id": run_id})
+        return run_id
+
+    def _start(self, job: JobConfig) -> str:
+        from mlflow.entities import Param
+
+        name = job.tracking.mlflow_experiment
+        experiment = self._client.get_experiment_by_name(name)
+        location = artifact_location(self._uri)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name, location)
+        where = {"job_id": job.job_id, "run_dir": job.run_dir}
+        tags = {**where, "dataset_id": job.dataset.dataset_id or "", **job.tracking.tags}
+        if self._most and os.environ.get("MLFLOW_RUN_ID"):  # the run of the Azure ML job that this process is in
+            tags["mlflow.parentRunId"] = os.environ["MLFLOW_RUN_ID"]  # a job's end does not end this run: it may go on
+        name = job.tracking.mlflow_run_name or job.job_id
+        # One that was made before, by a process that was killed before it could write down which: of this very run
+        # directory, for others may have called a job the same, and with nothing in it yet, for this may be another job.
+        left = [
+            run
+            for run in self._client.search_runs([experiment_id], f"tags.job_id = '{job.job_id}'", max_results=10)
+            if where.items() <= run.data.tags.items() and run.info.status == "RUNNING" and not run.data.metrics
+        ]
+        run = left[0] if left else self._client.create_run(experiment_id, tags=tags, run_name=name)
+        values = {"model": job.model.factory, "loss": job.loss.factory, **asdict(job.training)}
+        known = run.data.params  # cannot be changed
+        params = [Param(key, str(value)) for key, value in values.items() if key not in known]
+        self._client.log_batch(run.info.run_id, params=params)
+        return run.info.run_id
+
+    def write(self, events: list[dict[str, Any]]) -> None:
+        from mlflow.entities import Metric
+
+        metrics = []
+        for step, name, value, at in self._scalars.of(events):
+            if fits(name, self._names, self._most):
+                self._names.add(name)
+                metrics.append(Metric(name.replace("/", "."), value, int(at * 1000), step))
+        for at in range(0, len(metrics), METRICS_PER_REQUEST):
+            self._client.log_batch(self.run_id, metrics=metrics[at : at + METRICS_PER_REQUEST])
+        for item in events:
+            if item["kind"] == "end":
+                finished = {"succeeded": "FINISHED", "stopped": "KILLED", "budget": "KILLED"}.get(
+                    item["status"], "FAILED"
+                )
+                self._client.set_terminated(self.run_id, status=finished)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def fits(name: str, taken: Collection[str], most: int | None) -> bool:
+    """Does a run of a server that takes so many names (None: all) take this one, besides those it has taken? What does
+    not fit is in the events only."""
+    if most is None or name in taken:
+        return True
+    if name.startswith("node_"):
+        nodes = sum(other.startswith("node_") for other in taken)
+        if nodes >= AZURE_NODE_NAMES or name.rpartition("/")[2] not in AZURE_NODE_FIELDS:
+            return False
+    return len(taken) < most
+
+
+def sinks_of(job: JobConfig, rundir: RunDir, rank: int) -> list[Callable[[], Sink]]:
+    """What rank 0 writes to besides the run directory; nothing on other ranks."""
+    factories: list[Callable[[], Sink]] = []
+    if rank == 0 and job.tracking.tensorboard:
+        factories.append(lambda: TensorBoardSink(rundir.storage))
+    if rank == 0 and job.tracking.mlflow_tracking_uri:
+        factories.append(lambda: MLflowSink(job, rundir))
+    return factories

@@ -1,0 +1,222 @@
+"""Gradient buckets: views into a few flat buffers, each handed over for summing as soon as it is full (R2.3).
+
+What `torch.nn.parallel.DistributedDataParallel` does, with less in each step. DDP either looks for parameters that have
+no gradient, by a walk over the graph and a collective of its own in every step, or it refuses models that have some and
+sorts its buckets anew after the first step: then the steps after a resume are not those of a run without one, bit for
+bit. Here buckets stay as they are, and what has no gradient is found when the backward pass is over; who sums that over
+ranks, exactly, lets `Buckets.settle` know.
+
+A single bucket is full with the last gradient, so there is nothing to mind meanwhile: gradients are left where autograd
+puts them, and collected when the backward pass is over.
+
+The end of a backward pass is when the outermost ``backward()`` returns. Autograd's own callbacks would not do: they
+come at the end of the innermost one, which re-entrant checkpointing begins inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from trainer.comm.group import Outcome
+from trainer.config import ConfigError
+from trainer.runtime.step_timer import traced
+
+FIRST_BYTES, MOST_BYTES = 1 << 20, 25 << 20
+"""Of the first bucket, which is small so that communication begins early, and of the others."""
+WAITING = "waiting for the sums of gradients"
+"""In traces (T5): the sums themselves happen on another thread."""
+
+
+class Bucket:
+    """Gradients of some parameters in one buffer."""
+
+    def __init__(self, number: int, parameters: Sequence[nn.Parameter], is_last: bool) -> None:
+        self._number, self.parameters, self._is_last = number, parameters, is_last
+        size, first = sum(parameter.numel() for parameter in parameters), parameters[0]
+        self._buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self.views = views(self._buffer, parameters)
+        self.missing: set[int] = set()
+        """Places of parameters whose gradient is not there yet…"""
+        self.used: set[int] = set()
+        """…and of those that had one before this backward pass."""
+
+    def index(self) -> int:
+        return self._number
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+
+class Buckets:
+    """The buckets of a model's parameters. ``hand_over`` is given each full one, in the same order on all ranks, on the
+    thread of autograd; its outcome says that the buffer holds the sum. ``in_place``: gradients pile up in the buffers,
+    in all cases.
+
+    A step is `clear`, then for each backward pass `begin`, then `finish` and `settle`.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], hand_over: Callable[[Bucket], Outcome], in_place: bool = False
+    ) -> None:
+        self._hand_over = hand_over
+        parts = divide(list(reversed(parameters)))  # about the order in which a backward pass comes to them
+        self.buckets = [Bucket(number, part, number == len(parts) - 1) for number, part in enumerate(parts)]
+        self._at_end = len(parts) == 1 and not in_place
+        hooked = [] if self._at_end else self.buckets
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket, place))
+            for bucket in hooked
+            for place, parameter in enumerate(bucket.parameters)
+        ]
+        self.is_complete = False
+        """After `settle`: has every parameter a gradient?"""
+        self._summing = False
+        self._under_way: list[Outcome] = []
+        """Of this backward pass, or of one that failed."""
+
+    def clear(self) -> None:
+        """Gradients are zero, and views of the buffers; or there are none, where they are collected at the end."""
+        self._let_go()
+        for bucket in self.buckets:
+            bucket.used.clear()
+            if self._at_end:
+                for parameter in bucket.parameters:
+                    parameter.grad = None
+                continue
+            bucket.buffer().zero_()
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view
+
+    def begin(self, summing: bool = True) -> None:
+        """A backward pass comes, in which gradients only pile up, or are summed when they are there."""
+        self._let_go()
+        self._summing = summing
+        if summing:
+            for bucket in self.buckets:
+                bucket.missing = set(range(len(bucket.parameters)))
+
+    def take_as_they_are(self) -> None:
+        """Instead of `clear`: gradients are what somebody else has left. Until `finish` they stay out of the buffers:
+        if the pass fails, sums that are under way must not meet what is done to gradients then."""
+        for bucket in self.buckets:
+            bucket.used.clear()
+            for place, parameter in enumerate(bucket.parameters):
+                if parameter.grad is not None:
+                    bucket.used.add(place)
+                    parameter.grad = parameter.grad.clone()
+
+    def finish(self) -> None:
+        """The backward pass is over: whatever has no gradient has none. Returns when all are summed."""
+        with traced(WAITING):
+            for bucket in self.buckets[len(self._under_way) :]:
+                self._start(bucket)
+            for outcome in self._under_way:
+                outcome.result()
+        self._under_way.clear()
+        for bucket in self.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view
+
+    def without(self) -> list[int]:
+        """For each parameter, in the same order on all ranks: 1 where this rank has no gradient for it. Known from when
+        the last bucket is handed over."""
+        flags: list[int] = []
+        for bucket in self.buckets:
+            of_bucket = [0] * len(bucket.parameters)
+            for place in bucket.missing - bucket.used:
+                of_bucket[place] = 1
+            flags += of_bucket
+        return flags
+
+    def settle(self, ranks_without: Sequence[int], world_size: int) -> None:
+        """``ranks_without``: the sum of `without` over ranks. What has a gradient on none of them has none: the
+        optimizer leaves it alone."""
+        self.is_complete = world_size not in ranks_without
+        if self.is_complete:
+            return
+        parameters = (parameter for bucket in self.buckets for parameter in bucket.parameters)
+        for parameter, count in zip(parameters, ranks_without, strict=True):
+            if count == world_size:
+                parameter.grad = None
+
+    def detach(self) -> None:
+        """Let go of the parameters; no gradient is a view any more."""
+        for hook in self._hooks:
+            hook.remove()
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def _let_go(self) -> None:
+        """Of a pass that failed: what was handed over must be out of the buffers."""
+        for outcome in self._under_way:
+            outcome.exception()
+        self._under_way.clear()
+
+    def _arrived(self, bucket: Bucket, place: int, _: Tensor) -> None:
+        if not self._summing:
+            bucket.used.add(place)
+            return
+        if place not in bucket.missing:
+            raise RuntimeError(
+                "a parameter got its gradient twice in one backward pass, the second time after it may have been sent: "
+                "it is used in several parts of the model that are checkpointed re-entrantly. Call "
+                "torch.utils.checkpoint.checkpoint with use_reentrant=False"
+            )
+        bucket.missing.remove(place)
+        while len(self._under_way) < len(self.buckets) and not self.buckets[len(self._under_way)].missing:
+            self._start(self.buckets[len(self._under_way)])
+
+    def _start(self, bucket: Bucket) -> None:
+        if self._at_end:
+            bucket.missing.clear()
+        views, gradients = [], []
+        for place, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
+            gradient = parameter.grad
+            if gradient is None:
+                view.zero_()
+                if self._at_end:
+                    bucket.missing.add(place)
+            elif gradient is not view:
+                views.append(view)
+                gradients.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
+        if views:
+            torch._foreach_copy_(views, gradients)
+        self._under_way.append(self._hand_over(bucket))
+
+
+def views(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Each of these in a flat tensor, one behind the other, with strides as autograd would choose them for a gradient:
+    the tensor's own where it has no gaps. Fused optimizers walk through both as they lie in memory."""
+    found = []
+    for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
+        strides = torch.empty_like(tensor, device="meta").stride()  # keeps them where there are no gaps
+        found.append(part.as_strided(tensor.size(), strides, part.storage_offset()))
+    return found
+
+
+def divide(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Consecutive parameters of one type, up to about `MOST_BYTES` together. `ConfigError` where they are on several
+    devices."""
+    if len(devices := {parameter.device for parameter in parameters}) > 1:
+        raise ConfigError(
+            f"the model has parameters on {' and '.join(sorted(map(str, devices)))}: each rank trains on one device, "
+            "so leave them where the trainer puts them"
+        )
+    parts: list[list[nn.Parameter]] = []
+    size, limit, kind = 0, FIRST_BYTES, None
+    for parameter in parameters:
+        if not parts or size + parameter.nbytes > limit or parameter.dtype != kind:
+            limit = MOST_BYTES if parts else FIRST_BYTES
+            parts.append([])
+            size, kind = 0, parameter.dtype
+        parts[-1].append(parameter)
+        size += parameter.nbytes
+    return parts

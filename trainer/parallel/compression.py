@@ -1,0 +1,214 @@
+"""How a bucket of gradients is summed over ranks: exactly, or with fewer bytes (R2.3).
+
+A `Scheme` works on the communication thread, on one bucket after the other, in the same order on all ranks, and leaves
+the same bits on all of them. What only computes is told apart from the wire, see `trainer.comm.group.Group.computing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trainer.config import ConfigError, DistributedTrainingConfig
+
+Computing = Callable[[], AbstractContextManager[None]]
+SAMPLED, SPARE = 8192, 1.3
+"""To find the largest, a threshold is guessed from so many entries, which leaves about so many times as many as are
+looked for."""
+
+
+class Wire(Protocol):
+    """What schemes need of a `trainer.comm.torch_transport.TorchTransport`."""
+
+    def sum(self, tensor: Tensor) -> None: ...
+    def swap(self, output: Tensor, input_: Tensor) -> None: ...
+    def collect(self, output: Tensor, input_: Tensor) -> None: ...
+    def sum_by_node(self, tensor: Tensor, nodes: Sequence[int]) -> None: ...
+
+
+class Scheme(Protocol):
+    """One way to sum. Types other than float32 are summed exactly in each of them."""
+
+    def bytes_of(self, buffer: Tensor) -> int:
+        """Of a tensor whose all-reduce loads each rank's link as much."""
+        ...
+
+    def sum(self, buffer: Tensor, bucket: int, step: int, wire: Wire, computing: Computing) -> None:
+        """Over ranks, in place. ``bucket`` and ``step`` (the same again for one that is done again) say which."""
+        ...
+
+
+class Exact:
+    """As it is: the transport's own all-reduce."""
+
+    def bytes_of(self, buffer: Tensor) -> int:
+        return buffer.nbytes
+
+    def sum(self, buffer: Tensor, bucket: int, step: int, wire: Wire, computing: Computing) -> None:
+        wire.sum(buffer)
+
+
+class ByNode:
+    """Exactly, within each node first, so that only one rank of each talks to other nodes."""
+
+    def __init__(self, nodes: Sequence[int]) -> None:
+        """``nodes``: of each rank."""
+        self.nodes = nodes
+        ranks, count = len(nodes), len(set(nodes))
+        self._share = ((count - 1) / count) / ((ranks - 1) / ranks)
+
+    def bytes_of(self, buffer: Tensor) -> int:
+        return round(self._share * buffer.nbytes)
+
+    def sum(self, buffer: Tensor, bucket: int, step: int, wire: Wire, computing: Computing) -> None:
+        wire.sum_by_node(buffer, self.nodes)
+
+
+class Half:
+    """As half precision on the wire, and summed in single precision, in order of rank: half the bytes.
+
+    Each rank sums one part of the bucket and passes it on. What is sent has a scale of its own, a power of two that
+    brings the largest entry near the top of what half precision holds: nothing overflows, and nothing vanishes that is
+    larger than 2^-38 of the largest. Entries that are not finite arrive as such.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def bytes_of(self, buffer: Tensor) -> int:
+        return buffer.nbytes if buffer.dtype != torch.float32 else 2 * self.ranks * self._length(buffer)
+
+    def sum(self, buffer: Tensor, bucket: int, step: int, wire: Wire, computing: Computing) -> None:
+        if buffer.dtype != torch.float32:
+            return wire.sum(buffer)
+        with computing():
+            rows = buffer.new_zeros(self.ranks, self._length(buffer) - 2)
+            rows.view(-1)[: buffer.numel()] = buffer
+            mine, theirs = _as_half(rows), rows.new_empty(self.ranks, self._length(buffer), dtype=torch.float16)
+        wire.swap(theirs, mine)
+        with computing():
+            total = rows.new_zeros(1, rows.shape[1])
+            for row in _as_single(theirs):
+                total += row
+            part = _as_half(total)
+        wire.collect(theirs, part)
+        with computing():
+            buffer.copy_(_as_single(theirs).view(-1)[: buffer.numel()])
+
+    def _length(self, buffer: Tensor) -> int:
+        """Of a rank's part with its scale; even, so that scales lie where a float32 may."""
+        part = -(-buffer.numel() // self.ranks)
+        return part + part % 2 + 2
+
+
+def _as_half(rows: Tensor) -> Tensor:
+    """Rows of half precision, each after the scale that all of them have (float32, in the place of two)."""
+    largest = rows.abs().max()
+    _, exponent = torch.frexp(largest)
+    usual = torch.isfinite(largest) & (largest > 0)
+    scale = torch.ldexp(torch.ones_like(largest), torch.where(usual, 15 - exponent, 0).clamp(-100, 100))
+    packed = rows.new_empty(len(rows), rows.shape[1] + 2, dtype=torch.float16)
+    packed[:, :2] = scale.view(1).view(torch.float16)
+    packed[:, 2:] = rows * scale
+    return packed
+
+
+def _as_single(packed: Tensor) -> Tensor:
+    scales = packed.view(torch.float32)[:, :1]
+    return packed[:, 2:].float() / scales
+
+
+class TopK:
+    """The largest entries of each bucket; what is not sent is added to the next step's gradient (error feedback).
+
+    What is kept back is this rank's own and in no checkpoint: a resume and a regroup begin without. It counts once its
+    step is done: a step that is done again finds what it found the first time.
+    """
+
+    def __init__(self, ranks: int, fraction: float) -> None:
+        self.ranks, self.fraction = ranks, fraction
+        self._kept: dict[tuple[int, int], Tensor] = {}
+        self._next: dict[tuple[int, int], tuple[int, Tensor]] = {}
+        """With the step that left it. By bucket and size."""
+
+    def bytes_of(self, buffer: Tensor) -> int:
+        # An all-gather loads a link with (ranks - 1) times what each rank gives, an all-reduce with
+        # 2 (ranks - 1) / ranks times its tensor.
+        return buffer.nbytes if buffer.dtype != torch.float32 else 4 * self._count(buffer) * self.ranks
+
+    def sum(self, buffer: Tensor, bucket: int, step: int, wire: Wire, computing: Computing) -> None:
+        if buffer.dtype != torch.float32:
+            return wire.sum(buffer)
+        count = self._count(buffer)
+        with computing():
+            total = self._with_what_was_kept(buffer, bucket, step)
+            chosen = largest(total, count)
+            message = torch.cat([chosen.to(torch.int32), total[chosen].view(torch.int32)])
+            messages = message.new_empty(self.ranks, 2 * count)
+        wire.collect(messages, message)
+        with computing():
+            buffer.zero_()
+            for row in messages:  # in order of rank: all get the same bits
+                buffer.index_add_(0, row[:count], row[count:].view(torch.float32))
+            if torch.isfinite(messages[:, count:].view(torch.float32)).all():  # else nothing comes of this step
+                total[chosen] = 0.0
+                self._next[bucket, buffer.numel()] = step, total
+
+    def _with_what_was_kept(self, buffer: Tensor, bucket: int, step: int) -> Tensor:
+        key = bucket, buffer.numel()
+        if key in self._next and self._next[key][0] != step:
+            self._kept[key] = self._next.pop(key)[1]
+        return buffer + self._kept[key] if key in self._kept else buffer.clone()
+
+    def _count(self, buffer: Tensor) -> int:
+        return max(1, round(self.fraction * buffer.numel()))
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """Where the ``count`` largest magnitudes are, and anything that is not a number."""
+    sizes = values.abs()
+    if values.is_cuda or len(sizes) < 4 * SAMPLED or SPARE * count > len(sizes) / 2:
+        return sizes.topk(count, sorted=False).indices
+    # On a processor, topk of many takes several times as long as a look at all and topk of few.
+    sample = sizes[:: len(sizes) // SAMPLED]
+    place = max(1, round(len(sample) * (1 - SPARE * count / len(sizes))))
+    candidates = (~(sizes < sample.kthvalue(place).values)).nonzero().view(-1)
+    if len(candidates) < count:  # the sample was not like the rest
+        return sizes.topk(count, sorted=False).indices
+    return candidates[sizes[candidates].topk(count, sorted=False).indices]
+
+
+def make_scheme(name: str, nodes: Sequence[int], fraction: float) -> Scheme:
+    """By what ``training.communication`` says. ``nodes``: of each rank."""
+    if name == "fp16":
+        return Half(len(nodes))
+    if name == "topk":
+        return TopK(len(nodes), fraction)
+    return ByNode(nodes) if name == "hierarchical" and 1 < len(set(nodes)) < len(nodes) else Exact()
+
+
+def check(config: DistributedTrainingConfig) -> None:
+    """`ConfigError` for settings that do not go together."""
+    if config.communication == "topk" and config.precision == "fp16":
+        raise ConfigError(
+            "training.communication = 'topk' does not go with training.precision = 'fp16', whose loss scale changes "
+            "between the steps that entries are kept back for: use precision 'bf16', or communication 'fp16'"
+        )
+
+
+class Echo:
+    """A wire on which all ranks send what this one does, at once: with it, a scheme only computes."""
+
+    def sum(self, tensor: Tensor) -> None: ...
+
+    def swap(self, output: Tensor, input_: Tensor) -> None:
+        output.copy_(input_)
+
+    def collect(self, output: Tensor, input_: Tensor) -> None:
+        output.copy_(input_)
+
+    def sum_by_node(self, tensor: Tensor, nodes: Sequence[int]) -> None: ...

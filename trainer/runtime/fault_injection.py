@@ -1,0 +1,72 @@
+"""Faults to inject, from the environment: what the tests break is the real trainer, at an exact point of a step.
+
+DTRAIN_FAULTS is a JSON list of ``{"kind", "at", "step", "node"}``: when the process of that node reaches that point of
+that step (0-based, the one being done), the fault happens, once, in the node's first stay only (DTRAIN_STAY). With
+``"every": true`` it happens each time: a node that is slow in every step sleeps so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import torch
+
+from trainer.errors import ConfigError
+
+Kind = Literal["kill", "stop", "oom", "raise", "sigterm", "sleep"]
+Point = Literal[
+    "input", "forward", "backward", "all_reduce", "optimizer", "evaluate", "save", "regroup", "formed", "finish"
+]
+
+
+class InjectedError(RuntimeError):
+    """What «raise» raises."""
+
+
+class Faults:
+    """The faults of one process. Without any, `reach` costs next to nothing."""
+
+    def __init__(self, environment: Mapping[str, str], node: int) -> None:
+        listed = json.loads(environment.get("DTRAIN_FAULTS") or "[]")
+        first_stay = environment.get("DTRAIN_STAY", "1") == "1"
+        for fault in listed:
+            if fault.get("kind") not in get_args(Kind) or fault.get("at") not in get_args(Point):
+                raise ConfigError(f"DTRAIN_FAULTS holds {fault!r}; kinds: {get_args(Kind)}, points: {get_args(Point)}")
+        self._pending: list[dict[str, Any]] = [item for item in listed if item["node"] == node and first_stay]
+        self._lock = threading.Lock()
+
+    def reach(self, at: Point, step: int) -> None:
+        """The process is at this point of this step now."""
+        if not self._pending:
+            return
+        with self._lock:  # «save» and «all_reduce» are reached on threads of their own
+            due = next((item for item in self._pending if item["at"] == at and item.get("step", step) == step), None)
+            if due is not None and not due.get("every"):
+                self._pending.remove(due)
+        if due is not None:  # the next one of the same place happens when the step is done again
+            self._happen(due)
+
+    def _happen(self, fault: dict[str, Any]) -> None:
+        kind = fault["kind"]
+        if kind == "kill":
+            os.killpg(0, signal.SIGKILL)
+        elif kind == "stop":
+            if "seconds" in fault:  # somebody else has to wake this process up again
+                alarm = f"sleep {float(fault['seconds'])}; kill -CONT {os.getpid()}"
+                subprocess.Popen(["sh", "-c", alarm], start_new_session=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif kind == "sigterm":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif kind == "sleep":
+            time.sleep(float(fault.get("seconds", 1.0)))
+        elif kind == "oom":
+            raise torch.OutOfMemoryError("out of memory, injected")
+        else:
+            raise InjectedError("injected")

@@ -1,0 +1,199 @@
+"""Which storage account, who we are there, what its errors mean, and when to try again."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from enum import Enum, auto
+from time import sleep
+from typing import TypeVar
+
+import requests
+import requests.adapters
+import urllib3.exceptions
+from azure.core.exceptions import (
+    AzureError,
+    ClientAuthenticationError,
+    HttpResponseError,
+    IncompleteReadError,
+    ServiceRequestError,
+    ServiceResponseError,
+)
+from azure.core.pipeline.transport import RequestsTransport
+from azure.storage.blob import BlobServiceClient
+
+from trainer.errors import ConfigError
+from trainer.storage.base import StorageAccessError, StorageError
+
+CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
+ACCOUNT_URL = "AZURE_STORAGE_ACCOUNT_URL"
+SEND_SECONDS, ANSWER_SECONDS = 30, 30
+"""How long connecting, or sending one block, may take; and how long the account may be silent."""
+PAUSES = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
+"""Seconds before each further attempt; each is taken by half to one and a half, at random."""
+PATIENCE_SECONDS = 90.0
+"""No further attempt is begun after that long; callers have patience of their own."""
+LONGEST_PAUSE = 60.0
+"""However long the account asks us to stay away."""
+_CONNECTIONS = 32
+_SIGNATURE = re.compile(r"(sig|se|sp|skoid)=[^&\s'\")]+", re.IGNORECASE)
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class Verdict(Enum):
+    """What an error means for whoever asked."""
+
+    MISSING = auto()
+    CONFLICT = auto()
+    """A condition was not met: it is there already, or has changed."""
+    BAD_RANGE = auto()
+    """Read from beyond the end, as any read of an empty blob does."""
+    LOST_BLOCKS = auto()
+    """Another writer of the same blob has committed meanwhile: what was staged is gone."""
+    DENIED = auto()
+    NO_CONTAINER = auto()
+    AGAIN = auto()
+    """Passing: the network, a restart, too many requests."""
+    FAILED = auto()
+
+
+def judge(error: BaseException) -> Verdict:
+    """What an error of the SDK, or of what it is built on, means. Pure."""
+    if isinstance(error, ClientAuthenticationError):
+        return Verdict.DENIED
+    if isinstance(error, (ServiceRequestError, ServiceResponseError, IncompleteReadError)):
+        return Verdict.AGAIN
+    if not isinstance(error, HttpResponseError):
+        passing = isinstance(error, (requests.RequestException, urllib3.exceptions.HTTPError, ConnectionError))
+        return Verdict.AGAIN if passing else Verdict.FAILED
+    code = getattr(error, "error_code", None)
+    name, status = str(getattr(code, "value", code)), error.status_code
+    if status is None or status in (408, 429) or status >= 500:  # no status: the connection broke within the answer
+        return Verdict.AGAIN
+    if status in (401, 403):
+        return Verdict.DENIED
+    if status == 404:
+        return Verdict.NO_CONTAINER if name == "ContainerNotFound" else Verdict.MISSING
+    if name in ("ConditionNotMet", "TargetConditionNotMet", "BlobAlreadyExists"):  # not: 412 for somebody's lease
+        return Verdict.CONFLICT
+    if status == 416:
+        return Verdict.BAD_RANGE
+    return Verdict.LOST_BLOCKS if name == "InvalidBlockList" else Verdict.FAILED
+
+
+class BlobError(StorageError):
+    """A request that failed for good. ``verdict`` says how."""
+
+    def __init__(self, message: str, verdict: Verdict) -> None:
+        super().__init__(message)
+        self.verdict = verdict
+
+
+def attempt(what: str, action: Callable[[], _T]) -> _T:
+    """Do a request, again with exponential backoff as long as its failure is passing, or when the account says so.
+
+    ``action`` has to be one that can be done twice: an attempt whose answer was lost may have been carried out. Raises
+    `trainer.storage.base.StorageAccessError` where we are not let in, and `BlobError` for everything else.
+    """
+    began = time.monotonic()
+    for pause in (*PAUSES, None):
+        try:
+            return action()
+        except (AzureError, requests.RequestException, urllib3.exceptions.HTTPError, ConnectionError) as error:
+            verdict = judge(error)
+            if verdict is Verdict.AGAIN and pause is not None and time.monotonic() - began < PATIENCE_SECONDS:
+                wait = max(pause * random.uniform(0.5, 1.5), min(_asked_to_wait(error), LONGEST_PAUSE))
+                _log.info("%s: %s; once more in %.1f s", what, _first_line(error), wait)
+                sleep(wait)
+                continue
+            raise _translated(what, error, verdict) from None  # the SDK's own trace says nothing more
+    raise AssertionError("the last attempt returns or raises")
+
+
+def service() -> BlobServiceClient:
+    """The account that the environment names, shared by all threads of this process. `ConfigError` if it names none."""
+    return _service(os.environ.get(CONNECTION_STRING), os.environ.get(ACCOUNT_URL), os.getpid())
+
+
+@functools.lru_cache(maxsize=8)
+def _service(connection_string: str | None, url: str | None, pid: int) -> BlobServiceClient:
+    """One per process: after a fork, nobody may share a connection."""
+    logger = logging.getLogger("azure")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.WARNING)  # it logs the headers of every request as information
+    session = requests.Session()
+    adapter = requests.adapters.HTTPAdapter(pool_connections=4, pool_maxsize=_CONNECTIONS, max_retries=0)
+    session.mount("https://", adapter)
+    session.mount("http://", adapter)
+    # `attempt` tries again, not the SDK: only who counts the attempts knows whether an answer may have been lost.
+    options = {
+        "transport": RequestsTransport(session=session),
+        "retry_total": 0,
+        "connection_timeout": SEND_SECONDS,
+        "read_timeout": ANSWER_SECONDS,
+        "max_single_put_size": 64 << 20,
+    }
+    if connection_string:
+        try:
+            return BlobServiceClient.from_connection_string(connection_string, **options)
+        except ValueError:  # whose message may hold the key
+            raise ConfigError(
+                f"{CONNECTION_STRING} is no connection string of a storage account: copy it from the account's access "
+                f"keys, or unset it and name the account by {ACCOUNT_URL}"
+            ) from None
+    if not url:
+        raise ConfigError(
+            f"an az:// address was given, and no storage account: set {ACCOUNT_URL} "
+            f"(https://<account>.blob.core.windows.net, opened by this machine's identity) or {CONNECTION_STRING}"
+        )
+    if not url.startswith("https://"):
+        raise ConfigError(f"{ACCOUNT_URL}={url!r} must begin with https://: an identity's token is sent to it")
+    from azure.identity import DefaultAzureCredential
+
+    return BlobServiceClient(url.rstrip("/"), credential=DefaultAzureCredential(), **options)
+
+
+def account() -> str:
+    """How the account was named, for messages: the variable, never the key."""
+    return CONNECTION_STRING if os.environ.get(CONNECTION_STRING) else f"{ACCOUNT_URL}={os.environ.get(ACCOUNT_URL)}"
+
+
+def _translated(what: str, error: BaseException, verdict: Verdict) -> OSError:
+    said = _first_line(error)
+    if verdict is Verdict.DENIED:
+        remedy = (
+            f"check the key in {CONNECTION_STRING}, and the account's network rules"
+            if os.environ.get(CONNECTION_STRING)
+            else "give this machine's identity the role «Storage Blob Data Contributor» on the container, and let the "
+            "account's network rules admit it"
+        )
+        return StorageAccessError(f"{what}: the storage account ({account()}) does not let us in ({said}): {remedy}")
+    if verdict is Verdict.NO_CONTAINER:
+        return StorageAccessError(
+            f"{what}: the storage account ({account()}) has no such container: create it, or correct the address"
+        )
+    return BlobError(f"{what} failed: {said}", verdict)
+
+
+def _asked_to_wait(error: BaseException) -> float:
+    """Seconds that the account asks for (Retry-After), 0 where it does not."""
+    headers = getattr(getattr(error, "response", None), "headers", None) or {}
+    try:
+        return float(headers.get("Retry-After") or headers.get("retry-after") or 0)
+    except ValueError:  # a date: rare, and backoff serves
+        return 0.0
+
+
+def _first_line(error: BaseException) -> str:
+    """What it says, without the signature of an address."""
+    text = str(error).strip() or type(error).__name__
+    code = getattr(error, "error_code", None)
+    line = text.splitlines()[0]
+    line = f"{line} ({getattr(code, 'value', code)})" if code else line
+    return _SIGNATURE.sub(r"\1=…", line)

@@ -1,0 +1,228 @@
+"""The few verbs that everything on disk or in Blob goes through. A folder, ``az://container/path``, any fsspec address.
+
+Writing is all or nothing: a reader sees the old content or the new, never half of it. On a local file system that is a
+temporary file, fsync and rename; object stores have it by nature. Azure Blob Storage is in
+`trainer.storage.azure_blob`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from trainer.errors import ConfigError, DamagedError
+from trainer.storage.file_swap import swap_file, write_through
+from trainer.storage.regular_files import open_regular, read_regular, too_large
+
+AZURE = "az://"
+SIDE_BY_SIDE = 8
+"""Small remote files that are read at once."""
+_memory_lock = threading.Lock()
+
+
+class StorageError(OSError):
+    """Remote storage does not do what it is asked for, though it was asked several times. Starting again may help."""
+
+
+class StorageAccessError(ConfigError, OSError):
+    """Storage does not let us in. The message names the setting and the remedy. An OSError too: a right may be taken
+    away, and come back, at any time, and who can outlast storage that fails can outlast this."""
+
+
+class Storage:
+    """A folder, addressed by relative POSIX paths (``checkpoints/LATEST.json``). `ConfigError` for an address that no
+    installed file system knows. Verbs raise OSError where storage fails. Any number of threads may use it."""
+
+    def __new__(cls, uri: str | os.PathLike[str]) -> Storage:
+        if cls is Storage and str(uri).startswith(AZURE):
+            try:
+                from trainer.storage.azure_blob import BlobStorage
+            except ImportError as error:
+                raise ConfigError(f"{str(uri)!r} needs the Azure packages: pip install 'dtrain[azure]'") from error
+            return super().__new__(BlobStorage)
+        return super().__new__(cls)
+
+    def __init__(self, uri: str | os.PathLike[str]) -> None:
+        import fsspec  # here, for it looks for file systems in all installed packages, which takes time
+        from fsspec.implementations.local import LocalFileSystem
+
+        self.uri = str(uri).rstrip("/") or "/"
+        self.fs: Any
+        try:
+            if "://" in self.uri:
+                self.fs, root = fsspec.url_to_fs(self.uri)
+            else:  # a path is taken as it is: "::" in it would be read as an address inside another
+                self.fs, root = LocalFileSystem(), os.path.abspath(os.path.expanduser(self.uri))
+        except (ValueError, ImportError) as error:  # an unknown protocol, or one whose package is not installed
+            raise ConfigError(f"{self.uri!r} is neither a folder nor an address that can be opened: {error}") from error
+        self.root: str = str(root).rstrip("/")
+        self.is_local = isinstance(self.fs, LocalFileSystem)
+
+    def path(self, name: str = "") -> str:
+        """The address of ``name`` as the file system knows it (without the protocol)."""
+        return f"{self.root}/{name}" if name else self.root or "/"
+
+    def local_path(self, name: str = "") -> Path:
+        """The path of ``name`` on this machine. ValueError for a remote folder."""
+        if not self.is_local:
+            raise ValueError(f"{self.uri} is not a folder of this machine")
+        return Path(self.path(name))
+
+    def read(self, name: str) -> bytes:
+        """The content of a file. FileNotFoundError where there is none."""
+        return self.fs.cat_file(self.path(name))
+
+    def read_bounded(self, name: str, most_bytes: int) -> bytes:
+        """The content of a file that others may have put there. FileNotFoundError where there is none; `DamagedError`,
+        and nothing is held in memory, for one of more bytes, and for what is no regular file of this folder: a link is
+        not followed, a pipe not waited for."""
+        if self.is_local:
+            return read_regular(self.path(), name, most_bytes)
+        if (size := self.size(name)) > most_bytes:
+            raise too_large(f"{self.uri}/{name}", size, most_bytes)
+        return self.read(name)
+
+    def read_each(self, names: Sequence[str], most_bytes: int) -> Sequence[bytes | DamagedError]:
+        """The contents of several files, in this order, or what is wrong with them, see `read_bounded`."""
+        read = partial(self._read_or_damage, most_bytes=most_bytes)
+        if self.is_local or len(names) < 2:
+            return [read(name) for name in names]
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:  # small files: it is the way there that takes time
+            return list(pool.map(read, names))
+
+    def _read_or_damage(self, name: str, most_bytes: int) -> bytes | DamagedError:
+        try:
+            return self.read_bounded(name, most_bytes)
+        except DamagedError as error:
+            return error
+
+    def open(self, name: str) -> IO[bytes]:
+        """A file to read in pieces. FileNotFoundError where there is none, `DamagedError` for what is none."""
+        if self.is_local:
+            file: Any = open_regular(self.path(), name)
+            return io.BufferedReader(file)
+        return self.fs.open(self.path(name), "rb")
+
+    def fetch(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Copy a file to this path of this machine. FileNotFoundError where there is none; what a failure has left
+        there is of no use."""
+        self.fs.get_file(self.path(name), str(path))
+
+    def size(self, name: str) -> int:
+        """Bytes of a file. FileNotFoundError where there is none."""
+        path = self.path(name)
+        self.fs.invalidate_cache(path)
+        return int(self.fs.size(path))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write or replace a file, all or nothing."""
+        if not self.is_local:
+            self.fs.pipe_file(self.path(name), data)
+            return
+        with self.stream(name) as file:
+            file.write(data)
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[IO[bytes]]:
+        """A file to write in pieces. On this machine all or nothing; elsewhere a failure may leave a part of it."""
+        path = self.path(name)
+        if not self.is_local:
+            with self.fs.open(path, "wb") as file:
+                yield file
+            return
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            with open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    def create(self, name: str, data: bytes) -> str | None:
+        """Write a file that must not exist yet. FileExistsError where it does; one of two racing writers wins. The
+        version id that storage gave it, None where it names none."""
+        path = self.path(name)
+        if not self.is_local:
+            self.fs.pipe_file(path, data, mode="create")
+            return None
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            write_through(temporary, data)
+            os.link(temporary, path)  # unlike rename, a hard link refuses to replace
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+        return None
+
+    def swap(self, name: str, expected: bytes | None, data: bytes) -> bool:
+        """Replace a file only if its content is ``expected`` (None: only if it is missing); was it replaced?
+
+        Of several writers, in any process, that expect the same content one succeeds, and none waits for a frozen one.
+        `ConfigError` for a file system that cannot do this.
+        """
+        self.require_swap()
+        path = self.path(name)
+        if self.is_local:
+            return swap_file(path, expected, data)
+        with _memory_lock:
+            if (self.fs.cat_file(path) if self.fs.exists(path) else None) != expected:
+                return False
+            self.fs.pipe_file(path, data)
+            return True
+
+    def require_swap(self) -> None:
+        """`ConfigError`, with the name of the file system, where `swap` does not work."""
+        from fsspec.implementations.memory import MemoryFileSystem
+
+        if not self.is_local and not isinstance(self.fs, MemoryFileSystem):
+            raise ConfigError(
+                f"{self.uri}: the file system {type(self.fs).__name__} has no compare-and-swap here, which checkpoints "
+                "need; use a folder that all nodes can reach"
+            )
+
+    def exists(self, name: str) -> bool:
+        return bool(self.fs.exists(self.path(name)))
+
+    def list(self, folder: str = "") -> list[str]:
+        """Sorted names of what is directly in ``folder``, without half-written files and locks; empty if missing."""
+        path = self.path(folder)
+        self.fs.invalidate_cache(path)
+        try:
+            entries = self.fs.ls(path, detail=False)
+        except FileNotFoundError:
+            return []
+        names = (str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries)
+        return sorted(name for name in names if not is_litter(name))
+
+    def delete(self, name: str) -> None:
+        """Remove a file or a folder with all that is in it; nothing happens where there is none."""
+        try:
+            self.fs.rm(self.path(name), recursive=True)
+        except FileNotFoundError:
+            return
+
+    def sweep(self, folder: str, older_than_seconds: float) -> None:
+        """Remove what killed writers left half-written in ``folder`` so long ago; nothing to do on a remote one."""
+        if not self.is_local:
+            return
+        for path in Path(self.path(folder)).glob("*.tmp"):
+            if time.time() - path.stat().st_mtime > older_than_seconds:
+                self.delete(f"{folder}/{path.name}")
+
+
+def is_litter(name: str) -> bool:
+    """Is this a half-written file or a lock, which no listing shows?"""
+    return name.endswith((".tmp", ".lock"))

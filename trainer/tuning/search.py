@@ -1,0 +1,435 @@
+"""In which order auto-tuning tries candidates, and what it makes of the figures: decisions only, without a clock, a
+process or a model.
+
+One group of settings after the other is searched, each with the best found so far for all others. The settings hardly
+depend on each other, so that this costs the sum of their numbers where all combinations cost the product, and what it
+may miss is a combination of two that pay only together. Within a group all candidates run in interleaved stretches.
+Where none can be refused later for what it learns, the slower half of those that challenge the present settings leaves
+after every second round from the third one on. In the end all that was chosen on the way races the baseline once more.
+`trainer.tuning.tuner` does what is decided here.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
+
+from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.tuning.search_space import LAYOUT, Candidate, Facts, Group, groups, layouts, share
+
+LEAST_SECONDS = 10.0
+"""The smallest budget with which anything can be told."""
+SEARCHING, JUDGING = 0.6, 0.2
+"""Of the budget, for races and for looking at what is learned; the rest confirms the result against the baseline."""
+MOST_AT_ONCE = 4
+"""Candidates that challenge the present settings at once: all are in memory."""
+MOST_ROUNDS, MOST_FINAL_ROUNDS, LEAST_ROUNDS, HALVED_FROM = 9, 25, 6, 3
+LEAST_GAIN = 0.02
+"""What is not faster by so much is not worth another setting…"""
+MOST_CHANCE = 0.02
+"""…nor what is faster in so few rounds that a candidate which is not would do as well this often, by chance."""
+MOST_JUDGED, LEAST_JUDGED = 300, 20
+"""Steps after which validation losses are compared."""
+RUNS = 4
+"""Trainings that judging has to last for, one of them the baseline's."""
+TOLERANCE = 0.005
+LEAST_LEARNED = 10
+"""Times what is tolerated, that the baseline has to learn in these steps: else what learns nothing is not worse."""
+OUT_OF_MEMORY = "out of memory"
+UNTOLD, NO_TIME = "too few rounds to tell", "not tried: no time left"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Learned:
+    """What some steps of training came to."""
+
+    first: float
+    """Validation loss before them."""
+    loss: float
+    """Validation loss after them."""
+    is_likelihood: bool
+    """The loss is a negative log likelihood, in nats."""
+    why: str = ""
+    """It could not be trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The quartiles of some figures."""
+
+    low: float
+    median: float
+    high: float
+
+
+class NotFinite(ConfigError):
+    """The settings that others are compared with no longer train."""
+
+
+class Bench(Protocol):
+    """Where candidates are tried; every method is a collective of all ranks, and gives all of them the same."""
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the budget that are gone."""
+
+    def enter(self, candidate: Candidate) -> str:
+        """Make it ready to run; "" or why it cannot be. One that is ready stays as it is."""
+
+    def stretch(self, candidate: Candidate) -> float:
+        """Some steps of real training; samples per second, 0 where its numbers are no longer finite."""
+
+    def leave(self, candidate: Candidate) -> None:
+        """Give back what it takes."""
+
+    def learn(self, candidate: Candidate, steps: int) -> Learned:
+        """Train it from its first weights on as many samples as the configuration has in so many steps, with the whole
+        schedule of the learning rate in them."""
+
+    def step_seconds(self, candidate: Candidate) -> float:
+        """Of the last stretch."""
+
+
+def spread(values: Sequence[float]) -> Spread:
+    if len(values) < 2:
+        return Spread(*(3 * [values[0]]))
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(low, median, high)
+
+
+def gains(rates: Sequence[float], incumbent: Sequence[float]) -> list[float]:
+    """By how much a candidate was faster, round by round: what disturbs the machine disturbs both of a round."""
+    return [mine / other for mine, other in zip(rates, incumbent, strict=False)]
+
+
+def pays(found: Sequence[float]) -> bool:
+    """Faster by enough in the median, and in more rounds than chance has it (a sign test)."""
+    rounds, won = len(found), sum(gain > 1 for gain in found)
+    chance = sum(math.comb(rounds, count) for count in range(won, rounds + 1)) / 2**rounds
+    return statistics.median(found) >= 1 + LEAST_GAIN and chance <= MOST_CHANCE
+
+
+def no_gain(found: Sequence[float], enough: int) -> str:
+    """What is said of a candidate that does not pay. So many rounds are ``enough`` where it is no faster in them."""
+    is_faster = statistics.median(found) >= 1 + LEAST_GAIN
+    if len(found) < (LEAST_ROUNDS if is_faster else enough):
+        return UNTOLD
+    return "no sure gain" if is_faster else "no gain"
+
+
+def better_half(challengers: Sequence[Candidate], rates: dict[Candidate, list[float]]) -> list[Candidate]:
+    """Those with the higher medians, in their order; one at least."""
+    ranked = sorted(challengers, key=lambda item: statistics.median(rates[item]), reverse=True)
+    kept = set(ranked[: -(-len(ranked) // 2)])
+    return [item for item in challengers if item in kept]
+
+
+def race(
+    bench: Bench, incumbent: Candidate, challengers: Sequence[Candidate], until: float, limit: float,
+    rounds: int = MOST_ROUNDS, halves: bool = False,
+) -> dict[Candidate, list[float]]:  # fmt: skip
+    """Samples per second of each, round by round; the incumbent runs in all of them. It ends when the rounds are over,
+    at ``until`` where there were enough of them to tell, and at ``limit`` in any case, but for the first round.
+    ``halves``: the slower challengers leave early."""
+    racing = list(challengers)
+    rates: dict[Candidate, list[float]] = {item: [] for item in (incumbent, *racing)}
+    for number in range(rounds):
+        before = bench.elapsed
+        order = [incumbent, *racing]
+        for candidate in order if number % 2 == 0 else reversed(order):
+            rates[candidate].append(bench.stretch(candidate))
+        if not rates[incumbent][-1]:
+            raise NotFinite(
+                f"the loss is not finite with the settings {incumbent.label}: lower training.learning_rate or set "
+                "training.clip_norm before you tune"
+            )
+        if halves and number + 1 >= HALVED_FROM and (number + 1 - HALVED_FROM) % 2 == 0:
+            kept = better_half(racing, rates)
+            for candidate in racing:
+                if candidate not in kept:
+                    bench.leave(candidate)
+            racing = kept
+        took = (bench.elapsed - before) / len(order)
+        then = bench.elapsed + took * (1 + len(racing))
+        if then > limit or (number + 1 >= LEAST_ROUNDS and then > until):
+            break
+    return rates
+
+
+def tolerated(baseline: Learned) -> float:
+    """By how much a validation loss may be higher: 0.5 % of what the loss is measured in.
+
+    A negative log likelihood has a sign and a size that hang on the unit of the target, so a share of it says nothing;
+    a difference of 0.005 nats means that a sample is 0.5 % less likely, in any unit. Any other loss is held against its
+    own size, or against what the steps have taken off it where that is more, for it may end near zero.
+    """
+    if baseline.is_likelihood:
+        return TOLERANCE
+    return TOLERANCE * max(abs(baseline.loss), baseline.first - baseline.loss)
+
+
+def untold(baseline: Learned, steps: int) -> str:
+    """Why nothing can be compared with what the baseline has learned; "" where it can."""
+    if baseline.why:
+        return f"not compared: the baseline could not be trained beside it: {baseline.why}"
+    if baseline.first - baseline.loss >= LEAST_LEARNED * tolerated(baseline):  # not so for NaN
+        return ""
+    return (
+        f"not compared: {steps} steps take the validation loss of the baseline from {baseline.first:.5f} to "
+        f"{baseline.loss:.5f} only, so that nothing is told by what a candidate learns in them; give more --seconds"
+    )
+
+
+def objection(found: Learned, baseline: Learned, steps: int) -> str:
+    """Why a candidate does not learn as the baseline does; "" where it does, or learns more."""
+    if why := untold(baseline, steps):
+        return why
+    if found.why:
+        return f"not compared: {found.why}"
+    worse, limit = found.loss - baseline.loss, tolerated(baseline)
+    if worse <= limit:  # not so for NaN
+        return ""
+    return (
+        f"learns less: after {steps} steps its validation loss is {found.loss:.5f}, that of the baseline "
+        f"{baseline.loss:.5f}; at most {limit:.5f} more is allowed"
+    )
+
+
+@dataclass(kw_only=True)
+class Search:
+    """Searches all groups. What it has found so far is in its fields at any time."""
+
+    config: DistributedTrainingConfig
+    facts: Facts
+    bench: Bench
+    seconds: float
+    vary_batch: bool = False
+    say: Callable[..., None] = lambda **_: None
+    """Told of each thing that is done, in keywords."""
+    keep: Callable[[], None] = lambda: None
+    """Called when something better may have been found."""
+    baseline: Candidate = field(default_factory=Candidate)
+    best: Candidate = field(default_factory=Candidate)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """A line for each candidate: group, settings, verdict, and figures where there are any."""
+    baseline_rate: Spread | None = None
+    best_rate: Spread | None = None
+    gain: Spread | None = None
+    """Of the best over the baseline, in the last race of these two."""
+    is_complete: bool = False
+    _chosen: list[Candidate] = field(default_factory=list)
+    """In each group that had something to choose."""
+    _judging_seconds: float = 0.0
+    _judged_steps: int = 0
+    _learned: Learned | None = None
+    _stretch_seconds: float = 0.0
+    _entry_seconds: float = 0.0
+    """The longest that was seen of each, with all that is done around it."""
+
+    def run(self) -> None:
+        """Raises `ConfigError` where the configuration cannot be trained at all."""
+        self._begin()
+        parts = [group for group in groups(self.vary_batch, self.facts) if self._options(group)]
+        for number, group in enumerate(parts):
+            self._improve(group, self.bench.elapsed + share(parts[number:], self._limit - self.bench.elapsed))
+            self.keep()
+        self.is_complete = self._confirm()
+        self.keep()
+
+    @property
+    def _limit(self) -> float:
+        """When searching has to be over. What was found has to be compared with the baseline, once more, in so many
+        rounds that they tell, come what may."""
+        confirming = LEAST_ROUNDS * 2 * self._stretch_seconds + self._entry_seconds
+        return min(SEARCHING * self.seconds + self._judging_seconds, self.seconds - confirming)
+
+    def _options(self, group: Group) -> list[Candidate]:
+        now = replace(self.config, **dict(self.best.settings))
+        return [self.best.but(changes) for changes in group.options(now, self.facts)]
+
+    def _has_time(self, count: int) -> bool:
+        """One candidate more, and a race of so many that can tell anything?"""
+        needed = self._entry_seconds + LEAST_ROUNDS * count * self._stretch_seconds
+        return self.bench.elapsed + needed <= self._limit
+
+    def _enter(self, candidate: Candidate) -> str:
+        before = self.bench.elapsed
+        why = self.bench.enter(candidate)
+        if not why:
+            self._entry_seconds = max(self._entry_seconds, self.bench.elapsed - before)
+        return why
+
+    def _race(
+        self, incumbent: Candidate, challengers: Sequence[Candidate], until: float, limit: float, rounds: int,
+        halves: bool = False,
+    ) -> dict[Candidate, list[float]]:  # fmt: skip
+        before = self.bench.elapsed
+        rates = race(self.bench, incumbent, challengers, until, limit, rounds, halves)
+        mean = (self.bench.elapsed - before) / sum(map(len, rates.values()))
+        self._stretch_seconds = max(self._stretch_seconds, mean)
+        return rates
+
+    def _begin(self) -> None:
+        """The configuration itself, or, where that does not fit into memory, its largest micro-batch that does."""
+        why = self.bench.enter(self.baseline)
+        for changes in layouts(self.config, self.facts):
+            if why != OUT_OF_MEMORY:
+                break
+            if changes[LAYOUT[0]] > self.config.batch_size_per_gpu:
+                continue
+            self._add("layout", self.baseline, why)
+            self.baseline = self.best = Candidate().but(changes)
+            why = self.bench.enter(self.baseline)
+        if why:
+            raise ConfigError(f"the training cannot be run as it is configured ({self.baseline.label}): {why}")
+
+    def _improve(self, group: Group, until: float) -> None:
+        """Search one group; its best becomes the present settings where it pays and learns as much."""
+        challengers: list[Candidate] = []
+        if why := self._enter(self.best):  # one that had left, for its race or for what others learn
+            return self._add(group.name, self.best, why)
+        for candidate in self._options(group):
+            left = until - self.bench.elapsed
+            if len(challengers) == MOST_AT_ONCE:
+                self._add(group.name, candidate, f"not tried: {MOST_AT_ONCE} others were")
+            elif left <= group.least_seconds or not self._has_time(2 + len(challengers)):
+                self._add(group.name, candidate, NO_TIME)
+            elif why := self._enter(candidate):
+                self._add(group.name, candidate, why)
+            else:
+                self.say(group=group.name, candidate=candidate.label, doing="ready")
+                challengers.append(candidate)
+        if not challengers:
+            return
+        try:
+            rates = self._race(self.best, challengers, until, self._limit, MOST_ROUNDS, not group.changes_numbers)
+        except NotFinite:
+            if self.best == self.baseline:
+                raise
+            return self._fall_back(group, challengers)
+        found = {item: gains(rates[item], rates[self.best]) for item in challengers}
+        chosen = None
+        for candidate in sorted(challengers, key=lambda item: statistics.median(found[item]), reverse=True):
+            if group.changes_numbers and chosen is None and pays(found[candidate]):
+                for other in (self.best, *challengers):  # another training has to find room beside it
+                    if other != candidate:
+                        self.bench.leave(other)
+            verdict, learned = self._verdict(group, found[candidate], chosen, candidate)
+            if verdict == "chosen":
+                chosen = candidate
+            self._add(group.name, candidate, verdict, rates[candidate], found[candidate], learned)
+        for candidate in (self.best, *challengers):
+            if candidate != (chosen or self.best):
+                self.bench.leave(candidate)
+        if chosen is not None:
+            self.gain = spread(found[chosen]) if self.best == self.baseline else None
+            self.best = chosen
+            self._chosen.append(chosen)
+
+    def _fall_back(self, group: Group, challengers: Sequence[Candidate]) -> None:
+        """To what was chosen before, for the last choice does not train for long."""
+        for candidate in (self.best, *challengers):
+            self.bench.leave(candidate)
+        self._chosen.remove(self.best)
+        broken, self.best = self.best, self._chosen[-1] if self._chosen else self.baseline
+        self.gain = None
+        self._add(group.name, broken, "its loss does not stay finite")
+
+    def _verdict(
+        self, group: Group, found: Sequence[float], chosen: Candidate | None, candidate: Candidate
+    ) -> tuple[str, Learned | None]:
+        if not pays(found):
+            return no_gain(found, HALVED_FROM), None
+        if chosen is not None:
+            return "slower than the chosen one", None
+        if not group.changes_numbers:
+            return "chosen", None
+        why, learned = self._judge(candidate)
+        return why or "chosen", learned
+
+    def _judge(self, candidate: Candidate) -> tuple[str, Learned | None]:
+        """Why it does not learn as the configuration does, "" if it does. All runs have the same samples."""
+        allowed = JUDGING * self.seconds
+        if self._learned is None:
+            step = self.bench.step_seconds(self.best)
+            self._judged_steps = min(MOST_JUDGED, int(allowed / RUNS / step))
+        if self._judged_steps < LEAST_JUDGED or self._judging_seconds > allowed:
+            return "faster, but there is no time to see whether it learns as much", None
+        before = self.bench.elapsed
+        if self._learned is None:
+            self.say(group="judging", candidate=self.baseline.label, doing=f"trains {self._judged_steps} steps")
+            self._learned = self.bench.learn(self.baseline, self._judged_steps)
+        learned = None
+        if not (why := untold(self._learned, self._judged_steps)):
+            self.say(group="judging", candidate=candidate.label, doing=f"trains {self._judged_steps} steps")
+            learned = self.bench.learn(candidate, self._judged_steps)
+            why = objection(learned, self._learned, self._judged_steps)
+        self._judging_seconds += self.bench.elapsed - before
+        return why, learned
+
+    def _confirm(self) -> bool:
+        """The baseline and what was chosen on the way once more, side by side in the time that is left: these are the
+        figures that count. What does not pay then is not recommended, and if a later choice does not, an earlier one
+        may. True where that could be told."""
+        last, self.best, self.gain = self.best, self.baseline, Spread(1.0, 1.0, 1.0)
+        why = self._enter(self.baseline)
+        if why:  # there may be no room beside the last choice
+            self.bench.leave(last)
+            why = self._enter(self.baseline)
+        if why:
+            self._add("confirmation", self.baseline, f"nothing is confirmed: {why}")
+            return False
+        rivals = self._rivals()
+        rates = self._race(
+            self.baseline, rivals, self.seconds, self.seconds, MOST_FINAL_ROUNDS if rivals else HALVED_FROM
+        )
+        found = {item: gains(rates[item], rates[self.baseline]) for item in rivals}
+        self.baseline_rate = spread(rates[self.baseline])
+        for item in sorted(rivals, key=lambda item: statistics.median(found[item]), reverse=True):
+            if not pays(found[item]):
+                verdict = no_gain(found[item], LEAST_ROUNDS)
+            else:
+                verdict = "confirmed" if self.best == self.baseline else "slower than the confirmed one"
+            self._add("confirmation", item, verdict, rates[item], found[item])
+            if verdict == "confirmed":
+                self.best, self.gain = item, spread(found[item])
+        self.best_rate = spread(rates[self.best])
+        if not self._chosen or self.best != self.baseline:
+            return True
+        return bool(rivals) and len(rates[self.baseline]) >= LEAST_ROUNDS
+
+    def _rivals(self) -> list[Candidate]:
+        """What was chosen, the last first, as far as there is room, and time for enough rounds; one in any case."""
+        rivals: list[Candidate] = []
+        for candidate in reversed(self._chosen[-MOST_AT_ONCE:]):
+            needed = LEAST_ROUNDS * (2 + len(rivals)) * self._stretch_seconds + self._entry_seconds
+            if rivals and self.bench.elapsed + needed > self.seconds:
+                break
+            if why := self._enter(candidate):
+                self._add("confirmation", candidate, f"not confirmed: {why}")
+            else:
+                rivals.append(candidate)
+        return rivals
+
+    def _add(
+        self, group: str, candidate: Candidate, verdict: str, rates: Sequence[float] = (),
+        found: Sequence[float] = (), learned: Learned | None = None,
+    ) -> None:  # fmt: skip
+        before = self.baseline if group == "confirmation" else self.best
+        now = {**asdict(self.config), **dict(before.settings)}
+        change = {name: value for name, value in candidate.settings if now[name] != value}
+        row: dict[str, Any] = {"group": group, "change": change, "settings": dict(candidate.settings)}
+        row["verdict"] = verdict
+        if rates:
+            row |= {"samples_per_second": asdict(spread(rates)), "gain": asdict(spread(found)), "rounds": len(rates)}
+        if learned is not None and self._learned is not None:
+            row["validation_loss"] = {"candidate": learned.loss, "baseline": self._learned.loss}
+            row["validation_loss"] |= {"steps": self._judged_steps, "tolerated": tolerated(self._learned)}
+        self.rows.append(row)
+        self.say(candidate=candidate.label, doing=verdict, **{key: row[key] for key in row if key in _SAID})
+
+
+_SAID = ("group", "samples_per_second", "gain")

@@ -1,0 +1,158 @@
+"""What auto-tuning can set, and what it tries: which values of which settings, in groups, and how long for each group.
+
+`trainer.tuning.search` makes of the figures what can be made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from trainer.config import DistributedTrainingConfig
+
+Settings = dict[str, Any]
+FIELDS = {item.name for item in fields(DistributedTrainingConfig)}
+LAYOUT = ("batch_size_per_gpu", "gradient_accumulation_steps")
+"""They go together: their product is what a rank gives to a step."""
+KNOBS = (
+    *LAYOUT, "precision", "threads_per_rank", "prefetch_batches", "data_on_device", "communication", "topk_fraction",
+    "compile",
+)  # fmt: skip
+"""What tuning may set: how fast a training is, and nothing of what is trained."""
+COMPILE_SECONDS, LEAST_EACH = 30.0, 10.0
+"""With less time left in its group, compiling is not begun. So much is held for it, where each group has as much as the
+second besides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Settings that differ from the configuration."""
+
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def but(self, changes: Settings) -> Candidate:
+        return Candidate(tuple({**dict(self.settings), **changes}.items()))
+
+    @property
+    def label(self) -> str:
+        return ", ".join(f"{name} = {value}" for name, value in self.settings) or "as configured"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What the choice of candidates depends on besides the configuration."""
+
+    world_size: int
+    local_world_size: int
+    cores: int
+    ranks_per_host: int
+    """Ranks that share these cores, of one node or of several."""
+    batch_matters: bool = False
+    """The model has layers that look at a whole micro-batch, so that its size decides what they compute."""
+    has_gpu: bool = False
+    fits_gpu: bool = False
+    """The data can be kept on the GPU."""
+    batches_ahead: int = 0
+    """What the trainer makes of ``prefetch_batches`` where it is not given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Settings that are searched together."""
+
+    name: str
+    options: Callable[[DistributedTrainingConfig, Facts], list[Settings]]
+    """From the present configuration to what else can be tried, in this order."""
+    changes_numbers: bool = False
+    """More than by rounding: what was learned is compared with the baseline."""
+    least_seconds: float = 0.0
+
+
+def layouts(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+    """The same samples of each rank and step in other micro-batches: the largest first, each half of the one before, so
+    that the first ones that do not run out of memory are the largest that fit."""
+    per_rank = config.batch_size_per_gpu * config.gradient_accumulation_steps
+    least = min(config.micro_batch_floor, config.batch_size_per_gpu)
+    found, parts = [], 1
+    while per_rank % parts == 0 and per_rank // parts >= least:
+        if parts != config.gradient_accumulation_steps:
+            found.append({"batch_size_per_gpu": per_rank // parts, "gradient_accumulation_steps": parts})
+        parts *= 2
+    return found
+
+
+def larger_batches(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+    parts = config.gradient_accumulation_steps
+    return [
+        {"batch_size_per_gpu": factor * config.batch_size_per_gpu, "gradient_accumulation_steps": parts}
+        for factor in (4, 2)
+    ]
+
+
+def thread_counts(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+    """Half and twice as many, and a fair share of the cores: threads that have none to run on wait for each other."""
+    now, share = config.threads_per_rank or 1, facts.cores // facts.ranks_per_host
+    counts = {now // 2, 2 * now, share} - {now}
+    return [{"threads_per_rank": count} for count in sorted(counts) if 1 <= count <= share]
+
+
+def communications(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+    """Ways to sum gradients that differ in this world; ``auto`` is not among them, for here they are measured."""
+    if facts.world_size == 1:
+        return []
+    is_two_level = 1 < facts.local_world_size < facts.world_size
+    return _other("communication", "allreduce", "fp16", "topk", *(["hierarchical"] if is_two_level else []))(
+        config, facts
+    )
+
+
+def places(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+    """Where the data are kept, if there is a choice."""
+    return _other("data_on_device", True, False)(config, facts) if facts.fits_gpu else []
+
+
+def depths(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+    """Other numbers of batches that are gathered ahead; none are, whatever is set, of data that are on the GPU."""
+    if facts.fits_gpu and config.data_on_device:
+        return []
+    now = facts.batches_ahead if config.prefetch_batches is None else config.prefetch_batches
+    return [{"prefetch_batches": count} for count in (0, 1, 2, 4) if count != now]
+
+
+def compilations(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+    """CUDA graphs only where there is a GPU: that they were not tried for want of time would be no reason."""
+    return _other("compile", "off", "default", *(["reduce-overhead"] if facts.has_gpu else []))(config, facts)
+
+
+def _other(name: str, *values: Any) -> Callable[[DistributedTrainingConfig, Facts], list[Settings]]:
+    """Each value that a field does not have now; nothing for a field that the trainer does not have."""
+
+    def options(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+        return [{name: value} for value in values if name in FIELDS and value != getattr(config, name)]
+
+    return options
+
+
+def groups(vary_batch: bool, facts: Facts) -> list[Group]:
+    """In the order of what they decide: the layout and the precision decide how long a step computes, and with that
+    what all others are worth. Compiling comes last, for nothing else can take up so much of the budget."""
+    batch = Group(name="global batch", options=larger_batches, changes_numbers=True)
+    return [
+        Group(name="layout", options=layouts, changes_numbers=facts.batch_matters),
+        *([batch] if vary_batch else []),
+        Group(name="precision", options=_other("precision", "fp32", "bf16", "fp16"), changes_numbers=True),
+        Group(name="threads", options=thread_counts),
+        Group(name="device", options=places),
+        Group(name="input", options=depths),
+        Group(name="communication", options=communications, changes_numbers=True),
+        Group(name="compile", options=compilations, changes_numbers=True, least_seconds=COMPILE_SECONDS),
+    ]
+
+
+def share(parts: Sequence[Group], left: float) -> float:
+    """Of the seconds that are left for these groups, those for the first one: as many as for each other, beside what is
+    held for those that cannot begin without."""
+    held = sum(group.least_seconds for group in parts)
+    each = (left - held) / len(parts)
+    return parts[0].least_seconds + each if each >= LEAST_EACH else left / len(parts)

@@ -1,0 +1,423 @@
+"""``python -m trainer.tuning.tuner --config job.json --seconds 300``: one rank of a tuning job, which measures
+settings.
+
+All ranks try candidates one after the other in the same processes, each as a training of its own: model, step, sampler,
+loader and group as `trainer.engine.recovery.enter` makes them, so that whole real steps are timed, with their input and
+their commit. What to try next is decided by `trainer.tuning.search` on every rank, from figures that all of them have
+gathered; since these are the same everywhere, so are the decisions. What was found is in ``tuned.json`` of the run
+directory, from the first group of settings on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gc
+import logging
+import math
+import os
+import platform
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+import torch._dynamo  # which the first optimizer would load
+from torch import nn
+
+from trainer.comm.group import GroupError
+from trainer.comm.world import PeersMissingError, World, choose_device, join, rank_facts
+from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig, parse_job
+from trainer.data.loader import batches_ahead, fits
+from trainer.data.shards import DatasetError, DataShardManager
+from trainer.elastic.node_presence import presence
+from trainer.engine.out_of_memory import is_out_of_memory, keep_freed_memory
+from trainer.engine.result import DONE, EVICTED, FAILED, LOST, UNUSABLE, leave_process
+from trainer.engine.step import NonFiniteError
+from trainer.model.allowed_factories import refuse_foreign_factories
+from trainer.model.losses import build_loss, gives_predictive
+from trainer.model.stock import build_model
+from trainer.observability.reporter import Reporter
+from trainer.rundir import TUNED, RunDir
+from trainer.runtime.affinity import AVAILABLE
+from trainer.runtime.fault_injection import Faults
+from trainer.storage.base import Storage
+from trainer.tuning.search import LEAST_SECONDS, OUT_OF_MEMORY, Learned, Search
+from trainer.tuning.search_space import LAYOUT, Candidate, Facts
+from trainer.tuning.trial import Contestant
+
+WARM_UP = 2
+"""Steps before a candidate is measured for the first time, and in that first measurement."""
+FIRST_STEP_BY, LEAST_FOR_IT = 0.85, 5.0
+"""Of the budget: when the first step of a candidate, for which it may have to be compiled, has to be done; and seconds
+that it has in any case."""
+STRETCHES = 300
+"""That a budget is divided into, roughly…"""
+SHORTEST, LONGEST = 0.1, 3.0
+"""…in seconds."""
+LISTENING_STEPS = 20
+"""After so many, ranks that are judged ask each other whether somebody wants to end."""
+
+
+class Interrupted(Exception):
+    """Somebody was asked to end (SIGTERM); all ranks know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alone(World):
+    """A rank that counts as itself and hears of nobody: what fails here cannot leave others waiting."""
+
+    @property
+    def rank(self) -> int:
+        return self.facts.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.facts.world_size
+
+
+class Tuner:
+    """The bench of `trainer.tuning.search` on real ranks, and how its result is reported and written."""
+
+    def __init__(self, job: JobConfig, seconds: float, vary_batch: bool) -> None:
+        self.rundir, self.facts = RunDir(job.run_dir), rank_facts(os.environ, job.training)
+        threads = job.training.threads_per_rank
+        if threads is None:
+            own = "OMP_NUM_THREADS" in os.environ
+            threads = torch.get_num_threads() if own else max(1, len(AVAILABLE) // self.facts.local_world_size)
+        self.job = replace(job, training=replace(job.training, threads_per_rank=threads))
+        torch.set_num_threads(threads)  # before there are other threads, which keep what they begin with
+        self.seconds, self.elapsed, self.asked_to_stop = seconds, 0.0, False
+        self.faults = Faults(os.environ, self.facts.node_rank)
+        self.device, self.backend = choose_device(self.facts, job.training.backend)
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        self.world = join(job.training)
+        self.shards = DataShardManager(job.dataset.uri, expected_id=job.dataset.dataset_id)
+        for split in ("train", "valid"):
+            if self.shards.count(split) == 0:
+                raise DatasetError(f"{job.dataset.uri}: the {split} split has no samples; choose other split dates")
+        self.world.meet()  # one may have unpacked the data for minutes
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        hosts = self.world.gather(platform.node())
+        self._began: float | None = None
+        """When the budget began: when the configuration had been set up, which any job has to pay for, and had run."""
+        self.reporter = Reporter(self.rundir, 0, 1, []) if self.world.rank == 0 else None
+        gc.freeze()  # what is loaded once need not be looked through at each clean-up
+        self._is_untidy = False
+        self._running: dict[Candidate, Contestant] = {}
+        self._stretch_seconds = min(LONGEST, max(SHORTEST, seconds / STRETCHES))
+        self._step_seconds: dict[Candidate, float] = {}
+        self.search = Search(
+            config=self.job.training, bench=self, seconds=seconds, vary_batch=vary_batch, say=self._say,
+            keep=self.write,
+            facts=Facts(
+                world_size=self.world.world_size, local_world_size=self.facts.local_world_size,
+                cores=len(AVAILABLE), ranks_per_host=hosts.count(platform.node()),
+                batch_matters=self._batch_matters(), fits_gpu=self._fits_gpu(),
+                has_gpu=all(self.world.gather(self.device.type == "cuda")),
+                batches_ahead=batches_ahead(None, self.device, False, self.shards.is_larger_than_memory),
+            ),
+        )  # fmt: skip
+
+    def enter(self, candidate: Candidate) -> str:
+        """First one step alone, which may fail on any rank by itself; then with the others."""
+        if candidate in self._running:
+            return ""
+        if self._is_untidy:
+            self._clean_up()
+        contestant, why = self._first_step(candidate)
+        if contestant is not None:
+            try:
+                contestant.enter(self.world)
+                contestant.go(WARM_UP)
+            except GroupError:
+                raise
+            except Exception as error:
+                why = _in_words(error)
+            why = self._agree(why)
+        if contestant is None or why:
+            if contestant is not None:
+                contestant.end()
+            contestant = None
+            self._clean_up()
+            return why
+        began = time.monotonic()
+        contestant.go(WARM_UP)
+        self._step_seconds[candidate] = max(self._gather(time.monotonic() - began)) / WARM_UP
+        self._running[candidate] = contestant
+        if self._began is None:
+            self._began = time.monotonic()
+        return ""
+
+    def _first_step(self, candidate: Candidate, stays: bool = True) -> tuple[Contestant | None, str]:
+        """A contestant that has done one step alone, or why there is none, on all ranks. Unless the step ``stays``, it
+        has its first weights again."""
+        contestant, why = None, ""
+        try:
+            contestant = Contestant(self, candidate)
+            with self._in_time():
+                before = None if stays else copy.deepcopy(contestant.state.capture())
+                contestant.enter(Alone(self.facts, self.device, self.backend))
+                contestant.go(1)
+                if before is not None:
+                    contestant.state.restore(before)
+        except Exception as error:  # a user's model or a compiler may raise anything
+            why = _in_words(error)
+        self.world.meet()  # to compile takes one rank longer than another, and may take longer than a collective
+        why = self._agree(why)
+        if why and contestant is not None:
+            contestant.end()
+            contestant = None
+        return contestant, why
+
+    def stretch(self, candidate: Candidate) -> float:
+        contestant, samples, seconds = self._running[candidate], 0, 0.0
+        steps = max(2, round(self._stretch_seconds / self._step_seconds[candidate]))
+        self.world.meet()
+        try:
+            contestant.go(1)  # caches and threads are its own again
+            began = time.monotonic()
+            samples = contestant.go(steps)
+            seconds = time.monotonic() - began
+        except NonFiniteError:  # on all ranks
+            samples = 0
+        slowest = max(self._gather(seconds if samples else 0.0))
+        if not samples:
+            return 0.0
+        self._step_seconds[candidate] = slowest / steps
+        return samples / slowest
+
+    def leave(self, candidate: Candidate) -> None:
+        contestant = self._running.pop(candidate, None)
+        if contestant is not None:
+            contestant.end()
+        contestant = None
+        self._is_untidy = True
+
+    def learn(self, candidate: Candidate, steps: int) -> Learned:
+        if self._is_untidy:
+            self._clean_up()
+        contestant, why = self._first_step(candidate, stays=False)
+        first = loss = math.nan
+        is_likelihood = gives_predictive(build_loss(self.job.loss, self.shards.spec))
+        if contestant is not None:
+            ratio = self.job.training.global_batch_size / contestant.config.global_batch_size
+            contestant.total_steps = left = max(1, round(steps * ratio))
+            try:
+                contestant.enter(self.world)
+                first = contestant.validation_loss()
+                while left:  # in parts, so that nobody who wants to end has to wait long
+                    part = min(left, LISTENING_STEPS)
+                    contestant.go(part)
+                    left -= part
+                    self._gather(0.0)
+                loss = contestant.validation_loss()
+            except NonFiniteError:  # on all ranks
+                loss = math.nan
+            except (GroupError, Interrupted):
+                raise
+            except Exception as error:
+                why = _in_words(error)
+            contestant.end()
+        self._is_untidy = True
+        return Learned(first=first, loss=loss, is_likelihood=is_likelihood, why=self._agree(why))
+
+    def step_seconds(self, candidate: Candidate) -> float:
+        return self._step_seconds[candidate]
+
+    def document(self) -> dict[str, Any]:
+        """What ``tuned.json`` holds."""
+        search, training = self.search, self.job.training
+        return {
+            "training": with_layout(search.best.settings, training),
+            "evidence": {
+                "complete": search.is_complete,
+                "dataset_id": self.shards.spec.dataset_id,
+                "model": asdict(self.job.model),
+                "loss": asdict(self.job.loss),
+                "world_size": self.world.world_size,
+                "samples_per_rank": training.batch_size_per_gpu * training.gradient_accumulation_steps,
+                "baseline": {
+                    "settings": {name: getattr(training, name) for name in dict(search.best.settings)},
+                    "samples_per_second": _figures(search.baseline_rate),
+                },
+                "chosen": {"samples_per_second": _figures(search.best_rate)},
+                "gain": _figures(search.gain),
+                "candidates": search.rows,
+                "host": {
+                    "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else _cpu(),
+                    "cores": self.search.facts.cores,
+                    "ranks_per_node": self.facts.local_world_size,
+                    "torch": torch.__version__,
+                    "python": platform.python_version(),
+                },
+                "seconds": round(self.elapsed, 1),
+                "budget_seconds": self.seconds,
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            },
+        }
+
+    def write(self) -> None:
+        """The best so far, by rank 0."""
+        if self.world.rank == 0:
+            self.rundir.write_json(TUNED, _strict(self.document()))
+
+    def close(self) -> None:
+        for candidate in list(self._running):
+            self.leave(candidate)
+        if self.reporter:
+            self.reporter.close()
+        self.world.leave()
+
+    def _gather(self, value: Any) -> list[Any]:
+        """One value of each rank. The same message says what time it is, by rank 0's clock, and who wants to end."""
+        elapsed = 0.0 if self._began is None else time.monotonic() - self._began
+        found = self.world.gather((value, elapsed, self.asked_to_stop))
+        self.elapsed = found[0][1]
+        if any(stop for _, _, stop in found):
+            raise Interrupted
+        return [value for value, _, _ in found]
+
+    @contextlib.contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """TimeoutError where the first step of a candidate would take what the rest of the search needs."""
+        left = max(LEAST_FOR_IT, FIRST_STEP_BY * self.seconds - self.elapsed)
+
+        def ring(*_: object) -> None:
+            raise TimeoutError(f"its first step takes longer than the {left:.0f} s that are left for it")
+
+        if self._began is None:  # the configuration itself may take its time
+            yield
+            return
+        before = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, left)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    def _agree(self, why: str) -> str:
+        """The first rank's reason that has one."""
+        return next(filter(None, self._gather(why)), "")
+
+    def _clean_up(self) -> None:
+        self._is_untidy = False
+        gc.collect()  # buckets and their hooks refer to each other
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _batch_matters(self) -> bool:
+        """Does the model look at a whole micro-batch at once?"""
+        spec = self.shards.spec
+        module = build_model(self.job.model, spec, int(build_loss(self.job.loss, spec).outputs))  # type: ignore[arg-type]
+        return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
+
+    def _fits_gpu(self) -> bool:
+        """On every rank, so that all try the same."""
+        here = self.device.type == "cuda" and fits(self.shards.sample_bytes, torch.cuda.mem_get_info(self.device)[0])
+        return all(self.world.gather(here))
+
+    def _say(self, **what: Any) -> None:
+        if self.reporter:
+            self.reporter.emit("tune", elapsed_seconds=self.elapsed, budget_seconds=self.seconds, **what)
+
+    def _on_sigterm(self, *_: object) -> None:
+        self.asked_to_stop = True  # no more here: the ranks hear of it at the end of the stretch
+
+
+def with_layout(settings: Sequence[tuple[str, Any]], training: DistributedTrainingConfig) -> dict[str, Any]:
+    """What was found, with both parts of a layout where there is one of them: a job may be cut otherwise."""
+    found = dict(settings)
+    both = {name: found.get(name, getattr(training, name)) for name in LAYOUT}
+    return {**found, **both} if any(name in found for name in LAYOUT) else found
+
+
+def _in_words(error: Exception) -> str:
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY
+    if isinstance(error, ConfigError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+
+def _figures(spread: Any) -> dict[str, float] | None:
+    return None if spread is None else asdict(spread)
+
+
+def _strict(value: Any) -> Any:
+    """A number that is not finite as None, which JSON knows."""
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_strict(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cpu() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def tune(job: JobConfig, seconds: float, vary_batch: bool) -> int:
+    """Tune in this process, together with its peers; the exit code."""
+    tuner = None
+    try:
+        tuner = Tuner(job, seconds, vary_batch)
+        tuner.search.run()
+        return DONE
+    except Interrupted:
+        assert tuner is not None
+        tuner.write()
+        return EVICTED
+    except (ConfigError, DatasetError) as error:
+        print(error, file=sys.stderr, flush=True)  # noqa: T201 - the log of the node
+        return UNUSABLE
+    except (GroupError, PeersMissingError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        return LOST
+    except Exception:
+        traceback.print_exc()
+        return FAILED
+    finally:
+        if tuner is not None:
+            tuner.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.tuning.tuner",
+        description="Measure which settings train a job.json fastest (tuned.json).",
+    )
+    parser.add_argument("--config", required=True, metavar="JOB", help="job.json: a path or any fsspec address")
+    parser.add_argument("--seconds", type=float, default=300.0, help="what it may take once all ranks train (300)")
+    parser.add_argument("--global-batch", action="store_true", help="try larger global batches too")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+    if not options.seconds >= LEAST_SECONDS:
+        parser.error(f"--seconds {options.seconds:g}: nothing can be told in less than {LEAST_SECONDS:g}")
+    folder, slash, name = options.config.rpartition("/")
+    try:
+        job = parse_job(Storage(folder or slash or ".").read(name).decode(), source=options.config)
+        refuse_foreign_factories(job)
+        RunDir(job.run_dir).make()
+    except (ConfigError, OSError, UnicodeDecodeError) as error:
+        parser.error(f"--config {options.config}: {error}")
+    with presence(job, os.environ) as leaving:
+        leaving.code = tune(job, options.seconds, options.global_batch)
+    return leaving.code
+
+
+if __name__ == "__main__":
+    sys.exit(leave_process(main()))
