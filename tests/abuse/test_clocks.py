@@ -24,7 +24,7 @@ from dtrain_dagster.clusters.base import NodePool
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.sensors import clock as looks
-from tests.dtrain_dagster.test_retraining import World
+from tests.dtrain_dagster.automation.test_retraining import World
 from tests.trained import record_training
 from trainer.engine import budget
 from trainer.rundir import NodePresence, RunDir

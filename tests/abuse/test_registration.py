@@ -33,7 +33,7 @@ from trainer.rundir import RunDir
 SYSTEM = pytest.mark.skipif(sys.platform != "linux", reason="what a process can give up is Linux's")
 CONFINED = """
 import ctypes, json, os, socket, subprocess, sys
-from trainer.isolation.runner import sandbox
+from trainer.isolation import sandbox
 
 done = sandbox.confine([], [], serves=True) + ["calls"] * sandbox.forbid_calls(serves=True)
 libc = ctypes.CDLL(None, use_errno=True)
@@ -61,7 +61,7 @@ print(json.dumps([done, {
 
 SERVED = """
 import asyncio, json, socket, sys
-from trainer.isolation.runner import sandbox
+from trainer.isolation import sandbox
 
 to, fast = ("127.0.0.1", int(sys.argv[1])), socket.MSG_FASTOPEN
 
@@ -113,7 +113,7 @@ def test_a_served_model_reaches_no_socket_of_the_file_system(tmp_path: Path) -> 
         agent.listen()
         done = subprocess.run(
             [sys.executable, "-c", CONFINED, str(tmp_path / "agent"), str(canary)],
-            cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(Path(sandbox.__file__).parents[1])},
+            cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(Path(sandbox.__file__).parents[2])},
             capture_output=True, text=True, timeout=60, check=True,
         )  # fmt: skip
         agent.settimeout(0.1)
@@ -137,7 +137,7 @@ def test_a_served_model_has_no_sockets_but_those_of_tcp() -> None:
         listener.settimeout(0.1)
         done = subprocess.run(
             [sys.executable, "-c", SERVED, str(listener.getsockname()[1])],
-            env=os.environ | {"PYTHONPATH": str(Path(sandbox.__file__).parents[1])},
+            env=os.environ | {"PYTHONPATH": str(Path(sandbox.__file__).parents[2])},
             capture_output=True, text=True, timeout=60, check=True,
         )  # fmt: skip
         held, talked, others = json.loads(done.stdout)
@@ -295,14 +295,14 @@ def test_what_nodes_call_registered_is_not_deployed(
 @SYSTEM
 def test_a_server_without_a_network_of_its_own_connects_to_nobody() -> None:
     code = (
-        "import socket, sys\nfrom trainer.isolation.runner import sandbox\nsandbox._leave_network = lambda: False\n"
+        "import socket, sys\nfrom trainer.isolation import sandbox\nsandbox._leave_network = lambda: False\n"
         "port = int(sys.argv[1])\nheld = sandbox.confine([], [], serves=True)\n"
         "socket.create_server(('127.0.0.1', 0))\nprint(held)\nsocket.create_connection(('127.0.0.1', port), 5)\n"
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         done = subprocess.run(
             [sys.executable, "-c", code, str(listener.getsockname()[1])],
-            env=os.environ | {"PYTHONPATH": str(Path(sandbox.__file__).parents[1])},
+            env=os.environ | {"PYTHONPATH": str(Path(sandbox.__file__).parents[2])},
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
     if ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) < 4:

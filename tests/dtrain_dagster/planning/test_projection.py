@@ -15,8 +15,7 @@ from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.monitoring.windows import settled, windows
 from dtrain_dagster.planning.projection import Pace, Projection, overruns, project
 from dtrain_dagster.planning.savings import ANOTHER, Hired, saving_table, savings
-
-from .simulated_timing import Simulation
+from tests.dtrain_dagster.simulated_timing import Simulation
 
 V100, T4 = "Standard_NC6s_v3", "Standard_NC4as_T4_v3"
 HOURLY = price_table()[V100].usd_per_hour("dedicated")

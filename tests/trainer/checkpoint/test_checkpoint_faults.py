@@ -24,7 +24,7 @@ import trainer.checkpoint.async_writer
 from trainer.checkpoint.manager import BEST, LATEST, CheckpointManager
 from trainer.rundir import RunDir
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 
 def state(step: int) -> dict[str, Any]:

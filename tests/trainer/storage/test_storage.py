@@ -29,7 +29,7 @@ for verb, name in ((storage.write, "kept"), (storage.create, "new")):
 # Raises a number in a file by compare-and-swap; every lock is taken away from whoever has it for longer than a moment.
 COUNT = """
 import sys
-from trainer.storage.base import file_swap as swap
+from trainer.storage import file_swap as swap
 from trainer.storage.base import Storage
 swap.PATIENCE_SECONDS = float(sys.argv[2])
 storage, done = Storage(sys.argv[1]), 0

@@ -91,7 +91,7 @@ def large_dataset(folder: Path, megabytes: int) -> Path:
 
 
 def start(folder: Path, block: int | None, group: Path | None, steps: int) -> subprocess.Popen[str]:
-    path = os.pathsep.join((str(Path(__file__).parent), *filter(None, sys.path)))
+    path = os.pathsep.join((str(Path(__file__).parents[1]), *filter(None, sys.path)))
     command = [sys.executable, "-c", READ, str(folder), json.dumps(block), str(group or ""), str(steps)]
     return subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=os.environ | {"PYTHONPATH": path})
 

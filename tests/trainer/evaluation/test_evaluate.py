@@ -31,7 +31,7 @@ ALONE = World(RankFacts(), CPU, "gloo")
 
 
 def run_world(size: int, folder: Path, samples: int) -> list[dict[str, Any]]:
-    script = Path(__file__).parent / "evaluate_ranks.py"
+    script = Path(__file__).parents[1] / "evaluate_ranks.py"
     world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = os.environ | world | {"OMP_NUM_THREADS": "1"}
     ranks = [

@@ -25,7 +25,7 @@ class Member:
     """Another process with peers of its own."""
 
     def __init__(self, name: str, token: str = "token", timeout: float = NEVER, interval: float = 0.1) -> None:
-        command = [sys.executable, str(Path(__file__).parent / "peer.py"), name, token, str(interval), str(timeout)]
+        command = [sys.executable, str(Path(__file__).parents[1] / "peer.py"), name, token, str(interval), str(timeout)]
         self.name = name
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.said: list[dict[str, Any]] = []

@@ -20,7 +20,7 @@ from trainer.observability.reporter import Reporter
 from trainer.observability.watchdog import STACKS_BYTES, Watchdog, limit_seconds, stacks, where_now
 from trainer.rundir import RunDir
 
-HERE = {"PYTHONPATH": str(Path(__file__).parent)}
+HERE = {"PYTHONPATH": str(Path(__file__).parents[1])}
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,8 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.jobs.progress import Progress, advance
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
+from tests.dtrain_dagster.simulated_timing import Simulation
 from trainer.rundir import RunDir
-
-from .simulated_timing import Simulation
 
 TRAINING = {"gradient_accumulation_steps": 2, "batch_size_per_gpu": 128}
 SLOW_WIRE = Simulation(windows=14, buckets=(60_000_000,), late_compute={1: 0.06})

@@ -19,9 +19,8 @@ from dtrain_dagster.monitoring.alerts import (
 from dtrain_dagster.monitoring.gpu_memory import GPUMemory
 from dtrain_dagster.monitoring.strategies import Strategy, step_model, strategies
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
+from tests.dtrain_dagster.simulated_timing import Simulation
 from trainer.rundir import event
-
-from .simulated_timing import Simulation
 
 TRAINING = {"gradient_accumulation_steps": 2, "batch_size_per_gpu": 128, "checkpoint_frequency": 40}
 LARGE = Simulation(windows=12, noise=0.0, outliers=0.0, buckets=(60_000_000,))

@@ -136,7 +136,7 @@ def test_each_second_of_each_stay_is_paid_once():
 
 
 def test_the_project_is_found_and_the_users_own_path_comes_first():
-    root = str(Path(__file__).parents[3])
+    root = str(Path(__file__).parents[4])
     assert with_package({"PYTHONPATH": "/own"})["PYTHONPATH"].split(":") == ["/own", root]
     assert with_package({"A": "b"}) == {"A": "b", "PYTHONPATH": root}
 

@@ -32,10 +32,9 @@ from dtrain_dagster.planning.history import (
 from dtrain_dagster.planning.probe import forecast, probe_job
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
+from tests.dtrain_dagster.small_job import train, write_dataset
 from trainer.config import JobConfig
 from trainer.rundir import NodePresence, RunDir
-
-from .small_job import train, write_dataset
 
 SKU = "Standard_NC6s_v3"
 SIZES = Sizes(

@@ -22,7 +22,7 @@ from trainer.engine.trainer import DistributedTrainer
 from trainer.rundir import LIMIT, NodePresence, RunDir
 
 NewJob = Callable[..., Job]
-HERE = {"PYTHONPATH": str(Path(__file__).parent)}
+HERE = {"PYTHONPATH": str(Path(__file__).parents[1])}
 
 
 def stay(launch: int, began: float, ended: float | None, seen: float | None, node: int = 0) -> NodePresence:

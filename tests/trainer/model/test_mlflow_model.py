@@ -154,23 +154,25 @@ def test_an_incomplete_or_foreign_model_is_named(market: Market) -> None:
 def test_the_server_needs_what_the_requirements_say() -> None:
     from dtrain_dagster.registry.staging import SERVING_REQUIREMENTS
 
-    folder = Path(trainer.__file__).parent
-    foreign, seen, queue = set[str](), set[str](), ["serving"]
+    folder = Path(trainer.__file__).parents[1]
+    foreign, seen, queue = set[str](), set[str](), ["trainer.model.mlflow_model"]
     while queue:
         name = queue.pop()
-        if name in seen or not (folder / f"{name}.py").exists():
+        stem = folder.joinpath(*name.split("."))
+        source = stem / "__init__.py" if stem.is_dir() else stem.with_suffix(".py")
+        if name in seen or not source.exists():
             continue
         seen.add(name)
-        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
+        for node in ast.walk(ast.parse(source.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             for imported in names:
-                top, _, rest = imported.partition(".")
-                if top == "trainer":
-                    queue.append(rest.partition(".")[0])
-                elif top not in sys.stdlib_module_names:
-                    foreign.add(top)
-    assert "saved_model" in seen
+                parts = imported.split(".")
+                if parts[0] == "trainer":  # with the packages above it, whose code runs first
+                    queue += [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+                elif parts[0] not in sys.stdlib_module_names:
+                    foreign.add(parts[0])
+    assert {"trainer.model", "trainer.model.saved_model", "trainer.model.stock"} <= seen
     assert foreign - {"pydantic_core"} == set(SERVING_REQUIREMENTS)  # pydantic pins its own core
     assert all(importlib.metadata.version(name) for name in SERVING_REQUIREMENTS)

@@ -16,9 +16,8 @@ from dtrain_dagster.monitoring.diagnosis import Cause
 from dtrain_dagster.monitoring.windows import windows
 from dtrain_dagster.reports import time_charts
 from dtrain_dagster.reports.performance import Goodput, goodput, scaling, summarise
+from tests.dtrain_dagster.simulated_timing import STEPS_PER_WINDOW, Simulation
 from trainer.rundir import event
-
-from .simulated_timing import STEPS_PER_WINDOW, Simulation
 
 
 def stay(node: int, started_at: float, ended_at: float) -> NodeUsage:

@@ -14,9 +14,8 @@ from dtrain_dagster.monitoring.strategies import step_model
 from dtrain_dagster.monitoring.windows import settled, windows
 from dtrain_dagster.planning.choices import EVICTION_SECONDS, EVICTIONS_PER_NODE_HOUR
 from dtrain_dagster.planning.optimizer import ResourceOptimizer, utilization
+from tests.dtrain_dagster.simulated_timing import Simulation
 from trainer.rundir import event
-
-from .simulated_timing import Simulation
 
 V100 = replace(price_of("Standard_NC6s_v3"), retired_on=None)
 TRAINING = {

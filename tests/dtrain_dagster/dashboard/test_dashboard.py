@@ -32,7 +32,7 @@ from dtrain_dagster.dashboard.server import build_app
 from trainer.rundir import NodePresence, RunDir
 from trainer.storage.base import Storage
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def folded(events: list[dict[str, Any]]) -> PerformanceDashboard:

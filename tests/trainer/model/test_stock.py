@@ -164,7 +164,7 @@ def test_an_unusable_model_is_refused_by_name(
 
 
 def test_the_example_of_ones_own_trains_together_with_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    monkeypatch.syspath_prepend(Path(__file__).parents[3])
     monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "examples.own_model")
     loss = build_loss(FactoryConfig(factory="examples.own_model.loss:make_loss", args={"nu": 4.0}), SPEC)
     model = build_model(FactoryConfig(factory="examples.own_model.model:make_model", args={"hidden": 8}), SPEC, 1)

@@ -24,10 +24,9 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.jobs.progress import CLAIM
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
+from tests.dtrain_dagster.told_events import told, write_run
 from trainer.data.coverage import digest_of_all
 from trainer.rundir import EVALUATION, LIMIT, RESULT, STATUS, RunDir
-
-from .told_events import told, write_run
 
 MARK = "0a1b2c3d"
 RANGE = Interval(low=1.0, expected=1.0, high=1.0)

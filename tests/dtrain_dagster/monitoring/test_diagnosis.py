@@ -11,9 +11,8 @@ from dtrain_dagster.monitoring.diagnosis import Cause, diagnose
 from dtrain_dagster.monitoring.link_model import fit_wire
 from dtrain_dagster.monitoring.stragglers import stragglers
 from dtrain_dagster.monitoring.windows import settled, windows
+from tests.dtrain_dagster.simulated_timing import Simulation
 from trainer.rundir import event
-
-from .simulated_timing import Simulation
 
 COMPUTING = 0.1
 STEP = COMPUTING + 0.006
