@@ -1,5 +1,4 @@
-"""``python -m trainer.tuning.tuner --config job.json --seconds 300``: one rank of a tuning job, which measures
-settings.
+"""`Tuner`: one rank of a tuning job, which measures settings. Its command is `trainer.tuning.__main__`.
 
 All ranks try candidates one after the other in the same processes, each as a training of its own: model, step, sampler,
 loader and group as `trainer.engine.recovery.enter` makes them, so that whole real steps are timed, with their input and
@@ -10,11 +9,9 @@ directory, from the first group of settings on.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import gc
-import logging
 import math
 import os
 import platform
@@ -33,22 +30,19 @@ from torch import nn
 
 from trainer.comm.group import GroupError
 from trainer.comm.world import PeersMissingError, World, choose_device, join, rank_facts
-from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig, parse_job
+from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.data.loader import batches_ahead, fits
 from trainer.data.shards import DatasetError, DataShardManager
-from trainer.elastic.node_presence import presence
 from trainer.engine.out_of_memory import is_out_of_memory, keep_freed_memory
-from trainer.engine.result import DONE, EVICTED, FAILED, LOST, UNUSABLE, leave_process
+from trainer.engine.result import DONE, EVICTED, FAILED, LOST, UNUSABLE
 from trainer.engine.step import NonFiniteError
-from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.model.losses import build_loss, gives_predictive
 from trainer.model.stock import build_model
 from trainer.observability.reporter import Reporter
 from trainer.rundir import TUNED, RunDir
 from trainer.runtime.affinity import AVAILABLE
 from trainer.runtime.fault_injection import Faults
-from trainer.storage.base import Storage
-from trainer.tuning.search import LEAST_SECONDS, OUT_OF_MEMORY, Learned, Search
+from trainer.tuning.search import OUT_OF_MEMORY, Learned, Search
 from trainer.tuning.search_space import LAYOUT, Candidate, Facts
 from trainer.tuning.trial import Contestant
 
@@ -393,31 +387,3 @@ def tune(job: JobConfig, seconds: float, vary_batch: bool) -> int:
     finally:
         if tuner is not None:
             tuner.close()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer.tuning.tuner",
-        description="Measure which settings train a job.json fastest (tuned.json).",
-    )
-    parser.add_argument("--config", required=True, metavar="JOB", help="job.json: a path or any fsspec address")
-    parser.add_argument("--seconds", type=float, default=300.0, help="what it may take once all ranks train (300)")
-    parser.add_argument("--global-batch", action="store_true", help="try larger global batches too")
-    options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
-    if not options.seconds >= LEAST_SECONDS:
-        parser.error(f"--seconds {options.seconds:g}: nothing can be told in less than {LEAST_SECONDS:g}")
-    folder, slash, name = options.config.rpartition("/")
-    try:
-        job = parse_job(Storage(folder or slash or ".").read(name).decode(), source=options.config)
-        refuse_foreign_factories(job)
-        RunDir(job.run_dir).make()
-    except (ConfigError, OSError, UnicodeDecodeError) as error:
-        parser.error(f"--config {options.config}: {error}")
-    with presence(job, os.environ) as leaving:
-        leaving.code = tune(job, options.seconds, options.global_batch)
-    return leaving.code
-
-
-if __name__ == "__main__":
-    sys.exit(leave_process(main()))
