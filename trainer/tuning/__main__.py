@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from trainer.config import ConfigError, parse_job
 from trainer.elastic.node_presence import presence
-from trainer.engine.result import leave_process
+from trainer.engine.run_job import leave_process
 from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.rundir import RunDir
 from trainer.storage.base import Storage
