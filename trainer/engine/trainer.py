@@ -89,8 +89,9 @@ class DistributedTrainer:
         On a cluster (DTRAIN_LAUNCH in the environment) the process only says that it is coming: the first generation
         is formed when its data and model are there, in `setup`. Given arguments must agree with the environment.
         """
-        steps_done = partial(getattr, self, "steps_done")
-        self._participant = Participant(self.job, self.reports, os.environ, steps_done, world_size, rank)
+        self._participant = Participant(
+            self.job, self.reports, os.environ, lambda: self.steps_done, world_size, rank
+        )  # fmt: skip
         self._participant.announce()
         self.reports.end_phase("startup")
 
