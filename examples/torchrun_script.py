@@ -79,9 +79,8 @@ def train_epochs(trainer: DistributedTrainer, job: JobConfig, epochs: int, own_l
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.training.learning_rate)
     data = Windows(shards)
     # Every rank has as many batches as the others: the sampler repeats some samples where that is needed.
-    sampler: DistributedSampler[tuple[Tensor, Tensor]] = DistributedSampler(
-        data, world_size, rank, shuffle=True, seed=job.training.seed
-    )
+    sampler: DistributedSampler[tuple[Tensor, Tensor]]
+    sampler = DistributedSampler(data, world_size, rank, shuffle=True, seed=job.training.seed)
     loader = DataLoader(data, batch_size=job.training.batch_size_per_gpu, sampler=sampler)
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
