@@ -78,7 +78,7 @@ class Trial(DistributedTrainer):
 
     def _in_stretches(self, dataloader: Iterable[Batch]) -> Iterator[Batch]:
         for batch in dataloader:
-            if self.progress.step == self._ends_at and self.modes:
+            if self.steps_done == self._ends_at and self.modes:
                 self._turn()
             yield batch
 
@@ -93,24 +93,25 @@ class Trial(DistributedTrainer):
         mode = self.modes[0] if self.modes else "on"
         self._watch(timed=mode in ("on", "count"), sampled=mode != "off")
         time.sleep(FLUSH_SECONDS)
-        self.world.meet()
+        self.session.world.meet()
         self._patches = [mock.patch.object(*place, self._counting(*place)) for place in ADDED if mode == "count"]
         for patch in self._patches:
             patch.start()
         self._counted, self._ends_at = 0.0, self._ends_at + self.stretch_steps
-        self.step.timer.drop()
+        self.session.step.timer.drop()
         self._before = time.monotonic(), time.process_time()
 
     def _watch(self, timed: bool, sampled: bool) -> None:
-        self.config.timing = self.step.timer.enabled = timed
-        if self.monitor is not None:
-            self.monitor.stop()
-        assert self.reporter is not None
-        self.monitor = None
+        self.config.timing = self.session.step.timer.enabled = timed
+        reports = self.reports
+        if reports.monitor is not None:
+            reports.monitor.stop()
+        assert reports.reporter is not None
+        reports.monitor = None
         if sampled:
             seconds = self.config.monitor_interval_seconds
-            self.monitor = NodeMonitor(self.facts.node_rank, self.reporter, seconds, [os.getpid()])
-            self.monitor.start()
+            reports.monitor = NodeMonitor(self.session.facts.node_rank, reports.reporter, seconds, [os.getpid()])
+            reports.monitor.start()
 
     def _counting(self, place: type, name: str) -> Any:
         real = getattr(place, name)
@@ -141,7 +142,7 @@ def be_a_rank(config: str, modes: list[str], steps: int) -> None:
     trainer.initialize_distributed()
     trainer.setup()
     trainer.train()
-    (Path(config).parent / f"found-{trainer.world.rank}.json").write_text(json.dumps(trainer.found))
+    (Path(config).parent / f"found-{trainer.session.world.rank}.json").write_text(json.dumps(trainer.found))
     trainer.close()
 
 

@@ -101,11 +101,11 @@ class Trial(DistributedTrainer):
 
     def _in_stretches(self, dataloader: Iterable[Batch]) -> Iterator[Batch]:
         for batch in dataloader:
-            if self.progress.step == self.ends_at:
+            if self.steps_done == self.ends_at:
                 self.pipe.send([end - begin for begin, end in pairwise([*self.began, time.monotonic()])])
                 self.pipe.recv()
-                self.world.meet()
-                self.step.timer.drop()
+                self.session.world.meet()
+                self.session.step.timer.drop()
                 self.ends_at, self.began = self.ends_at + self.stretch, []
             self.began.append(time.monotonic())
             yield batch

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     raise_descriptor_limit()
     from trainer.elastic.node_presence import presence
-    from trainer.engine.result import run_job  # torch, only once the configuration is known to be good
+    from trainer.engine.run_job import run_job  # torch, only once the configuration is known to be good
 
     with presence(job, os.environ) as leaving:
         leaving.code = run_job(job)
@@ -72,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(arguments: Sequence[str] | None = None) -> int:
     """`main` for a process that does nothing else: it ends here where something of a group that failed still hangs."""
     code = main(arguments)
-    if "trainer.engine.result" in sys.modules:
-        from trainer.engine.result import leave_process
+    if "trainer.engine.run_job" in sys.modules:
+        from trainer.engine.run_job import leave_process
 
         leave_process(code)
     return code

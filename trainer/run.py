@@ -3,7 +3,7 @@
 Names that users import belong here; the loop itself is in `trainer.engine`.
 """
 
-from trainer.engine.result import run_job
+from trainer.engine.run_job import run_job
 from trainer.engine.trainer import DistributedTrainer
 
 __all__ = ["DistributedTrainer", "run_job"]

@@ -61,7 +61,7 @@ def prepare(folder: Path) -> None:
 
 def train(folder: Path) -> dict[str, Any]:
     """One start of the job; from which checkpoint it went on, and the sha256 of its weights."""
-    from trainer.engine.result import run_job
+    from trainer.engine.run_job import run_job
     from trainer.rundir import RunDir
 
     os.environ["DTRAIN_CACHE"] = str(folder / "cache")

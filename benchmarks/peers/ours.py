@@ -30,12 +30,12 @@ class Trainer(DistributedTrainer):
         for batch in dataloader:
             pauses = self.turns.is_due
             if pauses:
-                self.watchdog.rest()
+                self.reports.watchdog.rest()
             if not self.turns.step():
                 raise OverError
             if pauses:  # which is no part of a step
-                self.step.timer.drop()
-                self.watchdog.progress(self.progress.step)
+                self.session.step.timer.drop()
+                self.reports.watchdog.progress(self.steps_done)
             yield batch
 
 
@@ -80,10 +80,10 @@ def ours(case: Case, turns: Turns) -> float | None:
         trainer.setup()
         trainer.train()
     except OverError:
-        if case.judged_after is None or trainer.world.rank != 0:
+        if case.judged_after is None or trainer.session.world.rank != 0:
             return None
         parts = Parts(case, device_of(case))
-        parts.module.load_state_dict(trainer.step.module.state_dict())
+        parts.module.load_state_dict(trainer.session.step.module.state_dict())
         return parts.validation_loss()
     finally:
         trainer.close()

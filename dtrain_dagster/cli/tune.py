@@ -107,7 +107,7 @@ def tune(
     command = (
         manager.python,
         "-m",
-        "trainer.tuning.tuner",
+        "trainer.tuning",
         "--config",
         f"{job.run_dir}/job.json",
         "--seconds",
@@ -220,7 +220,8 @@ def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path,
 
 def summary(document: Mapping[str, Any], out: Path) -> list[str]:
     """What was found, in sentences. Pure."""
-    from trainer.tuning.search import NO_TIME, UNTOLD
+    from trainer.tuning.search import NO_TIME
+    from trainer.tuning.verdict import UNTOLD
 
     training, evidence = document["training"], document["evidence"]
     cut = [] if evidence["complete"] else ["ended early: this is the best so far, without a last comparison"]

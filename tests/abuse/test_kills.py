@@ -28,7 +28,7 @@ from dtrain_dagster.registry.packed import PACKED_TAG
 from dtrain_dagster.registry.versions import open_client, tracking_run
 from dtrain_dagster.settings.home import make_home
 from tests.dtrain_dagster import small_job
-from trainer.engine.result import run_job
+from trainer.engine.run_job import run_job
 from trainer.errors import DamagedError
 from trainer.observability.mlflow_sqlite import make_tables, opening
 from trainer.rundir import RunDir

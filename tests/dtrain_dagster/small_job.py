@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
-from trainer.engine.result import run_job
+from trainer.engine.run_job import run_job
 from trainer.rundir import RunDir
 
 WINDOW, HORIZON, TICKERS, DAYS = 12, 5, 4, 700

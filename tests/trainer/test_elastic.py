@@ -19,7 +19,7 @@ from trainer.checkpoint.manager import LATEST
 from trainer.comm.group import GroupError
 from trainer.comm.world import RankFacts, World
 from trainer.config import parse_job
-from trainer.engine.result import Regroup, Stopped
+from trainer.engine.signals import Regroup, Stopped
 from trainer.engine.step import StepResult, Votes
 from trainer.engine.trainer import DistributedTrainer
 
@@ -199,33 +199,32 @@ def test_one_is_evicted_then_all_and_a_new_launch_goes_on_with_fewer(begin: Call
     assert_undisturbed(again, paced)
 
 
+def asked_to_stop(new_job: Callable[..., Job]) -> DistributedTrainer:
+    """A trainer in a world of two, on a cluster, whose process was asked to end."""
+    trainer = DistributedTrainer(parse_job(new_job().write().read_text()))
+    world = World(RankFacts(world_size=2), torch.device("cpu"), "gloo", group=mock.Mock(rank=0, size=2))
+    trainer._session = mock.Mock(world=world, participant=mock.Mock(asked_to_stop=True))
+    return trainer
+
+
 def test_who_is_asked_to_leave_goes_though_the_others_were_quicker_to_go_on(new_job: Callable[..., Job]) -> None:
     """They have heard of it in the step, and are in the next generation before this one has their last report."""
-    trainer = DistributedTrainer(parse_job(new_job().write().read_text()))
-    trainer.world = World(RankFacts(world_size=2), torch.device("cpu"), "gloo", group=mock.Mock(rank=0, size=2))
-    trainer.elastic, trainer.asked_to_stop, trainer._leaves = mock.Mock(), True, True
-    trainer._unheeded = StepResult(0.0, 0.0, Votes(leaving=1), 0)
+    trainer = asked_to_stop(new_job)
+    trainer._leaves, trainer._pending_flags = True, StepResult(0.0, 0.0, Votes(leaving=1), 0)
     called_off = GroupError("the others regroup", communication=False)
-    with (
-        mock.patch.object(trainer, "_catch_up", side_effect=called_off),
-        mock.patch.object(trainer, "save") as saved,
-        pytest.raises(Stopped) as stopped,
-    ):
+    with mock.patch.object(trainer, "_catch_up", side_effect=called_off), pytest.raises(Stopped) as stopped:
         trainer.train()
-    saved.assert_called_once_with(wait=True)
+    trainer.session.save.assert_called_once_with(wait=True)  # type: ignore[attr-defined]
     assert not stopped.value.everybody
 
 
 def test_who_is_asked_to_leave_after_it_has_voted_says_so_in_the_next_step(new_job: Callable[..., Job]) -> None:
     """Else two that leave in the same step would both count on the other to say how the job ended."""
-    trainer = DistributedTrainer(parse_job(new_job().write().read_text()))
-    trainer.world = World(RankFacts(world_size=2), torch.device("cpu"), "gloo", group=mock.Mock(rank=0, size=2))
-    trainer.elastic, trainer.asked_to_stop = mock.Mock(), True
-    with mock.patch.object(trainer, "save"):
-        with pytest.raises(Regroup):
-            trainer._heed(StepResult(0.0, 0.0, Votes(leaving=1), 0))
-        with pytest.raises(Stopped) as stopped:
-            trainer._heed(StepResult(0.0, 0.0, Votes(leaving=2), 0))
+    trainer = asked_to_stop(new_job)
+    with pytest.raises(Regroup):
+        trainer._act_on_flags(StepResult(0.0, 0.0, Votes(leaving=1), 0))
+    with pytest.raises(Stopped) as stopped:
+        trainer._act_on_flags(StepResult(0.0, 0.0, Votes(leaving=2), 0))
     assert stopped.value.everybody
 
 

@@ -10,23 +10,23 @@ ends where it stands, in its start-up, in a regroup, in a collective that hangs.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trainer.comm.group import GroupError
+from trainer.comm.world import RankFacts
+from trainer.config import DistributedTrainingConfig
+from trainer.elastic.node_presence import last_word
+from trainer.engine.result import BUDGET, write_result
 from trainer.rundir import LIMIT, NodePresence, RunDir, stale_seconds
 from trainer.runtime import clock
-
-if TYPE_CHECKING:
-    from trainer.engine.trainer import DistributedTrainer
 
 COMMIT_SECONDS = 60.0
 """How long the end of a training waits for the last checkpoint."""
@@ -37,14 +37,6 @@ UNMEASURED_SECONDS = 2.0
 SOONEST_SECONDS, LATEST_SECONDS = 0.5, 60.0
 """Between two looks at what was paid."""
 _log = logging.getLogger(__name__)
-
-
-class BudgetSpent(Exception):
-    """The budget is spent, but for what a checkpoint needs. ``agreed``: all ranks know."""
-
-    def __init__(self, agreed: bool) -> None:
-        super().__init__("the budget is spent")
-        self.agreed = agreed
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,44 +81,39 @@ def limit_of(document: Any, default: float) -> float:
     return float(found)
 
 
-def begin(trainer: DistributedTrainer) -> Budget:
-    """Look after the budget of this process's job, from now on."""
-    from trainer.engine.result import end_at_budget
+def begin_budget(
+    config: DistributedTrainingConfig, rundir: RunDir, facts: RankFacts, environment: Mapping[str, str],
+    regroups_in: int | None, steps_done: Callable[[], int],
+) -> Budget:  # fmt: skip
+    """Look after the budget of this process's job, from now on. ``regroups_in``: the launch of the cluster that this
+    process regroups in, if it does, which its result names. ``steps_done`` is called when the budget is spent."""
 
-    limit, facts = trainer.config.max_node_seconds or math.inf, trainer.facts
-    launch, nodes = int(os.environ.get("DTRAIN_LAUNCH", "1")), facts.world_size // facts.local_world_size
-    return Budget(trainer.rundir, limit, launch, nodes, partial(end_at_budget, trainer))
+    def end(budget: Budget) -> None:
+        end_at_budget(budget, rundir, regroups_in, steps_done())
 
-
-def is_due(trainer: DistributedTrainer) -> bool:
-    """Is it time to stop, as rank 0 sees it? The others hear of it."""
-    if trainer.budget is None or trainer.world.rank != 0:
-        return False
-    return trainer.budget.is_due(trainer.recent_steps[-1]["step_seconds"] if trainer.recent_steps else 0.0)
+    launch, nodes = int(environment.get("DTRAIN_LAUNCH", "1")), facts.world_size // facts.local_world_size
+    return Budget(rundir, config.max_node_seconds or math.inf, launch, nodes, end)
 
 
-def stop_judging(trainer: DistributedTrainer) -> None:
-    """Called between two batches of an evaluation, in which no rank hears of another."""
-    if is_due(trainer):
-        raise BudgetSpent(agreed=trainer.world.world_size == 1)
-
-
-def save(trainer: DistributedTrainer, spent: BudgetSpent) -> None:
-    """The checkpoint to go on from."""
-    if trainer.saved_step < trainer.progress.step:
-        trainer.save(wait=True)
-    trainer.checkpoints.wait(COMMIT_SECONDS)
-    if spent.agreed:  # nobody leaves before: a cluster may end all nodes with the first that does
-        with suppress(GroupError):
-            trainer.world.meet()
+def end_at_budget(budget: Budget, rundir: RunDir, launch: int | None, step: int) -> None:
+    """End this process where it stands, for the budget is spent to the last; not one that has done all its work."""
+    message = budget.explain(f"at step {step}, before the next checkpoint" if step else "before the first step")
+    with contextlib.suppress(OSError, ValueError):
+        write_result(rundir, {"status": "budget", "steps": step, "error": message}, launch)
+        result = rundir.read_result() or {}
+        if result.get("status") == "succeeded" and result.get("launch") == launch:
+            return
+    print(message, file=sys.stderr, flush=True)  # noqa: T201 - the log of the node
+    last_word(BUDGET)
+    os._exit(BUDGET)
 
 
 class Budget:
     """Looks after the budget in this process. ``limit``: in node-seconds, as long as the run directory names no other.
-    ``end`` is called from a thread when it is spent to the last; ``nodes`` are counted where nobody keeps their
-    presence, from now on."""
+    ``end`` is called with the budget, from a thread, when it is spent to the last; ``nodes`` are counted where nobody
+    keeps their presence, from now on."""
 
-    def __init__(self, rundir: RunDir, limit: float, launch: int, nodes: int, end: Callable[[], object]) -> None:
+    def __init__(self, rundir: RunDir, limit: float, launch: int, nodes: int, end: Callable[[Budget], object]) -> None:
         self.rundir, self.limit, self.launch, self._end = rundir, limit, launch, end
         self._first_limit = limit
         self.checkpoint_seconds: float | None = None
@@ -176,7 +163,7 @@ class Budget:
             if self._closed.wait(min(pause(left, self._paid.nodes), left / max(1, self._paid.nodes))):
                 return
         if not self._closed.is_set():
-            self._end()
+            self._end(self)
 
     def _read_limit(self) -> None:
         try:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.comm.group import Outcome, in_short, is_communication
-from trainer.comm.world import World
+from trainer.comm.world import RankFacts, World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.loader import Batch
 from trainer.data.sampler import micro_batch_seed
@@ -25,7 +25,7 @@ from trainer.parallel.synchronizer import GradientSynchronizer
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
-_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COMMIT = "commit of the step"
 _EPSILON = 1e-6
 
@@ -77,8 +77,10 @@ class Step:
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.fit = Fit(config.batch_size_per_gpu, False)
         self.timer = StepTimer(config.timing, device)
-        self.sync: GradientSynchronizer
-        self._kind = _AUTOCAST[config.precision]
+        self.world = World(RankFacts(), device, "gloo")
+        """Of this process alone, until `adopt`."""
+        self.sync = GradientSynchronizer(self.world, faults, self.timer, config=config)
+        self._kind = AUTOCAST[config.precision]
         self._statistics = [item for item in module.modules() if item._buffers and not isinstance(item, Standardize)]
         """Whatever may have running statistics."""
         self._commit: Outcome | None = None
@@ -86,8 +88,7 @@ class Step:
 
     def adopt(self, world: World) -> None:
         """Work in this world from now on; waits for its group. All state must be equal on all its ranks already."""
-        if hasattr(self, "sync"):
-            self.sync.unwrap()
+        self.sync.unwrap()
         self.optimizer.zero_grad(set_to_none=True)
         self.world = world
         self.sync = GradientSynchronizer(world, self.faults, self.timer, config=self.config)

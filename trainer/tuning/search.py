@@ -6,12 +6,11 @@ depend on each other, so that this costs the sum of their numbers where all comb
 may miss is a combination of two that pay only together. Within a group all candidates run in interleaved stretches.
 Where none can be refused later for what it learns, the slower half of those that challenge the present settings leaves
 after every second round from the third one on. In the end all that was chosen on the way races the baseline once more.
-`trainer.tuning.tuner` does what is decided here.
+What a candidate's figures mean is `trainer.tuning.verdict`; `trainer.tuning.tuner` does what is decided here.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,6 +18,18 @@ from typing import Any, Protocol
 
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.tuning.search_space import LAYOUT, Candidate, Facts, Group, groups, layouts, share
+from trainer.tuning.verdict import (
+    LEAST_ROUNDS,
+    Learned,
+    Spread,
+    gains,
+    no_gain,
+    objection,
+    pays,
+    spread,
+    tolerated,
+    untold,
+)
 
 LEAST_SECONDS = 10.0
 """The smallest budget with which anything can be told."""
@@ -26,43 +37,13 @@ SEARCHING, JUDGING = 0.6, 0.2
 """Of the budget, for races and for looking at what is learned; the rest confirms the result against the baseline."""
 MOST_AT_ONCE = 4
 """Candidates that challenge the present settings at once: all are in memory."""
-MOST_ROUNDS, MOST_FINAL_ROUNDS, LEAST_ROUNDS, HALVED_FROM = 9, 25, 6, 3
-LEAST_GAIN = 0.02
-"""What is not faster by so much is not worth another setting…"""
-MOST_CHANCE = 0.02
-"""…nor what is faster in so few rounds that a candidate which is not would do as well this often, by chance."""
+MOST_ROUNDS, MOST_FINAL_ROUNDS, HALVED_FROM = 9, 25, 3
 MOST_JUDGED, LEAST_JUDGED = 300, 20
 """Steps after which validation losses are compared."""
 RUNS = 4
 """Trainings that judging has to last for, one of them the baseline's."""
-TOLERANCE = 0.005
-LEAST_LEARNED = 10
-"""Times what is tolerated, that the baseline has to learn in these steps: else what learns nothing is not worse."""
 OUT_OF_MEMORY = "out of memory"
-UNTOLD, NO_TIME = "too few rounds to tell", "not tried: no time left"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Learned:
-    """What some steps of training came to."""
-
-    first: float
-    """Validation loss before them."""
-    loss: float
-    """Validation loss after them."""
-    is_likelihood: bool
-    """The loss is a negative log likelihood, in nats."""
-    why: str = ""
-    """It could not be trained."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """The quartiles of some figures."""
-
-    low: float
-    median: float
-    high: float
+NO_TIME = "not tried: no time left"
 
 
 class NotFinite(ConfigError):
@@ -91,33 +72,6 @@ class Bench(Protocol):
 
     def step_seconds(self, candidate: Candidate) -> float:
         """Of the last stretch."""
-
-
-def spread(values: Sequence[float]) -> Spread:
-    if len(values) < 2:
-        return Spread(*(3 * [values[0]]))
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Spread(low, median, high)
-
-
-def gains(rates: Sequence[float], incumbent: Sequence[float]) -> list[float]:
-    """By how much a candidate was faster, round by round: what disturbs the machine disturbs both of a round."""
-    return [mine / other for mine, other in zip(rates, incumbent, strict=False)]
-
-
-def pays(found: Sequence[float]) -> bool:
-    """Faster by enough in the median, and in more rounds than chance has it (a sign test)."""
-    rounds, won = len(found), sum(gain > 1 for gain in found)
-    chance = sum(math.comb(rounds, count) for count in range(won, rounds + 1)) / 2**rounds
-    return statistics.median(found) >= 1 + LEAST_GAIN and chance <= MOST_CHANCE
-
-
-def no_gain(found: Sequence[float], enough: int) -> str:
-    """What is said of a candidate that does not pay. So many rounds are ``enough`` where it is no faster in them."""
-    is_faster = statistics.median(found) >= 1 + LEAST_GAIN
-    if len(found) < (LEAST_ROUNDS if is_faster else enough):
-        return UNTOLD
-    return "no sure gain" if is_faster else "no gain"
 
 
 def better_half(challengers: Sequence[Candidate], rates: dict[Candidate, list[float]]) -> list[Candidate]:
@@ -157,45 +111,6 @@ def race(
         if then > limit or (number + 1 >= LEAST_ROUNDS and then > until):
             break
     return rates
-
-
-def tolerated(baseline: Learned) -> float:
-    """By how much a validation loss may be higher: 0.5 % of what the loss is measured in.
-
-    A negative log likelihood has a sign and a size that hang on the unit of the target, so a share of it says nothing;
-    a difference of 0.005 nats means that a sample is 0.5 % less likely, in any unit. Any other loss is held against its
-    own size, or against what the steps have taken off it where that is more, for it may end near zero.
-    """
-    if baseline.is_likelihood:
-        return TOLERANCE
-    return TOLERANCE * max(abs(baseline.loss), baseline.first - baseline.loss)
-
-
-def untold(baseline: Learned, steps: int) -> str:
-    """Why nothing can be compared with what the baseline has learned; "" where it can."""
-    if baseline.why:
-        return f"not compared: the baseline could not be trained beside it: {baseline.why}"
-    if baseline.first - baseline.loss >= LEAST_LEARNED * tolerated(baseline):  # not so for NaN
-        return ""
-    return (
-        f"not compared: {steps} steps take the validation loss of the baseline from {baseline.first:.5f} to "
-        f"{baseline.loss:.5f} only, so that nothing is told by what a candidate learns in them; give more --seconds"
-    )
-
-
-def objection(found: Learned, baseline: Learned, steps: int) -> str:
-    """Why a candidate does not learn as the baseline does; "" where it does, or learns more."""
-    if why := untold(baseline, steps):
-        return why
-    if found.why:
-        return f"not compared: {found.why}"
-    worse, limit = found.loss - baseline.loss, tolerated(baseline)
-    if worse <= limit:  # not so for NaN
-        return ""
-    return (
-        f"learns less: after {steps} steps its validation loss is {found.loss:.5f}, that of the baseline "
-        f"{baseline.loss:.5f}; at most {limit:.5f} more is allowed"
-    )
 
 
 @dataclass(kw_only=True)

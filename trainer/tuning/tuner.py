@@ -1,8 +1,7 @@
-"""``python -m trainer.tuning.tuner --config job.json --seconds 300``: one rank of a tuning job, which measures
-settings.
+"""`Tuner`: one rank of a tuning job, which measures settings. Its command is `trainer.tuning.__main__`.
 
 All ranks try candidates one after the other in the same processes, each as a training of its own: model, step, sampler,
-loader and group as `trainer.engine.recovery.enter` makes them, so that whole real steps are timed, with their input and
+loader and group as `trainer.engine.workload` makes them, so that whole real steps are timed, with their input and
 their commit. What to try next is decided by `trainer.tuning.search` on every rank, from figures that all of them have
 gathered; since these are the same everywhere, so are the decisions. What was found is in ``tuned.json`` of the run
 directory, from the first group of settings on.
@@ -10,11 +9,9 @@ directory, from the first group of settings on.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import gc
-import logging
 import math
 import os
 import platform
@@ -33,24 +30,21 @@ from torch import nn
 
 from trainer.comm.group import GroupError
 from trainer.comm.world import PeersMissingError, World, choose_device, join, rank_facts
-from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig, parse_job
+from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.data.loader import batches_ahead, fits
 from trainer.data.shards import DatasetError, DataShardManager
-from trainer.elastic.node_presence import presence
 from trainer.engine.out_of_memory import is_out_of_memory, keep_freed_memory
-from trainer.engine.result import DONE, EVICTED, FAILED, LOST, UNUSABLE, leave_process
+from trainer.engine.result import DONE, EVICTED, FAILED, LOST, UNUSABLE
 from trainer.engine.step import NonFiniteError
-from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.model.losses import build_loss, gives_predictive
 from trainer.model.stock import build_model
 from trainer.observability.reporter import Reporter
 from trainer.rundir import TUNED, RunDir
 from trainer.runtime.affinity import AVAILABLE
 from trainer.runtime.fault_injection import Faults
-from trainer.storage.base import Storage
-from trainer.tuning.search import LEAST_SECONDS, OUT_OF_MEMORY, Learned, Search
+from trainer.tuning.search import OUT_OF_MEMORY, Learned, Search
 from trainer.tuning.search_space import LAYOUT, Candidate, Facts
-from trainer.tuning.trial import Contestant
+from trainer.tuning.trial import Trial
 
 WARM_UP = 2
 """Steps before a candidate is measured for the first time, and in that first measurement."""
@@ -111,7 +105,7 @@ class Tuner:
         self.reporter = Reporter(self.rundir, 0, 1, []) if self.world.rank == 0 else None
         gc.freeze()  # what is loaded once need not be looked through at each clean-up
         self._is_untidy = False
-        self._running: dict[Candidate, Contestant] = {}
+        self._running: dict[Candidate, Trial] = {}
         self._stretch_seconds = min(LONGEST, max(SHORTEST, seconds / STRETCHES))
         self._step_seconds: dict[Candidate, float] = {}
         self.search = Search(
@@ -132,59 +126,59 @@ class Tuner:
             return ""
         if self._is_untidy:
             self._clean_up()
-        contestant, why = self._first_step(candidate)
-        if contestant is not None:
+        trial, why = self._first_step(candidate)
+        if trial is not None:
             try:
-                contestant.enter(self.world)
-                contestant.go(WARM_UP)
+                trial.enter_world(self.world)
+                trial.train_steps(WARM_UP)
             except GroupError:
                 raise
             except Exception as error:
                 why = _in_words(error)
             why = self._agree(why)
-        if contestant is None or why:
-            if contestant is not None:
-                contestant.end()
-            contestant = None
+        if trial is None or why:
+            if trial is not None:
+                trial.close()
+            trial = None
             self._clean_up()
             return why
         began = time.monotonic()
-        contestant.go(WARM_UP)
+        trial.train_steps(WARM_UP)
         self._step_seconds[candidate] = max(self._gather(time.monotonic() - began)) / WARM_UP
-        self._running[candidate] = contestant
+        self._running[candidate] = trial
         if self._began is None:
             self._began = time.monotonic()
         return ""
 
-    def _first_step(self, candidate: Candidate, stays: bool = True) -> tuple[Contestant | None, str]:
-        """A contestant that has done one step alone, or why there is none, on all ranks. Unless the step ``stays``, it
+    def _first_step(self, candidate: Candidate, stays: bool = True) -> tuple[Trial | None, str]:
+        """A trial that has done one step alone, or why there is none, on all ranks. Unless the step ``stays``, it
         has its first weights again."""
-        contestant, why = None, ""
+        trial, why = None, ""
         try:
-            contestant = Contestant(self, candidate)
+            trial = Trial(self.job, candidate, self.world, self.faults)
             with self._in_time():
-                before = None if stays else copy.deepcopy(contestant.state.capture())
-                contestant.enter(Alone(self.facts, self.device, self.backend))
-                contestant.go(1)
+                before = None if stays else copy.deepcopy(trial.state.capture())
+                trial.enter_world(Alone(self.facts, self.device, self.backend))
+                trial.train_steps(1)
                 if before is not None:
-                    contestant.state.restore(before)
+                    trial.state.restore(before)
         except Exception as error:  # a user's model or a compiler may raise anything
             why = _in_words(error)
         self.world.meet()  # to compile takes one rank longer than another, and may take longer than a collective
         why = self._agree(why)
-        if why and contestant is not None:
-            contestant.end()
-            contestant = None
-        return contestant, why
+        if why and trial is not None:
+            trial.close()
+            trial = None
+        return trial, why
 
     def stretch(self, candidate: Candidate) -> float:
-        contestant, samples, seconds = self._running[candidate], 0, 0.0
+        trial, samples, seconds = self._running[candidate], 0, 0.0
         steps = max(2, round(self._stretch_seconds / self._step_seconds[candidate]))
         self.world.meet()
         try:
-            contestant.go(1)  # caches and threads are its own again
+            trial.train_steps(1)  # caches and threads are its own again
             began = time.monotonic()
-            samples = contestant.go(steps)
+            samples = trial.train_steps(steps)
             seconds = time.monotonic() - began
         except NonFiniteError:  # on all ranks
             samples = 0
@@ -195,37 +189,37 @@ class Tuner:
         return samples / slowest
 
     def leave(self, candidate: Candidate) -> None:
-        contestant = self._running.pop(candidate, None)
-        if contestant is not None:
-            contestant.end()
-        contestant = None
+        trial = self._running.pop(candidate, None)
+        if trial is not None:
+            trial.close()
+        trial = None
         self._is_untidy = True
 
     def learn(self, candidate: Candidate, steps: int) -> Learned:
         if self._is_untidy:
             self._clean_up()
-        contestant, why = self._first_step(candidate, stays=False)
+        trial, why = self._first_step(candidate, stays=False)
         first = loss = math.nan
         is_likelihood = gives_predictive(build_loss(self.job.loss, self.shards.spec))
-        if contestant is not None:
-            ratio = self.job.training.global_batch_size / contestant.config.global_batch_size
-            contestant.total_steps = left = max(1, round(steps * ratio))
+        if trial is not None:
+            ratio = self.job.training.global_batch_size / trial.config.global_batch_size
+            trial.total_steps = left = max(1, round(steps * ratio))
             try:
-                contestant.enter(self.world)
-                first = contestant.validation_loss()
+                trial.enter_world(self.world)
+                first = trial.validation_loss()
                 while left:  # in parts, so that nobody who wants to end has to wait long
                     part = min(left, LISTENING_STEPS)
-                    contestant.go(part)
+                    trial.train_steps(part)
                     left -= part
                     self._gather(0.0)
-                loss = contestant.validation_loss()
+                loss = trial.validation_loss()
             except NonFiniteError:  # on all ranks
                 loss = math.nan
             except (GroupError, Interrupted):
                 raise
             except Exception as error:
                 why = _in_words(error)
-            contestant.end()
+            trial.close()
         self._is_untidy = True
         return Learned(first=first, loss=loss, is_likelihood=is_likelihood, why=self._agree(why))
 
@@ -393,31 +387,3 @@ def tune(job: JobConfig, seconds: float, vary_batch: bool) -> int:
     finally:
         if tuner is not None:
             tuner.close()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer.tuning.tuner",
-        description="Measure which settings train a job.json fastest (tuned.json).",
-    )
-    parser.add_argument("--config", required=True, metavar="JOB", help="job.json: a path or any fsspec address")
-    parser.add_argument("--seconds", type=float, default=300.0, help="what it may take once all ranks train (300)")
-    parser.add_argument("--global-batch", action="store_true", help="try larger global batches too")
-    options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
-    if not options.seconds >= LEAST_SECONDS:
-        parser.error(f"--seconds {options.seconds:g}: nothing can be told in less than {LEAST_SECONDS:g}")
-    folder, slash, name = options.config.rpartition("/")
-    try:
-        job = parse_job(Storage(folder or slash or ".").read(name).decode(), source=options.config)
-        refuse_foreign_factories(job)
-        RunDir(job.run_dir).make()
-    except (ConfigError, OSError, UnicodeDecodeError) as error:
-        parser.error(f"--config {options.config}: {error}")
-    with presence(job, os.environ) as leaving:
-        leaving.code = tune(job, options.seconds, options.global_batch)
-    return leaving.code
-
-
-if __name__ == "__main__":
-    sys.exit(leave_process(main()))

@@ -33,7 +33,7 @@ from trainer.config import ConfigError, DatasetRef, DistributedTrainingConfig, F
 from trainer.rundir import RunDir
 from trainer.spec import DataSpec
 from trainer.tuning.search_space import Candidate
-from trainer.tuning.trial import Contestant
+from trainer.tuning.trial import Trial
 from trainer.tuning.tuner import Tuner, with_layout
 
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
@@ -277,13 +277,13 @@ def test_what_is_learned_begins_at_the_first_weights_and_has_the_whole_schedule(
     assert not tuner.enter(Candidate())
     short, again, longer = (tuner.learn(Candidate(), steps) for steps in (20, 20, 60))
     assert short == again
-    by_hand = Contestant(tuner, Candidate())
-    by_hand.enter(tuner.world)
+    by_hand = Trial(tuner.job, Candidate(), tuner.world, tuner.faults)
+    by_hand.enter_world(tuner.world)
     assert short.first == longer.first == by_hand.validation_loss()
     by_hand.total_steps = 20
-    by_hand.go(20)
+    by_hand.train_steps(20)
     assert short.loss == by_hand.validation_loss()
-    by_hand.end()
+    by_hand.close()
     assert short.first > short.loss > longer.loss
     halves = Candidate((("batch_size_per_gpu", 32), ("gradient_accumulation_steps", 2)))
     assert tuner.learn(halves, 20).loss == pytest.approx(short.loss, abs=1e-4)

@@ -386,7 +386,7 @@ def test_a_process_ends_though_a_group_that_it_left_behind_still_hangs() -> None
 import sys, threading, time, torch, torch.distributed as dist
 from trainer.comm.group import Group
 from trainer.comm.torch_transport import make_torch_transport
-from trainer.engine.result import leave_process
+from trainer.engine.run_job import leave_process
 store = dist.HashStore()
 groups = [Group(rank, 2, lambda rank=rank: make_torch_transport(store, rank, 2, None, 1000.0, 1000.0, "127.0.0.1"))
           for rank in range(2)]

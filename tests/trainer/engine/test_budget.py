@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from worlds import Job
 
 from trainer.checkpoint.manager import LATEST
-from trainer.engine.budget import LATEST_SECONDS, SOONEST_SECONDS, Budget, Paid, paid, pause
-from trainer.engine.result import BUDGET, end_at_budget
+from trainer.engine.budget import LATEST_SECONDS, SOONEST_SECONDS, Budget, Paid, end_at_budget, paid, pause
+from trainer.engine.result import BUDGET
 from trainer.engine.trainer import DistributedTrainer
 from trainer.rundir import LIMIT, NodePresence, RunDir
 
@@ -78,7 +78,7 @@ def test_a_budget_is_raised_and_lowered_while_the_job_runs(
     monkeypatch.setattr("trainer.engine.budget.LATEST_SECONDS", 0.01)
     rundir, ended = RunDir(str(tmp_path)), threading.Event()
     rundir.write_json(LIMIT, {"max_node_seconds": 1e9})
-    budget = Budget(rundir, 1e-9, 1, 1, ended.set)
+    budget = Budget(rundir, 1e-9, 1, 1, lambda _: ended.set())
     wait_for(lambda: budget.limit == 1e9)
     rundir.storage.write(LIMIT, damage)
     wait_for(lambda: "cannot be read" in caplog.text)
@@ -91,7 +91,7 @@ def test_a_budget_is_raised_and_lowered_while_the_job_runs(
 
 def test_it_looks_once_more_before_it_is_due(tmp_path: Path) -> None:
     rundir = RunDir(str(tmp_path))
-    budget = Budget(rundir, 1e6, 1, 1, lambda: None)
+    budget = Budget(rundir, 1e6, 1, 1, lambda _: None)
     assert budget.is_due(1e6)
     rundir.write_json(LIMIT, {"max_node_seconds": 1e7})
     assert not budget.is_due(1e6)
@@ -108,7 +108,7 @@ def test_a_job_that_is_done_cannot_run_out_of_budget(
 
     def closes_late(trainer: DistributedTrainer, tracking_seconds: float = 60.0) -> None:
         wait_for(lambda: not {thread.name for thread in threading.enumerate() if thread not in before} & {"budget"})
-        end_at_budget(trainer)
+        end_at_budget(trainer.participant.budget, trainer.rundir, trainer.launch, trainer.steps_done)
         close(trainer, tracking_seconds)
 
     monkeypatch.setattr(DistributedTrainer, "close", closes_late)

@@ -102,7 +102,7 @@ def trained(job: Job, with_: Callable[[], Any]) -> Counting:
 
 def bound(trainer: DistributedTrainer, batch: Batch) -> None:
     """A step as it is written with torch alone, which goes from one parameter to the next."""
-    step = trainer.step
+    step = trainer.session.step
     step.optimizer.zero_grad(set_to_none=True)
     for _, windows, target in batch.micro_batches:
         (step.criterion(step.module(windows), target).sum() * (1 / batch.samples)).backward()
@@ -140,7 +140,7 @@ def test_a_step_makes_fewer_operations_than_its_bound_and_gathers_no_byte_twice(
         bound(trainer, trainer.batch)
     made = trainer.counted[-3]
     assert made.count.total() <= needed.count.total() - FEWER_OPERATIONS
-    spec = trainer.shards.spec
+    spec = trainer.session.shards.spec
     assert made.bytes["aten.index_select"] == SIZE * (spec.window * len(spec.features) + 1) * 4
     assert sum(made.bytes.values()) <= 1.05 * sum(needed.bytes.values()) + made.bytes["aten.index_select"]
 

@@ -22,8 +22,8 @@ from worlds import FORKS
 from trainer.comm.world import RankFacts, World
 from trainer.config import ConfigError, DistributedTrainingConfig, parse_job
 from trainer.data.loader import Batch
+from trainer.engine.own_model import OwnModel
 from trainer.engine.step import Step, Votes
-from trainer.engine.trainer import DistributedTrainer
 from trainer.parallel.buckets import Buckets, divide
 from trainer.parallel.synchronizer import GradientSynchronizer
 from trainer.runtime.fault_injection import Faults
@@ -200,10 +200,8 @@ def test_a_loop_of_the_callers_own_gets_sums_over_ranks(to_none: bool) -> None:
         return found
 
     def work(world: World) -> list[dict[str, Tensor | None]]:
-        trainer = DistributedTrainer(job)
-        trainer.device, trainer.world, trainer.criterion, trainer.faults = CPU, world, Squared(), Faults({}, 0)
         net = nets[world.rank]
-        return gradients(trainer.setup_data_parallel(net), net, (world.rank,))
+        return gradients(OwnModel(net, job, world, Faults({}, 0)).model, net, (world.rank,))
 
     job = parse_job('{"job_id": "loop", "run_dir": "/nowhere", "dataset": {"uri": "/nowhere"}}')
     nets = [Choosy() for _ in range(3)]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.tuning.search import LEAST_GAIN, OUT_OF_MEMORY, Learned, Search, gains, objection, pays, race, tolerated
+from trainer.tuning.search import OUT_OF_MEMORY, Search, race
 from trainer.tuning.search_space import (
     COMPILE_SECONDS,
     KNOBS,
@@ -24,6 +24,7 @@ from trainer.tuning.search_space import (
     share,
     thread_counts,
 )
+from trainer.tuning.verdict import LEAST_GAIN, Learned, gains, objection, pays, tolerated
 
 FACTS = Facts(world_size=2, local_world_size=1, cores=8, ranks_per_host=2)
 CONFIG = DistributedTrainingConfig(world_size=2, batch_size_per_gpu=64, gradient_accumulation_steps=4)

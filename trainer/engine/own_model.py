@@ -1,0 +1,103 @@
+"""`OwnModel`: a model of the caller's own, trained in data parallel from a script, without what a job has around it.
+
+Sharing gradients, and a plain epoch over pairs of inputs and targets, belong here. A job's own training, which survives
+lost nodes and writes checkpoints, is `trainer.engine.session` and `trainer.engine.trainer`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.comm.world import World
+from trainer.config import ConfigError, JobConfig
+from trainer.engine.lr_schedule import peak_learning_rate
+from trainer.engine.step import AUTOCAST, NonFiniteError
+from trainer.engine.workload import open_shards
+from trainer.model.compile import compiled
+from trainer.model.losses import build_loss
+from trainer.parallel.synchronizer import GradientSynchronizer
+from trainer.runtime.fault_injection import Faults
+from trainer.runtime.step_timer import StepTimer
+
+
+class OwnModel:
+    """A model whose gradients are summed over ranks in each backward pass through its outputs; as it is in a world of
+    one. Every rank begins with the weights and buffers of rank 0."""
+
+    def __init__(self, module: nn.Module, job: JobConfig, world: World, faults: Faults) -> None:
+        """A collective."""
+        self.job, self.config, self.world, self.device = job, job.training, world, world.device
+        self.module = module.to(self.device)
+        self.model = compiled(self.module, self.config.compile, self.device)
+        """What is called: the module, or its compiled face."""
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            self._take_from_first(tensor.detach())
+        timer = StepTimer(False, self.device)  # nobody takes the marks away
+        config = replace(self.config, timing=False)
+        self._sync = GradientSynchronizer(world, faults, timer, config=config)
+        self._sync.wrap(self.module)
+        self._sync.sum_each_pass(self.model, self.module)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._criterion: nn.Module | None = None
+
+    def train_epoch(self, dataloader: Iterable[Any]) -> dict[str, float]:
+        """Train on pairs (inputs, target) of this rank, of which all ranks must have equally many, with the job's loss,
+        clipping, precision and peak learning rate, which stays as it is. Returns ``loss_sum`` and ``samples`` of this
+        rank. Raises `NonFiniteError` on all ranks before weights are touched by a gradient that is not finite."""
+        optimizer, criterion = self._prepare()
+        self.module.train()
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        limit, totals = self.config.clip_norm, {"loss_sum": 0.0, "samples": 0.0}
+        for inputs, target in dataloader:
+            windows, wanted = inputs.to(self.device), target.to(self.device)
+            samples = self.world.sum(torch.tensor([len(wanted)])).item()
+            optimizer.zero_grad()
+            losses = criterion(self._forward(windows).float(), wanted).sum()
+            (losses / samples).backward()  # summed over ranks: the gradient of the mean over the global batch
+            norm = nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else limit)
+            if not math.isfinite(norm.item()):
+                raise NonFiniteError("the gradient is not finite: lower training.learning_rate, or set clip_norm")
+            optimizer.step()
+            totals["loss_sum"] += losses.item()
+            totals["samples"] += len(wanted)
+        return totals
+
+    def _forward(self, inputs: Tensor) -> Any:
+        kind = AUTOCAST[self.config.precision]
+        if kind is None:
+            return self.model(inputs)
+        with torch.autocast(self.device.type, dtype=kind):
+            return self.model(inputs)
+
+    def _prepare(self) -> tuple[torch.optim.Optimizer, nn.Module]:
+        """The optimizer and the loss of the job, made once: a loop of the caller's own needs neither, nor the dataset
+        whose description the loss is made for. `ConfigError` for a precision that only a job's own training has."""
+        if self._optimizer is None or self._criterion is None:
+            if self.config.precision == "fp16":
+                raise ConfigError(
+                    "training.precision = 'fp16' needs a scaled loss, as a job's own training has it: use 'bf16' or "
+                    "'fp32' with train_epoch, or write the loop yourself"
+                )
+            spec = open_shards(self.job, torch.device("cpu")).spec
+            self._criterion = build_loss(self.job.loss, spec).to(self.device)
+            self._optimizer = torch.optim.AdamW(
+                self.module.parameters(),
+                lr=peak_learning_rate(self.config),
+                weight_decay=self.config.weight_decay,
+                fused=True,
+            )
+        return self._optimizer, self._criterion
+
+    def _take_from_first(self, tensor: Tensor) -> None:
+        if tensor.is_contiguous():
+            self.world.broadcast(tensor)
+            return
+        copy = tensor.contiguous()
+        self.world.broadcast(copy)
+        tensor.copy_(copy)

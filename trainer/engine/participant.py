@@ -1,0 +1,102 @@
+"""`Participant`: this process among those that train a job, from when it knows its peers to its end.
+
+Its rank, device, budget and the world that it is in belong here, whatever is trained; the data, the model and where the
+training stands are `trainer.engine.session`.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from trainer.comm.world import World, choose_device, join, rank_facts
+from trainer.config import ConfigError, JobConfig
+from trainer.elastic.dynamic_rendezvous import Elastic
+from trainer.engine.budget import begin_budget
+from trainer.engine.out_of_memory import keep_freed_memory
+from trainer.engine.reports import RankReports
+from trainer.rundir import RESULT
+from trainer.runtime.affinity import AVAILABLE, bind
+from trainer.runtime.fault_injection import Faults
+
+
+class Participant:
+    """Who this process is, and what it has from its start to its end. Where its making fails, nothing is left open.
+
+    In a world of fixed ranks it has joined its peers when it is made. On a cluster (DTRAIN_LAUNCH in the environment)
+    its world is of itself alone until the first generation is formed.
+    """
+
+    def __init__(
+        self, job: JobConfig, reports: RankReports, environment: Mapping[str, str], steps_done: Callable[[], int],
+        world_size: int | None = None, rank: int | None = None,
+    ) -> None:  # fmt: skip
+        """``world_size`` and ``rank``, where given, must agree with the environment. ``steps_done`` is called from
+        another thread, where the budget ends the process."""
+        self.job, self.config, self.reports, self.rundir = job, job.training, reports, reports.rundir
+        self.facts = facts = rank_facts(environment, self.config)
+        for name, given, found in (("WORLD_SIZE", world_size, facts.world_size), ("RANK", rank, facts.rank)):
+            if given is not None and given != found:
+                raise ConfigError(f"{name} is {found} in the environment, but {given} was asked for")
+        self.faults = Faults(environment, facts.node_rank)
+        is_elastic = "DTRAIN_LAUNCH" in environment and self.config.regroup
+        self.launch = int(environment["DTRAIN_LAUNCH"]) if is_elastic else None
+        """Of the cluster that this process regroups in; None in a world of fixed ranks."""
+        if self.launch is None and facts.rank == 0:
+            self.rundir.storage.delete(RESULT)  # of an earlier start: only this one says how it ended
+        self.asked_to_stop = False
+        self._old_handler: Any = None
+        with ExitStack() as undo:  # in reverse
+            undo.callback(self._restore_handler)
+            undo.callback(bind, AVAILABLE)  # a process that goes on has its cores back
+            self.budget = begin_budget(self.config, self.rundir, facts, environment, self.launch, steps_done)
+            undo.callback(self.budget.close)
+            self.device, backend = choose_device(facts, self.config.backend)
+            self._prepare_threads(environment)
+            self.world = World(facts, self.device, backend)
+            self.elastic: Elastic | None = None
+            if self.launch is not None:
+                self.elastic = Elastic(self.rundir, self.config, facts, self.device, environment, job.job_id)
+                undo.callback(self.elastic.leave)
+            else:
+                self.world = join(self.config, environment)
+                undo.callback(self.world.leave)
+            if threading.current_thread() is threading.main_thread():
+                # Only now: before, SIGTERM may end the process as it does any other, for nothing has been done yet.
+                self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+            if self.elastic is None:
+                [generation, *_] = self.world.gather(self.rundir.last_generation() + 1)
+                self.world = replace(self.world, generation=generation)
+                reports.enter_world(self.world)
+            self._undo = undo.pop_all()
+
+    def announce(self) -> None:
+        """On a cluster, say that this process is coming, before it has its data and its model."""
+        if self.elastic is not None:
+            self.elastic.announce()
+
+    def close(self) -> None:
+        """Leave the group, and give back what this process was given."""
+        self._undo.close()
+
+    def _prepare_threads(self, environment: Mapping[str, str]) -> None:
+        threads = self.config.threads_per_rank
+        if threads is None and "OMP_NUM_THREADS" not in environment:  # which the launcher knows better than we do
+            threads = max(1, len(AVAILABLE) // self.facts.local_world_size)
+        if threads is not None:
+            torch.set_num_threads(threads)  # before there are other threads, which keep what they begin with
+        if self.device.type == "cpu":
+            keep_freed_memory()
+
+    def _on_sigterm(self, *_: object) -> None:
+        self.asked_to_stop = True  # no more here: the ranks hear of it at the next step
+
+    def _restore_handler(self) -> None:
+        if self._old_handler is not None:
+            signal.signal(signal.SIGTERM, self._old_handler)

@@ -1,0 +1,86 @@
+"""`RankReports`: what this process tells of itself: its events, how long each phase took, and samples of its node.
+
+The threads behind it are `trainer.observability`'s; who starts, moves and ends them belongs here. What a step or an
+evaluation reports is put together where it is measured.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from trainer.comm.world import World
+from trainer.config import JobConfig
+from trainer.observability.node_monitor import NodeMonitor
+from trainer.observability.reporter import OPENING_SECONDS, Reporter, sinks_of
+from trainer.observability.watchdog import Watchdog
+from trainer.rundir import RunDir
+
+PHASES = ("startup", "data", "training", "evaluation", "checkpoint", "regroup", "finalise")
+
+
+class RankReports:
+    """Reports as the rank that this process is. Until it is one, in its first world, there is nobody to report as:
+    phases are kept and told then, and other events are dropped."""
+
+    def __init__(self, job: JobConfig, rundir: RunDir) -> None:
+        self.job, self.rundir = job, rundir
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        """Spent in each phase so far."""
+        self._mark = time.monotonic()
+        self.watchdog = Watchdog(job.training)
+        self.reporter: Reporter | None = None
+        self.monitor: NodeMonitor | None = None
+        """On the first rank of a node; None on the others, and before the first world."""
+        self.nodes: list[int] = []
+        """The node of each rank of the present world."""
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Report an event; returns at once."""
+        if self.reporter is not None:
+            self.reporter.emit(kind, **fields)
+
+    def end_phase(self, name: str) -> None:
+        """Book the time since the last mark on a phase, and report its total."""
+        self.watchdog.rest()
+        now = time.monotonic()
+        self.seconds[name] += now - self._mark
+        self._mark = now
+        self.emit("phase", name=name, seconds=round(self.seconds[name], 3))
+
+    def enter_world(self, world: World) -> None:
+        """Report, and watch the node, as what this process is in this world. A collective: it waits for the group."""
+        facts = world.facts
+        sinks = sinks_of(self.job, self.rundir, world.rank)
+        ranks = world.gather((facts.node_rank, os.getpid()))
+        self.nodes = [node for node, _ in ranks]
+        is_new = self.reporter is None
+        if self.reporter is None:
+            self.reporter = Reporter(self.rundir, world.rank, world.generation, sinks)
+            for name, seconds in self.seconds.items():
+                if seconds:
+                    self.reporter.emit("phase", name=name, seconds=round(seconds, 3))
+        else:
+            self.reporter.move(world.rank, world.generation, sinks)
+        self.reporter.has_other_nodes = len(set(self.nodes)) > 1
+        self.watchdog.attend(self.reporter, world.group, self.nodes, facts.node_rank)
+        if facts.local_rank == 0 and self.monitor is None:
+            pids = [pid for node, pid in ranks if node == facts.node_rank]
+            interval = self.job.training.monitor_interval_seconds
+            self.monitor = NodeMonitor(facts.node_rank, self.reporter, interval, pids)
+            self.monitor.start()
+        if is_new:  # the others wait in their next collective; where one is replaced, training goes on at once
+            self.reporter.wait_until_open(min(OPENING_SECONDS, self.job.training.collective_timeout_seconds / 3))
+
+    def close_reporter(self, tracking_seconds: float = 60.0) -> None:
+        """Write what was reported, and wait so long for tracking servers; what comes later is lost."""
+        if self.reporter is not None:
+            self.reporter.close(tracking_seconds)
+
+    def close(self, tracking_seconds: float) -> None:
+        """End all threads; what was reported is on disk afterwards."""
+        self.watchdog.stop()
+        if self.monitor is not None:
+            self.monitor.stop()
+        self.close_reporter(tracking_seconds)

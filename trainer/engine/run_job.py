@@ -1,0 +1,90 @@
+"""`run_job`: a whole training in this process, from its configuration to its exit code, and how the process is left.
+
+Which exception ends a job with which code belongs here; the document that says so is `trainer.engine.result`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from typing import Any
+
+import torch
+
+from trainer.checkpoint.async_writer import still_writing
+from trainer.comm.group import GroupError, abandoned
+from trainer.config import ConfigError, JobConfig
+from trainer.data.shards import DatasetError
+from trainer.elastic.membership import NoGenerationError
+from trainer.engine.result import BUDGET, DONE, EVICTED, FAILED, LOST, UNUSABLE, write_result
+from trainer.engine.signals import BudgetSpent, JobOver, Stopped
+from trainer.engine.trainer import DistributedTrainer
+from trainer.errors import DamagedError
+from trainer.secrets.redaction import redact
+from trainer.storage.base import StorageError
+
+
+def run_job(job: JobConfig) -> int:
+    """Train the job in this process; the exit code. How it ended is in ``result.json``."""
+    trainer = DistributedTrainer(job)
+    code, result = _run(trainer)
+    if "error" in result:
+        result["error"] = redact(result["error"])  # a client may repeat the address that it was given
+    launch = trainer.launch
+    if code != DONE:
+        if "error" in result:
+            trainer.reports.emit("error", message=result["error"], fatal=code != LOST)
+        trainer.reports.emit("end", status=result["status"])
+    if "error" in result:
+        print(result["error"], file=sys.stderr, flush=True)  # noqa: T201 - the log of the node
+        if code != LOST or launch is None:
+            # Before the group is left: peers fail of that, later, and what failed first is the cause.
+            write_result(trainer.rundir, result, launch)
+    elif result.pop("everybody", False) and trainer.participant.world.rank == 0:
+        write_result(trainer.rundir, result, launch)
+    if code == DONE:
+        trainer.participant.budget.close()  # first: however long the rest takes, this job is done
+    trainer.close(tracking_seconds=60.0 if code == DONE else 5.0)
+    return code
+
+
+def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
+    """(exit code, result). ``everybody``: all ranks have ended together, so this is how the job ended."""
+    try:
+        trainer.initialize_distributed()
+        trainer.setup()
+        return DONE, trainer.train()
+    except Stopped as stopped:
+        return EVICTED, {"status": "stopped", "steps": trainer.steps_done, "everybody": stopped.everybody}
+    except BudgetSpent:
+        where = f"at step {trainer.steps_done}"
+        return BUDGET, {
+            "status": "budget",
+            "steps": trainer.steps_done,
+            "error": trainer.participant.budget.explain(where),
+        }
+    except JobOver as over:
+        codes = {"succeeded": DONE, "stopped": EVICTED, "budget": BUDGET}
+        return codes.get(over.result["status"], FAILED), {"status": over.result["status"]}
+    except (ConfigError, DamagedError, DatasetError) as error:
+        return UNUSABLE, {"status": "failed", "error": str(error)}
+    except (GroupError, NoGenerationError, StorageError) as error:
+        return LOST, {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+    except (Exception, KeyboardInterrupt) as error:
+        traceback.print_exc()
+        device_is_gone = isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
+        return LOST if device_is_gone else FAILED, {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+
+
+def leave_process(code: int) -> int:
+    """The exit code; where a group was left behind, whose threads may hang for long, where a checkpoint is still being
+    written, which would make the interpreter crash at its end, or where each second is one too many, the process ends
+    here."""
+    if abandoned() or still_writing() or code == BUDGET:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    return code

@@ -1,0 +1,41 @@
+"""Exceptions with which a training changes its course or ends, where nothing is wrong with the code.
+
+Whoever notices raises one; the loop (`trainer.engine.trainer`) or the process (`trainer.engine.run_job`) acts on it.
+Failures of a part, such as a group or the data, belong to the module of that part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Stopped(Exception):
+    """This process was asked to end (SIGTERM), alone or with everybody; a checkpoint has been written."""
+
+    def __init__(self, everybody: bool = True) -> None:
+        super().__init__("asked to end")
+        self.everybody = everybody
+
+
+class Regroup(Exception):
+    """Another generation is wanted, between two steps. The message says why."""
+
+
+class JobOver(Exception):
+    """Another process has ended the job meanwhile, this way."""
+
+    def __init__(self, result: dict[str, Any]) -> None:
+        super().__init__(result.get("error", result["status"]))
+        self.result = result
+
+
+class BudgetSpent(Exception):
+    """The budget is spent, but for what a checkpoint needs. ``agreed``: all ranks know."""
+
+    def __init__(self, agreed: bool) -> None:
+        super().__init__("the budget is spent")
+        self.agreed = agreed
+
+
+class OutOfMemoryError(RuntimeError):
+    """Memory does not suffice for the smallest part of a micro-batch."""

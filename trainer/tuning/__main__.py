@@ -1,0 +1,49 @@
+"""``python -m trainer.tuning --config job.json --seconds 300``: one rank of a tuning job, which measures settings.
+
+The command line belongs here; what is measured, and how, is `trainer.tuning.tuner`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from trainer.config import ConfigError, parse_job
+from trainer.elastic.node_presence import presence
+from trainer.engine.run_job import leave_process
+from trainer.model.allowed_factories import refuse_foreign_factories
+from trainer.rundir import RunDir
+from trainer.storage.base import Storage
+from trainer.tuning.search import LEAST_SECONDS
+from trainer.tuning.tuner import tune
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.tuning",
+        description="Measure which settings train a job.json fastest (tuned.json).",
+    )
+    parser.add_argument("--config", required=True, metavar="JOB", help="job.json: a path or any fsspec address")
+    parser.add_argument("--seconds", type=float, default=300.0, help="what it may take once all ranks train (300)")
+    parser.add_argument("--global-batch", action="store_true", help="try larger global batches too")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+    if not options.seconds >= LEAST_SECONDS:
+        parser.error(f"--seconds {options.seconds:g}: nothing can be told in less than {LEAST_SECONDS:g}")
+    folder, slash, name = options.config.rpartition("/")
+    try:
+        job = parse_job(Storage(folder or slash or ".").read(name).decode(), source=options.config)
+        refuse_foreign_factories(job)
+        RunDir(job.run_dir).make()
+    except (ConfigError, OSError, UnicodeDecodeError) as error:
+        parser.error(f"--config {options.config}: {error}")
+    with presence(job, os.environ) as leaving:
+        leaving.code = tune(job, options.seconds, options.global_batch)
+    return leaving.code
+
+
+if __name__ == "__main__":
+    sys.exit(leave_process(main()))
