@@ -59,10 +59,10 @@ def cost_breakdown(
     from dtrain_dagster.costs import export
     from dtrain_dagster.costs.carbon import job_footprint
     from dtrain_dagster.costs.ledger import ledger
+    from dtrain_dagster.costs.tracker import paid_wall_seconds
     from dtrain_dagster.planning.history import Course
     from dtrain_dagster.planning.variance import reasons, sentence
     from dtrain_dagster.reports import ledger_charts
-    from dtrain_dagster.reports.performance import paid_wall_seconds
 
     job = trained_checkpoint
     rundir = RunDir(job.run_dir)

@@ -7,16 +7,17 @@ import dagster as dg
 
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, plan_of, read_finished
 from dtrain_dagster.assets.training import FinishedJob
-from dtrain_dagster.clusters.base import ClusterError, NodeUsage
+from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker, paid
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
 from dtrain_dagster.jobs.progress import REGISTRATION, code_version
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
-from dtrain_dagster.settings.secrets import SecretError
 from dtrain_dagster.support.formatting import dollars
+from dtrain_dagster.support.secrets import SecretError
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
 

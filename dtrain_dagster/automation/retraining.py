@@ -16,12 +16,11 @@ from typing import Any
 
 import dagster as dg
 
+from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.capacity_queue import WaitingList
-from dtrain_dagster.automation.run_liveness import ALIVE_SECONDS, has_died
+from dtrain_dagster.automation.run_liveness import ALIVE_SECONDS, LIVE, has_died
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
-from dtrain_dagster.sensors import clock
-from dtrain_dagster.sensors.orphans import LIVE
 from dtrain_dagster.support.formatting import dollars, duration
 from dtrain_dagster.support.notify import tell
 from trainer.data.manifest import NoDatasetError, load_manifest
@@ -100,7 +99,7 @@ class Watch:
     told: bool = False
     """Somebody was told that it cannot be read."""
     clock: Mapping[str, Any] = field(default_factory=dict)
-    """How the clock stood (`sensors.clock`)."""
+    """How the clock stood (`automation.clock`)."""
 
 
 def at_clock(watch: Watch, reading: Mapping[str, Any]) -> Watch:

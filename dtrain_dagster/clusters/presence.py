@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from dtrain_dagster.clusters.base import NodeHealth, NodeUsage
+from dtrain_dagster.clusters.base import NodeHealth
+from dtrain_dagster.costs.usage import NodeUsage
 from trainer.documents import schemas
 from trainer.documents.reader import read_document
 from trainer.rundir import JOB, MEMBERSHIP, NodePresence, RunDir

@@ -18,15 +18,14 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any, Literal
 
-from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.estimate import Interval
 from dtrain_dagster.costs.prices import PriceError, SkuPrice, Tier
-from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.costs.tracker import CostTracker, paid_wall_seconds
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, MEMORY_TARGET, GPUMemory, gpu_memory
 from dtrain_dagster.monitoring.strategies import WORTH_IT, StepModel, on_fewer_nodes, step_model
 from dtrain_dagster.monitoring.windows import seconds_of, settled, windows, worlds
 from dtrain_dagster.planning.choices import EVICTIONS_PER_NODE_HOUR, with_evictions
-from dtrain_dagster.reports.performance import paid_wall_seconds
 from dtrain_dagster.support.formatting import dollars, duration
 
 LOW_UTILIZATION = 0.5

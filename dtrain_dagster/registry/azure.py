@@ -23,8 +23,8 @@ from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest, refuse_cha
 from dtrain_dagster.registry.promotion import Comparison, Decision
 from dtrain_dagster.registry.server import ServingCheck
 from dtrain_dagster.registry.versions import JOB_TAG, RegisteredModel, RegistryError
-from dtrain_dagster.settings.secrets import redact
 from dtrain_dagster.support.audit import AuditLog
+from dtrain_dagster.support.secrets import redact
 from trainer.rundir import EVALUATION, RunDir
 from trainer.runtime.scratch import scratch_folder
 from trainer.secrets.azure_token import tracking_address

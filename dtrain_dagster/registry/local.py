@@ -10,7 +10,7 @@ from dtrain_dagster.registry import promotion, server, versions
 from dtrain_dagster.registry.promotion import Comparison, Decision
 from dtrain_dagster.registry.server import ServingCheck
 from dtrain_dagster.registry.versions import RegisteredModel
-from dtrain_dagster.settings.secrets import redact
+from dtrain_dagster.support.secrets import redact
 from trainer.observability.mlflow_sqlite import authorised
 
 

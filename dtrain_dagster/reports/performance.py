@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from bisect import bisect_right
 from collections import defaultdict
@@ -10,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.ledger import IN_STEPS, Ledger, ledger
 from dtrain_dagster.costs.money import SECOND
-from dtrain_dagster.costs.tracker import paid
+from dtrain_dagster.costs.tracker import paid, paid_wall_seconds
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.diagnosis import Cause, Diagnosis, diagnose
 from dtrain_dagster.monitoring.link_model import fit_wire
 from dtrain_dagster.monitoring.strategies import Strategy, strategies
@@ -169,15 +168,6 @@ def ranks_at(events: Sequence[Mapping[str, Any]], times: Sequence[float], final:
     since = [time for time, _ in changes]
     places = [bisect_right(since, time) for time in times]
     return [max(1, changes[place - 1][1] if place else final) for place in places]
-
-
-def paid_wall_seconds(usage: Sequence[NodeUsage]) -> float:
-    """How long at least one node was paid for: what lies between two launches is not."""
-    total, until = 0.0, -math.inf
-    for node in sorted(usage, key=lambda node: node.started_at):
-        total += max(0.0, node.ended_at - max(until, node.started_at))
-        until = max(until, node.ended_at)
-    return total
 
 
 def verdict(diagnosis: Diagnosis, good: Goodput) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dtrain_dagster.clusters.base import NodeUsage
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, SEGMENTS, Window
 from dtrain_dagster.reports.drawing import COLOURS, GRID, INK, MUTED, label, line, new_figure, svg
 from dtrain_dagster.reports.performance import Communication, RankPerformance

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.abuse import clocks
+from dtrain_dagster.automation import clock as looks
 from dtrain_dagster.automation.capacity_queue import WaitingList, decide, new_ticket
 from dtrain_dagster.automation.idle_policy import LONGEST_LOOK_SECONDS, look
 from dtrain_dagster.automation.retraining import CLAIM_SECONDS, claim
@@ -23,7 +24,6 @@ from dtrain_dagster.clusters.azure_ml.launch_record import durations
 from dtrain_dagster.clusters.base import NodePool
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.sensors import clock as looks
 from tests.dtrain_dagster.test_retraining import World
 from tests.trained import record_training
 from trainer.engine import budget
@@ -197,7 +197,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     monkeypatch.setattr("time.time", made)
     monkeypatch.setattr("trainer.runtime.clock.elapsed", lambda: made.count)
-    monkeypatch.setattr("dtrain_dagster.sensors.clock._boot", lambda: "one")
+    monkeypatch.setattr("dtrain_dagster.automation.clock._boot", lambda: "one")
     return made
 
 

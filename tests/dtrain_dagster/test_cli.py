@@ -22,9 +22,10 @@ from small_job import write_dataset
 from dtrain_dagster.cli.job_options import as_begun, dataset_config, plan_job, runnable, total_steps
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.terminal import nodes_table, progress_line
+from dtrain_dagster.clusters.azure_ml.job_records import by_node
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
-from dtrain_dagster.jobs.log_follower import FileFollower, LogPoller, by_node
+from dtrain_dagster.jobs.log_follower import FileFollower, LogPoller
 from dtrain_dagster.jobs.progress import BudgetSpentError, fingerprint, start_job
 from dtrain_dagster.settings.environment import Settings
 from trainer.config import ConfigError, parse_job

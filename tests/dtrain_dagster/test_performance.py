@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.tracker import paid
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.diagnosis import Cause
 from dtrain_dagster.monitoring.windows import windows
 from dtrain_dagster.reports import time_charts

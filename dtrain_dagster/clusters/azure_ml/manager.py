@@ -41,12 +41,12 @@ from dtrain_dagster.clusters.base import (
     JobStatus,
     NodeHealth,
     NodePool,
-    NodeUsage,
     Orphan,
 )
 from dtrain_dagster.clusters.job_marks import ActiveJobs, ClusterUse
-from dtrain_dagster.settings.secrets import redact
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.support.audit import AuditLog
+from dtrain_dagster.support.secrets import redact
 from trainer.documents import schemas
 from trainer.documents.reader import read_document
 from trainer.errors import DamagedError

@@ -38,8 +38,8 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
 )
 from dtrain_dagster.clusters.base import ClusterError, NoCapacityError
 from dtrain_dagster.costs.prices import region_of
-from dtrain_dagster.settings.secrets import redact
 from dtrain_dagster.support.audit import AuditLog, noted_request_id
+from dtrain_dagster.support.secrets import redact
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import AmlCompute

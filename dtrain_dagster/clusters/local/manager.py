@@ -32,11 +32,9 @@ from dtrain_dagster.clusters.base import (
     JobStatus,
     NodeHealth,
     NodePool,
-    NodeUsage,
     Orphan,
 )
 from dtrain_dagster.clusters.job_marks import ActiveJobs, ClusterUse
-from dtrain_dagster.clusters.local.job_lock import acquire, is_held, undisturbed
 from dtrain_dagster.clusters.local.line_log import last_lines, logs_of, text_of
 from dtrain_dagster.clusters.local.processes import MARK
 from dtrain_dagster.clusters.local.settle import (
@@ -49,7 +47,9 @@ from dtrain_dagster.clusters.local.settle import (
     sweep,
 )
 from dtrain_dagster.clusters.local.supervisor import STOP_GRACE
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.settings.home import HomeError, make_home
+from dtrain_dagster.support.job_lock import acquire, is_held, undisturbed
 from trainer.documents import schemas
 from trainer.documents.places import PlaceError, checked_id
 from trainer.documents.reader import MARK_BYTES, read_document, warn_once

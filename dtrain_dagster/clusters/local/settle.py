@@ -12,7 +12,6 @@ from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.local.job_lock import LOCK, acquire
 from dtrain_dagster.clusters.local.line_log import last_lines
 from dtrain_dagster.clusters.local.processes import (
     command_of,
@@ -23,6 +22,7 @@ from dtrain_dagster.clusters.local.processes import (
     process_ids,
     signal_if,
 )
+from dtrain_dagster.support.job_lock import LOCK, acquire
 from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
 
 SWEEP_SECONDS = 10.0

@@ -41,12 +41,12 @@ from dtrain_dagster.clusters.local.environment import (
     node_mark,
     rank_environment,
 )
-from dtrain_dagster.clusters.local.job_lock import acquire
 from dtrain_dagster.clusters.local.line_log import LineLog, last_lines
 from dtrain_dagster.clusters.local.node import Node, Process
 from dtrain_dagster.clusters.local.processes import descendants, kill_all, marked
 from dtrain_dagster.clusters.local.reaper import Reaper, reap_orphans, supervised
 from dtrain_dagster.clusters.presence import HEARTBEAT_SECONDS
+from dtrain_dagster.support.job_lock import acquire
 from trainer.comm.descriptors import raise_descriptor_limit
 from trainer.comm.launch_secret import SecretFile, file_by_hand
 from trainer.documents.reader import warn_once

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, Orphan
-from dtrain_dagster.clusters.local.job_lock import acquire, is_held
 from dtrain_dagster.clusters.local.manager import LocalClusterManager, with_package
+from dtrain_dagster.support.job_lock import acquire, is_held
 from trainer.comm.launch_secret import SECRET_FILE
 from trainer.rundir import RunDir
 
