@@ -123,6 +123,12 @@ def health(job_id: str, node: NodePresence, now: float, generation: Generation |
     return NodeHealth(node_id=node.node_id, healthy=True, message=f"works on {job_id}{stay}")
 
 
+def job_health(rundir: RunDir, job_id: str, now: float) -> list[NodeHealth]:
+    """How each node of a running job is, in its newest stay. `DamagedError` where that cannot be read."""
+    newest = newest_generation(rundir)
+    return [health(job_id, node, now, newest) for node in latest(rundir.nodes())]
+
+
 def close(rundir: RunDir, ended_at: float | None = None) -> None:
     """Write the end of nodes whose supervisor could not: at this time, or when they were last seen."""
     for node in rundir.nodes(skip_damaged=True):

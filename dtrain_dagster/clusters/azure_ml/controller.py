@@ -23,8 +23,8 @@ from dtrain_dagster.clusters.azure_ml.states import Decision, Facts, Look, Patie
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus, NoCapacityError
 from dtrain_dagster.clusters.exit_policy import is_failure
 from dtrain_dagster.clusters.job_marks import ActiveJobs
-from dtrain_dagster.clusters.local.supervisor import how_to_go_on
 from dtrain_dagster.clusters.presence import is_here
+from dtrain_dagster.clusters.resume_advice import how_to_go_on
 from dtrain_dagster.costs.budget import reprice
 from dtrain_dagster.costs.prices import tier_of
 from trainer.rundir import RESULT, STATUS, RunDir
