@@ -75,8 +75,8 @@ def of_others(modules: set[str]) -> set[str]:
 
 def test_loading_the_code_location_costs_little_more_than_importing_dagster():
     """A Dagster process does it at each start. What it may need beyond Dagster is named, and how much of it is bounded:
-    a heavy module that slips in shows in both, and so do parts of our own that only the body of an asset needs. Packages
-    do not count among our own: their `__init__` says what belongs there, and nothing more."""
+    a heavy module that slips in shows in both, and so do parts of our own that only the body of an asset needs. No
+    package counts among our own: its `__init__` says what belongs there, and nothing more."""
     found = loaded("import dtrain_dagster.definitions", first="dagster")
     assert of_others(found) <= {"dagster", "pydantic", "pydantic_settings", "dotenv"}
     own = {name for name in found if name.startswith(("dtrain_dagster", "trainer"))}

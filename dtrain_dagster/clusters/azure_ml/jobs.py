@@ -162,6 +162,19 @@ class Jobs:
         shows it, where it takes a right to the container's data to read it."""
         return f"{self.options.storage_uri.rstrip('/')}/launch-secrets", record["job_name"]
 
+    def end(self, job_name: str, reason: str, patience: float, deadline: float) -> bool:
+        """Cancel a job, and look until the service says that it is over; False if it does not before the deadline (of
+        `time.monotonic`)."""
+        is_asked = False
+        while (job := self.get(job_name, patience)) is not None and not job.is_over:
+            if not is_asked:
+                self.cancel(job_name, reason, patience)
+                is_asked = True
+            elif time.monotonic() > deadline:
+                return False
+            time.sleep(min(self.options.poll_seconds, 2.0))
+        return True
+
     def forget_secret(self, record: Record) -> None:
         """Remove the secret of a launch that is over; nothing happens where there is none, or storage fails."""
         folder, name = self._secret_of(record)
