@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtrain_dagster.monitoring.diagnosis import Cause, diagnose, too_much_communication
+from dtrain_dagster.monitoring.step_model import Strategy
 from dtrain_dagster.monitoring.stragglers import FEWEST_WINDOWS, LEAST_SECONDS
-from dtrain_dagster.monitoring.strategies import Strategy, communication_strategies, waiting_strategies
+from dtrain_dagster.monitoring.strategies import communication_strategies, waiting_strategies
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, Window, seconds_of, settled, shares, windows, worlds
 
 KINDS = ("timing", "link", "checkpoint")

@@ -219,7 +219,7 @@ def all_reduce_seconds(size: int, world: int, link: Link) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepModel:
+class ScalingModel:
     """What a step is made of, from one measured point of one rank."""
 
     micro_batch_seconds: float
@@ -233,9 +233,9 @@ class StepModel:
     """Where all ranks share one machine: how many of them it can run at full speed. None: each has its own."""
 
 
-def model_of(single: ScalingPoint, buckets: Sequence[int], cores: float | None = None) -> StepModel:
+def model_of(single: ScalingPoint, buckets: Sequence[int], cores: float | None = None) -> ScalingModel:
     """From a measured point of one rank. ``buckets`` come from a point with several: one rank sums nothing."""
-    return StepModel(
+    return ScalingModel(
         micro_batch_seconds=single.compute_seconds / single.micro_batches,
         backward_share=single.backward_seconds / single.compute_seconds,
         noise_seconds=single.noise_seconds / math.sqrt(single.micro_batches),
@@ -244,7 +244,7 @@ def model_of(single: ScalingPoint, buckets: Sequence[int], cores: float | None =
     )
 
 
-def predict(model: StepModel, world: int, link: Link, micro_batches: int, noise_factor: float = 1.0) -> float:
+def predict(model: ScalingModel, world: int, link: Link, micro_batches: int, noise_factor: float = 1.0) -> float:
     """Seconds of a step of ``micro_batches`` micro-batches, dealt to ``world`` ranks."""
     each = math.ceil(micro_batches / world)
     crowded = max(1.0, world / model.cores) if model.cores else 1.0
@@ -266,7 +266,7 @@ class Curve:
 
 
 def modelled(
-    model: StepModel, link: Link, mode: Mode, micro_batches_per_rank: int, sizes: Sequence[int] = SIZES
+    model: ScalingModel, link: Link, mode: Mode, micro_batches_per_rank: int, sizes: Sequence[int] = SIZES
 ) -> Curve:
     """Efficiency against one rank. Weak: each rank keeps its micro-batches. Strong: the largest world has one
     micro-batch for each rank, smaller ones do the same step with more each."""
@@ -337,7 +337,7 @@ class Study:
 
 
 def study(points: Sequence[ScalingPoint], cores: float | None) -> Study:
-    """Everything that measured points tell. ``cores``: see `StepModel`; the modelled worlds have their own cores."""
+    """Everything that measured points tell. ``cores``: see `ScalingModel`; the modelled worlds have their own cores."""
     checked = check(points, cores)
     fitted, checks = checked if checked else (None, ())
     links = (*([fitted] if fitted else []), *LINKS)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dtrain_dagster.costs.prices import PriceError, SkuPrice, Tier
-from dtrain_dagster.monitoring.strategies import StepModel, Strategy, communication_strategies, step_model, strategies
+from dtrain_dagster.monitoring.step_model import StepModel, Strategy, step_model
+from dtrain_dagster.monitoring.strategies import communication_strategies, strategies
 from dtrain_dagster.monitoring.windows import Window, worlds
 from dtrain_dagster.support.formatting import dollars
 

@@ -15,7 +15,8 @@ from dtrain_dagster.costs.tracker import paid, paid_wall_seconds
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.diagnosis import Cause, Diagnosis, diagnose
 from dtrain_dagster.monitoring.link_model import fit_wire
-from dtrain_dagster.monitoring.strategies import Strategy, strategies
+from dtrain_dagster.monitoring.step_model import Strategy
+from dtrain_dagster.monitoring.strategies import strategies
 from dtrain_dagster.monitoring.windows import (
     SEGMENTS,
     Window,

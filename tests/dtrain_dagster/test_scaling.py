@@ -20,8 +20,8 @@ from dtrain_dagster.monitoring.scaling import (
     CLAIMED,
     LINKS,
     Link,
+    ScalingModel,
     ScalingPoint,
-    StepModel,
     all_reduce_seconds,
     document,
     efficiency,
@@ -186,7 +186,7 @@ def test_a_study_is_json_where_bytes_do_not_slow_the_link_down() -> None:
 
 
 def test_curves_fall_stay_in_their_range_and_reach_256() -> None:
-    model = StepModel(micro_batch_seconds=0.04, backward_share=0.5, noise_seconds=4e-4, buckets=BUCKETS)
+    model = ScalingModel(micro_batch_seconds=0.04, backward_share=0.5, noise_seconds=4e-4, buckets=BUCKETS)
     for link in (SLOW, *LINKS):
         for mode in ("weak", "strong"):
             rows = modelled(model, link, mode, 2).rows
@@ -202,4 +202,4 @@ def test_an_inner_link_helps_only_as_far_as_it_reaches() -> None:
     assert both.inner is not None
     assert all_reduce_seconds(10**8, 8, both) == pytest.approx(all_reduce_seconds(10**8, 8, both.inner), rel=0.01)
     assert all_reduce_seconds(10**8, 16, both) > 1.2 * all_reduce_seconds(10**8, 8, both)
-    assert predict(StepModel(micro_batch_seconds=1, backward_share=0, noise_seconds=0, buckets=()), 1, both, 1) == 1
+    assert predict(ScalingModel(micro_batch_seconds=1, backward_share=0, noise_seconds=0, buckets=()), 1, both, 1) == 1
