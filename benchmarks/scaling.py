@@ -59,8 +59,8 @@ sys.path[:0] = [str(ROOT / "tests" / "trainer"), str(ROOT / "tests" / "faults")]
 import switch  # noqa: E402
 import worlds  # noqa: E402
 
+from benchmarks.host import in_parts, lockstep, tell  # noqa: E402
 from benchmarks.namespaces import RATES, Hosts, NoNamespacesError  # noqa: E402
-from benchmarks.workplace import in_parts, lockstep, tell  # noqa: E402
 from dtrain_dagster.data.prices import write_prices  # noqa: E402
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset  # noqa: E402
 from dtrain_dagster.data.sources import price_source  # noqa: E402

@@ -406,7 +406,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(be_a_step(options.step, Path(options.folder), options.seconds)))
         return 0
     # Here, as it imports torch, which those who make shards do without.
-    from benchmarks.workplace import in_parts, stop_on_signals, tell
+    from benchmarks.host import in_parts, stop_on_signals, tell
 
     stop_on_signals()
     load_before = os.getloadavg()[0]
