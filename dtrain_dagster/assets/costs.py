@@ -141,7 +141,7 @@ def _write_reports(rundir: RunDir, bill: Bill) -> None:
 
 def _figures(rundir: RunDir, bill: Bill) -> dict[str, Any]:
     """As metadata: dollars and hours, against the estimate, and what was got for them."""
-    from dtrain_dagster.planning.history import Course
+    from dtrain_dagster.planning.history import JobCourse
 
     estimate = bill.plan.estimate
     return {
@@ -154,7 +154,7 @@ def _figures(rundir: RunDir, bill: Bill) -> dict[str, Any]:
         "wall_seconds": round(paid_wall_seconds(bill.usage), 1),
         "estimated_seconds": round(estimate.seconds.expected, 1),
         **_identity(bill.job, bill.plan, bill.tracker),
-        **asdict(Course.read(rundir)),
+        **asdict(JobCourse.read(rundir)),
         "node_hours": round(bill.tracker.node_hours, 5),
         "usd_per_epoch": round(bill.metrics.cost_per_epoch, 5),
         "usd_per_1000_samples": round(bill.usd_per_1000_samples, 7),
@@ -235,9 +235,9 @@ def _probe(cluster: GPUClusterResource, plan: TrainingPlan, rundir: RunDir) -> "
 
 
 def _ledger_check(tracker: CostTracker, found: "Ledger") -> dg.AssetCheckResult:
-    from dtrain_dagster.costs.timeline import Cause
+    from dtrain_dagster.costs.timeline import CostCause
 
-    row = found.causes().get(Cause.UNEXPLAINED)
+    row = found.causes().get(CostCause.UNEXPLAINED)
     share = row.microseconds / found.microseconds if row else 0.0
     return dg.AssetCheckResult(
         check_name="ledger_is_the_bill",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dtrain_dagster.monitoring.windows import Window
+from dtrain_dagster.monitoring.windows import TimingWindow
 
 WORTH_IT = 0.01
 """A gain below this is none."""
@@ -86,7 +86,7 @@ class StepModel:
         )
 
 
-def step_model(world: Sequence[Window]) -> StepModel:
+def step_model(world: Sequence[TimingWindow]) -> StepModel:
     """The mean step of windows of one world."""
     steps = sum(window.steps for window in world)
 

@@ -15,7 +15,7 @@ from dtrain_dagster.costs.estimate import Estimate, Forecast, Learned, Sizes
 from dtrain_dagster.costs.plan import LISTED, STAND_IN, TrainingPlan
 from dtrain_dagster.costs.prices import SkuPrice, Tier, price_table
 from dtrain_dagster.jobs.progress import fingerprint
-from dtrain_dagster.planning.choices import Baseline, Choice, Choices, choices
+from dtrain_dagster.planning.choices import Baseline, Choices, PlanChoice, choices
 from dtrain_dagster.planning.history import pace_mark
 from dtrain_dagster.planning.limits import Limits
 from trainer.config import JobConfig
@@ -121,7 +121,7 @@ def compare_choices(planned: PlannedJob, forecast: Forecast, limits: Limits) -> 
     )
 
 
-def mark_planned(table: Choices, planned: Choice) -> Choices:
+def mark_planned(table: Choices, planned: PlanChoice) -> Choices:
     """The same choices, of which this one is the plan."""
     return replace(table, rows=tuple(replace(row, is_planned=row is planned) for row in table.rows))
 

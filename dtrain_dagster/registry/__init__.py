@@ -11,8 +11,8 @@ from dtrain_dagster.registry.evaluated import EvaluationError, refuse_false_eval
 from dtrain_dagster.registry.local import MLflowRegistry
 from dtrain_dagster.registry.packed import PACKED_TAG, PackedError
 from dtrain_dagster.registry.promotion import (
+    AliasDecision,
     Comparison,
-    Decision,
     champion_version,
     choose_alias,
     judge_champion,
@@ -35,9 +35,9 @@ from trainer.evaluation.gate import Gate
 
 __all__ = [
     "PACKED_TAG",
+    "AliasDecision",
     "AnswerError",
     "Comparison",
-    "Decision",
     "EndpointCheck",
     "EvaluationError",
     "Gate",

@@ -18,8 +18,8 @@ from dtrain_dagster.clusters.azure_ml.job_records import Traces
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs, NameTaken, ServiceJob
 from dtrain_dagster.clusters.azure_ml.launch_record import Launches, Record
 from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, Provisioned, Provisioner
-from dtrain_dagster.clusters.azure_ml.sku_chain import Choice, chain
-from dtrain_dagster.clusters.azure_ml.states import Decision, Facts, Look, Patience, decide, phase_of
+from dtrain_dagster.clusters.azure_ml.sku_chain import SkuChoice, chain
+from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide, phase_of
 from dtrain_dagster.clusters.azure_ml.status_file import StatusFile, job_status_of
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus, NoCapacityError
 from dtrain_dagster.clusters.exit_policy import is_failure
@@ -166,7 +166,7 @@ class JobController:
             start=options.start_seconds,
         )
 
-    def _facts(self, record: Record, job: ServiceJob | None, status: dict[str, Any]) -> Facts:
+    def _facts(self, record: Record, job: ServiceJob | None, status: dict[str, Any]) -> JobFacts:
         now = time.time()
         look = job.look if job is not None else Look(status="")
         phase = phase_of(look)
@@ -181,7 +181,7 @@ class JobController:
             ready = sum(state in NODES_THERE and job_name in (None, "") for _, state, job_name in there)
             if ready < record["node_count"]:
                 error = self.provisioner.allocation_error(record["compute"], patience)
-        return Facts(
+        return JobFacts(
             look=look,
             now=now,
             launch=record["launch"],
@@ -202,11 +202,11 @@ class JobController:
             has_alternative=bool(self._alternatives(record)),
         )
 
-    def _alternatives(self, record: Record) -> list[Choice]:
-        here = Choice(sku=record["sku"], tier=record["tier"])
+    def _alternatives(self, record: Record) -> list[SkuChoice]:
+        here = SkuChoice(sku=record["sku"], tier=record["tier"])
         return chain(record["sku"], self.options.chain, self.options.tiers, {here, *launch_records.excluded(record)})
 
-    def _act(self, record: Record, facts: Facts, decision: Decision) -> JobStatus:
+    def _act(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
         if decision.action == "submit":
             self._put(record)
         elif decision.action == "cancel":
@@ -226,7 +226,7 @@ class JobController:
             return self._settle(record, facts, decision)
         return self.status.report(record, facts, decision)
 
-    def _go_on(self, record: Record, facts: Facts, decision: Decision) -> JobStatus:
+    def _go_on(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
         """The next launch, from the latest checkpoint, with the nodes that are to be had."""
         now = time.time()
         waiting_since = record["waiting_since"] or now
@@ -248,7 +248,7 @@ class JobController:
             raise
         except ClusterError as error:  # what no other size changes
             message = f"{decision.message}; and {error}"
-            return self._settle(record, facts, Decision(action="settle", state=JobState.FAILED, message=message))
+            return self._settle(record, facts, JobDecision(action="settle", state=JobState.FAILED, message=message))
         self.traces.end_stays(facts.look)
         before, current = self.launches.read()
         if current is None or current["token"] != record["token"] or current["cancel_asked_at"]:
@@ -266,7 +266,9 @@ class JobController:
         message = f"launch {following['launch']} with {got.node_count} x {got.sku}: {decision.message}"
         look = Look(status="NotStarted")
         facts = replace(facts, look=look, launch=following["launch"], phase_since=following["submitted_at"])
-        return self.status.report(following, facts, Decision(action="report", state=JobState.QUEUED, message=message))
+        return self.status.report(
+            following, facts, JobDecision(action="report", state=JobState.QUEUED, message=message)
+        )
 
     def _get_nodes(self, record: Record) -> Provisioned:
         """All nodes that were asked for, or as many as there are; where others were waited for in vain, those that did
@@ -324,11 +326,11 @@ class JobController:
 
     def _refused(self, record: Record, error: ClusterError) -> None:
         """Nothing was bought, and nothing will be: that is how this launch ends."""
-        facts = Facts(
+        facts = JobFacts(
             look=Look(status=""), now=time.time(), launch=record["launch"], node_count=record["node_count"],
             elastic=record["elastic"], submitted_at=record["submitted_at"], phase_since=record["submitted_at"],
         )  # fmt: skip
-        decision = Decision(action="settle", state=JobState.FAILED, message=f"it was not submitted: {error}")
+        decision = JobDecision(action="settle", state=JobState.FAILED, message=f"it was not submitted: {error}")
         self.status.write_end(record, facts, decision, facts.now, 1)
 
     def _cancel_in_service(self, record: Record, why: str) -> None:
@@ -336,7 +338,7 @@ class JobController:
             self.jobs.cancel(record["job_name"], why, self.options.look_patience_seconds)
             self._cancelled_at = time.monotonic()
 
-    def _settle(self, record: Record, facts: Facts, decision: Decision) -> JobStatus:
+    def _settle(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
         """It is over: write the end of nodes that could not, keep the logs, and say why."""
         ended_at = min(facts.look.ended_at or facts.now, facts.now)
         self.traces.end_stays(facts.look)

@@ -26,7 +26,7 @@ from dtrain_dagster.clusters.azure_ml.provision import (
     Provisioned,
     Provisioner,
 )
-from dtrain_dagster.clusters.azure_ml.sku_chain import Attempt, Choice
+from dtrain_dagster.clusters.azure_ml.sku_chain import Attempt, SkuChoice
 from dtrain_dagster.clusters.base import (
     ClusterConfig,
     ClusterError,
@@ -116,7 +116,7 @@ class AzureMLClusterManager(GPUClusterManager):
             if target_nodes == got.node_count:
                 return False
         else:
-            choice = Choice(sku=got.sku, tier=got.tier)
+            choice = SkuChoice(sku=got.sku, tier=got.tier)
             if self.provisioner.settled(got.compute) is None:
                 raise ClusterError(f"compute {got.compute} is gone: provision the cluster again")
             refusal = self.provisioner.put(choice, got.compute, target_nodes, {})

@@ -13,7 +13,7 @@ from typing import Any
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.azure_ml.client import ServiceError
 from dtrain_dagster.clusters.azure_ml.launch_record import Record
-from dtrain_dagster.clusters.azure_ml.states import Decision, Facts, phase_of
+from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, phase_of
 from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.clusters.presence import is_here
 from trainer.rundir import STATUS, RunDir, stale_seconds
@@ -37,7 +37,7 @@ class StatusFile:
         status = self.read() if status is None else status
         return status.get("launch") == record.get("launch", 0) and JobState(status["state"]).is_final
 
-    def report(self, record: Record, facts: Facts, decision: Decision, write: bool = True) -> JobStatus:
+    def report(self, record: Record, facts: JobFacts, decision: JobDecision, write: bool = True) -> JobStatus:
         """The job's status now; it is written where anything but its words has changed."""
         status = describe_status(record, facts, decision)
         if write and self.writes_reports:
@@ -63,7 +63,7 @@ class StatusFile:
         )
 
     def write_end(
-        self, record: Record, facts: Facts, decision: Decision, ended_at: float, exit_code: int
+        self, record: Record, facts: JobFacts, decision: JobDecision, ended_at: float, exit_code: int
     ) -> JobStatus:  # fmt: skip
         """Write how this launch ended, whoever looks."""
         status = describe_status(record, facts, decision) | {"ended_at": ended_at, "exit_code": exit_code}
@@ -74,7 +74,7 @@ class StatusFile:
         return sum(is_here(node, now, self.stale) for node in presences.latest(self.rundir.nodes(True)))
 
 
-def describe_status(record: Record, facts: Facts, decision: Decision) -> dict[str, Any]:
+def describe_status(record: Record, facts: JobFacts, decision: JobDecision) -> dict[str, Any]:
     """The document for a launch that has not ended. Pure."""
     return {
         "job_id": record["job_id"],
