@@ -29,8 +29,8 @@ from dtrain_dagster.registry.server import (
     scoring_server,
 )
 from dtrain_dagster.registry.smoke_test import AnswerError
-from dtrain_dagster.registry.staging import StagingError
 from dtrain_dagster.registry.versions import RegisteredModel, RegistryError, find_version, register_model
+from dtrain_dagster.support.user_code import StagingError
 from trainer.evaluation.gate import Gate
 
 __all__ = [

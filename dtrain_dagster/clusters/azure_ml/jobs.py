@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters.azure_ml.client import NotFound, Service, ServiceError, ServiceRefused, own_environment
-from dtrain_dagster.clusters.azure_ml.code import stage_code
 from dtrain_dagster.clusters.azure_ml.launch_record import Record
 from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG
 from dtrain_dagster.clusters.azure_ml.states import ENDED, Look
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.support.audit import AuditLog
+from dtrain_dagster.support.user_code import StagingError, stage_for_nodes
 from trainer.comm.launch_secret import SECRET_BYTES, SECRET_URI
 from trainer.rundir import JOB, RunDir
 from trainer.storage.base import Storage
@@ -112,7 +112,10 @@ class Jobs:
             Storage(home).create(secret, secrets.token_hex(SECRET_BYTES).encode())
         details = {name: record[name] for name in ("job_id", "launch", "compute", "sku", "tier", "node_count")}
         with tempfile.TemporaryDirectory(prefix="dtrain-code-") as folder:
-            stage_code(Path(folder), factories(rundir))
+            try:
+                stage_for_nodes(Path(folder), factories(rundir))
+            except StagingError as error:
+                raise ClusterError(str(error)) from error
             with self.audit.operation("job.submit", record["job_name"], **details):
                 job = self._describe(record, folder)
                 self.service.call(

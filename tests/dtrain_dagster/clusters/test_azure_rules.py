@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.azure_ml import launch_record, orphans
-from dtrain_dagster.clusters.azure_ml.code import stage_code
 from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_DIR_TAG, RUN_TAG, ServiceJob, command_line, parse_time
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager, refuse_secrets
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
@@ -35,6 +34,7 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
 from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide, loss
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState
 from dtrain_dagster.support.audit import AuditError, AuditLog, note_request_id, noted_request_id
+from dtrain_dagster.support.user_code import StagingError, stage_for_nodes
 from trainer.rundir import LAUNCH, RunDir
 
 V100 = SkuChoice(sku="Standard_NC6s_v3", tier="dedicated")
@@ -367,7 +367,7 @@ class TestCode:
         (own / "secrets.env").write_text("KEY=1")
         monkeypatch.syspath_prepend(str(own))
         monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "nets, numpy")
-        files = stage_code(tmp_path / "staged", ["nets.deep:build", "tcn", "numpy.linalg:norm"])
+        files = stage_for_nodes(tmp_path / "staged", ["nets.deep:build", "tcn", "numpy.linalg:norm"])
         outside = [name for name in files if not name.startswith("trainer/")]
         assert outside == [
             "lonely_helper.py", "nets/__init__.py", "nets/deep/__init__.py", "nets/deep/parts.py", "nets/shared.py",
@@ -377,7 +377,7 @@ class TestCode:
         assert there == set(files)
 
     def test_the_folder_trains_by_itself(self, tmp_path: Path) -> None:
-        stage_code(tmp_path, [])
+        stage_for_nodes(tmp_path, [])
         done = subprocess.run(
             [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import trainer.config"],
             capture_output=True, text=True, timeout=60, env={},
@@ -385,11 +385,11 @@ class TestCode:
         assert done.returncode == 0, done.stderr
 
     def test_says_which_module_is_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(ClusterError, match="set DTRAIN_FACTORY_MODULES=no_such_module"):
-            stage_code(tmp_path, ["no_such_module:build"])
+        with pytest.raises(StagingError, match="set DTRAIN_FACTORY_MODULES=no_such_module"):
+            stage_for_nodes(tmp_path, ["no_such_module:build"])
         monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "no_such_module")
-        with pytest.raises(ClusterError, match="no_such_module"):
-            stage_code(tmp_path, ["no_such_module:build"])
+        with pytest.raises(StagingError, match="no_such_module"):
+            stage_for_nodes(tmp_path, ["no_such_module:build"])
 
 
 def test_interpreters_and_words_reach_the_nodes_shell() -> None:
