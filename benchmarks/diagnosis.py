@@ -38,7 +38,7 @@ from hosts import NODES, Hosts, Preload  # noqa: E402
 from network import Network, NoNetworkError  # noqa: E402
 from worlds import build  # noqa: E402
 
-from dtrain_dagster.monitoring.diagnosis import Cause, Diagnosis, diagnose  # noqa: E402
+from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 STEPS, WARM_UP, WINDOW = 72, 8, 6
@@ -63,7 +63,14 @@ TRAINING = {
     "hang_seconds": HANG_SECONDS,
     **ELASTIC,
 }
-CAUSES = (Cause.SLOW_COMPUTE, Cause.SLOW_INPUT, Cause.SLOW_LINK, Cause.SMALL_BATCHES, Cause.CHECKPOINT, Cause.HANG)
+CAUSES = (
+    SlowdownCause.SLOW_COMPUTE,
+    SlowdownCause.SLOW_INPUT,
+    SlowdownCause.SLOW_LINK,
+    SlowdownCause.SMALL_BATCHES,
+    SlowdownCause.CHECKPOINT,
+    SlowdownCause.HANG,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +78,7 @@ class Plant:
     """What is wrong with one training."""
 
     seed: int
-    cause: Cause
+    cause: SlowdownCause
     share: float = 0.0
     """Of a healthy step, that it costs in each step, about."""
     node: int | None = None
@@ -92,20 +99,20 @@ def make(seed: int, gradient_bytes: int) -> Plant:
     cause, node = CAUSES[seed % len(CAUSES)], chance.randrange(NODES)
     share = round(chance.choice((0.05, 0.07, 0.1, 0.2, 0.5, 1.0)), 3)
     seconds = share * STEP_SECONDS
-    if cause is Cause.SLOW_COMPUTE:
+    if cause is SlowdownCause.SLOW_COMPUTE:
         at = chance.choice(("forward", "backward"))
         return Plant(seed, cause, share, node, faults=[_sleep(at, node, seconds / MICRO_BATCHES)])
-    if cause is Cause.SLOW_INPUT:
+    if cause is SlowdownCause.SLOW_INPUT:
         return Plant(seed, cause, share, node, faults=[_sleep("input", node, seconds)])
-    if cause is Cause.SLOW_LINK:
+    if cause is SlowdownCause.SLOW_LINK:
         rate = 2 * (NODES - 1) / NODES * gradient_bytes / seconds
         return Plant(seed, cause, share, node, bytes_per_second=rate)
-    if cause is Cause.SMALL_BATCHES:
+    if cause is SlowdownCause.SMALL_BATCHES:
         size = chance.choice((1, 2, 4))
         few = {"batch_size_per_gpu": size, "gradient_accumulation_steps": 1, "max_steps": 10 * STEPS}
         often = {"eval_frequency": 10 * STEPS, "checkpoint_frequency": 10 * STEPS, "log_frequency": 10 * WINDOW}
         return Plant(seed, cause, training=few | often, pause_seconds=0.0)
-    if cause is Cause.CHECKPOINT:
+    if cause is SlowdownCause.CHECKPOINT:
         every = chance.choice((2, 3, 6))
         stall = [_sleep("save", other, every * seconds) for other in range(NODES)]
         return Plant(seed, cause, share, training={"checkpoint_frequency": every}, faults=stall)
@@ -150,7 +157,10 @@ class Clinic:
             began = time.monotonic()
             while hosts.running and time.monotonic() - began < LIMIT_SECONDS:
                 hosts.look()
-                if plant.cause is Cause.HANG and len({item["rank"] for item in hosts.rundir.events("hang")}) == NODES:
+                if (
+                    plant.cause is SlowdownCause.HANG
+                    and len({item["rank"] for item in hosts.rundir.events("hang")}) == NODES
+                ):
                     break  # all have said what they see: nobody has to wait for the timeout
                 time.sleep(0.05)
         finally:
@@ -214,9 +224,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         clinic = Clinic(folder)
         try:
-            size = gradient_bytes(clinic.events(Plant(-1, Cause.HEALTHY), "warm-up"))
+            size = gradient_bytes(clinic.events(Plant(-1, SlowdownCause.HEALTHY), "warm-up"))
             for number in range(healthy):
-                alarms += not judge(Plant(number, Cause.HEALTHY), f"healthy-{number}")
+                alarms += not judge(Plant(number, SlowdownCause.HEALTHY), f"healthy-{number}")
             for seed in seeds:
                 plant = make(seed, size)
                 try:

@@ -31,7 +31,6 @@ from typing import Any
 
 import numpy as np
 
-from dtrain_dagster.assets.planning import sizes_of
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.costs.estimate import Forecast, Interval, Learned, Sizes
 from dtrain_dagster.costs.prices import price_of
@@ -40,6 +39,7 @@ from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_data
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.validation import validate_prices
 from dtrain_dagster.planning import probe
+from dtrain_dagster.planning.build_plan import sizes_of
 from dtrain_dagster.planning.history import pace_mark
 from dtrain_dagster.planning.scoring import Score, learn
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig

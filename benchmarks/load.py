@@ -37,7 +37,7 @@ from typing import Any
 
 from scipy.stats import theilslopes
 
-from benchmarks.workplace import Workplace, in_parts, note, stop_on_signals, tell
+from benchmarks.host import Workplace, in_parts, note, stop_on_signals, tell
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.local.processes import marked
 from dtrain_dagster.costs.money import SECOND

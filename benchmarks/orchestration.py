@@ -39,7 +39,7 @@ from typing import Any
 import psutil
 import yaml
 
-from benchmarks.workplace import in_parts, note, tell
+from benchmarks.host import in_parts, note, tell
 from dtrain_dagster.clusters.base import OWNER
 from dtrain_dagster.jobs.progress import CLAIM
 from trainer.rundir import JOB, LAUNCH, STATUS, RunDir

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.checkpoint import RESULTS
-from benchmarks.peers.course import LOCKSTEP
+from benchmarks.frameworks.rounds import LOCKSTEP
 from dtrain_dagster.reports.drawing import COLOURS, INK, MUTED, label, line, new_figure
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ LIGHT = "#d0d7de"
 
 
 def throughput(result: Mapping[str, Any]) -> Figure:
-    """At equal settings each contestant's pace as a share of the bound's, and tuned, which may train in another
+    """At equal settings each framework's pace as a share of the bound's, and tuned, which may train in another
     precision than the bound, as a multiple of plain DDP's: model by model and batch by batch."""
     cells = [cell for cell in result["cells"] if cell["vs_bound"]]
     picture = new_figure(11, 3.8)

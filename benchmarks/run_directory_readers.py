@@ -24,7 +24,7 @@ from dtrain_dagster.dashboard import prometheus
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.page import report_page
 from dtrain_dagster.jobs.progress import choose_job, known_jobs, last_step
-from dtrain_dagster.planning.history import Course
+from dtrain_dagster.planning.history import JobCourse
 from dtrain_dagster.sensors.cost_overrun import recent_events
 from dtrain_dagster.settings.environment import Settings
 from trainer.checkpoint.manager import CheckpointError, CheckpointManager
@@ -167,7 +167,7 @@ def _one_job(readers: Readers) -> None:
         rundir.read_job, rundir.nodes, rundir.latest_checkpoint, rundir.last_generation,
         lambda: list(rundir.events()), lambda: list(rundir.events(strict=True)), lambda: rundir.steps_reported(1),
         lambda: last_step(rundir), lambda: generations(rundir.storage), lambda: presence.newest_generation(rundir),
-        lambda: owner_of(rundir), lambda: Course.read(rundir), lambda: recent_events(rundir),
+        lambda: owner_of(rundir), lambda: JobCourse.read(rundir), lambda: recent_events(rundir),
         rundir.read_result, lambda: summary_lines(rundir), checkpoints.load_latest,
     ):  # fmt: skip
         readers.of_damaged(str(getattr(read, "__qualname__", read)), read)

@@ -59,8 +59,9 @@ sys.path[:0] = [str(ROOT / "tests" / "trainer"), str(ROOT / "tests" / "faults")]
 import switch  # noqa: E402
 import worlds  # noqa: E402
 
+from benchmarks.host import in_parts, lockstep, tell  # noqa: E402
 from benchmarks.namespaces import RATES, Hosts, NoNamespacesError  # noqa: E402
-from benchmarks.workplace import in_parts, lockstep, tell  # noqa: E402
+from benchmarks.scaling_figures import LATEST, after_a_fixed_time, against_plain, round_figure, settled_on  # noqa: E402
 from dtrain_dagster.data.prices import write_prices  # noqa: E402
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset  # noqa: E402
 from dtrain_dagster.data.sources import price_source  # noqa: E402
@@ -79,15 +80,13 @@ MODELS = {
 MODES = ("allreduce", "fp16", "topk", "auto")
 SETTLING = 10
 """Steps at the beginning of a training that its typical step leaves out; with auto, those before its last choice."""
-LATEST = 5
-"""Reports that a loss of the training is the mean of."""
 COMMON = {
     "epochs": 1000, "log_frequency": 10, "checkpoint_frequency": 10**9, "eval_frequency": 10**9, "warmup_steps": 10,
     "threads_per_rank": 1, "collective_timeout_seconds": 120, "hang_seconds": 1e6,
 }  # fmt: skip
 
 
-class Trial(DistributedTrainer):
+class TimedTrainer(DistributedTrainer):
     """A training in stretches: after each it says how long its steps took, and waits for the word to begin the next."""
 
     def __init__(self, job: Any, pipe: Connection, steps: int) -> None:
@@ -117,7 +116,7 @@ def be_timed(config: str, environment: dict[str, str], log: str, pipe: Connectio
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.update(environment)
-    trainer = Trial(parse_job(Path(config).read_text()), pipe, steps)
+    trainer = TimedTrainer(parse_job(Path(config).read_text()), pipe, steps)
     trainer.initialize_distributed()
     trainer.setup()
     with contextlib.suppress(EOFError):
@@ -310,31 +309,7 @@ def three_hosts(
     for model in models:
         name = "" if model == "wide" else f"_{model}"
         figures |= against_plain(rows, last, model, f"auto_vs_allreduce_{last}{{}}{name}")
-    return {**figures, "rows": [{key: _rounded(value) for key, value in row.items()} for row in rows]}
-
-
-def against_plain(rows: Sequence[Mapping[str, Any]], rate: str, model: str, key: str) -> dict[str, Any]:
-    """How many times as fast auto is as allreduce, once it has settled and in all. ``key``: of the figures."""
-    found: dict[str, Any] = {}
-    for name, field in (("", "step_seconds"), ("_whole_run", "whole_run_step_seconds")):
-        plain, chosen = (
-            {row["round"]: row[field] for row in rows
-             if (row["rate"], row["model"], row["communication"], row["hosts"]) == (rate, model, mode, 3)}
-            for mode in ("allreduce", "auto")
-        )  # fmt: skip
-        ratios = [plain[turn] / chosen[turn] for turn in sorted(plain)]
-        found |= {key.format(name): statistics.geometric_mean(ratios)}
-        found |= {key.format(name) + "_rounds": [_rounded(ratio) for ratio in ratios]}
-    return found
-
-
-def settled_on(rows: Sequence[Mapping[str, Any]], rate: str) -> str:
-    """What auto trained the wide model with in the end: allreduce where it never chose."""
-    [chosen] = [
-        row["chosen"] for row in rows
-        if (row["rate"], row["model"], row["communication"], row["round"]) == (rate, "wide", "auto", 0)
-    ]  # fmt: skip
-    return str(chosen[-1][1]) if chosen else "allreduce"
+    return {**figures, "rows": [{key: round_figure(value) for key, value in row.items()} for row in rows]}
 
 
 def losses(hosts: Hosts, folder: Path, dataset: Path, mode: str, steps: int, rate: str) -> dict[str, Any]:
@@ -347,18 +322,8 @@ def losses(hosts: Hosts, folder: Path, dataset: Path, mode: str, steps: int, rat
     return {
         f"auto_loss_difference_{rate}_percent": 100 * -math.expm1(-gap),
         "auto_loss_samples": rows[0]["samples"],
-        "loss_rows": [{key: _rounded(row[key]) for key in kept} for row in rows],
+        "loss_rows": [{key: round_figure(row[key]) for key in kept} for row in rows],
     }
-
-
-def after_a_fixed_time(rows: list[dict[str, Any]]) -> None:
-    """Add the training loss at the time at which the quickest of those that can be compared has ended."""
-    for row in rows:
-        same = [other for other in rows if all(other[key] == row[key] for key in ("rate", "model", "ranks"))]
-        row["fixed_seconds"] = min(other["curve"][-1][0] for other in same)
-    for row in rows:
-        losses = [loss for seconds, loss in row.pop("curve") if seconds <= row["fixed_seconds"]]
-        row["train_loss_after_fixed_seconds"] = statistics.fmean(losses[-LATEST:]) if losses else None
 
 
 def build(folder: Path, window: int, **params: Any) -> Path:
@@ -367,10 +332,6 @@ def build(folder: Path, window: int, **params: Any) -> Path:
     ref = write_prices(price_source("sp500_panel"), str(folder))
     checked = validate_prices(ref)
     return Path(build_dataset(ref, checked, str(folder), DatasetParams(window=window, **params), None).uri)
-
-
-def _rounded(value: Any) -> Any:
-    return round(value, 5) if isinstance(value, float) else value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -408,7 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         parts = {"two_ranks": ranks} if options.rounds else {}
         figures, failed = in_parts(parts | ({"three_hosts": hosts} if options.steps else {}))
-    result = {key: _rounded(value) for key, value in figures.items()}
+    result = {key: round_figure(value) for key, value in figures.items()}
     spent = {"seconds": round(time.monotonic() - began, 1), "load_before": round(load_before, 2)}
     tell("scaling", {**result, "failed": failed, **spent}, options.save)
     return int(bool(failed))

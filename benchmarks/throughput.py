@@ -22,7 +22,7 @@ interfaces while this runs, as theirs always does. What is fastest is found for 
 
 ``--budget`` is divided among the cells (a model and a batch): what the searches leave of a cell's share is for rounds,
 at most ``--rounds``, and losses. What a budget, a signal (SIGTERM, SIGINT) or a failure leaves out is in ``missing``,
-by cell, and the line has ``partial``. A contestant that fails misses that cell, and is started anew for the next one.
+by cell, and the line has ``partial``. A framework that fails misses that cell, and is started anew for the next one.
 
 Ratios are medians over rounds of ratios within a round, with a 95 % interval (bootstrap over rounds); above 1 the first
 one is faster. What is not installed is in ``skipped``, what failed in ``failed``.
@@ -67,10 +67,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.contestant import ContestantError
-from benchmarks.peers.course import LOCKSTEP, MALLOC, OURS, PEERS, SEARCH_SHARE, Cell, Course, say
-from benchmarks.peers.turns import Case
-from benchmarks.workplace import stop_on_signals, tell
+from benchmarks.frameworks.framework_process import FrameworkProcessError
+from benchmarks.frameworks.protocol import Case
+from benchmarks.frameworks.rounds import FRAMEWORKS, LOCKSTEP, MALLOC, OURS, SEARCH_SHARE, Cell, Rounds, say
+from benchmarks.host import stop_on_signals, tell
 from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source
@@ -118,13 +118,13 @@ def in_short(figures: tuple[float, float, float]) -> dict[str, float]:
 def describe(cell: Cell) -> dict[str, Any]:
     """What the result says of one cell."""
     global_batch = cell.case.batch * cell.case.ranks
-    pace = {name: sorted(global_batch / seconds for seconds in cell.seconds(name)) for name in cell.stretches}
-    cpu = {name: sum(part.cpu_seconds for part in parts) for name, parts in cell.stretches.items()}
-    steps = {name: sum(part.steps for part in parts) for name, parts in cell.stretches.items()}
+    pace = {name: sorted(global_batch / seconds for seconds in cell.seconds(name)) for name in cell.measurements}
+    cpu = {name: sum(part.cpu_seconds for part in parts) for name, parts in cell.measurements.items()}
+    steps = {name: sum(part.steps for part in parts) for name, parts in cell.measurements.items()}
     against = {
         one: {
             other: in_short(interval([values]))
-            for other in cell.stretches if other != one and (values := cell.ratios(one, other))
+            for other in cell.measurements if other != one and (values := cell.ratios(one, other))
         }
         for one in OURS
     }  # fmt: skip
@@ -134,7 +134,7 @@ def describe(cell: Cell) -> dict[str, Any]:
         "batch_per_rank": cell.case.batch,
         "global_batch": global_batch,
         "steps_per_stretch": cell.steps,
-        "rounds": max(map(len, cell.stretches.values()), default=0),
+        "rounds": max(map(len, cell.measurements.values()), default=0),
         "peer_settings": cell.chosen,
         "tuned": cell.tuned,
         "samples_per_second": {
@@ -164,7 +164,7 @@ def loss_difference(losses: Mapping[str, Sequence[float]], other: str) -> dict[s
 def summary(cells: Sequence[Cell]) -> dict[str, Any]:
     """The figures over all cells; one that nothing was measured for is left out."""
     result: dict[str, Any] = {}
-    others = tuple(peer for peer in PEERS if peer != MALLOC)
+    others = tuple(peer for peer in FRAMEWORKS if peer != MALLOC)
     rivals_of = {
         "min_vs_bound": ("bound",), "min_vs_bound_lockstep": (LOCKSTEP,), "min_vs_any_peer": others,
         f"min_vs_{MALLOC}": (MALLOC,),
@@ -203,14 +203,14 @@ def judged_steps(cell: Cell, options: argparse.Namespace) -> tuple[int, int]:
 
 
 def measure(
-    course: Course, cell: Cell, options: argparse.Namespace, given: Mapping[str, Any] | None, end: float, left: int
+    rounds: Rounds, cell: Cell, options: argparse.Namespace, given: Mapping[str, Any] | None, end: float, left: int
 ) -> None:
     """Everything about one model and batch; ``left``: cells, this one included, until ``end``."""
     began = time.monotonic()
-    course.gather()
-    course.measure_out(cell)
+    rounds.gather()
+    rounds.measure_out(cell)
     now = time.monotonic()
-    course.choose(cell, options.pairs, now + CHOICE_SHARE * (end - now))
+    rounds.choose(cell, options.pairs, now + CHOICE_SHARE * (end - now))
     now = time.monotonic()
     share = max(0.0, end - now) / left
     say(f"  {cell.chosen} after {now - began:.0f} s; {share:.0f} s for what is left of this cell")
@@ -218,20 +218,20 @@ def measure(
     cell.tuned = (
         usable(given, cell.case)
         if given is not None
-        else course.search(cell, options.pairs, now + SEARCH_SHARE * share)
+        else rounds.search(cell, options.pairs, now + SEARCH_SHARE * share)
     )
     say(f"  tuned: {cell.tuned} after {time.monotonic() - began:.0f} s; {cell.steps} steps in a stretch")
     steps, seeds = judged_steps(cell, options)
-    reserved = course.judging_seconds(cell, steps, seeds) if steps else 0.0
-    course.run(cell, options.rounds, until - reserved)
-    say(f"  rounds: {len(cell.stretches.get('ours', ()))} after {time.monotonic() - began:.0f} s")
+    reserved = rounds.judging_seconds(cell, steps, seeds) if steps else 0.0
+    rounds.run(cell, options.rounds, until - reserved)
+    say(f"  rounds: {len(cell.measurements.get('ours', ()))} after {time.monotonic() - began:.0f} s")
     if steps:
-        course.judge(cell, steps, seeds, until)
+        rounds.judge(cell, steps, seeds, until)
     say(f"  done after {time.monotonic() - began:.0f} s")
 
 
 def measure_all(
-    course: Course, cells: Sequence[Cell], options: argparse.Namespace, given: Mapping[str, Any] | None, end: float
+    rounds: Rounds, cells: Sequence[Cell], options: argparse.Namespace, given: Mapping[str, Any] | None, end: float
 ) -> None:
     """Cell after cell until the time is up; what fails in one says so, and does not spoil the others."""
     for number, cell in enumerate(cells):
@@ -241,11 +241,11 @@ def measure_all(
         last = time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
         say(f"cell {number + 1} of {len(cells)}: {cell.name}; all ends at about {last}, in {seconds:.0f} s")
         try:
-            measure(course, cell, options, given, end, len(cells) - number)
-        except (ContestantError, KeyError) as error:  # the bound's or ours: without these there are no ratios
+            measure(rounds, cell, options, given, end, len(cells) - number)
+        except (FrameworkProcessError, KeyError) as error:  # the bound's or ours: without these there are no ratios
             say(f"  {error}")
-            course.failed[cell.name] = f"{type(error).__name__}: {error}"
-            course.rest()
+            rounds.failed[cell.name] = f"{type(error).__name__}: {error}"
+            rounds.rest()
         except SystemExit:
             cell.missing.append("what came after a signal")
             raise
@@ -255,8 +255,8 @@ def lacking(cells: Sequence[Cell], names: Sequence[str], failed: Mapping[str, st
     """By cell, what is not there of what was asked for."""
     found = {
         cell.name: [
-            *(name for name in names if cell.stretches and name not in cell.stretches),
-            *(["everything"] if not cell.stretches else ["losses"] if losses and not cell.losses else []),
+            *(name for name in names if cell.measurements and name not in cell.measurements),
+            *(["everything"] if not cell.measurements else ["losses"] if losses and not cell.losses else []),
             *cell.missing,
             *(["what came after a failure"] if cell.name in failed else []),
         ]
@@ -281,9 +281,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 1024], help="samples per rank and step")
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="all, where installed")
+    parser.add_argument("--peers", nargs="*", choices=FRAMEWORKS, default=list(FRAMEWORKS), help="all, where installed")
     parser.add_argument("--budget", type=float, default=720, metavar="SECONDS", help="that all of it may take (720)")
-    parser.add_argument("--rounds", type=int, default=6, help="at most, of one stretch of each contestant (6)")
+    parser.add_argument("--rounds", type=int, default=6, help="at most, of one stretch of each framework (6)")
     parser.add_argument("--seconds", type=float, default=0.5, help="about so long is a stretch of the bound (0.5)")
     parser.add_argument("--pairs", type=int, default=2, help="of stretches for each choice of a search (2)")
     parser.add_argument("--tuned", metavar="FILE", help="settings of `dtrain tune`, instead of a search")
@@ -298,16 +298,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = json.loads(Path(options.tuned).read_text())["training"] if options.tuned else None
     skipped = {
         peer: f"{package} is not installed: pip install 'dtrain[bench]'"
-        for peer, package in PEERS.items() if peer in options.peers and importlib.util.find_spec(package) is None
-    } | {peer: "not asked for" for peer in PEERS if peer not in options.peers}  # fmt: skip
+        for peer, package in FRAMEWORKS.items() if peer in options.peers and importlib.util.find_spec(package) is None
+    } | {peer: "not asked for" for peer in FRAMEWORKS if peer not in options.peers}  # fmt: skip
     stop_on_signals()
     load_before, began = os.getloadavg()[0], time.monotonic()
     end = began + options.budget - CLOSING_SECONDS
     ranks, precision = (2, "fp32") if options.device == "cpu" else (1, "bf16")
-    names = ["bound", *OURS, *(peer for peer in PEERS if peer not in skipped)]
+    names = ["bound", *OURS, *(peer for peer in FRAMEWORKS if peer not in skipped)]
     with tempfile.TemporaryDirectory(prefix="throughput-", dir="/tmp", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)
-        course = Course(names, ranks, options.device, folder, options.seconds, options.seed)
+        rounds = Rounds(names, ranks, options.device, folder, options.seconds, options.seed)
         dataset = build(folder)
         cells = [
             Cell(
@@ -321,10 +321,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = 0
         try:
             try:
-                measure_all(course, cells, options, given, end)
+                measure_all(rounds, cells, options, given, end)
             except SystemExit as stopped:
                 code = int(stopped.code or 0)
-            missing = lacking(cells, names, course.failed, bool(options.loss_steps))
+            missing = lacking(cells, names, rounds.failed, bool(options.loss_steps))
             result = {
                 "device": options.device,
                 "ranks": ranks,
@@ -335,14 +335,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "missing": missing,
                 **summary(cells),
                 "skipped": skipped,
-                "failed": course.failed,
-                "cells": [describe(cell) for cell in cells if cell.stretches],
+                "failed": rounds.failed,
+                "cells": [describe(cell) for cell in cells if cell.measurements],
                 "seconds": round(time.monotonic() - began, 1),
                 "load_before": round(load_before, 2),
             }
             tell("throughput", result, options.save and bool(result["cells"]))
         finally:
-            course.close()
+            rounds.close()
     return code
 
 

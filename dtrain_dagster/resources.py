@@ -12,8 +12,8 @@ import dagster as dg
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
 from dtrain_dagster.settings.environment import Settings, SettingsError, read_environment
-from dtrain_dagster.settings.secrets import SecretError, refuse_secret
 from dtrain_dagster.support.notify import refuse_inline_secret
+from dtrain_dagster.support.secrets import SecretError, refuse_secret
 from trainer.model.allowed_factories import VARIABLE
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class ProjectResource(dg.ConfigurableResource):
         return f"{self.home}/cache"
 
     def notify_urls(self) -> tuple[str, ...]:
-        """Apprise addresses of whoever is told of alerts, or references to them (`dtrain_dagster.settings.secrets`)."""
+        """Apprise addresses of whoever is told of alerts, or references to them (`dtrain_dagster.support.secrets`)."""
         return tuple(self.notify.split())
 
     def run_url(self, run_id: str) -> str:

@@ -77,7 +77,7 @@ def register(folder: Path, job: str) -> str:
     """As the asset ``registered_model`` does it; the version."""
     from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
     from dtrain_dagster.jobs.progress import REGISTRATION
-    from dtrain_dagster.registry import PACKED_TAG, Decision, promote, register_model
+    from dtrain_dagster.registry import PACKED_TAG, AliasDecision, promote, register_model
     from trainer.rundir import RunDir
 
     rundir = RunDir(str(folder / "jobs" / job))
@@ -87,7 +87,7 @@ def register(folder: Path, job: str) -> str:
     )  # fmt: skip
     digests = {name: model.tags[name] for name in (*MODEL_DIGESTS, PACKED_TAG)}
     keep_registration(folder, job, {"name": model.name, "version": model.version, **digests})
-    promote(model, Decision(alias="champion", reason="it is better"), _uri(folder))
+    promote(model, AliasDecision(alias="champion", reason="it is better"), _uri(folder))
     rundir.write_json(REGISTRATION, {"name": model.name, "version": model.version, "alias": "champion"})
     return model.version
 

@@ -12,7 +12,7 @@ from dtrain_dagster.automation.retraining import CHAMPION_CHECK, prices_of, regi
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.orders import order_of
 from dtrain_dagster.resources import ProjectResource
-from dtrain_dagster.settings.secrets import redact
+from dtrain_dagster.support.secrets import redact
 from trainer.rundir import RunDir
 
 REASSESS_SECONDS = 300

@@ -18,7 +18,7 @@ from dtrain_dagster.resources import GPUClusterResource
 from trainer.rundir import RunDir
 
 if TYPE_CHECKING:
-    from dtrain_dagster.monitoring.strategies import Strategy
+    from dtrain_dagster.monitoring.step_model import Strategy
     from dtrain_dagster.planning.optimizer import Optimization
 
 OWNERS = ["team:ml-platform"]

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,8 @@ from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.money import SECOND, digits_of, shown, total_shown
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.costs.tracker import CostTracker, edges, overrun, paid, utc
+from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, edges, overrun, paid, paid_wall_seconds, utc
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.support.formatting import dollars
@@ -31,6 +32,38 @@ REPORTS = "reports"
 COST_REPORT = f"{REPORTS}/cost_breakdown.json"
 MOST_NODES = 32
 """In the table over time; the CSV file has them all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bill:
+    """What is known of a job's cost, once it has ended."""
+
+    job: FinishedJob
+    plan: TrainingPlan
+    usage: Sequence[NodeUsage]
+    tracker: CostTracker
+    found: "Ledger"
+    energy: "Footprint"
+    metrics: CostMetrics
+    samples_seen: int
+    told: "Sequence[Reason]"
+    """Why it is not what was estimated, in dollars."""
+    why: str
+    """The same as a sentence."""
+
+    @property
+    def above(self) -> float:
+        """How far it is above the estimate, as a fraction of it."""
+        return overrun(self.metrics.total_cost_usd, self.metrics.estimated_total_cost)
+
+    @property
+    def usd_per_1000_samples(self) -> float:
+        return 1000 * self.metrics.total_cost_usd / max(1, self.samples_seen)
+
+    @property
+    def digits(self) -> int:
+        """Decimals in which the dollars of a table add up."""
+        return digits_of(self.tracker.total_units)
 
 
 @dg.asset(
@@ -56,84 +89,110 @@ MOST_NODES = 32
 def cost_breakdown(
     cluster: GPUClusterResource, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob
 ) -> dg.MaterializeResult:
-    from dtrain_dagster.costs import export
     from dtrain_dagster.costs.carbon import job_footprint
     from dtrain_dagster.costs.ledger import ledger
-    from dtrain_dagster.planning.history import Course
     from dtrain_dagster.planning.variance import reasons, sentence
-    from dtrain_dagster.reports import ledger_charts
-    from dtrain_dagster.reports.performance import paid_wall_seconds
 
     job = trained_checkpoint
     rundir = RunDir(job.run_dir)
     plan = plan_of(rundir, cost_estimate)
     usage, events = cluster.manager().node_usage(job.job_id), list(rundir.events(strict=True))
+    result = read_finished(rundir, RESULT)
     tracker = CostTracker(job.cluster_name, usage, plan.tier)
     found = ledger(tracker.nodes, events)
-    energy = job_footprint(usage, events, is_local=cluster.kind == "local")
-    result = read_finished(rundir, RESULT)
-    estimate = plan.estimate.usd
-    metrics = tracker.metrics(result["epochs"], estimate.expected)
-    above = overrun(metrics.total_cost_usd, metrics.estimated_total_cost)
     told = reasons(plan, tracker.nodes, found, result["steps"], _probe(cluster, plan, rundir))
-    why = sentence(told, tracker.total_usd, estimate.expected)
-    per_thousand = 1000 * metrics.total_cost_usd / max(1, result["samples_seen"])
-    rundir.write_json(
-        COST_REPORT,
-        export.document(
-            tracker,
-            found,
-            metrics,
-            plan.price_note,
-            usd_per_1000_samples=per_thousand,
-            energy=asdict(energy),
-            difference={"usd": tracker.total_usd - estimate.expected, "words": why, "reasons": list(map(asdict, told))},
-        ),
+    bill = Bill(
+        job=job,
+        plan=plan,
+        usage=usage,
+        tracker=tracker,
+        found=found,
+        energy=job_footprint(usage, events, is_local=cluster.kind == "local"),
+        metrics=tracker.metrics(result["epochs"], plan.estimate.usd.expected),
+        samples_seen=result["samples_seen"],
+        told=told,
+        why=sentence(told, tracker.total_usd, plan.estimate.usd.expected),
     )
-    for name, text in export.csv_files(tracker, found).items():
-        rundir.storage.write(f"{REPORTS}/{name}", text.encode())
-    digits = digits_of(tracker.total_units)
-    interval = (estimate.low, estimate.expected, estimate.high)
+    _write_reports(rundir, bill)
     return dg.MaterializeResult(
+        metadata=_figures(rundir, bill) | _tables(rundir, bill),
+        check_results=[_estimate_check(bill), _ledger_check(tracker, found)],
+    )
+
+
+def _write_reports(rundir: RunDir, bill: Bill) -> None:
+    """The report as JSON, and each of its tables as CSV, in the run directory."""
+    from dtrain_dagster.costs import export
+
+    estimated, reasons = bill.plan.estimate.usd.expected, list(map(asdict, bill.told))
+    document = export.document(
+        bill.tracker,
+        bill.found,
+        bill.metrics,
+        bill.plan.price_note,
+        usd_per_1000_samples=bill.usd_per_1000_samples,
+        energy=asdict(bill.energy),
+        difference={"usd": bill.tracker.total_usd - estimated, "words": bill.why, "reasons": reasons},
+    )
+    rundir.write_json(COST_REPORT, document)
+    for name, text in export.csv_files(bill.tracker, bill.found).items():
+        rundir.storage.write(f"{REPORTS}/{name}", text.encode())
+
+
+def _figures(rundir: RunDir, bill: Bill) -> dict[str, Any]:
+    """As metadata: dollars and hours, against the estimate, and what was got for them."""
+    from dtrain_dagster.planning.history import JobCourse
+
+    estimate = bill.plan.estimate
+    return {
+        "total_usd": _number(total_shown([bill.tracker.total_units], bill.digits)),
+        "estimated_usd": round(estimate.usd.expected, 5),
+        "estimated_low_usd": round(estimate.usd.low, 5),
+        "estimated_high_usd": round(estimate.usd.high, 5),
+        "above_estimate_percent": round(100 * bill.above, 1),
+        "why": dg.MarkdownMetadataValue(f"{bill.why}\n\n{_reasons_table(bill.told)}"),
+        "wall_seconds": round(paid_wall_seconds(bill.usage), 1),
+        "estimated_seconds": round(estimate.seconds.expected, 1),
+        **_identity(bill.job, bill.plan, bill.tracker),
+        **asdict(JobCourse.read(rundir)),
+        "node_hours": round(bill.tracker.node_hours, 5),
+        "usd_per_epoch": round(bill.metrics.cost_per_epoch, 5),
+        "usd_per_1000_samples": round(bill.usd_per_1000_samples, 7),
+        "goodput_percent": round(100 * bill.found.goodput, 1),
+        **_energy(bill.energy),
+    }
+
+
+def _tables(rundir: RunDir, bill: Bill) -> dict[str, Any]:
+    """As metadata: the dollars by cause, by node and by time, as tables and as pictures, and what they rest on."""
+    from dtrain_dagster.costs import export
+    from dtrain_dagster.reports import ledger_charts
+
+    estimate, words = bill.plan.estimate.usd, bill.plan.price_words
+    interval, notes = (estimate.low, estimate.expected, estimate.high), [*bill.tracker.notes, *bill.found.notes]
+    return {
+        "ledger": _table(export.ledger_rows(bill.found, bill.digits)),
+        "by_node": _table(_by_node(bill.tracker, bill.digits)),
+        "by_time": _table(_by_time(bill.tracker, bill.digits)),
+        "bought": _picture(ledger_charts.ledger_chart(bill.found, words), "What the dollars bought"),
+        "over_time": _picture(ledger_charts.over_time_chart(bill.found, interval, words), "Cost over time"),
+        "price": bill.plan.price_note,
+        "notes": dg.MarkdownMetadataValue("\n".join(f"- {note}" for note in notes) or "–"),
+        "report": dg.MetadataValue.path(f"{rundir.uri}/{COST_REPORT}"),
+    }
+
+
+def _estimate_check(bill: Bill) -> dg.AssetCheckResult:
+    return dg.AssetCheckResult(
+        check_name="within_estimate",
+        passed=bill.above <= load_settings().overrun_fraction,
+        severity=dg.AssetCheckSeverity.WARN,
         metadata={
-            "total_usd": _number(total_shown([tracker.total_units], digits)),
-            "estimated_usd": round(estimate.expected, 5),
-            "estimated_low_usd": round(estimate.low, 5),
-            "estimated_high_usd": round(estimate.high, 5),
-            "above_estimate_percent": round(100 * above, 1),
-            "why": dg.MarkdownMetadataValue(f"{why}\n\n{_reasons_table(told)}"),
-            "wall_seconds": round(paid_wall_seconds(usage), 1),
-            "estimated_seconds": round(plan.estimate.seconds.expected, 1),
-            **_identity(job, plan, tracker),
-            **asdict(Course.read(rundir)),
-            "node_hours": round(tracker.node_hours, 5),
-            "usd_per_epoch": round(metrics.cost_per_epoch, 5),
-            "usd_per_1000_samples": round(per_thousand, 7),
-            "goodput_percent": round(100 * found.goodput, 1),
-            **_energy(energy),
-            "ledger": _table(export.ledger_rows(found, digits)),
-            "by_node": _table(_by_node(tracker, digits)),
-            "by_time": _table(_by_time(tracker, digits)),
-            "bought": _picture(ledger_charts.ledger_chart(found, plan.price_words), "What the dollars bought"),
-            "over_time": _picture(ledger_charts.over_time_chart(found, interval, plan.price_words), "Cost over time"),
-            "price": plan.price_note,
-            "notes": dg.MarkdownMetadataValue("\n".join(f"- {note}" for note in [*tracker.notes, *found.notes]) or "–"),
-            "report": dg.MetadataValue.path(f"{rundir.uri}/{COST_REPORT}"),
+            "actual": dollars(bill.metrics.total_cost_usd),
+            "estimate": dollars(bill.metrics.estimated_total_cost),
+            "above_estimate_percent": round(100 * bill.above, 1),
+            "why": bill.why,
         },
-        check_results=[
-            dg.AssetCheckResult(
-                check_name="within_estimate",
-                passed=above <= load_settings().overrun_fraction,
-                severity=dg.AssetCheckSeverity.WARN,
-                metadata={
-                    "actual": dollars(metrics.total_cost_usd),
-                    "estimate": dollars(metrics.estimated_total_cost),
-                    "above_estimate_percent": round(100 * above, 1),
-                    "why": why,
-                },
-            ),
-            _ledger_check(tracker, found),
-        ],
     )
 
 
@@ -176,9 +235,9 @@ def _probe(cluster: GPUClusterResource, plan: TrainingPlan, rundir: RunDir) -> "
 
 
 def _ledger_check(tracker: CostTracker, found: "Ledger") -> dg.AssetCheckResult:
-    from dtrain_dagster.costs.timeline import Cause
+    from dtrain_dagster.costs.timeline import CostCause
 
-    row = found.causes().get(Cause.UNEXPLAINED)
+    row = found.causes().get(CostCause.UNEXPLAINED)
     share = row.microseconds / found.microseconds if row else 0.0
     return dg.AssetCheckResult(
         check_name="ledger_is_the_bill",

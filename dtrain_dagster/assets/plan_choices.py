@@ -10,7 +10,7 @@ from dtrain_dagster.assets.common import table_schema
 from dtrain_dagster.support.formatting import dollars, duration
 
 if TYPE_CHECKING:
-    from dtrain_dagster.planning.choices import Choice, Choices
+    from dtrain_dagster.planning.choices import Choices, PlanChoice
 
 
 def choices_metadata(table: Choices) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def choices_metadata(table: Choices) -> dict[str, Any]:
     return metadata
 
 
-def in_words(choice: Choice) -> str:
+def in_words(choice: PlanChoice) -> str:
     """``2 × NC6s_v3 (dedicated): 3 h 10 min (2 h 50 min to 3 h 40 min), $19.38 ($17.34 to $22.44); scaled from …``"""
     seconds, usd = choice.seconds, choice.usd
     return (
@@ -47,7 +47,7 @@ def in_words(choice: Choice) -> str:
     )
 
 
-def _row(choice: Choice) -> dict[str, str | int | float]:
+def _row(choice: PlanChoice) -> dict[str, str | int | float]:
     from dtrain_dagster.planning.choices import tier_words
 
     told = (("chosen", choice.is_chosen), ("this plan", choice.is_planned), ("Pareto", choice.is_pareto))

@@ -17,7 +17,7 @@ from dtrain_dagster.support.formatting import dollars, duration
 from dtrain_dagster.support.notify import tell
 
 if TYPE_CHECKING:
-    from dtrain_dagster.planning.choices import Choice, Choices
+    from dtrain_dagster.planning.choices import Choices, PlanChoice
 
 
 def limits_of(config: Any) -> Limits:
@@ -98,7 +98,7 @@ def warnings_of(plan: TrainingPlan, limits: Limits) -> list[str]:
     return said
 
 
-def cheapest_here(table: Choices, sku: str, tier: Tier, most: int) -> Choice | None:
+def cheapest_here(table: Choices, sku: str, tier: Tier, most: int) -> PlanChoice | None:
     """Of the choices that this cluster can carry out as it is, the cheapest that fits: surely, else as expected, else
     the cheapest, which is refused."""
     from dtrain_dagster.planning.choices import misses

@@ -1,10 +1,7 @@
 """Planning: what a training will cost, known before anything is bought (R5.1)."""
 
 import json
-import os
-from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
@@ -13,11 +10,11 @@ from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, hardware_mark
 from dtrain_dagster.assets.plan_choices import choices_metadata, in_words
 from dtrain_dagster.assets.plan_limits import cheapest_here, limits_of, refusal, sure_objection, warnings_of
 from dtrain_dagster.assets.provisioning import provision, provisioning
-from dtrain_dagster.costs.estimate import Estimate, Forecast, Learned, Sizes, estimate_cost
-from dtrain_dagster.costs.plan import LISTED, STAND_IN, TrainingPlan
-from dtrain_dagster.costs.prices import SkuPrice, Tier, price_of, price_table, tier_of
+from dtrain_dagster.clusters.base import GPUClusterManager
+from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost
+from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.costs.prices import price_of, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
-from dtrain_dagster.jobs.progress import fingerprint
 from dtrain_dagster.planning.limits import objection
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.support.formatting import dollars, duration
@@ -25,11 +22,10 @@ from trainer.config import DistributedTrainingConfig, JobConfig, parse_job
 from trainer.model.allowed_factories import refuse_foreign_factories
 
 if TYPE_CHECKING:
-    from dtrain_dagster.planning.choices import Baseline
+    from dtrain_dagster.planning.build_plan import PlannedJob
+    from dtrain_dagster.planning.history import History
 
 _DEFAULT = DistributedTrainingConfig()
-CLUSTER_TIERS: tuple[Tier, ...] = ("dedicated", "low_priority")
-"""What clusters can be had on (DTRAIN_TIER)."""
 
 
 class TrainingOptions(dg.Config):
@@ -96,113 +92,37 @@ def cost_estimate(
     project: ProjectResource,
     sharded_dataset: BuiltDataset,
 ):  # no annotation, see assets.common
-    from dtrain_dagster.planning import probe
-    from dtrain_dagster.planning.choices import choices
-    from dtrain_dagster.planning.history import History, knows, pace_mark
+    from dtrain_dagster.planning.build_plan import assemble_plan, compare_choices, mark_planned
+    from dtrain_dagster.planning.history import knows
 
-    price = price_of(cluster.gpu_type)
-    tier = tier_of(cluster.first_tier)
-    price.usd_per_hour(tier)  # what has no price is refused before it is bought
-    limits = limits_of(config)
-    node_count, processes = cluster.node_count, cluster.processes_per_node
-    job = job_on(node_count, config, cluster, project, sharded_dataset)
-    cores = os.cpu_count() if cluster.kind == "local" else None
-    stated_ranks = config.more.get("world_size")
-    if stated_ranks and config.choose_nodes:
-        raise dg.Failure(
-            "choose_nodes and more.world_size do not go together: where nodes are chosen, each rank keeps its batch. "
-            "Take one of them away (launchpad of cost_estimate)",
-            allow_retries=False,
-        )
-    sizes = replace(sizes_of(job, sharded_dataset.samples, processes, cores), stated_ranks=stated_ranks)
-    mark = fingerprint(job, node_count, processes)
-    pace = pace_mark(job, processes) + (f"-w{stated_ranks}" if stated_ranks else "")
-    history = History.read(context.instance, mark, pace, keeps_cache=cluster.kind == "local")
-    forecast = history.forecast(sizes, node_count, price.sku)
+    limits, planned = limits_of(config), planned_job(config, cluster, project, sharded_dataset)
+    price, tier, count = planned.price, planned.tier, planned.node_count
+    history = read_history(context, planned)
+    forecast = history.forecast(planned.sizes, count, price.sku)
     past = forecast if forecast and forecast.basis == "history" else None  # a guess refuses nothing a probe could tell
-    if said := sure_objection(past, price, tier, node_count, limits, config.choose_nodes):
-        raise refusal(context, project, said, past, limits, price, tier, node_count)
+    if said := sure_objection(past, price, tier, count, limits, config.choose_nodes):
+        raise refusal(context, project, said, past, limits, price, tier, count)
 
     manager = cluster.manager(context.run.run_id)
-    if not knows(forecast, node_count):
-        if config.probe:
-            got = provision(context, manager, cluster, project, cluster.gpu_type, node_count)
-            price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.first_tier)
-            price.usd_per_hour(tier)  # these may be other nodes than those asked for, and the probe runs on them
-            forecast = history.forecast(sizes, node_count, price.sku)
-        elif forecast is None:
-            raise dg.Failure(
-                "no run of this training's pace is known, so nothing can be said of its cost: set probe to true",
-                allow_retries=False,
-            )
-    if config.probe and not knows(forecast, node_count):
-        counts = probe.probe_counts(node_count, bool(limits) or config.choose_nodes)
-        forecast = probe.forecast(
-            manager,
-            job,
-            sizes,
-            counts,
-            pace + hardware_mark(cluster, price.sku),
-            cluster.node_env(project),
-            history.learned("probe", price.sku),
-            context.log.info,
-        )
+    if not knows(forecast, count):
+        planned, forecast = measure_pace(context, config, cluster, project, manager, planned, history)
     assert forecast is not None
-    words = STAND_IN if cluster.kind == "local" else LISTED
-    table = choices(
-        forecast,
-        baseline(forecast, price, tier, node_count),
-        price_table().values(),
-        {node_count} if stated_ranks else {*range(1, node_count + 1), 2 * node_count},
-        CLUSTER_TIERS,
-        epochs=sizes.epochs,
-        today=datetime.now(UTC).date(),
-        deadline_seconds=3600 * limits.deadline_hours or None,
-        budget_usd=limits.budget_usd or None,
-        is_stand_in=words == STAND_IN,
-        price_words=words,
-    )
-    if config.choose_nodes and (cheapest := cheapest_here(table, price.sku, tier, node_count)):
-        node_count = cheapest.node_count
-        rows = tuple(replace(row, is_planned=row is cheapest) for row in table.rows)
-        table = replace(table, rows=rows)
-        context.log.info(f"of 1 to {cluster.node_count} nodes these cost least: {in_words(cheapest)}")
-        job = job_on(node_count, config, cluster, project, sharded_dataset)
-        mark = fingerprint(job, node_count, processes)
-        history = History.read(context.instance, mark, pace, keeps_cache=cluster.kind == "local")
-        past = history.forecast(sizes, node_count, price.sku)
-        forecast = past if past and knows(past, node_count) else forecast
-    estimate = estimate_cost(forecast.seconds_at(node_count), price, tier, node_count)
+    table = compare_choices(planned, forecast, limits)
+    if config.choose_nodes and (cheapest := cheapest_here(table, planned.price.sku, planned.tier, count)):
+        table = mark_planned(table, cheapest)
+        context.log.info(f"of 1 to {count} nodes these cost least: {in_words(cheapest)}")
+        job = job_on(cheapest.node_count, config, cluster, project, sharded_dataset)
+        planned = planned.on_nodes(job, cheapest.node_count)
+        history = read_history(context, planned)
+        past = history.forecast(planned.sizes, planned.node_count, planned.price.sku)
+        forecast = past if past and knows(past, planned.node_count) else forecast
+    price, tier, count = planned.price, planned.tier, planned.node_count
+    estimate = estimate_cost(forecast.seconds_at(count), price, tier, count)
     if said := objection(estimate, limits):
-        raise refusal(context, project, said, forecast, limits, price, tier, node_count, table)
+        raise refusal(context, project, said, forecast, limits, price, tier, count, table)
     if table.chosen and not table.chosen.is_planned:
         context.log.info(f"of all SKUs, tiers and numbers of nodes this one costs least: {in_words(table.chosen)}")
-    figure = price.figure(tier)
-    note = f"{figure.usd_per_hour:.2f} USD per node-hour: {price.sku}, {tier}, {price.region}, {figure.how} "
-    note += f"{figure.recorded_on}."
-    if words == STAND_IN:
-        note += " A stand-in: local nodes are priced as this SKU, nothing is billed."
-    plan = TrainingPlan(
-        fingerprint=mark,
-        job={name: asdict(getattr(job, name)) for name in ("dataset", "model", "loss", "training")},
-        sku=price.sku,
-        tier=tier,
-        node_count=node_count,
-        processes_per_node=processes,
-        work=sizes.work(node_count),
-        estimate=estimate,
-        basis=f"{forecast.basis_words}{_learned_words(forecast.learned)}",
-        price_note=note,
-        price_words=words,
-        pace=pace,
-        basis_kind=forecast.basis,
-        rests_on=forecast.rests_on,
-        learned_factor=forecast.learned.factor,
-        budget_usd=config.budget_usd,
-        deadline_hours=config.deadline_hours,
-        stop_at_usd=config.stop_at_usd,
-        phases=asdict(forecast.parts(node_count)),
-    )
+    plan = assemble_plan(planned, forecast, estimate, limits, config.stop_at_usd)
     context.log.info(
         f"estimate: {dollars(estimate.usd.expected)} and {duration(estimate.seconds.expected)}, from {plan.basis}"
     )
@@ -210,26 +130,105 @@ def cost_estimate(
         context.log.warning(warning)
     return dg.MaterializeResult(
         value=plan,
-        data_version=dg.DataVersion(mark),
+        data_version=dg.DataVersion(plan.fingerprint),
         metadata={
-            "estimated_usd": round(estimate.usd.expected, 4),
-            "estimated_seconds": round(estimate.seconds.expected, 1),
-            "plan": dg.MarkdownMetadataValue(plan_table(plan)),
-            "basis": forecast.basis,
-            "basis_words": plan.basis,
-            "rests_on": list(forecast.rests_on),
-            "learned_factor": forecast.learned.factor,
-            "fingerprint": mark,
-            "sku": price.sku,
-            "price": note,
-            "steps": plan.work.steps,
-            "parts": dg.JsonMetadataValue(asdict(forecast.parts(node_count))),
-            "measured": dg.JsonMetadataValue([asdict(item) for item in forecast.measured]),
+            **plan_metadata(plan, forecast),
             **choices_metadata(table),
             **provisioning(manager),
             "training": dg.JsonMetadataValue(plan.job["training"]),
         },
     )
+
+
+def planned_job(
+    config: TrainingOptions, cluster: GPUClusterResource, project: ProjectResource, dataset: BuiltDataset
+) -> "PlannedJob":
+    """The training as the launchpad and the settings ask for it. What has no price is refused before it is bought."""
+    from dtrain_dagster.planning.build_plan import plan_job
+
+    price, tier = price_of(cluster.gpu_type), tier_of(cluster.first_tier)
+    price.usd_per_hour(tier)
+    job = job_on(cluster.node_count, config, cluster, project, dataset)
+    stated_ranks = config.more.get("world_size")
+    if stated_ranks and config.choose_nodes:
+        raise dg.Failure(
+            "choose_nodes and more.world_size do not go together: where nodes are chosen, each rank keeps its batch. "
+            "Take one of them away (launchpad of cost_estimate)",
+            allow_retries=False,
+        )
+    is_local = cluster.kind == "local"
+    return plan_job(
+        job, dataset.samples, price, tier, cluster.node_count, cluster.processes_per_node, is_local, stated_ranks
+    )  # fmt: skip
+
+
+def read_history(context: dg.AssetExecutionContext, planned: "PlannedJob") -> "History":
+    """What past runs of this training, or at this pace, have recorded in this Dagster instance."""
+    from dtrain_dagster.planning.history import History
+
+    return History.read(context.instance, planned.fingerprint, planned.pace, keeps_cache=planned.is_local)
+
+
+def measure_pace(
+    context: dg.AssetExecutionContext,
+    config: TrainingOptions,
+    cluster: GPUClusterResource,
+    project: ProjectResource,
+    manager: GPUClusterManager,
+    planned: "PlannedJob",
+    history: "History",
+) -> "tuple[PlannedJob, Forecast]":
+    """A short probe on the nodes that are to be had, unless past runs on just these tell enough; without a probe, what
+    past runs on others tell. These may be other nodes than those asked for: the plan goes on with them."""
+    from dtrain_dagster.planning import probe
+    from dtrain_dagster.planning.history import knows
+
+    if not config.probe:
+        forecast = history.forecast(planned.sizes, planned.node_count, planned.price.sku)
+        if forecast is None:
+            raise dg.Failure(
+                "no run of this training's pace is known, so nothing can be said of its cost: set probe to true",
+                allow_retries=False,
+            )
+        return planned, forecast
+    count = planned.node_count
+    got = provision(context, manager, cluster, project, cluster.gpu_type, count)
+    price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.first_tier)
+    price.usd_per_hour(tier)  # the probe runs on them: what has no price is refused before
+    planned = replace(planned, price=price, tier=tier)
+    forecast = history.forecast(planned.sizes, count, price.sku)
+    if forecast is not None and knows(forecast, count):
+        return planned, forecast
+    return planned, probe.forecast(
+        manager,
+        planned.job,
+        planned.sizes,
+        probe.probe_counts(count, bool(limits_of(config)) or config.choose_nodes),
+        planned.pace + hardware_mark(cluster, price.sku),
+        cluster.node_env(project),
+        history.learned("probe", price.sku),
+        context.log.info,
+    )
+
+
+def plan_metadata(plan: TrainingPlan, forecast: Forecast) -> dict[str, Any]:
+    """What Dagster shows of a plan: figures, their basis, and the plan as a table."""
+    estimate = plan.estimate
+    return {
+        "estimated_usd": round(estimate.usd.expected, 4),
+        "estimated_seconds": round(estimate.seconds.expected, 1),
+        "plan": dg.MarkdownMetadataValue(plan_table(plan)),
+        "basis": forecast.basis,
+        "basis_words": plan.basis,
+        "rests_on": list(forecast.rests_on),
+        "learned_factor": forecast.learned.factor,
+        "fingerprint": plan.fingerprint,
+        "sku": plan.sku,
+        "price": plan.price_note,
+        "steps": plan.work.steps,
+        "parts": dg.JsonMetadataValue(asdict(forecast.parts(plan.node_count))),
+        "measured": dg.JsonMetadataValue([asdict(item) for item in forecast.measured]),
+    }
 
 
 def job_on(
@@ -258,45 +257,6 @@ def job_on(
     for sentence in words:
         dg.get_dagster_logger().warning(sentence)
     return job_config({**sections, "training": {**training, **tuned}}, **place)
-
-
-def baseline(forecast: Forecast, price: SkuPrice, tier: Tier, node_count: int) -> "Baseline":
-    """What the choices are compared with: the nodes that the settings ask for."""
-    from dtrain_dagster.planning.choices import Baseline
-
-    return Baseline(
-        price=price,
-        node_count=node_count,
-        tier=tier,
-        ranks_per_node=forecast.sizes.processes_per_node,
-        batch_size_per_rank=forecast.sizes.batch_size_per_rank,
-        measured_nodes=tuple(item.node_count for item in forecast.measured),
-    )
-
-
-def sizes_of(job: JobConfig, samples: Mapping[str, int], processes_per_node: int, cores: int | None) -> Sizes:
-    """How much the job has to do. ``samples``: of each split; ``cores``: see `Sizes`."""
-    training = job.training
-    return Sizes(
-        train_samples=samples["train"],
-        valid_samples=samples["valid"],
-        test_samples=samples["test"],
-        batch_size_per_rank=training.batch_size_per_gpu * training.gradient_accumulation_steps,
-        micro_batches_per_rank=training.gradient_accumulation_steps,
-        processes_per_node=processes_per_node,
-        epochs=training.epochs,
-        max_steps=training.max_steps,
-        eval_frequency=training.eval_frequency,
-        checkpoint_frequency=training.checkpoint_frequency,
-        early_stopping_patience=training.early_stopping_patience,
-        cores=cores,
-    )
-
-
-def _learned_words(learned: Learned) -> str:
-    if not learned.runs:
-        return ""
-    return f"; corrected by {learned.factor - 1:+.1%}, as {learned.runs} past estimate(s) have taught"
 
 
 def job_config(sections: dict[str, Any], **fields: Any) -> JobConfig:

@@ -2,22 +2,27 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, plan_of, read_finished
 from dtrain_dagster.assets.training import FinishedJob
-from dtrain_dagster.clusters.base import ClusterError, NodeUsage
+from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker, paid
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
 from dtrain_dagster.jobs.progress import REGISTRATION, code_version
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
-from dtrain_dagster.settings.secrets import SecretError
 from dtrain_dagster.support.formatting import dollars
+from dtrain_dagster.support.secrets import SecretError
 from trainer.rundir import EVALUATION, RESULT, RunDir
+
+if TYPE_CHECKING:
+    from dtrain_dagster.registry import Gate, Provenance, ServingCheck
 
 
 @dg.asset(
@@ -60,33 +65,12 @@ def registered_model(
     order = order_of(project.home, rundir)  # nodes write the run directory: what it says must be what was ordered
     plan = plan_of(rundir, cost_estimate)
     result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
-    usage = cluster.manager().node_usage(job.job_id)
-    sku = ", ".join(sorted({stretch.sku for stretch in usage}))
-    cost_usd, in_words = cost_of(usage, sku, plan, job.cluster_name)
-    if cost_usd is None:
-        context.log.warning(in_words)
-    provenance = registry.Provenance(
-        nodes=job.node_count,
-        node_hours=sum(stretch.hours for stretch in paid(usage)[0]),
-        cost_usd=in_words,
-        cost_usd_total=cost_usd,
-        sku=sku,
-        code_version=code_version(),
-        dagster_run_id=context.run.run_id,
-        dagster_run_url=project.run_url(context.run.run_id),
-    )
+    provenance = provenance_of(context, cluster, project, job, plan)
     ordered = registry.ordered_job(rundir, order)
     registry.refuse_false_evaluation(rundir, ordered, evaluation, project.cache_dir)
     gate = registry.promotion_gate(evaluation)
-    card = registry.model_card(
-        project.model_name,
-        ordered,
-        result,
-        evaluation,
-        sharded_dataset.manifest(),
-        provenance,
-        gate,
-    )
+    data = sharded_dataset.manifest()
+    card = registry.model_card(project.model_name, ordered, result, evaluation, data, provenance, gate)
     models = cluster.registry(project, context.run.run_id)
     model = models.register_model(
         job.run_dir,
@@ -127,19 +111,51 @@ def registered_model(
             "model_card": dg.MarkdownMetadataValue(card),
             "tags": dg.JsonMetadataValue(dict(model.tags)),
         },
-        check_results=[
-            dg.AssetCheckResult(
-                check_name="promotion_gate",
-                passed=gate.passed,
-                metadata={"reasons": list(gate.reasons), "test_nll": evaluation["model"].get("nll") or "not judged"},
-            ),
-            dg.AssetCheckResult(
-                check_name="serving_endpoint_answers",
-                passed=serving.passed,
-                metadata=serving.figures(),
-            ),
-        ],
+        check_results=check_results(gate, evaluation, serving),
     )
+
+
+def provenance_of(
+    context: dg.AssetExecutionContext,
+    cluster: GPUClusterResource,
+    project: ProjectResource,
+    job: FinishedJob,
+    plan: TrainingPlan,
+) -> "Provenance":
+    """What a version says of its making: nodes, hours, dollars, code, and the Dagster run."""
+    from dtrain_dagster.registry import Provenance
+
+    usage = cluster.manager().node_usage(job.job_id)
+    sku = ", ".join(sorted({stretch.sku for stretch in usage}))
+    cost_usd, in_words = cost_of(usage, sku, plan, job.cluster_name)
+    if cost_usd is None:
+        context.log.warning(in_words)
+    return Provenance(
+        nodes=job.node_count,
+        node_hours=sum(stretch.hours for stretch in paid(usage)[0]),
+        cost_usd=in_words,
+        cost_usd_total=cost_usd,
+        sku=sku,
+        code_version=code_version(),
+        dagster_run_id=context.run.run_id,
+        dagster_run_url=project.run_url(context.run.run_id),
+    )
+
+
+def check_results(gate: "Gate", evaluation: dict[str, Any], serving: "ServingCheck") -> list[dg.AssetCheckResult]:
+    """Both blocking checks of a version: is it good enough, and does a real server answer with its numbers?"""
+    return [
+        dg.AssetCheckResult(
+            check_name="promotion_gate",
+            passed=gate.passed,
+            metadata={"reasons": list(gate.reasons), "test_nll": evaluation["model"].get("nll") or "not judged"},
+        ),
+        dg.AssetCheckResult(
+            check_name="serving_endpoint_answers",
+            passed=serving.passed,
+            metadata=serving.figures(),
+        ),
+    ]
 
 
 def cost_of(usage: Sequence[NodeUsage], sku: str, plan: TrainingPlan, cluster_name: str) -> tuple[float | None, str]:

@@ -18,9 +18,9 @@ from dtrain_dagster.assets.common import (
     table_schema,
 )
 from dtrain_dagster.assets.training import FinishedJob
-from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, price_table
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.windows import WireTime, windows
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.support.formatting import duration
@@ -42,9 +42,10 @@ PERFORMANCE_REPORT = "reports/performance_report.json"
 def performance_report(
     cluster: GPUClusterResource, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob
 ) -> dg.MaterializeResult:
+    from dtrain_dagster.costs.tracker import paid_wall_seconds
     from dtrain_dagster.dashboard.page import write_report
     from dtrain_dagster.planning.optimizer import ResourceOptimizer
-    from dtrain_dagster.reports.performance import paid_wall_seconds, summarise
+    from dtrain_dagster.reports.performance import summarise
 
     job = trained_checkpoint
     rundir = RunDir(job.run_dir)

@@ -21,7 +21,7 @@ from dtrain_dagster.jobs.progress import (
     CLAIM,
     PLAN,
     BudgetSpentError,
-    Choice,
+    JobChoice,
     choose_job,
     code_version,
     known_jobs,
@@ -158,7 +158,7 @@ def trained_checkpoint(
 
 def planned_job(
     plan: TrainingPlan,
-    choice: Choice,
+    choice: JobChoice,
     cluster: GPUClusterResource,
     project: ProjectResource,
     run_id: str,
@@ -175,7 +175,7 @@ def planned_job(
     return parse_job(json.dumps({**plan.job, **fields}), source="the plan")
 
 
-def node_seconds(plan: TrainingPlan, choice: Choice, manager: GPUClusterManager, got: ClusterConfig) -> float | None:
+def node_seconds(plan: TrainingPlan, choice: JobChoice, manager: GPUClusterManager, got: ClusterConfig) -> float | None:
     """The plan's hard budget, on these nodes from now on; None where it has none."""
     if not plan.stop_at_usd:
         return None
@@ -184,7 +184,7 @@ def node_seconds(plan: TrainingPlan, choice: Choice, manager: GPUClusterManager,
 
 
 def hand_over_budget(
-    rundir: RunDir, plan: TrainingPlan, choice: Choice, manager: GPUClusterManager, got: ClusterConfig
+    rundir: RunDir, plan: TrainingPlan, choice: JobChoice, manager: GPUClusterManager, got: ClusterConfig
 ) -> str:
     """Give a job that runs the plan's hard budget, if it has one; what holds now, in words."""
     launch = rundir.read_json(LAUNCH) or {}

@@ -15,7 +15,7 @@ from dtrain_dagster.clusters.base import GPUClusterManager, JobState
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker, overrun
-from dtrain_dagster.jobs.progress import Progress, follow_job, ran_out
+from dtrain_dagster.jobs.progress import JobProgress, follow_job, ran_out
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.support.formatting import dollars, duration, in_block
@@ -153,7 +153,7 @@ def tell_of(
         rundir.write_json(TOLD, told)  # last: where it fails, people have been told all the same
 
 
-def progress_metadata(progress: Progress, plan: TrainingPlan, cost: Projection) -> dict[str, Any]:
+def progress_metadata(progress: JobProgress, plan: TrainingPlan, cost: Projection) -> dict[str, Any]:
     """What an observation of the running asset carries, as far as it is known; numbers, so that the UI plots them."""
     over = cost.over_at_end
     fields = {
@@ -177,7 +177,7 @@ def progress_metadata(progress: Progress, plan: TrainingPlan, cost: Projection) 
     return {name: rounded(value) for name, value in fields.items() if value is not None}
 
 
-def progress_line(progress: Progress, plan: TrainingPlan, cost: Projection) -> str:
+def progress_line(progress: JobProgress, plan: TrainingPlan, cost: Projection) -> str:
     """The same in one line of the log."""
     share = progress.step / plan.work.steps if plan.work.steps else 0
     steps = [f"step {progress.step}/{plan.work.steps} ({share:.0%})", f"epoch {progress.epoch}"]

@@ -16,12 +16,11 @@ from typing import Any
 
 import dagster as dg
 
+from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.capacity_queue import WaitingList
-from dtrain_dagster.automation.run_liveness import ALIVE_SECONDS, has_died
+from dtrain_dagster.automation.run_liveness import ALIVE_SECONDS, LIVE, has_died
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
-from dtrain_dagster.sensors import clock
-from dtrain_dagster.sensors.orphans import LIVE
 from dtrain_dagster.support.formatting import dollars, duration
 from dtrain_dagster.support.notify import tell
 from trainer.data.manifest import NoDatasetError, load_manifest
@@ -47,7 +46,7 @@ CLAIM, CLAIM_SECONDS = "claim.json", 180.0
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class RetrainingCause:
     """Why to train again. The same cause has the same key, whoever finds it."""
 
     key: str
@@ -100,7 +99,7 @@ class Watch:
     told: bool = False
     """Somebody was told that it cannot be read."""
     clock: Mapping[str, Any] = field(default_factory=dict)
-    """How the clock stood (`sensors.clock`)."""
+    """How the clock stood (`automation.clock`)."""
 
 
 def at_clock(watch: Watch, reading: Mapping[str, Any]) -> Watch:
@@ -128,8 +127,8 @@ def read_watch(cursor: str | None) -> Watch:
         return Watch()
 
 
-def new_data(sha256: str) -> Cause:
-    return Cause(f"data-{sha256[:16]}", f"the prices have changed (sha256 {sha256[:12]}…)")
+def new_data(sha256: str) -> RetrainingCause:
+    return RetrainingCause(f"data-{sha256[:16]}", f"the prices have changed (sha256 {sha256[:12]}…)")
 
 
 def staleness(
@@ -140,7 +139,7 @@ def staleness(
     judged: Judgement | None,
     now: float,
     max_age_days: float,
-) -> list[Cause] | str:
+) -> list[RetrainingCause] | str:
     """All that speaks for training the champion again, or why nothing does.
 
     ``latest``: the model that was registered last, of any alias, and ``trained_on`` its prices: a challenger shows that
@@ -152,28 +151,28 @@ def staleness(
     name, found = f"the champion, version {champion.version},", []
     if judged and not judged.passed and judged.champion == champion.version and judged.at > latest.at:
         words = f"{name} forecasts the days since its training no better than {', '.join(judged.better)}"
-        found.append(Cause(f"accuracy-v{champion.version}-{judged.dataset_id}", words))
+        found.append(RetrainingCause(f"accuracy-v{champion.version}-{judged.dataset_id}", words))
     if trained_on and newest and trained_on.sha256 != newest.sha256:
         lag = (date.fromisoformat(newest.last_date) - date.fromisoformat(trained_on.last_date)).days
         if lag >= max_age_days:
             words = f"the latest training had prices up to {trained_on.last_date}, {lag} days before the newest"
-            found.append(Cause(new_data(newest.sha256).key, words))
+            found.append(RetrainingCause(new_data(newest.sha256).key, words))
     age, rest = now - champion.at, max_age_days * DAY - (now - latest.at)
     if rest <= 0:
-        found.append(Cause(f"age-v{latest.version}-{int(latest.at)}", f"{name} is {age / DAY:.1f} days old"))
+        found.append(RetrainingCause(f"age-v{latest.version}-{int(latest.at)}", f"{name} is {age / DAY:.1f} days old"))
     if found:
         return found
     tried = "" if latest.version == champion.version else f", and version {latest.version} was trained since"
     return f"{name} is {age / DAY:.1f} days old{tried}: not stale before {duration(rest)} have passed"
 
 
-def weekly(when: datetime) -> Cause:
-    return Cause(f"weekly-{when.astimezone(UTC):%Y%m%dT%H%MZ}", "it is time for the weekly retraining")
+def weekly(when: datetime) -> RetrainingCause:
+    return RetrainingCause(f"weekly-{when.astimezone(UTC):%Y%m%dT%H%MZ}", "it is time for the weekly retraining")
 
 
 def ask(
     context: dg.SensorEvaluationContext | dg.ScheduleEvaluationContext,
-    cause: Cause,
+    cause: RetrainingCause,
     project: ProjectResource,
     cluster: GPUClusterResource,
     budget_usd: float,
@@ -201,7 +200,7 @@ def ask(
     return dg.RunRequest(run_key=key, run_config=run_config(budget_usd), tags={CAUSE_TAG: key})
 
 
-def next_try(instance: dg.DagsterInstance, cause: Cause, now: float) -> str | dg.SkipReason:
+def next_try(instance: dg.DagsterInstance, cause: RetrainingCause, now: float) -> str | dg.SkipReason:
     """The key of the cause's next run: its first, or a further one after runs that failed before they trained."""
     keys = [cause.key, *(f"{cause.key}-{number}" for number in range(2, TRIES + 1))]
     records = instance.get_run_records(dg.RunsFilter(tags={CAUSE_TAG: keys}))

@@ -8,13 +8,15 @@ from typing import Any
 
 import dagster as dg
 
+from dtrain_dagster.automation import clock
 from dtrain_dagster.clusters.base import OWNER, ClusterError
 from dtrain_dagster.resources import GPUClusterResource
-from dtrain_dagster.sensors import clock
 from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
 from trainer.rundir import RunDir
 
+LIVE = [status for status in dg.DagsterRunStatus if status.name not in ("SUCCESS", "FAILURE", "CANCELED")]
+"""The states of a run that has not ended."""
 ALIVE_SECONDS = 1800.0
 """A Dagster run that has said nothing for longer, though it never ended, is not at work."""
 CLOCK = "dtrain/clock"
@@ -70,3 +72,11 @@ def owner_of(rundir: RunDir) -> str | None:
     except DamagedError as error:
         warn_once(f"whose job it is cannot be told: {error}")
         return None
+
+
+def run_at_work(instance: dg.DagsterInstance, now: float) -> str:
+    """A run that may be about to use the nodes, between getting them and submitting its job; "" for none."""
+    for record in instance.get_run_records(dg.RunsFilter(statuses=LIVE)):
+        if is_heard(instance, record, now):
+            return record.dagster_run.run_id
+    return ""

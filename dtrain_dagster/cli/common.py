@@ -78,7 +78,7 @@ def _expected() -> tuple[type[Exception], ...]:
     from dtrain_dagster.registry.versions import RegistryError
     from dtrain_dagster.settings.environment import SettingsError
     from dtrain_dagster.settings.home import HomeError
-    from dtrain_dagster.settings.secrets import SecretError
+    from dtrain_dagster.support.secrets import SecretError
     from trainer.data.manifest import DatasetError
     from trainer.errors import ConfigError, DamagedError
     from trainer.isolation.runner import IsolationError

@@ -16,7 +16,7 @@ from rich.text import Text
 from dtrain_dagster.clusters.base import ClusterHealth, GPUClusterManager, JobState, JobStatus, NodeHealth
 from dtrain_dagster.dashboard.series import PerformanceDashboard
 from dtrain_dagster.jobs.log_follower import LogFollower
-from dtrain_dagster.jobs.progress import Progress, advance, follow_job
+from dtrain_dagster.jobs.progress import JobProgress, advance, follow_job
 from dtrain_dagster.monitoring.hangs import verdict
 from dtrain_dagster.support.formatting import duration
 from trainer.printable import visible
@@ -65,7 +65,7 @@ def watch_training(
     return _show_in_place(console, follow_job(manager, rundir, job_id, take=board.take), board, total_steps)
 
 
-def _show_lines(console: Console, looks: Iterator[tuple[JobStatus, Progress]], total_steps: int | None) -> JobStatus:
+def _show_lines(console: Console, looks: Iterator[tuple[JobStatus, JobProgress]], total_steps: int | None) -> JobStatus:
     """A line for each phase, and one every few seconds."""
     shown_at, phase = 0.0, ""
     while True:
@@ -80,7 +80,10 @@ def _show_lines(console: Console, looks: Iterator[tuple[JobStatus, Progress]], t
 
 
 def _show_in_place(
-    console: Console, looks: Iterator[tuple[JobStatus, Progress]], board: PerformanceDashboard, total_steps: int | None
+    console: Console,
+    looks: Iterator[tuple[JobStatus, JobProgress]],
+    board: PerformanceDashboard,
+    total_steps: int | None,
 ) -> JobStatus:
     from rich.console import Group
     from rich.live import Live
@@ -137,12 +140,12 @@ def node_state(board: PerformanceDashboard, node: int, now: float) -> Text:
     return Text("there", style="default")
 
 
-def _print_news(console: Console, progress: Progress) -> None:
+def _print_news(console: Console, progress: JobProgress) -> None:
     for sentence in progress.news:
         console.print(f"! {sentence}", style="yellow", soft_wrap=True, highlight=False, markup=False)
 
 
-def progress_line(progress: Progress, total_steps: int | None) -> str:
+def progress_line(progress: JobProgress, total_steps: int | None) -> str:
     """Phase, step, epoch, loss, speed, time left and nodes, as far as they are known. Pure."""
     parts = [progress.phase]
     if progress.step:
@@ -174,7 +177,7 @@ def print_status(console: Console, status: JobStatus, rundir: RunDir, now: float
     """How a job stands, and when which of its nodes was there."""
     console.print(f"job {status.job_id}: ", state_text(status.state), sep="")
     console.print(f"started {time_of(status.started_at)}, {age(status, now)}", highlight=False)
-    progress, heard = Progress(nodes_alive=status.nodes_alive), 0
+    progress, heard = JobProgress(nodes_alive=status.nodes_alive), 0
     for events in rundir.looks():
         progress, heard = advance(progress, events), heard + len(events)
     if heard:

@@ -98,7 +98,7 @@ def ui(port: int, names: tuple[str, ...], users: tuple[str, ...], workspace: Pat
 def mlflow(port: int, names: tuple[str, ...], users: tuple[str, ...]) -> None:
     """MLflow's pages over the project's own tracking database, behind the guard. Ctrl-C ends it."""
     from dtrain_dagster.settings.home import make_home
-    from dtrain_dagster.settings.secrets import resolve
+    from dtrain_dagster.support.secrets import resolve
     from dtrain_dagster.web.guard import rules_for
     from dtrain_dagster.web.other_pages import mlflow_app
 

@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from dtrain_dagster.costs.usage import NodeUsage
 from trainer.errors import DamagedError
 from trainer.rundir import RunDir
 
@@ -118,24 +119,6 @@ class JobStatus:
     ended_at: float | None = None
     damage: str = ""
     """What is wrong with its run directory, where it cannot be read; ``state`` is then what is seen from outside."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeUsage:
-    """One stretch of paid presence of one node. Times are Unix seconds."""
-
-    node_id: int
-    sku: str
-    started_at: float
-    ended_at: float
-    tier: str | None = None
-    """Tier that was paid for, where the cluster decides; None: the one that was asked for."""
-    not_billed_seconds: float = 0.0
-    """What the node's record has, or would have, on top of this, since its clock was set: negative where back."""
-
-    @property
-    def hours(self) -> float:
-        return (self.ended_at - self.started_at) / 3600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

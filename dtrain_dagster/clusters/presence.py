@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from dtrain_dagster.clusters.base import NodeHealth, NodeUsage
+from dtrain_dagster.clusters.base import NodeHealth
+from dtrain_dagster.costs.usage import NodeUsage
 from trainer.documents import schemas
 from trainer.documents.reader import read_document
 from trainer.rundir import JOB, MEMBERSHIP, NodePresence, RunDir
@@ -120,6 +121,12 @@ def health(job_id: str, node: NodePresence, now: float, generation: Generation |
         return NodeHealth(node_id=node.node_id, healthy=False, message=message)
     stay = f", in the place of one that was lost (stay {node.stay})" if node.stay > 1 else ""
     return NodeHealth(node_id=node.node_id, healthy=True, message=f"works on {job_id}{stay}")
+
+
+def job_health(rundir: RunDir, job_id: str, now: float) -> list[NodeHealth]:
+    """How each node of a running job is, in its newest stay. `DamagedError` where that cannot be read."""
+    newest = newest_generation(rundir)
+    return [health(job_id, node, now, newest) for node in latest(rundir.nodes())]
 
 
 def close(rundir: RunDir, ended_at: float | None = None) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.prices import Tier, price_of
 from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.costs.usage import NodeUsage
 from trainer.rundir import LIMIT, RunDir
 
 

@@ -21,8 +21,8 @@ from importlib import resources
 from itertools import pairwise
 from typing import Any
 
-from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.prices import hardware_of, region_of
+from dtrain_dagster.costs.usage import NodeUsage
 
 HOLD_SECONDS = 120.0
 """A sample speaks for the time since the one before it, though for no longer than that."""

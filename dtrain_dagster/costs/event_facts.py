@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtrain_dagster.costs.money import SECOND, is_finite, microseconds
-from dtrain_dagster.monitoring.windows import Window, windows
+from dtrain_dagster.monitoring.windows import TimingWindow, windows
 
 LARGEST = 10**12
 """Steps, or seconds: more than this is no figure."""
@@ -19,14 +19,14 @@ KINDS = ("membership", "phase", "timing", "step", "link", "hang", "end")
 
 
 @dataclass(slots=True)
-class Facts:
+class EventFacts:
     """The events that can be read, in order of time."""
 
     memberships: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """By generation."""
     phases: dict[int, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
     """Of rank 0: (time, what it had done until then)."""
-    windows: dict[int, list[Window]] = field(default_factory=lambda: defaultdict(list))
+    windows: dict[int, list[TimingWindow]] = field(default_factory=lambda: defaultdict(list))
     links: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     """When a probe of the links was done, which follows a window."""
     hangs: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
@@ -38,9 +38,9 @@ class Facts:
     has_timing: bool = False
 
 
-def read(events: Iterable[Mapping[str, Any]]) -> Facts:
+def read(events: Iterable[Mapping[str, Any]]) -> EventFacts:
     """What of the events counts here; of those, what is damaged is counted."""
-    facts = Facts()
+    facts = EventFacts()
     steps: dict[int, list[tuple[int, int, float]]] = defaultdict(list)
     for item in events:
         try:
@@ -89,7 +89,7 @@ def _membership(item: Mapping[str, Any], time: int) -> dict[str, Any]:
     return {"nodes": nodes, "joined": joined, "time": time, "began": began, "step": _count(item["step"])}
 
 
-def _window(item: Mapping[str, Any]) -> Window:
+def _window(item: Mapping[str, Any]) -> TimingWindow:
     """ValueError, and others, for one that cannot be used."""
     [window] = windows([item])
     _positive(window.seconds)
@@ -100,9 +100,9 @@ def _window(item: Mapping[str, Any]) -> Window:
     return window
 
 
-def _windows_of_steps(rows: Sequence[tuple[int, int, float]], told: Mapping[str, Any] | None) -> list[Window]:
+def _windows_of_steps(rows: Sequence[tuple[int, int, float]], told: Mapping[str, Any] | None) -> list[TimingWindow]:
     """Windows without segments, of a trainer that does not time them."""
-    found: list[Window] = []
+    found: list[TimingWindow] = []
     before = told["step"] if told else None
     typical = statistics.median_low([b[1] - a[1] for a, b in itertools.pairwise(rows)] or [1])
     for time, step, seconds in sorted(rows):
@@ -110,7 +110,7 @@ def _windows_of_steps(rows: Sequence[tuple[int, int, float]], told: Mapping[str,
         before = step
         if steps > 0:
             nodes = tuple(sorted(told["nodes"])) if told else ()
-            known = Window(time=time / SECOND, step=step, steps=steps, seconds=seconds, nodes=nodes, **_UNKNOWN)
+            known = TimingWindow(time=time / SECOND, step=step, steps=steps, seconds=seconds, nodes=nodes, **_UNKNOWN)
             found.append(known)
     return found
 

@@ -14,36 +14,36 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dtrain_dagster.costs.money import SECOND, split, usd
-from dtrain_dagster.costs.timeline import NEVER, Cause, Mix, Span, Term, Timeline, timeline
+from dtrain_dagster.costs.timeline import NEVER, CostCause, Mix, Span, Term, Timeline, timeline
 from dtrain_dagster.costs.tracker import NodeCost, cut, edges
 
 K = TypeVar("K")
-IN_STEPS = (Cause.PRODUCTIVE, Cause.COMMUNICATION, Cause.WAITING, Cause.INPUT)
+IN_STEPS = (CostCause.PRODUCTIVE, CostCause.COMMUNICATION, CostCause.WAITING, CostCause.INPUT)
 """Time in steps that counted; `Ledger.goodput` is their share."""
 CLOSING = 60 * SECOND
 """After the job's end its processes may be closing for so long (`trainer.engine.trainer.DistributedTrainer.close`)."""
 MEANINGS = {
-    Cause.PRODUCTIVE: "forward, backward, optimizer, and the votes and reports that a step has",
-    Cause.COMMUNICATION: "the wire, where no computation hides it",
-    Cause.WAITING: "for a slower node, in a step",
-    Cause.INPUT: "for the next batch",
-    Cause.CHECKPOINT: "held up by a save, or waiting for the rank that saved",
-    Cause.EVALUATION: "of the validation split",
-    Cause.FINISH: "test split, baselines, final weights, result, processes closing",
-    Cause.PROVISIONING: "paid while other nodes of the launch were still being bought",
-    Cause.STARTUP: "from a node's start until it trains: process, data, model, joining",
-    Cause.LOST: "steps done again, noticing a loss, regrouping, nodes paid for but dead or frozen",
-    Cause.IDLE: "paid after the job's end, or never part of the training",
-    Cause.UNEXPLAINED: "no record says what for",
+    CostCause.PRODUCTIVE: "forward, backward, optimizer, and the votes and reports that a step has",
+    CostCause.COMMUNICATION: "the wire, where no computation hides it",
+    CostCause.WAITING: "for a slower node, in a step",
+    CostCause.INPUT: "for the next batch",
+    CostCause.CHECKPOINT: "held up by a save, or waiting for the rank that saved",
+    CostCause.EVALUATION: "of the validation split",
+    CostCause.FINISH: "test split, baselines, final weights, result, processes closing",
+    CostCause.PROVISIONING: "paid while other nodes of the launch were still being bought",
+    CostCause.STARTUP: "from a node's start until it trains: process, data, model, joining",
+    CostCause.LOST: "steps done again, noticing a loss, regrouping, nodes paid for but dead or frozen",
+    CostCause.IDLE: "paid after the job's end, or never part of the training",
+    CostCause.UNEXPLAINED: "no record says what for",
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class LedgerEntry:
     """What one node spent on one cause in one period."""
 
     node_id: int
-    cause: Cause
+    cause: CostCause
     period: int
     microseconds: int
     units: int
@@ -68,7 +68,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
-    entries: tuple[Entry, ...]
+    entries: tuple[LedgerEntry, ...]
     edges: tuple[int, ...]
     """Of the periods; Unix time in microseconds."""
     notes: tuple[str, ...]
@@ -88,18 +88,18 @@ class Ledger:
         whole = self.microseconds
         return sum(entry.microseconds for entry in self.entries if entry.cause in IN_STEPS) / whole if whole else 0.0
 
-    def causes(self) -> dict[Cause, Row]:
-        """Every cause that took some time, in order of `Cause`."""
+    def causes(self) -> dict[CostCause, Row]:
+        """Every cause that took some time, in order of `CostCause`."""
         found = self.rows(lambda entry: entry.cause)
-        return {cause: found[cause] for cause in Cause if cause in found}
+        return {cause: found[cause] for cause in CostCause if cause in found}
 
-    def by_node(self) -> dict[tuple[int, Cause], Row]:
+    def by_node(self) -> dict[tuple[int, CostCause], Row]:
         return self.rows(lambda entry: (entry.node_id, entry.cause))
 
-    def by_period(self) -> dict[tuple[int, Cause], Row]:
+    def by_period(self) -> dict[tuple[int, CostCause], Row]:
         return self.rows(lambda entry: (entry.period, entry.cause))
 
-    def rows(self, key: Callable[[Entry], K]) -> dict[K, Row]:
+    def rows(self, key: Callable[[LedgerEntry], K]) -> dict[K, Row]:
         sums: dict[K, list[int]] = defaultdict(lambda: [0, 0])
         for entry in self.entries:
             row = sums[key(entry)]
@@ -114,7 +114,7 @@ def ledger(
     """Of what was paid (`CostTracker.nodes`) and a job's events, in order of time. ``running``: it has not ended."""
     line = timeline(events, running)
     bounds = edges(stretches, periods)
-    sums: dict[tuple[int, Cause, int], list[int]] = defaultdict(lambda: [0, 0])
+    sums: dict[tuple[int, CostCause, int], list[int]] = defaultdict(lambda: [0, 0])
     longest = _longest_startup(stretches, line)
     for stretch in stretches:
         for began, ended, mix in _pieces(stretch, stretches, line, longest):
@@ -126,7 +126,7 @@ def ledger(
                         row[0] += part
                         row[1] += part * stretch.nano_usd_per_hour
     entries = tuple(
-        Entry(node_id=node, cause=cause, period=period, microseconds=time, units=units)
+        LedgerEntry(node_id=node, cause=cause, period=period, microseconds=time, units=units)
         for (node, cause, period), (time, units) in sums.items()
     )
     return Ledger(entries=entries, edges=tuple(bounds), notes=line.notes)
@@ -164,21 +164,21 @@ def _gap(
     """Paid time in which the node did nothing that is known as a member of a generation."""
     terms = [term for term in line.terms if _is_member(stretch, term)]
     if not line.terms:  # nobody got as far as reporting, or what was reported is damaged
-        marks = [(NEVER, Cause.UNEXPLAINED if line.left_out else Cause.STARTUP)]
+        marks = [(NEVER, CostCause.UNEXPLAINED if line.left_out else CostCause.STARTUP)]
     elif not terms:
         over = line.ended if line.ended > stretch.began else NEVER
-        marks = [(min(over, stretch.began + longest), Cause.STARTUP), (NEVER, Cause.IDLE)]
+        marks = [(min(over, stretch.began + longest), CostCause.STARTUP), (NEVER, CostCause.IDLE)]
     else:
         formed, there = terms[0].formed, began
         if terms[0].is_fresh:  # paid, and not all were there yet
             mates = [item.began for item in stretches if _is_member(item, terms[0])]
             there = min(formed, max(mates))
-        marks = [(there, Cause.PROVISIONING), (formed, Cause.STARTUP)]
+        marks = [(there, CostCause.PROVISIONING), (formed, CostCause.STARTUP)]
         for before, term in itertools.pairwise(line.terms):
             if term.formed > formed:
                 marks.append((term.formed, _left(stretch, before)))
-        marks += [(line.ended, _left(stretch, line.terms[-1])), (line.ended + CLOSING, Cause.FINISH)]
-        marks.append((NEVER, Cause.IDLE))
+        marks += [(line.ended, _left(stretch, line.terms[-1])), (line.ended + CLOSING, CostCause.FINISH)]
+        marks.append((NEVER, CostCause.IDLE))
     for mark, cause in marks:
         end = min(mark, ended)
         if end > began:
@@ -186,9 +186,9 @@ def _gap(
             began = end
 
 
-def _left(stretch: NodeCost, term: Term) -> Cause:
+def _left(stretch: NodeCost, term: Term) -> CostCause:
     """What it means that a node did nothing that is known in a term: members might have."""
-    return Cause.UNEXPLAINED if _is_member(stretch, term) else Cause.LOST
+    return CostCause.UNEXPLAINED if _is_member(stretch, term) else CostCause.LOST
 
 
 def _longest_startup(stretches: Sequence[NodeCost], line: Timeline) -> int:

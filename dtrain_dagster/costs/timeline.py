@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from dtrain_dagster.costs.event_facts import Facts, read
+from dtrain_dagster.costs.event_facts import EventFacts, read
 from dtrain_dagster.costs.money import SECOND, microseconds
-from dtrain_dagster.monitoring.windows import Window
+from dtrain_dagster.monitoring.windows import TimingWindow
 
 
-class Cause(StrEnum):
+class CostCause(StrEnum):
     """Of a paid node-second. In the order in which they are shown."""
 
     PRODUCTIVE = "productive"
@@ -37,26 +37,26 @@ class Cause(StrEnum):
     UNEXPLAINED = "unexplained"
 
 
-Mix = Mapping[Cause, float]
+Mix = Mapping[CostCause, float]
 """What a stretch of time was spent on; the figures are weights."""
 
 SEGMENT_CAUSES = {
-    "input": Cause.INPUT,
-    "communication": Cause.COMMUNICATION,
-    "waiting": Cause.WAITING,
-    "checkpoint": Cause.CHECKPOINT,
-    "forward": Cause.PRODUCTIVE,
-    "backward": Cause.PRODUCTIVE,
-    "optimizer": Cause.PRODUCTIVE,
-    "other": Cause.PRODUCTIVE,  # votes and reports: what a training cannot do without
+    "input": CostCause.INPUT,
+    "communication": CostCause.COMMUNICATION,
+    "waiting": CostCause.WAITING,
+    "checkpoint": CostCause.CHECKPOINT,
+    "forward": CostCause.PRODUCTIVE,
+    "backward": CostCause.PRODUCTIVE,
+    "optimizer": CostCause.PRODUCTIVE,
+    "other": CostCause.PRODUCTIVE,  # votes and reports: what a training cannot do without
 }
 PHASE_CAUSES = {
-    "startup": Cause.STARTUP,
-    "data": Cause.STARTUP,
-    "evaluation": Cause.EVALUATION,
-    "finalise": Cause.FINISH,
-    "regroup": Cause.LOST,
-    "links": Cause.COMMUNICATION,  # a probe of them; no phase of the trainer's own
+    "startup": CostCause.STARTUP,
+    "data": CostCause.STARTUP,
+    "evaluation": CostCause.EVALUATION,
+    "finalise": CostCause.FINISH,
+    "regroup": CostCause.LOST,
+    "links": CostCause.COMMUNICATION,  # a probe of them; no phase of the trainer's own
 }
 IN_STEPS = ("training", "checkpoint")
 """Phases whose time the windows divide: what a save holds up is a segment of theirs."""
@@ -122,12 +122,12 @@ def timeline(events: Iterable[Mapping[str, Any]], running: bool = False) -> Time
     if terms and not facts.has_timing:
         notes.append(
             "the trainer recorded no timing (training.timing): input, communication, waiting and saving are within "
-            f"«{Cause.PRODUCTIVE}»"
+            f"«{CostCause.PRODUCTIVE}»"
         )
     return Timeline(tuple(terms), last, tuple(notes), facts.left_out)
 
 
-def _terms(facts: Facts) -> list[Term]:
+def _terms(facts: EventFacts) -> list[Term]:
     terms: list[Term] = []
     for number in sorted(facts.first_at):
         told = facts.memberships.get(number)
@@ -147,18 +147,18 @@ def _terms(facts: Facts) -> list[Term]:
 
 
 def _fill(
-    term: Term, after: Term | None, facts: Facts, kept: Mapping[int, int], ended: int, running: bool
+    term: Term, after: Term | None, facts: EventFacts, kept: Mapping[int, int], ended: int, running: bool
 ) -> None:  # fmt: skip
     """Put what the members of a term did into its spans."""
     found = facts.windows.get(term.number) or []
     if after is not None and not after.is_fresh:
-        after.spans.append(Span(term.until, after.formed, {Cause.LOST: 1.0}, is_regroup=True))
+        after.spans.append(Span(term.until, after.formed, {CostCause.LOST: 1.0}, is_regroup=True))
     in_steps: list[tuple[int, int, str]] = []
     for began, until, name in _phases(term, after, facts, ended, running):
         if name in IN_STEPS:
             in_steps.append((began, until, name))
         else:
-            term.spans.append(Span(began, until, {PHASE_CAUSES.get(name, Cause.UNEXPLAINED): 1.0}))
+            term.spans.append(Span(began, until, {PHASE_CAUSES.get(name, CostCause.UNEXPLAINED): 1.0}))
     before = -NEVER
     for together in _batches(found):
         window, counted = merged(together), sum(kept[id(item)] for item in together)
@@ -171,7 +171,7 @@ def _fill(
 
 
 def _phases(
-    term: Term, after: Term | None, facts: Facts, ended: int, running: bool
+    term: Term, after: Term | None, facts: EventFacts, ended: int, running: bool
 ) -> list[tuple[int, int, str]]:  # fmt: skip
     """(began, ended, name) of what rank 0 did from the term's start to its end, without gaps."""
     found, at = [], term.formed
@@ -202,13 +202,13 @@ def _phases(
     return [*found, (at, until, name)] if until > at else found
 
 
-def _divide(term: Term, window: Window, pieces: Sequence[tuple[int, int, str]], kept: int, hung: int) -> None:
+def _divide(term: Term, window: TimingWindow, pieces: Sequence[tuple[int, int, str]], kept: int, hung: int) -> None:
     """The training time that a window measured, by what its ranks did. What is more than its steps took is not
     explained; steps that were done again later are lost, and so is the time in which nothing moved."""
     timed = bool(window.segments)
     for began, ended, name in pieces:
         if not timed and name == "checkpoint":
-            term.spans.append(Span(began, ended, {Cause.CHECKPOINT: 1.0}))
+            term.spans.append(Span(began, ended, {CostCause.CHECKPOINT: 1.0}))
     pieces = [piece for piece in pieces if timed or piece[2] != "checkpoint"]
     there = sum(ended - began for began, ended, _ in pieces)
     share = min(window.steps, max(0, kept)) / window.steps
@@ -217,7 +217,7 @@ def _divide(term: Term, window: Window, pieces: Sequence[tuple[int, int, str]], 
     mixes = {
         node: _counted(_hung(mix, idle), share, more, window.total_seconds) for node, mix in node_mixes(window).items()
     }
-    common = _counted(_hung({Cause.PRODUCTIVE: 1.0}, idle), share, more, window.total_seconds)
+    common = _counted(_hung({CostCause.PRODUCTIVE: 1.0}, idle), share, more, window.total_seconds)
     for began, ended, _ in pieces:
         term.spans.append(Span(began, ended, common, mixes))
 
@@ -228,9 +228,9 @@ def _counted(mix: Mix, share: float, more: float, seconds: float) -> Mix:
     scale = microseconds(seconds) / total
     result = {cause: value * scale * share for cause, value in mix.items() if value > 0 and share > 0}
     if share < 1:
-        result[Cause.LOST] = result.get(Cause.LOST, 0.0) + scale * total * (1 - share)
+        result[CostCause.LOST] = result.get(CostCause.LOST, 0.0) + scale * total * (1 - share)
     if more > 0:
-        result[Cause.UNEXPLAINED] = result.get(Cause.UNEXPLAINED, 0.0) + more
+        result[CostCause.UNEXPLAINED] = result.get(CostCause.UNEXPLAINED, 0.0) + more
     return result
 
 
@@ -244,11 +244,13 @@ def _hung(mix: Mix, share: float) -> Mix:
         part = min(left, result[cause])
         result[cause] -= part
         left -= part
-    result[Cause.LOST] = whole - left
+    result[CostCause.LOST] = whole - left
     return result
 
 
-def _rest(term: Term, after: Term | None, found: Sequence[Window], pieces: Sequence[tuple[int, int, str]]) -> None:
+def _rest(
+    term: Term, after: Term | None, found: Sequence[TimingWindow], pieces: Sequence[tuple[int, int, str]]
+) -> None:
     """Training time after the last window of a term. Steps that count though no window tells of them took as long as
     those before; the rest went into noticing that a node was lost, or is lost itself."""
     mixes = node_mixes(found[-1]) if found else {}
@@ -260,17 +262,17 @@ def _rest(term: Term, after: Term | None, found: Sequence[Window], pieces: Seque
             left = 0
     for began, ended, name in pieces:
         if name == "checkpoint":
-            term.spans.append(Span(began, ended, {Cause.CHECKPOINT: 1.0}))
+            term.spans.append(Span(began, ended, {CostCause.CHECKPOINT: 1.0}))
             continue
         middle = min(ended, began + left)
         left -= middle - began
         if middle > began:
-            term.spans.append(Span(began, middle, {Cause.PRODUCTIVE: 1.0}, mixes))
+            term.spans.append(Span(began, middle, {CostCause.PRODUCTIVE: 1.0}, mixes))
         if ended > middle:
-            term.spans.append(Span(middle, ended, {Cause.LOST: 1.0}))
+            term.spans.append(Span(middle, ended, {CostCause.LOST: 1.0}))
 
 
-def merged(together: Sequence[Window]) -> Window:
+def merged(together: Sequence[TimingWindow]) -> TimingWindow:
     """Consecutive windows of one world as one: seconds are means over all their steps."""
     if len(together) == 1:
         return together[0]
@@ -290,7 +292,7 @@ def merged(together: Sequence[Window]) -> Window:
     return replace(last, steps=steps, seconds=mean(window.seconds for window in together), segments=segments)
 
 
-def _batches(found: Sequence[Window]) -> Iterator[Sequence[Window]]:
+def _batches(found: Sequence[TimingWindow]) -> Iterator[Sequence[TimingWindow]]:
     """Neighbours of the same nodes, in batches of which there are not too many."""
     size = -(-len(found) // MOST_WINDOWS)
     for _, world in itertools.groupby(found, key=lambda window: window.nodes):
@@ -298,24 +300,24 @@ def _batches(found: Sequence[Window]) -> Iterator[Sequence[Window]]:
         yield from (mine[place : place + size] for place in range(0, len(mine), size))
 
 
-def node_mixes(window: Window) -> dict[int, Mix]:
+def node_mixes(window: TimingWindow) -> dict[int, Mix]:
     """Of each node, mean over its ranks. Who waited for a rank that saved waited for the checkpoint."""
     if not window.segments:
         return {}
     size = window.world_size
     values = {name: window.segments.get(name, (0.0,) * size) for name in SEGMENT_CAUSES}
     longest = max(values["checkpoint"])
-    by_node: dict[int, dict[Cause, float]] = {node: defaultdict(float) for node in window.nodes}
+    by_node: dict[int, dict[CostCause, float]] = {node: defaultdict(float) for node in window.nodes}
     for rank, node in enumerate(window.nodes):
         for name, cause in SEGMENT_CAUSES.items():
             by_node[node][cause] += values[name][rank]
         waited = min(values["waiting"][rank], longest - values["checkpoint"][rank])
-        by_node[node][Cause.WAITING] -= waited
-        by_node[node][Cause.CHECKPOINT] += waited
+        by_node[node][CostCause.WAITING] -= waited
+        by_node[node][CostCause.CHECKPOINT] += waited
     return {node: mix for node, mix in by_node.items() if sum(mix.values()) > 0}
 
 
-def _kept_steps(terms: Sequence[Term], found: Mapping[int, Sequence[Window]]) -> dict[int, int]:
+def _kept_steps(terms: Sequence[Term], found: Mapping[int, Sequence[TimingWindow]]) -> dict[int, int]:
     """Of each window, by its identity, the steps that were not done again later."""
     kept, earliest = {}, None
     for term in reversed(terms):

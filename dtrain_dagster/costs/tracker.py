@@ -6,15 +6,16 @@ All times are Unix time, which knows neither time zones nor daylight saving; whe
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.money import HOUR, SECOND, is_finite, microseconds, nano_usd, usd
 from dtrain_dagster.costs.prices import Tier, price_of, tier_of
+from dtrain_dagster.costs.usage import NodeUsage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,3 +228,12 @@ def _once(stays: list[NodeCost]) -> list[NodeCost]:
             source = here[-1]
             found.append(replace(source, began=begin, ended=end))
     return found
+
+
+def paid_wall_seconds(usage: Sequence[NodeUsage]) -> float:
+    """How long at least one node was paid for: what lies between two launches is not."""
+    total, until = 0.0, -math.inf
+    for node in sorted(usage, key=lambda node: node.started_at):
+        total += max(0.0, node.ended_at - max(until, node.started_at))
+        until = max(until, node.ended_at)
+    return total

@@ -12,15 +12,16 @@ from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.local.job_lock import is_held
 from dtrain_dagster.costs.plan import LISTED, STAND_IN
 from dtrain_dagster.costs.prices import PriceError, Tier
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.dashboard.job_index import JobIndex, Listing, Seen
+from dtrain_dagster.dashboard.job_row import DAMAGED, ENDED, JobRow
 from dtrain_dagster.dashboard.series import UNREADABLE, PerformanceDashboard, is_number
 from dtrain_dagster.jobs.progress import PLAN, last_step
 from dtrain_dagster.planning.projection import Pace, project
 from dtrain_dagster.support.formatting import dollars, duration
+from dtrain_dagster.support.job_lock import is_held
 from trainer.config import JOB_ID
 from trainer.printable import visible
 from trainer.rundir import JOB, LAUNCH, RESULT, STATUS, NodePresence, RunDir, SeenFiles, stale_seconds
@@ -34,30 +35,7 @@ room."""
 RECENT_SECONDS = 3600.0
 SILENT_SECONDS = 60.0
 """Who trains says something more often, unless a report takes longer to come."""
-ENDED = frozenset(state.value for state in JobState if state.is_final)
-DAMAGED = "damaged"
-"""In place of a `JobState`: of a run directory that is not as its contract has it."""
 CANNOT_READ = (*UNREADABLE, OSError, RecursionError)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobRow:
-    """One job in the list. Times are Unix seconds."""
-
-    job_id: str
-    state: str
-    """A `JobState`, or `DAMAGED`."""
-    started_at: float | None
-    ended_at: float | None
-    model: str
-    step: int | None
-    """The last one that was reported."""
-    reason: str = ""
-    """What is wrong with a damaged one."""
-
-    @property
-    def running(self) -> bool:
-        return self.state not in ENDED and self.state != DAMAGED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

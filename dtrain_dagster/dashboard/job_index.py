@@ -15,14 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from dtrain_dagster.dashboard.job_row import JobRow
 from trainer.config import JOB_ID
 from trainer.rundir import EVENTS, STATUS
 from trainer.storage.base import Storage, is_litter
-
-if TYPE_CHECKING:
-    from dtrain_dagster.dashboard.job_board import JobRow
 
 READERS = 16
 """Run directories on remote storage that are read side by side."""

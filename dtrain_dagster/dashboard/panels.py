@@ -12,7 +12,7 @@ EACH_NODE = "node *"
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """A column of a track. An empty ``label`` is the name of the track."""
 
     track: str
@@ -35,7 +35,7 @@ class Panel:
     """What it shows, in a sentence, for who does not know."""
     kind: str = "lines"
     x: str = "step"
-    lines: tuple[Line, ...] = ()
+    lines: tuple[ChartLine, ...] = ()
     right_unit: str = ""
     wide: bool = False
     section: str
@@ -47,26 +47,26 @@ PANELS = (
     Panel(
         key="loss", section="Training", title="Loss", unit="loss per sample",
         about="Mean over the samples of all ranks since the report before; validation at each evaluation.",
-        lines=(Line("steps", "loss", "training"), Line("evaluations", "loss", "validation", marker=True)),
+        lines=(ChartLine("steps", "loss", "training"), ChartLine("evaluations", "loss", "validation", marker=True)),
     ),
     Panel(
         key="rate", section="Training", title="Learning rate and gradient norm", unit="learning rate",
         about="The gradient's 2-norm is taken before it is clipped.", right_unit="gradient 2-norm",
         lines=(
-            Line("steps", "learning_rate", "learning rate"),
-            Line("steps", "grad_norm", "gradient norm", right=True),
+            ChartLine("steps", "learning_rate", "learning rate"),
+            ChartLine("steps", "grad_norm", "gradient norm", right=True),
         ),
     ),
     Panel(
         key="throughput", section="Training", title="Throughput", unit="samples/s", x="time",
         about="All nodes together while they train, and each node.",
-        lines=(Line("steps", "samples_per_second", "all nodes"), Line(EACH_NODE, "samples_per_second")),
+        lines=(ChartLine("steps", "samples_per_second", "all nodes"), ChartLine(EACH_NODE, "samples_per_second")),
     ),
     Panel(
         key="breakdown", section="Where the time goes", title="A step, by what it was spent on", unit="ms per step",
         kind="stack", wide=True,
         about="Mean over ranks. Communication: on the wire, hidden by no computation. Waiting: for slower ranks.",
-        lines=tuple(Line("timing", name, name) for name in SEGMENTS),
+        lines=tuple(ChartLine("timing", name, name) for name in SEGMENTS),
     ),
     Panel(
         key="ranks", section="Where the time goes", title="A step, by rank", unit="ms per step", kind="ranks",
@@ -76,7 +76,7 @@ PANELS = (
         key="late", section="Where the time goes", title="Who is late, and when", unit="ms late", kind="heatmap",
         wide=True,
         about="Median per report of how much less a rank waited than the one that waited most.",
-        lines=(Line("late", "*"),),
+        lines=(ChartLine("late", "*"),),
     ),
     Panel(
         key="collectives", section="Where the time goes", title="Communication, by collective", unit="ms per step",
@@ -90,22 +90,22 @@ PANELS = (
     Panel(
         key="busy", section="Nodes", title="Utilisation", unit="%", x="time",
         about="Mean over a node's GPUs; without GPUs, its share of the machine's processors.",
-        lines=(Line(ALL_NODES, "busy", "mean"), Line(EACH_NODE, "busy")),
+        lines=(ChartLine(ALL_NODES, "busy", "mean"), ChartLine(EACH_NODE, "busy")),
     ),
     Panel(
         key="memory", section="Nodes", title="Memory", unit="%", x="time",
         about="Of the GPUs; without GPUs, what the ranks hold of the machine's.",
-        lines=(Line(ALL_NODES, "memory", "mean"), Line(EACH_NODE, "memory")),
+        lines=(ChartLine(ALL_NODES, "memory", "mean"), ChartLine(EACH_NODE, "memory")),
     ),
     Panel(
         key="network", section="Nodes", title="Network", unit="bytes/s", x="time",
         about="All interfaces of the machine; sent, and received (dotted).",
-        lines=(Line(EACH_NODE, "sent"), Line(EACH_NODE, "received", dash="dot")),
+        lines=(ChartLine(EACH_NODE, "sent"), ChartLine(EACH_NODE, "received", dash="dot")),
     ),
     Panel(
         key="disk", section="Nodes", title="Disk", unit="bytes/s", x="time",
         about="All disks of the machine; written, and read (dotted).",
-        lines=(Line(EACH_NODE, "disk_written"), Line(EACH_NODE, "disk_read", dash="dot")),
+        lines=(ChartLine(EACH_NODE, "disk_written"), ChartLine(EACH_NODE, "disk_read", dash="dot")),
     ),
     Panel(
         key="timeline", section="Nodes", title="When nodes were there", unit="", kind="timeline", x="time", wide=True,

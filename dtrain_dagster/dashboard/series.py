@@ -17,9 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtrain_dagster.jobs.progress import Progress, advance, news
+from dtrain_dagster.jobs.progress import JobProgress, advance, news
 from dtrain_dagster.monitoring.alerts import best, told
-from dtrain_dagster.monitoring.diagnosis import Cause, diagnose
+from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose
 from dtrain_dagster.monitoring.hangs import verdict
 from dtrain_dagster.monitoring.strategies import strategies
 from dtrain_dagster.monitoring.windows import SEGMENTS, settled, windows
@@ -105,7 +105,7 @@ def merged(row: Row, sample: Row, weight: int, x: str) -> Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class SeriesWindow:
     """One ``timing`` event: seconds per step of each rank, by segment."""
 
     steps: int
@@ -123,7 +123,7 @@ class PerformanceDashboard:
         self.token = uuid.uuid4().hex
         """Of this fold: versions of another one mean nothing here."""
         self.version = 0
-        self.progress = Progress()
+        self.progress = JobProgress()
         self.total_steps: int | None = None
         self.started_at: float | None = None
         self.heard_at: float | None = None
@@ -137,7 +137,7 @@ class PerformanceDashboard:
         """Nodes that train, as the newest generation has it."""
         self.lost: set[int] = set()
         self.has_gpus = False
-        self.windows: deque[Window] = deque(maxlen=LATEST_WINDOWS)
+        self.windows: deque[SeriesWindow] = deque(maxlen=LATEST_WINDOWS)
         self.collectives: tuple[dict[str, Any], ...] = ()
         self.link: dict[str, Any] | None = None
         self.news: deque[dict[str, Any]] = deque(maxlen=NEWS)
@@ -201,7 +201,7 @@ class PerformanceDashboard:
             advice = [told(item) for item in best(strategies(settled(windows(recent)), recent, training))]
         except UNREADABLE:
             return None
-        if found.cause is Cause.UNKNOWN:
+        if found.cause is SlowdownCause.UNKNOWN:
             return None
         share = f", {found.share:.0%} of the time" if found.share else ""
         return {
@@ -285,7 +285,7 @@ class PerformanceDashboard:
             raise ValueError("a window has at least one step")
         late = (item.get("typical") or {}).get("late") or ()
         ranks = rank_labels(nodes)
-        self.windows.append(Window(steps, ranks, nodes, float(item["seconds"]), segments, late))
+        self.windows.append(SeriesWindow(steps, ranks, nodes, float(item["seconds"]), segments, late))
         self.collectives = tuple(collective(entry) for entry in item.get("collectives") or ())
         place = {"step": item["step"], "time": item["time"]}
         means = {name: 1000 * statistics.fmean(values) for name, values in segments.items()}

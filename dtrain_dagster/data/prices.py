@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dtrain_dagster.data.building import building_in
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.price_file import GivenFile, engine, opened
-from dtrain_dagster.settings.secrets import redact
+from dtrain_dagster.support.secrets import redact
 from trainer.documents.reader import read_document
 from trainer.documents.schemas import record, text, whole
 from trainer.storage.base import Storage

@@ -22,7 +22,7 @@ from dtrain_dagster.data.features import FEATURES, TARGET, WARM_UP, index_featur
 from dtrain_dagster.data.prices import PricesRef, iter_tickers
 from dtrain_dagster.data.shard_file import Shard, rename_shards, stored_columns
 from dtrain_dagster.data.validation import Mask, Validation, exchange_sessions, gaps
-from dtrain_dagster.settings.secrets import redact
+from dtrain_dagster.support.secrets import redact
 from trainer.data.manifest import DatasetError, load_manifest, read_manifest
 from trainer.documents.places import PlaceError, inside
 from trainer.storage.base import Storage

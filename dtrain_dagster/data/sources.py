@@ -19,7 +19,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.settings.secrets import SecretError, is_reference, redact, refuse_secret, resolve
+from dtrain_dagster.support.secrets import SecretError, is_reference, redact, refuse_secret, resolve
 
 _SUFFIXES = re.compile(r"(\.[A-Za-z0-9]{1,8}){0,2}$")
 _TICKER = re.compile(r"[A-Za-z0-9^=.-]{1,20}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +18,7 @@ PIECE_BYTES = 4 << 20
 """Of a log at once."""
 _NODE = re.compile(r"=== node-(\d+)\.log ===")
 _PART = re.compile(r"--- (launch \d+, .*|rank \d+) ---")
-"""Begins what a launch printed (`clusters.azure_ml.traces`), or a rank (`by_node`): each part grows at its own end."""
+"""Begins what a launch printed or a rank (`clusters.azure_ml.job_records`): each part grows at its own end."""
 
 Part = tuple[int, str, str]
 """Node, and the lines that name the launch and the rank, where there are such."""
@@ -101,16 +101,6 @@ class LogPoller:
             if new and node_id in (None, part[0]):
                 self._given[part] = finished
                 yield from ((part[0], line) for line in new)
-
-
-def by_node(texts: Mapping[int, str], processes_per_node: int) -> dict[int, str]:
-    """Node → what its ranks printed, one after the other, of several each under a line that names it. Pure."""
-    found: dict[int, str] = {}
-    for rank, text in sorted(texts.items()):
-        header = f"--- rank {rank} ---\n" if processes_per_node > 1 else ""
-        node_id = rank // processes_per_node
-        found[node_id] = found.get(node_id, "") + header + text.rstrip("\n") + "\n"
-    return found
 
 
 def by_part(text: str) -> dict[Part, list[str]]:

@@ -57,7 +57,7 @@ class KnownJob:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class JobChoice:
     """What to do to get a training done, and why, in words for the log."""
 
     action: Literal["start", "attach", "adopt", "restart"]
@@ -65,7 +65,7 @@ class Choice:
     reason: str
 
 
-def choose_job(fingerprint: str, root_run_id: str, known: Sequence[KnownJob]) -> Choice:
+def choose_job(fingerprint: str, root_run_id: str, known: Sequence[KnownJob]) -> JobChoice:
     """Which job does this training. ``known``: jobs of the cluster, newest first.
 
     The job of the same root run comes first (a retry of the run continues it); then any job of the same fingerprint
@@ -81,26 +81,26 @@ def choose_job(fingerprint: str, root_run_id: str, known: Sequence[KnownJob]) ->
     for job in known:
         if job.job_id == own:
             if not job.state.is_final:
-                return Choice(action="attach", job_id=own, reason="this run's job is already running")
+                return JobChoice(action="attach", job_id=own, reason="this run's job is already running")
             if job.state is JobState.SUCCEEDED:
-                return Choice(action="adopt", job_id=own, reason="this run's job has already succeeded")
-            return Choice(
+                return JobChoice(action="adopt", job_id=own, reason="this run's job has already succeeded")
+            return JobChoice(
                 action="restart", job_id=own, reason=f"this run's job was {job.state}; it goes on in its folder"
             )
     alike = [job for job in known if job.job_id.startswith(f"train-{fingerprint}-")]
     same = [job for job in alike if not job.claimed]
     for job in same:
         if not job.state.is_final:
-            return Choice(action="attach", job_id=job.job_id, reason="a job of the same training is already running")
+            return JobChoice(action="attach", job_id=job.job_id, reason="a job of the same training is already running")
     for job in same:
         if job.state is JobState.SUCCEEDED:
             reason = "a job of the same training succeeded after its orchestrator was gone"
-            return Choice(action="adopt", job_id=job.job_id, reason=reason)
+            return JobChoice(action="adopt", job_id=job.job_id, reason=reason)
     if alike and alike[0].has_checkpoint and not alike[0].claimed:
         reason = f"the last job of the same training was {alike[0].state}; it goes on from its latest checkpoint"
-        return Choice(action="restart", job_id=alike[0].job_id, reason=reason)
+        return JobChoice(action="restart", job_id=alike[0].job_id, reason=reason)
     alone = "".join(f"; {job_id} is left alone: {damage}" for job_id, damage in damaged.items())
-    return Choice(action="start", job_id=own, reason=f"no job of this training runs{alone}")
+    return JobChoice(action="start", job_id=own, reason=f"no job of this training runs{alone}")
 
 
 def known_jobs(manager: GPUClusterManager, jobs_uri: str, fingerprint: str) -> list[KnownJob]:
@@ -218,7 +218,7 @@ def start_job(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class JobProgress:
     """How far a job is. Fields are None until they are known."""
 
     phase: str = "waiting for nodes"
@@ -250,7 +250,7 @@ class Progress:
         return f"{message}; {verdict(self.hang)}" if self.hang else message
 
 
-def advance(progress: Progress, events: Sequence[dict[str, Any]]) -> Progress:
+def advance(progress: JobProgress, events: Sequence[dict[str, Any]]) -> JobProgress:
     """Progress after these events. Pure."""
     from dtrain_dagster.monitoring.alerts import keep
     from dtrain_dagster.monitoring.hangs import unresolved
@@ -264,7 +264,7 @@ def advance(progress: Progress, events: Sequence[dict[str, Any]]) -> Progress:
     return progress
 
 
-def _after(progress: Progress, item: Mapping[str, Any]) -> Progress:
+def _after(progress: JobProgress, item: Mapping[str, Any]) -> JobProgress:
     """Progress after one event; one of `UNREADABLE` where that was written to another contract."""
     if item["kind"] == "phase":
         return _after_phase(progress, item)
@@ -318,7 +318,7 @@ def _listed(nodes: Sequence[int]) -> str:
     return ", ".join(map(str, nodes))
 
 
-def _after_phase(progress: Progress, item: Mapping[str, Any]) -> Progress:
+def _after_phase(progress: JobProgress, item: Mapping[str, Any]) -> JobProgress:
     """A phase event says what has just been *done*; what that means for a person who waits."""
     doing = {"data": "loading the model", "startup": "starting", "finalise": "judged and written"}
     if item["rank"] != 0 or item["name"] not in doing or (progress.step and item["name"] != "finalise"):
@@ -341,13 +341,13 @@ def follow_job(
     job_id: str,
     now: Callable[[], float] = time.time,
     take: Callable[[list[dict[str, Any]]], object] = lambda events: None,
-) -> Iterator[tuple[JobStatus, Progress]]:
+) -> Iterator[tuple[JobStatus, JobProgress]]:
     """Yield the job's status and progress, again and again, until it has ended; the last one yielded is final. ``take``
     gets the events that have come since, before each."""
     from dtrain_dagster.monitoring.hangs import HangNews
 
     seen = SeenFiles()
-    progress, hang_news = Progress(), HangNews()
+    progress, hang_news = JobProgress(), HangNews()
     while True:
         status = manager.job_status(job_id)  # asked first, so that the final round reads all events
         told: tuple[str, ...] = ()

@@ -6,10 +6,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain_dagster.monitoring.diagnosis import Cause, diagnose, too_much_communication
+from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose, too_much_communication
+from dtrain_dagster.monitoring.step_model import Strategy
 from dtrain_dagster.monitoring.stragglers import FEWEST_WINDOWS, LEAST_SECONDS
-from dtrain_dagster.monitoring.strategies import Strategy, communication_strategies, waiting_strategies
-from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, Window, seconds_of, settled, shares, windows, worlds
+from dtrain_dagster.monitoring.strategies import communication_strategies, waiting_strategies
+from dtrain_dagster.monitoring.windows import (
+    COMMUNICATION_LIMIT,
+    TimingWindow,
+    seconds_of,
+    settled,
+    shares,
+    windows,
+    worlds,
+)
 
 KINDS = ("timing", "link", "checkpoint")
 """Events that tell what holds steps up."""
@@ -18,7 +27,7 @@ KEPT_WINDOWS, LATEST_WINDOWS = 40, 10
 KEPT_EVENTS = 10 * KEPT_WINDOWS
 """At most: saves and links are reported where no windows are (``training.timing``)."""
 COMMUNICATION = "communication"
-STRAGGLERS = (Cause.SLOW_COMPUTE, Cause.SLOW_INPUT, Cause.SLOW_RANK)
+STRAGGLERS = (SlowdownCause.SLOW_COMPUTE, SlowdownCause.SLOW_INPUT, SlowdownCause.SLOW_RANK)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,12 +78,12 @@ def alerts(
     return due
 
 
-def _against(node_id: int | None, found: Sequence[Window]) -> list[Strategy]:
+def _against(node_id: int | None, found: Sequence[TimingWindow]) -> list[Strategy]:
     """What would help against this straggler, in the world that trained longest of those in which it is one."""
     return next(filter(None, (waiting_strategies(world, node_id) for world in worlds(found))), [])
 
 
-def communication_alert(found: Sequence[Window], training: Mapping[str, Any] | None = None) -> Alert | None:
+def communication_alert(found: Sequence[TimingWindow], training: Mapping[str, Any] | None = None) -> Alert | None:
     """Does exposed wire take more than its limit of the time of these windows (R3.2)? Waiting for a slow rank does not
     count: the network has no part in it."""
     if len(found) < FEWEST_WINDOWS or not too_much_communication(found):

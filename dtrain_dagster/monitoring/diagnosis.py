@@ -21,7 +21,7 @@ from dtrain_dagster.monitoring.stragglers import (
 )
 from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
-    Window,
+    TimingWindow,
     seconds_of,
     settled,
     shares,
@@ -45,7 +45,7 @@ LINK_EXPLAINS = 0.08
 """Of the exposed wire time: what a step's gradients must take over a slow link, if that link is to be the cause."""
 
 
-class Cause(StrEnum):
+class SlowdownCause(StrEnum):
     HEALTHY = "healthy"
     HANG = "hang"
     SLOW_COMPUTE = "slow compute"
@@ -65,7 +65,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    cause: Cause
+    cause: SlowdownCause
     share: float
     """Of training time: what it costs, or an upper bound of what can be won back."""
     evidence: str
@@ -80,7 +80,7 @@ class Diagnosis:
     @property
     def where(self) -> str:
         """«slow compute on rank 1 (node 1)»."""
-        place = f" of rank {self.rank}" if self.cause is Cause.HANG else f" on rank {self.rank}"
+        place = f" of rank {self.rank}" if self.cause is SlowdownCause.HANG else f" on rank {self.rank}"
         return str(self.cause) if self.rank is None else f"{self.cause}{place} (node {self.node_id})"
 
 
@@ -89,7 +89,7 @@ def diagnose(events: Iterable[Mapping[str, Any]]) -> Diagnosis:
     events = list(events)
     found = settled(windows(events))
     total = seconds_of(found)
-    causes: dict[tuple[Cause, int | None], Diagnosis] = {}
+    causes: dict[tuple[SlowdownCause, int | None], Diagnosis] = {}
     for world in worlds(found):
         weight = seconds_of(world) / total
         for item in _of_world(world, events):
@@ -104,9 +104,11 @@ def diagnose(events: Iterable[Mapping[str, Any]]) -> Diagnosis:
     return replace(ranked[0], also=tuple(ranked[1:]))
 
 
-def _nothing_found(found: Sequence[Window]) -> Diagnosis:
+def _nothing_found(found: Sequence[TimingWindow]) -> Diagnosis:
     if not found:
-        return Diagnosis(cause=Cause.UNKNOWN, share=0.0, evidence="The trainer recorded no timing of its steps.")
+        return Diagnosis(
+            cause=SlowdownCause.UNKNOWN, share=0.0, evidence="The trainer recorded no timing of its steps."
+        )
     part = shares(found)
     own = part["forward"] + part["backward"] + part["optimizer"]
     text = (
@@ -115,23 +117,25 @@ def _nothing_found(found: Sequence[Window]) -> Diagnosis:
     )
     if len(found) < FEWEST_WINDOWS:
         few = f"Too few steps were timed to tell a cause from noise ({sum(window.steps for window in found)}): {text}"
-        return Diagnosis(cause=Cause.UNKNOWN, share=0.0, evidence=few)
+        return Diagnosis(cause=SlowdownCause.UNKNOWN, share=0.0, evidence=few)
     if too_much_communication(found):
         text += f" Wire is above {COMMUNICATION_LIMIT:.0%} in some windows, but not steadily."
     if part["waiting"] > TAKING_TURNS:
         text += " No rank is late persistently: they take turns, as on machines that do other work too."
-    return Diagnosis(cause=Cause.HEALTHY, share=0.0, evidence=text)
+    return Diagnosis(cause=SlowdownCause.HEALTHY, share=0.0, evidence=text)
 
 
-def _of_world(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
+def _of_world(world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
     late = stragglers(world)
     found = [_straggler(item, world) for item in late]
     found += _input(world, late) + _uneven(world) + _wire(world, events)
     return found + _checkpoint(world, events)
 
 
-def _straggler(item: Straggler, world: Sequence[Window]) -> Diagnosis:
-    cause = {"input": Cause.SLOW_INPUT, "compute": Cause.SLOW_COMPUTE}.get(item.why, Cause.SLOW_RANK)
+def _straggler(item: Straggler, world: Sequence[TimingWindow]) -> Diagnosis:
+    cause = {"input": SlowdownCause.SLOW_INPUT, "compute": SlowdownCause.SLOW_COMPUTE}.get(
+        item.why, SlowdownCause.SLOW_RANK
+    )
     since = None if item.from_the_start else item.since_step
     when = f"since step {since}" if since is not None else f"in {item.windows} of {item.of_windows} windows"
     what = {"input": "input", "compute": "computation"}.get(item.why)
@@ -150,7 +154,7 @@ def _straggler(item: Straggler, world: Sequence[Window]) -> Diagnosis:
     return Diagnosis(cause=cause, share=share, evidence=text, rank=item.rank, node_id=item.node_id, since_step=since)
 
 
-def _input(world: Sequence[Window], late: Sequence[Straggler]) -> list[Diagnosis]:
+def _input(world: Sequence[TimingWindow], late: Sequence[Straggler]) -> list[Diagnosis]:
     """Input that holds up every rank: what even the quickest one waits for."""
     rows = [window.typical.get("input") or window.segments.get("input") or (0.0,) for window in world]
     share = statistics.median(min(row) / window.seconds for row, window in zip(rows, world, strict=True))
@@ -158,10 +162,10 @@ def _input(world: Sequence[Window], late: Sequence[Straggler]) -> list[Diagnosis
         return []
     each = ", ".join(_ms(statistics.median(column)) for column in zip(*rows, strict=True))
     text = f"Every rank waits for its batch in every step: {each} of {_ms(_step(world))}."
-    return [Diagnosis(cause=Cause.INPUT, share=share, evidence=text)]
+    return [Diagnosis(cause=SlowdownCause.INPUT, share=share, evidence=text)]
 
 
-def _uneven(world: Sequence[Window]) -> list[Diagnosis]:
+def _uneven(world: Sequence[TimingWindow]) -> list[Diagnosis]:
     window = world[-1]
     extra = [dealt_seconds(item) for item in world]
     share = statistics.median(
@@ -171,10 +175,10 @@ def _uneven(world: Sequence[Window]) -> list[Diagnosis]:
         return []
     dealt = ", ".join(f"{samples / window.steps:.0f}" for samples in window.samples)
     text = f"Ranks are dealt {dealt} samples a step: those with fewer wait for those with more."
-    return [Diagnosis(cause=Cause.UNEVEN, share=share, evidence=text)]
+    return [Diagnosis(cause=SlowdownCause.UNEVEN, share=share, evidence=text)]
 
 
-def _wire(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
+def _wire(world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
     """Is it the network, and what of it?"""
     part, typical, step = shares(world), typical_share(world, "communication"), _step(world)
     collectives = typical_collectives(world)
@@ -191,7 +195,7 @@ def _wire(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> list[
                 f": {latency:.0%} of that is latency of {len(collectives)} collectives, the same however few bytes "
                 f"they move, and {1 - latency:.0%} are the bytes"
             )
-        cause = Cause.SMALL_BATCHES if latency >= 0.5 else Cause.COMMUNICATION
+        cause = SlowdownCause.SMALL_BATCHES if latency >= 0.5 else SlowdownCause.COMMUNICATION
         return [Diagnosis(cause=cause, share=part["communication"], evidence=f"{text}.")]
     if _is_steadily_above(FIXED_SHARE, [latency * wire + rest for wire, rest in zip(wires, rests, strict=True)]):
         fixed = part["communication"] * latency + part["optimizer"] + part["other"]
@@ -200,16 +204,16 @@ def _wire(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> list[
             f"({part['communication'] * latency:.0%}), the update and bookkeeping; forward and backward take "
             f"{part['forward'] + part['backward']:.0%}."
         )
-        return [Diagnosis(cause=Cause.SMALL_BATCHES, share=fixed, evidence=text)]
+        return [Diagnosis(cause=SlowdownCause.SMALL_BATCHES, share=fixed, evidence=text)]
     return []
 
 
-def too_much_communication(found: Sequence[Window], limit: float = COMMUNICATION_LIMIT) -> bool:
+def too_much_communication(found: Sequence[TimingWindow], limit: float = COMMUNICATION_LIMIT) -> bool:
     """Does exposed wire take more of the time than the limit, and not just because of one window that hung (R3.2)?"""
     return shares(found).get("communication", 0.0) > limit and typical_share(found, "communication") > limit / 2
 
 
-def _shares_of(world: Sequence[Window], segments: Sequence[str]) -> list[float]:
+def _shares_of(world: Sequence[TimingWindow], segments: Sequence[str]) -> list[float]:
     """Of each window, the share that these segments have."""
     return [sum(map(window.mean, segments)) / window.seconds for window in world]
 
@@ -222,7 +226,7 @@ def _is_steadily_above(limit: float, values: Sequence[float]) -> bool:
     return middle - NOISE_FACTOR * 1.2533 * spread / math.sqrt(len(values)) > limit
 
 
-def _slow_link(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> Diagnosis | None:
+def _slow_link(world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]]) -> Diagnosis | None:
     """The rank whose links take much longer than those that it has no part in, by the trainer's own probes."""
     nodes = world[-1].nodes
     began, ended = world[0].time - world[0].total_seconds, world[-1].time
@@ -256,10 +260,10 @@ def _slow_link(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> 
         f"between others take {_ms(other_seconds)}; wire is {typical_share(world, 'communication'):.0%} of the step."
     )
     share = shares(world)["communication"] * (1 - 1 / ratio)
-    return Diagnosis(cause=Cause.SLOW_LINK, share=share, evidence=text, rank=rank, node_id=nodes[rank])
+    return Diagnosis(cause=SlowdownCause.SLOW_LINK, share=share, evidence=text, rank=rank, node_id=nodes[rank])
 
 
-def _checkpoint(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
+def _checkpoint(world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
     """What saves cost: they hold a rank up, and steps are slower while one is written in the background."""
     began, ended = world[0].time - world[0].total_seconds, world[-1].time
     saves = [
@@ -279,10 +283,10 @@ def _checkpoint(world: Sequence[Window], events: Sequence[Mapping[str, Any]]) ->
         parts.append(f"steps are slower while a write is under way, which it is {writing:.0%} of the time")
     text = " and ".join(parts)
     evidence = f"{text[0].upper()}{text[1:]} ({len(saves)} checkpoints)."
-    return [Diagnosis(cause=Cause.CHECKPOINT, share=stall_share + slower, evidence=evidence)]
+    return [Diagnosis(cause=SlowdownCause.CHECKPOINT, share=stall_share + slower, evidence=evidence)]
 
 
-def _slower_while_writing(world: Sequence[Window], writes: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _slower_while_writing(world: Sequence[TimingWindow], writes: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """(share of training time lost because writes slow the steps, share of the time in which there is a write); the
     first is 0 unless it stands out from the noise."""
     overlaps = []
@@ -304,7 +308,7 @@ def _slower_while_writing(world: Sequence[Window], writes: Sequence[tuple[float,
     return excess * total / _step(world), total
 
 
-def _undisturbed(window: Window) -> float:
+def _undisturbed(window: TimingWindow) -> float:
     """A step without what happens in few of them: medians over steps, where the trainer has recorded them."""
     if "compute" not in window.typical:
         return window.seconds - max(window.segments.get("checkpoint") or (0.0,))
@@ -327,7 +331,7 @@ def _hangs(events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
     share = waited / (waited + seconds_of(windows(events)))
     sentence = verdict(reports)
     evidence = f"{sentence[0].upper()}{sentence[1:]}."
-    return [Diagnosis(cause=Cause.HANG, share=share, evidence=evidence, rank=rank, node_id=node)]
+    return [Diagnosis(cause=SlowdownCause.HANG, share=share, evidence=evidence, rank=rank, node_id=node)]
 
 
 def _memory(events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
@@ -340,10 +344,10 @@ def _memory(events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
         f"Memory ran out {len(short)} time(s), last at step {last.get('step')}: {last.get('samples')} samples go "
         f"through the model at once since then{more}."
     )
-    return [Diagnosis(cause=Cause.MEMORY, share=0.0, evidence=text)]
+    return [Diagnosis(cause=SlowdownCause.MEMORY, share=0.0, evidence=text)]
 
 
-def _step(world: Sequence[Window]) -> float:
+def _step(world: Sequence[TimingWindow]) -> float:
     return statistics.median(window.seconds for window in world)
 
 

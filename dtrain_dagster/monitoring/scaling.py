@@ -67,7 +67,7 @@ class ScalingPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class ScalingLink:
     """What an all-reduce goes over. ``inner``: a faster link among ``group`` ranks of one machine; the sums of machines
     then go over this one."""
 
@@ -75,27 +75,27 @@ class Link:
     latency_seconds: float
     bytes_per_second: float
     source: str
-    inner: Link | None = None
+    inner: ScalingLink | None = None
     group: int = 1
 
 
-_NVLINK = Link(
+_NVLINK = ScalingLink(
     name="NVLink 2", latency_seconds=3e-6, bytes_per_second=150e9, source="V100: 300 GB/s, both ways together"
 )
 LINKS = (
-    Link(
+    ScalingLink(
         name="Ethernet, 24 Gbit/s",
         latency_seconds=30e-6,
         bytes_per_second=24e9 / 8,
         source="bandwidth that Azure states for NC24s_v3; 30 us is usual for TCP with accelerated networking",
     ),
-    Link(
+    ScalingLink(
         name="InfiniBand EDR, 100 Gbit/s",
         latency_seconds=5e-6,
         bytes_per_second=100e9 / 8,
         source="NC24rs_v3; nominal",
     ),
-    Link(
+    ScalingLink(
         name="NVLink of 8, InfiniBand HDR 200 Gbit/s between",
         latency_seconds=5e-6,
         bytes_per_second=200e9 / 8,
@@ -178,7 +178,7 @@ def efficiency(points: Iterable[ScalingPoint], mode: Mode) -> dict[int, float]:
     return {point.world_size: point.samples_per_second / point.world_size / base for point in mine}
 
 
-def fit_link(observed: Sequence[tuple[int, int, float]], name: str) -> Link:
+def fit_link(observed: Sequence[tuple[int, int, float]], name: str) -> ScalingLink:
     """Latency and bandwidth from all-reduces that were measured: (world size, bytes, seconds on the wire).
 
     Least squares on relative errors, so that small messages count as much as large ones. `ValueError` without any.
@@ -191,7 +191,7 @@ def fit_link(observed: Sequence[tuple[int, int, float]], name: str) -> Link:
         raise ValueError("no all-reduce was measured: a link can only be fitted to runs of two ranks or more")
     latency, per_byte = non_negative_fit(rows)
     speed = 1 / per_byte if per_byte > 1e-15 else math.inf  # a petabyte a second is what rounding leaves of nothing
-    return Link(
+    return ScalingLink(
         name=name, latency_seconds=latency, bytes_per_second=speed, source=f"fitted to {len(rows)} measured all-reduces"
     )
 
@@ -204,7 +204,7 @@ def _share(world: int) -> float:
     return 2.0 * (world - 1) / world
 
 
-def all_reduce_seconds(size: int, world: int, link: Link) -> float:
+def all_reduce_seconds(size: int, world: int, link: ScalingLink) -> float:
     """One all-reduce of that many bytes over ``world`` ranks: by ring or tree, whichever is faster."""
     if world < 2:
         return 0.0
@@ -219,7 +219,7 @@ def all_reduce_seconds(size: int, world: int, link: Link) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepModel:
+class ScalingModel:
     """What a step is made of, from one measured point of one rank."""
 
     micro_batch_seconds: float
@@ -233,9 +233,9 @@ class StepModel:
     """Where all ranks share one machine: how many of them it can run at full speed. None: each has its own."""
 
 
-def model_of(single: ScalingPoint, buckets: Sequence[int], cores: float | None = None) -> StepModel:
+def model_of(single: ScalingPoint, buckets: Sequence[int], cores: float | None = None) -> ScalingModel:
     """From a measured point of one rank. ``buckets`` come from a point with several: one rank sums nothing."""
-    return StepModel(
+    return ScalingModel(
         micro_batch_seconds=single.compute_seconds / single.micro_batches,
         backward_share=single.backward_seconds / single.compute_seconds,
         noise_seconds=single.noise_seconds / math.sqrt(single.micro_batches),
@@ -244,7 +244,7 @@ def model_of(single: ScalingPoint, buckets: Sequence[int], cores: float | None =
     )
 
 
-def predict(model: StepModel, world: int, link: Link, micro_batches: int, noise_factor: float = 1.0) -> float:
+def predict(model: ScalingModel, world: int, link: ScalingLink, micro_batches: int, noise_factor: float = 1.0) -> float:
     """Seconds of a step of ``micro_batches`` micro-batches, dealt to ``world`` ranks."""
     each = math.ceil(micro_batches / world)
     crowded = max(1.0, world / model.cores) if model.cores else 1.0
@@ -260,13 +260,13 @@ def predict(model: StepModel, world: int, link: Link, micro_batches: int, noise_
 class Curve:
     """Modelled efficiency over world sizes: (ranks, pessimist's, expected, optimist's)."""
 
-    link: Link
+    link: ScalingLink
     mode: Mode
     rows: tuple[tuple[int, float, float, float], ...]
 
 
 def modelled(
-    model: StepModel, link: Link, mode: Mode, micro_batches_per_rank: int, sizes: Sequence[int] = SIZES
+    model: ScalingModel, link: ScalingLink, mode: Mode, micro_batches_per_rank: int, sizes: Sequence[int] = SIZES
 ) -> Curve:
     """Efficiency against one rank. Weak: each rank keeps its micro-batches. Strong: the largest world has one
     micro-batch for each rank, smaller ones do the same step with more each."""
@@ -300,7 +300,7 @@ class Check:
         return self.predicted_seconds / self.measured_seconds - 1
 
 
-def check(points: Sequence[ScalingPoint], cores: float | None) -> tuple[Link, tuple[Check, ...]] | None:
+def check(points: Sequence[ScalingPoint], cores: float | None) -> tuple[ScalingLink, tuple[Check, ...]] | None:
     """Fit the link on all worlds but the largest, and predict the largest; None where there are not enough worlds."""
     worlds = sorted({point.world_size for point in points})
     single = next((point for point in points if point.world_size == 1), None)
@@ -331,13 +331,13 @@ class Study:
     verdict: str
     points: tuple[ScalingPoint, ...]
     checks: tuple[Check, ...]
-    links: tuple[Link, ...]
+    links: tuple[ScalingLink, ...]
     """The fitted one first, where there is one; then those that are stated."""
     curves: tuple[Curve, ...]
 
 
 def study(points: Sequence[ScalingPoint], cores: float | None) -> Study:
-    """Everything that measured points tell. ``cores``: see `StepModel`; the modelled worlds have their own cores."""
+    """Everything that measured points tell. ``cores``: see `ScalingModel`; the modelled worlds have their own cores."""
     checked = check(points, cores)
     fitted, checks = checked if checked else (None, ())
     links = (*([fitted] if fitted else []), *LINKS)

@@ -9,114 +9,24 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from dtrain_dagster.monitoring.diagnosis import INPUT_SHARE, too_much_communication
 from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, MEMORY_TARGET, gpu_memory
 from dtrain_dagster.monitoring.link_model import WireFit, fit_wire
+from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, Strategy, step_model
 from dtrain_dagster.monitoring.stragglers import Straggler, stragglers
-from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, Window, seconds_of, typical_collectives, worlds
+from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, TimingWindow, seconds_of, typical_collectives, worlds
 
-WORTH_IT = 0.01
-"""A gain below this is none."""
 CHECKPOINT_BUDGET = 0.01
 """Share of training time that checkpoints may cost."""
 KEPT = 0.01
 """Share of a gradient's entries that top-k compression sends, where the configuration does not say."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Strategy:
-    name: str
-    change: str
-    """What to do, with the setting where there is one."""
-    gain: float
-    """Expected change of samples per second as a fraction: 0.25 is a quarter more."""
-    step_seconds: float
-    samples_per_second: float
-    communication_share: float
-    cost_gain: float
-    """Expected change of samples per node-second, that is, per dollar."""
-    note: str = ""
-
-    @property
-    def order(self) -> tuple[bool, float]:
-        """To sort by: whatever is faster, by how much; then whatever is cheaper."""
-        return (True, self.gain) if self.gain >= WORTH_IT else (False, self.cost_gain)
-
-    @property
-    def is_worth_it(self) -> bool:
-        return max(self.gain, self.cost_gain) >= WORTH_IT
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepModel:
-    """A step as its parts, in seconds, mean over ranks. What it predicts is another one of these."""
-
-    input: float
-    computing: float
-    """Forward and backward."""
-    communication: float
-    waiting: float
-    fixed: float
-    """Update, saves and bookkeeping: the same however many samples there are."""
-    samples: float
-    nodes: int
-
-    @property
-    def seconds(self) -> float:
-        return self.input + self.computing + self.communication + self.waiting + self.fixed
-
-    @property
-    def samples_per_second(self) -> float:
-        return self.samples / self.seconds
-
-    def with_work(self, factor: float) -> StepModel:
-        """So many times the work for each rank in every step."""
-        return replace(
-            self, input=factor * self.input, computing=factor * self.computing, waiting=factor * self.waiting
-        )
-
-    def with_batch(self, factor: float) -> StepModel:
-        """So many times the samples, and as much more work, in every step."""
-        return replace(self.with_work(factor), samples=factor * self.samples)
-
-    def to(self, other: StepModel, name: str, change: str, note: str = "") -> Strategy:
-        """The strategy that leads from this step to the other."""
-        gain = other.samples_per_second / self.samples_per_second
-        return Strategy(
-            name=name,
-            change=change,
-            gain=gain - 1,
-            step_seconds=other.seconds,
-            samples_per_second=other.samples_per_second,
-            communication_share=other.communication / other.seconds,
-            cost_gain=gain * self.nodes / other.nodes - 1,
-            note=note,
-        )
-
-
-def step_model(world: Sequence[Window]) -> StepModel:
-    """The mean step of windows of one world."""
-    steps = sum(window.steps for window in world)
-
-    def mean(*segments: str) -> float:
-        return sum(window.mean(segment) * window.steps for window in world for segment in segments) / steps
-
-    return StepModel(
-        input=mean("input"),
-        computing=mean("forward", "backward"),
-        communication=mean("communication"),
-        waiting=mean("waiting"),
-        fixed=mean("optimizer", "checkpoint", "other"),
-        samples=sum(sum(window.samples) for window in world) / steps,
-        nodes=len(set(world[-1].nodes)),
-    )
-
-
 def strategies(
-    found: Sequence[Window], events: Sequence[Mapping[str, Any]] = (), training: Mapping[str, Any] | None = None
+    found: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]] = (), training: Mapping[str, Any] | None = None
 ) -> list[Strategy]:
     """What would help the world that trained longest in these windows, the largest gain first; those that would gain
     nothing come last. ``training``: the trainer's configuration, for the present values of settings."""
@@ -131,7 +41,7 @@ def strategies(
     return sorted(ranked, key=lambda item: item.order, reverse=True)
 
 
-def communication_strategies(world: Sequence[Window], training: Mapping[str, Any]) -> list[Strategy]:
+def communication_strategies(world: Sequence[TimingWindow], training: Mapping[str, Any]) -> list[Strategy]:
     """Against wire time. Waiting for a slow rank is another matter: none of these helps against it."""
     now = step_model(world)
     if not now.samples:
@@ -160,7 +70,7 @@ def _more_work(now: StepModel, training: Mapping[str, Any]) -> list[Strategy]:
 
 
 def _compression(
-    now: StepModel, world: Sequence[Window], fit: WireFit, training: Mapping[str, Any]
+    now: StepModel, world: Sequence[TimingWindow], fit: WireFit, training: Mapping[str, Any]
 ) -> list[Strategy]:  # fmt: skip
     """Fewer bytes: gains on the part that bandwidth decides, and only on what the backward pass does not hide. Nothing
     of what a run does already, nor where gradients go through one host: that mode does not compress."""
@@ -186,7 +96,7 @@ def _compression(
     return found
 
 
-def _buckets(now: StepModel, world: Sequence[Window], fit: WireFit) -> list[Strategy]:
+def _buckets(now: StepModel, world: Sequence[TimingWindow], fit: WireFit) -> list[Strategy]:
     """Another number of buckets: few pay latency less often, many begin earlier. The best of some."""
     buckets = _buckets_of(world)
     total = sum(item.bytes for item in buckets)
@@ -218,7 +128,7 @@ def _buckets(now: StepModel, world: Sequence[Window], fit: WireFit) -> list[Stra
 
 
 def _hierarchy(
-    now: StepModel, world: Sequence[Window], fit: WireFit, training: Mapping[str, Any]
+    now: StepModel, world: Sequence[TimingWindow], fit: WireFit, training: Mapping[str, Any]
 ) -> list[Strategy]:  # fmt: skip
     """Sum within nodes first: only one rank of each node talks to other nodes."""
     size, nodes = world[-1].world_size, now.nodes
@@ -235,7 +145,7 @@ def _hierarchy(
     return [now.to(_less_wire(now, world, saved), "hierarchical all-reduce", change, note)]
 
 
-def on_fewer_nodes(world: Sequence[Window]) -> list[StepModel]:
+def on_fewer_nodes(world: Sequence[TimingWindow]) -> list[StepModel]:
     """The same global batch on one node, two and so on: more computing for each, less or no wire."""
     now = step_model(world)
     if now.nodes < 2 or world[-1].world_size % now.nodes:
@@ -244,7 +154,7 @@ def on_fewer_nodes(world: Sequence[Window]) -> list[StepModel]:
     return [_with_ranks(now, world, fit, count * per_node, count) for count in range(1, now.nodes)]
 
 
-def _fewer_nodes(now: StepModel, world: Sequence[Window]) -> list[Strategy]:
+def _fewer_nodes(now: StepModel, world: Sequence[TimingWindow]) -> list[Strategy]:
     """The best number of them."""
     options = on_fewer_nodes(world)
     if not options:
@@ -260,7 +170,9 @@ def _fewer_nodes(now: StepModel, world: Sequence[Window]) -> list[Strategy]:
     return found
 
 
-def _with_ranks(now: StepModel, world: Sequence[Window], fit: WireFit | None, ranks: int, nodes: int) -> StepModel:
+def _with_ranks(
+    now: StepModel, world: Sequence[TimingWindow], fit: WireFit | None, ranks: int, nodes: int
+) -> StepModel:
     size = world[-1].world_size
     work = size / ranks
     collectives = typical_collectives(world)
@@ -270,7 +182,7 @@ def _with_ranks(now: StepModel, world: Sequence[Window], fit: WireFit | None, ra
     return replace(then, waiting=0.0) if ranks == 1 else then
 
 
-def waiting_strategies(world: Sequence[Window], node_id: int | None = None) -> list[Strategy]:
+def waiting_strategies(world: Sequence[TimingWindow], node_id: int | None = None) -> list[Strategy]:
     """Against a straggler: another node in its place, less work for it, or none. ``node_id``: against this one, and not
     the costliest."""
     ranked, now = stragglers(world), step_model(world)
@@ -310,7 +222,7 @@ def _on_time(now: StepModel, item: Straggler, saved: float, size: int) -> StepMo
     return replace(now, computing=max(0.0, now.computing - own))
 
 
-def _deal_less(now: StepModel, world: Sequence[Window], item: Straggler) -> list[Strategy]:
+def _deal_less(now: StepModel, world: Sequence[TimingWindow], item: Straggler) -> list[Strategy]:
     """The deal of whole micro-batches with which all ranks are done soonest."""
     count, size = int(world[-1].facts.get("micro_batches") or 0), world[-1].world_size
     if not count or count <= size or not item.other_seconds:
@@ -334,7 +246,7 @@ def _deal_less(now: StepModel, world: Sequence[Window], item: Straggler) -> list
     ]  # fmt: skip
 
 
-def _input(world: Sequence[Window]) -> list[Strategy]:
+def _input(world: Sequence[TimingWindow]) -> list[Strategy]:
     now = step_model(world)
     common = statistics.median(min(window.segments.get("input") or (0.0,)) for window in world)
     if common / now.seconds < INPUT_SHARE:  # what one rank waits for beyond that is this rank's matter
@@ -345,7 +257,7 @@ def _input(world: Sequence[Window]) -> list[Strategy]:
 
 
 def _checkpoint(
-    world: Sequence[Window], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
+    world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
 ) -> list[Strategy]:
     """As seldom as it takes for saves to cost less than the budget. Both what they cost and how many there were is
     that of these windows: a job has saves in other worlds as well."""
@@ -370,7 +282,7 @@ def _checkpoint(
 
 
 def _memory(
-    world: Sequence[Window], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
+    world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
 ) -> list[Strategy]:
     """A batch size from measured memory, where the GPU is less than 70 % full at its fullest (R3.4)."""
     memory = gpu_memory(world, events, training)
@@ -386,7 +298,7 @@ def _memory(
     return [now.to(now.with_batch(larger / memory.batch), "use the GPU's memory", change, note)]
 
 
-def _less_wire(now: StepModel, world: Sequence[Window], saved: float) -> StepModel:
+def _less_wire(now: StepModel, world: Sequence[TimingWindow], saved: float) -> StepModel:
     """So many seconds less of wire come off what is exposed; the commit and a last bucket always are."""
     buckets = _buckets_of(world)
     wire = sum(item.wire_seconds for item in buckets)
@@ -395,11 +307,11 @@ def _less_wire(now: StepModel, world: Sequence[Window], saved: float) -> StepMod
     return replace(now, communication=max(floor, now.communication - saved))
 
 
-def _buckets_of(world: Sequence[Window]) -> list[Any]:
+def _buckets_of(world: Sequence[TimingWindow]) -> list[Any]:
     return [item for item in typical_collectives(world) if "bucket" in item.name]
 
 
-def _micro_batches(world: Sequence[Window]) -> int:
+def _micro_batches(world: Sequence[TimingWindow]) -> int:
     count = world[-1].facts.get("micro_batches")
     return -(-int(count) // world[-1].world_size) if count else 1
 

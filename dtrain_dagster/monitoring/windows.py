@@ -40,7 +40,7 @@ class WireTime:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Window:
+class TimingWindow:
     """What the ranks of one world did in some consecutive steps. Seconds are means per step, one for each rank."""
 
     time: float
@@ -73,7 +73,7 @@ class Window:
         return statistics.fmean(values) if values else 0.0
 
 
-def windows(events: Iterable[Mapping[str, Any]]) -> list[Window]:
+def windows(events: Iterable[Mapping[str, Any]]) -> list[TimingWindow]:
     """The ``timing`` events that can be read, in order of time."""
     found = []
     for item in events:
@@ -85,28 +85,28 @@ def windows(events: Iterable[Mapping[str, Any]]) -> list[Window]:
     return sorted(found, key=lambda window: window.time)
 
 
-def settled(found: Sequence[Window]) -> list[Window]:
+def settled(found: Sequence[TimingWindow]) -> list[TimingWindow]:
     """Without the first window of each generation, in which buckets are made and caches are cold, where enough
     remain to do without it."""
-    by_generation: dict[int, list[Window]] = defaultdict(list)
+    by_generation: dict[int, list[TimingWindow]] = defaultdict(list)
     for window in found:
         by_generation[window.generation].append(window)
     return [window for group in by_generation.values() for window in (group[1:] if len(group) > 3 else group)]
 
 
-def worlds(found: Sequence[Window]) -> list[list[Window]]:
+def worlds(found: Sequence[TimingWindow]) -> list[list[TimingWindow]]:
     """Windows of the same ranks on the same nodes, together; those that trained longest first."""
-    groups: dict[tuple[int, ...], list[Window]] = defaultdict(list)
+    groups: dict[tuple[int, ...], list[TimingWindow]] = defaultdict(list)
     for window in found:
         groups[window.nodes].append(window)
     return sorted(groups.values(), key=seconds_of, reverse=True)
 
 
-def seconds_of(found: Sequence[Window]) -> float:
+def seconds_of(found: Sequence[TimingWindow]) -> float:
     return sum(window.total_seconds for window in found)
 
 
-def shares(found: Sequence[Window]) -> dict[str, float]:
+def shares(found: Sequence[TimingWindow]) -> dict[str, float]:
     """Of the time of these windows, how much went into each segment, mean over ranks; they add up to 1."""
     total = seconds_of(found)
     if not total:
@@ -114,12 +114,12 @@ def shares(found: Sequence[Window]) -> dict[str, float]:
     return {name: sum(window.mean(name) * window.steps for window in found) / total for name in SEGMENTS}
 
 
-def typical_share(found: Sequence[Window], segment: str) -> float:
+def typical_share(found: Sequence[TimingWindow], segment: str) -> float:
     """The median over windows: what one window that was held up by something else cannot spoil."""
     return statistics.median(window.mean(segment) / window.seconds for window in found) if found else 0.0
 
 
-def typical_collectives(found: Sequence[Window]) -> list[WireTime]:
+def typical_collectives(found: Sequence[TimingWindow]) -> list[WireTime]:
     """Each collective of a step, by name, as medians over the windows of one world."""
     by_name: dict[str, list[WireTime]] = defaultdict(list)
     for window in found:
@@ -144,7 +144,7 @@ def _medians(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     return tuple(statistics.median(column) for column in zip(*rows, strict=False))
 
 
-def _window(item: Mapping[str, Any]) -> Window | None:
+def _window(item: Mapping[str, Any]) -> TimingWindow | None:
     """None where it says too little to be of use."""
     nodes = tuple(int(node) for node in item.get("nodes") or ())
     size = len(nodes)
@@ -159,7 +159,7 @@ def _window(item: Mapping[str, Any]) -> Window | None:
     typical = {
         name: tuple(map(float, values)) for name, values in (item.get("typical") or {}).items() if len(values) == size
     }
-    return Window(
+    return TimingWindow(
         time=float(item.get("time", 0.0)),
         step=int(item.get("step", 0)),
         steps=int(item["steps"]),

@@ -32,7 +32,7 @@ class PlanError(ValueError):
     """No choice keeps the deadline and the budget. The message names those that come nearest, and the settings."""
 
 
-class Forecast(Protocol):
+class TimeForecast(Protocol):
     """What is asked of a forecast of the training's time."""
 
     @property
@@ -63,7 +63,7 @@ class Baseline:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class PlanChoice:
     """One way to run the training."""
 
     sku: str
@@ -111,7 +111,7 @@ class NotAvailable:
 class Choices:
     """The table of choices, sorted by cost."""
 
-    rows: tuple[Choice, ...]
+    rows: tuple[PlanChoice, ...]
     not_available: tuple[NotAvailable, ...]
     deadline_seconds: float | None
     budget_usd: float | None
@@ -121,17 +121,17 @@ class Choices:
     price_words: str
 
     @property
-    def chosen(self) -> Choice | None:
+    def chosen(self) -> PlanChoice | None:
         return next((row for row in self.rows if row.is_chosen), None)
 
     @property
-    def pareto(self) -> tuple[Choice, ...]:
+    def pareto(self) -> tuple[PlanChoice, ...]:
         """The front, sorted by cost, and so from slow to quick."""
         return tuple(row for row in self.rows if row.is_pareto)
 
 
 def choices(
-    forecast: Forecast,
+    forecast: TimeForecast,
     baseline: Baseline,
     prices: Iterable[SkuPrice],
     node_counts: Iterable[int],
@@ -179,7 +179,7 @@ def choices(
     )
 
 
-def choose(table: Choices) -> Choice:
+def choose(table: Choices) -> PlanChoice:
     """The chosen one. `PlanError` where none fits: what would, and the setting that has to change for it."""
     if table.chosen:
         return table.chosen
@@ -212,7 +212,7 @@ def choose(table: Choices) -> Choice:
     raise PlanError(". ".join(words))
 
 
-def misses(choice: Choice, deadline_seconds: float | None, budget_usd: float | None) -> list[str]:
+def misses(choice: PlanChoice, deadline_seconds: float | None, budget_usd: float | None) -> list[str]:
     """Which limits a choice may not keep, judged by the upper ends of its intervals."""
     found = []
     if deadline_seconds is not None and choice.seconds.high > deadline_seconds:
@@ -229,8 +229,8 @@ def tier_words(tier: str) -> str:
 
 
 def _choice(
-    forecast: Forecast, baseline: Baseline, price: SkuPrice, node_count: int, tier: Tier, epochs: float
-) -> Choice:
+    forecast: TimeForecast, baseline: Baseline, price: SkuPrice, node_count: int, tier: Tier, epochs: float
+) -> PlanChoice:
     own = price.sku == baseline.price.sku
     ranks_per_node = baseline.ranks_per_node if own else price.gpus
     relative = price.speed / baseline.price.speed
@@ -249,7 +249,7 @@ def _choice(
     origin: Origin = "guessed"
     if own and forecast.basis != "table":
         origin = "measured" if node_count in baseline.measured_nodes else "scaled"
-    return Choice(
+    return PlanChoice(
         sku=price.sku,
         gpu=price.gpu,
         gpus=price.gpus,
@@ -269,7 +269,7 @@ def _choice(
     )
 
 
-def _time_from(origin: Origin, forecast: Forecast, baseline: Baseline, price: SkuPrice) -> str:
+def _time_from(origin: Origin, forecast: TimeForecast, baseline: Baseline, price: SkuPrice) -> str:
     if price.sku == baseline.price.sku:
         return f"{origin}{' to other nodes' if origin == 'scaled' else ''}: {forecast.basis_words}"
     return (
@@ -288,20 +288,22 @@ def _why_not_available(price: SkuPrice, tier: Tier, today: date, is_stand_in: bo
     return ""
 
 
-def _by_cost(choice: Choice) -> tuple[float, float]:
+def _by_cost(choice: PlanChoice) -> tuple[float, float]:
     return choice.usd.expected, choice.seconds.expected
 
 
-def _front(rows: Sequence[Choice]) -> list[Choice]:
+def _front(rows: Sequence[PlanChoice]) -> list[PlanChoice]:
     """Of choices sorted by cost, then time: each that is quicker than all that are cheaper."""
-    front: list[Choice] = []
+    front: list[PlanChoice] = []
     for row in rows:
         if not front or row.seconds.expected < front[-1].seconds.expected or _by_cost(row) == _by_cost(front[-1]):
             front.append(row)
     return front
 
 
-def _why_not(row: Choice, chosen: Choice | None, deadline_seconds: float | None, budget_usd: float | None) -> str:
+def _why_not(
+    row: PlanChoice, chosen: PlanChoice | None, deadline_seconds: float | None, budget_usd: float | None
+) -> str:
     if row is chosen:
         return ""
     missed = misses(row, deadline_seconds, budget_usd)
@@ -312,7 +314,7 @@ def _why_not(row: Choice, chosen: Choice | None, deadline_seconds: float | None,
     return f"{words} and {duration(abs(slower))} {'longer' if slower >= 0 else 'shorter'} than the chosen one"
 
 
-def _assumptions(rows: Sequence[Choice], baseline: Baseline, is_stand_in: bool) -> tuple[str, ...]:
+def _assumptions(rows: Sequence[PlanChoice], baseline: Baseline, is_stand_in: bool) -> tuple[str, ...]:
     found = [
         "A choice fits when the upper ends of its intervals keep the deadline and the budget; the cheapest of those is "
         "taken.",
@@ -339,7 +341,7 @@ def _assumptions(rows: Sequence[Choice], baseline: Baseline, is_stand_in: bool) 
     return tuple(found)
 
 
-def _told(choice: Choice) -> str:
+def _told(choice: PlanChoice) -> str:
     return f"{choice.name}: up to {duration(choice.seconds.high)} and {dollars(choice.usd.high)}"
 
 

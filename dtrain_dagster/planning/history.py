@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Course:
+class JobCourse:
     """What came in between from a job's start to its end."""
 
     launches: int
@@ -37,7 +37,7 @@ class Course:
     """Sets of nodes that it trained with, one after the other."""
 
     @classmethod
-    def read(cls, rundir: RunDir) -> Course:
+    def read(cls, rundir: RunDir) -> JobCourse:
         nodes = rundir.nodes()
         return cls(
             launches=max((node.launch for node in nodes), default=1),
@@ -154,7 +154,7 @@ def _read(rundir: RunDir, pace: str, keeps_cache: bool) -> PastRun | None:
     plan, result = rundir.read_json(PLAN), rundir.read_json(RESULT)
     if not plan or plan.get("pace") != pace or not result or result["status"] != "succeeded":
         return None
-    if Course.read(rundir).disturbed:
+    if JobCourse.read(rundir).disturbed:
         return None
     nodes, events = rundir.nodes(), list(rundir.events())
     batch = rundir.read_job().training.global_batch_size
@@ -198,7 +198,7 @@ def score_of(at: float, said: Mapping[str, Any]) -> Score | str:
         usd = Interval(low=said["estimated_low_usd"], expected=said["estimated_usd"], high=said["estimated_high_usd"])
         if not (usd.expected > 0 and said["estimated_seconds"] > 0):
             return "its estimate is too small to be compared with"
-        course = Course(
+        course = JobCourse(
             launches=said["launches"], replaced_nodes=said["replaced_nodes"], generations=said["generations"]
         )
         return Score(

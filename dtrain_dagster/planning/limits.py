@@ -25,7 +25,7 @@ class Limits:
         return bool(self.budget_usd or self.deadline_hours)
 
 
-class Figures(Protocol):
+class PlanFigures(Protocol):
     """An estimate, or a choice."""
 
     @property
@@ -34,7 +34,7 @@ class Figures(Protocol):
     def seconds(self) -> Interval: ...
 
 
-def objection(estimate: Figures, limits: Limits, at_least: bool = False) -> str | None:
+def objection(estimate: PlanFigures, limits: Limits, at_least: bool = False) -> str | None:
     """What the estimate says against the plan, in words; None where it fits. ``at_least``: only what is beyond doubt
     counts, the lower end of the interval."""
     usd, seconds = estimate.usd, estimate.seconds

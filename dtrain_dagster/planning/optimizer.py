@@ -4,7 +4,7 @@ Less than half used: fewer nodes, a smaller SKU or nodes that may be taken away 
 saves and the seconds that it costs. GPU memory less than 70 % full: a larger batch (R3.4), from the memory that a
 sample takes. What cannot be told is said, and nothing is recommended for it.
 
-A run is its steps, which a change makes shorter or longer by the model of `dtrain_dagster.monitoring.strategies`, its
+A run is its steps, which a change makes shorter or longer by the model of `dtrain_dagster.monitoring.step_model`, its
 evaluations, which follow the computing in them, and the rest, which is taken to stay as it was.
 """
 
@@ -18,15 +18,15 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any, Literal
 
-from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.estimate import Interval
 from dtrain_dagster.costs.prices import PriceError, SkuPrice, Tier
-from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.costs.tracker import CostTracker, paid_wall_seconds
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, MEMORY_TARGET, GPUMemory, gpu_memory
-from dtrain_dagster.monitoring.strategies import WORTH_IT, StepModel, on_fewer_nodes, step_model
+from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, step_model
+from dtrain_dagster.monitoring.strategies import on_fewer_nodes
 from dtrain_dagster.monitoring.windows import seconds_of, settled, windows, worlds
 from dtrain_dagster.planning.choices import EVICTIONS_PER_NODE_HOUR, with_evictions
-from dtrain_dagster.reports.performance import paid_wall_seconds
 from dtrain_dagster.support.formatting import dollars, duration
 
 LOW_UTILIZATION = 0.5

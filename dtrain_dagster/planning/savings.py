@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dtrain_dagster.costs.prices import PriceError, SkuPrice, Tier
-from dtrain_dagster.monitoring.strategies import StepModel, Strategy, communication_strategies, step_model, strategies
-from dtrain_dagster.monitoring.windows import Window, worlds
+from dtrain_dagster.monitoring.step_model import StepModel, Strategy, step_model
+from dtrain_dagster.monitoring.strategies import communication_strategies, strategies
+from dtrain_dagster.monitoring.windows import TimingWindow, worlds
 from dtrain_dagster.support.formatting import dollars
 
 LEAST_SHARE = 0.01
@@ -48,7 +49,7 @@ class Hired:
 
 def savings(
     hired: Hired,
-    found: Sequence[Window],
+    found: Sequence[TimingWindow],
     events: Sequence[Mapping[str, Any]],
     training: Mapping[str, Any],
     table: Mapping[str, SkuPrice],
@@ -103,7 +104,7 @@ def _smaller_model(hired: Hired, now: StepModel) -> list[Saving]:
     return [Saving(name="smaller model", change=change, usd=usd, when=ANOTHER, note=note)]
 
 
-def _other_skus(hired: Hired, world: Sequence[Window], table: Mapping[str, SkuPrice], today: str) -> list[Saving]:
+def _other_skus(hired: Hired, world: Sequence[TimingWindow], table: Mapping[str, SkuPrice], today: str) -> list[Saving]:
     """The same number of other nodes with as many GPUs and as much memory on each: computing takes as long as their
     speeds say, everything else as long as now."""
     own = _row(hired.sku, table)

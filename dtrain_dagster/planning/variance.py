@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from dtrain_dagster.costs.ledger import IN_STEPS, Ledger
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.costs.timeline import Cause
+from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import NodeCost
 from dtrain_dagster.support.formatting import dollars, duration
 
 NEGLIGIBLE = 0.01
 """Reasons for less than this share of the estimate are told together."""
-STARTING = (Cause.PROVISIONING, Cause.STARTUP)
+STARTING = (CostCause.PROVISIONING, CostCause.STARTUP)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ def reasons(
         )
         told.append(Reason(usd=usd - paid * rate, words=words))
     causes = {cause: row.seconds for cause, row in found.causes().items()}
-    if lost := causes.get(Cause.LOST, 0.0):
+    if lost := causes.get(CostCause.LOST, 0.0):
         words = f"{duration(lost)} of nodes were lost to failures: redone, noticed, regrouped, or paid for in vain"
         told.append(Reason(usd=lost * rate, words=words))
     if 0 < steps != plan.work.steps:
@@ -50,7 +50,7 @@ def reasons(
     if probe is not None:
         before = {cause: row.seconds for cause, row in probe.causes().items()}
         probed = max(1, len({entry.node_id for entry in probe.entries}))
-        for name, which in (("start-up", STARTING), ("the finish", (Cause.FINISH,))):
+        for name, which in (("start-up", STARTING), ("the finish", (CostCause.FINISH,))):
             mine = sum(causes.get(cause, 0.0) for cause in which)
             more = mine - count * sum(before.get(cause, 0.0) for cause in which) / probed
             words = f"{name} took {_more(more / count)} than the probe's, on each node"

@@ -11,8 +11,8 @@ from dtrain_dagster.registry.evaluated import EvaluationError, refuse_false_eval
 from dtrain_dagster.registry.local import MLflowRegistry
 from dtrain_dagster.registry.packed import PACKED_TAG, PackedError
 from dtrain_dagster.registry.promotion import (
+    AliasDecision,
     Comparison,
-    Decision,
     champion_version,
     choose_alias,
     judge_champion,
@@ -29,15 +29,15 @@ from dtrain_dagster.registry.server import (
     scoring_server,
 )
 from dtrain_dagster.registry.smoke_test import AnswerError
-from dtrain_dagster.registry.staging import StagingError
 from dtrain_dagster.registry.versions import RegisteredModel, RegistryError, find_version, register_model
+from dtrain_dagster.support.user_code import StagingError
 from trainer.evaluation.gate import Gate
 
 __all__ = [
     "PACKED_TAG",
+    "AliasDecision",
     "AnswerError",
     "Comparison",
-    "Decision",
     "EndpointCheck",
     "EvaluationError",
     "Gate",

@@ -20,11 +20,11 @@ from dtrain_dagster.clusters.azure_ml.client import request_id_of, request_note
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry import promotion, server, versions
 from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest, refuse_changed_files
-from dtrain_dagster.registry.promotion import Comparison, Decision
+from dtrain_dagster.registry.promotion import AliasDecision, Comparison
 from dtrain_dagster.registry.server import ServingCheck
 from dtrain_dagster.registry.versions import JOB_TAG, RegisteredModel, RegistryError
-from dtrain_dagster.settings.secrets import redact
 from dtrain_dagster.support.audit import AuditLog
+from dtrain_dagster.support.secrets import redact
 from trainer.rundir import EVALUATION, RunDir
 from trainer.runtime.scratch import scratch_folder
 from trainer.secrets.azure_token import tracking_address
@@ -128,7 +128,7 @@ class AzureMLRegistry:
                 order=order,
             )
 
-    def promote(self, model: RegisteredModel, decision: Decision) -> str | None:
+    def promote(self, model: RegisteredModel, decision: AliasDecision) -> str | None:
         """Tag the version, and take the alias from the former champion, in this order: whoever looks in between, or
         after a crash in between, sees two champions, of which the later counts."""
         with _explained(f"tagging {model.name} {model.version} as {decision.alias}"):

@@ -18,7 +18,7 @@ from dtrain_dagster.registry.azure_operations import Audit, DeploymentError, fin
 from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint, authorisation
 from dtrain_dagster.registry.server import ServingError
 from dtrain_dagster.registry.versions import RegisteredModel
-from dtrain_dagster.settings.secrets import IDENTITY, redact, remember
+from dtrain_dagster.support.secrets import IDENTITY, redact, remember
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient

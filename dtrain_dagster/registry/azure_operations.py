@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dtrain_dagster.clusters.azure_ml.client import request_id_of, request_note
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.settings.secrets import redact
+from dtrain_dagster.support.secrets import redact
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient

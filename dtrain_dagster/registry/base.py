@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from dtrain_dagster.jobs.orders import Order
-from dtrain_dagster.registry.promotion import Comparison, Decision
+from dtrain_dagster.registry.promotion import AliasDecision, Comparison
 from dtrain_dagster.registry.server import ServingCheck
 from dtrain_dagster.registry.versions import RegisteredModel
 
@@ -46,6 +46,6 @@ class Registry(Protocol):
         """Score the current champion on the candidate's test windows; see `promotion.judge_champion`."""
         ...
 
-    def promote(self, model: RegisteredModel, decision: Decision) -> str | None:
+    def promote(self, model: RegisteredModel, decision: AliasDecision) -> str | None:
         """Give the version its alias; the former champion's version where this one takes its place."""
         ...

@@ -24,7 +24,7 @@ from dtrain_dagster.registry.smoke_test import (
     load_sample,
     parse_predictions,
 )
-from dtrain_dagster.settings.secrets import IDENTITY, check_token, redact, resolve
+from dtrain_dagster.support.secrets import IDENTITY, check_token, redact, resolve
 from trainer.secrets.azure_token import credential
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry import promotion, server, versions
-from dtrain_dagster.registry.promotion import Comparison, Decision
+from dtrain_dagster.registry.promotion import AliasDecision, Comparison
 from dtrain_dagster.registry.server import ServingCheck
 from dtrain_dagster.registry.versions import RegisteredModel
-from dtrain_dagster.settings.secrets import redact
+from dtrain_dagster.support.secrets import redact
 from trainer.observability.mlflow_sqlite import authorised
 
 
@@ -55,5 +55,5 @@ class MLflowRegistry:
             run_dir, candidate, authorised(self.tracking_uri), cache_dir=cache_dir, order=order
         )
 
-    def promote(self, model: RegisteredModel, decision: Decision) -> str | None:
+    def promote(self, model: RegisteredModel, decision: AliasDecision) -> str | None:
         return promotion.promote(model, decision, authorised(self.tracking_uri))

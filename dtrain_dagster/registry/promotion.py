@@ -40,7 +40,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class AliasDecision:
     alias: Alias
     reason: str
 
@@ -62,19 +62,19 @@ def promotion_gate(evaluation: Mapping[str, Any]) -> Gate:
     return Gate(not reasons and not leak, tuple([*reasons, *([leak] if leak else [])]))
 
 
-def choose_alias(verdict: Gate, champion: Comparison | None) -> Decision:
+def choose_alias(verdict: Gate, champion: Comparison | None) -> AliasDecision:
     """``champion`` only for a model that passed the gate and beats the current champion on the same windows.
 
     ``champion`` is None where there is none yet. Where the two cannot be compared, the gate decides, and the reason
     says so.
     """
     if not verdict.passed:
-        return Decision(alias="challenger", reason="the gate did not pass: " + "; ".join(verdict.reasons))
+        return AliasDecision(alias="challenger", reason="the gate did not pass: " + "; ".join(verdict.reasons))
     if champion is None:
-        return Decision(alias="champion", reason="the gate passed, and there is no other champion")
+        return AliasDecision(alias="champion", reason="the gate passed, and there is no other champion")
     rival = f"champion (version {champion.champion_version})"
     if champion.candidate is None or champion.champion is None:
-        return Decision(
+        return AliasDecision(
             alias="champion",
             reason=f"the gate passed; it was not compared with the {rival}, because {champion.note}",
         )
@@ -87,7 +87,7 @@ def choose_alias(verdict: Gate, champion: Comparison | None) -> Decision:
     )
     if champion.note:
         reason += f" ({champion.note})"
-    return Decision(alias="champion" if better else "challenger", reason=reason)
+    return AliasDecision(alias="champion" if better else "challenger", reason=reason)
 
 
 def judge_champion(
@@ -187,7 +187,7 @@ def champion_version(model_name: str, tracking_uri: str, registry_uri: str | Non
 
 
 def promote(
-    model: RegisteredModel, decision: Decision, tracking_uri: str, registry_uri: str | None = None
+    model: RegisteredModel, decision: AliasDecision, tracking_uri: str, registry_uri: str | None = None
 ) -> str | None:
     """Give the version its alias, with the reason as a tag, and take the other alias from it; the former champion's
     version, where this one takes its place."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, Order, plain
-from dtrain_dagster.registry.staging import stage_code
+from dtrain_dagster.support.user_code import stage_for_serving
 from trainer.config import JobConfig
 from trainer.data.manifest import DatasetError, read_manifest
 from trainer.errors import DamagedError
@@ -97,7 +97,7 @@ class RunModel:
         code.mkdir()
         self.write(folder)
         if is_own(self.job):
-            stage_code(self.factories(), code)
+            stage_for_serving(self.factories(), code)
         return folder, code
 
     def modules(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from dtrain_dagster.registry.client import open_client
 from dtrain_dagster.registry.once import JOB_TAG, WEIGHTS_TAG, is_same, older, registering
 from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest
 from dtrain_dagster.registry.run_model import RunModel, load_run_model, ordered_job
-from dtrain_dagster.registry.staging import stage_code
+from dtrain_dagster.support.user_code import stage_for_serving
 from trainer.config import JobConfig
 from trainer.data.manifest import load_manifest
 from trainer.elastic.membership import generations
@@ -285,7 +285,7 @@ def save_pyfunc(own: RunModel, folder: Path, scratch: Path, run_id: str, cache_d
     files.mkdir()
     own.write(files)
     (scratch / "code").mkdir()
-    code = stage_code(own.factories(), scratch / "code")
+    code = stage_for_serving(own.factories(), scratch / "code")
     mlflow.pyfunc.save_model(
         path=str(folder),
         python_model=str(Path(trainer.__file__).parent / "model" / "mlflow_model.py"),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dtrain_dagster.planning.choices import Choice, Choices, misses, tier_words
+from dtrain_dagster.planning.choices import Choices, PlanChoice, misses, tier_words
 from dtrain_dagster.reports.drawing import COLOURS, INK, MUTED, label, new_figure, svg
 from dtrain_dagster.support.formatting import dollars, duration
 
@@ -82,7 +82,7 @@ def _points(axis: Axes, table: Choices) -> None:
     axis.plot([], [], color=MUTED, linewidth=1.2, label="interval")
 
 
-def _kind(row: Choice) -> str:
+def _kind(row: PlanChoice) -> str:
     """``A100`` of ``A100 SXM4 80GB``: there are more makes of a GPU than colours that can be told apart."""
     return row.gpu.split()[0]
 

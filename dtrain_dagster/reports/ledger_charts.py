@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dtrain_dagster.costs.ledger import Ledger
 from dtrain_dagster.costs.money import HOUR, SECOND, usd
-from dtrain_dagster.costs.timeline import Cause
+from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.reports.drawing import COLOURS, INK, MUTED, label, new_figure, svg
 from dtrain_dagster.support.formatting import dollars, duration
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CAUSE_COLOURS = {
-    Cause.PRODUCTIVE: "#1a7f37",
-    Cause.COMMUNICATION: "#cf222e",
-    Cause.WAITING: "#ffaba8",
-    Cause.INPUT: "#9a6700",
-    Cause.CHECKPOINT: "#8250df",
-    Cause.EVALUATION: "#54aeff",
-    Cause.FINISH: "#0969da",
-    Cause.PROVISIONING: "#d8dee4",
-    Cause.STARTUP: "#8c959f",
-    Cause.LOST: "#24292f",
-    Cause.IDLE: "#eac54f",
-    Cause.UNEXPLAINED: "#e85aad",
+    CostCause.PRODUCTIVE: "#1a7f37",
+    CostCause.COMMUNICATION: "#cf222e",
+    CostCause.WAITING: "#ffaba8",
+    CostCause.INPUT: "#9a6700",
+    CostCause.CHECKPOINT: "#8250df",
+    CostCause.EVALUATION: "#54aeff",
+    CostCause.FINISH: "#0969da",
+    CostCause.PROVISIONING: "#d8dee4",
+    CostCause.STARTUP: "#8c959f",
+    CostCause.LOST: "#24292f",
+    CostCause.IDLE: "#eac54f",
+    CostCause.UNEXPLAINED: "#e85aad",
 }
 MOST_NODES = 8
 """Areas that can be told apart."""

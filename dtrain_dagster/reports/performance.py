@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from bisect import bisect_right
 from collections import defaultdict
@@ -10,16 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.ledger import IN_STEPS, Ledger, ledger
 from dtrain_dagster.costs.money import SECOND
-from dtrain_dagster.costs.tracker import paid
-from dtrain_dagster.monitoring.diagnosis import Cause, Diagnosis, diagnose
+from dtrain_dagster.costs.tracker import paid, paid_wall_seconds
+from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
 from dtrain_dagster.monitoring.link_model import fit_wire
-from dtrain_dagster.monitoring.strategies import Strategy, strategies
+from dtrain_dagster.monitoring.step_model import Strategy
+from dtrain_dagster.monitoring.strategies import strategies
 from dtrain_dagster.monitoring.windows import (
     SEGMENTS,
-    Window,
+    TimingWindow,
     WireTime,
     seconds_of,
     settled,
@@ -171,20 +171,11 @@ def ranks_at(events: Sequence[Mapping[str, Any]], times: Sequence[float], final:
     return [max(1, changes[place - 1][1] if place else final) for place in places]
 
 
-def paid_wall_seconds(usage: Sequence[NodeUsage]) -> float:
-    """How long at least one node was paid for: what lies between two launches is not."""
-    total, until = 0.0, -math.inf
-    for node in sorted(usage, key=lambda node: node.started_at):
-        total += max(0.0, node.ended_at - max(until, node.started_at))
-        until = max(until, node.ended_at)
-    return total
-
-
 def verdict(diagnosis: Diagnosis, good: Goodput) -> str:
     """The bottleneck and its evidence; and what became of the paid time, where little of it trained."""
-    if diagnosis.cause is Cause.UNKNOWN:
+    if diagnosis.cause is SlowdownCause.UNKNOWN:
         first = diagnosis.evidence
-    elif diagnosis.cause is Cause.HEALTHY:
+    elif diagnosis.cause is SlowdownCause.HEALTHY:
         first = f"Healthy: nothing holds the steps up. {diagnosis.evidence}"
     else:
         cost = f", {diagnosis.share:.0%} of training time" if diagnosis.share >= 0.005 else ""
@@ -210,7 +201,7 @@ def goodput(found: Ledger) -> Goodput:
     )
 
 
-def scaling(found: Sequence[Window]) -> Scaling:
+def scaling(found: Sequence[TimingWindow]) -> Scaling:
     """Against one node: measured where the job has trained on one for some time, else bounded by what ranks lose to
     each other."""
     groups = sorted(worlds(found), key=lambda group: len(set(group[-1].nodes)), reverse=True)
@@ -231,7 +222,7 @@ def scaling(found: Sequence[Window]) -> Scaling:
     return Scaling(nodes=nodes, efficiency=None, one_node_samples_per_second=None, basis=words)
 
 
-def _communication(found: Sequence[Window]) -> Communication | None:
+def _communication(found: Sequence[TimingWindow]) -> Communication | None:
     groups = worlds(found)
     if not groups or groups[0][-1].world_size < 2:
         return None
@@ -250,7 +241,7 @@ def _communication(found: Sequence[Window]) -> Communication | None:
     )
 
 
-def _ranks(found: Sequence[Window]) -> tuple[RankPerformance, ...]:
+def _ranks(found: Sequence[TimingWindow]) -> tuple[RankPerformance, ...]:
     groups = worlds(found)
     if not groups:
         return ()
@@ -273,7 +264,7 @@ def _ranks(found: Sequence[Window]) -> tuple[RankPerformance, ...]:
     )
 
 
-def _rate(found: Sequence[Window]) -> float | None:
+def _rate(found: Sequence[TimingWindow]) -> float | None:
     """Samples per second over windows."""
     seconds, samples = seconds_of(found), sum(sum(window.samples) for window in found)
     return samples / seconds if seconds and samples else None

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 
 import dagster as dg
 
+from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.retraining import (
     ask,
     at_clock,
@@ -20,11 +21,10 @@ from dtrain_dagster.automation.retraining import (
     unreadable,
 )
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
-from dtrain_dagster.sensors import clock
 from dtrain_dagster.settings.environment import Settings
-from dtrain_dagster.settings.secrets import redact
 from dtrain_dagster.support.formatting import duration
 from dtrain_dagster.support.notify import tell
+from dtrain_dagster.support.secrets import redact
 
 
 def build_new_data_sensor(settings: Settings, job_name: str) -> dg.SensorDefinition:

@@ -13,18 +13,17 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.automation.run_liveness import is_heard, seconds_since_setting
+from dtrain_dagster.automation import clock
+from dtrain_dagster.automation.run_liveness import LIVE, run_at_work, seconds_since_setting
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, Orphan
 from dtrain_dagster.costs.plan import LISTED, STAND_IN
 from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
-from dtrain_dagster.sensors import clock
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, duration
 from dtrain_dagster.support.notify import tell
 from trainer.printable import visible
 
-LIVE = [status for status in dg.DagsterRunStatus if status.name not in ("SUCCESS", "FAILURE", "CANCELED")]
 LEFT, FOREIGN = "left as it is", "left as it is: its run is not of this Dagster, so it may be somebody else's"
 BUSY = "left as it is: somebody else's work is on its nodes"
 ENDED, ENDING, FAILED = "ended", "its end was asked for", "could not be ended"
@@ -135,14 +134,6 @@ def _cost_per_hour(orphan: Orphan, cluster: GPUClusterResource) -> str:
 def _key(orphan: Orphan) -> str:
     """Who follows it belongs to it: a run that takes it over, and ends too, starts the clock anew."""
     return f"{orphan.kind} {orphan.name} {orphan.dagster_run_id or ''}"
-
-
-def run_at_work(instance: dg.DagsterInstance, now: float) -> str:
-    """A run that may be about to use the nodes, between getting them and submitting its job; "" for none."""
-    for record in instance.get_run_records(dg.RunsFilter(statuses=LIVE)):
-        if is_heard(instance, record, now):
-            return record.dagster_run.run_id
-    return ""
 
 
 def _is_own(instance: dg.DagsterInstance, orphan: Orphan) -> bool:

@@ -10,9 +10,9 @@ from typing import Any
 
 import dagster as dg
 
+from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.capacity_queue import ATTEMPT_TAG, TICKET_TAG, Ticket, WaitingList, decide
 from dtrain_dagster.resources import ProjectResource
-from dtrain_dagster.sensors import clock
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import duration
 from dtrain_dagster.support.notify import tell

@@ -7,8 +7,8 @@ import dagster as dg
 from dtrain_dagster.automation.capacity_queue import WaitingList
 from dtrain_dagster.automation.retraining import CAUSE_TAG
 from dtrain_dagster.resources import ProjectResource
-from dtrain_dagster.settings.secrets import redact
 from dtrain_dagster.support.notify import tell
+from dtrain_dagster.support.secrets import redact
 
 
 def build_retraining_failed_sensor() -> dg.SensorDefinition:

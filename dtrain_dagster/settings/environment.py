@@ -14,8 +14,8 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from dtrain_dagster.settings.secrets import SecretError, check_token, is_reference, redact, refuse_secret, secret_in
 from dtrain_dagster.support.notify import refuse_inline_secret
+from dtrain_dagster.support.secrets import SecretError, check_token, is_reference, redact, refuse_secret, secret_in
 from trainer.model.allowed_factories import parse_modules
 
 PREFIX = "DTRAIN_"

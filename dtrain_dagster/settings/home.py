@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from dtrain_dagster.clusters.local.job_lock import LOCK, is_held
+from dtrain_dagster.support.job_lock import LOCK, is_held
 
 MARKER = ".dtrain-home"
 """A file that says that the folder is this project's. Without it nothing is removed."""

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dtrain_dagster.settings.secrets import redact
+from dtrain_dagster.support.secrets import redact
 from trainer.config import ConfigError
 
 DONE, FAILED = "done", "failed"
@@ -33,7 +33,7 @@ class AuditError(ConfigError):
 
 
 @dataclass(slots=True)
-class Entry:
+class AuditEntry:
     """What the caller may still add to the line while the operation goes on."""
 
     request_id: str | None = None
@@ -41,7 +41,7 @@ class Entry:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-_current: ContextVar[Entry | None] = ContextVar("current", default=None)
+_current: ContextVar[AuditEntry | None] = ContextVar("current", default=None)
 
 
 def note_request_id(request_id: str) -> None:
@@ -65,7 +65,7 @@ class AuditLog:
     who: str | None = None
 
     @contextmanager
-    def operation(self, operation: str, target: str, **details: Any) -> Iterator[Entry]:
+    def operation(self, operation: str, target: str, **details: Any) -> Iterator[AuditEntry]:
         """Around one operation: its line is written when it has ended, well or with an error. `AuditError`, before
         anything is done, where the log cannot be written."""
         now = datetime.now(UTC)
@@ -78,7 +78,7 @@ class AuditLog:
                 f"{operation} was not done: the audit log {path} cannot be written ({error.strerror or error}); make "
                 "room there, or set DTRAIN_HOME to a folder that can be written"
             ) from error
-        entry = Entry(details=details)
+        entry = AuditEntry(details=details)
         line: dict[str, Any] = {
             "at": now.isoformat(timespec="milliseconds"),
             "who": self.who or _user(),

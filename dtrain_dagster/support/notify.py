@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from dtrain_dagster.settings.secrets import SecretError, is_reference, redact, refuse_secret, resolve
+from dtrain_dagster.support.secrets import SecretError, is_reference, redact, refuse_secret, resolve
 
 _log = logging.getLogger(__name__)
 _REMEDY = "put it into an environment variable or a vault, and write {0}=env:NAME or {0}=keyvault://VAULT/SECRET"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from dtrain_dagster.settings.secrets import SecretError, secret_in
+from dtrain_dagster.support.secrets import SecretError, secret_in
 from trainer.printable import visible
 
 REMEDY = (

@@ -16,9 +16,9 @@ import pytest
 
 from benchmarks.abuse import clean_paths
 from benchmarks.abuse.planted_secrets import CARRIERS, secret_of
-from dtrain_dagster.clusters.local.job_lock import acquire
 from dtrain_dagster.settings.home import MARKER, HomeError, at_work, make_home, plan_removal, remove
-from dtrain_dagster.settings.secrets import SecretError
+from dtrain_dagster.support.job_lock import acquire
+from dtrain_dagster.support.secrets import SecretError
 from dtrain_dagster.web.stored_secrets import refuse_secret_on_command_line
 
 ROOT = Path(__file__).parents[2]

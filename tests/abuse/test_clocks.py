@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.abuse import clocks
+from dtrain_dagster.automation import clock as looks
 from dtrain_dagster.automation.capacity_queue import WaitingList, decide, new_ticket
 from dtrain_dagster.automation.idle_policy import LONGEST_LOOK_SECONDS, look
 from dtrain_dagster.automation.retraining import CLAIM_SECONDS, claim
@@ -197,7 +198,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     monkeypatch.setattr("time.time", made)
     monkeypatch.setattr("trainer.runtime.clock.elapsed", lambda: made.count)
-    monkeypatch.setattr("dtrain_dagster.sensors.clock._boot", lambda: "one")
+    monkeypatch.setattr("dtrain_dagster.automation.clock._boot", lambda: "one")
     return made
 
 

@@ -200,7 +200,7 @@ def test_a_retry_finds_the_job_that_took_the_place_of_the_damaged_one(written: C
 
 
 def test_a_damaged_job_that_runs_keeps_its_cluster_and_its_mark(written: Callable[..., RunDir], tmp_path: Path):
-    from dtrain_dagster.clusters.local.job_lock import acquire
+    from dtrain_dagster.support.job_lock import acquire
 
     manager = LocalClusterManager(tmp_path)
     rundir = written("runs", "running")

@@ -282,10 +282,10 @@ def test_a_champion_is_beaten_on_the_same_windows_and_keeps_its_tag_until_then(w
     comparison = workspace.registry.judge_champion(second, two, cache_dir=None)
     assert comparison is not None
     assert (comparison.champion_version, comparison.metric) == (one.version, "NLL")
-    challenger = registry.Decision(alias="challenger", reason="not better")
+    challenger = registry.AliasDecision(alias="challenger", reason="not better")
     assert workspace.registry.promote(two, challenger) is None
     assert workspace.registry.champion_version("rivals") == one.version
-    assert workspace.registry.promote(two, registry.Decision(alias="champion", reason="better")) == one.version
+    assert workspace.registry.promote(two, registry.AliasDecision(alias="champion", reason="better")) == one.version
     assert workspace.registry.champion_version("rivals") == two.version
     tags = {item.version: item.tags for item in workspace.client.models.list(name="rivals")}
     assert tags[one.version]["alias"] == "former champion"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.peers.contestant import start
-from benchmarks.peers.turns import Case
+from benchmarks.frameworks.framework_process import start
+from benchmarks.frameworks.protocol import Case
 from benchmarks.throughput import build
 
 STEPS = 5
@@ -22,9 +22,9 @@ def test_the_bound_pays_for_no_pages(tmp_path: Path) -> None:
     [bound], failed = start(["bound"], 1, "cpu", tmp_path)
     try:
         bound.begin(case)
-        bound.stretch(STEPS)
+        bound.measure(STEPS)
         before = faults(bound.processes[0].pid)
-        bound.stretch(STEPS)
+        bound.measure(STEPS)
         taken = (faults(bound.processes[0].pid) - before) / STEPS
         bound.end()
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.scaling import against_plain, settled_on
+from benchmarks.scaling_figures import against_plain, settled_on
 
 
 def row(mode: str, seconds: float, turn: int = 0, hosts: int = 3, **more: object) -> dict[str, object]:

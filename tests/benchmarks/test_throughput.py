@@ -6,15 +6,15 @@ import math
 
 import pytest
 
-from benchmarks.peers.contestant import Stretch
-from benchmarks.peers.course import Cell, overrides
-from benchmarks.peers.turns import Case
+from benchmarks.frameworks.framework_process import Measurement
+from benchmarks.frameworks.protocol import Case
+from benchmarks.frameworks.rounds import Cell, overrides
 from benchmarks.throughput import interval, loss_difference, summary, usable
 
 
 def cell(model: str = "tcn", **seconds: list[float]) -> Cell:
     case = Case(model=model, batch=64, ranks=2, dataset="", folder="", port=0)
-    stretches = {name: [Stretch(10, 10 * value, 0.0, 0.0) for value in values] for name, values in seconds.items()}
+    stretches = {name: [Measurement(10, 10 * value, 0.0, 0.0) for value in values] for name, values in seconds.items()}
     return Cell(case, 10, stretches)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from benchmarks.workplace import lockstep, stolen_percent
+from benchmarks.host import lockstep, stolen_percent
 
 
 def times(**seconds: float) -> SimpleNamespace:

@@ -76,14 +76,15 @@ def of_others(modules: set[str]) -> set[str]:
 
 def test_loading_the_code_location_costs_little_more_than_importing_dagster():
     """A Dagster process does it at each start. What it may need beyond Dagster is named, and how much of it is bounded:
-    a heavy module that slips in shows in both, and so do parts of our own that only the body of an asset needs."""
+    a heavy module that slips in shows in both, and so do parts of our own that only the body of an asset needs. No
+    package counts among our own: its `__init__` says what belongs there, and nothing more."""
     found = loaded("import dtrain_dagster.definitions", first="dagster")
     assert of_others(found) <= {"dagster", "pydantic", "pydantic_settings", "dotenv"}
     own = {name for name in found if name.startswith(("dtrain_dagster", "trainer"))}
     assert len(found - own) <= 45
-    assert len([name for name in own if not ROOT.joinpath(*name.split(".")).is_dir()]) <= 75  # modules, not packages
+    assert len([name for name in own if not ROOT.joinpath(*name.split(".")).is_dir()]) <= 72  # modules, not packages
     bodies = ["dtrain_dagster.reports", "dtrain_dagster.dashboard", "dtrain_dagster.costs.ledger"]
-    bodies += [f"dtrain_dagster.monitoring.{name}" for name in ("diagnosis", "scaling")]
+    bodies += [f"dtrain_dagster.monitoring.{name}" for name in ("diagnosis", "scaling", "strategies")]
     bodies += [f"dtrain_dagster.planning.{name}" for name in ("optimizer", "tuned_settings")]
     assert all(importlib.util.find_spec(name) for name in bodies), "a name that nothing has would never be found"
     assert not [name for name in own if name.startswith(tuple(bodies))]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.host import Workplace
 from benchmarks.load import together
-from benchmarks.workplace import Workplace
 from trainer.config import DatasetRef
 
 from .small_job import write_dataset

@@ -84,8 +84,8 @@ def _children(pid: int) -> list[int]:
 def _supervise(order: Mapping[str, Any]) -> int:
     """In a process of its own: the life of a supervisor and its reaper, as its `main` does it."""
     from dtrain_dagster.clusters import presence
-    from dtrain_dagster.clusters.local.job_lock import acquire
     from dtrain_dagster.clusters.local.reaper import supervised
+    from dtrain_dagster.support.job_lock import acquire
     from trainer.rundir import LAUNCH, RunDir
 
     os.setsid()

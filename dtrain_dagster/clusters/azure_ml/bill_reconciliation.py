@@ -59,7 +59,7 @@ class UsageError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Usage:
+class BilledUsage:
     """One row of an export."""
 
     day: date
@@ -88,7 +88,7 @@ class Marks:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class BillLine:
     """One meter on one day. ``ours_usd`` is None for what we do not count."""
 
     day: str
@@ -101,7 +101,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reconciliation:
-    rows: tuple[Line, ...]
+    rows: tuple[BillLine, ...]
     billed_usd: Decimal
     ours_usd: Decimal
     summary: tuple[str, ...]
@@ -121,7 +121,7 @@ def marks_of(job_id: str, launch: Mapping[str, Any]) -> Marks:
     )
 
 
-def read_usage(text: str, source: str) -> list[Usage]:
+def read_usage(text: str, source: str) -> list[BilledUsage]:
     """The rows of an export, in either shape; `UsageError` where it is none, or not in US dollars."""
     header, rows = _json_rows(text, source) if text.lstrip()[:1] in ("{", "[") else _csv_rows(text)
     names = {re.sub(r"[^a-z]", "", name.lower()): place for place, name in reversed(list(enumerate(header)))}
@@ -148,11 +148,11 @@ def read_usage(text: str, source: str) -> list[Usage]:
     return found
 
 
-def reconcile(tracker: CostTracker, usage: Iterable[Usage], marks: Marks) -> Reconciliation:
+def reconcile(tracker: CostTracker, usage: Iterable[BilledUsage], marks: Marks) -> Reconciliation:
     """What was billed for the job on the days when it had nodes, beside what we count for them."""
     ours = _by_day(tracker)
     days = {day for day, _, _ in ours}
-    billed: dict[tuple[date, str, str], list[Usage]] = defaultdict(list)
+    billed: dict[tuple[date, str, str], list[BilledUsage]] = defaultdict(list)
     elsewhere, named, other_days = 0, True, 0
     for row in usage:
         by_name = _names_job(row, marks)
@@ -186,7 +186,7 @@ def _shown(
     billed = shown([line[2] for line in lines], digits)
     ours = shown([line[3] or 0 for line in lines], digits)
     rows = tuple(
-        Line(
+        BillLine(
             day=day.isoformat(),
             meter=meter,
             billed_usd=paid,
@@ -212,7 +212,7 @@ def _shown(
 
 
 def _why(
-    units: int, rows: Sequence[Usage], mine: int, time: int, pieces: Sequence[int], named: bool
+    units: int, rows: Sequence[BilledUsage], mine: int, time: int, pieces: Sequence[int], named: bool
 ) -> str:  # fmt: skip
     """Of a meter of node-time: hours and price, each with its dollars."""
     known = [row.hours for row in rows if row.hours is not None]
@@ -260,14 +260,14 @@ def _by_day(tracker: CostTracker) -> dict[Key, tuple[int, int, list[int]]]:
     return found
 
 
-def _names_job(row: Usage, marks: Marks) -> bool:
+def _names_job(row: BilledUsage, marks: Marks) -> bool:
     words = f"{row.tags}\n{row.info}\n{row.resource}".casefold()
     return any(
         re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", words) for name in (marks.job_id.casefold(), *marks.names)
     )
 
 
-def _is_on(row: Usage, marks: Marks) -> bool:
+def _is_on(row: BilledUsage, marks: Marks) -> bool:
     """Is its resource a compute of the job, or one of the job's cluster?"""
     parts = re.split(r"[/|]", row.resource.casefold())
     words = f"{row.tags}\n{row.info}".casefold()
@@ -277,13 +277,13 @@ def _is_on(row: Usage, marks: Marks) -> bool:
     return any(name in parts or re.search(rf'"{re.escape(name)}"', words) for name in marks.computes)
 
 
-def _is_compute(rows: Sequence[Usage]) -> bool:
+def _is_compute(rows: Sequence[BilledUsage]) -> bool:
     return rows[0].meter.casefold() in ("virtual machines", "azure machine learning", "") and any(
         row.hours is not None for row in rows
     )
 
 
-def _key_of(rows: Sequence[Usage], keys: Sequence[Key]) -> Key | None:
+def _key_of(rows: Sequence[BilledUsage], keys: Sequence[Key]) -> Key | None:
     """Which of these a meter is of: by its additional information, or its name («NC6s v3 Low Priority»). Another tier
     than the meter's only where there is no such node-time."""
     tier = tier_of_meter({"meterName": rows[0].name})
@@ -298,7 +298,7 @@ def _title(sku: str, tier: str) -> str:
     return sku if tier == "dedicated" else f"{sku} ({tier.replace('_', ' ')})"
 
 
-def _usage(row: Mapping[str, Any]) -> Usage:
+def _usage(row: Mapping[str, Any]) -> BilledUsage:
     currency = str(row["currency"]).strip().upper()
     cost = row["cost"]
     if currency != "USD":
@@ -313,7 +313,7 @@ def _usage(row: Mapping[str, Any]) -> Usage:
         raise ValueError(f"a cost of {cost!r} is no number")
     is_hours = "hour" in str(row["unit"]).casefold() or not str(row["unit"]).strip()
     quantity = str(row["quantity"]).strip()
-    return Usage(
+    return BilledUsage(
         day=_day(row["date"]),
         meter=str(row["meter"] or ""),
         name=str(row["name"] or ""),

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.settings.secrets import redact
 from dtrain_dagster.support.audit import note_request_id, noted_request_id
+from dtrain_dagster.support.secrets import redact
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient

@@ -18,22 +18,22 @@ from dtrain_dagster.clusters.azure_ml.job_records import Traces
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs, NameTaken, ServiceJob
 from dtrain_dagster.clusters.azure_ml.launch_record import Launches, Record
 from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, Provisioned, Provisioner
-from dtrain_dagster.clusters.azure_ml.sku_chain import Choice, chain
-from dtrain_dagster.clusters.azure_ml.states import Decision, Facts, Look, Patience, decide, phase_of
+from dtrain_dagster.clusters.azure_ml.sku_chain import SkuChoice, chain
+from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide, phase_of
+from dtrain_dagster.clusters.azure_ml.status_file import StatusFile, job_status_of
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus, NoCapacityError
 from dtrain_dagster.clusters.exit_policy import is_failure
 from dtrain_dagster.clusters.job_marks import ActiveJobs
-from dtrain_dagster.clusters.local.supervisor import how_to_go_on
-from dtrain_dagster.clusters.presence import is_here
+from dtrain_dagster.clusters.resume_advice import how_to_go_on
 from dtrain_dagster.costs.budget import reprice
 from dtrain_dagster.costs.prices import tier_of
-from trainer.rundir import RESULT, STATUS, RunDir
+from trainer.rundir import RESULT, RunDir
 
 CANCEL_AGAIN_SECONDS = 30.0
 _log = logging.getLogger(__name__)
 
 
-class Tender:
+class JobController:
     """Looks after the job in one run directory. ``active``: where jobs are marked that may run; ``run_id``: the Dagster
     run that it is done for."""
 
@@ -50,6 +50,7 @@ class Tender:
         self.options, self.active = jobs.options, active
         self.launches = Launches(rundir)
         self.traces = Traces(rundir, jobs)
+        self.status = StatusFile(rundir, writes_reports=tends)
         self._looked_at = self._cancelled_at = float("-inf")
         self._last: JobStatus | None = None
         self._owned = False
@@ -74,7 +75,7 @@ class Tender:
                     self._put(record)
                 return
             before, record = self.launches.read()
-            if record is None or not self._is_final(record):
+            if record is None or not self.status.is_final(record):
                 continue
             again = launch_records.record_again(record, spec, got, spec.env, self.run_id)
             self._mark(again)
@@ -103,7 +104,7 @@ class Tender:
     def has_ended(self, launch: int) -> bool:
         """Has the job ended with this launch or a later one?"""
         record = self.launches.read()[1]
-        return record is not None and record["launch"] >= launch and self._is_final(record)
+        return record is not None and record["launch"] >= launch and self.status.is_final(record)
 
     def cancel(self, patience_seconds: float | None = None) -> None:
         """Have the job ended, and return when the service says that it has. `ServiceError` if it does not say so within
@@ -112,7 +113,7 @@ class Tender:
         def ask(record: Record) -> Record | None:
             return record if record["cancel_asked_at"] else {**record, "cancel_asked_at": time.time()}
 
-        if self._is_final(self.launches.read()[1] or {}):
+        if self.status.is_final(self.launches.read()[1] or {}):
             return
         record = self.launches.update(ask)  # before anything is looked at, so that no look goes on with it
         patience = self.options.cancel_seconds if patience_seconds is None else patience_seconds
@@ -131,29 +132,29 @@ class Tender:
     def _look(self, cancelling: bool = False) -> JobStatus:
         _, record = self.launches.read()
         assert record is not None, "whoever asks has seen the record"
-        status = self.rundir.read_json(STATUS) or {}
-        if self._is_final(record, status):
-            return _job_status(status)
+        status = self.status.read()
+        if self.status.is_final(record, status):
+            return job_status_of(status)
         if self.tends:
             self._own()
         try:
             job = self.jobs.get(record["job_name"], self.options.look_patience_seconds)
             facts = self._facts(record, job, status)
         except ServiceError as error:
-            return self._unreachable(record, status, error)
+            return self.status.report_unreachable(record, status, error)
         decision = decide(facts, self._patience)
         if job is not None and not record["confirmed"]:
             fields = {"confirmed": True, "studio_url": job.studio_url}
             record = self.launches.change(record["token"], **fields) or record
         if not self.tends and not cancelling and decision.action not in ("settle", "report"):
-            return self._report(record, facts, decision, write=False)
+            return self.status.report(record, facts, decision, write=False)
         try:
             return self._act(record, facts, decision)
         except ServiceError as error:
-            ended = self.rundir.read_json(STATUS) or {}
-            if self._is_final(record, ended):
-                return _job_status(ended)
-            return self._unreachable(record, status, error)
+            ended = self.status.read()
+            if self.status.is_final(record, ended):
+                return job_status_of(ended)
+            return self.status.report_unreachable(record, status, error)
 
     @property
     def _patience(self) -> Patience:
@@ -165,7 +166,7 @@ class Tender:
             start=options.start_seconds,
         )
 
-    def _facts(self, record: Record, job: ServiceJob | None, status: dict[str, Any]) -> Facts:
+    def _facts(self, record: Record, job: ServiceJob | None, status: dict[str, Any]) -> JobFacts:
         now = time.time()
         look = job.look if job is not None else Look(status="")
         phase = phase_of(look)
@@ -180,7 +181,7 @@ class Tender:
             ready = sum(state in NODES_THERE and job_name in (None, "") for _, state, job_name in there)
             if ready < record["node_count"]:
                 error = self.provisioner.allocation_error(record["compute"], patience)
-        return Facts(
+        return JobFacts(
             look=look,
             now=now,
             launch=record["launch"],
@@ -201,11 +202,11 @@ class Tender:
             has_alternative=bool(self._alternatives(record)),
         )
 
-    def _alternatives(self, record: Record) -> list[Choice]:
-        here = Choice(sku=record["sku"], tier=record["tier"])
+    def _alternatives(self, record: Record) -> list[SkuChoice]:
+        here = SkuChoice(sku=record["sku"], tier=record["tier"])
         return chain(record["sku"], self.options.chain, self.options.tiers, {here, *launch_records.excluded(record)})
 
-    def _act(self, record: Record, facts: Facts, decision: Decision) -> JobStatus:
+    def _act(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
         if decision.action == "submit":
             self._put(record)
         elif decision.action == "cancel":
@@ -223,15 +224,15 @@ class Tender:
             return self._go_on(record, facts, decision)
         elif decision.action == "settle":
             return self._settle(record, facts, decision)
-        return self._report(record, facts, decision)
+        return self.status.report(record, facts, decision)
 
-    def _go_on(self, record: Record, facts: Facts, decision: Decision) -> JobStatus:
+    def _go_on(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
         """The next launch, from the latest checkpoint, with the nodes that are to be had."""
         now = time.time()
         waiting_since = record["waiting_since"] or now
         if record["retry_at"] and now < record["retry_at"]:
             message = f"{decision.message}; waits for capacity since {now - waiting_since:.0f} s"
-            return self._report(record, facts, replace(decision, message=message))
+            return self.status.report(record, facts, replace(decision, message=message))
         try:
             got = self._get_nodes(record)
         except NoCapacityError as error:
@@ -242,19 +243,19 @@ class Tender:
                     record, facts, replace(decision, action="settle", state=JobState.FAILED, message=message)
                 )
             self.launches.change(record["token"], retry_at=error.retry_at, waiting_since=waiting_since)
-            return self._report(record, facts, replace(decision, message=f"{decision.message}; {error}"))
+            return self.status.report(record, facts, replace(decision, message=f"{decision.message}; {error}"))
         except ServiceError:
             raise
         except ClusterError as error:  # what no other size changes
             message = f"{decision.message}; and {error}"
-            return self._settle(record, facts, Decision(action="settle", state=JobState.FAILED, message=message))
+            return self._settle(record, facts, JobDecision(action="settle", state=JobState.FAILED, message=message))
         self.traces.end_stays(facts.look)
         before, current = self.launches.read()
         if current is None or current["token"] != record["token"] or current["cancel_asked_at"]:
-            return self._report(record, facts, decision)  # somebody else was faster
+            return self.status.report(record, facts, decision)  # somebody else was faster
         following = launch_records.next_record(current, got, decision.message)
         if not self.launches.swap(before, following):
-            return self._report(record, facts, decision)
+            return self.status.report(record, facts, decision)
         _log.warning(
             "job %s: %s; goes on as %s with %d nodes of %s", record["job_name"], decision.message,
             following["job_name"], got.node_count, got.sku,
@@ -265,7 +266,9 @@ class Tender:
         message = f"launch {following['launch']} with {got.node_count} x {got.sku}: {decision.message}"
         look = Look(status="NotStarted")
         facts = replace(facts, look=look, launch=following["launch"], phase_since=following["submitted_at"])
-        return self._report(following, facts, Decision(action="report", state=JobState.QUEUED, message=message))
+        return self.status.report(
+            following, facts, JobDecision(action="report", state=JobState.QUEUED, message=message)
+        )
 
     def _get_nodes(self, record: Record) -> Provisioned:
         """All nodes that were asked for, or as many as there are; where others were waited for in vain, those that did
@@ -323,19 +326,19 @@ class Tender:
 
     def _refused(self, record: Record, error: ClusterError) -> None:
         """Nothing was bought, and nothing will be: that is how this launch ends."""
-        facts = Facts(
+        facts = JobFacts(
             look=Look(status=""), now=time.time(), launch=record["launch"], node_count=record["node_count"],
             elastic=record["elastic"], submitted_at=record["submitted_at"], phase_since=record["submitted_at"],
         )  # fmt: skip
-        decision = Decision(action="settle", state=JobState.FAILED, message=f"it was not submitted: {error}")
-        self.rundir.write_json(STATUS, self._status(record, facts, decision) | {"ended_at": facts.now, "exit_code": 1})
+        decision = JobDecision(action="settle", state=JobState.FAILED, message=f"it was not submitted: {error}")
+        self.status.write_end(record, facts, decision, facts.now, 1)
 
     def _cancel_in_service(self, record: Record, why: str) -> None:
         if time.monotonic() - self._cancelled_at > CANCEL_AGAIN_SECONDS:
             self.jobs.cancel(record["job_name"], why, self.options.look_patience_seconds)
             self._cancelled_at = time.monotonic()
 
-    def _settle(self, record: Record, facts: Facts, decision: Decision) -> JobStatus:
+    def _settle(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
         """It is over: write the end of nodes that could not, keep the logs, and say why."""
         ended_at = min(facts.look.ended_at or facts.now, facts.now)
         self.traces.end_stays(facts.look)
@@ -348,56 +351,10 @@ class Tender:
             message += self.traces.said(facts.node_count)
         codes = {JobState.SUCCEEDED: 0, JobState.CANCELLED: 143}
         failure = next((code for code in facts.exit_codes if is_failure(code)), 1)
-        status = self._status(record, facts, replace(decision, message=message)) | {
-            "ended_at": ended_at,
-            "exit_code": codes.get(decision.state, failure),
-        }
-        self.rundir.write_json(STATUS, status)
+        decision, code = replace(decision, message=message), codes.get(decision.state, failure)
+        status = self.status.write_end(record, facts, decision, ended_at, code)
         _log.info("job %s: %s %s", record["job_name"], decision.state, message.splitlines()[0] if message else "")
-        return _job_status(status)
-
-    def _report(self, record: Record, facts: Facts, decision: Decision, write: bool = True) -> JobStatus:
-        status = self._status(record, facts, decision)
-        if write and self.tends:
-            known = self.rundir.read_json(STATUS) or {}
-            if known | {"message": ""} != status | {"message": ""}:  # words alone, such as how long, are not worth it
-                self.rundir.write_json(STATUS, status)
-        alive = sum(is_here(node, facts.now, self.traces.stale) for node in presences.latest(self.rundir.nodes(True)))
-        return _job_status(status, alive)
-
-    def _status(self, record: Record, facts: Facts, decision: Decision) -> dict[str, Any]:
-        return {
-            "job_id": record["job_id"],
-            "state": decision.state,
-            "message": decision.message,
-            "launch": record["launch"],
-            "service_status": facts.look.status,
-            "phase": phase_of(facts.look),
-            "phase_since": facts.phase_since,
-            "started_at": record["first_submitted_at"],
-            "ended_at": None,
-            "exit_code": None,
-            "studio_url": record["studio_url"],
-            "unreachable_since": None,
-        }
-
-    def _unreachable(self, record: Record, status: dict[str, Any], error: ServiceError) -> JobStatus:
-        """What was so when it was last seen, and since when it was not seen any more."""
-        known = status if status.get("launch") == record["launch"] else {}
-        since = known.get("unreachable_since") or time.time()
-        if self.tends and known and not known.get("unreachable_since"):
-            self.rundir.write_json(STATUS, {**known, "unreachable_since": since})
-        message = f"cannot be reached since {time.time() - since:.0f} s: {error}"
-        _log.warning("job %s: %s", record["job_name"], message)
-        return JobStatus(
-            job_id=record["job_id"],
-            state=JobState(known.get("state", JobState.QUEUED)),
-            message=message,
-            nodes_alive=sum(
-                is_here(node, time.time(), self.traces.stale) for node in presences.latest(self.rundir.nodes(True))
-            ),
-            started_at=record["first_submitted_at"],
-        )
+        return status
 
     def _own(self) -> None:
         """Say which Dagster run follows this job, so that its job is no orphan."""
@@ -409,21 +366,6 @@ class Tender:
     def _compute_tags(self, job_id: str) -> dict[str, str]:
         return {"dtrain_job": job_id} | ({"dagster_run_id": self.run_id} if self.run_id else {})
 
-    def _is_final(self, record: Record, status: dict[str, Any] | None = None) -> bool:
-        status = (self.rundir.read_json(STATUS) or {}) if status is None else status
-        return status.get("launch") == record.get("launch", 0) and JobState(status["state"]).is_final
-
 
 def _with(entries: list[dict[str, str]], entry: dict[str, str]) -> list[dict[str, str]]:
     return entries if entry in entries else [*entries, entry]
-
-
-def _job_status(status: dict[str, Any], nodes_alive: int = 0) -> JobStatus:
-    return JobStatus(
-        job_id=status["job_id"],
-        state=JobState(status["state"]),
-        message=status["message"],
-        nodes_alive=nodes_alive,
-        started_at=status["started_at"],
-        ended_at=status["ended_at"],
-    )

@@ -6,7 +6,7 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,8 @@ from dtrain_dagster.clusters.azure_ml.client import ServiceError
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs
 from dtrain_dagster.clusters.azure_ml.launch_record import Record, durations, kinds
 from dtrain_dagster.clusters.azure_ml.states import Look
-from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.clusters.exit_policy import is_failure
-from dtrain_dagster.jobs.log_follower import by_node
+from dtrain_dagster.costs.usage import NodeUsage
 from trainer.documents.reader import LOG_BYTES
 from trainer.errors import DamagedError
 from trainer.rundir import LOGS, RunDir, stale_seconds
@@ -124,3 +123,13 @@ class Traces:
 def _has_words(text: str) -> bool:
     """Is there more in a log than headers? A rank that was killed because another one failed may have said nothing."""
     return any(line and not line.startswith("--- ") for line in text.splitlines())
+
+
+def by_node(texts: Mapping[int, str], processes_per_node: int) -> dict[int, str]:
+    """Node → what its ranks printed, one after the other, of several each under a line that names it. Pure."""
+    found: dict[int, str] = {}
+    for rank, text in sorted(texts.items()):
+        header = f"--- rank {rank} ---\n" if processes_per_node > 1 else ""
+        node_id = rank // processes_per_node
+        found[node_id] = found.get(node_id, "") + header + text.rstrip("\n") + "\n"
+    return found

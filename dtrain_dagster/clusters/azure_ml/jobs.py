@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters.azure_ml.client import NotFound, Service, ServiceError, ServiceRefused, own_environment
-from dtrain_dagster.clusters.azure_ml.code import stage_code
 from dtrain_dagster.clusters.azure_ml.launch_record import Record
 from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG
 from dtrain_dagster.clusters.azure_ml.states import ENDED, Look
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.support.audit import AuditLog
+from dtrain_dagster.support.user_code import StagingError, stage_for_nodes
 from trainer.comm.launch_secret import SECRET_BYTES, SECRET_URI
 from trainer.rundir import JOB, RunDir
 from trainer.storage.base import Storage
@@ -112,7 +112,10 @@ class Jobs:
             Storage(home).create(secret, secrets.token_hex(SECRET_BYTES).encode())
         details = {name: record[name] for name in ("job_id", "launch", "compute", "sku", "tier", "node_count")}
         with tempfile.TemporaryDirectory(prefix="dtrain-code-") as folder:
-            stage_code(Path(folder), factories(rundir))
+            try:
+                stage_for_nodes(Path(folder), factories(rundir))
+            except StagingError as error:
+                raise ClusterError(str(error)) from error
             with self.audit.operation("job.submit", record["job_name"], **details):
                 job = self._describe(record, folder)
                 self.service.call(
@@ -161,6 +164,19 @@ class Jobs:
         """Folder and name of the file with a launch's secret: beside the run directories, so that nothing copies or
         shows it, where it takes a right to the container's data to read it."""
         return f"{self.options.storage_uri.rstrip('/')}/launch-secrets", record["job_name"]
+
+    def end(self, job_name: str, reason: str, patience: float, deadline: float) -> bool:
+        """Cancel a job, and look until the service says that it is over; False if it does not before the deadline (of
+        `time.monotonic`)."""
+        is_asked = False
+        while (job := self.get(job_name, patience)) is not None and not job.is_over:
+            if not is_asked:
+                self.cancel(job_name, reason, patience)
+                is_asked = True
+            elif time.monotonic() > deadline:
+                return False
+            time.sleep(min(self.options.poll_seconds, 2.0))
+        return True
 
     def forget_secret(self, record: Record) -> None:
         """Remove the secret of a launch that is over; nothing happens where there is none, or storage fails."""

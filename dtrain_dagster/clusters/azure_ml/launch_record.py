@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dtrain_dagster.clusters.azure_ml.provision import Provisioned
-from dtrain_dagster.clusters.azure_ml.sku_chain import Choice
+from dtrain_dagster.clusters.azure_ml.sku_chain import SkuChoice
 from dtrain_dagster.clusters.base import JobSpec
 from trainer.documents import schemas
 from trainer.documents.reader import DOCUMENT_BYTES, parse_document
@@ -185,9 +185,9 @@ def read_mark(mark: str) -> tuple[str, int]:
     return (job_id, int(launch)) if job_id and launch.isdecimal() else (mark, 0)
 
 
-def excluded(record: Record) -> set[Choice]:
+def excluded(record: Record) -> set[SkuChoice]:
     """Kinds of nodes that were waited for in vain."""
-    return {Choice(**choice) for choice in record["excluded"]}
+    return {SkuChoice(**choice) for choice in record["excluded"]}
 
 
 def kinds(record: Record) -> dict[int, tuple[str, str]]:

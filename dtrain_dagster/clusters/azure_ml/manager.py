@@ -1,7 +1,7 @@
 """Azure ML behind the `GPUClusterManager` interface: 3 nodes of what can be had, jobs that are bought once.
 
-Thin: how nodes are got is in `provision`, how a job is looked after in `tending`. Nothing is asked of the service until
-a method needs it, and all state is in the run directories and in the service.
+Thin: how nodes are got is in `provision`, how a job is looked after in `controller`. Nothing is asked of the service
+until a method needs it, and all state is in the run directories and in the service.
 """
 
 from __future__ import annotations
@@ -16,20 +16,17 @@ from typing import Any, ClassVar
 
 from dtrain_dagster.clusters.azure_ml import orphans as orphanage
 from dtrain_dagster.clusters.azure_ml.client import Service, ServiceError
-from dtrain_dagster.clusters.azure_ml.controller import Tender
+from dtrain_dagster.clusters.azure_ml.controller import JobController
 from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_DIR_TAG, RUN_TAG, Jobs, ServiceJob
 from dtrain_dagster.clusters.azure_ml.launch_record import Launches, mark_of, read_mark
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
-from dtrain_dagster.clusters.azure_ml.pools import ANYWHERE, Pools
+from dtrain_dagster.clusters.azure_ml.pools import ANYWHERE, NOT_PROVISIONED, Pools
 from dtrain_dagster.clusters.azure_ml.provision import (
-    NODES_THERE,
     TIMED_OUT,
     Provisioned,
     Provisioner,
-    compute_tier,
-    word_of,
 )
-from dtrain_dagster.clusters.azure_ml.sku_chain import Attempt, Choice
+from dtrain_dagster.clusters.azure_ml.sku_chain import Attempt, SkuChoice
 from dtrain_dagster.clusters.base import (
     ClusterConfig,
     ClusterError,
@@ -39,14 +36,13 @@ from dtrain_dagster.clusters.base import (
     JobSpec,
     JobState,
     JobStatus,
-    NodeHealth,
     NodePool,
-    NodeUsage,
     Orphan,
 )
 from dtrain_dagster.clusters.job_marks import ActiveJobs, ClusterUse
-from dtrain_dagster.settings.secrets import redact
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.support.audit import AuditLog
+from dtrain_dagster.support.secrets import redact
 from trainer.documents import schemas
 from trainer.documents.reader import read_document
 from trainer.errors import DamagedError
@@ -88,7 +84,7 @@ class AzureMLClusterManager(GPUClusterManager):
         self.compute_pools = Pools(self.provisioner, self.jobs)
         self.attempts: Sequence[Attempt] = ()
         """What the last `provision_cluster` tried, in order; of one that was refused, see its `NoCapacityError`."""
-        self._tenders: dict[str, Tender] = {}
+        self._controllers: dict[str, JobController] = {}
 
     @property
     def jobs_uri(self) -> str:
@@ -120,7 +116,7 @@ class AzureMLClusterManager(GPUClusterManager):
             if target_nodes == got.node_count:
                 return False
         else:
-            choice = Choice(sku=got.sku, tier=got.tier)
+            choice = SkuChoice(sku=got.sku, tier=got.tier)
             if self.provisioner.settled(got.compute) is None:
                 raise ClusterError(f"compute {got.compute} is gone: provision the cluster again")
             refusal = self.provisioner.put(choice, got.compute, target_nodes, {})
@@ -133,28 +129,15 @@ class AzureMLClusterManager(GPUClusterManager):
         """Nodes as the service sees them, over all computes of this cluster. A cluster at rest has none, and is
         healthy; one that cannot be reached is not."""
         try:
-            computes = self.provisioner.computes()
-            listed = [
-                (name, *node)
-                for name in computes
-                for node in self.provisioner.nodes(name, self.options.patience_seconds)
-            ]
+            nodes, problem = self.compute_pools.health()
         except ServiceError as error:
             return ClusterHealth(cluster_name=self.cluster_name, healthy=False, nodes=(), message=str(error))
-        broken = [f"{name} is {word_of(it.provisioning_state)}" for name, it in computes.items() if _is_broken(it)]
-        nodes = tuple(
-            NodeHealth(
-                node_id=index, healthy=state in NODES_THERE | {"leaving"}, message=_about(name, node, state, job)
-            )
-            for index, (name, node, state, job) in enumerate(listed)
-        )
-        running = tuple(status.job_id for status in self.active_jobs())
         return ClusterHealth(
             cluster_name=self.cluster_name,
-            healthy=not broken and all(node.healthy for node in nodes),
+            healthy=problem in ("", NOT_PROVISIONED) and all(node.healthy for node in nodes),
             nodes=nodes,
-            running_jobs=running,
-            message="; ".join(broken) or ("" if computes else "not provisioned"),
+            running_jobs=tuple(status.job_id for status in self.active_jobs()),
+            message=problem,
         )
 
     def cleanup_cluster(self) -> None:
@@ -189,7 +172,7 @@ class AzureMLClusterManager(GPUClusterManager):
                 f"job {spec.job_id!r} asks for {spec.node_count} nodes, and {got.compute} grows to {got.max_nodes}: "
                 "provision that many"
             )
-        self._tender(spec.job_id).submit(spec, replace(got, node_count=spec.node_count))
+        self._controller(spec.job_id).submit(spec, replace(got, node_count=spec.node_count))
 
     def job_status(self, job_id: str) -> JobStatus:
         return self._known(job_id).look()
@@ -210,7 +193,7 @@ class AzureMLClusterManager(GPUClusterManager):
             job_id, launch = read_mark(mark)
             if job_id in damaged:
                 continue  # it may go on to cost money: its mark stays
-            if job_id in ended and self._tender(job_id, tends=False).has_ended(launch):
+            if job_id in ended and self._controller(job_id, tends=False).has_ended(launch):
                 self._use.note_end(ended[job_id] or time.time(), job_id)
                 self._active.leave(mark)
             elif job_id not in there and time.time() - self._active.entered_at(mark) > SUBMITTING_SECONDS:
@@ -249,12 +232,12 @@ class AzureMLClusterManager(GPUClusterManager):
         self._known(job_id).cancel()
 
     def job_logs(self, job_id: str, node_id: int | None = None, tail: int | None = None) -> str:
-        tender = self._known(job_id)
-        texts = {node: tender.traces.kept(node) for node in tender.traces.kept_nodes()}
-        _, record = tender.launches.read()
-        if record is not None and not tender.look().state.is_final:
+        controller = self._known(job_id)
+        texts = {node: controller.traces.kept(node) for node in controller.traces.kept_nodes()}
+        _, record = controller.launches.read()
+        if record is not None and not controller.look().state.is_final:
             header = f"--- launch {record['launch']}, {record['job_name']} ---"
-            for node, text in tender.traces.printed(record).items():
+            for node, text in controller.traces.printed(record).items():
                 texts[node] = f"{texts.get(node, '')}{header}\n{text}"
         if node_id is not None and node_id not in texts:
             raise ClusterError(f"job {job_id!r} has no log of a node {node_id}; nodes count from 0")
@@ -266,9 +249,9 @@ class AzureMLClusterManager(GPUClusterManager):
         return "\n".join(parts)
 
     def node_usage(self, job_id: str) -> list[NodeUsage]:
-        tender = self._known(job_id)
-        running = not tender.look().state.is_final
-        return tender.traces.usage(tender.launches.read()[1], running, time.time())
+        controller = self._known(job_id)
+        running = not controller.look().state.is_final
+        return controller.traces.usage(controller.launches.read()[1], running, time.time())
 
     def find_orphans(self, live_runs: Collection[str]) -> list[Orphan]:
         """Jobs and computes with this cluster's tag."""
@@ -279,23 +262,7 @@ class AzureMLClusterManager(GPUClusterManager):
         self._mark_again(active)
         judged = [orphanage.judge(job, self.jobs_uri, live_runs) for job in active]
         found = [orphan for orphan in judged if orphan is not None]
-        wanted = {job.compute for job in active}
-        for name, compute in self.provisioner.computes(patience).items():
-            states = [state for _, state, _ in self.provisioner.nodes(name, patience)]
-            busy = states.count("running")
-            idle = sum(state in NODES_THERE for state in states) - busy
-            state = word_of(compute.provisioning_state)
-            minimum = int(compute.min_instances or 0)
-            reason = orphanage.why_compute_orphaned(state, idle, busy, minimum, name in wanted)
-            if reason:
-                found.append(
-                    Orphan(
-                        kind="compute", name=name, reason=reason, dagster_run_id=(compute.tags or {}).get(RUN_TAG),
-                        state=state, node_count=idle + busy, sku=str(compute.size), tier=compute_tier(compute),
-                        studio_url=self.options.studio_url, is_busy=busy > 0, used_at=used_at,
-                    )
-                )  # fmt: skip
-        return found
+        return found + self.compute_pools.find_orphans({job.compute for job in active}, used_at)
 
     def end_orphan(self, orphan: Orphan) -> bool:
         """Cancel the job, or delete the compute."""
@@ -313,15 +280,7 @@ class AzureMLClusterManager(GPUClusterManager):
                 return False
             raise
         # Also where its run directory says that it has ended: only the service knows whether it still costs money.
-        is_asked = False
-        while (job := self.jobs.get(orphan.name, patience)) is not None and not job.is_over:
-            if not is_asked:
-                self.jobs.cancel(orphan.name, orphan.reason, patience)
-                is_asked = True
-            elif time.monotonic() > deadline:
-                return False
-            time.sleep(min(self.options.poll_seconds, 2.0))
-        return True
+        return self.jobs.end(orphan.name, orphan.reason, patience, deadline)
 
     def _mark_again(self, active: Sequence[ServiceJob]) -> None:
         """Give jobs that the service runs their mark, where somebody has removed it."""
@@ -341,20 +300,20 @@ class AzureMLClusterManager(GPUClusterManager):
         self._active.enter(mark)
         return mark
 
-    def _tender(self, job_id: str, tends: bool | None = None) -> Tender:
+    def _controller(self, job_id: str, tends: bool | None = None) -> JobController:
         rundir = RunDir(f"{self.jobs_uri}/{job_id}")
         if tends is False:
-            return Tender(rundir, self.provisioner, self.jobs, self._active, None, tends=False)
-        if job_id not in self._tenders:
-            self._tenders[job_id] = Tender(
+            return JobController(rundir, self.provisioner, self.jobs, self._active, None, tends=False)
+        if job_id not in self._controllers:
+            self._controllers[job_id] = JobController(
                 rundir, self.provisioner, self.jobs, self._active, self.dagster_run_id, self.tends
             )
-        return self._tenders[job_id]
+        return self._controllers[job_id]
 
-    def _known(self, job_id: str) -> Tender:
+    def _known(self, job_id: str) -> JobController:
         if self._record(job_id) is None:
             raise ClusterError(f"no job {job_id!r} on cluster {self.cluster_name!r}; `dtrain jobs` lists them")
-        return self._tender(job_id)
+        return self._controller(job_id)
 
     def _record(self, job_id: str) -> dict[str, Any] | None:
         record = Launches(RunDir(f"{self.jobs_uri}/{job_id}")).read()[1]
@@ -369,7 +328,7 @@ class AzureMLClusterManager(GPUClusterManager):
     def _peek(self, job_id: str) -> JobStatus | None:
         try:
             if self._record(job_id) is not None:
-                return self._tender(job_id, tends=False).look()
+                return self._controller(job_id, tends=False).look()
         except DamagedError as error:  # whether it runs, only the service can tell; no job hides the others
             return JobStatus(
                 job_id=job_id, state=JobState.FAILED, message=f"damaged: {error}", damage=str(error)
@@ -430,11 +389,3 @@ def _problem(do: Any) -> list[str]:
     except ClusterError as error:
         return [str(error)]
     return []
-
-
-def _is_broken(compute: Any) -> bool:
-    return compute.provisioning_state in ("Failed", "Canceled")
-
-
-def _about(compute: str, node: str, state: str, job: str | None) -> str:
-    return f"{node} of {compute}: {state}" + (f", works on {job}" if job else "")

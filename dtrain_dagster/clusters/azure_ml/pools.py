@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from dtrain_dagster.clusters.azure_ml.client import ServiceError
-from dtrain_dagster.clusters.azure_ml.jobs import Jobs
+from dtrain_dagster.clusters.azure_ml.jobs import RUN_TAG, Jobs
+from dtrain_dagster.clusters.azure_ml.orphans import why_compute_orphaned
 from dtrain_dagster.clusters.azure_ml.provision import (
     BROKEN,
     MOVING,
@@ -20,10 +22,12 @@ from dtrain_dagster.clusters.azure_ml.provision import (
     compute_tier,
     word_of,
 )
-from dtrain_dagster.clusters.base import InUseError, NodePool
+from dtrain_dagster.clusters.base import InUseError, NodeHealth, NodePool, Orphan
 
 ANYWHERE = ""
 """Where a job will work that waits for its next launch: it may be any compute."""
+NOT_PROVISIONED = "not provisioned"
+"""What health says of a cluster without a compute."""
 LEAVING_SECONDS = 180.0
 """How long the service may take to remove nodes that have idled for as long as they may."""
 
@@ -58,6 +62,42 @@ class Pools:
                     grace_seconds=grace,
                 )
             )
+        return found
+
+    def health(self) -> tuple[tuple[NodeHealth, ...], str]:
+        """Every node as the service sees it, and what is wrong with the computes, `NOT_PROVISIONED` where there is
+        none. The service is asked with the patience of whoever waits. `ServiceError` where it does not answer."""
+        computes = self.provisioner.computes()
+        listed = [
+            (name, *node) for name in computes for node in self.provisioner.nodes(name, self.options.patience_seconds)
+        ]
+        broken = [f"{name} is {word_of(it.provisioning_state)}" for name, it in computes.items() if _is_broken(it)]
+        nodes = tuple(
+            NodeHealth(
+                node_id=index, healthy=state in NODES_THERE | {"leaving"}, message=_about(name, node, state, job)
+            )
+            for index, (name, node, state, job) in enumerate(listed)
+        )
+        return nodes, "; ".join(broken) or ("" if computes else NOT_PROVISIONED)
+
+    def find_orphans(self, wanted: Collection[str], used_at: float | None) -> list[Orphan]:
+        """Computes that cost money for nobody. ``wanted``: those that jobs of this cluster run on or wait for."""
+        found = []
+        for name, compute in self.provisioner.computes(self.patience).items():
+            states = [state for _, state, _ in self.provisioner.nodes(name, self.patience)]
+            at_work = states.count("running")
+            idle = sum(state in NODES_THERE for state in states) - at_work
+            state = word_of(compute.provisioning_state)
+            minimum = int(compute.min_instances or 0)
+            reason = why_compute_orphaned(state, idle, at_work, minimum, name in wanted)
+            if reason:
+                found.append(
+                    Orphan(
+                        kind="compute", name=name, reason=reason, dagster_run_id=(compute.tags or {}).get(RUN_TAG),
+                        state=state, node_count=idle + at_work, sku=str(compute.size), tier=compute_tier(compute),
+                        studio_url=self.options.studio_url, is_busy=at_work > 0, used_at=used_at,
+                    )
+                )  # fmt: skip
         return found
 
     def give_back(self, name: str, force: bool, check: Callable[[], None]) -> bool:
@@ -103,3 +143,11 @@ def why_nodes_stay(state: str, minimum: int, operation_seconds: float) -> tuple[
     if minimum > 0:
         return f"it keeps {minimum} nodes whatever there is to do", 0.0
     return "", LEAVING_SECONDS
+
+
+def _is_broken(compute: Any) -> bool:
+    return compute.provisioning_state in ("Failed", "Canceled")
+
+
+def _about(compute: str, node: str, state: str, job: str | None) -> str:
+    return f"{node} of {compute}: {state}" + (f", works on {job}" if job else "")

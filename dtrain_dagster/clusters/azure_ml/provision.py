@@ -23,10 +23,10 @@ from dtrain_dagster.clusters.azure_ml.client import (
 )
 from dtrain_dagster.clusters.azure_ml.sku_chain import (
     Attempt,
-    Choice,
     Quota,
-    Refusal,
     Size,
+    SkuChoice,
+    SkuRefusal,
     chain,
     classify,
     compute_name,
@@ -38,8 +38,8 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
 )
 from dtrain_dagster.clusters.base import ClusterError, NoCapacityError
 from dtrain_dagster.costs.prices import region_of
-from dtrain_dagster.settings.secrets import redact
 from dtrain_dagster.support.audit import AuditLog, noted_request_id
+from dtrain_dagster.support.secrets import redact
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import AmlCompute
@@ -77,7 +77,7 @@ class Provisioner:
         self.service, self.options, self.audit = service, service.options, audit
 
     def provision(
-        self, node_count: int, wanted: str, excluded: Collection[Choice] = (), tags: Mapping[str, str] | None = None
+        self, node_count: int, wanted: str, excluded: Collection[SkuChoice] = (), tags: Mapping[str, str] | None = None
     ) -> Provisioned:
         """A compute that may grow to ``node_count`` nodes, of the wanted size or the next that is to be had.
 
@@ -91,9 +91,9 @@ class Provisioner:
             del computes[name]
         sizes, quotas = self.sizes(), self.quotas()
         attempts: list[Attempt] = []
-        refusals: list[Refusal] = []
+        refusals: list[SkuRefusal] = []
 
-        def note(choice: Choice, decision: Any, code: str, message: str = "") -> None:
+        def note(choice: SkuChoice, decision: Any, code: str, message: str = "") -> None:
             attempt = Attempt(
                 sku=choice.sku, tier=choice.tier, code=code, message=redact(message), decision=decision, at=time.time(),
                 node_count=node_count, compute=compute_name(self.options.cluster_name, choice),
@@ -123,10 +123,16 @@ class Provisioner:
         raise no_capacity(node_count, attempts, refusals)
 
     def _get(
-        self, choice: Choice, name: str, there: AmlCompute | None, node_count: int, tags: Mapping[str, str], note: Any
-    ) -> int | Refusal:
+        self,
+        choice: SkuChoice,
+        name: str,
+        there: AmlCompute | None,
+        node_count: int,
+        tags: Mapping[str, str],
+        note: Any,
+    ) -> int | SkuRefusal:
         """Have this compute, made or reused: the nodes that it may grow to, or why not."""
-        refusal: Refusal | None = None
+        refusal: SkuRefusal | None = None
         for turn in range(WAITS):
             if there is not None and self._fits(there, choice, node_count):
                 note(choice, "reused", "Succeeded")
@@ -144,7 +150,7 @@ class Provisioner:
         assert refusal is not None
         return refusal
 
-    def _fits(self, compute: AmlCompute, choice: Choice, node_count: int) -> bool:
+    def _fits(self, compute: AmlCompute, choice: SkuChoice, node_count: int) -> bool:
         """Can it be used as it is? `ClusterError` where it is open to the internet and must not be."""
         if compute.provisioning_state != "Succeeded":
             return False
@@ -161,7 +167,7 @@ class Provisioner:
             and compute.idle_time_before_scale_down == self.options.idle_seconds
         )
 
-    def put(self, choice: Choice, name: str, most: int, tags: Mapping[str, str]) -> Refusal | None:
+    def put(self, choice: SkuChoice, name: str, most: int, tags: Mapping[str, str]) -> SkuRefusal | None:
         """Make or change a compute (the service takes the whole description either way); why not, if not. What a
         refusal leaves behind is deleted."""
         failure: ServiceError | None = None
@@ -312,7 +318,7 @@ class Provisioner:
         except (ServiceError, AttributeError, KeyError, TypeError):  # a hint, and no more
             return ""
 
-    def _describe(self, choice: Choice, name: str, most: int, tags: Mapping[str, str]) -> AmlCompute:
+    def _describe(self, choice: SkuChoice, name: str, most: int, tags: Mapping[str, str]) -> AmlCompute:
         from azure.ai.ml.entities import (
             AmlCompute,
             IdentityConfiguration,
@@ -373,7 +379,7 @@ def compute_tier(compute: AmlCompute) -> str:
     return "low_priority" if "low" in str(compute.tier or "").casefold() else "dedicated"
 
 
-def no_capacity(node_count: int, attempts: list[Attempt], refusals: list[Refusal]) -> NoCapacityError:
+def no_capacity(node_count: int, attempts: list[Attempt], refusals: list[SkuRefusal]) -> NoCapacityError:
     """The refusal of the whole chain, in words, with all that was tried."""
     lines = "\n".join(f"  {attempt}" for attempt in attempts)
     return NoCapacityError(

@@ -32,7 +32,7 @@ IN_USE_SECONDS, SCARCE_SECONDS, NO_QUOTA_SECONDS = 300.0, 900.0, 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class SkuChoice:
     """One kind of node."""
 
     sku: str
@@ -63,7 +63,7 @@ class Quota:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Refusal:
+class SkuRefusal:
     code: str
     message: str
     verdict: Verdict
@@ -93,7 +93,9 @@ class Attempt:
         )
 
 
-def chain(wanted: str, order: Sequence[str], tiers: Sequence[str], excluded: Collection[Choice] = ()) -> list[Choice]:
+def chain(
+    wanted: str, order: Sequence[str], tiers: Sequence[str], excluded: Collection[SkuChoice] = ()
+) -> list[SkuChoice]:
     """What to try, in order: the wanted size first, then the others; all in the first tier, then all in the second."""
     entries = list(dict.fromkeys([wanted, *order]))
     found = []
@@ -101,48 +103,48 @@ def chain(wanted: str, order: Sequence[str], tiers: Sequence[str], excluded: Col
         for entry in entries:
             sku, _, own = entry.partition("@")
             if own and position == 0:
-                found.append(Choice(sku=sku, tier=own))
+                found.append(SkuChoice(sku=sku, tier=own))
             elif not own:
-                found.append(Choice(sku=sku, tier=tier))
+                found.append(SkuChoice(sku=sku, tier=tier))
     return [choice for choice in dict.fromkeys(found) if choice not in excluded]
 
 
 def examine(
-    choice: Choice,
+    choice: SkuChoice,
     sizes: Mapping[str, Size],
     quotas: Sequence[Quota],
     node_count: int,
     nodes_there: int,
     processes_per_node: int,
-) -> Refusal | None:
+) -> SkuRefusal | None:
     """Why this choice is not worth asking for; None if it is. ``nodes_there``: nodes of it that we have already, whose
     cores count as used."""
     size = sizes.get(choice.sku.casefold())
     if size is None:
         message = f"{choice.sku} is not among the {len(sizes)} sizes of the region"
-        return Refusal(code="SkuNotListed", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
+        return SkuRefusal(code="SkuNotListed", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
     if choice.tier == "low_priority" and not size.low_priority_capable:
         message = f"{choice.sku} is not offered on the low-priority tier"
-        return Refusal(code="NoLowPriority", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
+        return SkuRefusal(code="NoLowPriority", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
     if 0 < size.gpus < processes_per_node:
         message = f"{choice.sku} has {size.gpus} GPUs, and {processes_per_node} processes are to run on each node"
-        return Refusal(code="TooFewGpus", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
+        return SkuRefusal(code="TooFewGpus", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
     for quota in quotas_of(choice, size, quotas):
         if quota.limit < 0:
             continue
         needed, free = node_count * size.vcpus, quota.limit - quota.used + nodes_there * size.vcpus
         if needed > quota.limit:
             message = f"{node_count} nodes need {needed} cores, and the quota {quota.name} is {quota.limit}"
-            return Refusal(code="QuotaTooSmall", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
+            return SkuRefusal(code="QuotaTooSmall", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
         if needed > free:
             message = (
                 f"{node_count} nodes need {needed} cores, and of the quota {quota.name} ({quota.limit}) {free} are free"
             )
-            return Refusal(code="QuotaInUse", message=message, verdict="next", retry_seconds=IN_USE_SECONDS)
+            return SkuRefusal(code="QuotaInUse", message=message, verdict="next", retry_seconds=IN_USE_SECONDS)
     return None
 
 
-def quotas_of(choice: Choice, size: Size, quotas: Sequence[Quota]) -> list[Quota]:
+def quotas_of(choice: SkuChoice, size: Size, quotas: Sequence[Quota]) -> list[Quota]:
     """The quotas that count: of the family and of all families (dedicated), or of the tier (low priority).
 
     Names of families are irregular (``standardNCSv3Family``, ``Standard NCASv3_T4 Family``), so only letters and digits
@@ -190,7 +192,7 @@ _SCARCE_WORDS = re.compile(
 )
 
 
-def classify(code: str, message: str, status: int | None) -> Refusal:
+def classify(code: str, message: str, status: int | None) -> SkuRefusal:
     """What a refusal of a compute means, from the service's code, its words, and the HTTP status.
 
     Known codes first; then the words, because quotas are refused as a plain ``BadRequest`` too; then the status: what
@@ -198,19 +200,19 @@ def classify(code: str, message: str, status: int | None) -> Refusal:
     """
     known = _plain(code)
     if known in _NEXT:
-        return Refusal(code=code, message=message, verdict="next", retry_seconds=_NEXT[known])
+        return SkuRefusal(code=code, message=message, verdict="next", retry_seconds=_NEXT[known])
     if known in _WAIT or (status is not None and (status in (408, 429) or status >= 500)):
-        return Refusal(code=code, message=message, verdict="wait", retry_seconds=60.0)
+        return SkuRefusal(code=code, message=message, verdict="wait", retry_seconds=60.0)
     if _SCARCE_WORDS.search(message):
         by_quota = "quota" in message.casefold()
         after = NO_QUOTA_SECONDS if by_quota else SCARCE_SECONDS
-        return Refusal(code=code, message=message, verdict="next", retry_seconds=after)
+        return SkuRefusal(code=code, message=message, verdict="next", retry_seconds=after)
     if status is not None and 400 <= status < 500 and status != 409:
-        return Refusal(code=code, message=message, verdict="fatal")
-    return Refusal(code=code, message=message, verdict="next")
+        return SkuRefusal(code=code, message=message, verdict="fatal")
+    return SkuRefusal(code=code, message=message, verdict="next")
 
 
-def compute_name(cluster_name: str, choice: Choice) -> str:
+def compute_name(cluster_name: str, choice: SkuChoice) -> str:
     """The compute of this cluster for one kind of node: ``dtrain-nc24adsa100v4``, with ``-lp`` for low priority. 3
     to 24 small letters, digits and hyphens, a letter first and no number after the last hyphen: the service's rule."""
     short = re.sub(r"[^a-z0-9]", "", choice.sku.casefold().removeprefix("standard_"))
@@ -221,7 +223,7 @@ def compute_name(cluster_name: str, choice: Choice) -> str:
     return f"{cluster_name}-{short}{tail}".lower()
 
 
-def retry_at(refusals: Sequence[Refusal], now: float) -> float:
+def retry_at(refusals: Sequence[SkuRefusal], now: float) -> float:
     """The earliest time at which it is sensible to ask for the whole chain again. Unix seconds."""
     return now + min((refusal.retry_seconds for refusal in refusals), default=SCARCE_SECONDS)
 

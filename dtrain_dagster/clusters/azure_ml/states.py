@@ -39,7 +39,7 @@ class Look:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class JobFacts:
     """All that is known of a launch."""
 
     look: Look
@@ -82,7 +82,7 @@ class Patience:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class JobDecision:
     """``report`` how it stands; ``submit`` what was never submitted; ``cancel`` what somebody wants cancelled; ``stop``
     this launch, to go on in another; go on in the ``next`` one; it is over: ``settle``."""
 
@@ -106,60 +106,62 @@ def phase_of(look: Look) -> Phase:
     return "paused" if look.status == "Paused" else "silent"  # NotResponding, Unknown, and words that are new
 
 
-def decide(facts: Facts, patience: Patience) -> Decision:
+def decide(facts: JobFacts, patience: Patience) -> JobDecision:
     """What to make of a launch."""
     phase = phase_of(facts.look)
     if _says(facts, "succeeded") and phase in ("ended", "gone"):
-        return Decision(action="settle", state=JobState.SUCCEEDED)
+        return JobDecision(action="settle", state=JobState.SUCCEEDED)
     if phase == "ended":
         return _ended(facts)
     if phase == "gone":
         return _gone(facts, patience)
     if facts.cancel_asked:
         action: Literal["report", "cancel"] = "report" if phase == "stopping" else "cancel"
-        return Decision(action=action, state=JobState.RUNNING, message="is being cancelled")
+        return JobDecision(action=action, state=JobState.RUNNING, message="is being cancelled")
     if facts.stopping:
         again: Literal["report", "stop"] = "report" if phase == "stopping" else "stop"
-        return Decision(action=again, state=JobState.QUEUED, message=f"is being ended, to go on: {facts.stopping}")
+        return JobDecision(action=again, state=JobState.QUEUED, message=f"is being ended, to go on: {facts.stopping}")
     if phase == "waiting":
         return _waiting(facts, patience)
     if phase == "working":
-        return Decision(action="report", state=JobState.RUNNING)
+        return JobDecision(action="report", state=JobState.RUNNING)
     if phase == "stopping":
-        return Decision(action="report", state=JobState.RUNNING, message="is being cancelled, not from here")
+        return JobDecision(action="report", state=JobState.RUNNING, message="is being cancelled, not from here")
     if phase == "paused":
         return _paused(facts, patience)
     return _silent(facts, patience)
 
 
-def _ended(facts: Facts) -> Decision:
+def _ended(facts: JobFacts) -> JobDecision:
     look = facts.look
     if _says(facts, "budget"):
         return _failed(str((facts.result or {}).get("error", "")))
     if look.status == "Completed":
         if not facts.elastic:
-            return Decision(action="settle", state=JobState.SUCCEEDED)
+            return JobDecision(action="settle", state=JobState.SUCCEEDED)
         if _says(facts, "failed"):
             return _failed(str((facts.result or {}).get("error", "")))
         if _says(facts, "stopped"):
             return _lost(facts, "its processes were told to end (SIGTERM)")
         return _failed("all processes ended in order, but the result does not say that the training is done")
     if facts.cancel_asked:
-        return Decision(action="settle", state=JobState.CANCELLED, message="cancelled")
+        return JobDecision(action="settle", state=JobState.CANCELLED, message="cancelled")
     if _says(facts, "failed"):
         return _failed(str((facts.result or {}).get("error", "")))
     if facts.stopping:
         return _lost(facts, facts.stopping)
     said = ": ".join(part for part in (look.error_code, look.error_message) if part)
     if look.status == "Canceled" and not (_LOSS.search(said) or _says(facts, "stopped")):
-        return Decision(action="settle", state=JobState.CANCELLED, message="cancelled in the workspace, not from here")
+        return JobDecision(
+            action="settle", state=JobState.CANCELLED, message="cancelled in the workspace, not from here"
+        )
     cause = loss(facts)
     if cause and facts.elastic:
         return _lost(facts, cause)
     return _failed(said or cause or "the service does not say why")
 
 
-def loss(facts: Facts) -> str:
+def loss(facts: JobFacts) -> str:
     """How a launch that failed lost its nodes or its processes' peers; "" if it failed by itself.
 
     What the service says of nodes comes first; then the exit codes, of the nodes' own records or in the service's
@@ -178,29 +180,29 @@ def loss(facts: Facts) -> str:
     return "its processes were told to end (SIGTERM)" if _says(facts, "stopped") else ""
 
 
-def _lost(facts: Facts, why: str) -> Decision:
+def _lost(facts: JobFacts, why: str) -> JobDecision:
     if facts.elastic and facts.resubmissions_left > 0:
-        return Decision(action="next", state=JobState.QUEUED, message=why)
+        return JobDecision(action="next", state=JobState.QUEUED, message=why)
     spent = "it cannot go on by itself" if not facts.elastic else "it was submitted again as often as it may be"
     return _failed(f"{why}; {spent}")
 
 
-def _failed(why: str) -> Decision:
-    return Decision(action="settle", state=JobState.FAILED, message=why)
+def _failed(why: str) -> JobDecision:
+    return JobDecision(action="settle", state=JobState.FAILED, message=why)
 
 
-def _gone(facts: Facts, patience: Patience) -> Decision:
+def _gone(facts: JobFacts, patience: Patience) -> JobDecision:
     """The service knows no such job."""
     if facts.cancel_asked:
-        return Decision(action="settle", state=JobState.CANCELLED, message="cancelled before it was submitted")
+        return JobDecision(action="settle", state=JobState.CANCELLED, message="cancelled before it was submitted")
     if facts.seen:
         return _failed("the job was deleted from the workspace")
     if facts.now - facts.submitted_at < patience.start:
-        return Decision(action="report", state=JobState.QUEUED, message="is being submitted")
-    return Decision(action="submit", state=JobState.QUEUED, message="whoever submitted it ended before it could")
+        return JobDecision(action="report", state=JobState.QUEUED, message="is being submitted")
+    return JobDecision(action="submit", state=JobState.QUEUED, message="whoever submitted it ended before it could")
 
 
-def _waiting(facts: Facts, patience: Patience) -> Decision:
+def _waiting(facts: JobFacts, patience: Patience) -> JobDecision:
     waited = facts.now - facts.phase_since
     ready = "" if facts.nodes_ready is None else f", {facts.nodes_ready} of {facts.node_count} nodes are there"
     why = f"waits for nodes since {waited:.0f} s{ready}" + (
@@ -209,31 +211,33 @@ def _waiting(facts: Facts, patience: Patience) -> Decision:
     scarce = bool(facts.allocation_error) and facts.has_alternative
     deadline = min(patience.queue, patience.allocation) if scarce else patience.queue
     if waited <= deadline:
-        return Decision(action="report", state=JobState.QUEUED, message=why)
-    return Decision(action="stop", state=JobState.QUEUED, message=f"{why}: longer than {deadline:.0f} s")
+        return JobDecision(action="report", state=JobState.QUEUED, message=why)
+    return JobDecision(action="stop", state=JobState.QUEUED, message=f"{why}: longer than {deadline:.0f} s")
 
 
-def _paused(facts: Facts, patience: Patience) -> Decision:
+def _paused(facts: JobFacts, patience: Patience) -> JobDecision:
     waited = facts.now - facts.phase_since
     if waited <= patience.queue:
-        return Decision(
+        return JobDecision(
             action="report", state=JobState.QUEUED, message=f"is paused by the service since {waited:.0f} s"
         )
-    return Decision(action="stop", state=JobState.QUEUED, message=f"was paused for longer than {patience.queue:.0f} s")
+    return JobDecision(
+        action="stop", state=JobState.QUEUED, message=f"was paused for longer than {patience.queue:.0f} s"
+    )
 
 
-def _silent(facts: Facts, patience: Patience) -> Decision:
+def _silent(facts: JobFacts, patience: Patience) -> JobDecision:
     """The service does not hear the job; its nodes may still write, and then it works."""
     word = facts.look.status
     silent = facts.now - max(facts.phase_since, facts.heard_at or 0.0)
     if silent <= patience.silence:
         message = f"the service says {word}; its nodes were last heard of {max(0.0, silent):.0f} s ago"
-        return Decision(action="report", state=JobState.RUNNING, message=message)
+        return JobDecision(action="report", state=JobState.RUNNING, message=message)
     message = f"the service says {word}, and nothing was heard for longer than {patience.silence:.0f} s"
-    return Decision(action="stop", state=JobState.RUNNING, message=message)
+    return JobDecision(action="stop", state=JobState.RUNNING, message=message)
 
 
-def _says(facts: Facts, status: str) -> bool:
+def _says(facts: JobFacts, status: str) -> bool:
     """Does the trainer's own result, of this launch, say this?"""
     result = facts.result
     # A job that does not regroup knows of no launches.

@@ -11,11 +11,28 @@ from typing import Any
 from dtrain_dagster.clusters.local.processes import MARK
 from trainer.comm.launch_secret import SECRET_FILE
 
+PEER_GRACE = "DTRAIN_PEER_GRACE_SECONDS", 10.0
+"""After one process failed: how long its peers may take to notice by themselves and say so in their logs."""
+STOP_GRACE = "DTRAIN_STOP_GRACE_SECONDS", 8.0
+"""Between SIGTERM and SIGKILL: time for a checkpoint."""
 _OF_A_LAUNCH = ("DTRAIN_LAUNCH", "DTRAIN_STAY", SECRET_FILE)
 
 
 class LaunchError(ValueError):
     """What was asked for cannot be started. The message names the setting and the remedy."""
+
+
+def read_duration(name: str, default: float, *environments: Mapping[str, str]) -> float:
+    """The seconds that the first of these environments has under this name, where any has. `LaunchError` for what is no
+    such number."""
+    text = next(filter(None, (environment.get(name) for environment in environments)), str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise LaunchError(f"{name}={text!r} must be a number of seconds, such as {default:g}")
+    return seconds
 
 
 def choose_port(wanted: int | None) -> int:

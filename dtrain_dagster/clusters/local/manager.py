@@ -10,14 +10,10 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import (
@@ -32,24 +28,29 @@ from dtrain_dagster.clusters.base import (
     JobStatus,
     NodeHealth,
     NodePool,
-    NodeUsage,
     Orphan,
 )
 from dtrain_dagster.clusters.job_marks import ActiveJobs, ClusterUse
-from dtrain_dagster.clusters.local.job_lock import acquire, is_held, undisturbed
 from dtrain_dagster.clusters.local.line_log import last_lines, logs_of, text_of
-from dtrain_dagster.clusters.local.processes import MARK
 from dtrain_dagster.clusters.local.settle import (
-    POLL_SECONDS,
-    SUPERVISOR_LOG,
     claim,
-    new_token,
+    end_supervised,
+    observe,
     settle,
     signal_supervisor,
     sweep,
+    wait_for_change,
 )
-from dtrain_dagster.clusters.local.supervisor import STOP_GRACE
+from dtrain_dagster.clusters.local.submit import (
+    RANKS_PER_CORE,
+    check_size,
+    describe_launch,
+    most_ranks,
+    start_supervisor,
+)
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.settings.home import HomeError, make_home
+from dtrain_dagster.support.job_lock import is_held, undisturbed
 from trainer.documents import schemas
 from trainer.documents.places import PlaceError, checked_id
 from trainer.documents.reader import MARK_BYTES, read_document, warn_once
@@ -57,13 +58,6 @@ from trainer.errors import DamagedError
 from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
 from trainer.storage.base import Storage
 
-RANKS_PER_CORE = 8
-START_SECONDS = 30.0
-"""How long a supervisor may take to say that it has the job."""
-FORCE_SECONDS = 15.0
-"""How much longer than its grace a supervisor may take to end a job before it is killed itself."""
-NOTICE_SECONDS = 0.1
-"""How soon it is noticed that a job that is followed has ended. Each look is at the date of one file."""
 END_SECONDS = 25.0
 """How long the end of an orphan is waited for, at one tick of a sensor."""
 
@@ -140,14 +134,13 @@ class LocalClusterManager(GPUClusterManager):
         damaged: list[str] = []
         seen: dict[int, list[NodeHealth]] = {node_id: [] for node_id in range(config.node_count if config else 0)}
         for job_id in running:
-            rundir = self._rundir(job_id)
             try:
-                newest, there = presences.newest_generation(rundir), presences.latest(rundir.nodes())
+                views = presences.job_health(self._rundir(job_id), job_id, time.time())
             except DamagedError as error:
                 damaged.append(str(error))
                 continue
-            for node in there:
-                seen.setdefault(node.node_id, []).append(presences.health(job_id, node, time.time(), newest))
+            for view in views:
+                seen.setdefault(view.node_id, []).append(view)
         nodes = tuple(
             NodeHealth(
                 node_id=node_id,
@@ -229,61 +222,23 @@ class LocalClusterManager(GPUClusterManager):
             ) from error
 
     def _launch(self, spec: JobSpec, folder: Path, rundir: RunDir, lock: int) -> None:
-        """Start a supervisor in a session of its own, hand it the lock, and wait until it says that it has the job."""
+        """Mark the job as active, describe its next launch and start it."""
         self.active.enter(spec.job_id)
         self.use.begin(spec.job_id)
         rundir.storage.delete(STATUS)  # from here on, only the new supervisor says how the job stands
-        launch: dict[str, Any] = {
-            "job_id": spec.job_id,
-            "command": list(spec.command),
-            "node_count": spec.node_count,
-            "processes_per_node": spec.processes_per_node,
+        launch = describe_launch(spec, folder, rundir) | {
             "threads_per_rank": self.threads_per_rank,
-            "env": with_package({**_python_path(os.environ), **spec.env}),
-            "master_port": spec.master_port,
-            "elastic": spec.elastic,
-            "launch": 1 + max((node.launch for node in rundir.nodes()), default=0),
             "max_replacements": self.max_replacements,
             "replacement_delay_seconds": self.replacement_delay_seconds,
-            "token": new_token(folder),
             "sku": self.gpu_type,
             "cluster_name": self.cluster_name,
-            "submitted_at": time.time(),
         }
-        rundir.write_json(LAUNCH, launch)
-        log_path = folder / LOGS / SUPERVISOR_LOG
-        log_path.parent.mkdir(exist_ok=True)
-        with open(log_path, "ab") as log:
-            # -P: no module of the working directory may shadow one of the standard library.
-            command = [sys.executable, "-P", "-m", "dtrain_dagster.clusters.local.supervisor"]
-            process = subprocess.Popen(
-                [*command, str(folder), str(lock), str(self._secret(spec.job_id))],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                pass_fds=[lock],
-                env=with_package({**os.environ, MARK: launch["token"]}),
-            )
-        # Waited for in the background, so that its end leaves no zombie in a submitter that lives long.
-        threading.Thread(target=process.wait, daemon=True).start()
-        deadline = time.monotonic() + START_SECONDS
-        while rundir.read_json(STATUS) is None:
-            if process.returncode is not None and rundir.read_json(STATUS) is None:
-                raise ClusterError(
-                    f"the supervisor of job {spec.job_id!r} ended at once (exit code {process.returncode}); the end "
-                    f"of {log_path}:\n{last_lines(log_path, 12)}"
-                )
-            if time.monotonic() > deadline:
-                sweep(launch, folder)
-                raise ClusterError(
-                    f"the supervisor of job {spec.job_id!r} did not start in {START_SECONDS:.0f} s; see {log_path}"
-                )
-            time.sleep(POLL_SECONDS)
+        secret = self.home / "secrets" / spec.job_id  # not in the run directory, which others read
+        start_supervisor(launch, rundir, lock, secret)
 
     def job_status(self, job_id: str) -> JobStatus:
         rundir = self._rundir(job_id)
-        status, running = self._observe(rundir)
+        status, running = observe(rundir)
         if status is None:
             launch = rundir.read_json(LAUNCH)
             if launch is None:
@@ -302,33 +257,7 @@ class LocalClusterManager(GPUClusterManager):
         )
 
     def wait(self, seen: JobStatus) -> None:
-        rundir, deadline = self._rundir(seen.job_id), time.monotonic() + self.poll_seconds
-        path, known = rundir.storage.path(STATUS), None
-        while time.monotonic() < deadline:
-            if (version := _version(path)) != known:
-                known = version
-                if (rundir.read_json(STATUS) or {}).get("state", JobState.QUEUED) != seen.state:
-                    return
-            time.sleep(NOTICE_SECONDS)
-
-    def _observe(self, rundir: RunDir) -> tuple[dict[str, Any] | None, bool]:
-        """``status.json`` and whether a supervisor lives, seen at one moment; settled where the supervisor died."""
-        folder = rundir.storage.local_path()
-        while True:
-            status = rundir.read_json(STATUS)
-            if status is not None and JobState(status["state"]).is_final:
-                return status, False
-            running = is_held(folder)
-            if rundir.read_json(STATUS) != status:
-                continue  # it moved on between the looks
-            if running or status is None:
-                return status, running
-            lock = acquire(folder)  # nobody may start it while its end is being written
-            if lock is not None:
-                try:
-                    return settle(rundir), False
-                finally:
-                    os.close(lock)
+        wait_for_change(self._rundir(seen.job_id), seen.state, self.poll_seconds)
 
     def list_jobs(self, prefix: str = "") -> list[JobStatus]:
         jobs = []
@@ -394,17 +323,7 @@ class LocalClusterManager(GPUClusterManager):
                 raise
             sweep(rundir.read_json(LAUNCH) or {}, folder)  # its supervisor cannot be asked to end it in order
             return not is_held(folder)
-        grace = (rundir.read_json(STATUS) or {}).get("stop_grace_seconds", STOP_GRACE[1])
-        asked_at = time.monotonic()
-        while is_held(folder):
-            waited = time.monotonic() - asked_at
-            if waited > patience_seconds:
-                return False
-            late = waited > grace + FORCE_SECONDS  # its reaper then kills what it leaves
-            signal_supervisor(rundir, signal.SIGKILL if late else signal.SIGTERM)
-            time.sleep(POLL_SECONDS)
-        self._observe(rundir)  # settles it, had the supervisor to be killed
-        return True
+        return end_supervised(rundir, patience_seconds)
 
     def job_logs(self, job_id: str, node_id: int | None = None, tail: int | None = None) -> str:
         self.job_status(job_id)  # is there such a job?
@@ -461,10 +380,6 @@ class LocalClusterManager(GPUClusterManager):
             raise ClusterError(f"the local cluster keeps job {spec.job_id!r} in {expected}, not in {spec.run_dir}")
         return expected
 
-    def _secret(self, job_id: str) -> Path:
-        """Where the supervisor of a job keeps the secret of its launch: not in the run directory, which others read."""
-        return self.home / "secrets" / job_id
-
     def _rundir(self, job_id: str) -> RunDir:
         try:
             checked_id(job_id, "the id of the job")
@@ -481,45 +396,3 @@ class LocalClusterManager(GPUClusterManager):
 
     def _write(self, config: ClusterConfig) -> None:
         self.state.write(CLUSTER, json.dumps(asdict(config), indent=2).encode())
-
-
-def _version(path: str) -> tuple[int, int] | None:
-    """What changes whenever a file is replaced; None where there is none."""
-    try:
-        stat = os.stat(path)
-    except FileNotFoundError:
-        return None
-    return stat.st_ino, stat.st_mtime_ns
-
-
-def most_ranks() -> int:
-    """Processes that this machine is asked to carry at most."""
-    return RANKS_PER_CORE * (os.cpu_count() or 1)
-
-
-def check_size(node_count: int, processes_per_node: int) -> None:
-    """`ClusterError` for a cluster that this machine cannot be."""
-    if node_count < 1:
-        raise ClusterError(f"DTRAIN_NODES={node_count}: a cluster needs at least one node; set 1 or more")
-    if processes_per_node < 1:
-        raise ClusterError(f"DTRAIN_PROCESSES_PER_NODE={processes_per_node}: a node runs at least one; set 1 or more")
-    ranks = node_count * processes_per_node
-    if ranks > most_ranks():
-        raise ClusterError(
-            f"DTRAIN_NODES={node_count} x DTRAIN_PROCESSES_PER_NODE={processes_per_node} is {ranks} processes on "
-            f"{os.cpu_count()} cores; the local cluster takes at most {RANKS_PER_CORE} per core, {most_ranks()} here: "
-            "set fewer"
-        )
-
-
-def with_package(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment, in which Python finds this project even where it was not installed."""
-    root = Path(__file__).parents[3]
-    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if not {"site-packages", "dist-packages"} & set(root.parts):
-        paths.append(str(root))
-    return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))} if paths else dict(environment)
-
-
-def _python_path(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: environment[name] for name in ("PYTHONPATH",) if name in environment}

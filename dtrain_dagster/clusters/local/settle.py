@@ -1,8 +1,12 @@
-"""A run directory's lock in the hands of who starts, settles or ends its job on this machine, without a supervisor."""
+"""What others than its supervisor do to a job on this machine: take its lock, watch it, wait for it, settle it, end it.
+
+How a job is started is in `submit`; what its supervisor does, in `supervisor`.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import signal
 import time
 import uuid
@@ -12,7 +16,7 @@ from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.local.job_lock import LOCK, acquire
+from dtrain_dagster.clusters.local.environment import STOP_GRACE
 from dtrain_dagster.clusters.local.line_log import last_lines
 from dtrain_dagster.clusters.local.processes import (
     command_of,
@@ -23,11 +27,16 @@ from dtrain_dagster.clusters.local.processes import (
     process_ids,
     signal_if,
 )
+from dtrain_dagster.support.job_lock import LOCK, acquire, is_held
 from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
 
 SWEEP_SECONDS = 10.0
 """How long processes may take to die whose supervisor and reaper were both killed."""
 POLL_SECONDS = 0.02
+FORCE_SECONDS = 15.0
+"""How much longer than its grace a supervisor may take to end a job before it is killed itself."""
+NOTICE_SECONDS = 0.1
+"""How soon it is noticed that a job that is followed has ended. Each look is at the date of one file."""
 SUPERVISOR_LOG = "supervisor.log"
 TOKEN_LENGTH = 16 + 32
 """Digits of a launch's token: of its run directory's digest, and random ones."""
@@ -60,6 +69,55 @@ def settle(rundir: RunDir) -> dict[str, Any] | None:
     except OSError as error:  # likely what the supervisor died of
         status["message"] += f"\n{rundir.uri} cannot be written ({error.strerror or error}): make room there"
     return status
+
+
+def observe(rundir: RunDir) -> tuple[dict[str, Any] | None, bool]:
+    """``status.json`` and whether a supervisor lives, seen at one moment; settled where the supervisor died."""
+    folder = rundir.storage.local_path()
+    while True:
+        status = rundir.read_json(STATUS)
+        if status is not None and JobState(status["state"]).is_final:
+            return status, False
+        running = is_held(folder)
+        if rundir.read_json(STATUS) != status:
+            continue  # it moved on between the looks
+        if running or status is None:
+            return status, running
+        lock = acquire(folder)  # nobody may start it while its end is being written
+        if lock is not None:
+            try:
+                return settle(rundir), False
+            finally:
+                os.close(lock)
+
+
+def wait_for_change(rundir: RunDir, state: JobState, seconds: float) -> None:
+    """Return as soon as ``status.json`` says anything else than this state, or after so many seconds."""
+    deadline = time.monotonic() + seconds
+    path, known = rundir.storage.path(STATUS), None
+    while time.monotonic() < deadline:
+        if (version := _version(path)) != known:
+            known = version
+            if (rundir.read_json(STATUS) or {}).get("state", JobState.QUEUED) != state:
+                return
+        time.sleep(NOTICE_SECONDS)
+
+
+def end_supervised(rundir: RunDir, patience_seconds: float) -> bool:
+    """Have a job ended by its supervisor, and wait so long for it; whether it has. A supervisor that takes much longer
+    than its grace is killed, and the end that it could not write is written here."""
+    folder = rundir.storage.local_path()
+    grace = (rundir.read_json(STATUS) or {}).get("stop_grace_seconds", STOP_GRACE[1])
+    asked_at = time.monotonic()
+    while is_held(folder):
+        waited = time.monotonic() - asked_at
+        if waited > patience_seconds:
+            return False
+        late = waited > grace + FORCE_SECONDS  # its reaper then kills what it leaves
+        signal_supervisor(rundir, signal.SIGKILL if late else signal.SIGTERM)
+        time.sleep(POLL_SECONDS)
+    observe(rundir)  # settles it, had the supervisor to be killed
+    return True
 
 
 def new_token(folder: Path) -> str:
@@ -113,3 +171,12 @@ def _digest(folder: Path) -> str:
 
 def _is_same(argument: str, folder: Path) -> bool:
     return argument.startswith("/") and Path(argument).resolve() == folder.resolve()
+
+
+def _version(path: str) -> tuple[int, int] | None:
+    """What changes whenever a file is replaced; None where there is none."""
+    try:
+        stat = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns

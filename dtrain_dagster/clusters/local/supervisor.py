@@ -30,23 +30,26 @@ from dtrain_dagster.clusters.exit_policy import (
     blame,
     decide,
     decide_plainly,
-    describe_exit,
     exit_code,
     is_failure,
 )
 from dtrain_dagster.clusters.local.environment import (
+    PEER_GRACE,
+    STOP_GRACE,
     LaunchError,
     choose_port,
     merge_environment,
     node_mark,
     rank_environment,
+    read_duration,
 )
-from dtrain_dagster.clusters.local.job_lock import acquire
-from dtrain_dagster.clusters.local.line_log import LineLog, last_lines
+from dtrain_dagster.clusters.local.failure_message import explain_failure, explain_giving_up
+from dtrain_dagster.clusters.local.line_log import LineLog
 from dtrain_dagster.clusters.local.node import Node, Process
 from dtrain_dagster.clusters.local.processes import descendants, kill_all, marked
 from dtrain_dagster.clusters.local.reaper import Reaper, reap_orphans, supervised
 from dtrain_dagster.clusters.presence import HEARTBEAT_SECONDS
+from dtrain_dagster.support.job_lock import acquire
 from trainer.comm.descriptors import raise_descriptor_limit
 from trainer.comm.launch_secret import SecretFile, file_by_hand
 from trainer.documents.reader import warn_once
@@ -55,13 +58,8 @@ from trainer.rundir import LAUNCH, LOGS, STATUS, NodePresence, RunDir
 from trainer.runtime.clock import SteadyClock
 
 POLL_SECONDS = 0.05
-PEER_GRACE = "DTRAIN_PEER_GRACE_SECONDS", 10.0
-"""After one process failed: how long its peers may take to notice by themselves and say so in their logs."""
-STOP_GRACE = "DTRAIN_STOP_GRACE_SECONDS", 8.0
-"""Between SIGTERM and SIGKILL: time for a checkpoint."""
 MAX_RELAUNCHES = 3
 """How often a job whose nodes could not regroup is started again before somebody has to look."""
-LOG_TAIL_LINES = 12
 KILL_SECONDS = 5.0
 
 _libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -94,7 +92,7 @@ class Supervisor:
     def run(self) -> JobState:
         """The whole life of the job. How it ended is in ``status.json`` as well."""
         try:
-            self.peer_grace, self.stop_grace = self._setting(*PEER_GRACE), self._setting(*STOP_GRACE)
+            self.peer_grace, self.stop_grace = self._duration(*PEER_GRACE), self._duration(*STOP_GRACE)
             self._start_nodes()
         except (LaunchError, OSError) as error:
             self._end_nodes(0.0)
@@ -106,7 +104,9 @@ class Supervisor:
         if decision is None:
             return self._finish(JobState.CANCELLED, "cancelled", EXIT_EVICTED)
         if decision.action == "fail" and self.failure:
-            return self._finish(JobState.FAILED, self._explain(self.failure), exit_code(self.failure.code))
+            return self._finish(
+                JobState.FAILED, explain_failure(self.rundir, self.launch, self.failure), exit_code(self.failure.code)
+            )
         if decision.action == "give_up":
             return self._give_up(decision.reason, ends)
         return self._finish(JobState.SUCCEEDED, "", 0)
@@ -116,16 +116,8 @@ class Supervisor:
         self._end_nodes(0.0)
         self._finish(JobState.FAILED, f"the supervisor failed: {type(error).__name__}: {error}", 1)
 
-    def _setting(self, name: str, default: float) -> float:
-        """A duration from the job's environment, else from the supervisor's own."""
-        text = self.launch["env"].get(name) or os.environ.get(name) or str(default)
-        try:
-            seconds = float(text)
-        except ValueError:
-            seconds = -1.0
-        if not 0 <= seconds < float("inf"):
-            raise LaunchError(f"{name}={text!r} must be a number of seconds, such as {default:g}")
-        return seconds
+    def _duration(self, name: str, default: float) -> float:
+        return read_duration(name, default, self.launch["env"], os.environ)
 
     def _start_nodes(self) -> None:
         self.port = choose_port(self.launch["master_port"])
@@ -312,26 +304,12 @@ class Supervisor:
         except OSError as error:  # a full disk must not end the watching
             _say(f"could not write the presence of node {node.presence.node_id}: {error}")
 
-    def _explain(self, failure: Failure) -> str:
-        result = self.rundir.read_result() or {}
-        if result.get("status") == "budget" and result.get("launch") in (None, self.launch["launch"]):
-            return f"{result['error']}. {how_to_go_on(self.rundir, self.launch['job_id'])}"
-        how = describe_exit(failure.code)
-        return f"rank {failure.rank} on node {failure.node_id} failed first ({how}); {self._said(failure.node_id)}"
-
     def _give_up(self, reason: str, ends: Sequence[tuple[int, int | None]]) -> JobState:
         """Fail with words on how to go on: what was trained so far is in the latest checkpoint."""
-        how = "; ".join(f"node {node_id}: {describe_exit(code)}" for node_id, code in ends if code is not None)
-        message = f"{reason} ({how}). {how_to_go_on(self.rundir, self.launch['job_id'])}"
         causes = [Failure(index, node_id, code) for index, (node_id, code) in enumerate(ends) if code]
-        if not causes:
-            return self._finish(JobState.FAILED, message, 1)
-        cause = min(causes, key=blame)
-        return self._finish(JobState.FAILED, f"{message}; {self._said(cause.node_id)}", exit_code(cause.code))
-
-    def _said(self, node_id: int) -> str:
-        said = last_lines(self.rundir.storage.local_path(f"{LOGS}/node-{node_id}.log"), LOG_TAIL_LINES)
-        return f"the end of its log:\n{said}"
+        cause = min(causes, key=blame, default=None)
+        message = explain_giving_up(self.rundir, self.launch["job_id"], reason, ends, cause)
+        return self._finish(JobState.FAILED, message, exit_code(cause.code) if cause else 1)
 
     def _finish(self, state: JobState, message: str, code: int) -> JobState:
         self._write_status(state, message, code)
@@ -356,16 +334,6 @@ class Supervisor:
 
     def _on_cancel(self, *_: object) -> None:
         self.cancelled = True
-
-
-def how_to_go_on(rundir: RunDir, job_id: str) -> str:
-    """What a person reads whose job has lost all its nodes."""
-    latest = rundir.latest_checkpoint()
-    kept = "There is no checkpoint yet"
-    if latest:
-        kept = f"The checkpoint of step {latest[1]} is kept in {rundir.uri}/{latest[0]}"
-    again = f"materialize trained_checkpoint again, or run `dtrain train` with the same arguments and --name {job_id}"
-    return f"{kept}: {again}, to {'resume from it' if latest else 'start over'}"
 
 
 def _ranks(node: Node) -> list[tuple[int, int | None]]:

@@ -17,13 +17,13 @@ import pytest
 from dtrain_dagster.assets.registry import cost_of
 from dtrain_dagster.assets.training import trained_checkpoint
 from dtrain_dagster.assets.training_progress import TOLD
-from dtrain_dagster.clusters.base import NodeUsage
-from dtrain_dagster.clusters.local.job_lock import acquire
 from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.progress import CLAIM
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.support.job_lock import acquire
 from tests.dtrain_dagster.told_events import told, write_run
 from trainer.data.coverage import digest_of_all
 from trainer.rundir import EVALUATION, LIMIT, RESULT, STATUS, RunDir

@@ -17,7 +17,7 @@ from dtrain_dagster.assets.training_progress import MOST_NEWS, TOLD, communicati
 from dtrain_dagster.clusters.base import JobSpec
 from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.jobs.progress import Progress, advance
+from dtrain_dagster.jobs.progress import JobProgress, advance
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from tests.dtrain_dagster.simulated_timing import Simulation
@@ -58,7 +58,7 @@ def test_the_first_to_see_it_tells_by_log_check_and_message_and_nobody_tells_aga
 
     @dg.asset(name="job", check_specs=[dg.AssetCheckSpec("communication_within_limits", asset="job")])
     def followed(context: dg.AssetExecutionContext):
-        progress, told = Progress(), rundir.read_json(TOLD) or {}
+        progress, told = JobProgress(), rundir.read_json(TOLD) or {}
         for item in SLOW_WIRE.events():
             progress = advance(progress, [item])
             tell_of(progress.recent, told, context, rundir, TRAINING, [address])
@@ -158,6 +158,6 @@ def test_a_job_within_the_limit_passes_and_one_without_timing_is_not_judged():
 
 def test_progress_knows_the_shares_of_the_latest_steps_only():
     events = Simulation(windows=30, late_compute={1: 0.1}, since=15).events()
-    assert advance(Progress(), events).shares()["waiting"] > 0.2
-    assert advance(Progress(), events[:15]).shares()["waiting"] < 0.1
-    assert advance(Progress(), []).shares() == {}
+    assert advance(JobProgress(), events).shares()["waiting"] > 0.2
+    assert advance(JobProgress(), events[:15]).shares()["waiting"] < 0.1
+    assert advance(JobProgress(), []).shares() == {}

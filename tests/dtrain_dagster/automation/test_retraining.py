@@ -24,10 +24,10 @@ from dagster._utils.schedules import schedule_execution_time_iterator  # what th
 from dtrain_dagster.automation.capacity_queue import WaitingList, new_ticket
 from dtrain_dagster.automation.retraining import (
     CAUSE_TAG,
-    Cause,
     Judgement,
     Prices,
     Registered,
+    RetrainingCause,
     claim,
     staleness,
     trains,
@@ -330,7 +330,7 @@ def test_a_champion_that_a_baseline_beats_is_trained_again_once(
     decided = staleness(champion, replace(champion, at=latest_at), None, None, judged, 300.0, 30)
     if is_cause:
         words = "the champion, version 1, forecasts the days since its training no better than har_x"
-        assert decided == [Cause("accuracy-v1-d", words)]
+        assert decided == [RetrainingCause("accuracy-v1-d", words)]
     else:
         assert isinstance(decided, str)
 

@@ -22,9 +22,10 @@ from small_job import write_dataset
 from dtrain_dagster.cli.job_options import as_begun, dataset_config, plan_job, runnable, total_steps
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.terminal import nodes_table, progress_line
+from dtrain_dagster.clusters.azure_ml.job_records import by_node
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
-from dtrain_dagster.jobs.log_follower import FileFollower, LogPoller, by_node
+from dtrain_dagster.jobs.log_follower import FileFollower, LogPoller
 from dtrain_dagster.jobs.progress import BudgetSpentError, fingerprint, start_job
 from dtrain_dagster.settings.environment import Settings
 from trainer.config import ConfigError, parse_job
@@ -487,9 +488,9 @@ def test_a_node_that_is_silent_is_not_said_to_be_there():
 
 
 def test_a_line_of_progress_says_what_is_known():
-    from dtrain_dagster.jobs.progress import Progress
+    from dtrain_dagster.jobs.progress import JobProgress
 
-    assert progress_line(Progress(phase="waiting"), 40) == "waiting · 0 nodes"
-    progress = Progress(phase="training", step=20, epoch=1, loss=0.5, samples_per_second=1234.0, eta_seconds=65.0)
+    assert progress_line(JobProgress(phase="waiting"), 40) == "waiting · 0 nodes"
+    progress = JobProgress(phase="training", step=20, epoch=1, loss=0.5, samples_per_second=1234.0, eta_seconds=65.0)
     expected = "training · step 20/40 · epoch 2 · loss 0.5000 · 1,234 samples/s · ETA 1 min 05 s · 1 node"
     assert progress_line(replace(progress, nodes_alive=1), 40) == expected

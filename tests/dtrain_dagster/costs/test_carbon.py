@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.carbon import HOLD_SECONDS, Machine, footprint, this_machine
 from dtrain_dagster.costs.prices import PriceError, known_regions
+from dtrain_dagster.costs.usage import NodeUsage
 from trainer.observability.node_monitor import NodeMonitor
 from trainer.observability.reporter import Reporter
 from trainer.rundir import RunDir

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs import export
 from dtrain_dagster.costs.ledger import Ledger, ledger
 from dtrain_dagster.costs.money import SECOND, digits_of, shown, split, total_shown
 from dtrain_dagster.costs.tracker import CostTracker, edges, paid, utc
+from dtrain_dagster.costs.usage import NodeUsage
 
 SPRING, AUTUMN = 1774746000.0, 1792890000.0
 """When clocks in Europe change in 2026: 29 March and 25 October, 01:00 UTC."""

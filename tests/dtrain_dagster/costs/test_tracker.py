@@ -2,10 +2,10 @@
 
 import pytest
 
-from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.budget import node_seconds_of
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.tracker import CostTracker, overrun
+from dtrain_dagster.costs.usage import NodeUsage
 
 
 def test_cost_metrics():

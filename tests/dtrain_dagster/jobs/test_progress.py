@@ -3,7 +3,7 @@
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.jobs.progress import KnownJob, Progress, advance, choose_job, fingerprint
+from dtrain_dagster.jobs.progress import JobProgress, KnownJob, advance, choose_job, fingerprint
 from trainer.config import DatasetRef, JobConfig
 from trainer.rundir import event
 
@@ -69,7 +69,7 @@ def test_the_fingerprint_changes_with_what_is_trained_and_with_nothing_else(tmp_
 
 def test_progress_follows_the_events():
     step = {"epoch": 1, "loss": -1.5, "samples_per_second": 10.0, "eta_seconds": 5.0}
-    progress = advance(Progress(), [event("phase", 0, 1, name="data"), event("phase", 1, 1, name="other")])
+    progress = advance(JobProgress(), [event("phase", 0, 1, name="data"), event("phase", 1, 1, name="other")])
     assert (progress.phase, progress.step) == ("loading the model", 0)
     progress = advance(progress, [event("step", 0, 1, step=20, **step)])
     assert (progress.phase, progress.step, progress.loss) == ("training", 20, -1.5)

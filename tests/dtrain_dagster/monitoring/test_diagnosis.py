@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.monitoring.diagnosis import Cause, diagnose
+from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose
 from dtrain_dagster.monitoring.link_model import fit_wire
 from dtrain_dagster.monitoring.stragglers import stragglers
 from dtrain_dagster.monitoring.windows import settled, windows
@@ -37,24 +37,28 @@ def lost(share: float) -> float:
     return STEP * share / (1 - share)
 
 
-def plants(seed: int) -> list[tuple[Cause, int | None, dict[str, Any]]]:
+def plants(seed: int) -> list[tuple[SlowdownCause, int | None, dict[str, Any]]]:
     """What is planted in runs of at least 12 windows, from 5 % of the step on."""
     run = chosen(seed, shortest=12)
     chance = random.Random(seed + 1)
     rank, share = chance.randrange(run["ranks"]), chance.choice((0.05, 0.07, 0.1, 0.3))
     seconds = lost(share)
     few = {"computing": 0.003, "latency": 0.001, "optimizer": 0.0005, "buckets": (40_000, 40_000)}
-    result: list[tuple[Cause, int | None, dict[str, Any]]] = [
-        (Cause.SLOW_COMPUTE, rank, {"late_compute": {rank: seconds}}),
-        (Cause.SLOW_INPUT, rank, {"late_input": {rank: seconds}}),
-        (Cause.INPUT, None, {"input": 1.4 * seconds}),
-        (Cause.COMMUNICATION, None, {"buckets": (60_000_000, 60_000_000)}),
-        (Cause.SMALL_BATCHES, None, few),
-        (Cause.CHECKPOINT, None, {"save_every": chance.choice((2, 6, 40)), "stall": 0.0, "stall_share": seconds}),
-        (Cause.CHECKPOINT, None, {"save_every": 40, "write_slows": 4 * seconds}),
+    result: list[tuple[SlowdownCause, int | None, dict[str, Any]]] = [
+        (SlowdownCause.SLOW_COMPUTE, rank, {"late_compute": {rank: seconds}}),
+        (SlowdownCause.SLOW_INPUT, rank, {"late_input": {rank: seconds}}),
+        (SlowdownCause.INPUT, None, {"input": 1.4 * seconds}),
+        (SlowdownCause.COMMUNICATION, None, {"buckets": (60_000_000, 60_000_000)}),
+        (SlowdownCause.SMALL_BATCHES, None, few),
+        (
+            SlowdownCause.CHECKPOINT,
+            None,
+            {"save_every": chance.choice((2, 6, 40)), "stall": 0.0, "stall_share": seconds},
+        ),
+        (SlowdownCause.CHECKPOINT, None, {"save_every": 40, "write_slows": 4 * seconds}),
     ]
     if run["ranks"] > 2:
-        result.append((Cause.SLOW_LINK, rank, {"slow_link_of": rank, "buckets": (24_000_000, 24_000_000)}))
+        result.append((SlowdownCause.SLOW_LINK, rank, {"slow_link_of": rank, "buckets": (24_000_000, 24_000_000)}))
     for _, _, extra in result:
         if "stall_share" in extra:
             extra["stall"] = extra["save_every"] * extra.pop("stall_share")
@@ -78,14 +82,14 @@ def test_healthy_runs_raise_no_alarm():
     for seed in range(100, 200):
         fields = chosen(seed) | {"noise": random.Random(seed).choice((0.02, 0.05, 0.1))}
         found = diagnose(Simulation(**fields).events())
-        if found.cause is not Cause.HEALTHY:
+        if found.cause is not SlowdownCause.HEALTHY:
             wrong.append((found, fields))
     assert not wrong
 
 
 def test_a_late_rank_is_told_with_when_it_began_and_what_takes_longer():
     found = diagnose(Simulation(windows=20, since=12, late_compute={1: 0.05}).events())
-    assert (found.cause, found.rank, found.node_id) == (Cause.SLOW_COMPUTE, 1, 11)
+    assert (found.cause, found.rank, found.node_id) == (SlowdownCause.SLOW_COMPUTE, 1, 11)
     assert found.since_step == pytest.approx(120, abs=10)
     assert found.share == pytest.approx(0.05 / 0.156 * 8 / 19 * 1.2, rel=0.35)
     assert found.where == "slow compute on rank 1 (node 11)"
@@ -96,7 +100,7 @@ def test_a_late_rank_is_told_with_when_it_began_and_what_takes_longer():
 def test_wire_that_is_slow_now_and_then_is_told_but_is_not_the_cause():
     slow, quick = (Simulation(windows=20, seed=5, buckets=(size,)).events() for size in (90_000_000, 18_000_000))
     found = diagnose([*slow[:7], *quick[7:]])
-    assert found.cause is Cause.HEALTHY
+    assert found.cause is SlowdownCause.HEALTHY
     assert "Wire is above 20% in some windows, but not steadily" in found.evidence
 
 
@@ -105,19 +109,19 @@ def test_a_slow_probe_of_a_link_that_carries_next_to_nothing_is_not_the_cause():
     few = {"computing": 0.003, "latency": 0.001, "optimizer": 0.0005, "buckets": (40_000, 40_000)}
     events = Simulation(windows=16, slow_link_of=1, **few).events()
     [link] = [item for item in events if item["kind"] == "link"]
-    assert diagnose(events).cause is Cause.SMALL_BATCHES
+    assert diagnose(events).cause is SlowdownCause.SMALL_BATCHES
     link["seconds"] = [[source, target, 50 * seconds] for source, target, seconds in link["seconds"]]
-    assert diagnose(events).cause is Cause.SLOW_LINK
+    assert diagnose(events).cause is SlowdownCause.SLOW_LINK
 
 
 def test_what_a_step_costs_however_few_samples_it_has_is_told_below_the_limit_of_the_wire():
     """With direct links latency is no fifth of the step any more, though little else is left than what is fixed."""
     few = {"computing": 0.0028, "latency": 0.00025, "optimizer": 0.0003, "buckets": (40_000,), "noise": 0.1}
     found = diagnose(Simulation(windows=12, **few).events())
-    assert found.cause is Cause.SMALL_BATCHES
+    assert found.cause is SlowdownCause.SMALL_BATCHES
     assert "however few samples" in found.evidence
     assert 0.16 < found.share < 0.25
-    assert diagnose(Simulation(windows=12, **{**few, "computing": 0.006}).events()).cause is Cause.HEALTHY
+    assert diagnose(Simulation(windows=12, **{**few, "computing": 0.006}).events()).cause is SlowdownCause.HEALTHY
 
 
 def test_two_late_ranks_are_both_found_the_costlier_first():
@@ -128,28 +132,30 @@ def test_two_late_ranks_are_both_found_the_costlier_first():
 
 def test_pauses_in_one_of_ten_steps_are_found_though_no_median_sees_them():
     found = diagnose(Simulation(windows=24, late_compute={2: 0.03}, pauses_only=True, outliers=0.0).events())
-    assert (found.cause, found.rank) == (Cause.SLOW_COMPUTE, 2)
+    assert (found.cause, found.rank) == (SlowdownCause.SLOW_COMPUTE, 2)
     assert "pauses in some steps" in found.evidence
 
 
 def test_a_slow_spell_that_is_over_is_not_a_straggler():
     slow, quick = (Simulation(windows=24, seed=5, late_compute=late).events() for late in ({1: 0.04}, {}))
-    assert diagnose([*slow[:8], *quick[8:]]).cause is Cause.HEALTHY
-    assert diagnose([*slow[:16], *quick[16:]]).cause is Cause.SLOW_COMPUTE, "most windows are too many for a spell"
+    assert diagnose([*slow[:8], *quick[8:]]).cause is SlowdownCause.HEALTHY
+    assert diagnose([*slow[:16], *quick[16:]]).cause is SlowdownCause.SLOW_COMPUTE, (
+        "most windows are too many for a spell"
+    )
 
 
 def test_who_is_late_for_a_moment_of_many_short_steps_is_not_blamed():
     """A second that a rank spends on something else is twelve windows of such steps."""
     late = {"computing": 0.003, "optimizer": 0.0005, "late_compute": {0: 0.004}, "buckets": (40_000,)}
-    assert diagnose(Simulation(windows=12, **late).events()).cause is Cause.HEALTHY
+    assert diagnose(Simulation(windows=12, **late).events()).cause is SlowdownCause.HEALTHY
     found = diagnose(Simulation(windows=40, **late).events())
-    assert (found.cause, found.rank) == (Cause.SLOW_COMPUTE, 0)
+    assert (found.cause, found.rank) == (SlowdownCause.SLOW_COMPUTE, 0)
 
 
 @pytest.mark.parametrize("save_every", [2, 6, 40])
 def test_saves_make_neither_their_rank_late_nor_the_others(save_every: int):
     found = diagnose(Simulation(ranks=2, windows=26, save_every=save_every, stall=0.03 * save_every).events())
-    assert found.cause is Cause.CHECKPOINT
+    assert found.cause is SlowdownCause.CHECKPOINT
     assert not found.also
 
 
@@ -157,7 +163,7 @@ def test_saves_make_neither_their_rank_late_nor_the_others(save_every: int):
 def test_who_is_dealt_more_is_not_blamed(dealt: tuple[int, ...]):
     events = Simulation(ranks=len(dealt), windows=20, micro_batches=dealt).events()
     found = diagnose(events)
-    assert (found.cause, found.rank) == (Cause.UNEVEN, None)
+    assert (found.cause, found.rank) == (SlowdownCause.UNEVEN, None)
     assert not found.also
     # but who is slow beyond that is found, even if it has the least work
     least = len(dealt) - 1
@@ -168,8 +174,8 @@ def test_who_is_dealt_more_is_not_blamed(dealt: tuple[int, ...]):
 def test_the_wire_of_a_run_with_a_straggler_is_not_blamed():
     """The trap: with rank 1 late, every other rank's communication looks slow to itself."""
     found = diagnose(Simulation(windows=20, late_compute={1: 0.1}).events())
-    assert found.cause is Cause.SLOW_COMPUTE
-    assert not [item for item in found.also if item.cause in (Cause.COMMUNICATION, Cause.SLOW_LINK)]
+    assert found.cause is SlowdownCause.SLOW_COMPUTE
+    assert not [item for item in found.also if item.cause in (SlowdownCause.COMMUNICATION, SlowdownCause.SLOW_LINK)]
 
 
 def test_a_hang_comes_first_with_the_rank_that_is_waited_for():
@@ -183,31 +189,31 @@ def test_a_hang_comes_first_with_the_rank_that_is_waited_for():
         )  # fmt: skip
         events.append(hang | {"time": at + rank})
     found = diagnose(events)
-    assert (found.cause, found.rank, found.node_id) == (Cause.HANG, 1, 11)
+    assert (found.cause, found.rank, found.node_id) == (SlowdownCause.HANG, 1, 11)
     assert found.where == "hang of rank 1 (node 11)"
-    assert [item.cause for item in found.also] == [Cause.SLOW_COMPUTE]
+    assert [item.cause for item in found.also] == [SlowdownCause.SLOW_COMPUTE]
 
 
 def test_memory_that_ran_out_is_told():
     events = Simulation(windows=6).events()
     events.append(event("out_of_memory", 1, 1, step=7, samples=64, activation_checkpointing=True))
     found = diagnose(events)
-    assert found.cause is Cause.MEMORY
+    assert found.cause is SlowdownCause.MEMORY
     assert type(found.where) is str, "Dagster's metadata takes no enumeration"
     assert "64 samples" in found.evidence
 
 
 def test_records_without_timing_are_not_judged_and_bad_ones_do_no_harm():
-    assert diagnose([]).cause is Cause.UNKNOWN
-    assert diagnose([event("step", 0, 1, step=10)]).cause is Cause.UNKNOWN
+    assert diagnose([]).cause is SlowdownCause.UNKNOWN
+    assert diagnose([event("step", 0, 1, step=10)]).cause is SlowdownCause.UNKNOWN
     few = diagnose(Simulation(windows=2, late_compute={1: 0.1}).events())
-    assert few.cause is Cause.UNKNOWN
+    assert few.cause is SlowdownCause.UNKNOWN
     assert "Too few steps were timed" in few.evidence
     [first, *rest] = Simulation(windows=8).events()
     bare = {name: first[name] for name in ("kind", "time", "rank", "generation", "step", "steps", "seconds", "nodes")}
     only_bare = diagnose([bare | {"time": bare["time"] + number} for number in range(8)])
-    assert only_bare.cause is Cause.HEALTHY
-    assert diagnose([{"kind": "timing", "time": 0.0, "rank": 0}, bare, *rest]).cause is Cause.HEALTHY
+    assert only_bare.cause is SlowdownCause.HEALTHY
+    assert diagnose([{"kind": "timing", "time": 0.0, "rank": 0}, bare, *rest]).cause is SlowdownCause.HEALTHY
 
 
 @pytest.mark.parametrize(

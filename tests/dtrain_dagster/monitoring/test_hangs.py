@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.jobs.progress import Progress, advance
+from dtrain_dagster.jobs.progress import JobProgress, advance
 from dtrain_dagster.monitoring.hangs import SETTLE_SECONDS, HangNews, unresolved, verdict
 from trainer.rundir import event
 
@@ -84,7 +84,7 @@ def test_the_verdict_names_who_is_missing_and_where_it_stands(reports: list[dict
 
 def test_a_hang_is_told_once_all_have_spoken_and_forgotten_with_the_next_step() -> None:
     tell = HangNews()
-    progress = advance(Progress(), [report(0, 33), report(2, 33)])
+    progress = advance(JobProgress(), [report(0, 33), report(2, 33)])
     assert list(tell.tell(progress.hang, 100.0, is_final=False)) == [], "rank 1 may only be slower to speak"
     progress = advance(progress, [report(1, 32, ended=True)])
     [said] = tell.tell(progress.hang, 101.0, is_final=False)

@@ -19,9 +19,9 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.monitoring.scaling import (
     CLAIMED,
     LINKS,
-    Link,
+    ScalingLink,
+    ScalingModel,
     ScalingPoint,
-    StepModel,
     all_reduce_seconds,
     document,
     efficiency,
@@ -37,7 +37,7 @@ from dtrain_dagster.resources import GPUClusterResource, build_resources
 from dtrain_dagster.settings.environment import Settings
 from trainer.config import DatasetRef, JobConfig
 
-SLOW = Link(name="slow", latency_seconds=2e-4, bytes_per_second=1e8, source="made up")
+SLOW = ScalingLink(name="slow", latency_seconds=2e-4, bytes_per_second=1e8, source="made up")
 BUCKETS = (1_000_000, 400_000)
 TRAINING = {"gradient_accumulation_steps": 2, "batch_size_per_gpu": 128}
 
@@ -97,7 +97,7 @@ def test_efficiency_is_the_pace_of_a_rank_against_that_of_one_alone() -> None:
 
 @pytest.mark.parametrize("sizes", [(48, 400_000, 1_000_000), (48, 40_000_000)])
 def test_a_link_is_found_from_what_it_did(sizes: tuple[int, ...]) -> None:
-    true = Link(name="true", latency_seconds=50e-6, bytes_per_second=3e9, source="made up")
+    true = ScalingLink(name="true", latency_seconds=50e-6, bytes_per_second=3e9, source="made up")
     observed = [
         (world, size, 2 * (world - 1) * 50e-6 + 2 * (world - 1) / world * size / 3e9) for world in (2, 3)
         for size in sizes
@@ -186,7 +186,7 @@ def test_a_study_is_json_where_bytes_do_not_slow_the_link_down() -> None:
 
 
 def test_curves_fall_stay_in_their_range_and_reach_256() -> None:
-    model = StepModel(micro_batch_seconds=0.04, backward_share=0.5, noise_seconds=4e-4, buckets=BUCKETS)
+    model = ScalingModel(micro_batch_seconds=0.04, backward_share=0.5, noise_seconds=4e-4, buckets=BUCKETS)
     for link in (SLOW, *LINKS):
         for mode in ("weak", "strong"):
             rows = modelled(model, link, mode, 2).rows
@@ -202,4 +202,4 @@ def test_an_inner_link_helps_only_as_far_as_it_reaches() -> None:
     assert both.inner is not None
     assert all_reduce_seconds(10**8, 8, both) == pytest.approx(all_reduce_seconds(10**8, 8, both.inner), rel=0.01)
     assert all_reduce_seconds(10**8, 16, both) > 1.2 * all_reduce_seconds(10**8, 8, both)
-    assert predict(StepModel(micro_batch_seconds=1, backward_share=0, noise_seconds=0, buckets=()), 1, both, 1) == 1
+    assert predict(ScalingModel(micro_batch_seconds=1, backward_share=0, noise_seconds=0, buckets=()), 1, both, 1) == 1

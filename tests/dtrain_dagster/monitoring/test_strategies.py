@@ -17,7 +17,8 @@ from dtrain_dagster.monitoring.alerts import (
     told,
 )
 from dtrain_dagster.monitoring.gpu_memory import GPUMemory
-from dtrain_dagster.monitoring.strategies import Strategy, step_model, strategies
+from dtrain_dagster.monitoring.step_model import Strategy, step_model
+from dtrain_dagster.monitoring.strategies import strategies
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
 from tests.dtrain_dagster.simulated_timing import Simulation
 from trainer.rundir import event

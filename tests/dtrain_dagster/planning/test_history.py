@@ -14,12 +14,13 @@ import dagster as dg
 import pytest
 
 from dtrain_dagster.assets.estimate_check import judged
-from dtrain_dagster.assets.planning import cost_estimate, sizes_of
+from dtrain_dagster.assets.planning import cost_estimate
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.costs.estimate import Learned, Sizes
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.progress import PLAN, fingerprint
+from dtrain_dagster.planning.build_plan import sizes_of
 from dtrain_dagster.planning.history import (
     History,
     from_history,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.prices import price_of, price_table
-from dtrain_dagster.monitoring.strategies import step_model
+from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.monitoring.step_model import step_model
 from dtrain_dagster.monitoring.windows import settled, windows
 from dtrain_dagster.planning.choices import EVICTION_SECONDS, EVICTIONS_PER_NODE_HOUR
 from dtrain_dagster.planning.optimizer import ResourceOptimizer, utilization

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.prices import price_table
 from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.windows import settled, windows
 from dtrain_dagster.planning.projection import Pace, Projection, overruns, project
 from dtrain_dagster.planning.savings import ANOTHER, Hired, saving_table, savings

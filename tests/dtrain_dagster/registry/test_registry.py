@@ -21,9 +21,9 @@ import small_job
 from dtrain_dagster import registry
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest
-from dtrain_dagster.registry.staging import stage_code
 from dtrain_dagster.registry.versions import open_client
 from dtrain_dagster.support.formatting import in_markdown
+from dtrain_dagster.support.user_code import stage_for_serving
 from trainer.engine import recovery
 from trainer.evaluation.gate import Gate
 from trainer.observability import mlflow_sqlite
@@ -117,7 +117,7 @@ def test_what_a_module_imports_travels_with_it(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "lonely_model")
     target = tmp_path / "code"
     target.mkdir()
-    staged = stage_code(["lonely_model:make", "tcn"], target)
+    staged = stage_for_serving(["lonely_model:make", "tcn"], target)
     copied = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
     assert {path for path in copied if not path.startswith("trainer/")} == {
         "lonely_model.py",
@@ -133,11 +133,11 @@ def test_what_a_module_imports_travels_with_it(tmp_path: Path, monkeypatch: pyte
 
 def test_a_module_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(registry.StagingError, match="set DTRAIN_FACTORY_MODULES=not_there"):
-        stage_code(["not_there:make"], tmp_path / "code")
+        stage_for_serving(["not_there:make"], tmp_path / "code")
     shutil.rmtree(tmp_path / "code", ignore_errors=True)
     monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "not_there")
     with pytest.raises(registry.StagingError, match="no module 'not_there'"):
-        stage_code(["not_there:make"], tmp_path / "code")
+        stage_for_serving(["not_there:make"], tmp_path / "code")
 
 
 @dataclass

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.tracker import paid
-from dtrain_dagster.monitoring.diagnosis import Cause
+from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.monitoring.diagnosis import SlowdownCause
 from dtrain_dagster.monitoring.windows import windows
 from dtrain_dagster.reports import time_charts
 from dtrain_dagster.reports.performance import Goodput, goodput, scaling, summarise
@@ -51,7 +51,7 @@ def test_the_report_of_a_job_with_a_slow_node():
     events = with_steps(Simulation(windows=20, late_compute={1: 0.05}).events())
     usage = whole(events, 3)
     report = summarise(events, {"training": 30.0, "startup": 20.0}, 3, usage, {"gradient_accumulation_steps": 2})
-    assert report.diagnosis.cause is Cause.SLOW_COMPUTE
+    assert report.diagnosis.cause is SlowdownCause.SLOW_COMPUTE
     assert report.verdict.startswith("Slow compute on rank 1 (node 11), ")
     assert report.goodput.share == pytest.approx(0.5, abs=0.02)
     assert report.samples_per_second_per_rank == pytest.approx(report.samples_per_second / 3)

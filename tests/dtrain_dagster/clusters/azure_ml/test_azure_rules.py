@@ -15,29 +15,29 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.azure_ml import launch_record, orphans
-from dtrain_dagster.clusters.azure_ml.code import stage_code
 from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_DIR_TAG, RUN_TAG, ServiceJob, command_line, parse_time
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager, refuse_secrets
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.pools import busy
 from dtrain_dagster.clusters.azure_ml.sku_chain import (
     DEFAULT_CHAIN,
-    Choice,
     Quota,
-    Refusal,
     Size,
+    SkuChoice,
+    SkuRefusal,
     chain,
     classify,
     compute_name,
     examine,
     retry_at,
 )
-from dtrain_dagster.clusters.azure_ml.states import Decision, Facts, Look, Patience, decide, loss
+from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide, loss
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState
 from dtrain_dagster.support.audit import AuditError, AuditLog, note_request_id, noted_request_id
+from dtrain_dagster.support.user_code import StagingError, stage_for_nodes
 from trainer.rundir import LAUNCH, RunDir
 
-V100 = Choice(sku="Standard_NC6s_v3", tier="dedicated")
+V100 = SkuChoice(sku="Standard_NC6s_v3", tier="dedicated")
 SIZES = {
     "standard_nc6s_v3": Size(
         sku="Standard_NC6s_v3", family="standardNCSv3Family", vcpus=6, gpus=1, low_priority_capable=True
@@ -97,7 +97,7 @@ class TestQuota:
         assert (refusal.code if refusal else None) == code
 
     def test_names_of_families_are_compared_by_letters_and_digits(self) -> None:
-        choice = Choice(sku="Standard_NC64as_T4_v3", tier="dedicated")
+        choice = SkuChoice(sku="Standard_NC64as_T4_v3", tier="dedicated")
         refusal = examine(choice, SIZES, self.quota(0, 0, "standardNCASv3_T4Family"), 1, 0, 1)
         assert refusal is not None
         assert refusal.code == "QuotaTooSmall"
@@ -114,8 +114,8 @@ class TestQuota:
 
     def test_a_size_that_is_not_listed_or_does_not_fit_is_not_asked_for(self) -> None:
         codes = [
-            examine(Choice(sku="Standard_ND96", tier="dedicated"), SIZES, [], 1, 0, 1),
-            examine(Choice(sku="Standard_NC64as_T4_v3", tier="low_priority"), SIZES, [], 1, 0, 1),
+            examine(SkuChoice(sku="Standard_ND96", tier="dedicated"), SIZES, [], 1, 0, 1),
+            examine(SkuChoice(sku="Standard_NC64as_T4_v3", tier="low_priority"), SIZES, [], 1, 0, 1),
             examine(V100, SIZES, [], 1, 0, 2),
         ]
         assert [refusal.code if refusal else "" for refusal in codes] == ["SkuNotListed", "NoLowPriority", "TooFewGpus"]
@@ -148,14 +148,14 @@ def test_refusals_are_told_apart(code: str, message: str, status: int, verdict: 
 def test_asking_again_is_sensible_when_the_first_reason_passes() -> None:
     slow, soon = classify("QuotaExceeded", "", 400), classify("ClusterCoreQuotaReached", "", 200)
     assert retry_at([slow, soon], 1000.0) == 1000.0 + soon.retry_seconds < 1000.0 + slow.retry_seconds
-    assert retry_at([Refusal(code="", message="", verdict="next", retry_seconds=5)], 0.0) == 5
+    assert retry_at([SkuRefusal(code="", message="", verdict="next", retry_seconds=5)], 0.0) == 5
 
 
 @pytest.mark.parametrize("name", ["dtrain", "a" * 12])
 @pytest.mark.parametrize("sku", [*DEFAULT_CHAIN, "Standard_ND96isr_MI300X_v5_and_more"])
 @pytest.mark.parametrize("tier", ["dedicated", "low_priority"])
 def test_names_of_computes_fit_the_service(name: str, sku: str, tier: str) -> None:
-    made = compute_name(name, Choice(sku=sku, tier=tier))
+    made = compute_name(name, SkuChoice(sku=sku, tier=tier))
     assert re.fullmatch(r"[a-zA-Z](?![a-zA-Z0-9-]*-\d+$)[a-zA-Z0-9-]{2,23}", made)  # as ARM checks it
     options(cluster_name=name)
 
@@ -206,17 +206,17 @@ class TestOptions:
 PATIENCE = Patience(queue=100, allocation=50, silence=30, start=10)
 
 
-def facts(status: str, **fields: Any) -> Facts:
+def facts(status: str, **fields: Any) -> JobFacts:
     look = Look(status=status, error_message=fields.pop("error", ""), error_code=fields.pop("code", ""))
     known = {
         "now": 1000.0, "launch": 2, "node_count": 3, "elastic": True, "submitted_at": 900.0, "phase_since": 990.0,
         "seen": True, "resubmissions_left": 1,
     }  # fmt: skip
-    return Facts(look=look, **{**known, **fields})
+    return JobFacts(look=look, **{**known, **fields})
 
 
 def decided(status: str, **fields: Any) -> tuple[str, JobState]:
-    decision: Decision = decide(facts(status, **fields), PATIENCE)
+    decision: JobDecision = decide(facts(status, **fields), PATIENCE)
     return decision.action, decision.state
 
 
@@ -230,7 +230,7 @@ class TestStates:
         spent = {"status": "budget", "launch": 2, "error": "stopped at its budget"}
         for status in ("Failed", "Canceled", "Completed"):
             found = decide(facts(status, result=spent, exit_codes=(77, 75), **why), PATIENCE)
-            assert found == Decision(action="settle", state=JobState.FAILED, message="stopped at its budget")
+            assert found == JobDecision(action="settle", state=JobState.FAILED, message="stopped at its budget")
         before = {**spent, "launch": 1}
         assert decided("Failed", result=before, error="node was preempted") == ("next", JobState.QUEUED)
 
@@ -367,7 +367,7 @@ class TestCode:
         (own / "secrets.env").write_text("KEY=1")
         monkeypatch.syspath_prepend(str(own))
         monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "nets, numpy")
-        files = stage_code(tmp_path / "staged", ["nets.deep:build", "tcn", "numpy.linalg:norm"])
+        files = stage_for_nodes(tmp_path / "staged", ["nets.deep:build", "tcn", "numpy.linalg:norm"])
         outside = [name for name in files if not name.startswith("trainer/")]
         assert outside == [
             "lonely_helper.py", "nets/__init__.py", "nets/deep/__init__.py", "nets/deep/parts.py", "nets/shared.py",
@@ -377,7 +377,7 @@ class TestCode:
         assert there == set(files)
 
     def test_the_folder_trains_by_itself(self, tmp_path: Path) -> None:
-        stage_code(tmp_path, [])
+        stage_for_nodes(tmp_path, [])
         done = subprocess.run(
             [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import trainer.config"],
             capture_output=True, text=True, timeout=60, env={},
@@ -385,11 +385,11 @@ class TestCode:
         assert done.returncode == 0, done.stderr
 
     def test_says_which_module_is_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(ClusterError, match="set DTRAIN_FACTORY_MODULES=no_such_module"):
-            stage_code(tmp_path, ["no_such_module:build"])
+        with pytest.raises(StagingError, match="set DTRAIN_FACTORY_MODULES=no_such_module"):
+            stage_for_nodes(tmp_path, ["no_such_module:build"])
         monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "no_such_module")
-        with pytest.raises(ClusterError, match="no_such_module"):
-            stage_code(tmp_path, ["no_such_module:build"])
+        with pytest.raises(StagingError, match="no_such_module"):
+            stage_for_nodes(tmp_path, ["no_such_module:build"])
 
 
 def test_interpreters_and_words_reach_the_nodes_shell() -> None:

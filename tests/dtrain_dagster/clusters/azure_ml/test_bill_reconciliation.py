@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.azure_ml.bill_reconciliation import UsageError, marks_of, read_usage, reconcile
-from dtrain_dagster.clusters.base import NodeUsage
 from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.planning.variance import reasons, sentence
 
 MIDNIGHT = 1792886400.0 - 1792886400.0 % 86400

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dtrain_dagster.clusters.local.job_lock import LOCK, acquire, is_held
 from dtrain_dagster.clusters.local.processes import group_alive, signal_group
+from dtrain_dagster.support.job_lock import LOCK, acquire, is_held
 
 
 def test_one_holds_it_until_every_copy_is_closed(tmp_path: Path):

@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, Orphan
-from dtrain_dagster.clusters.local.job_lock import acquire, is_held
-from dtrain_dagster.clusters.local.manager import LocalClusterManager, with_package
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.local.submit import with_package
+from dtrain_dagster.support.job_lock import acquire, is_held
 from trainer.comm.launch_secret import SECRET_FILE
 from trainer.rundir import RunDir
 
@@ -45,7 +46,8 @@ def submit_in_another_process(cluster, spec: JobSpec, first: str = "", then: str
 {first}
 from pathlib import Path
 from dtrain_dagster.clusters.base import JobSpec
-from dtrain_dagster.clusters.local.manager import LocalClusterManager, with_package
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.local.submit import with_package
 LocalClusterManager(Path({str(cluster.manager.home)!r})).submit_job({spec!r})
 {then}
 """
@@ -246,7 +248,7 @@ def test_a_stuck_supervisor_is_ended_by_force(cluster, monkeypatch):
     os.kill(cluster.status_file("stuck")["pid"], signal.SIGSTOP)
     monkeypatch.setattr("dtrain_dagster.clusters.local.manager.END_SECONDS", 0.1)
     assert not cluster.manager.end_orphan(Orphan(kind="job", name="stuck", reason="")), "a sensor has no time to wait"
-    monkeypatch.setattr("dtrain_dagster.clusters.local.manager.FORCE_SECONDS", 0.5)
+    monkeypatch.setattr("dtrain_dagster.clusters.local.settle.FORCE_SECONDS", 0.5)
     cluster.manager.cancel_job("stuck")
     assert cluster.processes() == []
     assert cluster.manager.job_status("stuck").state is JobState.FAILED

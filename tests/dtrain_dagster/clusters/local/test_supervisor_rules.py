@@ -12,8 +12,8 @@ import pytest
 from dtrain_dagster.clusters.exit_policy import Failure, blame, describe_exit
 from dtrain_dagster.clusters.local.environment import LaunchError, choose_port, merge_environment, rank_environment
 from dtrain_dagster.clusters.local.line_log import LineLog, last_lines, text_of
-from dtrain_dagster.clusters.local.manager import with_package
 from dtrain_dagster.clusters.local.processes import MARK
+from dtrain_dagster.clusters.local.submit import with_package
 from dtrain_dagster.clusters.presence import STALE_SECONDS, health, latest, usage
 from trainer.rundir import NodePresence
 

@@ -109,7 +109,9 @@ def measure(size: int, numel: int, rounds: int) -> dict[str, list[float]]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        "python -m benchmarks.star", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m benchmarks.parameter_server",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--ranks", type=int, default=3, help="processes (3)")
     parser.add_argument("--megabytes", type=float, default=38.0, help="of gradients on each rank, in 10^6 bytes (38)")

@@ -14,16 +14,16 @@ import ray
 import ray.train
 import ray.train.torch
 
-from benchmarks.peers.parts import Parts
-from benchmarks.peers.turns import Case, Turns
+from benchmarks.frameworks.protocol import Case, Turns
+from benchmarks.frameworks.workload import Workload
 
 
 def train(case: Case, turns: Turns) -> None:
     assert ray.train.get_context().get_world_size() == case.ranks
-    parts = Parts(case, ray.train.torch.get_device())
-    model = ray.train.torch.prepare_model(parts.module, parallel_strategy_kwargs=case.ddp)
-    loader = ray.train.torch.prepare_data_loader(parts.loader())
-    optimizer = parts.optimizer()
+    workload = Workload(case, ray.train.torch.get_device())
+    model = ray.train.torch.prepare_model(workload.module, parallel_strategy_kwargs=case.ddp)
+    loader = ray.train.torch.prepare_data_loader(workload.loader())
+    optimizer = workload.optimizer()
     epoch = 0
     while True:
         if case.ranks > 1:
@@ -32,12 +32,12 @@ def train(case: Case, turns: Turns) -> None:
         for windows, target in loader:
             if not turns.step():
                 return
-            total += parts.step(model, optimizer, windows, target)
+            total += workload.step(model, optimizer, windows, target)
         epoch += 1
 
 
 def worker(config: dict[str, Any]) -> None:
-    from benchmarks.peers.__main__ import serve
+    from benchmarks.frameworks.serve import serve
 
     serve("ray", ray.train.get_context().get_world_rank(), config["device"])
 

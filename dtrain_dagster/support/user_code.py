@@ -1,4 +1,9 @@
-"""The code that travels with a model: `trainer`, a user's own modules and what they import, and pinned requirements."""
+"""The code that leaves this machine: `trainer`, a user's own modules and what they import; no data, caches or secrets.
+
+A job takes along the files that it imports (`stage_for_nodes`); whatever is installed is the business of its image. A
+model takes along whole packages, and pinned requirements of what was installed (`stage_for_serving`). What either does
+with the folder belongs to `clusters` and to `registry`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +28,7 @@ SERVING_REQUIREMENTS = ("mlflow", "numpy", "pandas", "pydantic", "torch")
 
 
 class StagingError(ValueError):
-    """A user's module cannot be packed with the model. The message names it and the remedy."""
+    """A user's module cannot be taken along. The message names it and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,83 @@ def ensure_importable() -> None:
         sys.path.append(os.getcwd())
 
 
-def stage_code(factories: Iterable[str], folder: Path) -> StagedCode:
+def stage_for_nodes(folder: Path, factories: Iterable[str]) -> list[str]:
+    """Copy what runs on the nodes into ``folder``; the relative paths of all files, sorted.
+
+    ``factories``: names as in ``job.json``; only those written ``package.module:factory`` are a user's own.
+    `StagingError` for a module that cannot be found.
+    """
+    package = Path(trainer.__file__).parent
+    copied = {path: path.relative_to(package.parent) for path in package.rglob("*.py")}
+    for factory in factories:
+        module, separator, _ = factory.partition(":")
+        if separator:
+            if not is_allowed(module, modules_of_settings()):  # to find a module imports the packages above it
+                raise StagingError(f"factory {factory!r} is not allowed to be imported; {remedy(module)}")
+            copied |= _own_files(module, factory)
+    for path, name in copied.items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    return sorted(name.as_posix() for name in copied.values())
+
+
+def _own_files(module: str, factory: str) -> dict[Path, Path]:
+    """Source file → its place, of a user's module and of what it imports from beside it; none of an installed one."""
+    top = module.split(".")[0]
+    if top == "trainer" or top in sys.stdlib_module_names:
+        return {}
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise StagingError(f"factory {factory!r}: {module!r} cannot be imported here: {error}") from error
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+        raise StagingError(
+            f"factory {factory!r}: there is no module {module!r} on the Python path here, so it cannot be sent to the "
+            "nodes; add its folder to PYTHONPATH"
+        )
+    origin = Path(spec.origin).resolve()
+    if _INSTALLED & set(origin.parts):
+        return {}  # the image has to have it
+    depth = len(module.split(".")) - (0 if origin.name == "__init__.py" else 1)
+    root = origin.parents[depth]
+    files: set[Path] = set()
+    waiting = [origin]
+    while waiting:
+        path = waiting.pop()
+        if path in files:
+            continue
+        files.add(path)
+        for name in _imports_with_packages(path, root):
+            waiting += _files_below(root, name)
+    own = {path for path in files if path.relative_to(root).parts[0] != "trainer"}
+    return {path: path.relative_to(root) for path in own}
+
+
+def _imports_with_packages(path: Path, root: Path) -> Iterator[str]:
+    """Dotted names that a module may mean by its imports, and the packages that it is in."""
+    package = path.relative_to(root).parent.parts
+    yield ".".join(package)
+    try:
+        tree = ast.parse(path.read_text(), str(path))
+    except (SyntaxError, UnicodeDecodeError):
+        return  # the nodes will say so, with the line
+    yield from _imports(tree, package)
+
+
+def _files_below(root: Path, name: str) -> list[Path]:
+    """Files below ``root`` of a dotted name: its own and those of the packages that it is in."""
+    parts = [part for part in name.split(".") if part]
+    found = []
+    for length in range(1, len(parts) + 1):
+        place = root.joinpath(*parts[:length])
+        for path in (place.with_name(place.name + ".py"), place / "__init__.py"):
+            if path.is_file():
+                found.append(path)
+    return found
+
+
+def stage_for_serving(factories: Iterable[str], folder: Path) -> StagedCode:
     """Copy `trainer` and the modules behind ``package.module:factory`` names into ``folder``.
 
     A module's local imports are followed; a module that belongs to a package is copied with the whole package; what
@@ -64,7 +145,7 @@ def stage_code(factories: Iterable[str], folder: Path) -> StagedCode:
         seen.add(name)
         source = _local_source(name)
         if source is not None:
-            queue += [found for file in _copy(name, source, folder) for found in _imports(file, folder)]
+            queue += [found for file in _copy(name, source, folder) for found in _imports_of_copy(file, folder)]
         elif top in distributions:
             needed.add(distributions[top][0])
         elif name in own:
@@ -116,10 +197,14 @@ def _copy(name: str, source: Path, folder: Path) -> list[Path]:
     return sorted(target.rglob("*.py"))
 
 
-def _imports(file: Path, root: Path) -> Iterator[str]:
-    """Dotted names that a Python file imports, relative ones resolved; `from a import b` gives ``a`` and ``a.b``."""
-    package = file.relative_to(root).parent.parts
-    for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
+def _imports_of_copy(file: Path, root: Path) -> Iterator[str]:
+    return _imports(ast.parse(file.read_bytes(), str(file)), file.relative_to(root).parent.parts)
+
+
+def _imports(tree: ast.AST, package: Sequence[str]) -> Iterator[str]:
+    """Dotted names that a module of this package imports, relative ones resolved; `from a import b` gives ``a`` and
+    ``a.b``."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -127,7 +212,7 @@ def _imports(file: Path, root: Path) -> Iterator[str]:
             base = ".".join([*above, *([node.module] if node.module else [])])
             if base:
                 yield base
-                yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
+            yield from (".".join(filter(None, (base, alias.name))) for alias in node.names if alias.name != "*")
 
 
 def _pinned(distributions: Iterable[str]) -> tuple[str, ...]:

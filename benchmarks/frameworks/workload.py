@@ -1,4 +1,4 @@
-"""What contestants have in common: data, model, loss, optimizer, and a step as one writes it with torch alone."""
+"""What frameworks have in common: data, model, loss, optimizer, and a step as one writes it with torch alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from benchmarks.peers.turns import Case
+from benchmarks.frameworks.protocol import Case
 from trainer.comm.world import RankFacts, World
 from trainer.config import DistributedTrainingConfig, FactoryConfig
 from trainer.data.shards import DataShardManager
@@ -40,7 +40,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return self.features[row - self.window + 1 : row + 1], self.target[row]
 
 
-class Parts:
+class Workload:
     """Everything that a loop needs, made anew for a case."""
 
     def __init__(self, case: Case, device: torch.device) -> None:

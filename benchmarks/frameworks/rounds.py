@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.peers.contestant import Contestant, ContestantError, Stretch, start
-from benchmarks.peers.turns import Case
+from benchmarks.frameworks.framework_process import FrameworkProcess, FrameworkProcessError, Measurement, start
+from benchmarks.frameworks.protocol import Case
 from trainer.config import DistributedTrainingConfig
 
-PEERS = {
+FRAMEWORKS = {
     "plain_ddp": "torch", "lightning": "lightning", "accelerate": "accelerate", "ray": "ray",
     "plain_ddp_malloc": "torch",
 }  # fmt: skip
@@ -23,7 +23,7 @@ PEERS = {
 MALLOC = "plain_ddp_malloc"
 """Is compared with plain DDP, and so has its settings."""
 LOCKSTEP = "bound_lockstep"
-"""The bound's stretches, had its ranks waited for each other after each step: computed, not another contestant."""
+"""The bound's stretches, had its ranks waited for each other after each step: computed, not another framework."""
 OURS = ("ours", "tuned")
 NEEDED = ("bound", "ours")
 """Without these there are no ratios."""
@@ -51,12 +51,12 @@ _T = TypeVar("_T")
 
 @dataclass
 class Cell:
-    """One model with one batch, and what was measured of each contestant, round by round."""
+    """One model with one batch, and what was measured of each framework, round by round."""
 
     case: Case
     steps: int = 0
     """Of a stretch."""
-    stretches: dict[str, list[Stretch]] = field(default_factory=dict)
+    measurements: dict[str, list[Measurement]] = field(default_factory=dict)
     tuned: dict[str, Any] = field(default_factory=dict)
     chosen: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By peer, the fields of the case that are its own."""
@@ -76,11 +76,11 @@ class Cell:
         return replace(self.case, **own)
 
     def seconds(self, name: str) -> list[float]:
-        return [stretch.seconds / stretch.steps for stretch in self.stretches[name]]
+        return [stretch.seconds / stretch.steps for stretch in self.measurements[name]]
 
     def ratios(self, one: str, other: str) -> list[float] | None:
         """Round by round, how many times as fast ``one`` is; None where one of them is missing."""
-        if one not in self.stretches or other not in self.stretches:
+        if one not in self.measurements or other not in self.measurements:
             return None
         return [theirs / ours for ours, theirs in zip(self.seconds(one), self.seconds(other), strict=True)]
 
@@ -90,67 +90,67 @@ class Cell:
         return steps // REPORT * REPORT if steps >= REPORT else max(LEAST_STEPS, steps)
 
 
-class Course:
-    """Lets contestants train in turns. Times (``until``) are those of `time.monotonic`."""
+class Rounds:
+    """Lets frameworks train in turns. Times (``until``) are those of `time.monotonic`."""
 
     def __init__(self, names: Sequence[str], ranks: int, device: str, folder: Path, seconds: float, seed: int) -> None:
         self.ranks, self.device, self.folder, self.seconds = ranks, device, folder, seconds
         self.order = random.Random(seed)
-        self.contestants: dict[str, Contestant] = {}
+        self.frameworks: dict[str, FrameworkProcess] = {}
         self.failed: dict[str, str] = {}
-        """Why, by contestant, or by contestant and cell."""
+        """Why, by framework, or by framework and cell."""
         self._wanted, self._starts = list(names), 0
         self._choices: dict[int, dict[str, dict[str, Any]]] = {}
 
     def gather(self) -> None:
-        """Start all contestants, or those that failed since; who does not come is not waited for again."""
-        if not (absent := [name for name in self._wanted if name not in self.contestants]):
+        """Start all frameworks, or those that failed since; who does not come is not waited for again."""
+        if not (absent := [name for name in self._wanted if name not in self.frameworks]):
             return
         self._starts += 1
         folder = self.folder / str(self._starts)
         folder.mkdir()
         started, failed = start(absent, self.ranks, self.device, folder)
-        self.contestants |= {contestant.name: contestant for contestant in started}
+        self.frameworks |= {framework.name: framework for framework in started}
         self.failed |= failed
         self._wanted = [name for name in self._wanted if name not in failed]
 
     def run(self, cell: Cell, rounds: int, until: float) -> None:
         """All rounds of a cell, or as many as there is time for. Whoever fails takes no part in any of them."""
-        wanted = list(self.contestants)
+        wanted = list(self.frameworks)
         for name in wanted:
             case = cell.case_of(name)
-            self._try(name, cell, lambda contestant, case=case: self._warm(contestant, case, cell))
+            self._try(name, cell, lambda framework, case=case: self._warm(framework, case, cell))
         began = time.monotonic()
         for number in range(rounds):
             each = (time.monotonic() - began) / max(1, number)
             if number >= LEAST_ROUNDS and time.monotonic() + each > until:
                 break
-            names = [name for name in wanted if name in self.contestants]
-            found: dict[str, Stretch] = {}
+            names = [name for name in wanted if name in self.frameworks]
+            found: dict[str, Measurement] = {}
             for name in self.order.sample(names, len(names)):
-                stretch = self._try(name, cell, lambda contestant: contestant.stretch(cell.steps))
+                stretch = self._try(name, cell, lambda framework: framework.measure(cell.steps))
                 if stretch is not None:
                     found[name] = stretch
             found[LOCKSTEP] = found["bound"]._replace(seconds=found["bound"].lockstep_seconds)
             # In one go: the benchmark may be stopped at any moment, and tells of whole rounds.
-            cell.stretches = {name: [*cell.stretches.get(name, []), stretch] for name, stretch in found.items()}
+            cell.measurements = {name: [*cell.measurements.get(name, []), stretch] for name, stretch in found.items()}
         self.rest()
 
     def measure_out(self, cell: Cell) -> None:
         """How many steps a stretch has: of the bound's, about as many as the seconds hold."""
-        bound = self.contestants["bound"]
+        bound = self.frameworks["bound"]
         bound.begin(cell.case)
-        bound.stretch(LEAST_STEPS)
-        cell.step_seconds = bound.stretch(LEAST_STEPS).seconds / LEAST_STEPS  # good enough to see how many tell more
+        bound.measure(LEAST_STEPS)
+        cell.step_seconds = bound.measure(LEAST_STEPS).seconds / LEAST_STEPS  # good enough to see how many tell more
         steps = cell.stretch_of(self.seconds / 2)
-        cell.step_seconds = bound.stretch(steps).seconds / steps
+        cell.step_seconds = bound.measure(steps).seconds / steps
         bound.end()
         cell.steps = cell.stretch_of(self.seconds)
 
     def choose(self, cell: Cell, pairs: int, until: float) -> None:
         """For each peer by itself, what of `CHOICES` it is fastest with: found for the first model with this batch."""
         known = self._choices.setdefault(cell.case.batch, {})
-        for name in [name for name in PEERS if name in self.contestants and name not in (MALLOC, *known)]:
+        for name in [name for name in FRAMEWORKS if name in self.frameworks and name not in (MALLOC, *known)]:
             chosen, best = {setting: values[0] for setting, values in CHOICES.items()}, 0.0
             for setting, values in CHOICES.items():
                 for value in values[bool(best) :]:  # with the first one it has been measured already
@@ -165,7 +165,7 @@ class Course:
             if best:
                 known[name] = chosen
         cell.chosen |= known
-        if MALLOC in self.contestants:
+        if MALLOC in self.frameworks:
             cell.chosen[MALLOC] = cell.chosen.get("plain_ddp", {})
         self.rest()
 
@@ -177,7 +177,7 @@ class Course:
             base = dict(best)
             for value in values:
                 override = overrides(setting, value, cell.case)
-                if override is None or "tuned" not in self.contestants:
+                if override is None or "tuned" not in self.frameworks:
                     continue
                 if time.monotonic() > until:
                     cell.missing.append(f"trial of {setting} {value}")
@@ -192,21 +192,21 @@ class Course:
         return best
 
     def gain(self, name: str, case: Case, reference: str, cell: Cell, pairs: int, least: float) -> float:
-        """How many times as fast a contestant is with this case as the reference with the cell's; 0 where it fails.
+        """How many times as fast a framework is with this case as the reference with the cell's; 0 where it fails.
         Only one pair is measured where that is less than ``least``."""
-        one, other = self.contestants[name], self.contestants[reference]
+        one, other = self.frameworks[name], self.frameworks[reference]
         if other.case is None or other.is_broken:
             self._warm(other, cell.case, cell)
         steps, ratios = cell.stretch_of(self.seconds / 2), []
         try:
             self._warm(one, case, cell)
             for _ in range(pairs):
-                stretches = {item.name: item.stretch(steps) for item in self.order.sample([one, other], 2)}
+                stretches = {item.name: item.measure(steps) for item in self.order.sample([one, other], 2)}
                 ratios.append(stretches[reference].seconds / stretches[name].seconds)
                 if ratios[0] < least:
                     break
             one.end()
-        except ContestantError as error:
+        except FrameworkProcessError as error:
             say(f"  {error}")
             return 0.0
         return statistics.median(ratios)
@@ -224,10 +224,10 @@ class Course:
             found: dict[str, float] = {}
             for name in judged:
                 case = replace(cell.case_of(name), seed=seed, judged_after=steps)
-                loss = self._try(name, cell, lambda contestant, case=case: _loss(contestant, case, steps))
+                loss = self._try(name, cell, lambda framework, case=case: _loss(framework, case, steps))
                 if loss is not None:
                     found[name] = loss
-            if not cell.tuned and "tuned" in self.contestants:
+            if not cell.tuned and "tuned" in self.frameworks:
                 found["tuned"] = found["ours"]
             cell.losses = {name: [*cell.losses.get(name, []), loss] for name, loss in found.items()}
             took = time.monotonic() - began
@@ -238,32 +238,32 @@ class Course:
 
     def rest(self) -> None:
         """Whoever stands in a case leaves it; who cannot, goes."""
-        for name, contestant in [*self.contestants.items()]:
-            if contestant.case is not None or contestant.is_broken:
+        for name, framework in [*self.frameworks.items()]:
+            if framework.case is not None or framework.is_broken:
                 try:
-                    contestant.end()
-                except ContestantError as error:
+                    framework.end()
+                except FrameworkProcessError as error:
                     say(f"  {error}")
                     self._drop(name)
 
     def close(self) -> None:
-        for contestant in self.contestants.values():
-            contestant.close()
+        for framework in self.frameworks.values():
+            framework.close()
 
-    def _warm(self, contestant: Contestant, case: Case, cell: Cell) -> bool:
-        contestant.begin(case)
-        contestant.stretch(min(REPORT, cell.stretch_of(self.seconds / 2)))
+    def _warm(self, framework: FrameworkProcess, case: Case, cell: Cell) -> bool:
+        framework.begin(case)
+        framework.measure(min(REPORT, cell.stretch_of(self.seconds / 2)))
         return True
 
-    def _try(self, name: str, cell: Cell, action: Callable[[Contestant], _T]) -> _T | None:
-        """A failure is noted, and the cell goes on without the contestant, which is started anew for the next one.
-        None then. Raises where the contestant is needed."""
-        contestant = self.contestants.get(name)
-        if contestant is None:
+    def _try(self, name: str, cell: Cell, action: Callable[[FrameworkProcess], _T]) -> _T | None:
+        """A failure is noted, and the cell goes on without the framework, which is started anew for the next one.
+        None then. Raises where the framework is needed."""
+        framework = self.frameworks.get(name)
+        if framework is None:
             return None
         try:
-            return action(contestant)
-        except ContestantError as error:
+            return action(framework)
+        except FrameworkProcessError as error:
             if name in NEEDED:
                 raise
             say(f"  {error}")
@@ -272,14 +272,14 @@ class Course:
             return None
 
     def _drop(self, name: str) -> None:
-        self.contestants[name].close()  # while it is known: who is interrupted here closes it again
-        del self.contestants[name]
+        self.frameworks[name].close()  # while it is known: who is interrupted here closes it again
+        del self.frameworks[name]
 
 
-def _loss(contestant: Contestant, case: Case, steps: int) -> float:
-    contestant.begin(case)
-    contestant.stretch(steps)
-    return contestant.end()
+def _loss(framework: FrameworkProcess, case: Case, steps: int) -> float:
+    framework.begin(case)
+    framework.measure(steps)
+    return framework.end()
 
 
 def overrides(setting: str, value: Any, case: Case) -> dict[str, Any] | None:

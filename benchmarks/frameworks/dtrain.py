@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 
-from benchmarks.peers.parts import LOSS, Parts, device_of
-from benchmarks.peers.turns import Case, Turns
+from benchmarks.frameworks.protocol import Case, Turns
+from benchmarks.frameworks.workload import LOSS, Workload, device_of
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig
 from trainer.engine.step import Batch
 from trainer.engine.trainer import DistributedTrainer
@@ -82,9 +82,9 @@ def ours(case: Case, turns: Turns) -> float | None:
     except OverError:
         if case.judged_after is None or trainer.session.world.rank != 0:
             return None
-        parts = Parts(case, device_of(case))
-        parts.module.load_state_dict(trainer.session.step.module.state_dict())
-        return parts.validation_loss()
+        workload = Workload(case, device_of(case))
+        workload.module.load_state_dict(trainer.session.step.module.state_dict())
+        return workload.validation_loss()
     finally:
         trainer.close()
     raise AssertionError("the training ended before the benchmark did")

@@ -1,29 +1,28 @@
-"""``python -m benchmarks.peers NAME DEVICE``: one rank of a contestant, started by `benchmarks.throughput`."""
+"""One rank of one framework: it trains one case after the other, each in the loop that is named in `LOOPS`."""
 
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks.peers.turns import Case, Failed, Turns
+from benchmarks.frameworks.protocol import Case, Failed, Turns
 
 LOOPS = {
-    "ours": "ours:ours", "tuned": "ours:ours", "bound": "plain:bound", "plain_ddp": "plain:plain_ddp",
-    "plain_ddp_malloc": "plain:plain_ddp_malloc",
+    "ours": "dtrain:ours", "tuned": "dtrain:ours", "bound": "torch_ddp:bound", "plain_ddp": "torch_ddp:plain_ddp",
+    "plain_ddp_malloc": "torch_ddp:plain_ddp_malloc",
     "lightning": "lightning_ddp:train", "accelerate": "accelerate_ddp:train", "ray": "ray_train:train",
 }  # fmt: skip
+"""Name → module of this package and function in it. The names are those of the saved results."""
 
 
 def serve(name: str, rank: int, device: str) -> None:
     """Train one case after the other, for as long as there are any."""
     module, _, function = LOOPS[name].partition(":")
-    loop: Callable[[Case, Turns], Any] = getattr(importlib.import_module(f"benchmarks.peers.{module}"), function)
+    loop: Callable[[Case, Turns], Any] = getattr(importlib.import_module(f"benchmarks.frameworks.{module}"), function)
     if device == "cpu":
         torch.set_num_threads(1)
     turns = Turns(name, rank)
@@ -35,15 +34,3 @@ def serve(name: str, rank: int, device: str) -> None:
         except Exception as error:  # such as a setting that cannot be had here: the next case may do
             traceback.print_exc()
             turns.done(Failed(f"{type(error).__name__}: {error}"))
-
-
-def main(name: str, device: str) -> None:
-    if name == "ray":
-        from benchmarks.peers.ray_train import drive
-
-        return drive(int(os.environ["WORLD_SIZE"]), device)
-    return serve(name, int(os.environ["RANK"]), device)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -10,22 +10,22 @@ import lightning
 import torch
 from torch import Tensor
 
-from benchmarks.peers.parts import Parts, device_of
-from benchmarks.peers.turns import Case, Turns
+from benchmarks.frameworks.protocol import Case, Turns
+from benchmarks.frameworks.workload import Workload, device_of
 
 
 class Module(lightning.LightningModule):
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, workload: Workload) -> None:
         super().__init__()
-        self.parts = parts
-        self.model, self.criterion = parts.module, parts.criterion
+        self.workload = workload
+        self.model, self.criterion = workload.module, workload.criterion
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
         windows, target = batch
         return self.criterion(self.model(windows).float(), target).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.parts.optimizer()
+        return self.workload.optimizer()
 
 
 class InTurns(lightning.Callback):
@@ -43,7 +43,7 @@ def train(case: Case, turns: Turns) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     gpu = case.device == "cuda"
-    parts = Parts(case, device_of(case))
+    workload = Workload(case, device_of(case))
     trainer = lightning.Trainer(
         accelerator="gpu" if gpu else "cpu",
         devices=case.ranks,
@@ -55,4 +55,4 @@ def train(case: Case, turns: Turns) -> None:
         callbacks=[InTurns(turns)],
     )
     assert trainer.world_size == case.ranks
-    trainer.fit(Module(parts), parts.loader())
+    trainer.fit(Module(workload), workload.loader())

@@ -5,12 +5,12 @@ from __future__ import annotations
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import nn
 
-from benchmarks.peers.parts import Parts, device_of
-from benchmarks.peers.turns import Case, Turns
+from benchmarks.frameworks.protocol import Case, Turns
+from benchmarks.frameworks.workload import Workload, device_of
 
 
 def train(case: Case, turns: Turns) -> None:
-    parts = Parts(case, device_of(case))
+    workload = Workload(case, device_of(case))
     accelerator = Accelerator(
         cpu=case.device == "cpu",
         mixed_precision="no" if case.precision == "fp32" else case.precision,
@@ -18,7 +18,7 @@ def train(case: Case, turns: Turns) -> None:
     )
     assert accelerator.num_processes == case.ranks
     model: nn.Module
-    model, optimizer, loader = accelerator.prepare(parts.module, parts.optimizer(), parts.loader())
+    model, optimizer, loader = accelerator.prepare(workload.module, workload.optimizer(), workload.loader())
     try:
         while True:
             total = 0.0
@@ -26,7 +26,7 @@ def train(case: Case, turns: Turns) -> None:
                 if not turns.step():
                     return
                 optimizer.zero_grad()
-                loss = parts.criterion(model(windows).float(), target).mean()
+                loss = workload.criterion(model(windows).float(), target).mean()
                 accelerator.backward(loss)
                 accelerator.clip_grad_norm_(model.parameters(), case.clip_norm)
                 optimizer.step()

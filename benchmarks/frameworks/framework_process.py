@@ -1,4 +1,4 @@
-"""The benchmark's side: a contestant's processes, who stand still but in their turns."""
+"""The benchmark's side: a framework's processes, who stand still but in their turns."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks.peers.turns import ADDRESS, Case, Failed
-from benchmarks.workplace import lockstep
+from benchmarks.frameworks.protocol import ADDRESS, Case, Failed
+from benchmarks.host import lockstep
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 120.0
-"""For a contestant to come, to be ready, or to end a stretch."""
+"""For a framework to come, to be ready, or to end a stretch."""
 
 
-class ContestantError(RuntimeError):
+class FrameworkProcessError(RuntimeError):
     """It failed, ended, or does not answer. The message says why, as far as it or its log does."""
 
 
-class Stretch(NamedTuple):
-    """So many steps of one contestant."""
+class Measurement(NamedTuple):
+    """So many steps of one framework."""
 
     steps: int
     seconds: float
@@ -43,7 +43,7 @@ class Stretch(NamedTuple):
 
 
 @dataclass
-class Contestant:
+class FrameworkProcess:
     """The processes of one way to train."""
 
     name: str
@@ -67,7 +67,7 @@ class Contestant:
             self._tell(self.case)
             self._hear()
 
-    def stretch(self, steps: int) -> Stretch:
+    def measure(self, steps: int) -> Measurement:
         """Take so many steps, while nobody else does anything."""
         before = self._cpu_seconds()
         with self._awake():
@@ -75,7 +75,7 @@ class Contestant:
             times = self._hear()
         seconds = max(rank[-1] for rank in times) - min(rank[0] for rank in times)
         each = [[end - begin for begin, end in pairwise(rank)] for rank in times]
-        return Stretch(steps, seconds, self._cpu_seconds() - before, lockstep(each))
+        return Measurement(steps, seconds, self._cpu_seconds() - before, lockstep(each))
 
     def end(self) -> Any:
         """Leave the case; what rank 0 has to say in the end."""
@@ -87,7 +87,7 @@ class Contestant:
     def close(self) -> None:
         """End its processes, all of them."""
         tree = self._tree()
-        with contextlib.suppress(ContestantError):
+        with contextlib.suppress(FrameworkProcessError):
             self._signal(signal.SIGCONT)
             if self.case is None:
                 self._tell(None)
@@ -101,20 +101,20 @@ class Contestant:
 
     def _tell(self, what: Any) -> None:
         if self.is_broken:
-            raise ContestantError(f"{self.name} is not there any more: {self.log()}")
+            raise FrameworkProcessError(f"{self.name} is not there any more: {self.log()}")
         try:
             for connection in self.connections:
                 connection.send(what)
         except OSError:
             self.is_broken = True
-            raise ContestantError(f"{self.name} ended: {self.log()}") from None
+            raise FrameworkProcessError(f"{self.name} ended: {self.log()}") from None
 
     def _hear(self) -> list[Any]:
         answers = [self._answer(connection) for connection in self.connections]
         failed = [answer for answer in answers if isinstance(answer, Failed)]
         if failed:
             self.case = None  # all ranks have left it
-            raise ContestantError(f"{self.name} failed: {failed[0]}")
+            raise FrameworkProcessError(f"{self.name} failed: {failed[0]}")
         return answers
 
     def _answer(self, connection: Connection) -> Any:
@@ -123,9 +123,9 @@ class Contestant:
                 return connection.recv()
         except (EOFError, OSError):
             self.is_broken = True
-            raise ContestantError(f"{self.name} ended: {self.log()}") from None
+            raise FrameworkProcessError(f"{self.name} ended: {self.log()}") from None
         self.is_broken = True
-        raise ContestantError(f"{self.name} has not answered for {PATIENCE_SECONDS:g} s: {self.log()}")
+        raise FrameworkProcessError(f"{self.name} has not answered for {PATIENCE_SECONDS:g} s: {self.log()}")
 
     def log(self) -> str:
         lines = [line for path in sorted(self.folder.glob("log-*.txt")) for line in path.read_text().splitlines()]
@@ -163,31 +163,31 @@ class Contestant:
         return total
 
 
-def start(names: Sequence[str], ranks: int, device: str, folder: Path) -> tuple[list[Contestant], dict[str, str]]:
-    """All contestants, waiting for their first case; and why some are not among them."""
-    contestants = []
+def start(names: Sequence[str], ranks: int, device: str, folder: Path) -> tuple[list[FrameworkProcess], dict[str, str]]:
+    """All frameworks, waiting for their first case; and why some are not among them."""
+    frameworks = []
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(folder / "turns"))
         server.listen(64)
         server.settimeout(0.5)
         try:
             for name in names:
-                contestants.append(_start(name, ranks, device, folder))
-            _let_come(server, {contestant.name: contestant for contestant in contestants})
+                frameworks.append(_start(name, ranks, device, folder))
+            _let_come(server, {framework.name: framework for framework in frameworks})
         except BaseException:
-            for contestant in contestants:
-                contestant.close()
+            for framework in frameworks:
+                framework.close()
             raise
     failed = {}
-    for contestant in [*contestants]:
-        if len(contestant.connections) < ranks:
-            failed[contestant.name] = f"it did not start: {contestant.log()}"
-            contestants.remove(contestant)
-            contestant.close()
-    return contestants, failed
+    for framework in [*frameworks]:
+        if len(framework.connections) < ranks:
+            failed[framework.name] = f"it did not start: {framework.log()}"
+            frameworks.remove(framework)
+            framework.close()
+    return frameworks, failed
 
 
-def _start(name: str, ranks: int, device: str, folder: Path) -> Contestant:
+def _start(name: str, ranks: int, device: str, folder: Path) -> FrameworkProcess:
     (folder / name).mkdir()
     port, processes = free_port(), []
     for rank in range(1 if name == "ray" else ranks):  # Ray starts its own
@@ -208,27 +208,27 @@ def _start(name: str, ranks: int, device: str, folder: Path) -> Contestant:
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
         with (folder / name / f"log-{rank}.txt").open("wb") as log:
-            command = [sys.executable, "-m", "benchmarks.peers", name, device]
+            command = [sys.executable, "-m", "benchmarks.frameworks", name, device]
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder))
-    return Contestant(name, folder / name, ranks, processes, [])
+    return FrameworkProcess(name, folder / name, ranks, processes, [])
 
 
-def _let_come(server: socket.socket, contestants: dict[str, Contestant]) -> None:
+def _let_come(server: socket.socket, frameworks: dict[str, FrameworkProcess]) -> None:
     """Until all ranks have come that still can."""
-    come: dict[str, dict[int, Connection]] = {name: {} for name in contestants}
+    come: dict[str, dict[int, Connection]] = {name: {} for name in frameworks}
     until = time.monotonic() + PATIENCE_SECONDS
-    awaited = set(contestants)
+    awaited = set(frameworks)
     while awaited and time.monotonic() < until:
         try:
             connection = Connection(server.accept()[0].detach())
         except TimeoutError:
-            awaited = {name for name in awaited if all(child.poll() is None for child in contestants[name].processes)}
+            awaited = {name for name in awaited if all(child.poll() is None for child in frameworks[name].processes)}
             continue
         name, rank = connection.recv()
         come[name][rank] = connection
-        contestant = contestants[name]
-        contestant.connections = [come[name][rank] for rank in sorted(come[name])]
-        if len(contestant.connections) == contestant.ranks:
+        framework = frameworks[name]
+        framework.connections = [come[name][rank] for rank in sorted(come[name])]
+        if len(framework.connections) == framework.ranks:
             awaited.discard(name)
 
 

@@ -15,7 +15,7 @@ ADDRESS = "DTRAIN_BENCHMARK_TURNS"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is trained: equal for all contestants, but for what each may choose."""
+    """What is trained: equal for all frameworks, but for what each may choose."""
 
     model: str
     batch: int
@@ -23,7 +23,7 @@ class Case:
     ranks: int
     dataset: str
     folder: str
-    """Where a contestant may write."""
+    """Where a framework may write."""
     port: int
     device: str = "cpu"
     precision: str = "fp32"

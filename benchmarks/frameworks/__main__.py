@@ -1,0 +1,20 @@
+"""``python -m benchmarks.frameworks NAME DEVICE``: one rank of a framework, started by `benchmarks.throughput`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from benchmarks.frameworks.serve import serve
+
+
+def main(name: str, device: str) -> None:
+    if name == "ray":
+        from benchmarks.frameworks.ray_train import drive
+
+        return drive(int(os.environ["WORLD_SIZE"]), device)
+    return serve(name, int(os.environ["RANK"]), device)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,48 @@
+"""What `benchmarks.scaling` concludes from the rows of its trainings. Pure: nothing is trained here."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+LATEST = 5
+"""Reports that a loss of the training is the mean of."""
+
+
+def against_plain(rows: Sequence[Mapping[str, Any]], rate: str, model: str, key: str) -> dict[str, Any]:
+    """How many times as fast auto is as allreduce, once it has settled and in all. ``key``: of the figures."""
+    found: dict[str, Any] = {}
+    for name, field in (("", "step_seconds"), ("_whole_run", "whole_run_step_seconds")):
+        plain, chosen = (
+            {row["round"]: row[field] for row in rows
+             if (row["rate"], row["model"], row["communication"], row["hosts"]) == (rate, model, mode, 3)}
+            for mode in ("allreduce", "auto")
+        )  # fmt: skip
+        ratios = [plain[turn] / chosen[turn] for turn in sorted(plain)]
+        found |= {key.format(name): statistics.geometric_mean(ratios)}
+        found |= {key.format(name) + "_rounds": [round_figure(ratio) for ratio in ratios]}
+    return found
+
+
+def settled_on(rows: Sequence[Mapping[str, Any]], rate: str) -> str:
+    """What auto trained the wide model with in the end: allreduce where it never chose."""
+    [chosen] = [
+        row["chosen"] for row in rows
+        if (row["rate"], row["model"], row["communication"], row["round"]) == (rate, "wide", "auto", 0)
+    ]  # fmt: skip
+    return str(chosen[-1][1]) if chosen else "allreduce"
+
+
+def after_a_fixed_time(rows: list[dict[str, Any]]) -> None:
+    """Add the training loss at the time at which the quickest of those that can be compared has ended."""
+    for row in rows:
+        same = [other for other in rows if all(other[key] == row[key] for key in ("rate", "model", "ranks"))]
+        row["fixed_seconds"] = min(other["curve"][-1][0] for other in same)
+    for row in rows:
+        losses = [loss for seconds, loss in row.pop("curve") if seconds <= row["fixed_seconds"]]
+        row["train_loss_after_fixed_seconds"] = statistics.fmean(losses[-LATEST:]) if losses else None
+
+
+def round_figure(value: Any) -> Any:
+    return round(value, 5) if isinstance(value, float) else value

@@ -1,0 +1,196 @@
+"""The programs that `benchmarks.sharding` compares: each makes shards of the same prices, or reads windows from them.
+
+What heavy modules they need, each imports in its function: a measurement counts its own imports and no others. How they
+are started, timed and limited belongs to `benchmarks.sharding`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+DAYS, TICKERS, WINDOW, HORIZON, BATCH = 8313, 20, 60, 5, 1024
+
+BLOCK = 1024
+
+STEADY_SECONDS = 120.0
+"""After so long, the pace of what goes row by row is known."""
+
+MDS_ROWS = {"ticker": "str", "date": "int32", "adj_close": "float64"}
+
+
+def write_walks(path: Path, tickers: int) -> None:
+    """Synthetic prices, long, in order of ticker and date."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    random = np.random.default_rng(0)
+    dates = pa.array(np.busday_offset("1990-01-02", np.arange(DAYS), roll="forward").astype("datetime64[D]"))
+    writer = None
+    for number in range(tickers):
+        walk = np.round(50 * np.exp(np.cumsum(random.normal(0, 0.01, DAYS)).clip(-8, 8)), 6)
+        table = pa.table({"date": dates, "ticker": [f"SYN{number:05d}"] * DAYS, "adj_close": walk})
+        writer = writer or pq.ParquetWriter(path, table.schema)
+        writer.write_table(table)
+    assert writer is not None
+    writer.close()
+
+
+# Sharding. Each function makes shards of the prices in ``folder`` and returns the number of rows that went in.
+
+
+def shard_ours(folder: Path) -> int:
+    from dtrain_dagster.data.prices import write_prices
+    from dtrain_dagster.data.sharding import build_dataset
+    from dtrain_dagster.data.sources import price_source
+    from dtrain_dagster.data.validation import validate_prices
+
+    prices = write_prices(price_source(str(folder / "walks.parquet")), str(folder / "ours"))
+    build_dataset(prices, validate_prices(prices, None), str(folder / "ours"), calendar=None)
+    return prices.rows
+
+
+def shard_pandas(folder: Path) -> int:
+    import pandas as pd
+
+    from dtrain_dagster.data.features import FEATURES, index_features, ticker_features
+
+    frame = pd.read_parquet(folder / "walks.parquet")
+    frame["date"] = pd.to_datetime(frame["date"])
+    frame = frame.sort_values(["ticker", "date"], kind="stable")
+    returns = np.log(frame["adj_close"]).groupby(frame["ticker"]).diff()
+    index = index_features(returns.groupby(frame["date"]).mean().dropna())
+    parts = [ticker_features(part, index, HORIZON) for _, part in frame.groupby("ticker", sort=False)]
+    pd.concat(parts).dropna(subset=list(FEATURES)).to_parquet(folder / "pandas.parquet", compression="zstd")
+    return len(frame)
+
+
+def feature_frames(folder: Path) -> Iterator[Any]:
+    """Features ticker by ticker, as a careful user of mosaicml-streaming would make them."""
+    import pandas as pd
+    import pyarrow.parquet as pq
+
+    from dtrain_dagster.data.features import FEATURES, index_features, ticker_features
+
+    file = pq.ParquetFile(folder / "walks.parquet")
+    total, count = 0.0, 0
+    for group in range(file.num_row_groups):
+        part = file.read_row_group(group, columns=["date", "adj_close"]).to_pandas()
+        total, count = total + np.log(part["adj_close"]).diff().to_numpy(), count + 1
+    dates = pd.to_datetime(part["date"])
+    index = index_features(pd.Series(total / count, index=dates).dropna())
+    for group in range(file.num_row_groups):
+        part = file.read_row_group(group).to_pandas()
+        part["date"] = pd.to_datetime(part["date"])
+        yield ticker_features(part, index, HORIZON).dropna(subset=list(FEATURES))
+
+
+def shard_mosaic(folder: Path) -> int:
+    from streaming import MDSWriter
+
+    from dtrain_dagster.data.features import AUXILIARY, FEATURES, TARGET
+
+    numbers = [*FEATURES, *AUXILIARY, TARGET]
+    rows, until = 0, time.monotonic() + STEADY_SECONDS
+    columns = {**MDS_ROWS, **dict.fromkeys(numbers, "float32")}
+    with MDSWriter(out=str(folder / "mds"), columns=columns, compression="zstd") as writer:
+        for frame in feature_frames(folder):
+            if time.monotonic() > until:
+                break
+            rows += DAYS
+            values = frame[numbers].to_numpy(np.float32)
+            days = frame["date"].to_numpy().astype("datetime64[D]").astype(np.int32)
+            closes, ticker = frame["adj_close"].to_numpy(), str(frame["ticker"].iloc[0])
+            for place in range(len(frame)):
+                head = {"ticker": ticker, "date": days[place], "adj_close": closes[place]}
+                writer.write(head | dict(zip(numbers, values[place], strict=True)))
+    return rows
+
+
+# Reading. Each function yields batches of windows without end.
+
+
+def read_ours(folder: Path, block: int | None = None) -> Iterator[Any]:
+    from trainer.data.sampler import Sampler
+    from trainer.data.shards import DataShardManager
+
+    shards = DataShardManager(str(next((folder / "ours" / "datasets").glob("*"))), folder / "cache")
+    sampler = Sampler(
+        samples=shards.count("train"), global_batch_size=BATCH, micro_batches=1, seed=0, rank=0, world_size=1,
+        shuffle_block=block,
+    )  # fmt: skip
+    for epoch in range(10**6):
+        for step in range(sampler.steps_per_epoch - 1):
+            for first, last in sampler.ahead(epoch, step, is_first=not step):
+                shards.will_need("train", first, last)
+            yield shards.gather(shards.end_rows("train", sampler.step(epoch, step)[1][0].positions))
+
+
+class Windows:
+    """A torch Dataset as most people write it: the arrays in memory, one window a call."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+
+        from trainer.data.shards import DataShardManager
+
+        shards = DataShardManager(str(next((folder / "ours" / "datasets").glob("*"))), folder / "cache")
+        self.ends = shards.end_rows("train", np.arange(shards.count("train")))
+        self.features = torch.from_numpy(np.load(shards.folder / "features.npy"))
+        self.target = torch.from_numpy(np.load(shards.folder / "target.npy"))
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, place: int) -> Any:
+        end = self.ends[place]
+        return self.features[end - WINDOW + 1 : end + 1], self.target[end]
+
+
+def read_dataloader(folder: Path, workers: int) -> Iterator[Any]:
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(
+        Windows(folder),  # type: ignore[arg-type]
+        batch_size=BATCH, shuffle=True, num_workers=workers, drop_last=True, persistent_workers=workers > 0,
+    )  # fmt: skip
+    while True:
+        yield from loader
+
+
+def read_mosaic(folder: Path, workers: int) -> Iterator[Any]:
+    from streaming import MDSWriter, StreamingDataset
+    from streaming.base.util import clean_stale_shared_memory
+    from torch.utils.data import DataLoader
+
+    clean_stale_shared_memory()  # of one that was ended
+    store = folder / "mds-windows"
+    if not store.exists():
+        windows = Windows(folder)
+        columns = {"x": f"ndarray:float32:{WINDOW},8", "y": "float32"}
+        with MDSWriter(out=str(store), columns=columns) as writer:
+            for place in range(len(windows)):
+                x, y = windows[place]
+                writer.write({"x": x.numpy(), "y": np.float32(y)})
+    dataset = StreamingDataset(local=str(store), shuffle=True, batch_size=BATCH)
+    loader = DataLoader(dataset, batch_size=BATCH, num_workers=workers, drop_last=True, persistent_workers=workers > 0)
+    while True:
+        yield from loader
+
+
+SHARDING: dict[str, Callable[[Path], int]] = {"ours": shard_ours, "pandas": shard_pandas, "mosaic": shard_mosaic}
+
+READING: dict[str, Callable[[Path], Iterator[Any]]] = {
+    "ours": read_ours,
+    "ours_blocks": lambda folder: read_ours(folder, 64),  # groups of a sixth of this small set
+    "dataloader_0": lambda folder: read_dataloader(folder, 0),
+    "dataloader_2": lambda folder: read_dataloader(folder, 2),
+    "mosaic_0": lambda folder: read_mosaic(folder, 0),
+    "mosaic_2": lambda folder: read_mosaic(folder, 2),
+}
+
+COLD: dict[str, int | None] = {"full": None, "blocks": BLOCK}

@@ -1,0 +1,104 @@
+"""``status.json`` of a job on Azure ML: what it says, when it is worth writing, and how a `JobStatus` is read from it.
+
+What is decided about a job, and done, is the controller's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from dtrain_dagster.clusters import presence as presences
+from dtrain_dagster.clusters.azure_ml.client import ServiceError
+from dtrain_dagster.clusters.azure_ml.launch_record import Record
+from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, phase_of
+from dtrain_dagster.clusters.base import JobState, JobStatus
+from dtrain_dagster.clusters.presence import is_here
+from trainer.rundir import STATUS, RunDir, stale_seconds
+
+_log = logging.getLogger(__name__)
+
+
+class StatusFile:
+    """The status of the job in one run directory. With ``writes_reports=False`` only its end is written."""
+
+    def __init__(self, rundir: RunDir, writes_reports: bool = True) -> None:
+        self.rundir, self.writes_reports = rundir, writes_reports
+        self.stale = stale_seconds(rundir.storage)
+
+    def read(self) -> dict[str, Any]:
+        """The document; an empty one where there is none yet."""
+        return self.rundir.read_json(STATUS) or {}
+
+    def is_final(self, record: Mapping[str, Any], status: Mapping[str, Any] | None = None) -> bool:
+        """Has this launch ended? ``status``: the document, where it has been read already."""
+        status = self.read() if status is None else status
+        return status.get("launch") == record.get("launch", 0) and JobState(status["state"]).is_final
+
+    def report(self, record: Record, facts: JobFacts, decision: JobDecision, write: bool = True) -> JobStatus:
+        """The job's status now; it is written where anything but its words has changed."""
+        status = describe_status(record, facts, decision)
+        if write and self.writes_reports:
+            known = self.read()
+            if known | {"message": ""} != status | {"message": ""}:  # words alone, such as how long, are not worth it
+                self.rundir.write_json(STATUS, status)
+        return job_status_of(status, self._count_alive(facts.now))
+
+    def report_unreachable(self, record: Record, status: Mapping[str, Any], error: ServiceError) -> JobStatus:
+        """What was so when it was last seen, and since when it was not seen any more."""
+        known = dict(status) if status.get("launch") == record["launch"] else {}
+        since = known.get("unreachable_since") or time.time()
+        if self.writes_reports and known and not known.get("unreachable_since"):
+            self.rundir.write_json(STATUS, {**known, "unreachable_since": since})
+        message = f"cannot be reached since {time.time() - since:.0f} s: {error}"
+        _log.warning("job %s: %s", record["job_name"], message)
+        return JobStatus(
+            job_id=record["job_id"],
+            state=JobState(known.get("state", JobState.QUEUED)),
+            message=message,
+            nodes_alive=self._count_alive(time.time()),
+            started_at=record["first_submitted_at"],
+        )
+
+    def write_end(
+        self, record: Record, facts: JobFacts, decision: JobDecision, ended_at: float, exit_code: int
+    ) -> JobStatus:  # fmt: skip
+        """Write how this launch ended, whoever looks."""
+        status = describe_status(record, facts, decision) | {"ended_at": ended_at, "exit_code": exit_code}
+        self.rundir.write_json(STATUS, status)
+        return job_status_of(status)
+
+    def _count_alive(self, now: float) -> int:
+        return sum(is_here(node, now, self.stale) for node in presences.latest(self.rundir.nodes(True)))
+
+
+def describe_status(record: Record, facts: JobFacts, decision: JobDecision) -> dict[str, Any]:
+    """The document for a launch that has not ended. Pure."""
+    return {
+        "job_id": record["job_id"],
+        "state": decision.state,
+        "message": decision.message,
+        "launch": record["launch"],
+        "service_status": facts.look.status,
+        "phase": phase_of(facts.look),
+        "phase_since": facts.phase_since,
+        "started_at": record["first_submitted_at"],
+        "ended_at": None,
+        "exit_code": None,
+        "studio_url": record["studio_url"],
+        "unreachable_since": None,
+    }
+
+
+def job_status_of(status: Mapping[str, Any], nodes_alive: int = 0) -> JobStatus:
+    """What the document says, for whoever asks the cluster. Pure."""
+    return JobStatus(
+        job_id=status["job_id"],
+        state=JobState(status["state"]),
+        message=status["message"],
+        nodes_alive=nodes_alive,
+        started_at=status["started_at"],
+        ended_at=status["ended_at"],
+    )

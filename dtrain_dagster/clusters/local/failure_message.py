@@ -1,0 +1,42 @@
+"""What a person reads of a job of the local cluster that failed: who failed first, how, and what its log said last.
+
+Which process is to blame is decided in `clusters.exit_policy`; when a job has failed, in `supervisor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dtrain_dagster.clusters.exit_policy import Failure, describe_exit
+from dtrain_dagster.clusters.local.line_log import last_lines
+from dtrain_dagster.clusters.resume_advice import how_to_go_on
+from trainer.rundir import LOGS, RunDir
+
+LOG_TAIL_LINES = 12
+
+
+def explain_failure(rundir: RunDir, launch: Mapping[str, Any], failure: Failure) -> str:
+    """The message of a job that ended because one of its processes failed."""
+    result = rundir.read_result() or {}
+    if result.get("status") == "budget" and result.get("launch") in (None, launch["launch"]):
+        return f"{result['error']}. {how_to_go_on(rundir, launch['job_id'])}"
+    how = describe_exit(failure.code)
+    return f"rank {failure.rank} on node {failure.node_id} failed first ({how}); {_end_of_log(rundir, failure.node_id)}"
+
+
+def explain_giving_up(
+    rundir: RunDir, job_id: str, reason: str, ends: Sequence[tuple[int, int | None]], cause: Failure | None
+) -> str:
+    """The message of a job that has no nodes left: how each of its processes ended, and how to go on.
+
+    ``ends``: node and exit code of each process. ``cause``: the one whose log is quoted; None where none failed.
+    """
+    how = "; ".join(f"node {node_id}: {describe_exit(code)}" for node_id, code in ends if code is not None)
+    message = f"{reason} ({how}). {how_to_go_on(rundir, job_id)}"
+    return f"{message}; {_end_of_log(rundir, cause.node_id)}" if cause else message
+
+
+def _end_of_log(rundir: RunDir, node_id: int) -> str:
+    said = last_lines(rundir.storage.local_path(f"{LOGS}/node-{node_id}.log"), LOG_TAIL_LINES)
+    return f"the end of its log:\n{said}"

@@ -1,0 +1,15 @@
+"""What a person does whose job has ended before its training was done, on any cluster."""
+
+from __future__ import annotations
+
+from trainer.rundir import RunDir
+
+
+def how_to_go_on(rundir: RunDir, job_id: str) -> str:
+    """A sentence that names the checkpoint which is kept, and the command that goes on from it, or starts over."""
+    latest = rundir.latest_checkpoint()
+    kept = "There is no checkpoint yet"
+    if latest:
+        kept = f"The checkpoint of step {latest[1]} is kept in {rundir.uri}/{latest[0]}"
+    again = f"materialize trained_checkpoint again, or run `dtrain train` with the same arguments and --name {job_id}"
+    return f"{kept}: {again}, to {'resume from it' if latest else 'start over'}"

@@ -1,0 +1,170 @@
+"""The plan of a training, put together from what is known of it: its job, the nodes, a forecast, the limits.
+
+What is read from the launchpad, told to people and recorded belongs to `dtrain_dagster.assets.planning`; how a forecast
+is come by, to `history` and `probe`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+
+from dtrain_dagster.costs.estimate import Estimate, Forecast, Learned, Sizes
+from dtrain_dagster.costs.plan import LISTED, STAND_IN, TrainingPlan
+from dtrain_dagster.costs.prices import SkuPrice, Tier, price_table
+from dtrain_dagster.jobs.progress import fingerprint
+from dtrain_dagster.planning.choices import Baseline, Choices, PlanChoice, choices
+from dtrain_dagster.planning.history import pace_mark
+from dtrain_dagster.planning.limits import Limits
+from trainer.config import JobConfig
+
+CLUSTER_TIERS: tuple[Tier, ...] = ("dedicated", "low_priority")
+"""What clusters can be had on (DTRAIN_TIER)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedJob:
+    """A training on the nodes that are planned for it, whatever is known of its pace."""
+
+    job: JobConfig
+    sizes: Sizes
+    fingerprint: str
+    """Of what comes out, see `dtrain_dagster.jobs.progress.fingerprint`."""
+    pace: str
+    """Of what decides how long a step takes, see `pace_mark`."""
+    price: SkuPrice
+    tier: Tier
+    node_count: int
+    is_local: bool
+    """Its nodes are this machine: they are priced as a SKU, and nothing is billed."""
+
+    @property
+    def price_words(self) -> str:
+        return STAND_IN if self.is_local else LISTED
+
+    def on_nodes(self, job: JobConfig, node_count: int) -> PlannedJob:
+        """The same training on another number of nodes. Each rank keeps its batch, so that sizes and pace stay."""
+        mark = fingerprint(job, node_count, self.sizes.processes_per_node)
+        return replace(self, job=job, fingerprint=mark, node_count=node_count)
+
+
+def plan_job(
+    job: JobConfig,
+    samples: Mapping[str, int],
+    price: SkuPrice,
+    tier: Tier,
+    node_count: int,
+    processes_per_node: int,
+    is_local: bool,
+    stated_ranks: int | None = None,
+) -> PlannedJob:
+    """What is wanted, before anything is known of it. ``samples``: of each split. ``stated_ranks``: the world size that
+    somebody has given, if it is not that of the nodes."""
+    sizes = sizes_of(job, samples, processes_per_node, os.cpu_count() if is_local else None)
+    return PlannedJob(
+        job=job,
+        sizes=replace(sizes, stated_ranks=stated_ranks),
+        fingerprint=fingerprint(job, node_count, processes_per_node),
+        pace=pace_mark(job, processes_per_node) + (f"-w{stated_ranks}" if stated_ranks else ""),
+        price=price,
+        tier=tier,
+        node_count=node_count,
+        is_local=is_local,
+    )
+
+
+def sizes_of(job: JobConfig, samples: Mapping[str, int], processes_per_node: int, cores: int | None) -> Sizes:
+    """How much the job has to do. ``samples``: of each split; ``cores``: see `Sizes`."""
+    training = job.training
+    return Sizes(
+        train_samples=samples["train"],
+        valid_samples=samples["valid"],
+        test_samples=samples["test"],
+        batch_size_per_rank=training.batch_size_per_gpu * training.gradient_accumulation_steps,
+        micro_batches_per_rank=training.gradient_accumulation_steps,
+        processes_per_node=processes_per_node,
+        epochs=training.epochs,
+        max_steps=training.max_steps,
+        eval_frequency=training.eval_frequency,
+        checkpoint_frequency=training.checkpoint_frequency,
+        early_stopping_patience=training.early_stopping_patience,
+        cores=cores,
+    )
+
+
+def compare_choices(planned: PlannedJob, forecast: Forecast, limits: Limits) -> Choices:
+    """What else could be had: every SKU, every tier, one node to twice as many; the planned nodes alone where somebody
+    has stated the world size."""
+    count = planned.node_count
+    baseline = Baseline(
+        price=planned.price,
+        node_count=count,
+        tier=planned.tier,
+        ranks_per_node=forecast.sizes.processes_per_node,
+        batch_size_per_rank=forecast.sizes.batch_size_per_rank,
+        measured_nodes=tuple(item.node_count for item in forecast.measured),
+    )
+    return choices(
+        forecast,
+        baseline,
+        price_table().values(),
+        {count} if planned.sizes.stated_ranks else {*range(1, count + 1), 2 * count},
+        CLUSTER_TIERS,
+        epochs=planned.sizes.epochs,
+        today=datetime.now(UTC).date(),
+        deadline_seconds=3600 * limits.deadline_hours or None,
+        budget_usd=limits.budget_usd or None,
+        is_stand_in=planned.is_local,
+        price_words=planned.price_words,
+    )
+
+
+def mark_planned(table: Choices, planned: PlanChoice) -> Choices:
+    """The same choices, of which this one is the plan."""
+    return replace(table, rows=tuple(replace(row, is_planned=row is planned) for row in table.rows))
+
+
+def assemble_plan(
+    planned: PlannedJob, forecast: Forecast, estimate: Estimate, limits: Limits, stop_at_usd: float
+) -> TrainingPlan:  # fmt: skip
+    """The plan as `trained_checkpoint` carries it out."""
+    count = planned.node_count
+    return TrainingPlan(
+        fingerprint=planned.fingerprint,
+        job={name: asdict(getattr(planned.job, name)) for name in ("dataset", "model", "loss", "training")},
+        sku=planned.price.sku,
+        tier=planned.tier,
+        node_count=count,
+        processes_per_node=planned.sizes.processes_per_node,
+        work=planned.sizes.work(count),
+        estimate=estimate,
+        basis=f"{forecast.basis_words}{_learned_words(forecast.learned)}",
+        price_note=note_price(planned),
+        price_words=planned.price_words,
+        pace=planned.pace,
+        basis_kind=forecast.basis,
+        rests_on=forecast.rests_on,
+        learned_factor=forecast.learned.factor,
+        budget_usd=limits.budget_usd,
+        deadline_hours=limits.deadline_hours,
+        stop_at_usd=stop_at_usd,
+        phases=asdict(forecast.parts(count)),
+    )
+
+
+def note_price(planned: PlannedJob) -> str:
+    """Where the price comes from, and that nothing is billed where it stands in."""
+    price, figure = planned.price, planned.price.figure(planned.tier)
+    note = f"{figure.usd_per_hour:.2f} USD per node-hour: {price.sku}, {planned.tier}, {price.region}, {figure.how} "
+    note += f"{figure.recorded_on}."
+    if planned.is_local:
+        note += " A stand-in: local nodes are priced as this SKU, nothing is billed."
+    return note
+
+
+def _learned_words(learned: Learned) -> str:
+    if not learned.runs:
+        return ""
+    return f"; corrected by {learned.factor - 1:+.1%}, as {learned.runs} past estimate(s) have taught"
