@@ -24,7 +24,6 @@ from dtrain_dagster.clusters.azure_ml.launch_record import durations
 from dtrain_dagster.clusters.base import NodePool
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.sensors import clock as looks
 from tests.dtrain_dagster.automation.test_retraining import World
 from tests.trained import record_training
 from trainer.engine import budget
