@@ -1,4 +1,4 @@
-"""How a training ends: `run_job`, its exit codes, and ``result.json``."""
+"""How a training ends: `run_job`, the exit code that it chooses, and ``result.json``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from trainer.data.shards import DatasetError
 from trainer.elastic.membership import NoGenerationError
 from trainer.engine.budget import BudgetSpent
 from trainer.errors import DamagedError
+from trainer.exit_codes import BUDGET, DONE, EVICTED, FAILED, LOST, UNUSABLE
 from trainer.observability.reporter import TRACKING
 from trainer.rundir import RESULT, RunDir
 from trainer.secrets.redaction import redact
@@ -23,10 +24,6 @@ from trainer.storage.base import StorageError
 
 if TYPE_CHECKING:
     from trainer.engine.trainer import DistributedTrainer
-
-DONE, FAILED, UNUSABLE, BUDGET, LOST, EVICTED = 0, 1, 2, 77, 75, 143
-"""Exit codes. LOST: this process lost its peers, its device or remote storage and could not regroup; starting it again
-from the checkpoint helps. FAILED: it does not. BUDGET: it does once the budget is raised (`trainer.engine.budget`)."""
 
 
 class Stopped(Exception):

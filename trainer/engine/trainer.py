@@ -23,7 +23,9 @@ from torch import nn
 
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.comm.group import GroupError
-from trainer.comm.world import World, choose_device, join, rank_facts
+from trainer.comm.launcher_env import rank_facts
+from trainer.comm.static_rendezvous import join
+from trainer.comm.world import World, choose_device
 from trainer.config import ConfigError, JobConfig
 from trainer.data.loader import Batch, BatchLoader, keep_on_gpu
 from trainer.data.sampler import Sampler
@@ -362,7 +364,12 @@ class DistributedTrainer:
         if self.world.rank == 0 and self.reporter:
             self.reporter.emit("step", **fields)
             if measured is not None:
-                timing = self.communication.report(measured, self.step)
+                timing = self.communication.report(
+                    measured,
+                    samples_at_once=self.step.fit.chunk,
+                    micro_batches=self.step.config.micro_batches,
+                    parameters_bytes=sum(parameter.nbytes for parameter in self.step.parameters),
+                )
                 self.reporter.emit("timing", step=self.progress.step, nodes=self.nodes, **timing)
         return measured
 
