@@ -13,7 +13,7 @@ from trainer.config import ConfigError, parse_job
 from trainer.exit_codes import DONE, UNUSABLE, describe_exit_codes
 from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.rundir import RunDir
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 _EPILOG = """
 examples:
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
     folder, slash, name = options.config.rpartition("/")
     try:
-        text = Storage(folder or slash or ".").read(name).decode()
+        text = open_storage(folder or slash or ".").read(name).decode()
         job = parse_job(text, options.overrides, source=options.config)
         refuse_foreign_factories(job)
         if not options.dry_run:

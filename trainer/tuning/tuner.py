@@ -50,7 +50,7 @@ from trainer.observability.reporter import Reporter
 from trainer.rundir import TUNED, RunDir
 from trainer.runtime.affinity import AVAILABLE
 from trainer.runtime.fault_injection import Faults
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 from trainer.tuning.search import LEAST_SECONDS, OUT_OF_MEMORY, Learned, Search
 from trainer.tuning.search_space import LAYOUT, Candidate, Facts
 from trainer.tuning.trial import Contestant
@@ -412,7 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--seconds {options.seconds:g}: nothing can be told in less than {LEAST_SECONDS:g}")
     folder, slash, name = options.config.rpartition("/")
     try:
-        job = parse_job(Storage(folder or slash or ".").read(name).decode(), source=options.config)
+        job = parse_job(open_storage(folder or slash or ".").read(name).decode(), source=options.config)
         refuse_foreign_factories(job)
         RunDir(job.run_dir).make()
     except (ConfigError, OSError, UnicodeDecodeError) as error:
