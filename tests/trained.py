@@ -8,7 +8,7 @@ from pathlib import Path
 
 import dagster as dg
 
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 
 def sha256(path: Path) -> str:
@@ -31,7 +31,7 @@ def record_training(
     """A model of prices with this sha256, registered just now."""
     dataset_id = f"dataset{content[:8]}"
     manifest = {"dataset_id": dataset_id, "source": {"sha256": content, "last_date": last_date}}
-    Storage(f"{shared_uri}/datasets/{dataset_id}").write("manifest.json", json.dumps(manifest).encode())
+    open_storage(f"{shared_uri}/datasets/{dataset_id}").write("manifest.json", json.dumps(manifest).encode())
     record_prices(instance, content, last_date)
     model = {"version": version, "alias": alias, "tags": dg.JsonMetadataValue({"dataset_id": dataset_id})}
     for asset, metadata in (("trained_checkpoint", {"dataset_id": dataset_id}), ("registered_model", model)):

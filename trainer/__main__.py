@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 from trainer.comm.descriptors import raise_descriptor_limit
 from trainer.config import ConfigError, parse_job
+from trainer.exit_codes import DONE, UNUSABLE, describe_exit_codes
 from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.rundir import RunDir
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 _EPILOG = """
 examples:
@@ -20,8 +21,7 @@ examples:
   torchrun --nproc-per-node 2 -m trainer --config job.json             two processes on this machine
   torchrun --nnodes 3 --node-rank K --master-addr HOST --master-port 29500 -m trainer --config job.json
 
-exit codes: 0 done; 2 unusable configuration or data; 77 its budget is spent (training.max_node_seconds); 143 evicted:
-ended by SIGTERM after a checkpoint; 75 lost its peers or its device: starting again helps; 1 anything else
+exit codes:
 """
 
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m trainer",
         description="Train the job that a job.json describes; what happens is written to its run directory.",
-        epilog=_EPILOG,
+        epilog=_EPILOG + describe_exit_codes(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", required=True, metavar="JOB", help="job.json: a path or any fsspec address")
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
     folder, slash, name = options.config.rpartition("/")
     try:
-        text = Storage(folder or slash or ".").read(name).decode()
+        text = open_storage(folder or slash or ".").read(name).decode()
         job = parse_job(text, options.overrides, source=options.config)
         refuse_foreign_factories(job)
         if not options.dry_run:
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(f"--config {options.config} cannot be read: {error}")
     if options.dry_run:
         print(job.to_json())  # noqa: T201 - what was asked for
-        return 0
+        return DONE
     raise_descriptor_limit()
     from trainer.elastic.node_presence import presence
     from trainer.engine.run_job import run_job  # torch, only once the configuration is known to be good
@@ -81,7 +81,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _refuse(message: str) -> int:
     print(message, file=sys.stderr)  # noqa: T201 - this is a command line
-    return 2
+    return UNUSABLE
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What to train, as plain dataclasses: read from ``job.json``, overridden on the command line, checked on the way in.
 
 Every class refuses unknown keys and wrong types, and says which field, which value and what to do instead. Where this
-process stands in the world (rank, world size, address) comes from the environment instead, see `trainer.comm.world`.
+process stands in the world (rank, world size, address) comes from the environment instead, see
+`trainer.comm.launcher_env`.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ from trainer.documents.reader import EVENTS_BYTES, known_names, parse_events, re
 from trainer.errors import ConfigError, DamagedError
 from trainer.runtime import clock
 from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 from trainer.storage.regular_files import require_folder
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class RunDir:
     """Reads and writes a run directory, wherever it is."""
 
     def __init__(self, uri: str) -> None:
-        self.storage = Storage(uri)
+        self.storage = open_storage(uri)
         self.uri = self.storage.uri
 
     def make(self) -> None:

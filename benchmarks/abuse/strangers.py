@@ -27,8 +27,8 @@ from trainer.comm.launch_secret import SECRET_BYTES, LaunchSecret
 from trainer.comm.parameter_server import Star, StarError
 from trainer.comm.peer_to_peer import connect_all
 from trainer.comm.rendezvous_store import Store
+from trainer.comm.static_rendezvous import listen
 from trainer.comm.torch_transport import make_torch_transport
-from trainer.comm.world import listen
 from trainer.elastic.failure_detector import Peers
 
 HOST, PATIENCE = "127.0.0.1", 30.0

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from benchmarks.frameworks.protocol import Case
-from trainer.comm.world import RankFacts, World
+from trainer.comm.launcher_env import RankFacts
+from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig, FactoryConfig
 from trainer.data.shards import DataShardManager
 from trainer.engine.lr_schedule import learning_rate

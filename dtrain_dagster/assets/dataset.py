@@ -17,7 +17,7 @@ from dtrain_dagster.data.validation import CHECKS, CheckResult, validated
 from dtrain_dagster.jobs.progress import code_version
 from dtrain_dagster.resources import ProjectResource
 from dtrain_dagster.settings.environment import load_settings
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 CANARY_SECONDS = 300
 
@@ -168,7 +168,7 @@ def _text_schema(rows: list[dg.TableRecord]) -> dg.TableSchema:
 )
 def canaries(project: ProjectResource, sharded_dataset: BuiltDataset) -> Iterable[dg.AssetCheckResult]:
     """Three short trainings (about 10 s); run once per dataset and version of the trainer."""
-    storage = Storage(sharded_dataset.uri)
+    storage = open_storage(sharded_dataset.uri)
     name = f"canaries-{code_version()}.json"
     if not storage.exists(name):
         storage.write(name, _run_canaries(project, sharded_dataset.uri))

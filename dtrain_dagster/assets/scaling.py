@@ -17,7 +17,7 @@ from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.support.formatting import dollars
 from trainer.config import JobConfig, parse_job
 from trainer.rundir import RunDir
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
     from dtrain_dagster.monitoring.scaling import Mode, ScalingPoint, Study
@@ -104,7 +104,7 @@ def scaling_study(
     study = scaling.study(points, cores)
     uri = f"{project.shared_uri}/{STUDIES}/{mark}.json"
     text = json.dumps(scaling.document(study), allow_nan=False)
-    Storage(f"{project.shared_uri}/{STUDIES}").write(f"{mark}.json", text.encode())
+    open_storage(f"{project.shared_uri}/{STUDIES}").write(f"{mark}.json", text.encode())
     rows = [dg.TableRecord(row(point)) for point in points]
     pictures = [training_charts.markdown_image(scaling_charts.measured_chart(points), "Scaling as measured")]
     if study.curves:

@@ -258,9 +258,9 @@ def _samples_check(result: dict[str, Any], plan: TrainingPlan) -> dg.AssetCheckR
     """The dataset's manifest says how many samples there are; the trainer's records must add up to just these."""
     from trainer.data.coverage import unproven  # numpy, which the code location does not need to load
     from trainer.data.manifest import load_manifest
-    from trainer.storage.base import Storage
+    from trainer.storage.open import open_storage
 
-    manifest = load_manifest(Storage(plan.job["dataset"]["uri"]))
+    manifest = load_manifest(open_storage(plan.job["dataset"]["uri"]))
     count, epochs = manifest["samples"]["train"], result["consumed"]
     wrong = unproven(epochs, count, whole_epochs=int(result["epochs"]))
     return dg.AssetCheckResult(

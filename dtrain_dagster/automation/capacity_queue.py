@@ -16,7 +16,7 @@ from typing import Any
 from trainer.documents import schemas
 from trainer.documents.reader import read_document, warn_once
 from trainer.errors import DamagedError
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 TICKET_TAG = "dtrain/ticket"
 ATTEMPT_TAG = "dtrain/attempt"
@@ -93,7 +93,7 @@ class WaitingList:
     """The queue, in ``<storage>/queue``."""
 
     def __init__(self, storage_uri: str) -> None:
-        self.storage = Storage(f"{storage_uri}/queue")
+        self.storage = open_storage(f"{storage_uri}/queue")
 
     def tickets(self) -> list[Ticket]:
         """In the order in which they came."""

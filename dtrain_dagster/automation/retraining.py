@@ -29,6 +29,7 @@ from trainer.documents.places import PlaceError, checked_id
 from trainer.documents.reader import MARK_BYTES, parse_document, warn_once
 from trainer.errors import DamagedError
 from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 RETRAINING = "retraining"
 CAUSE_TAG = "dtrain/cause"
@@ -195,7 +196,7 @@ def ask(
         return key
     if live:
         return dg.SkipReason(f"{cause.words}; waits for run {live[0].run_id[:8]}, which is training or about to")
-    if holder := claim(Storage(f"{project.shared_uri}/retraining"), key, now):
+    if holder := claim(open_storage(f"{project.shared_uri}/retraining"), key, now):
         return dg.SkipReason(f"{cause.words}; waits for the run that was just asked for ({holder})")
     return dg.RunRequest(run_key=key, run_config=run_config(budget_usd), tags={CAUSE_TAG: key})
 
@@ -353,7 +354,7 @@ def trained_dataset(instance: dg.DagsterInstance) -> str | None:
 def prices_of(shared_uri: str, dataset_id: str) -> Prices | None:
     """The prices that a dataset was made of; None where it is no more. `DatasetError` where it is damaged."""
     try:
-        folder = Storage(f"{shared_uri}/datasets/{checked_id(dataset_id, 'the dataset')}")
+        folder = open_storage(f"{shared_uri}/datasets/{checked_id(dataset_id, 'the dataset')}")
         source = load_manifest(folder)["source"]
     except (NoDatasetError, PlaceError):
         return None

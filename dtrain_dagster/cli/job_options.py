@@ -19,7 +19,7 @@ from trainer.data.manifest import load_manifest
 from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.printable import visible
 from trainer.rundir import LIMIT, RunDir
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def read_config(path: str) -> str:
     """The text of a job.json."""
     folder, _, file = path.rpartition("/")
     try:
-        return Storage(folder or ".").read(file).decode()
+        return open_storage(folder or ".").read(file).decode()
     except FileNotFoundError:
         raise ConfigError(f"--config {path}: there is no such file") from None
 
@@ -40,9 +40,9 @@ def dataset_config(settings: Settings, dataset: str) -> str:
         dataset = _latest_dataset(places)
     named = [os.path.abspath(dataset), *(f"{place}/{dataset}" for place in places)]
     for uri in [dataset] if "://" in dataset else named:
-        if Storage(uri).exists("manifest.json"):
+        if open_storage(uri).exists("manifest.json"):
             return json.dumps({"dataset": {"uri": uri}})
-    known = ", ".join(sorted({name for place in places for name in Storage(place).list()}))
+    known = ", ".join(sorted({name for place in places for name in open_storage(place).list()}))
     raise ConfigError(
         f"--dataset {dataset}: no folder with a manifest.json, and no id of a dataset in {' or '.join(places)} "
         f"({known or 'none yet; `make run` builds one'})"
@@ -57,11 +57,11 @@ def _dataset_places(settings: Settings) -> list[str]:
 def _latest_dataset(places: Sequence[str]) -> str:
     built = []
     for place in places:
-        storage = Storage(place)
+        storage = open_storage(place)
         for name in storage.list():
             if storage.exists(f"{name}/manifest.json"):
                 try:
-                    manifest = load_manifest(Storage(f"{place}/{name}"))
+                    manifest = load_manifest(open_storage(f"{place}/{name}"))
                     built.append((datetime.fromisoformat(manifest["created_at"]), f"{place}/{name}"))
                 except (KeyError, TypeError, ValueError) as error:  # one that is damaged hides no other
                     _log.warning("%s", visible(f"{place}/{name} is no dataset that can be used: {error}"))
@@ -72,8 +72,8 @@ def _latest_dataset(places: Sequence[str]) -> str:
 
 def with_reachable_data(job: JobConfig, settings: Settings) -> JobConfig:
     """The job with its dataset where the nodes read it. One of this machine is copied there for nodes elsewhere."""
-    source = Storage(job.dataset.uri)
-    if Storage(settings.shared_uri).is_local or not source.is_local:
+    source = open_storage(job.dataset.uri)
+    if open_storage(settings.shared_uri).is_local or not source.is_local:
         return job
     folder = str(source.local_path())
     uri, _ = publish_dataset(folder, load_manifest(source)["dataset_id"], settings.shared_uri)
@@ -140,7 +140,7 @@ def total_steps(job: JobConfig) -> int:
     """Optimizer steps that the training will take. `ConfigError` where the data cannot feed its ranks."""
     from trainer.data.sampler import steps_per_epoch  # numpy, not needed for the rest
 
-    manifest, training = load_manifest(Storage(job.dataset.uri)), job.training
+    manifest, training = load_manifest(open_storage(job.dataset.uri)), job.training
     per_epoch = steps_per_epoch(manifest["samples"]["train"], training.global_batch_size, training.micro_batches)
     steps = per_epoch * training.epochs
     return steps if training.max_steps is None else min(steps, training.max_steps)

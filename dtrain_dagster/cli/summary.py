@@ -11,13 +11,13 @@ from dtrain_dagster.support.formatting import dollars, duration
 from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
 from trainer.rundir import EVALUATION, RESULT, RunDir
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 
 def latest_job(settings: Settings) -> RunDir | None:
     """The job that most recently became an asset."""
     newest: tuple[float, RunDir] | None = None
-    for name in Storage(settings.jobs_uri).list():
+    for name in open_storage(settings.jobs_uri).list():
         rundir = RunDir(f"{settings.jobs_uri}/{name}")
         try:
             claim = rundir.read_json(CLAIM)

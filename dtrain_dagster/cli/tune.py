@@ -191,7 +191,7 @@ def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path,
     from dtrain_dagster.costs.tracker import CostTracker
     from dtrain_dagster.support.formatting import dollars
     from trainer.rundir import TUNED
-    from trainer.storage.base import Storage
+    from trainer.storage.open import open_storage
 
     tracker: CostTracker | None = None
     try:
@@ -204,7 +204,9 @@ def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path,
         evidence = document["evidence"]
         if tracker is not None:
             evidence["cost"] = {"node_seconds": tracker.node_hours * 3600, "usd": tracker.total_usd, "price": words}
-        Storage(str(out.parent.absolute())).write(out.name, json.dumps(document, indent=2, sort_keys=True).encode())
+        open_storage(str(out.parent.absolute())).write(
+            out.name, json.dumps(document, indent=2, sort_keys=True).encode()
+        )
         console().print(candidates_table(evidence["candidates"]), highlight=False)
         for sentence in summary(document, out):
             say(sentence)

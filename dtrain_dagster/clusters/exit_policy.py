@@ -1,9 +1,8 @@
 """What to do when processes of a job have ended: pure, from their exit codes to a decision.
 
-Who trains with `python -m trainer` regroups when a node is lost, and says by its exit code why it ended: 0 done;
-2 unusable configuration or data; 3 its budget is spent; 75 it lost its peers or its device, starting again helps;
-143 evicted (SIGTERM, after a checkpoint); anything else is an error that would come again. A signal is what happens to
-a process.
+A process of `python -m trainer` regroups when a node is lost, and its exit code says why it ended; the codes and their
+meaning are in `trainer.exit_codes`. What belongs here is what a cluster does about them, and about signals, which are
+what happens to a process rather than what it says.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-EXIT_UNUSABLE, EXIT_BUDGET, EXIT_LOST, EXIT_EVICTED = 2, 77, 75, 143
+from trainer.exit_codes import DONE, EVICTED, FAILED, LOST, MEANINGS, UNUSABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ def decide(
         return WAIT
     if finished:
         return Decision(action="succeed")
-    lost_peers = tuple(node.node_id for node in nodes if EXIT_LOST in node.codes)
+    lost_peers = tuple(node.node_id for node in nodes if LOST in node.codes)
     # Killed to the last, nobody is left who could say that starting again helps. It does, unless they were told to go.
     remaining = tuple(node.node_id for node in nodes) if all(map(is_killing, codes)) else lost_peers
     if remaining and launches_left > 0:
@@ -109,12 +108,12 @@ def decide_plainly(nodes: Sequence[NodeFacts]) -> Decision:
 
 def is_loss(code: int) -> bool:
     """It was killed, evicted, or lost its peers. Codes above 128 are a shell's words for a signal."""
-    return code < 0 or code == EXIT_LOST or code > 128
+    return code < 0 or code == LOST or code > 128
 
 
 def is_killing(code: int | None) -> bool:
     """It was ended by a signal, and was not asked to go."""
-    return code is not None and code not in (EXIT_EVICTED, -signal.SIGTERM) and (code < 0 or code > 128)
+    return code is not None and code not in (EVICTED, -signal.SIGTERM) and (code < 0 or code > 128)
 
 
 def is_failure(code: int) -> bool:
@@ -127,7 +126,7 @@ def _why(codes: Sequence[int | None], lost_peers: bool) -> str:
         return "the nodes could not regroup, and starting them again did not help"
     if all(code == 0 for code in codes):
         return "all processes ended in order, but the result does not say that the training is done"
-    if all(code in (EXIT_EVICTED, -signal.SIGTERM) for code in codes):
+    if all(code in (EVICTED, -signal.SIGTERM) for code in codes):
         return "evicted: all nodes were told to go (SIGTERM)"
     if all(map(is_killing, codes)):
         return "all nodes are gone, and starting them again did not help"
@@ -142,11 +141,11 @@ def exit_code(code: int) -> int:
 def blame(failure: Failure) -> tuple[int, int]:
     """Sorts failures that were noticed at the same moment: the likeliest cause first. A process that was killed, or
     that refuses its configuration, takes its peers down; that a peer was lost is what the others die of."""
-    if failure.code in (EXIT_EVICTED, -signal.SIGTERM):
+    if failure.code in (EVICTED, -signal.SIGTERM):
         return 4, failure.rank
-    if failure.code == EXIT_LOST:
+    if failure.code == LOST:
         return 3, failure.rank
-    return (0 if failure.code < 0 else 1 if failure.code == EXIT_UNUSABLE else 2), failure.rank
+    return (0 if failure.code < 0 else 1 if failure.code == UNUSABLE else 2), failure.rank
 
 
 def describe_exit(code: int) -> str:
@@ -155,10 +154,5 @@ def describe_exit(code: int) -> str:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-code).name}"
         return f"killed by signal {-code}"
-    about = {
-        EXIT_UNUSABLE: ", unusable configuration or data",
-        EXIT_BUDGET: ", its budget is spent",
-        EXIT_LOST: ", lost its peers or its device",
-        EXIT_EVICTED: ", stopped by SIGTERM",
-    }
-    return f"exit code {code}{about.get(code, '')}"
+    meaning = "" if code in (DONE, FAILED) else MEANINGS.get(code, "")
+    return f"exit code {code}, {meaning}" if meaning else f"exit code {code}"

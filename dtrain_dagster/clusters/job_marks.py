@@ -20,6 +20,7 @@ from trainer.documents import schemas
 from trainer.documents.reader import MARK_BYTES, known_names, parse_document, read_document, warn_once
 from trainer.errors import DamagedError
 from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 MARK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}(~\d{1,12})?")
 """A job's id, with the number of its launch where it has one."""
@@ -36,7 +37,7 @@ class ActiveJobs:
     """The marks, in a folder of their own."""
 
     def __init__(self, uri: str) -> None:
-        self.storage = Storage(uri)
+        self.storage = open_storage(uri)
 
     def enter(self, mark: str) -> None:
         """Before the job is launched."""

@@ -32,7 +32,7 @@ from dtrain_dagster.costs.prices import (
     packaged_prices,
     refreshed_prices,
 )
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 RETAIL_URL = "https://prices.azure.com/api/retail/prices"
 API_VERSION = "2023-01-01-preview"
@@ -344,7 +344,7 @@ def _usual(packaged: Prices, region: str, sku: str, tier: Tier) -> float | None:
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:
     try:
-        Storage(path.parent).write(path.name, json.dumps(document, indent=1).encode())
+        open_storage(path.parent).write(path.name, json.dumps(document, indent=1).encode())
     except OSError as error:
         raise RetailError(
             f"{path} cannot be written ({error.strerror or error}); make room there, or set DTRAIN_HOME to a folder "

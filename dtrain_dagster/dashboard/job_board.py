@@ -26,6 +26,7 @@ from trainer.config import JOB_ID
 from trainer.printable import visible
 from trainer.rundir import JOB, LAUNCH, RESULT, STATUS, NodePresence, RunDir, SeenFiles, stale_seconds
 from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 RECENT_JOBS = 16
 """So many are told of at once under ``/metrics``."""
@@ -133,7 +134,7 @@ class JobBoard:
 
     def __init__(self, jobs_uri: str, tier: Tier) -> None:
         self.jobs_uri, self.tier = jobs_uri, tier
-        self._storage = Storage(jobs_uri)
+        self._storage = open_storage(jobs_uri)
         self._open: dict[str, OpenJob] = {}
         self._lock = threading.Lock()
         self._index = JobIndex(self._storage, self._seen, 2 * refresh_seconds(self._storage))

@@ -22,7 +22,7 @@ from dtrain_dagster.data.price_file import GivenFile, engine, opened
 from dtrain_dagster.support.secrets import redact
 from trainer.documents.reader import read_document
 from trainer.documents.schemas import record, text, whole
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
     import duckdb
@@ -124,7 +124,7 @@ def iter_tickers(ref: PricesRef) -> Iterator[tuple[str, pd.DataFrame]]:
 
 
 def _manifest(uri: str) -> dict[str, Any]:
-    manifest = read_document(Storage(uri), "manifest.json", _MANIFEST)
+    manifest = read_document(open_storage(uri), "manifest.json", _MANIFEST)
     if manifest is None:
         raise DataError(f"{uri} holds no manifest.json: delete the folder, and read the prices again")
     return manifest

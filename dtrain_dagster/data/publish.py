@@ -10,7 +10,7 @@ from pathlib import Path
 from dtrain_dagster.data.errors import DataError
 from trainer.data.manifest import checked_manifest, manifest_bytes, parse_manifest
 from trainer.documents.places import PlaceError, checked_id, inside
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 PARALLEL = 4
 BLOCK = 1 << 20
@@ -28,12 +28,12 @@ def publish_dataset(uri: str, dataset_id: str, shared_uri: str) -> tuple[str, in
     except PlaceError as error:
         raise DataError(str(error)) from None
     source = Path(uri)
-    target = Storage(f"{shared_uri}/datasets/{dataset_id}")
+    target = open_storage(f"{shared_uri}/datasets/{dataset_id}")
     if target.is_local and target.local_path() == source:
         return uri, 0
     if target.exists("manifest.json"):
         return target.uri, 0
-    given = Storage(uri)
+    given = open_storage(uri)
     text = manifest_bytes(given)
     manifest = checked_manifest(parse_manifest(text, given), given, dataset_id)
     there = set(target.list("data"))

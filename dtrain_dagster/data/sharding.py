@@ -25,7 +25,7 @@ from dtrain_dagster.data.validation import Mask, Validation, exchange_sessions, 
 from dtrain_dagster.support.secrets import redact
 from trainer.data.manifest import DatasetError, load_manifest, read_manifest
 from trainer.documents.places import PlaceError, inside
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,7 +77,7 @@ class BuiltDataset:
 
     def manifest(self) -> dict[str, Any]:
         """`DatasetError` where it is damaged."""
-        return load_manifest(Storage(self.uri))
+        return load_manifest(open_storage(self.uri))
 
 
 def build_dataset(
@@ -127,7 +127,7 @@ def verify_dataset(uri: str) -> None:
     import pyarrow.parquet as pq
 
     try:
-        manifest = read_manifest(Storage(uri))
+        manifest = read_manifest(open_storage(uri))
     except DatasetError as error:
         raise DataError(f"{uri} has no manifest that can be read ({error}); build the dataset anew") from error
     for shard in manifest["shards"]:
@@ -366,7 +366,7 @@ class _Builder:
 
 
 def _ref(folder: Path, built: bool) -> BuiltDataset:
-    manifest = read_manifest(Storage(str(folder)))
+    manifest = read_manifest(open_storage(str(folder)))
     return BuiltDataset(
         uri=str(folder),
         dataset_id=manifest["dataset_id"],

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.prices import PricesRef, iter_tickers
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,7 +101,7 @@ def validated(ref: PricesRef, calendar: str | None = "XNYS") -> Validation:
         found = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         validation = validate_prices(ref, calendar)
-        Storage(ref.uri).write(path.name, json.dumps(asdict(validation)).encode())
+        open_storage(ref.uri).write(path.name, json.dumps(asdict(validation)).encode())
         return validation
     return Validation(
         checks=tuple(CheckResult(**check) for check in found["checks"]),

@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer.config import ConfigError, JobConfig
 from trainer.data.manifest import NoDatasetError, load_manifest
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 from trainer.tuning.search_space import FIELDS, KNOBS, LAYOUT
 
 
@@ -79,7 +79,7 @@ def _dataset_id(job: JobConfig) -> str | None:
     if job.dataset.dataset_id is not None:
         return job.dataset.dataset_id
     with contextlib.suppress(NoDatasetError):  # which whoever reads the data will tell better
-        return load_manifest(Storage(job.dataset.uri))["dataset_id"]
+        return load_manifest(open_storage(job.dataset.uri))["dataset_id"]
     return None
 
 
@@ -89,7 +89,7 @@ def read_tuned(path: str) -> Tuned:
         path = os.path.abspath(path)  # which says where it was looked for, in a code server as well
     folder, slash, name = path.rpartition("/")
     try:
-        document = json.loads(Storage(folder or slash or ".").read(name))
+        document = json.loads(open_storage(folder or slash or ".").read(name))
     except FileNotFoundError:
         raise ConfigError(f"settings {path}: there is no such file; `dtrain tune` writes one") from None
     except (OSError, ValueError) as error:

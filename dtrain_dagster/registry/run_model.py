@@ -26,6 +26,7 @@ from trainer.rundir import RunDir
 from trainer.runtime.scratch import scratch_folder
 from trainer.spec import DataSpec, spec_of
 from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 from trainer.storage.regular_files import too_large
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
     text, weights = _read(rundir.storage, DESCRIPTION), _keep(rundir.storage, WEIGHTS)
     description = _parsed(text, rundir)
     try:
-        spec = spec_of(read_manifest(Storage(job.dataset.uri), job.dataset.dataset_id))
+        spec = spec_of(read_manifest(open_storage(job.dataset.uri), job.dataset.dataset_id))
     except DatasetError as error:
         raise RunModelError(str(error)) from None
     except (KeyError, TypeError, ValueError) as error:

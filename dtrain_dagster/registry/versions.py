@@ -25,7 +25,7 @@ from trainer.elastic.membership import generations
 from trainer.observability.mlflow_sqlite import artifact_location
 from trainer.rundir import EVALUATION, RESULT, RunDir
 from trainer.runtime.scratch import scratch_folder
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -178,7 +178,7 @@ def job_tags(
     rundir: RunDir, result: Mapping[str, Any], evaluation: Mapping[str, Any], job: JobConfig
 ) -> dict[str, str]:
     """What a run directory tells about its model, as tags of the version. ``job``: as it was ordered."""
-    manifest = load_manifest(Storage(job.dataset.uri))
+    manifest = load_manifest(open_storage(job.dataset.uri))
     history = generations(rundir.storage)
     sizes = [len(item.members) for item in history] or [result["world_size"]]
     modes = dict.fromkeys("parameter server" if item.topology == "star" else "all-reduce" for item in history)

@@ -29,7 +29,7 @@ from tests.trained import record_training
 from trainer.engine import budget
 from trainer.rundir import NodePresence, RunDir
 from trainer.runtime.clock import ORIGIN, SteadyClock
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 HOUR = 3600.0
 NOW = 1_800_000_000.0
@@ -278,7 +278,7 @@ def test_who_has_asked_for_a_run_holds_the_claim_though_the_clock_was_set(
     tmp_path: Path, machine: Machine, jump: float
 ):
     """Else another cause asks for one as well before the first can be seen."""
-    storage = Storage(str(tmp_path))
+    storage = open_storage(str(tmp_path))
     assert claim(storage, "one", machine.now) == ""
     machine.wait(5)
     machine.now += jump

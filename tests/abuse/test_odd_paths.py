@@ -13,7 +13,7 @@ from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.settings.environment import SettingsError, load_settings
 from trainer.documents.places import PlaceError, checked_id, checked_name, inside, own_folder
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 
 @pytest.mark.parametrize("name", odd_paths.REFUSED)
@@ -46,7 +46,7 @@ def test_trainings_run_in_all_odd_homes() -> None:
 def test_storage_takes_a_path_as_it_is(path: str, tmp_path: Path) -> None:
     if "://" in path:
         return
-    storage = Storage(str(tmp_path / path))
+    storage = open_storage(str(tmp_path / path))
     storage.write("data/x", b"1")
     assert (tmp_path / path / "data" / "x").read_bytes() == b"1"
     assert (storage.is_local, storage.list("data"), storage.read("data/x")) == (True, ["x"], b"1")

@@ -32,7 +32,7 @@ from dtrain_dagster.clusters.base import JobSpec, JobState  # noqa: E402
 from dtrain_dagster.clusters.local.manager import LocalClusterManager  # noqa: E402
 from trainer.comm.launch_secret import SECRET_FILE, write_new  # noqa: E402
 from trainer.comm.rendezvous_store import Store  # noqa: E402
-from trainer.comm.world import listen  # noqa: E402
+from trainer.comm.static_rendezvous import listen  # noqa: E402
 
 PATIENCE = 60.0
 

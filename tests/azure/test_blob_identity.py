@@ -8,7 +8,7 @@ import pytest
 
 from tests.azure.emulator import Emulator
 from trainer.storage import azure_blob
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 
 @pytest.mark.slow
@@ -18,7 +18,7 @@ def test_an_identity_opens_storage_without_a_key(
     monkeypatch.setattr(azure_blob, "BLOCK_BYTES", 1000)
     caplog.set_level(logging.INFO)
     emulator.use(monkeypatch)
-    storage = Storage(f"{emulator.environment['DTRAIN_STORAGE']}/jobs/one")
+    storage = open_storage(f"{emulator.environment['DTRAIN_STORAGE']}/jobs/one")
     storage.write("large", b"x" * 4500)
     storage.create("a/once", b"1")
     with pytest.raises(FileExistsError):

@@ -17,6 +17,7 @@ from tests.azure.blob_proxy import BlobProxy, Fault
 from trainer.config import ConfigError
 from trainer.storage import azure_account, azure_blob
 from trainer.storage.base import Storage, StorageAccessError
+from trainer.storage.open import open_storage
 
 Container = Callable[[], str]
 
@@ -24,7 +25,8 @@ Container = Callable[[], str]
 COUNT = """
 import sys
 from trainer.storage.base import Storage
-storage, done = Storage(sys.argv[1]), 0
+from trainer.storage.open import open_storage
+storage, done = open_storage(sys.argv[1]), 0
 try:
     storage.create("first", sys.argv[2].encode())
     print("first")
@@ -45,8 +47,9 @@ sys.meta_path.insert(0, Absent())
 import trainer.engine.trainer, trainer.engine.finalize, trainer.elastic.node_presence
 from trainer.config import ConfigError
 from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 try:
-    Storage("az://container/path")
+    open_storage("az://container/path")
 except ConfigError as error:
     print(error)
 """
@@ -54,7 +57,7 @@ except ConfigError as error:
 
 @pytest.fixture
 def storage(container: Container) -> Storage:
-    return Storage(f"{container()}/jobs/one")
+    return open_storage(f"{container()}/jobs/one")
 
 
 @pytest.fixture
@@ -134,7 +137,7 @@ def test_large_files_go_and_come_in_blocks(
     storage: Storage, tmp_path: Path, proxy: BlobProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(azure_blob, "BLOCK_BYTES", 100_000)
-    storage = Storage(storage.uri)
+    storage = open_storage(storage.uri)
     data = os.urandom(1_050_000)
     storage.write("whole", data)
     with storage.stream("pieces") as file:
@@ -199,7 +202,7 @@ def test_of_racing_processes_one_creates_and_no_swap_is_lost(storage: Storage) -
 def test_an_answer_that_is_lost_is_not_taken_for_somebody_elses_work(
     container: Container, proxy: BlobProxy, hasty: None, kind: str
 ) -> None:
-    storage = Storage(f"{container()}/run")
+    storage = open_storage(f"{container()}/run")
     proxy.faults = [Fault(kind, "PUT", "/once")]
     storage.create("once", b"mine")
     assert storage.read("once") == b"mine"
@@ -219,14 +222,14 @@ def test_a_lost_answer_after_which_another_went_on_was_a_success(
 ) -> None:
     """Between our write and our second attempt somebody replaces what we wrote: we did replace it, and it is theirs
     now. The same for a file that is created once and was then seen by others."""
-    storage = Storage(f"{container()}/run")
+    storage = open_storage(f"{container()}/run")
     storage.write("pointer", b"old")
     proxy.faults = [Fault("lost answer", "PUT", "/pointer")]
 
     def others_go_on(seconds: float) -> None:
         with BlobProxy(azurite.url) as another, monkeypatch.context() as patch:
             patch.setenv("AZURE_STORAGE_CONNECTION_STRING", another.environment["AZURE_STORAGE_CONNECTION_STRING"])
-            assert Storage(storage.uri).swap("pointer", b"ours", b"theirs")
+            assert open_storage(storage.uri).swap("pointer", b"ours", b"theirs")
 
     monkeypatch.setattr(azure_account, "sleep", others_go_on)
     assert storage.swap("pointer", b"old", b"ours")
@@ -238,7 +241,7 @@ def test_nothing_is_lost_or_done_twice_on_a_bad_network(
 ) -> None:
     monkeypatch.setattr(azure_blob, "BLOCK_BYTES", 20_000)
     monkeypatch.setattr(azure_account, "PAUSES", (0.01,) * 12)
-    storage = Storage(f"{container()}/run")
+    storage = open_storage(f"{container()}/run")
     data = os.urandom(150_000)
     proxy.misbehave(seed=1, share=0.25)
     storage.write("number", b"0")
@@ -274,7 +277,7 @@ def test_nothing_is_lost_or_done_twice_on_a_bad_network(
 def test_an_account_that_says_when_to_come_back_is_heeded(
     container: Container, proxy: BlobProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage = Storage(f"{container()}/run")
+    storage = open_storage(f"{container()}/run")
     slept: list[float] = []
     monkeypatch.setattr(azure_account, "sleep", slept.append)
     proxy.faults = [Fault("busy", status=429, retry_after=7), Fault("busy", status=503), Fault("busy", status=500)]
@@ -288,7 +291,7 @@ def test_an_account_that_says_when_to_come_back_is_heeded(
 def test_storage_that_stays_away_is_an_error_of_the_system(
     container: Container, proxy: BlobProxy, hasty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage = Storage(f"{container()}/run")
+    storage = open_storage(f"{container()}/run")
     proxy.faults = [Fault("busy", times=1000)]
     with pytest.raises(OSError, match=r"write az://.*/run/a failed") as caught:
         storage.write("a", b"one")
@@ -315,32 +318,32 @@ def test_errors_of_access_name_the_setting_and_the_remedy(
 ) -> None:
     good = container()
     with pytest.raises(StorageAccessError, match=r"AZURE_STORAGE_CONNECTION_STRING.*no such container: create it"):
-        Storage("az://not-there/run").write("a", b"")
+        open_storage("az://not-there/run").write("a", b"")
     with pytest.raises(StorageAccessError, match="no such container"):
-        Storage("az://not-there/run").list()
+        open_storage("az://not-there/run").list()
     bad = azurite.connection_string.replace("AccountKey=E", "AccountKey=F")
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", bad)
     for verb in ("read", "exists", "list"):
         with pytest.raises(StorageAccessError, match="check the key in AZURE_STORAGE_CONNECTION_STRING") as caught:
-            getattr(Storage(good), verb)("a")
+            getattr(open_storage(good), verb)("a")
         assert isinstance(caught.value, OSError)
         assert "by8vdM02" not in str(caught.value), "no key in a message"
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountKey=secret")
     with pytest.raises(ConfigError, match="is no connection string of a storage account") as refused:
-        Storage(good)
+        open_storage(good)
     assert "secret" not in str(refused.value)
     monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING")
     with pytest.raises(ConfigError, match=r"set AZURE_STORAGE_ACCOUNT_URL .* or AZURE_STORAGE_CONNECTION_STRING"):
-        Storage(good)
+        open_storage(good)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_URL", "http://account.example")
     with pytest.raises(ConfigError, match="must begin with https://"):
-        Storage(good)
+        open_storage(good)
 
 
 @pytest.mark.parametrize("address", ["az://", "az://a", "az://Upper/x", "az://two--hyphens/x", "az:///x"])
 def test_an_address_that_is_none_is_refused(container: Container, address: str) -> None:
     with pytest.raises(ConfigError, match="is no address in Blob Storage"):
-        Storage(address)
+        open_storage(address)
 
 
 def test_the_trainer_does_not_need_the_azure_packages() -> None:

@@ -25,6 +25,7 @@ from trainer.data.coverage import unproven
 from trainer.model.saved_model import load_saved_model
 from trainer.rundir import RunDir
 from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 pytestmark = pytest.mark.slow
 Container = Callable[[], str]
@@ -64,7 +65,7 @@ class RemoteJob(Job):
 
 
 def upload(folder: Path, uri: str) -> None:
-    storage = Storage(uri)
+    storage = open_storage(uri)
     for path in folder.rglob("*"):
         if path.is_file():
             storage.write(path.relative_to(folder).as_posix(), path.read_bytes())
@@ -157,4 +158,4 @@ def latest(storage: Storage) -> str:
 
 
 def storage_names(uri: str) -> list[str]:
-    return [shard["path"] for shard in json.loads(Storage(uri).read("manifest.json"))["shards"]]
+    return [shard["path"] for shard in json.loads(open_storage(uri).read("manifest.json"))["shards"]]

@@ -15,7 +15,7 @@ from dtrain_dagster.costs.budget import write_limit
 from dtrain_dagster.costs.prices import price_of
 from tests.azure.stage import A100, DONE, FOREVER, LAST_ONE_DONE, V100, Stage, end, wait_for
 from trainer.rundir import LAUNCH, LIMIT, STATUS, NodePresence, RunDir
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 pytestmark = pytest.mark.slow
 
@@ -59,12 +59,12 @@ succeed()
     [sent] = stage.asked("job.put")
     folder, _, name = sent["body"]["properties"]["environmentVariables"]["DTRAIN_LAUNCH_SECRET_URI"].rpartition("/")
     assert not folder.startswith(spec.run_dir)
-    secret = Storage(folder).read(name).decode()
+    secret = open_storage(folder).read(name).decode()
     assert secret not in json.dumps(sent)
     assert secret not in json.dumps(rundir.read_json(LAUNCH))
     rundir.write_json("go.json", {"go": True})
     assert end(manager, spec).state is JobState.SUCCEEDED
-    assert not Storage(folder).exists(name)
+    assert not open_storage(folder).exists(name)
 
 
 def test_is_bought_once_whoever_asks_and_whatever_answers_are_lost(stage: Stage) -> None:

@@ -24,7 +24,7 @@ from tests.azure.workspace import options
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.rundir import RunDir
 from trainer.secrets import azure_token
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 
 @pytest.mark.slow
@@ -40,7 +40,7 @@ def test_nodes_report_by_their_identity_and_the_model_carries_it(
     azure_token.credential.cache_clear()
     manager = AzureMLClusterManager(options(emulator), home=tmp_path / "home")
     models = AzureMLRegistry(manager.service.ml, manager.audit)
-    data = Storage(f"{manager.options.root_uri}/data")
+    data = open_storage(f"{manager.options.root_uri}/data")
     folder = small_job.write_dataset(tmp_path / "dataset")
     for path in folder.rglob("*"):
         if path.is_file():
@@ -79,7 +79,7 @@ def test_nodes_report_by_their_identity_and_the_model_carries_it(
     assert model.tags["checkpoint_uri"] == f"{run_dir}/{result['checkpoint']}"
     here = tmp_path / "blobs"
     for kind in ("", "events", "logs", "nodes", "membership"):
-        storage = Storage(f"{run_dir}/{kind}".rstrip("/"))
+        storage = open_storage(f"{run_dir}/{kind}".rstrip("/"))
         for name in storage.list():
             try:
                 target = here / kind / name

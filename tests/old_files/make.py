@@ -66,7 +66,9 @@ def make_home(home: Path, scratch: Path) -> None:
     dagster_home.mkdir(parents=True)
     shutil.copy("dagster.yaml", dagster_home)
     random = np.random.default_rng(0)
-    days = xc.get_calendar("XNYS", start="2010-01-01", end="2024-12-31").sessions_window(pd.Timestamp("2015-01-02"), 640)
+    days = xc.get_calendar("XNYS", start="2010-01-01", end="2024-12-31").sessions_window(
+        pd.Timestamp("2015-01-02"), 640
+    )
     walks = 50 * np.exp(np.cumsum(random.normal(0, 0.01, (len(days), 3)), axis=0))
     pd.DataFrame(np.round(walks, 3), index=pd.Index(days, name="date"), columns=["AAA", "BBB", "CCC"]).to_csv(
         scratch / "prices.csv"
@@ -138,7 +140,7 @@ def copy_database(home: Path, target: Path, packed: Path) -> None:
         database = sqlite3.connect(path)
         for table, columns in TABLES.items():
             for column in columns:
-                database.execute(f"update {table} set {column} = replace({column}, ?, ?)", (str(home), HOME))  # noqa: S608
+                database.execute(f"update {table} set {column} = replace({column}, ?, ?)", (str(home), HOME))
         database.execute("update model_version_tags set value = ? where key = ?", (folder_digest(packed), PACKED_TAG))
         database.execute("delete from metrics where key like 'system/%'")
         database.commit()

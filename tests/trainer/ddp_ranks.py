@@ -58,8 +58,9 @@ def answer(rank: int, store_path: str, asked: Connection) -> None:
     """Life of a rank: for each ``(seed, kinds, what each rank uses in each micro-batch, bytes of a bucket)`` that is
     asked, the parameters whose gradients differ."""
     from trainer.comm.group import Group
+    from trainer.comm.launcher_env import RankFacts
     from trainer.comm.torch_transport import make_torch_transport
-    from trainer.comm.world import RankFacts, World
+    from trainer.comm.world import World
     from trainer.config import DistributedTrainingConfig
     from trainer.parallel.synchronizer import GradientSynchronizer
     from trainer.runtime.fault_injection import Faults

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from market import Market
 
-from trainer.comm.world import join
+from trainer.comm.static_rendezvous import join
 from trainer.config import DistributedTrainingConfig, FactoryConfig
 from trainer.evaluation.evaluate import evaluate, final_report
 from trainer.model.losses import build_loss

@@ -17,7 +17,8 @@ from worlds import Job
 
 from trainer.checkpoint.manager import LATEST
 from trainer.comm.group import GroupError
-from trainer.comm.world import RankFacts, World
+from trainer.comm.launcher_env import RankFacts
+from trainer.comm.world import World
 from trainer.config import parse_job
 from trainer.engine.signals import Regroup, Stopped
 from trainer.engine.step import StepResult, Votes

@@ -75,8 +75,8 @@ def test_help_tells_the_options_the_exit_codes_and_torchrun(capsys: pytest.Captu
         "--set KEY=VALUE",
         "--dry-run",
         "torchrun --nproc-per-node 2",
-        "143 evicted",
-        "75 lost its peers",
+        "143  stopped by SIGTERM",
+        "75  lost its peers",
     ):
         assert part in told
 

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from trainer.comm.group import Group
+from trainer.comm.launcher_env import RankFacts
 from trainer.comm.torch_transport import make_torch_transport
-from trainer.comm.world import RankFacts, World
+from trainer.comm.world import World
 
 
 def on_two_ranks(work: Callable[[World], Any]) -> list[Any]:

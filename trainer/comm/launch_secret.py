@@ -93,11 +93,11 @@ def read(environment: Mapping[str, str]) -> LaunchSecret:
     if path := environment.get(SECRET_FILE):
         return LaunchSecret(_parse(_read_private(path), f"{SECRET_FILE}={path}"))
     if uri := environment.get(SECRET_URI):
-        from trainer.storage.base import Storage
+        from trainer.storage.open import open_storage
 
         folder, _, name = uri.rpartition("/")
         try:
-            data = Storage(folder).read(name)
+            data = open_storage(folder).read(name)
         except FileNotFoundError:
             raise ConfigError(f"{SECRET_URI}={uri}: there is no such file; submit the job again") from None
         return LaunchSecret(_parse(data, f"{SECRET_URI}={uri}"))

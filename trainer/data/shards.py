@@ -38,7 +38,7 @@ from trainer.data.shard_cache import (
 from trainer.documents.places import PlaceError, inside
 from trainer.runtime.host_memory import available_bytes
 from trainer.spec import spec_of
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 _SAMPLES = ("features", "target")
 """What training reads; the other arrays are read to judge."""
@@ -51,7 +51,7 @@ class DataShardManager:
     def __init__(
         self, uri: str, cache_dir: str | os.PathLike[str] | None = None, expected_id: str | None = None
     ) -> None:
-        self.storage = Storage(uri)
+        self.storage = open_storage(uri)
         self.manifest = read_manifest(self.storage, expected_id)
         columns = self.manifest["columns"]
         self._features = [column["name"] for column in columns if column["role"] == "feature"]

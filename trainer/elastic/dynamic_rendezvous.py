@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 import uuid
@@ -10,11 +11,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from trainer.comm.group import GroupError
-from trainer.comm.launch_secret import read, warn_if_open
+from trainer.comm.group import Group, GroupError
+from trainer.comm.launch_secret import LaunchSecret, read, warn_if_open
+from trainer.comm.launcher_env import RankFacts
+from trainer.comm.parameter_server import Star
+from trainer.comm.rendezvous_store import Store
+from trainer.comm.static_rendezvous import listen, own_host
 from trainer.comm.tls import client_context, server_context
-from trainer.comm.world import RankFacts, World, form, listen, own_host
+from trainer.comm.torch_transport import StarTransport, Transport, make_torch_transport
+from trainer.comm.world import World, bind_rank
 from trainer.config import DistributedTrainingConfig
 from trainer.elastic.failure_detector import Peers
 from trainer.elastic.generation import TOLD, Candidate, Generation
@@ -93,7 +100,7 @@ class Elastic:
             self._warned = True
             hosts, rank = len({seat.host for seat in generation.members}), generation.rank_of(self.member)
             warn_if_open(self.secret, rank or 0, hosts, self.config.tls is not None)
-        self.world = form(
+        self.world = form_world(
             generation, self.member, self.facts, self.device, listener, self.config, self.job, self.secret
         )
         self._changed()  # a member may have been lost meanwhile
@@ -193,3 +200,55 @@ class Elastic:
 def _told_by(member: str, reason: str) -> str:
     reason = reason or "asks for a new generation"
     return reason if reason.startswith(TOLD) else f"{TOLD} {member}: {reason}"
+
+
+def form_world(
+    generation: Generation,
+    member: str,
+    facts: RankFacts,
+    device: torch.device,
+    listener: socket.socket,
+    config: DistributedTrainingConfig,
+    job: str,
+    secret: LaunchSecret,
+) -> World:
+    """Return the world of a generation, seen by one of its members, at once, the first collective waits for all.
+
+    ``listener``: the socket at this member's ``store_port``; closed where rank 0 is somebody else. ``job``: its id,
+    which with the generation is what keys from the ``secret`` are for.
+    """
+    rank = generation.rank_of(member)
+    assert rank is not None
+    size, first = len(generation.members), generation.members[0]
+    host = generation.members[rank].host
+    here = [other for other, seat in enumerate(generation.members) if seat.host == host]
+    bind_rank(here.index(rank), len(here), device, config)
+    backend = "nccl" if generation.gpu and config.backend != "gloo" else "gloo"
+    group = None
+    topology = "star" if config.tls is not None else generation.topology
+    if rank or size == 1:
+        listener.close()
+    if size > 1:
+        address = (first.host, first.store_port)
+        name, about = f"{job}/g{generation.number}", (job, generation.number)
+
+        def open_transport() -> Transport:
+            seconds = config.collective_timeout_seconds
+            if topology == "star":
+                key = secret.key("star", *about)
+                if rank == 0:
+                    contexts = server_context(config.tls) if config.tls else None
+                    return StarTransport(Star.hub(listener, size, key, seconds, contexts))
+                contexts = client_context(config.tls) if config.tls else None
+                return StarTransport(Star.spoke(address, rank, size, key, seconds, contexts))
+            key = secret.key("store", *about)
+            store = Store(address, rank, size, key, seconds, listener if rank == 0 else None)
+            gpu = device if backend == "nccl" else None
+            return make_torch_transport(
+                dist.PrefixStore(name, store), rank, size, gpu,
+                config.collective_timeout_seconds, config.solo_timeout_seconds, generation.members[rank].host,
+                key=secret.key("world", *about), close_store=store.close,
+            )  # fmt: skip
+
+        group = Group(rank, size, open_transport, device if device.type == "cuda" else None)
+    return World(facts, device, backend, generation.number, group, topology, config.solo_timeout_seconds)

@@ -16,9 +16,9 @@ from dataclasses import replace
 
 import psutil
 
-from trainer.comm.world import rank_facts
+from trainer.comm.launcher_env import rank_facts
 from trainer.config import ConfigError, JobConfig
-from trainer.engine.result import EVICTED
+from trainer.exit_codes import EVICTED
 from trainer.rundir import NodePresence, RunDir, heartbeat_seconds
 from trainer.runtime import clock
 

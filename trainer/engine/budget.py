@@ -24,7 +24,8 @@ from typing import Any
 from trainer.comm.world import RankFacts
 from trainer.config import DistributedTrainingConfig
 from trainer.elastic.node_presence import last_word
-from trainer.engine.result import BUDGET, write_result
+from trainer.engine.result import write_result
+from trainer.exit_codes import BUDGET
 from trainer.rundir import LIMIT, NodePresence, RunDir, stale_seconds
 from trainer.runtime import clock
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-from trainer.comm.world import World, choose_device, join, rank_facts
+from trainer.comm.launcher_env import rank_facts
+from trainer.comm.static_rendezvous import join
+from trainer.comm.world import World, choose_device
 from trainer.config import ConfigError, JobConfig
 from trainer.elastic.dynamic_rendezvous import Elastic
 from trainer.engine.budget import begin_budget

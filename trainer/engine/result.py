@@ -15,10 +15,6 @@ from trainer.errors import DamagedError
 from trainer.observability.reporter import TRACKING
 from trainer.rundir import RESULT, RunDir
 
-DONE, FAILED, UNUSABLE, BUDGET, LOST, EVICTED = 0, 1, 2, 77, 75, 143
-"""Exit codes. LOST: this process lost its peers, its device or remote storage and could not regroup; starting it again
-from the checkpoint helps. FAILED: it does not. BUDGET: it does once the budget is raised (`trainer.engine.budget`)."""
-
 
 def raise_if_ended(rundir: RunDir, launch: int, asked_to_stop: bool) -> None:
     """Called while waiting for others. `Stopped` when asked to end, `JobOver` when the job of this launch has ended."""

@@ -18,10 +18,11 @@ from trainer.comm.group import GroupError, abandoned
 from trainer.config import ConfigError, JobConfig
 from trainer.data.shards import DatasetError
 from trainer.elastic.membership import NoGenerationError
-from trainer.engine.result import BUDGET, DONE, EVICTED, FAILED, LOST, UNUSABLE, write_result
+from trainer.engine.result import write_result
 from trainer.engine.signals import BudgetSpent, JobOver, Stopped
 from trainer.engine.trainer import DistributedTrainer
 from trainer.errors import DamagedError
+from trainer.exit_codes import BUDGET, DONE, EVICTED, FAILED, LOST, UNUSABLE
 from trainer.secrets.redaction import redact
 from trainer.storage.base import StorageError
 

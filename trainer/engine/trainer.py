@@ -299,7 +299,12 @@ class DistributedTrainer:
         if session.world.rank == 0:
             reports.emit("step", **fields)
             if measured is not None:
-                timing = communication.report(measured, session.step)
+                timing = communication.report(
+                    measured,
+                    samples_at_once=session.step.fit.chunk,
+                    micro_batches=session.step.config.micro_batches,
+                    parameters_bytes=sum(parameter.nbytes for parameter in session.step.parameters),
+                )
                 reports.emit("timing", step=step, nodes=reports.nodes, **timing)
         return measured
 

@@ -26,7 +26,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.comm.world import RankFacts, World
+from trainer.comm.launcher_env import RankFacts
+from trainer.comm.world import World
 from trainer.config import ConfigError, FactoryConfig
 from trainer.data.sampler import spread
 from trainer.evaluation import scores

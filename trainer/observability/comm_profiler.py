@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from trainer.comm.group import Collective, GroupError
 from trainer.comm.torch_transport import TorchTransport, Transport
 from trainer.comm.world import World
-from trainer.engine.step import Step
 from trainer.runtime.step_timer import SEGMENTS, Mark, StepTimer, computed_at, durations, moments
 
 FIELDS = (*SEGMENTS, "samples")
@@ -134,16 +133,20 @@ class CommunicationProfiler:
         self._shares.append(float(window.wire.mean()) / self._step_seconds)
         return window
 
-    def report(self, window: Window, step: Step) -> dict[str, Any]:
-        """What a ``timing`` event says of a window, of this world and of its work."""
+    def report(self, window: Window, samples_at_once: int, micro_batches: int, parameters_bytes: int) -> dict[str, Any]:
+        """What a ``timing`` event says of a window, of this world and of its work.
+
+        ``samples_at_once``: the most samples that this rank puts through its model at once. ``micro_batches``: of a
+        step, over all ranks. ``parameters_bytes``: the size of the parameters that are trained.
+        """
         return {
             **summary(window, self.world.topology),
             "topology": "star" if self.world.topology == "star" else "all-reduce",
             "backend": self.world.backend,
             "device": self.world.device.type,
-            "local_samples_per_micro_batch": step.fit.chunk,
-            "micro_batches": step.config.micro_batches,
-            "parameters_bytes": sum(parameter.nbytes for parameter in step.parameters),
+            "local_samples_per_micro_batch": samples_at_once,
+            "micro_batches": micro_batches,
+            "parameters_bytes": parameters_bytes,
         }
 
     def probe(self, step: int) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
-"""The few verbs that everything on disk or in Blob goes through. A folder, ``az://container/path``, any fsspec address.
+"""`Storage`: the few verbs that everything on disk or in Blob goes through, for folders and fsspec addresses.
 
 Writing is all or nothing: a reader sees the old content or the new, never half of it. On a local file system that is a
-temporary file, fsync and rename; object stores have it by nature. Azure Blob Storage is in
-`trainer.storage.azure_blob`.
+temporary file, fsync and rename; object stores have it by nature. Which class an address needs is known to
+`trainer.storage.open` only, through which storage is opened; nothing of one kind of object store belongs here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from trainer.errors import ConfigError, DamagedError
 from trainer.storage.file_swap import swap_file, write_through
 from trainer.storage.regular_files import open_regular, read_regular, too_large
 
-AZURE = "az://"
 SIDE_BY_SIDE = 8
 """Small remote files that are read at once."""
 _memory_lock = threading.Lock()
@@ -40,16 +39,9 @@ class StorageAccessError(ConfigError, OSError):
 
 class Storage:
     """A folder, addressed by relative POSIX paths (``checkpoints/LATEST.json``). `ConfigError` for an address that no
-    installed file system knows. Verbs raise OSError where storage fails. Any number of threads may use it."""
+    installed file system knows. Verbs raise OSError where storage fails. Any number of threads may use it.
 
-    def __new__(cls, uri: str | os.PathLike[str]) -> Storage:
-        if cls is Storage and str(uri).startswith(AZURE):
-            try:
-                from trainer.storage.azure_blob import BlobStorage
-            except ImportError as error:
-                raise ConfigError(f"{str(uri)!r} needs the Azure packages: pip install 'dtrain[azure]'") from error
-            return super().__new__(BlobStorage)
-        return super().__new__(cls)
+    `trainer.storage.open.open_storage` makes one for an address of any kind."""
 
     def __init__(self, uri: str | os.PathLike[str]) -> None:
         import fsspec  # here, for it looks for file systems in all installed packages, which takes time

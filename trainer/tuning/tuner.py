@@ -29,13 +29,15 @@ import torch._dynamo  # which the first optimizer would load
 from torch import nn
 
 from trainer.comm.group import GroupError
-from trainer.comm.world import PeersMissingError, World, choose_device, join, rank_facts
+from trainer.comm.launcher_env import rank_facts
+from trainer.comm.static_rendezvous import PeersMissingError, join
+from trainer.comm.world import World, choose_device
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.data.loader import batches_ahead, fits
 from trainer.data.shards import DatasetError, DataShardManager
 from trainer.engine.out_of_memory import is_out_of_memory, keep_freed_memory
-from trainer.engine.result import DONE, EVICTED, FAILED, LOST, UNUSABLE
 from trainer.engine.step import NonFiniteError
+from trainer.exit_codes import DONE, EVICTED, FAILED, LOST, UNUSABLE
 from trainer.model.losses import build_loss, gives_predictive
 from trainer.model.stock import build_model
 from trainer.observability.reporter import Reporter

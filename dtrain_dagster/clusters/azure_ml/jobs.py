@@ -25,7 +25,7 @@ from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.support.user_code import StagingError, stage_for_nodes
 from trainer.comm.launch_secret import SECRET_BYTES, SECRET_URI
 from trainer.rundir import JOB, RunDir
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 JOB_TAG, LAUNCH_TAG, TOKEN_TAG, RUN_DIR_TAG, RUN_TAG = (
     "dtrain_job", "dtrain_launch", "dtrain_token", "dtrain_run_dir", "dagster_run_id",
@@ -109,7 +109,7 @@ class Jobs:
             )
         home, secret = self._secret_of(record)
         with contextlib.suppress(FileExistsError):  # of another orchestrator that submits the same launch
-            Storage(home).create(secret, secrets.token_hex(SECRET_BYTES).encode())
+            open_storage(home).create(secret, secrets.token_hex(SECRET_BYTES).encode())
         details = {name: record[name] for name in ("job_id", "launch", "compute", "sku", "tier", "node_count")}
         with tempfile.TemporaryDirectory(prefix="dtrain-code-") as folder:
             try:
@@ -182,7 +182,7 @@ class Jobs:
         """Remove the secret of a launch that is over; nothing happens where there is none, or storage fails."""
         folder, name = self._secret_of(record)
         with contextlib.suppress(OSError):
-            Storage(folder).delete(name)
+            open_storage(folder).delete(name)
 
     def cancel(self, name: str, why: str, patience_seconds: float | None = None) -> None:
         """Tell the service to end the job; nothing happens if it has ended, or is not there."""

@@ -48,6 +48,7 @@ from trainer.documents.reader import read_document
 from trainer.errors import DamagedError
 from trainer.rundir import RunDir
 from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 CLUSTER = "cluster.json"
 _PROVISIONED = schemas.record(
@@ -179,7 +180,7 @@ class AzureMLClusterManager(GPUClusterManager):
 
     def list_jobs(self, prefix: str = "") -> list[JobStatus]:
         """Only looks: a job that has lost its nodes is gone on with by whoever follows it."""
-        return self._peek_all([name for name in Storage(self.jobs_uri).list() if name.startswith(prefix)])
+        return self._peek_all([name for name in open_storage(self.jobs_uri).list() if name.startswith(prefix)])
 
     def active_jobs(self) -> list[JobStatus]:
         """Only looks, as `list_jobs` does."""
@@ -339,7 +340,7 @@ class AzureMLClusterManager(GPUClusterManager):
 
     @property
     def _state(self) -> Storage:
-        return Storage(f"{self.options.root_uri}/clusters/{self.cluster_name}")
+        return open_storage(f"{self.options.root_uri}/clusters/{self.cluster_name}")
 
     @property
     def _use(self) -> ClusterUse:

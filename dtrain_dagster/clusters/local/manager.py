@@ -56,7 +56,7 @@ from trainer.documents.places import PlaceError, checked_id
 from trainer.documents.reader import MARK_BYTES, read_document, warn_once
 from trainer.errors import DamagedError
 from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 END_SECONDS = 25.0
 """How long the end of an orphan is waited for, at one tick of a sensor."""
@@ -92,7 +92,7 @@ class LocalClusterManager(GPUClusterManager):
         self.home, self.cluster_name, self.gpu_type = Path(home).absolute(), cluster_name, gpu_type
         self.processes_per_node, self.threads_per_rank = processes_per_node, threads_per_rank
         self.max_replacements, self.replacement_delay_seconds = max_replacements, replacement_delay_seconds
-        self.state = Storage(str(self.home / "clusters" / cluster_name))
+        self.state = open_storage(str(self.home / "clusters" / cluster_name))
         self.use = ClusterUse(self.state)
         self.jobs_dir = self.home / "storage" / "jobs"
         self.active = ActiveJobs(str(self.home / "storage" / "active"))
@@ -261,7 +261,7 @@ class LocalClusterManager(GPUClusterManager):
 
     def list_jobs(self, prefix: str = "") -> list[JobStatus]:
         jobs = []
-        for name in Storage(str(self.jobs_dir)).list():
+        for name in open_storage(str(self.jobs_dir)).list():
             if name.startswith(prefix):
                 with contextlib.suppress(ClusterError, NotADirectoryError):  # something that is no job
                     jobs.append(self._peek(name))
@@ -374,7 +374,7 @@ class LocalClusterManager(GPUClusterManager):
         return self._end(orphan.name, END_SECONDS)
 
     def _folder(self, spec: JobSpec) -> Path:
-        storage = Storage(spec.run_dir)
+        storage = open_storage(spec.run_dir)
         expected = self.jobs_dir / spec.job_id
         if not storage.is_local or storage.local_path().resolve() != expected.resolve():
             raise ClusterError(f"the local cluster keeps job {spec.job_id!r} in {expected}, not in {spec.run_dir}")

@@ -23,8 +23,6 @@ from typing import Any
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.exit_policy import (
-    EXIT_EVICTED,
-    EXIT_UNUSABLE,
     Decision,
     Failure,
     blame,
@@ -54,6 +52,7 @@ from trainer.comm.descriptors import raise_descriptor_limit
 from trainer.comm.launch_secret import SecretFile, file_by_hand
 from trainer.documents.reader import warn_once
 from trainer.errors import ConfigError, DamagedError
+from trainer.exit_codes import EVICTED, UNUSABLE
 from trainer.rundir import LAUNCH, LOGS, STATUS, NodePresence, RunDir
 from trainer.runtime.clock import SteadyClock
 
@@ -96,13 +95,13 @@ class Supervisor:
             self._start_nodes()
         except (LaunchError, OSError) as error:
             self._end_nodes(0.0)
-            return self._finish(JobState.FAILED, str(error), EXIT_UNUSABLE)
+            return self._finish(JobState.FAILED, str(error), UNUSABLE)
         self._write_status(JobState.RUNNING)
         decision = self._watch()
         ends = [(node_id, code) for node_id, node in self.nodes.items() for code in node.codes]  # but for our own doing
         self._end_nodes(self.stop_grace)
         if decision is None:
-            return self._finish(JobState.CANCELLED, "cancelled", EXIT_EVICTED)
+            return self._finish(JobState.CANCELLED, "cancelled", EVICTED)
         if decision.action == "fail" and self.failure:
             return self._finish(
                 JobState.FAILED, explain_failure(self.rundir, self.launch, self.failure), exit_code(self.failure.code)
@@ -382,7 +381,7 @@ def main(arguments: Sequence[str]) -> int:
         secret = SecretFile(Path(arguments[2])) if len(arguments) > 2 else file_by_hand(os.environ)
     except ConfigError as error:
         _say(str(error))
-        return EXIT_UNUSABLE
+        return UNUSABLE
     token = (rundir.read_json(LAUNCH) or {})["token"]
     clock = begin_clock(rundir)
     raise_descriptor_limit()

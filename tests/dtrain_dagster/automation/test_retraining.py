@@ -40,7 +40,7 @@ from dtrain_dagster.settings.environment import Settings
 from tests.trained import record_prices, record_training, sha256
 from tests.webhook import web_hook
 from trainer.rundir import RunDir
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 MINUTE, DAY = 60.0, 86400.0
 
@@ -202,7 +202,7 @@ def test_a_run_that_died_with_its_machine_holds_nothing_up_and_is_told_once(
 
 
 def test_of_those_who_ask_in_the_same_moment_one_asks(tmp_path: Path):
-    storage, barrier = Storage(f"file://{tmp_path}"), threading.Barrier(8)
+    storage, barrier = open_storage(f"file://{tmp_path}"), threading.Barrier(8)
 
     def asks(number: int) -> str:
         barrier.wait()

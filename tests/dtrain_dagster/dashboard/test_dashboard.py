@@ -31,6 +31,7 @@ from dtrain_dagster.dashboard.series import ALL_NODES, MOST_NODES, POINTS, Perfo
 from dtrain_dagster.dashboard.server import build_app
 from trainer.rundir import NodePresence, RunDir
 from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 ROOT = Path(__file__).parents[3]
 
@@ -312,7 +313,7 @@ def test_a_deleted_job_is_gone(remote: str):
     board = JobBoard(remote, "dedicated")
     assert {row.job_id for row in board.jobs()} == {"kept", "deleted"}
     assert board.open("deleted", time.time())
-    Storage(remote).delete("deleted")
+    open_storage(remote).delete("deleted")
     board._index._done_at = -1e9  # time goes by
     board._open["deleted"]._read_at = -1e9
     assert board.open("deleted", time.time()) is None

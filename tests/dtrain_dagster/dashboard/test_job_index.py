@@ -22,7 +22,7 @@ from dtrain_dagster.dashboard.job_row import DAMAGED, JobRow
 from dtrain_dagster.dashboard.server import Lists, build_app
 from tests.dtrain_dagster.told_events import told, write_run
 from trainer.rundir import RunDir
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 
 def row(number: int, state: str = "succeeded", model: str = "tcn") -> JobRow:
@@ -63,7 +63,7 @@ class Counted:
 
     def __init__(self, jobs: Path) -> None:
         self.board, self.names = JobBoard(str(jobs), "dedicated"), list[str]()
-        self.index = JobIndex(Storage(str(jobs)), self.read, every_seconds=0.0)
+        self.index = JobIndex(open_storage(str(jobs)), self.read, every_seconds=0.0)
 
     def read(self, name: str) -> Seen:
         self.names.append(name)
@@ -112,7 +112,7 @@ def test_only_what_has_changed_is_read_again(tmp_path: Path, monkeypatch: pytest
     tell(tmp_path, "a", "failed")
     assert index.round()[0]["a"] == "failed"
     assert index.index.mark("a") not in (None, mark)
-    Storage(str(tmp_path)).delete("b")
+    open_storage(str(tmp_path)).delete("b")
     assert "b" not in index.round()[0]
 
 

@@ -25,10 +25,12 @@ from worlds import Job
 
 import trainer.comm.group
 from trainer.comm.group import Group, GroupError, abandoned
+from trainer.comm.launcher_env import RankFacts
 from trainer.comm.parameter_server import Star
 from trainer.comm.peer_to_peer import NEAR_BYTES, UNSHARED
+from trainer.comm.static_rendezvous import listen
 from trainer.comm.torch_transport import StarTransport, TorchTransport, Transport, make_torch_transport
-from trainer.comm.world import RankFacts, World, listen
+from trainer.comm.world import World
 from trainer.observability import comm_profiler
 from trainer.observability.comm_profiler import (
     FIELDS,

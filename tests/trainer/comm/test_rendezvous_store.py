@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from trainer.comm.handshake import AuthenticationError
 from trainer.comm.rendezvous_store import Store
-from trainer.comm.world import listen
+from trainer.comm.static_rendezvous import listen
 
 KEY, PATIENCE = b"key", 60.0
 

@@ -14,7 +14,9 @@ from torch.distributed import TCPStore
 from worlds import free_port
 
 from trainer.comm.launch_secret import SECRET_FILE, write_new
-from trainer.comm.world import RankFacts, choose_device, join, rank_facts
+from trainer.comm.launcher_env import RankFacts, rank_facts
+from trainer.comm.static_rendezvous import join
+from trainer.comm.world import choose_device
 from trainer.config import ConfigError, DistributedTrainingConfig
 
 CONFIG = DistributedTrainingConfig()
@@ -31,7 +33,7 @@ TORCHRUN = {
 MEMBER = """
 import os, sys, torch
 from trainer.config import DistributedTrainingConfig
-from trainer.comm.world import join
+from trainer.comm.static_rendezvous import join
 world = join(DistributedTrainingConfig(collective_timeout_seconds=30))
 rank = world.rank
 assert world.sum(torch.tensor([1.0, rank])).tolist() == [2.0, 1.0]
@@ -182,7 +184,9 @@ def test_two_ranks_agree_and_listen_on_this_machine_only() -> None:
 
 @pytest.mark.slow
 def test_a_peer_that_never_comes_is_not_waited_for_beyond_the_timeout() -> None:
-    program = "from trainer.comm.world import *; join(DistributedTrainingConfig(collective_timeout_seconds=1))"
+    program = (
+        "from trainer.comm.static_rendezvous import *; join(DistributedTrainingConfig(collective_timeout_seconds=1))"
+    )
     ranks = []
     for rank in ("0", "1"):  # each in a world of its own
         environment = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.comm.world import RankFacts, World
+from trainer.comm.launcher_env import RankFacts
+from trainer.comm.world import World
 from trainer.data.loader import PLANNED, BatchLoader, batches_ahead, fits
 from trainer.data.sampler import Sampler
 from trainer.data.shards import DataShardManager

@@ -17,7 +17,7 @@ from trainer.documents.strict_json import Document, parse
 from trainer.errors import ConfigError, DamagedError
 from trainer.printable import visible
 from trainer.rundir import EVENTS, FOLLOW_BYTES, RunDir, SeenFiles, event
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e100, 1e100) | st.text(),
@@ -57,7 +57,7 @@ def test_what_others_cannot_hold_is_refused(data: bytes, wrong: str):
 
 def test_a_key_that_is_missing_names_the_file(tmp_path: Path):
     (tmp_path / "plan.json").write_text('{"estimate": {"usd": {}}}')
-    found = read_document(Storage(str(tmp_path)), "plan.json")
+    found = read_document(open_storage(str(tmp_path)), "plan.json")
     assert isinstance(found["estimate"], Document)
     assert found.get("x") is None
     with pytest.raises(DamagedError, match=r"plan\.json is damaged: it has no 'expected'"):
@@ -73,7 +73,7 @@ def test_nothing_but_a_file_of_the_folder_is_opened(tmp_path: Path):
     (folder / "out").symlink_to(outside)
     (folder / "away").symlink_to(tmp_path)
     (folder / "file").write_text("[]")
-    storage = Storage(str(folder))
+    storage = open_storage(str(folder))
     for name in ("pipe", "zero", "out", "away/secret.json", "sub", "file/x.json"):
         with pytest.raises(DamagedError, match=f"{name} is damaged: "):
             storage.read_bounded(name, 100)
@@ -81,12 +81,12 @@ def test_nothing_but_a_file_of_the_folder_is_opened(tmp_path: Path):
         with pytest.raises(FileNotFoundError, match=name):
             storage.read_bounded(name, 100)
     (tmp_path / "link").symlink_to(folder)  # a person may keep run directories elsewhere
-    assert Storage(str(tmp_path / "link")).read_bounded("file", 100) == b"[]"
+    assert open_storage(str(tmp_path / "link")).read_bounded("file", 100) == b"[]"
 
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_what_is_too_large_is_not_held_in_memory(tmp_path: Path, remote: bool):
-    storage = Storage(f"memory://{tmp_path.name}" if remote else str(tmp_path))
+    storage = open_storage(f"memory://{tmp_path.name}" if remote else str(tmp_path))
     storage.write("x", b"12345")
     assert storage.read_bounded("x", 5) == b"12345"
     with pytest.raises(DamagedError, match="it has 5 bytes, and such a file has at most 4"):

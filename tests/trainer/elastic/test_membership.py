@@ -21,7 +21,7 @@ from seats import seat
 from trainer.elastic.failure_detector import Address, Peers
 from trainer.elastic.generation import START, Generation
 from trainer.elastic.membership import Membership, NoGenerationError, generations
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 
 class Line(Peers):
@@ -61,7 +61,14 @@ class Node:
     def __init__(self, name: str, folder: Path, place: int, planned: int = 3, patience: float = 60.0) -> None:
         self.peers = Line(name, 0.1, 3.0)
         self.membership = Membership(
-            Storage(str(folder)), self.peers, 1, planned, limit=8, retries=0, patience=patience, start_patience=patience
+            open_storage(str(folder)),
+            self.peers,
+            1,
+            planned,
+            limit=8,
+            retries=0,
+            patience=patience,
+            start_patience=patience,
         )
         host, port = self.peers.address
         self.mine = seat(name, place, host=host, port=port)
@@ -155,8 +162,8 @@ def test_those_of_a_launch_start_together_and_go_on_without_who_is_gone(
     assert (names_of(second), second.number, second.reason, second.step) == ("bc", 2, "a is gone", 5)
     c.start(second, step=6)
     assert c.waits(), "b is there, and has not come"
-    assert [item.number for item in generations(Storage(str(tmp_path)))] == [1, 2]
-    assert names_of(generations(Storage(str(tmp_path)))[-1]) == "bc", "the record is what they were told"
+    assert [item.number for item in generations(open_storage(str(tmp_path)))] == [1, 2]
+    assert names_of(generations(open_storage(str(tmp_path)))[-1]) == "bc", "the record is what they were told"
 
 
 def test_many_agree_again_and_again_and_never_on_two_things(nodes: Callable[..., list[Node]], tmp_path: Path) -> None:
@@ -165,7 +172,7 @@ def test_many_agree_again_and_again_and_never_on_two_things(nodes: Callable[...,
     for number in range(1, 6):
         last = together(crowd[number:] + crowd[:number], last, step=number)
         assert (last.number, names_of(last)) == (number, "abcdefgh")
-    assert len(generations(Storage(str(tmp_path)))) == 5
+    assert len(generations(open_storage(str(tmp_path)))) == 5
 
 
 def test_who_was_left_out_comes_back_without_its_state(nodes: Callable[..., list[Node]]) -> None:
@@ -226,8 +233,8 @@ def test_of_members_that_are_all_cut_off_one_goes_on(nodes: Callable[..., list[N
     cut((a, b), (a, c), (b, c))
     for node in crowd:
         node.start(first, step=9)
-    look_until(lambda: len(generations(Storage(str(tmp_path)))) == 2)
-    [winner] = generations(Storage(str(tmp_path)))[1].members
+    look_until(lambda: len(generations(open_storage(str(tmp_path)))) == 2)
+    [winner] = generations(open_storage(str(tmp_path)))[1].members
     [there] = [node for node in crowd if node.mine.member == winner.member]
     assert (there.wait().step, winner.was_in) == (9, 1)
     for _ in range(3):
@@ -280,11 +287,11 @@ from dataclasses import asdict
 from trainer.elastic.generation import Candidate
 from trainer.elastic.membership import Membership
 from trainer.elastic.failure_detector import Peers
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 folder, name, place, planned = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 peers = Peers(name, b"key", "127.0.0.1", 0.1, 3.0)
-membership = Membership(Storage(folder), peers, 1, planned, 99, 0, 30.0, 30.0)
+membership = Membership(open_storage(folder), peers, 1, planned, 99, 0, 30.0, 30.0)
 # All propose at once, each something of its own (who proposes is in the reason): one wins.
 membership._turn = lambda *rest: 0.0
 host, port = peers.address
@@ -318,5 +325,5 @@ def test_processes_that_race_to_propose_all_read_the_same_records(tmp_path: Path
             racer.communicate()
     assert all(records == seen[0] for records in seen)
     assert [record["number"] for record in seen[0]] == [1, 2, 3, 4, 5]
-    written = [json.loads(json.dumps(dataclasses.asdict(item))) for item in generations(Storage(str(tmp_path)))]
+    written = [json.loads(json.dumps(dataclasses.asdict(item))) for item in generations(open_storage(str(tmp_path)))]
     assert written == seen[0]

@@ -10,7 +10,7 @@ from trainer.config import DatasetRef, JobConfig
 from trainer.elastic import node_presence as presences
 from trainer.elastic.node_presence import Presence, last_word, presence
 from trainer.rundir import NodePresence, RunDir, heartbeat_seconds, stale_seconds
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 ASKED = {"DTRAIN_PRESENCE": "1", "DTRAIN_LAUNCH": "3", "RANK": "2", "WORLD_SIZE": "4", "MASTER_PORT": "1"}
 NODE = {**ASKED, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}
@@ -111,5 +111,5 @@ def test_storage_that_fails_holds_up_nobody(job: JobConfig, monkeypatch: pytest.
 
 
 def test_a_sign_of_life_may_be_missed_without_alarm(tmp_path: Path) -> None:
-    for storage in (Storage(tmp_path), Storage("memory://x")):
+    for storage in (open_storage(tmp_path), open_storage("memory://x")):
         assert stale_seconds(storage) >= 5 * heartbeat_seconds(storage)

@@ -17,8 +17,8 @@ from worlds import Job
 
 from trainer.checkpoint.manager import LATEST
 from trainer.engine.budget import LATEST_SECONDS, SOONEST_SECONDS, Budget, Paid, end_at_budget, paid, pause
-from trainer.engine.result import BUDGET
 from trainer.engine.trainer import DistributedTrainer
+from trainer.exit_codes import BUDGET
 from trainer.rundir import LIMIT, NodePresence, RunDir
 
 NewJob = Callable[..., Job]

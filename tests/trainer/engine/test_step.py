@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.comm.world import RankFacts, World
+from trainer.comm.launcher_env import RankFacts
+from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.coverage import digest as digest_of
 from trainer.data.loader import Batch, BatchLoader

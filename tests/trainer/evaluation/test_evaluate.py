@@ -18,7 +18,8 @@ from scipy import stats
 from torch import Tensor, nn
 from worlds import free_port
 
-from trainer.comm.world import RankFacts, World
+from trainer.comm.launcher_env import RankFacts
+from trainer.comm.world import World
 from trainer.data.sampler import spread
 from trainer.evaluation.evaluate import evaluate, final_report
 from trainer.evaluation.gate import better_baselines

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.comm.world import RankFacts, World
+from trainer.comm.launcher_env import RankFacts
+from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.loader import Batch
 from trainer.engine.out_of_memory import Fit

@@ -28,7 +28,7 @@ from trainer.observability.reporter import (
 )
 from trainer.observability.scalars import NODE, Scalars
 from trainer.rundir import RunDir, SeenFiles, event
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 STEP = {"learning_rate": 0.1, "grad_norm": 2.0, "samples_per_second": 100.0, "step_seconds": 0.5, "eta_seconds": 5.0}
 
@@ -154,7 +154,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     rundir = RunDir(str(tmp_path))
-    sinks: list[Callable[[], Sink]] = [lambda: TensorBoardSink(Storage(tmp_path))]
+    sinks: list[Callable[[], Sink]] = [lambda: TensorBoardSink(open_storage(tmp_path))]
     reporter = Reporter(rundir, 0, 1, sinks)
     steps(reporter, 1, 2)
     reporter.emit("evaluation", step=2, split="valid", loss=0.25, metrics={"pinball": 0.5, "nll": math.nan})

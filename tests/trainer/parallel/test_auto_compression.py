@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import trainer.parallel.auto_compression
-from trainer.comm.world import RankFacts, World
+from trainer.comm.launcher_env import RankFacts
+from trainer.comm.world import World
 from trainer.observability.comm_profiler import FIELDS, Window
 from trainer.parallel.auto_compression import (
     AGREEING,

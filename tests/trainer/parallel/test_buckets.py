@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from two_ranks import on_two_ranks
 from worlds import FORKS
 
-from trainer.comm.world import RankFacts, World
+from trainer.comm.launcher_env import RankFacts
+from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig, parse_job
 from trainer.data.loader import Batch
 from trainer.engine.own_model import OwnModel

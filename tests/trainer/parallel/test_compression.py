@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from worlds import Job
 
 from trainer.comm.group import Group, GroupError
+from trainer.comm.launcher_env import RankFacts
 from trainer.comm.torch_transport import TorchTransport, make_torch_transport
-from trainer.comm.world import RankFacts, World
+from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.coverage import unproven
 from trainer.data.loader import Batch

@@ -12,7 +12,7 @@ import torch
 from worlds import Job
 
 from trainer.comm.group import Collective
-from trainer.comm.world import join
+from trainer.comm.static_rendezvous import join
 from trainer.config import DistributedTrainingConfig
 from trainer.observability.comm_profiler import (
     EAGER_WINDOWS,

@@ -13,12 +13,14 @@ import pytest
 
 from trainer.config import ConfigError
 from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 FULL_DISK = """
 import resource, sys
 from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # what a full disk does: the write itself fails
-storage = Storage(sys.argv[1])
+storage = open_storage(sys.argv[1])
 for verb, name in ((storage.write, "kept"), (storage.create, "new")):
     try:
         verb(name, b"x" * 5000)
@@ -31,8 +33,9 @@ COUNT = """
 import sys
 from trainer.storage import file_swap as swap
 from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 swap.PATIENCE_SECONDS = float(sys.argv[2])
-storage, done = Storage(sys.argv[1]), 0
+storage, done = open_storage(sys.argv[1]), 0
 while done < 100:
     now = storage.read("number")
     done += storage.swap("number", now, b"%d" % (int(now) + 1))
@@ -42,7 +45,8 @@ while done < 100:
 FREEZE = """
 import os, signal, sys
 from trainer.storage.base import Storage
-storage, renames = Storage(sys.argv[1]), 0
+from trainer.storage.open import open_storage
+storage, renames = open_storage(sys.argv[1]), 0
 def hook(event, arguments):
     global renames
     renames += event == "os.rename"
@@ -56,9 +60,9 @@ print(storage.swap("pointer", b"old", b"late"), storage.read("pointer").decode()
 @pytest.fixture(params=["local", "memory"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
     if request.param == "local":
-        yield Storage(tmp_path / "folder")
+        yield open_storage(tmp_path / "folder")
         return
-    folder = Storage(f"memory://{uuid.uuid4().hex}")
+    folder = open_storage(f"memory://{uuid.uuid4().hex}")
     yield folder
     folder.delete("")
 
@@ -88,7 +92,7 @@ def test_create_refuses_what_is_there_and_keeps_it(storage: Storage) -> None:
 
 
 def test_a_write_that_fails_leaves_the_old_content_and_no_litter(tmp_path: Path) -> None:
-    storage = Storage(tmp_path)
+    storage = open_storage(tmp_path)
     storage.write("kept", b"old")
     run = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines() == ["File too large"] * 2
@@ -97,27 +101,27 @@ def test_a_write_that_fails_leaves_the_old_content_and_no_litter(tmp_path: Path)
 
 
 def test_half_written_files_are_not_listed(tmp_path: Path) -> None:
-    storage = Storage(tmp_path)
+    storage = open_storage(tmp_path)
     storage.write("whole", b"")
     (tmp_path / "half.1234.tmp").write_bytes(b"")
     assert storage.list() == ["whole"]
 
 
 def test_only_a_local_folder_has_local_paths(tmp_path: Path) -> None:
-    assert Storage(tmp_path).local_path("a/b") == tmp_path / "a/b"
-    assert Storage(f"file://{tmp_path}").local_path("a") == tmp_path / "a"
+    assert open_storage(tmp_path).local_path("a/b") == tmp_path / "a/b"
+    assert open_storage(f"file://{tmp_path}").local_path("a") == tmp_path / "a"
     with pytest.raises(ValueError, match="not a folder of this machine"):
-        Storage("memory://x").local_path()
+        open_storage("memory://x").local_path()
 
 
 def test_an_address_that_nothing_can_open_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'nowhere://x'.*Protocol not known"):
-        Storage("nowhere://x")
+        open_storage("nowhere://x")
 
 
 def test_the_root_folder_is_not_the_working_folder() -> None:
-    assert Storage("/").path("a") == "/a"
-    assert Storage("/").path() == "/"
+    assert open_storage("/").path("a") == "/a"
+    assert open_storage("/").path() == "/"
 
 
 def test_swap_replaces_only_what_is_expected(storage: Storage) -> None:
@@ -135,17 +139,17 @@ def test_swap_replaces_only_what_is_expected(storage: Storage) -> None:
 
 @pytest.mark.parametrize("patience", [10.0, 0.0], ids=["patient", "each takes the lock from the other"])
 def test_no_swap_of_racing_processes_is_lost(tmp_path: Path, patience: float) -> None:
-    Storage(tmp_path).write("number", b"0")
+    open_storage(tmp_path).write("number", b"0")
     command = [sys.executable, "-c", COUNT, str(tmp_path), str(patience)]
     racers = [subprocess.Popen(command) for _ in range(3)]
     assert [racer.wait(120) for racer in racers] == [0, 0, 0]
-    assert Storage(tmp_path).read("number") == b"300"
+    assert open_storage(tmp_path).read("number") == b"300"
     assert not list(tmp_path.glob("*.tmp"))
 
 
 @pytest.mark.parametrize("rename", [1, 2, 3, 4], ids=["takes", "fills", "replaces", "gives back"])
 def test_one_that_is_frozen_while_it_swaps_holds_up_nobody_and_never_wins_late(tmp_path: Path, rename: int) -> None:
-    storage = Storage(tmp_path)
+    storage = open_storage(tmp_path)
     storage.swap("pointer", None, b"old")  # so that the lock exists
     command = [sys.executable, "-c", FREEZE, str(tmp_path), str(rename)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as frozen:
@@ -166,7 +170,7 @@ def test_one_that_is_frozen_while_it_swaps_holds_up_nobody_and_never_wins_late(t
 
 
 def test_a_lock_that_somebody_damaged_is_made_anew(tmp_path: Path) -> None:
-    storage = Storage(tmp_path)
+    storage = open_storage(tmp_path)
     assert storage.swap("pointer", None, b"one")
     (tmp_path / "pointer.lock" / "free").rmdir()
     assert storage.swap("pointer", b"one", b"two")

@@ -1,0 +1,172 @@
+"""How the ranks of a fixed world, as torchrun and the like start it, find each other at MASTER_ADDR (F1).
+
+What concerns this address belongs here: joining, rank 0's listening socket, and this host's own address. Members that
+come and go find each other in `trainer.elastic.dynamic_rendezvous`.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from trainer.comm.group import Group, GroupError
+from trainer.comm.launch_secret import LaunchSecret, read, warn_if_open
+from trainer.comm.launcher_env import RankFacts, rank_facts
+from trainer.comm.listener import BACKLOG
+from trainer.comm.rendezvous_store import Store, place_said
+from trainer.comm.torch_transport import TorchTransport, make_torch_transport
+from trainer.comm.world import World, bind_rank, choose_device
+from trainer.config import ConfigError, DistributedTrainingConfig
+
+
+class PeersMissingError(RuntimeError):
+    """Not all ranks of the world came in time."""
+
+
+def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | None = None) -> World:
+    """A world of fixed ranks, as torchrun and the like start it: blocks until all are there or the timeout is over.
+
+    Raises `ConfigError` for an environment that cannot be used and for a port that is taken, `PeersMissingError` when
+    the timeout is over.
+    """
+    environment = os.environ if environment is None else environment
+    facts = rank_facts(environment, config)
+    device, backend = choose_device(facts, config.backend)
+    if facts.world_size == 1:
+        return World(facts, device, backend)
+    if config.tls is not None:
+        raise ConfigError(
+            "training.tls needs ranks that find each other through the run directory: start the job on a "
+            "cluster (DTRAIN_LAUNCH in the environment), not with a fixed MASTER_ADDR"
+        )
+    secret = read(environment)
+    warn_if_open(secret, facts.rank, 1 if facts.local_world_size == facts.world_size else None, has_tls=False)
+    _stay_on_loopback(facts.master_addr)
+    bind_rank(facts.local_rank, facts.local_world_size, device, config)
+    listener = None
+    under_torchrun = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # whose agent holds the store
+    if facts.rank == 0 and not under_torchrun:
+        listener = listen(facts.master_addr, facts.master_port or 0)
+    prefix = "static"
+    if under_torchrun:  # the agents' store outlives a world; each agent counts its own restarts, so only then
+        prefix = f"{environment.get('TORCHELASTIC_RUN_ID')}/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+
+    def open_transport() -> TorchTransport:
+        assert facts.master_port is not None
+        address = facts.master_addr, facts.master_port
+        key, seconds = secret.key("store", prefix), config.collective_timeout_seconds
+        if under_torchrun:
+            store = _beside(address, prefix, facts, environment, secret, seconds)
+        else:
+            store = Store(address, facts.rank, facts.world_size, key, seconds, listener)
+        gpu = device if backend == "nccl" else None
+        return make_torch_transport(
+            dist.PrefixStore(prefix, store), facts.rank, facts.world_size, gpu,
+            config.collective_timeout_seconds, config.solo_timeout_seconds,
+            own_host=None if gpu is not None else _known_host(environment, facts),
+            key=secret.key("world", prefix), close_store=getattr(store, "close", lambda: None),
+        )  # fmt: skip
+
+    world = World(
+        facts, device, backend,
+        group=Group(facts.rank, facts.world_size, open_transport, device if backend == "nccl" else None),
+        solo_timeout=config.solo_timeout_seconds,
+    )  # fmt: skip
+    try:
+        world.gather(facts.rank)
+    except GroupError as error:
+        world.leave()
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        raise PeersMissingError(
+            f"rank {facts.rank} waited {config.collective_timeout_seconds:g} s at MASTER_ADDR={facts.master_addr}, "
+            f"MASTER_PORT={facts.master_port} and not all of its {facts.world_size - 1} peers came: look into "
+            "their logs, start all ranks with the same address and port, or raise "
+            f"training.collective_timeout_seconds ({error})"
+        ) from error
+    return world
+
+
+def own_host(environment: Mapping[str, str], facts: RankFacts) -> str:
+    """The address at which peers reach this process: DTRAIN_HOST, else the one that leads to MASTER_ADDR."""
+    if "DTRAIN_HOST" in environment:
+        return environment["DTRAIN_HOST"]
+    if _is_loopback(facts.master_addr):
+        return "127.0.0.1"
+    family = socket.AF_INET6 if ":" in facts.master_addr else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing: only asks the routing table
+        try:
+            probe.connect((facts.master_addr, 9))
+        except OSError as error:
+            raise ConfigError(
+                f"MASTER_ADDR={facts.master_addr!r} is no address that this host knows: {error}; set "
+                "DTRAIN_HOST to this host's own address"
+            ) from error
+        return probe.getsockname()[0]
+
+
+def _known_host(environment: Mapping[str, str], facts: RankFacts) -> str | None:
+    """The same, None where it cannot be told: gloo may know better."""
+    try:
+        return own_host(environment, facts)
+    except ConfigError:
+        return None
+
+
+def _stay_on_loopback(address: str) -> None:
+    """With peers on this machine only, nothing may listen on another interface."""
+    if _is_loopback(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _beside(
+    address: tuple[str, int], prefix: str, facts: RankFacts, environment: Mapping[str, str], secret: LaunchSecret,
+    seconds: float,
+) -> dist.Store:  # fmt: skip
+    """Under torchrun, whose agent serves a store that believes anybody: with a secret, a store of our own at rank 0.
+    The agent's says only where, and who lies about that can make the start fail, but is no store that proves itself."""
+    agents = dist.TCPStore(*address, None, False, timedelta(seconds=seconds), wait_for_workers=False)
+    if not secret.is_given:
+        return agents
+    where, listener = f"{prefix}/store", None
+    if facts.rank == 0:
+        listener = listen(own_host(environment, facts))
+        host, port = listener.getsockname()[:2]
+        agents.set(where, f"{port} {host}")
+    place = place_said(agents.get(where), address)
+    return Store(place, facts.rank, facts.world_size, secret.key("store", prefix), seconds, listener)
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """A listening socket for rank 0's store. `ConfigError` where the port is taken."""
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise _port_taken(port) from error
+        raise ConfigError(f"rank 0 cannot listen on MASTER_ADDR={address}, MASTER_PORT={port}: {error}") from error
+    listener.listen(BACKLOG)
+    return listener
+
+
+def _port_taken(port: int) -> ConfigError:
+    return ConfigError(
+        f"MASTER_PORT={port} is in use on this machine by another process: choose another (training.master_port, or "
+        "leave it out and a free one is taken)"
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"

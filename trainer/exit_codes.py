@@ -1,0 +1,45 @@
+"""The exit codes by which a process of a training says how it ended, and their meaning in words.
+
+Only the numbers and their words belong here: which code a failure leads to is decided in `trainer.engine.result`, what
+a cluster does about it in `dtrain_dagster.clusters.exit_policy`. This module imports nothing.
+"""
+
+DONE = 0
+"""The training is done, or another process has ended it as done."""
+FAILED = 1
+"""An error that would come again: starting again does not help."""
+UNUSABLE = 2
+"""The configuration, the data or a file of the run directory cannot be used: somebody has to change it."""
+LOST = 75
+"""This process lost its peers, its device or remote storage and could not regroup: starting it again from the latest
+checkpoint helps."""
+BUDGET = 77
+"""The node-seconds of the job are spent: starting again helps once the budget is raised (`trainer.engine.budget`)."""
+EVICTED = 143
+"""This process was asked to end (SIGTERM) and has written a checkpoint."""
+
+MEANINGS = {
+    DONE: "done",
+    UNUSABLE: "unusable configuration or data",
+    BUDGET: "its budget is spent",
+    EVICTED: "stopped by SIGTERM",
+    LOST: "lost its peers or its device",
+    FAILED: "failed",
+}
+"""What a message says of each code, in a few words."""
+REMEDIES = {
+    BUDGET: "raise training.max_node_seconds",
+    EVICTED: "a checkpoint was written before",
+    LOST: "starting again helps",
+    FAILED: "the same error would come again; so after any code that is not listed here",
+}
+"""What ``--help`` adds to some of these."""
+
+
+def describe_exit_codes() -> str:
+    """Return the exit codes as lines of a command's help, one for each code."""
+    lines = []
+    for code, meaning in MEANINGS.items():
+        remedy = f": {REMEDIES[code]}" if code in REMEDIES else ""
+        lines.append(f"  {code:>3}  {meaning}{remedy}")
+    return "\n".join(lines)
