@@ -54,7 +54,7 @@ def finalize(session: Session) -> dict[str, Any]:
             session.reports.emit("error", message="the last checkpoint is still being written", fatal=False)
         else:  # of an earlier start, which was killed over its last checkpoint
             session.checkpoints.clean_up(world.generation)
-        pointer = best_pointer(session)
+        pointer = best_pointer(session.rundir)
         best = pointer["path"] if pointer["step"] == session.progress.best_step else None
     result = _result(session, digests[0], report, best)
     session.reports.emit("end", status="succeeded")

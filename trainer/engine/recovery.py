@@ -22,6 +22,7 @@ from trainer.engine.result import raise_if_ended
 from trainer.engine.session import Session
 from trainer.engine.signals import OutOfMemoryError
 from trainer.observability.reporter import StepWindow
+from trainer.rundir import RunDir
 
 STOP_SECONDS = 3.0
 """How long a regroup may keep a process that was asked to end from its checkpoint…"""
@@ -38,7 +39,7 @@ def retry_until_formed(session: Session, attempt: Callable[[], None]) -> None:
         try:
             return attempt()
         except GroupError as error:
-            record(session, error)
+            report_failure(session, error)
             attempt = partial(regroup, session, str(error), error.communication)
 
 
@@ -87,18 +88,18 @@ def regroup(session: Session, reason: str, communication: bool = False) -> None:
     while session.recent_steps and session.recent_steps[-1]["step"] > session.progress.step:
         session.recent_steps.pop()  # it is done, and reported, once more
     if session.world.rank == 0:
-        session.best_saved_step = best_pointer(session)["step"]
+        session.best_saved_step = best_pointer(session.rundir)["step"]
         _fence(session, new.number)
         _report_membership(session, old, new, time.monotonic() - began)
     if old is not None:
         session.reports.end_phase("regroup")
 
 
-def best_pointer(session: Session) -> dict[str, Any]:
+def best_pointer(rundir: RunDir) -> dict[str, Any]:
     """``path`` and ``step`` of the best checkpoint; no path and step 0 where there is none, or storage fails."""
     nowhere = {"path": None, "step": 0}
     try:
-        return session.rundir.read_json(BEST) or nowhere
+        return rundir.read_json(BEST) or nowhere
     except (OSError, ValueError) as error:
         _log.warning("%s cannot be read: %s", BEST, error)
         return nowhere
@@ -128,7 +129,7 @@ def rebuild(session: Session, source: int | None, from_checkpoint: bool) -> None
     _log.info("generation %d: rank %d of %d trains from step %d on", *where)
 
 
-def record(session: Session, error: GroupError) -> None:
+def report_failure(session: Session, error: GroupError) -> None:
     """A detailed record of what failed, as this rank saw it (D3)."""
     if not error.communication:
         return

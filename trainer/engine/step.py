@@ -35,7 +35,7 @@ class NonFiniteError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Votes:
+class StepFlags:
     """What ranks tell each other when they commit a step: one small all-reduce. Counts over ranks."""
 
     leaving: int = 0
@@ -54,7 +54,7 @@ class StepResult:
 
     loss_sum: float
     grad_norm: float
-    votes: Votes
+    flags: StepFlags
     digest: int
     """Of all samples of the global batch, see `trainer.data.coverage`."""
 
@@ -114,7 +114,7 @@ class Step:
                 torch.compiler.reset()
                 self.model = compiled(self.module, self.config.compile, self.device)
 
-    def __call__(self, batch: Batch, step: int, learning_rate: float, votes: Votes) -> StepResult:
+    def __call__(self, batch: Batch, step: int, learning_rate: float, flags: StepFlags) -> StepResult:
         """Train on one global batch. All ranks must call it for the same step; it is done on all or on none of those
         that return.
 
@@ -130,11 +130,11 @@ class Step:
         self._commit = None
         before = [buffer.clone() for buffer in self._changing()]
         try:
-            losses = self._forward_backward(batch, step, votes)
+            losses = self._forward_backward(batch, step, flags)
             self.sync.finish(self.module)
             loss_sum, grad_norm = self._clip(losses)
             self.timer.mark("optimizer")
-            result = self._agree(batch, votes, loss_sum, grad_norm)
+            result = self._agree(batch, flags, loss_sum, grad_norm)
             self.timer.mark("exposed")
         except BaseException as error:
             peers = self.world.group
@@ -164,7 +164,7 @@ class Step:
     def _changing(self) -> list[Tensor]:
         return [buffer for item in self._statistics for buffer in item._buffers.values() if buffer is not None]
 
-    def _forward_backward(self, batch: Batch, step: int, votes: Votes) -> list[Tensor]:
+    def _forward_backward(self, batch: Batch, step: int, flags: StepFlags) -> list[Tensor]:
         """Sums of this rank's losses, one for each pass; leaves the gradient of the *global* mean in the parameters, on
         every rank."""
         sync = self.sync
@@ -194,7 +194,7 @@ class Step:
             is_last = place == len(work) - 1
             sync.only_the_last(is_last)
             if is_last and self.device.type == "cpu":  # a GPU's losses are not there yet
-                sync.behind = partial(self._submit_commit, batch, votes, sums)
+                sync.behind = partial(self._submit_commit, batch, flags, sums)
             self.scaler.scale(loss).backward(share)
             if not is_last:  # which `GradientSynchronizer.finish` waits for
                 self.timer.mark("backward")
@@ -224,14 +224,14 @@ class Step:
             torch._foreach_mul_(gradients, limit / (grad_norm + _EPSILON))
         return sum(sums), grad_norm
 
-    def _submit_commit(self, batch: Batch, votes: Votes, losses: list[Tensor]) -> None:
+    def _submit_commit(self, batch: Batch, flags: StepFlags, losses: list[Tensor]) -> None:
         """Agree right behind the last gradients: nobody has to wake up in between."""
         assert self.world.group is not None
         broken = not all(math.isfinite(loss.item()) for loss in losses)
-        counts = _counts(batch, votes, broken, self.sync.without())
+        counts = _counts(batch, flags, broken, self.sync.without())
         self._commit = self.world.group.sum(_COMMIT, counts)
 
-    def _agree(self, batch: Batch, votes: Votes, loss_sum: float, grad_norm: float) -> StepResult | None:
+    def _agree(self, batch: Batch, flags: StepFlags, loss_sum: float, grad_norm: float) -> StepResult | None:
         """The one small all-reduce with which a step is committed; None if any rank's numbers are broken."""
         # With a scaler an overflow is usual: the scaler leaves that step out and lowers its scale.
         is_finite = math.isfinite(grad_norm) or self.scaler.is_enabled()
@@ -240,14 +240,14 @@ class Step:
             counts = commit.result()
         else:
             broken = not (math.isfinite(loss_sum) and is_finite)
-            counts = self.world.sum(_counts(batch, votes, broken, self.sync.without()), _COMMIT)
+            counts = self.world.sum(_counts(batch, flags, broken, self.sync.without()), _COMMIT)
         broken_on, leaving, regroup, cut_off, budget, samples, digest, *without = counts.tolist()
         if broken_on or not is_finite:  # what was summed is the same on all ranks
             return None
         if samples != batch.samples:
             raise RuntimeError(f"the ranks used {samples} samples of a batch of {batch.samples}: they disagree")
         self.sync.settle(without)
-        return StepResult(loss_sum, grad_norm, Votes(leaving, regroup, cut_off, budget), digest)
+        return StepResult(loss_sum, grad_norm, StepFlags(leaving, regroup, cut_off, budget), digest)
 
     def state_dict(self) -> dict[str, Any]:
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
@@ -257,10 +257,10 @@ class Step:
         self.scaler.load_state_dict(state["scaler"])
 
 
-def _counts(batch: Batch, votes: Votes, broken: bool, without: list[int]) -> Tensor:
+def _counts(batch: Batch, flags: StepFlags, broken: bool, without: list[int]) -> Tensor:
     """What ranks sum when they commit a step. ``without``: see `GradientSynchronizer.without`."""
-    voted = (votes.leaving, votes.regroup, votes.cut_off, votes.budget)
-    counts = array("q", (broken, *voted, batch.local_samples, batch.digest, *without))
+    counted = (flags.leaving, flags.regroup, flags.cut_off, flags.budget)
+    counts = array("q", (broken, *counted, batch.local_samples, batch.digest, *without))
     return torch.frombuffer(counts, dtype=torch.int64)  # torch.tensor takes three times as long
 
 

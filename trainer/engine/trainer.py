@@ -26,11 +26,11 @@ from trainer.engine.lr_schedule import learning_rate
 from trainer.engine.out_of_memory import give_back_freed_memory, is_out_of_memory
 from trainer.engine.own_model import OwnModel
 from trainer.engine.participant import Participant
-from trainer.engine.recovery import LEAVING, rebuild, record, regroup, retry_until_formed, use_less_memory
+from trainer.engine.recovery import LEAVING, rebuild, regroup, report_failure, retry_until_formed, use_less_memory
 from trainer.engine.reports import RankReports
 from trainer.engine.session import Session
 from trainer.engine.signals import BudgetSpent, Regroup, Stopped
-from trainer.engine.step import StepResult, Votes
+from trainer.engine.step import StepFlags, StepResult
 from trainer.engine.workload import Workload, make_sampler, open_shards
 from trainer.evaluation.evaluate import EVAL_BATCH, evaluate
 from trainer.observability.comm_profiler import Window
@@ -149,7 +149,7 @@ class DistributedTrainer:
             except Regroup as wish:
                 retry_until_formed(session, partial(regroup, session, str(wish)))
             except GroupError as error:
-                record(session, error)
+                report_failure(session, error)
                 if session.elastic is None:
                     raise
                 if self._leaves and self._pending_flags is not None:
@@ -206,9 +206,9 @@ class DistributedTrainer:
         totals = {"loss_sum": 0.0, "samples": 0.0}
         for batch in dataloader:
             rate = learning_rate(self.config, progress.step, session.total_steps)
-            votes = self._votes()
-            result = step(batch, progress.step, rate, votes)
-            self._leaves = bool(votes.leaving)
+            flags = self._collect_flags()
+            result = step(batch, progress.step, rate, flags)
+            self._leaves = bool(flags.leaving)
             progress.commit(epoch, batch.samples, result.digest)
             self._pending_flags = result
             watchdog.progress(progress.step)
@@ -221,7 +221,7 @@ class DistributedTrainer:
             self._show_on_monitor(epoch, batch.local_samples, rate, result)
             is_reported = progress.step % self.config.log_frequency == 0 or progress.step == session.total_steps
             measured = self._report_step(epoch, rate, result.grad_norm) if is_reported else None
-            if result.votes.budget and not session.is_over:
+            if result.flags.budget and not session.is_over:
                 raise BudgetSpent(agreed=True)
             paused_at = time.monotonic()
             if is_reported and self.config.timing:
@@ -235,16 +235,17 @@ class DistributedTrainer:
         self.reports.end_phase("training")
         return totals
 
-    def _votes(self) -> Votes:
+    def _collect_flags(self) -> StepFlags:
+        """What this rank tells the others in the next step."""
         session = self.session
         elastic, cut_off, spent = session.elastic, self._cut_off, int(session.is_budget_due)
         leaving = int(session.participant.asked_to_stop)
         if elastic is None:
-            return Votes(leaving=leaving, budget=spent)
+            return StepFlags(leaving=leaving, budget=spent)
         world = session.world
         wants = world.rank == 0 and (bool(elastic.wants_regroup) or elastic.wants_allreduce(cut_off))
         misses = world.topology == "star" and elastic.cut_off
-        return Votes(leaving, int(wants), int(misses), spent)
+        return StepFlags(leaving, int(wants), int(misses), spent)
 
     def _show_on_monitor(self, epoch: int, samples: int, rate: float, result: StepResult) -> None:
         monitor, facts = self.reports.monitor, self.session.facts
@@ -254,17 +255,17 @@ class DistributedTrainer:
             monitor.update(epoch, step, loss, facts.local_world_size * samples, rate, result.grad_norm)
 
     def _act_on_flags(self, result: StepResult) -> None:
-        """After a step: does somebody leave, or does rank 0 want another generation? All ranks see the same votes."""
-        session, votes = self.session, result.votes
-        self._cut_off, self._pending_flags = votes.cut_off, None
-        if votes.leaving:
-            everybody = session.elastic is None or votes.leaving == session.world.world_size
+        """After a step: does somebody leave, or does rank 0 want another generation? All ranks see the same flags."""
+        session, flags = self.session, result.flags
+        self._cut_off, self._pending_flags = flags.cut_off, None
+        if flags.leaving:
+            everybody = session.elastic is None or flags.leaving == session.world.world_size
             session.save(wait=everybody or session.participant.asked_to_stop)
             if everybody or self._leaves:
                 raise Stopped(everybody)
             # Who has been asked meanwhile says so in the next step: nobody must go without being counted.
             raise Regroup(LEAVING)
-        if votes.regroup and not session.is_over:
+        if flags.regroup and not session.is_over:
             assert session.elastic is not None
             again = "all-reduce is tried again" if session.world.topology == "star" else "somebody came"
             raise Regroup(session.elastic.wants_regroup or again)

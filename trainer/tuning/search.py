@@ -3,10 +3,11 @@ process or a model.
 
 One group of settings after the other is searched, each with the best found so far for all others. The settings hardly
 depend on each other, so that this costs the sum of their numbers where all combinations cost the product, and what it
-may miss is a combination of two that pay only together. Within a group all candidates run in interleaved stretches.
-Where none can be refused later for what it learns, the slower half of those that challenge the present settings leaves
-after every second round from the third one on. In the end all that was chosen on the way races the baseline once more.
-What a candidate's figures mean is `trainer.tuning.verdict`; `trainer.tuning.tuner` does what is decided here.
+may miss is a combination of two that pay only together. Within a group all candidates are measured in turn, for short
+times. Where none can be refused later for what it learns, the slower half of those that challenge the present settings
+leaves after every second round from the third one on. In the end all that was chosen on the way is compared with the
+baseline once more. What a candidate's figures mean is `trainer.tuning.verdict`; `trainer.tuning.tuner` does what is
+decided here.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.tuning.search_space import LAYOUT, Candidate, Facts, Group, groups, layouts, share
+from trainer.tuning.search_space import LAYOUT, Candidate, Group, TuningContext, groups, layouts, share
 from trainer.tuning.verdict import (
     LEAST_ROUNDS,
-    Learned,
+    LearningResult,
     Spread,
     gains,
     no_gain,
@@ -34,7 +35,7 @@ from trainer.tuning.verdict import (
 LEAST_SECONDS = 10.0
 """The smallest budget with which anything can be told."""
 SEARCHING, JUDGING = 0.6, 0.2
-"""Of the budget, for races and for looking at what is learned; the rest confirms the result against the baseline."""
+"""Of the budget, to compare and to look at what is learned; the rest confirms the result against the baseline."""
 MOST_AT_ONCE = 4
 """Candidates that challenge the present settings at once: all are in memory."""
 MOST_ROUNDS, MOST_FINAL_ROUNDS, HALVED_FROM = 9, 25, 3
@@ -50,28 +51,28 @@ class NotFinite(ConfigError):
     """The settings that others are compared with no longer train."""
 
 
-class Bench(Protocol):
+class TrialRunner(Protocol):
     """Where candidates are tried; every method is a collective of all ranks, and gives all of them the same."""
 
     @property
     def elapsed(self) -> float:
         """Seconds of the budget that are gone."""
 
-    def enter(self, candidate: Candidate) -> str:
+    def prepare(self, candidate: Candidate) -> str:
         """Make it ready to run; "" or why it cannot be. One that is ready stays as it is."""
 
-    def stretch(self, candidate: Candidate) -> float:
+    def measure(self, candidate: Candidate) -> float:
         """Some steps of real training; samples per second, 0 where its numbers are no longer finite."""
 
-    def leave(self, candidate: Candidate) -> None:
+    def release(self, candidate: Candidate) -> None:
         """Give back what it takes."""
 
-    def learn(self, candidate: Candidate, steps: int) -> Learned:
+    def learn(self, candidate: Candidate, steps: int) -> LearningResult:
         """Train it from its first weights on as many samples as the configuration has in so many steps, with the whole
         schedule of the learning rate in them."""
 
     def step_seconds(self, candidate: Candidate) -> float:
-        """Of the last stretch."""
+        """Of the last measurement."""
 
 
 def better_half(challengers: Sequence[Candidate], rates: dict[Candidate, list[float]]) -> list[Candidate]:
@@ -81,8 +82,8 @@ def better_half(challengers: Sequence[Candidate], rates: dict[Candidate, list[fl
     return [item for item in challengers if item in kept]
 
 
-def race(
-    bench: Bench, incumbent: Candidate, challengers: Sequence[Candidate], until: float, limit: float,
+def compare_throughput(
+    runner: TrialRunner, incumbent: Candidate, challengers: Sequence[Candidate], until: float, limit: float,
     rounds: int = MOST_ROUNDS, halves: bool = False,
 ) -> dict[Candidate, list[float]]:  # fmt: skip
     """Samples per second of each, round by round; the incumbent runs in all of them. It ends when the rounds are over,
@@ -91,10 +92,10 @@ def race(
     racing = list(challengers)
     rates: dict[Candidate, list[float]] = {item: [] for item in (incumbent, *racing)}
     for number in range(rounds):
-        before = bench.elapsed
+        before = runner.elapsed
         order = [incumbent, *racing]
         for candidate in order if number % 2 == 0 else reversed(order):
-            rates[candidate].append(bench.stretch(candidate))
+            rates[candidate].append(runner.measure(candidate))
         if not rates[incumbent][-1]:
             raise NotFinite(
                 f"the loss is not finite with the settings {incumbent.label}: lower training.learning_rate or set "
@@ -104,10 +105,10 @@ def race(
             kept = better_half(racing, rates)
             for candidate in racing:
                 if candidate not in kept:
-                    bench.leave(candidate)
+                    runner.release(candidate)
             racing = kept
-        took = (bench.elapsed - before) / len(order)
-        then = bench.elapsed + took * (1 + len(racing))
+        took = (runner.elapsed - before) / len(order)
+        then = runner.elapsed + took * (1 + len(racing))
         if then > limit or (number + 1 >= LEAST_ROUNDS and then > until):
             break
     return rates
@@ -118,8 +119,8 @@ class Search:
     """Searches all groups. What it has found so far is in its fields at any time."""
 
     config: DistributedTrainingConfig
-    facts: Facts
-    bench: Bench
+    facts: TuningContext
+    runner: TrialRunner
     seconds: float
     vary_batch: bool = False
     say: Callable[..., None] = lambda **_: None
@@ -133,14 +134,14 @@ class Search:
     baseline_rate: Spread | None = None
     best_rate: Spread | None = None
     gain: Spread | None = None
-    """Of the best over the baseline, in the last race of these two."""
+    """Of the best over the baseline, when these two were last compared."""
     is_complete: bool = False
     _chosen: list[Candidate] = field(default_factory=list)
     """In each group that had something to choose."""
     _judging_seconds: float = 0.0
     _judged_steps: int = 0
-    _learned: Learned | None = None
-    _stretch_seconds: float = 0.0
+    _learned: LearningResult | None = None
+    _measurement_seconds: float = 0.0
     _entry_seconds: float = 0.0
     """The longest that was seen of each, with all that is done around it."""
 
@@ -149,7 +150,7 @@ class Search:
         self._begin()
         parts = [group for group in groups(self.vary_batch, self.facts) if self._options(group)]
         for number, group in enumerate(parts):
-            self._improve(group, self.bench.elapsed + share(parts[number:], self._limit - self.bench.elapsed))
+            self._improve(group, self.runner.elapsed + share(parts[number:], self._limit - self.runner.elapsed))
             self.keep()
         self.is_complete = self._confirm()
         self.keep()
@@ -158,7 +159,7 @@ class Search:
     def _limit(self) -> float:
         """When searching has to be over. What was found has to be compared with the baseline, once more, in so many
         rounds that they tell, come what may."""
-        confirming = LEAST_ROUNDS * 2 * self._stretch_seconds + self._entry_seconds
+        confirming = LEAST_ROUNDS * 2 * self._measurement_seconds + self._entry_seconds
         return min(SEARCHING * self.seconds + self._judging_seconds, self.seconds - confirming)
 
     def _options(self, group: Group) -> list[Candidate]:
@@ -166,30 +167,30 @@ class Search:
         return [self.best.but(changes) for changes in group.options(now, self.facts)]
 
     def _has_time(self, count: int) -> bool:
-        """One candidate more, and a race of so many that can tell anything?"""
-        needed = self._entry_seconds + LEAST_ROUNDS * count * self._stretch_seconds
-        return self.bench.elapsed + needed <= self._limit
+        """One candidate more, and a comparison of so many that can tell anything?"""
+        needed = self._entry_seconds + LEAST_ROUNDS * count * self._measurement_seconds
+        return self.runner.elapsed + needed <= self._limit
 
     def _enter(self, candidate: Candidate) -> str:
-        before = self.bench.elapsed
-        why = self.bench.enter(candidate)
+        before = self.runner.elapsed
+        why = self.runner.prepare(candidate)
         if not why:
-            self._entry_seconds = max(self._entry_seconds, self.bench.elapsed - before)
+            self._entry_seconds = max(self._entry_seconds, self.runner.elapsed - before)
         return why
 
-    def _race(
+    def _compare(
         self, incumbent: Candidate, challengers: Sequence[Candidate], until: float, limit: float, rounds: int,
         halves: bool = False,
     ) -> dict[Candidate, list[float]]:  # fmt: skip
-        before = self.bench.elapsed
-        rates = race(self.bench, incumbent, challengers, until, limit, rounds, halves)
-        mean = (self.bench.elapsed - before) / sum(map(len, rates.values()))
-        self._stretch_seconds = max(self._stretch_seconds, mean)
+        before = self.runner.elapsed
+        rates = compare_throughput(self.runner, incumbent, challengers, until, limit, rounds, halves)
+        mean = (self.runner.elapsed - before) / sum(map(len, rates.values()))
+        self._measurement_seconds = max(self._measurement_seconds, mean)
         return rates
 
     def _begin(self) -> None:
         """The configuration itself, or, where that does not fit into memory, its largest micro-batch that does."""
-        why = self.bench.enter(self.baseline)
+        why = self.runner.prepare(self.baseline)
         for changes in layouts(self.config, self.facts):
             if why != OUT_OF_MEMORY:
                 break
@@ -197,17 +198,17 @@ class Search:
                 continue
             self._add("layout", self.baseline, why)
             self.baseline = self.best = Candidate().but(changes)
-            why = self.bench.enter(self.baseline)
+            why = self.runner.prepare(self.baseline)
         if why:
             raise ConfigError(f"the training cannot be run as it is configured ({self.baseline.label}): {why}")
 
     def _improve(self, group: Group, until: float) -> None:
         """Search one group; its best becomes the present settings where it pays and learns as much."""
         challengers: list[Candidate] = []
-        if why := self._enter(self.best):  # one that had left, for its race or for what others learn
+        if why := self._enter(self.best):  # one that had left, to be compared, or for what others learn
             return self._add(group.name, self.best, why)
         for candidate in self._options(group):
-            left = until - self.bench.elapsed
+            left = until - self.runner.elapsed
             if len(challengers) == MOST_AT_ONCE:
                 self._add(group.name, candidate, f"not tried: {MOST_AT_ONCE} others were")
             elif left <= group.least_seconds or not self._has_time(2 + len(challengers)):
@@ -220,7 +221,7 @@ class Search:
         if not challengers:
             return
         try:
-            rates = self._race(self.best, challengers, until, self._limit, MOST_ROUNDS, not group.changes_numbers)
+            rates = self._compare(self.best, challengers, until, self._limit, MOST_ROUNDS, not group.changes_numbers)
         except NotFinite:
             if self.best == self.baseline:
                 raise
@@ -231,14 +232,14 @@ class Search:
             if group.changes_numbers and chosen is None and pays(found[candidate]):
                 for other in (self.best, *challengers):  # another training has to find room beside it
                     if other != candidate:
-                        self.bench.leave(other)
+                        self.runner.release(other)
             verdict, learned = self._verdict(group, found[candidate], chosen, candidate)
             if verdict == "chosen":
                 chosen = candidate
             self._add(group.name, candidate, verdict, rates[candidate], found[candidate], learned)
         for candidate in (self.best, *challengers):
             if candidate != (chosen or self.best):
-                self.bench.leave(candidate)
+                self.runner.release(candidate)
         if chosen is not None:
             self.gain = spread(found[chosen]) if self.best == self.baseline else None
             self.best = chosen
@@ -247,7 +248,7 @@ class Search:
     def _fall_back(self, group: Group, challengers: Sequence[Candidate]) -> None:
         """To what was chosen before, for the last choice does not train for long."""
         for candidate in (self.best, *challengers):
-            self.bench.leave(candidate)
+            self.runner.release(candidate)
         self._chosen.remove(self.best)
         broken, self.best = self.best, self._chosen[-1] if self._chosen else self.baseline
         self.gain = None
@@ -255,7 +256,7 @@ class Search:
 
     def _verdict(
         self, group: Group, found: Sequence[float], chosen: Candidate | None, candidate: Candidate
-    ) -> tuple[str, Learned | None]:
+    ) -> tuple[str, LearningResult | None]:
         if not pays(found):
             return no_gain(found, HALVED_FROM), None
         if chosen is not None:
@@ -265,24 +266,24 @@ class Search:
         why, learned = self._judge(candidate)
         return why or "chosen", learned
 
-    def _judge(self, candidate: Candidate) -> tuple[str, Learned | None]:
+    def _judge(self, candidate: Candidate) -> tuple[str, LearningResult | None]:
         """Why it does not learn as the configuration does, "" if it does. All runs have the same samples."""
         allowed = JUDGING * self.seconds
         if self._learned is None:
-            step = self.bench.step_seconds(self.best)
+            step = self.runner.step_seconds(self.best)
             self._judged_steps = min(MOST_JUDGED, int(allowed / RUNS / step))
         if self._judged_steps < LEAST_JUDGED or self._judging_seconds > allowed:
             return "faster, but there is no time to see whether it learns as much", None
-        before = self.bench.elapsed
+        before = self.runner.elapsed
         if self._learned is None:
             self.say(group="judging", candidate=self.baseline.label, doing=f"trains {self._judged_steps} steps")
-            self._learned = self.bench.learn(self.baseline, self._judged_steps)
+            self._learned = self.runner.learn(self.baseline, self._judged_steps)
         learned = None
         if not (why := untold(self._learned, self._judged_steps)):
             self.say(group="judging", candidate=candidate.label, doing=f"trains {self._judged_steps} steps")
-            learned = self.bench.learn(candidate, self._judged_steps)
+            learned = self.runner.learn(candidate, self._judged_steps)
             why = objection(learned, self._learned, self._judged_steps)
-        self._judging_seconds += self.bench.elapsed - before
+        self._judging_seconds += self.runner.elapsed - before
         return why, learned
 
     def _confirm(self) -> bool:
@@ -292,13 +293,13 @@ class Search:
         last, self.best, self.gain = self.best, self.baseline, Spread(1.0, 1.0, 1.0)
         why = self._enter(self.baseline)
         if why:  # there may be no room beside the last choice
-            self.bench.leave(last)
+            self.runner.release(last)
             why = self._enter(self.baseline)
         if why:
             self._add("confirmation", self.baseline, f"nothing is confirmed: {why}")
             return False
         rivals = self._rivals()
-        rates = self._race(
+        rates = self._compare(
             self.baseline, rivals, self.seconds, self.seconds, MOST_FINAL_ROUNDS if rivals else HALVED_FROM
         )
         found = {item: gains(rates[item], rates[self.baseline]) for item in rivals}
@@ -320,8 +321,8 @@ class Search:
         """What was chosen, the last first, as far as there is room, and time for enough rounds; one in any case."""
         rivals: list[Candidate] = []
         for candidate in reversed(self._chosen[-MOST_AT_ONCE:]):
-            needed = LEAST_ROUNDS * (2 + len(rivals)) * self._stretch_seconds + self._entry_seconds
-            if rivals and self.bench.elapsed + needed > self.seconds:
+            needed = LEAST_ROUNDS * (2 + len(rivals)) * self._measurement_seconds + self._entry_seconds
+            if rivals and self.runner.elapsed + needed > self.seconds:
                 break
             if why := self._enter(candidate):
                 self._add("confirmation", candidate, f"not confirmed: {why}")
@@ -331,7 +332,7 @@ class Search:
 
     def _add(
         self, group: str, candidate: Candidate, verdict: str, rates: Sequence[float] = (),
-        found: Sequence[float] = (), learned: Learned | None = None,
+        found: Sequence[float] = (), learned: LearningResult | None = None,
     ) -> None:  # fmt: skip
         before = self.baseline if group == "confirmation" else self.best
         now = {**asdict(self.config), **dict(before.settings)}

@@ -40,7 +40,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class TuningContext:
     """What the choice of candidates depends on besides the configuration."""
 
     world_size: int
@@ -62,14 +62,14 @@ class Group:
     """Settings that are searched together."""
 
     name: str
-    options: Callable[[DistributedTrainingConfig, Facts], list[Settings]]
+    options: Callable[[DistributedTrainingConfig, TuningContext], list[Settings]]
     """From the present configuration to what else can be tried, in this order."""
     changes_numbers: bool = False
     """More than by rounding: what was learned is compared with the baseline."""
     least_seconds: float = 0.0
 
 
-def layouts(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+def layouts(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
     """The same samples of each rank and step in other micro-batches: the largest first, each half of the one before, so
     that the first ones that do not run out of memory are the largest that fit."""
     per_rank = config.batch_size_per_gpu * config.gradient_accumulation_steps
@@ -82,7 +82,7 @@ def layouts(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
     return found
 
 
-def larger_batches(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+def larger_batches(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
     parts = config.gradient_accumulation_steps
     return [
         {"batch_size_per_gpu": factor * config.batch_size_per_gpu, "gradient_accumulation_steps": parts}
@@ -90,14 +90,14 @@ def larger_batches(config: DistributedTrainingConfig, facts: Facts) -> list[Sett
     ]
 
 
-def thread_counts(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+def thread_counts(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
     """Half and twice as many, and a fair share of the cores: threads that have none to run on wait for each other."""
     now, share = config.threads_per_rank or 1, facts.cores // facts.ranks_per_host
     counts = {now // 2, 2 * now, share} - {now}
     return [{"threads_per_rank": count} for count in sorted(counts) if 1 <= count <= share]
 
 
-def communications(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+def communications(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
     """Ways to sum gradients that differ in this world; ``auto`` is not among them, for here they are measured."""
     if facts.world_size == 1:
         return []
@@ -107,12 +107,12 @@ def communications(config: DistributedTrainingConfig, facts: Facts) -> list[Sett
     )
 
 
-def places(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+def places(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
     """Where the data are kept, if there is a choice."""
     return _other("data_on_device", True, False)(config, facts) if facts.fits_gpu else []
 
 
-def depths(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+def depths(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
     """Other numbers of batches that are gathered ahead; none are, whatever is set, of data that are on the GPU."""
     if facts.fits_gpu and config.data_on_device:
         return []
@@ -120,21 +120,21 @@ def depths(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
     return [{"prefetch_batches": count} for count in (0, 1, 2, 4) if count != now]
 
 
-def compilations(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+def compilations(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
     """CUDA graphs only where there is a GPU: that they were not tried for want of time would be no reason."""
     return _other("compile", "off", "default", *(["reduce-overhead"] if facts.has_gpu else []))(config, facts)
 
 
-def _other(name: str, *values: Any) -> Callable[[DistributedTrainingConfig, Facts], list[Settings]]:
+def _other(name: str, *values: Any) -> Callable[[DistributedTrainingConfig, TuningContext], list[Settings]]:
     """Each value that a field does not have now; nothing for a field that the trainer does not have."""
 
-    def options(config: DistributedTrainingConfig, facts: Facts) -> list[Settings]:
+    def options(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
         return [{name: value} for value in values if name in FIELDS and value != getattr(config, name)]
 
     return options
 
 
-def groups(vary_batch: bool, facts: Facts) -> list[Group]:
+def groups(vary_batch: bool, facts: TuningContext) -> list[Group]:
     """In the order of what they decide: the layout and the precision decide how long a step computes, and with that
     what all others are worth. Compiling comes last, for nothing else can take up so much of the budget."""
     batch = Group(name="global batch", options=larger_batches, changes_numbers=True)

@@ -1,4 +1,4 @@
-"""`Trial`: the training of one candidate, which goes on some steps at a time, beside others in the same processes.
+"""`TuningTrial`: the training of one candidate, some steps at a time, beside others in the same processes.
 
 How a candidate's steps and its validation loss are computed belongs here; which candidates there are, and when each of
 them goes on, is `trainer.tuning.tuner`'s.
@@ -17,7 +17,7 @@ from trainer.comm.world import World
 from trainer.config import JobConfig
 from trainer.data.loader import Batch
 from trainer.engine.lr_schedule import learning_rate
-from trainer.engine.step import Votes
+from trainer.engine.step import StepFlags
 from trainer.engine.workload import Workload, make_sampler, open_shards
 from trainer.runtime.fault_injection import Faults
 from trainer.tuning.search_space import Candidate
@@ -26,7 +26,7 @@ JUDGED_SAMPLES, JUDGED_AT_ONCE = 8192, 1024
 """Of the validation split, evenly spread over it; two trainings are compared on the same ones."""
 
 
-class Trial:
+class TuningTrial:
     """A candidate's training, which has its own data, model and optimizer."""
 
     def __init__(self, job: JobConfig, candidate: Candidate, world: World, faults: Faults) -> None:
@@ -57,7 +57,7 @@ class Trial:
             if workload.step.world.group is None:  # nobody else has a part in it
                 batch = replace(batch, samples=batch.local_samples)
             done = state.progress.step
-            result = workload.step(batch, done, learning_rate(self.config, done, self.total_steps), Votes())
+            result = workload.step(batch, done, learning_rate(self.config, done, self.total_steps), StepFlags())
             state.progress.commit(done // workload.sampler.steps_per_epoch, batch.samples, result.digest)
             workload.communication.add(batch.local_samples)
         if self.device.type == "cuda":

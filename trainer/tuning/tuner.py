@@ -44,16 +44,16 @@ from trainer.observability.reporter import Reporter
 from trainer.rundir import TUNED, RunDir
 from trainer.runtime.affinity import AVAILABLE
 from trainer.runtime.fault_injection import Faults
-from trainer.tuning.search import OUT_OF_MEMORY, Learned, Search
-from trainer.tuning.search_space import LAYOUT, Candidate, Facts
-from trainer.tuning.trial import Trial
+from trainer.tuning.search import OUT_OF_MEMORY, LearningResult, Search
+from trainer.tuning.search_space import LAYOUT, Candidate, TuningContext
+from trainer.tuning.trial import TuningTrial
 
 WARM_UP = 2
 """Steps before a candidate is measured for the first time, and in that first measurement."""
 FIRST_STEP_BY, LEAST_FOR_IT = 0.85, 5.0
 """Of the budget: when the first step of a candidate, for which it may have to be compiled, has to be done; and seconds
 that it has in any case."""
-STRETCHES = 300
+MEASUREMENTS = 300
 """That a budget is divided into, roughly…"""
 SHORTEST, LONGEST = 0.1, 3.0
 """…in seconds."""
@@ -79,7 +79,7 @@ class Alone(World):
 
 
 class Tuner:
-    """The bench of `trainer.tuning.search` on real ranks, and how its result is reported and written."""
+    """The runner of `trainer.tuning.search` on real ranks, and how its result is reported and written."""
 
     def __init__(self, job: JobConfig, seconds: float, vary_batch: bool) -> None:
         self.rundir, self.facts = RunDir(job.run_dir), rank_facts(os.environ, job.training)
@@ -107,13 +107,13 @@ class Tuner:
         self.reporter = Reporter(self.rundir, 0, 1, []) if self.world.rank == 0 else None
         gc.freeze()  # what is loaded once need not be looked through at each clean-up
         self._is_untidy = False
-        self._running: dict[Candidate, Trial] = {}
-        self._stretch_seconds = min(LONGEST, max(SHORTEST, seconds / STRETCHES))
+        self._running: dict[Candidate, TuningTrial] = {}
+        self._measurement_seconds = min(LONGEST, max(SHORTEST, seconds / MEASUREMENTS))
         self._step_seconds: dict[Candidate, float] = {}
         self.search = Search(
-            config=self.job.training, bench=self, seconds=seconds, vary_batch=vary_batch, say=self._say,
+            config=self.job.training, runner=self, seconds=seconds, vary_batch=vary_batch, say=self._say,
             keep=self.write,
-            facts=Facts(
+            facts=TuningContext(
                 world_size=self.world.world_size, local_world_size=self.facts.local_world_size,
                 cores=len(AVAILABLE), ranks_per_host=hosts.count(platform.node()),
                 batch_matters=self._batch_matters(), fits_gpu=self._fits_gpu(),
@@ -122,7 +122,7 @@ class Tuner:
             ),
         )  # fmt: skip
 
-    def enter(self, candidate: Candidate) -> str:
+    def prepare(self, candidate: Candidate) -> str:
         """First one step alone, which may fail on any rank by itself; then with the others."""
         if candidate in self._running:
             return ""
@@ -152,12 +152,12 @@ class Tuner:
             self._began = time.monotonic()
         return ""
 
-    def _first_step(self, candidate: Candidate, stays: bool = True) -> tuple[Trial | None, str]:
+    def _first_step(self, candidate: Candidate, stays: bool = True) -> tuple[TuningTrial | None, str]:
         """A trial that has done one step alone, or why there is none, on all ranks. Unless the step ``stays``, it
         has its first weights again."""
         trial, why = None, ""
         try:
-            trial = Trial(self.job, candidate, self.world, self.faults)
+            trial = TuningTrial(self.job, candidate, self.world, self.faults)
             with self._in_time():
                 before = None if stays else copy.deepcopy(trial.state.capture())
                 trial.enter_world(Alone(self.facts, self.device, self.backend))
@@ -173,9 +173,9 @@ class Tuner:
             trial = None
         return trial, why
 
-    def stretch(self, candidate: Candidate) -> float:
+    def measure(self, candidate: Candidate) -> float:
         trial, samples, seconds = self._running[candidate], 0, 0.0
-        steps = max(2, round(self._stretch_seconds / self._step_seconds[candidate]))
+        steps = max(2, round(self._measurement_seconds / self._step_seconds[candidate]))
         self.world.meet()
         try:
             trial.train_steps(1)  # caches and threads are its own again
@@ -190,14 +190,14 @@ class Tuner:
         self._step_seconds[candidate] = slowest / steps
         return samples / slowest
 
-    def leave(self, candidate: Candidate) -> None:
+    def release(self, candidate: Candidate) -> None:
         trial = self._running.pop(candidate, None)
         if trial is not None:
             trial.close()
         trial = None
         self._is_untidy = True
 
-    def learn(self, candidate: Candidate, steps: int) -> Learned:
+    def learn(self, candidate: Candidate, steps: int) -> LearningResult:
         if self._is_untidy:
             self._clean_up()
         trial, why = self._first_step(candidate, stays=False)
@@ -223,7 +223,7 @@ class Tuner:
                 why = _in_words(error)
             trial.close()
         self._is_untidy = True
-        return Learned(first=first, loss=loss, is_likelihood=is_likelihood, why=self._agree(why))
+        return LearningResult(first=first, loss=loss, is_likelihood=is_likelihood, why=self._agree(why))
 
     def step_seconds(self, candidate: Candidate) -> float:
         return self._step_seconds[candidate]
@@ -267,7 +267,7 @@ class Tuner:
 
     def close(self) -> None:
         for candidate in list(self._running):
-            self.leave(candidate)
+            self.release(candidate)
         if self.reporter:
             self.reporter.close()
         self.world.leave()
@@ -326,7 +326,7 @@ class Tuner:
             self.reporter.emit("tune", elapsed_seconds=self.elapsed, budget_seconds=self.seconds, **what)
 
     def _on_sigterm(self, *_: object) -> None:
-        self.asked_to_stop = True  # no more here: the ranks hear of it at the end of the stretch
+        self.asked_to_stop = True  # no more here: the ranks hear of it at the end of the measurement
 
 
 def with_layout(settings: Sequence[tuple[str, Any]], training: DistributedTrainingConfig) -> dict[str, Any]:

@@ -24,7 +24,7 @@ UNTOLD = "too few rounds to tell"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Learned:
+class LearningResult:
     """What some steps of training came to."""
 
     first: float
@@ -73,7 +73,7 @@ def no_gain(found: Sequence[float], enough: int) -> str:
     return "no sure gain" if is_faster else "no gain"
 
 
-def tolerated(baseline: Learned) -> float:
+def tolerated(baseline: LearningResult) -> float:
     """By how much a validation loss may be higher: 0.5 % of what the loss is measured in.
 
     A negative log likelihood has a sign and a size that hang on the unit of the target, so a share of it says nothing;
@@ -85,7 +85,7 @@ def tolerated(baseline: Learned) -> float:
     return TOLERANCE * max(abs(baseline.loss), baseline.first - baseline.loss)
 
 
-def untold(baseline: Learned, steps: int) -> str:
+def untold(baseline: LearningResult, steps: int) -> str:
     """Why nothing can be compared with what the baseline has learned; "" where it can."""
     if baseline.why:
         return f"not compared: the baseline could not be trained beside it: {baseline.why}"
@@ -97,7 +97,7 @@ def untold(baseline: Learned, steps: int) -> str:
     )
 
 
-def objection(found: Learned, baseline: Learned, steps: int) -> str:
+def objection(found: LearningResult, baseline: LearningResult, steps: int) -> str:
     """Why a candidate does not learn as the baseline does; "" where it does, or learns more."""
     if why := untold(baseline, steps):
         return why

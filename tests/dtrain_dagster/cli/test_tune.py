@@ -33,7 +33,7 @@ from trainer.config import ConfigError, DatasetRef, DistributedTrainingConfig, F
 from trainer.rundir import RunDir
 from trainer.spec import DataSpec
 from trainer.tuning.search_space import Candidate
-from trainer.tuning.trial import Trial
+from trainer.tuning.trial import TuningTrial
 from trainer.tuning.tuner import Tuner, with_layout
 
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
@@ -274,10 +274,10 @@ def tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_is_learned_begins_at_the_first_weights_and_has_the_whole_schedule(tuner: Tuner):
-    assert not tuner.enter(Candidate())
+    assert not tuner.prepare(Candidate())
     short, again, longer = (tuner.learn(Candidate(), steps) for steps in (20, 20, 60))
     assert short == again
-    by_hand = Trial(tuner.job, Candidate(), tuner.world, tuner.faults)
+    by_hand = TuningTrial(tuner.job, Candidate(), tuner.world, tuner.faults)
     by_hand.enter_world(tuner.world)
     assert short.first == longer.first == by_hand.validation_loss()
     by_hand.total_steps = 20
@@ -294,7 +294,7 @@ def test_what_runs_out_of_memory_while_it_learns_is_told_and_ends_nothing(tuner:
     assert tuner.learn(Candidate(), 20).why == "out of memory"
     WORN_OUT.clear()
     assert not tuner.learn(Candidate(), 20).why
-    assert not tuner.enter(Candidate())
+    assert not tuner.prepare(Candidate())
 
 
 def test_a_batch_is_written_as_both_of_its_parts():

@@ -18,13 +18,13 @@ from trainer.data.loader import Batch, BatchLoader
 from trainer.data.sampler import Sampler
 from trainer.data.shards import DataShardManager
 from trainer.engine.out_of_memory import Fit
-from trainer.engine.step import NonFiniteError, Step, Votes, digest
+from trainer.engine.step import NonFiniteError, Step, StepFlags, digest
 from trainer.runtime.fault_injection import Faults, InjectedError
 from trainer.runtime.step_timer import StepTimer
 
 CPU = torch.device("cpu")
 ALONE = World(RankFacts(), CPU, "gloo")
-NOTHING = Votes()
+NOTHING = StepFlags()
 
 
 class Squared(nn.Module):
@@ -140,9 +140,9 @@ def test_a_saved_optimizer_goes_on_as_if_nothing_had_been() -> None:
 
 
 def test_a_step_tells_the_votes_and_which_samples_it_used() -> None:
-    votes = Votes(leaving=1, regroup=1, cut_off=1)
-    result = step_of(model())(batch(2), 0, 0.0, votes)
-    assert (result.votes, result.digest) == (votes, 17)
+    flags = StepFlags(leaving=1, regroup=1, cut_off=1)
+    result = step_of(model())(batch(2), 0, 0.0, flags)
+    assert (result.flags, result.digest) == (flags, 17)
 
 
 @pytest.mark.parametrize("at", ["forward", "backward"])

@@ -23,7 +23,7 @@ from trainer.config import DistributedTrainingConfig, FactoryConfig, parse_job
 from trainer.data.loader import Batch, BatchLoader
 from trainer.data.sampler import Sampler
 from trainer.data.shards import DataShardManager
-from trainer.engine.step import Step, Votes
+from trainer.engine.step import Step, StepFlags
 from trainer.engine.trainer import DistributedTrainer
 from trainer.model.losses import build_loss
 from trainer.model.stock import build_model
@@ -163,7 +163,7 @@ def test_two_ranks_exchange_their_gradients_and_one_line_and_nothing_else(datase
         before = len(world.group.collectives)
         batches = BatchLoader(shards, sampler, world, faults, timer).batches(0, 0)
         for number in range(3):
-            step(next(batches), number, 1e-3, Votes())
+            step(next(batches), number, 1e-3, StepFlags())
         return [(item.what.split(" (")[0], item.bytes) for item in list(world.group.collectives)[before:]]
 
     [one, other] = on_two_ranks(work)

@@ -11,7 +11,7 @@ from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.loader import Batch
 from trainer.engine.out_of_memory import Fit
-from trainer.engine.step import Step, Votes
+from trainer.engine.step import Step, StepFlags
 from trainer.model.compile import compiled, obstacle
 from trainer.runtime.fault_injection import Faults
 
@@ -79,7 +79,7 @@ def test_a_compiled_model_has_the_same_losses_and_keeps_its_names() -> None:
         step.limit(Fit(8, mode != "off"))
         for number in range(6):
             windows, target = torch.randn(8, 3, 2, generator=made), torch.ones(8)
-            found.append(step(Batch(8, ((0, windows, target),), 0), number, 0.05, Votes()).loss_sum)
+            found.append(step(Batch(8, ((0, windows, target),), 0), number, 0.05, StepFlags()).loss_sum)
         assert (step.model is net) == (mode == "off")
         return found, list(net.state_dict())
 

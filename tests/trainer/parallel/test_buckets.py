@@ -24,7 +24,7 @@ from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig, parse_job
 from trainer.data.loader import Batch
 from trainer.engine.own_model import OwnModel
-from trainer.engine.step import Step, Votes
+from trainer.engine.step import Step, StepFlags
 from trainer.parallel.buckets import Buckets, divide
 from trainer.parallel.synchronizer import GradientSynchronizer
 from trainer.runtime.fault_injection import Faults
@@ -71,7 +71,7 @@ def test_two_ranks_do_what_one_does_whatever_they_use(signs: tuple[float, ...], 
         step = Step(net, Squared(), config, CPU, Faults({}, 0))
         step.adopt(world)
         for number in range(3):
-            step(Batch(16, mine, digest=0), number, 0.1, Votes())
+            step(Batch(16, mine, digest=0), number, 0.1, StepFlags())
         return net.state_dict()
 
     nets = [Choosy() for _ in range(3)]
@@ -125,7 +125,7 @@ def test_two_ranks_do_what_one_does_whatever_the_model_is(kind: Callable[[], nn.
         step = Step(net, Squared(), DistributedTrainingConfig(), CPU, Faults({}, 0))
         step.adopt(world)
         for number in range(3):
-            step(Batch(16, mine, digest=0), number, 0.1, Votes())
+            step(Batch(16, mine, digest=0), number, 0.1, StepFlags())
         return net.state_dict()
 
     nets = [kind() for _ in range(3)]
@@ -145,7 +145,7 @@ def test_a_parameter_in_two_reentrant_parts_is_refused_not_summed_too_early() ->
         step = Step(nets[world.rank], Squared(), DistributedTrainingConfig(), CPU, Faults({}, 0))
         step.adopt(world)
         with pytest.raises(RuntimeError, match="use_reentrant=False"):
-            step(Batch(8, (part(world.rank, 1),), digest=0), 0, 0.1, Votes())
+            step(Batch(8, (part(world.rank, 1),), digest=0), 0, 0.1, StepFlags())
 
     with mock.patch.multiple("trainer.parallel.buckets", FIRST_BYTES=100, MOST_BYTES=100):
         on_two_ranks(work)
@@ -162,7 +162,7 @@ def test_ranks_stay_equal_where_what_they_use_changes_and_small_values_are_dropp
         step.adopt(world)
         for number in range(12):
             sign = 1 if (world.rank + number) % 2 else -1
-            step(Batch(8, (part(2 * number + world.rank, sign),), digest=0), number, 0.1, Votes())
+            step(Batch(8, (part(2 * number + world.rank, sign),), digest=0), number, 0.1, StepFlags())
         return nets[world.rank].state_dict()
 
     one, other = on_two_ranks(work)

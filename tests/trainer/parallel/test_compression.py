@@ -25,7 +25,7 @@ from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.coverage import unproven
 from trainer.data.loader import Batch
-from trainer.engine.step import NonFiniteError, Step, Votes
+from trainer.engine.step import NonFiniteError, Step, StepFlags
 from trainer.observability.comm_profiler import FIELDS, Window
 from trainer.parallel import compression
 from trainer.parallel.auto_compression import AGREEING, Automatic
@@ -95,7 +95,7 @@ def train(worlds: list[World], steps: int = 3, **settings: Any) -> tuple[list[Te
         step = Step(networks[world.rank], Squared(), config, CPU, Faults({}, 0))
         step.adopt(world)
         for number in range(steps):
-            step(batch(world.rank, len(worlds), number), number, 0.0, Votes())
+            step(batch(world.rank, len(worlds), number), number, 0.0, StepFlags())
         assert world.group is not None
         counted = [item.bytes for item in world.group.collectives if "gradient bucket" in item.what]
         return [parameter.grad for parameter in step.parameters], counted[-(len(counted) // steps) :]
@@ -141,7 +141,7 @@ def test_numbers_that_are_not_finite_end_the_step_on_all_ranks(
         step = Step(network(), Squared(), config, CPU, Faults({}, 0))
         step.adopt(world)
         with pytest.raises(NonFiniteError) as failed:
-            step(batch(world.rank, 2, 0, poison), 0, 1e-3, Votes())
+            step(batch(world.rank, 2, 0, poison), 0, 1e-3, StepFlags())
         return str(failed.value)
 
     [one, other] = at_once(work, worlds(2))
@@ -248,7 +248,7 @@ def test_a_peer_that_dies_in_a_compressed_sum_wakes_everybody(worlds: Callable[[
         step = Step(network(), Squared(), DistributedTrainingConfig(communication="fp16"), CPU, Faults({}, 0))
         step.adopt(one)
         with pytest.raises(GroupError) as failed:
-            step(batch(one.rank, 3, 0), 0, 1e-3, Votes())
+            step(batch(one.rank, 3, 0), 0, 1e-3, StepFlags())
         return str(failed.value)
 
     with mock.patch.object(TorchTransport, "swap", fail):

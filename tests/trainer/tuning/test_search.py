@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.tuning.search import OUT_OF_MEMORY, Search, race
+from trainer.tuning.search import OUT_OF_MEMORY, Search, compare_throughput
 from trainer.tuning.search_space import (
     COMPILE_SECONDS,
     KNOBS,
     Candidate,
-    Facts,
+    TuningContext,
     compilations,
     depths,
     groups,
@@ -24,16 +24,16 @@ from trainer.tuning.search_space import (
     share,
     thread_counts,
 )
-from trainer.tuning.verdict import LEAST_GAIN, Learned, gains, objection, pays, tolerated
+from trainer.tuning.verdict import LEAST_GAIN, LearningResult, gains, objection, pays, tolerated
 
-FACTS = Facts(world_size=2, local_world_size=1, cores=8, ranks_per_host=2)
+FACTS = TuningContext(world_size=2, local_world_size=1, cores=8, ranks_per_host=2)
 CONFIG = DistributedTrainingConfig(world_size=2, batch_size_per_gpu=64, gradient_accumulation_steps=4)
-STRETCH, ENTRY = 1.0, 2.0
+MEASUREMENT, ENTRY = 1.0, 2.0
 
 
 @dataclass
 class Machine:
-    """A bench whose clock goes on only by what is done on it."""
+    """A runner whose clock goes on only by what is done on it."""
 
     speed: Callable[[dict], float]
     """Samples per second with these settings."""
@@ -44,7 +44,7 @@ class Machine:
     inside: set[Candidate] = field(default_factory=set)
     most_inside: int = 0
 
-    def enter(self, candidate: Candidate) -> str:
+    def prepare(self, candidate: Candidate) -> str:
         if candidate not in self.inside:
             self.elapsed += ENTRY
             if why := self.refuses(dict(candidate.settings)):
@@ -53,24 +53,24 @@ class Machine:
             self.most_inside = max(self.most_inside, len(self.inside))
         return ""
 
-    def stretch(self, candidate: Candidate) -> float:
+    def measure(self, candidate: Candidate) -> float:
         assert candidate in self.inside
-        self.elapsed += STRETCH
+        self.elapsed += MEASUREMENT
         return self.speed(dict(candidate.settings))
 
-    def leave(self, candidate: Candidate) -> None:
+    def release(self, candidate: Candidate) -> None:
         self.inside.discard(candidate)
 
-    def learn(self, candidate: Candidate, steps: int) -> Learned:
+    def learn(self, candidate: Candidate, steps: int) -> LearningResult:
         self.elapsed += 0.01 * steps
-        return Learned(first=2.0, loss=self.loss(dict(candidate.settings)), is_likelihood=self.is_likelihood)
+        return LearningResult(first=2.0, loss=self.loss(dict(candidate.settings)), is_likelihood=self.is_likelihood)
 
     def step_seconds(self, candidate: Candidate) -> float:
         return 0.01
 
 
-def searched(machine: Machine, seconds: float = 1000.0, config=CONFIG, facts: Facts = FACTS, **more) -> Search:
-    search = Search(config=config, facts=facts, bench=machine, seconds=seconds, **more)
+def searched(machine: Machine, seconds: float = 1000.0, config=CONFIG, facts: TuningContext = FACTS, **more) -> Search:
+    search = Search(config=config, facts=facts, runner=machine, seconds=seconds, **more)
     search.run()
     return search
 
@@ -80,12 +80,12 @@ def verdicts(search: Search, group: str) -> dict[tuple, str]:
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=9, unique=True))
-def test_a_race_without_noise_never_drops_the_fastest_and_lets_the_incumbent_stay(speeds: list[float]):
+def test_a_comparison_without_noise_never_drops_the_fastest_and_lets_the_incumbent_stay(speeds: list[float]):
     challengers = [Candidate((("precision", number),)) for number in range(len(speeds))]
     machine = Machine(lambda settings: speeds[settings["precision"]] if settings else 1.0)
     for candidate in (Candidate(), *challengers):
-        machine.enter(candidate)
-    rates = race(machine, Candidate(), challengers, until=1e9, limit=1e9, halves=True)
+        machine.prepare(candidate)
+    rates = compare_throughput(machine, Candidate(), challengers, until=1e9, limit=1e9, halves=True)
     fastest = challengers[speeds.index(max(speeds))]
     assert len(rates[fastest]) == len(rates[Candidate()]) == max(map(len, rates.values()))
     assert machine.inside >= {Candidate(), fastest}
@@ -96,7 +96,7 @@ def test_a_race_without_noise_never_drops_the_fastest_and_lets_the_incumbent_sta
 def test_the_budget_is_kept_but_for_what_was_begun_in_it(seconds: float, factors: dict[str, float]):
     machine = Machine(lambda settings: factors.get(settings.get("precision", "fp32"), 1.0) * 100)
     searched(machine, seconds)
-    assert machine.elapsed <= seconds + ENTRY + 2 * STRETCH  # what confirms the result takes one round in any case
+    assert machine.elapsed <= seconds + ENTRY + 2 * MEASUREMENT  # what confirms the result takes one round in any case
     assert machine.most_inside <= 5
 
 
@@ -206,19 +206,19 @@ def test_a_gain_counts_where_it_is_large_enough_and_in_most_rounds():
 
 
 def test_losses_are_compared_by_what_they_are_measured_in():
-    nats = Learned(first=-1.0, loss=-2.001, is_likelihood=True)
+    nats = LearningResult(first=-1.0, loss=-2.001, is_likelihood=True)
     assert tolerated(nats) == 0.005  # whatever the unit of the target makes of its value
     assert not objection(replace(nats, loss=-1.9961), nats, 100)
     assert objection(replace(nats, loss=-1.9959), nats, 100)
     assert objection(replace(nats, loss=math.nan), nats, 100)
     assert not objection(replace(nats, loss=-9.0), nats, 100)  # better is better
-    near_zero = Learned(first=2.0, loss=0.001, is_likelihood=False)
+    near_zero = LearningResult(first=2.0, loss=0.001, is_likelihood=False)
     assert tolerated(near_zero) == pytest.approx(0.01, rel=1e-3)
     assert tolerated(replace(near_zero, first=0.9, loss=0.8)) == pytest.approx(0.004)
 
 
 def test_where_the_baseline_learns_nothing_nobody_is_taken_to_learn_as_much():
-    nothing = Learned(first=2.0, loss=1.997, is_likelihood=True)
+    nothing = LearningResult(first=2.0, loss=1.997, is_likelihood=True)
     assert "not compared" in objection(replace(nothing, loss=2.0), nothing, 20)
     assert "not compared" in objection(nothing, replace(nothing, loss=math.nan), 20)
     machine = Machine(lambda settings: 200.0 if "precision" in settings else 100.0, loss=lambda settings: 1.997)
@@ -231,10 +231,10 @@ def test_what_fails_while_it_is_judged_is_dropped_and_has_the_memory_to_itself()
     machine = Machine(lambda settings: {"bf16": 300.0, "fp16": 200.0}.get(settings.get("precision", ""), 100.0))
     trains, beside = machine.learn, []
 
-    def learn(candidate: Candidate, steps: int) -> Learned:
+    def learn(candidate: Candidate, steps: int) -> LearningResult:
         beside.append(len(machine.inside))
         if dict(candidate.settings).get("precision") == "bf16":
-            return Learned(first=math.nan, loss=math.nan, is_likelihood=True, why=OUT_OF_MEMORY)
+            return LearningResult(first=math.nan, loss=math.nan, is_likelihood=True, why=OUT_OF_MEMORY)
         return trains(candidate, steps)
 
     machine.learn = learn  # type: ignore[method-assign]
@@ -274,14 +274,14 @@ def test_a_small_budget_never_says_that_nothing_pays_where_something_was_faster(
 
 def test_a_confirmation_that_had_too_few_rounds_is_no_result():
     machine = Machine(lambda settings: 130.0 if settings.get("precision") == "bf16" else 100.0)
-    stretch = machine.stretch
+    measure = machine.measure
 
     def slow(candidate: Candidate) -> float:  # the machine is busy with something else in the end
         machine.elapsed += 20.0 if "chosen" in {row["verdict"] for row in search.rows} else 0.0
-        return stretch(candidate)
+        return measure(candidate)
 
-    machine.stretch = slow  # type: ignore[method-assign]
-    search = Search(config=replace(CONFIG, prefetch_batches=0), facts=FACTS, bench=machine, seconds=200.0)
+    machine.measure = slow  # type: ignore[method-assign]
+    search = Search(config=replace(CONFIG, prefetch_batches=0), facts=FACTS, runner=machine, seconds=200.0)
     search.run()
     assert search.rows[-1]["verdict"] == "too few rounds to tell"
     assert (search.best, search.is_complete) == (Candidate(), False)
