@@ -9,9 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from dtrain_dagster.costs.estimate import Basis, Estimate, Work
-from dtrain_dagster.costs.prices import Tier
-
-STAND_IN, LISTED = "stand-in price, nothing was billed", "list price, not the bill"
+from dtrain_dagster.costs.prices import STAND_IN, Tier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

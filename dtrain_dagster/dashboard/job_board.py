@@ -12,8 +12,7 @@ from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.costs.plan import LISTED, STAND_IN
-from dtrain_dagster.costs.prices import PriceError, Tier
+from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, Tier
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.dashboard.job_index import JobIndex, Listing, Seen
 from dtrain_dagster.dashboard.job_row import DAMAGED, ENDED, JobRow

@@ -21,8 +21,7 @@ from dtrain_dagster.costs.estimate import (
     Interval,
     with_evictions,
 )
-from dtrain_dagster.costs.plan import LISTED
-from dtrain_dagster.costs.prices import PriceError, SkuPrice, Tier
+from dtrain_dagster.costs.prices import LISTED, PriceError, SkuPrice, Tier
 from dtrain_dagster.support.formatting import dollars, duration
 
 Origin = Literal["measured", "scaled", "guessed"]

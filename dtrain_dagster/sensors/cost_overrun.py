@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dtrain_dagster.assets.training_progress import COST_CHECK
-from dtrain_dagster.costs.plan import STAND_IN
-from dtrain_dagster.costs.prices import price_table, tier_of
+from dtrain_dagster.costs.prices import STAND_IN, price_table, tier_of
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.progress import PLAN

@@ -14,8 +14,7 @@ import dagster as dg
 from dtrain_dagster.automation.idle_policy import Idling, Outcome, is_due, is_over, look, takes_force, tried
 from dtrain_dagster.automation.run_liveness import run_at_work
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, NodePool
-from dtrain_dagster.costs.plan import LISTED, STAND_IN
-from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
+from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, price_of, tier_of
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, duration

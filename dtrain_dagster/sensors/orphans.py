@@ -16,8 +16,7 @@ import dagster as dg
 from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.run_liveness import LIVE, run_at_work, seconds_since_setting
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, Orphan
-from dtrain_dagster.costs.plan import LISTED, STAND_IN
-from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
+from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, price_of, tier_of
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, duration
