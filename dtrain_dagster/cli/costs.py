@@ -67,7 +67,7 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
         if reconciled is not None:
             more["reconciliation"] = reconciled.as_dict()
         metrics = tracker.metrics(epochs, expected or 0.0)
-        click.echo(json.dumps(export.document(tracker, found, metrics, words, **more), indent=2))
+        click.echo(json.dumps(export.cost_document(tracker, found, metrics, words, **more), indent=2))
     else:
         _print(tracker, found, words, expected, running)
         carbon = "" if energy.kg_co2e is None else f", {energy.kg_co2e:.3g} kg CO2e ({energy.source})"

@@ -50,7 +50,7 @@ class PlannedJob:
         return replace(self, job=job, fingerprint=mark, node_count=node_count)
 
 
-def plan_job(
+def size_up_job(
     job: JobConfig,
     samples: Mapping[str, int],
     price: SkuPrice,

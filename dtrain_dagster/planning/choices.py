@@ -178,7 +178,7 @@ def choices(
     )
 
 
-def choose(table: Choices) -> PlanChoice:
+def choose_plan(table: Choices) -> PlanChoice:
     """The chosen one. `PlanError` where none fits: what would, and the setting that has to change for it."""
     if table.chosen:
         return table.chosen
