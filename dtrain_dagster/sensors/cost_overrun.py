@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from dtrain_dagster.planning.savings import Saving
 
 COST_TOLD = "cost_alerts.json"
-"""In a run directory: what people have been told of its cost, and when. Beside `following.TOLD`, which whoever follows
-the job holds in memory and writes as a whole."""
+"""In a run directory: what people have been told of its cost, and when. Beside `training_progress.TOLD`, which whoever
+follows the job holds in memory and writes as a whole."""
 ENOUGH_STEPS, MOST_FILES, FILES_AT_ONCE = 20, 400, 40
 """Of the newest events, so many reports of steps are read, from so many files at most. A job whose steps take long
 writes dozens of files, of samples, between two of these: what was learned of its pace is in the cursor therefore."""
