@@ -110,13 +110,13 @@ def wrong_tables(folder: Path) -> str:
 
 def wrong_shards(folder: Path) -> str:
     """Is there one dataset, complete, and of each builder that was killed nothing, once it is old enough?"""
-    from dtrain_dagster.data.building import LEFT_SECONDS, sweep
+    from dtrain_dagster.data.building import LEFT_SECONDS, sweep_leftovers
     from dtrain_dagster.data.sharding import verify_dataset
 
     for parent in (folder / "prices", folder / "datasets"):
         for left in parent.glob("building-*"):
             os.utime(left, (time.time() - 2 * LEFT_SECONDS,) * 2)
-        sweep(parent)
+        sweep_leftovers(parent)
     names = sorted(path.name for parent in ("prices", "datasets") for path in (folder / parent).iterdir())
     if len(names) != 2:
         return f"there are {names}"

@@ -33,7 +33,7 @@ def hardware_mark(cluster: GPUClusterResource, gpu_type: str) -> str:
     return "-" + price_of(gpu_type).sku.removeprefix("Standard_").replace("_", "").lower()
 
 
-def rounded(value: Any) -> Any:
+def round_figures(value: Any) -> Any:
     """A figure as metadata shows it; anything else as it is."""
     return round(value, 6) if isinstance(value, float) else value
 

@@ -91,7 +91,7 @@ def cost_breakdown(
 ) -> dg.MaterializeResult:
     from dtrain_dagster.costs.carbon import job_footprint
     from dtrain_dagster.costs.ledger import ledger
-    from dtrain_dagster.planning.variance import reasons, sentence
+    from dtrain_dagster.planning.variance import explain_variance, reasons
 
     job = trained_checkpoint
     rundir = RunDir(job.run_dir)
@@ -111,7 +111,7 @@ def cost_breakdown(
         metrics=tracker.metrics(result["epochs"], plan.estimate.usd.expected),
         samples_seen=result["samples_seen"],
         told=told,
-        why=sentence(told, tracker.total_usd, plan.estimate.usd.expected),
+        why=explain_variance(told, tracker.total_usd, plan.estimate.usd.expected),
     )
     _write_reports(rundir, bill)
     return dg.MaterializeResult(
@@ -125,7 +125,7 @@ def _write_reports(rundir: RunDir, bill: Bill) -> None:
     from dtrain_dagster.costs import export
 
     estimated, reasons = bill.plan.estimate.usd.expected, list(map(asdict, bill.told))
-    document = export.document(
+    document = export.cost_document(
         bill.tracker,
         bill.found,
         bill.metrics,

@@ -28,7 +28,7 @@ def estimate_scored(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResu
 
 def judged(latest: "tuple[str, Score | str] | None", scores: "Sequence[Score]") -> dg.AssetCheckResult:
     """A job by its own score, or why it has none; and all scores together, the oldest first."""
-    from dtrain_dagster.planning.scoring import learn, summarise
+    from dtrain_dagster.planning.scoring import learn, summarise_scores
     from dtrain_dagster.reports.score_charts import history_chart
     from dtrain_dagster.reports.training_charts import markdown_image
 
@@ -37,7 +37,7 @@ def judged(latest: "tuple[str, Score | str] | None", scores: "Sequence[Score]") 
     job_id, last = latest
     if isinstance(last, str):
         return dg.AssetCheckResult(passed=True, metadata={"job_id": job_id, "why": f"not scored: {last}"})
-    together, next_one = summarise(scores), learn(scores, last.basis, last.sku)
+    together, next_one = summarise_scores(scores), learn(scores, last.basis, last.sku)
     metadata: dict[str, Any] = {
         "job_id": job_id,
         "usd_error_percent": _percent(last.usd_error),

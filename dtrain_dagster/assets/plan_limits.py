@@ -46,7 +46,7 @@ def sure_objection(
     return said
 
 
-def refusal(
+def refuse_plan(
     context: dg.AssetExecutionContext,
     project: ProjectResource,
     said: str,
@@ -62,10 +62,10 @@ def refusal(
     fits = remedies(forecast, limits, price, tier, counts, node_count) if forecast else []
     nearest = ""
     if table:
-        from dtrain_dagster.planning.choices import PlanError, choose
+        from dtrain_dagster.planning.choices import PlanError, choose_plan
 
         try:
-            fits.append(f"{in_words(choose(table))} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
+            fits.append(f"{in_words(choose_plan(table))} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
         except PlanError as error:
             nearest = f" Of all choices {error}."
     remedy = f"What would fit: {'; '.join(fits)}." if fits else "Nothing that is known of this training would fit."
@@ -124,4 +124,4 @@ def refuse_dearer_nodes(
     seconds = plan.estimate.seconds.scaled(hardware_of(plan.sku).speed / price.speed)
     estimate = estimate_cost(seconds, price, tier, plan.node_count)
     if said := objection(estimate, limits):
-        raise refusal(context, project, f"{said} ({told})", None, limits, price, tier, plan.node_count)
+        raise refuse_plan(context, project, f"{said} ({told})", None, limits, price, tier, plan.node_count)

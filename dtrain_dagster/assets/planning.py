@@ -8,7 +8,7 @@ import dagster as dg
 
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, hardware_mark
 from dtrain_dagster.assets.plan_choices import choices_metadata, in_words
-from dtrain_dagster.assets.plan_limits import cheapest_here, limits_of, refusal, sure_objection, warnings_of
+from dtrain_dagster.assets.plan_limits import cheapest_here, limits_of, refuse_plan, sure_objection, warnings_of
 from dtrain_dagster.assets.provisioning import provision, provisioning
 from dtrain_dagster.clusters.base import GPUClusterManager
 from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost
@@ -95,13 +95,13 @@ def cost_estimate(
     from dtrain_dagster.planning.build_plan import assemble_plan, compare_choices, mark_planned
     from dtrain_dagster.planning.history import knows
 
-    limits, planned = limits_of(config), planned_job(config, cluster, project, sharded_dataset)
+    limits, planned = limits_of(config), wanted_job(config, cluster, project, sharded_dataset)
     price, tier, count = planned.price, planned.tier, planned.node_count
     history = read_history(context, planned)
     forecast = history.forecast(planned.sizes, count, price.sku)
     past = forecast if forecast and forecast.basis == "history" else None  # a guess refuses nothing a probe could tell
     if said := sure_objection(past, price, tier, count, limits, config.choose_nodes):
-        raise refusal(context, project, said, past, limits, price, tier, count)
+        raise refuse_plan(context, project, said, past, limits, price, tier, count)
 
     manager = cluster.manager(context.run.run_id)
     if not knows(forecast, count):
@@ -119,7 +119,7 @@ def cost_estimate(
     price, tier, count = planned.price, planned.tier, planned.node_count
     estimate = estimate_cost(forecast.seconds_at(count), price, tier, count)
     if said := objection(estimate, limits):
-        raise refusal(context, project, said, forecast, limits, price, tier, count, table)
+        raise refuse_plan(context, project, said, forecast, limits, price, tier, count, table)
     if table.chosen and not table.chosen.is_planned:
         context.log.info(f"of all SKUs, tiers and numbers of nodes this one costs least: {in_words(table.chosen)}")
     plan = assemble_plan(planned, forecast, estimate, limits, config.stop_at_usd)
@@ -140,11 +140,11 @@ def cost_estimate(
     )
 
 
-def planned_job(
+def wanted_job(
     config: TrainingOptions, cluster: GPUClusterResource, project: ProjectResource, dataset: BuiltDataset
 ) -> "PlannedJob":
     """The training as the launchpad and the settings ask for it. What has no price is refused before it is bought."""
-    from dtrain_dagster.planning.build_plan import plan_job
+    from dtrain_dagster.planning.build_plan import size_up_job
 
     price, tier = price_of(cluster.gpu_type), tier_of(cluster.first_tier)
     price.usd_per_hour(tier)
@@ -157,7 +157,7 @@ def planned_job(
             allow_retries=False,
         )
     is_local = cluster.kind == "local"
-    return plan_job(
+    return size_up_job(
         job, dataset.samples, price, tier, cluster.node_count, cluster.processes_per_node, is_local, stated_ranks
     )  # fmt: skip
 

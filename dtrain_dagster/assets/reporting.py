@@ -45,7 +45,7 @@ def performance_report(
     from dtrain_dagster.costs.tracker import paid_wall_seconds
     from dtrain_dagster.dashboard.page import write_report
     from dtrain_dagster.planning.optimizer import ResourceOptimizer
-    from dtrain_dagster.reports.performance import summarise
+    from dtrain_dagster.reports.performance import summarise_performance
 
     job = trained_checkpoint
     rundir = RunDir(job.run_dir)
@@ -53,7 +53,9 @@ def performance_report(
     result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
     usage = cluster.manager().node_usage(job.job_id)
     events = list(rundir.events())
-    performance = summarise(events, result["phase_seconds"], result["world_size"], usage, plan.job["training"])
+    performance = summarise_performance(
+        events, result["phase_seconds"], result["world_size"], usage, plan.job["training"]
+    )
     optimization = ResourceOptimizer(
         events,
         usage,

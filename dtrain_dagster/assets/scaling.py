@@ -103,7 +103,7 @@ def scaling_study(
     cores = (os.cpu_count() or 1) / (job.training.threads_per_rank or 1) if cluster.kind == "local" else None
     study = scaling.study(points, cores)
     uri = f"{project.shared_uri}/{STUDIES}/{mark}.json"
-    text = json.dumps(scaling.document(study), allow_nan=False)
+    text = json.dumps(scaling.scaling_document(study), allow_nan=False)
     open_storage(f"{project.shared_uri}/{STUDIES}").write(f"{mark}.json", text.encode())
     rows = [dg.TableRecord(row(point)) for point in points]
     pictures = [training_charts.markdown_image(scaling_charts.measured_chart(points), "Scaling as measured")]

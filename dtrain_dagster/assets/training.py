@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, read_finished, rounded
+from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, read_finished, round_figures
 from dtrain_dagster.assets.plan_limits import refuse_dearer_nodes
 from dtrain_dagster.assets.provisioning import provision, provisioning
 from dtrain_dagster.assets.training_progress import COST_CHECK, RAISE_BUDGET, communication_check, cost_check, watch
@@ -213,7 +213,7 @@ def _metadata(
         "job_id": rundir.uri.rsplit("/", 1)[-1],
         "run_dir": dg.MetadataValue.path(rundir.uri),
         "steps": result["steps"],
-        "train_seconds": rounded(result["train_seconds"]),
+        "train_seconds": round_figures(result["train_seconds"]),
         "world_size": result["world_size"],
         "weights_sha256": result["weights_sha256"],
         "dataset_id": plan.job["dataset"]["dataset_id"],
@@ -225,7 +225,7 @@ def _metadata(
     history = generations(rundir.storage)
     metadata["generations"] = len(history)
     metadata["membership"] = dg.MarkdownMetadataValue(membership_table(history))
-    metadata |= {f"test_{name}": rounded(value) for name, value in model.items() if isinstance(value, float)}
+    metadata |= {f"test_{name}": round_figures(value) for name, value in model.items() if isinstance(value, float)}
     if model.get("nll") is not None:
         metadata["skill"] = _picture(
             training_charts.skill_chart(model, evaluation["baselines"]), "Skill against the baselines"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import rounded, strategy_table
+from dtrain_dagster.assets.common import round_figures, strategy_table
 from dtrain_dagster.clusters.base import GPUClusterManager, JobState
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
@@ -48,12 +48,12 @@ def watch(
     notify_urls: Sequence[str],
 ) -> None:
     """Follow the job to its end, with an observation every few seconds. `dagster.Failure` if it does not succeed."""
-    from dtrain_dagster.planning.projection import Pace, project
+    from dtrain_dagster.planning.projection import ProgressRate, project
 
     observed_at, phase = 0.0, ""
     told: dict[str, Any] | None = None
     judged: Sequence[Mapping[str, Any]] = ()
-    planned, pace = asdict(plan), Pace()
+    planned, pace = asdict(plan), ProgressRate()
 
     def keep_pace(events: list[dict[str, Any]]) -> None:
         nonlocal pace
@@ -174,7 +174,7 @@ def progress_metadata(progress: JobProgress, plan: TrainingPlan, cost: Projectio
         "over_estimate_percent": None if over is None else round(100 * over, 2),
         **_shares(progress.shares()),
     }
-    return {name: rounded(value) for name, value in fields.items() if value is not None}
+    return {name: round_figures(value) for name, value in fields.items() if value is not None}
 
 
 def progress_line(progress: JobProgress, plan: TrainingPlan, cost: Projection) -> str:
@@ -202,7 +202,7 @@ def cost_check(manager: GPUClusterManager, job_id: str, plan: TrainingPlan) -> d
     try:
         usd = CostTracker("", manager.node_usage(job_id), plan.tier).total_usd
     except PriceError as error:  # the training is done, whatever it has cost
-        metadata = {"cost": f"not known: {error}", "estimated_usd": rounded(estimated)}
+        metadata = {"cost": f"not known: {error}", "estimated_usd": round_figures(estimated)}
         return dg.AssetCheckResult(check_name=COST_CHECK, passed=True, metadata=metadata)
     over = overrun(usd, estimated)
     return dg.AssetCheckResult(
@@ -211,8 +211,8 @@ def cost_check(manager: GPUClusterManager, job_id: str, plan: TrainingPlan) -> d
         severity=dg.AssetCheckSeverity.WARN,
         metadata={
             "cost": f"{dollars(usd)} ({plan.price_words})",
-            "cost_usd": rounded(usd),
-            "estimated_usd": rounded(estimated),
+            "cost_usd": round_figures(usd),
+            "estimated_usd": round_figures(estimated),
             "over_estimate_percent": round(100 * over, 1),
         },
     )

@@ -3,7 +3,8 @@
     queue/<ticket>.json     one run that waits; the ticket's number begins with the time when it came, so names sort
 
 A run that finds no capacity leaves a ticket and ends. A sensor starts it again when it is due, first come, first
-served; the run gives its ticket back once it has a cluster. Which to start is decided by `decide`, a pure function.
+served; the run gives its ticket back once it has a cluster. Which to start is decided by `decide_turns`, a pure
+function.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class Due:
     """Their run ended without asking for a cluster, for another reason: it will not get one by waiting."""
 
 
-def decide(tickets: Sequence[Ticket], running: frozenset[str], finished: frozenset[tuple[str, int]], now: float) -> Due:
+def decide_turns(
+    tickets: Sequence[Ticket], running: frozenset[str], finished: frozenset[tuple[str, int]], now: float
+) -> Due:
     """``running``: tickets with a run that has not ended; ``finished``: (ticket, attempt) of runs that have.
 
     One run is tried at a time, the oldest ticket first: two would ask for the same nodes.

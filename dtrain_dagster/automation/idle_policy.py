@@ -61,7 +61,7 @@ def is_over(idling: Idling, pool: NodePool, limit_seconds: float) -> bool:
     return bool(pool.node_count) and not pool.work and idling.idle_seconds >= limit_seconds + pool.grace_seconds
 
 
-def is_due(idling: Idling, pool: NodePool, limit_seconds: float) -> bool:
+def is_pool_due(idling: Idling, pool: NodePool, limit_seconds: float) -> bool:
     """Is it to be scaled down now?"""
     return is_over(idling, pool, limit_seconds) and idling.idle_seconds >= idling.next_try_seconds
 

@@ -196,7 +196,7 @@ def ask(
         return key
     if live:
         return dg.SkipReason(f"{cause.words}; waits for run {live[0].run_id[:8]}, which is training or about to")
-    if holder := claim(open_storage(f"{project.shared_uri}/retraining"), key, now):
+    if holder := claim_retraining(open_storage(f"{project.shared_uri}/retraining"), key, now):
         return dg.SkipReason(f"{cause.words}; waits for the run that was just asked for ({holder})")
     return dg.RunRequest(run_key=key, run_config=run_config(budget_usd), tags={CAUSE_TAG: key})
 
@@ -225,7 +225,7 @@ def has_trained(instance: dg.DagsterInstance, run_id: str) -> bool:
     return any(step.start_time is not None for step in steps)
 
 
-def claim(storage: Storage, key: str, now: float) -> str:
+def claim_retraining(storage: Storage, key: str, now: float) -> str:
     """Take the right to ask for a run, which nobody else has until that run can be seen; "", or who holds it.
 
     It lasts longer than a tick: whoever has looked at the runs before it was taken, and asks after, finds it held.

@@ -37,8 +37,7 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
     from dtrain_dagster.costs import export
     from dtrain_dagster.costs.carbon import job_footprint
     from dtrain_dagster.costs.ledger import ledger
-    from dtrain_dagster.costs.plan import LISTED, STAND_IN
-    from dtrain_dagster.costs.prices import PriceError, tier_of
+    from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, tier_of
     from dtrain_dagster.costs.tracker import CostTracker
     from dtrain_dagster.jobs.progress import PLAN
     from trainer.rundir import RESULT
@@ -68,7 +67,7 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
         if reconciled is not None:
             more["reconciliation"] = reconciled.as_dict()
         metrics = tracker.metrics(epochs, expected or 0.0)
-        click.echo(json.dumps(export.document(tracker, found, metrics, words, **more), indent=2))
+        click.echo(json.dumps(export.cost_document(tracker, found, metrics, words, **more), indent=2))
     else:
         _print(tracker, found, words, expected, running)
         carbon = "" if energy.kg_co2e is None else f", {energy.kg_co2e:.3g} kg CO2e ({energy.source})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dtrain_dagster.costs.plan import STAND_IN
+from dtrain_dagster.costs.prices import STAND_IN
 from dtrain_dagster.jobs.progress import CLAIM, PLAN, REGISTRATION
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, duration

@@ -17,7 +17,7 @@ from dtrain_dagster.clusters.base import ClusterHealth, GPUClusterManager, JobSt
 from dtrain_dagster.dashboard.series import PerformanceDashboard
 from dtrain_dagster.jobs.log_follower import LogFollower
 from dtrain_dagster.jobs.progress import JobProgress, advance, follow_job
-from dtrain_dagster.monitoring.hangs import verdict
+from dtrain_dagster.monitoring.hangs import hang_verdict
 from dtrain_dagster.support.formatting import duration
 from trainer.printable import visible
 from trainer.rundir import LAUNCH, NodePresence, RunDir, stale_seconds
@@ -183,7 +183,8 @@ def print_status(console: Console, status: JobStatus, rundir: RunDir, now: float
     if heard:
         console.print(progress_line(progress, None), highlight=False, markup=False)
         if progress.hang:
-            console.print(f"! {verdict(progress.hang)}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+            text = f"! {hang_verdict(progress.hang)}"
+            console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(nodes_table(rundir.nodes(), now, stale_seconds(rundir.storage)))
     studio = (rundir.read_json(LAUNCH) or {}).get("studio_url")
     for line in filter(None, (status.message, studio)):

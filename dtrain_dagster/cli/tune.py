@@ -186,8 +186,7 @@ def _percent(gain: Mapping[str, float]) -> str:
 def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path, settings: Settings) -> None:
     """Show what was found, write it, and say what it cost. Of a search that was cut short only what has been found."""
     from dtrain_dagster.clusters.base import ClusterError
-    from dtrain_dagster.costs.plan import LISTED, STAND_IN
-    from dtrain_dagster.costs.prices import PriceError, tier_of
+    from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, tier_of
     from dtrain_dagster.costs.tracker import CostTracker
     from dtrain_dagster.support.formatting import dollars
     from trainer.rundir import TUNED

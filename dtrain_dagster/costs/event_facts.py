@@ -38,7 +38,7 @@ class EventFacts:
     has_timing: bool = False
 
 
-def read(events: Iterable[Mapping[str, Any]]) -> EventFacts:
+def read_facts(events: Iterable[Mapping[str, Any]]) -> EventFacts:
     """What of the events counts here; of those, what is damaged is counted."""
     facts = EventFacts()
     steps: dict[int, list[tuple[int, int, float]]] = defaultdict(list)

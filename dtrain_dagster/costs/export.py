@@ -91,7 +91,7 @@ def csv_files(tracker: CostTracker, found: Ledger) -> dict[str, str]:
     }
 
 
-def document(tracker: CostTracker, found: Ledger, metrics: CostMetrics, price: str, **more: Any) -> dict[str, Any]:
+def cost_document(tracker: CostTracker, found: Ledger, metrics: CostMetrics, price: str, **more: Any) -> dict[str, Any]:
     """All of it, for ``json``. Figures are numbers, as JSON has them; they are the ones of the CSV files."""
     return {
         "metrics": asdict(metrics),

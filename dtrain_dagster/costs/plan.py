@@ -9,9 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from dtrain_dagster.costs.estimate import Basis, Estimate, Work
-from dtrain_dagster.costs.prices import Tier
-
-STAND_IN, LISTED = "stand-in price, nothing was billed", "list price, not the bill"
+from dtrain_dagster.costs.prices import STAND_IN, Tier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +46,7 @@ class TrainingPlan:
     stop_at_usd: float = 0.0
     """At how many dollars it saves a checkpoint and stops; 0: never."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Expected seconds by phase, see `costs.estimate.Parts`; `costs.projection` takes them for what is to come."""
+    """Expected seconds by phase, see `costs.estimate.Parts`; `planning.projection` takes them for what is to come."""
 
 
 def parse_plan(document: Any, source: str) -> TrainingPlan:

@@ -23,6 +23,8 @@ from dtrain_dagster.settings.environment import setting
 
 Tier = Literal["dedicated", "low_priority", "spot"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
+STAND_IN, LISTED = "stand-in price, nothing was billed", "list price, not the bill"
+"""What the dollars of a figure are, in words: of nodes that are priced as a SKU, and of nodes that are bought."""
 REFRESHED = "prices.json"
 """Under ``DTRAIN_HOME``."""
 REFERENCE_SKU = "Standard_NC6s_v3"

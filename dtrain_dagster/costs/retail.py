@@ -1,8 +1,9 @@
 """Fresh prices from Azure's public retail price API, which needs no account. ``dtrain prices refresh`` asks it.
 
 It lists several meters for one size: Windows beside Linux, spot and low priority beside dedicated (told by their
-names alone), reservations, prices that are no more or not yet. `choose` picks from them; what it cannot tell apart, and
-what the API does not list, stays as it was, and is said. A price that cannot be true refuses the whole table.
+names alone), reservations, prices that are no more or not yet. `choose_prices` picks from them; what it cannot tell
+apart, and what the API does not list, stays as it was, and is said. A price that cannot be true refuses the whole
+table.
 
 Read: learn.microsoft.com/rest/api/cost-management/retail-prices/azure-retail-prices (2023-01-01-preview).
 """
@@ -95,7 +96,7 @@ def refresh(
     for region in regions:
         items = [item for some in _portions(skus) for item in fetch(url, region, some, pause)]
         source = f"Azure's retail price API, {url}?api-version={API_VERSION}&$filter={_filter(region)}"
-        prices, unclear = choose(items, region, skus, now)
+        prices, unclear = choose_prices(items, region, skus, now)
         if not prices:
             raise RetailError(
                 f"{url} lists no price of {', '.join(skus)} in region {region!r}: is that its name? Names are like "
@@ -143,7 +144,7 @@ def fetch(
                 )
 
 
-def choose(
+def choose_prices(
     items: Iterable[Mapping[str, Any]], region: str, skus: Sequence[str], now: datetime
 ) -> tuple[dict[str, dict[Tier, float]], list[str]]:
     """SKU → tier → US dollars per hour, of what counts now, and what could not be told apart, in words.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from dtrain_dagster.costs.event_facts import EventFacts, read
+from dtrain_dagster.costs.event_facts import EventFacts, read_facts
 from dtrain_dagster.costs.money import SECOND, microseconds
 from dtrain_dagster.monitoring.windows import TimingWindow
 
@@ -109,7 +109,7 @@ class Timeline:
 
 def timeline(events: Iterable[Mapping[str, Any]], running: bool = False) -> Timeline:
     """``running``: the job has not ended, so what came after its last report is like what came before."""
-    facts = read(events)
+    facts = read_facts(events)
     terms = _terms(facts)
     last = max((time for generation, time, _ in facts.ends if terms and generation == terms[-1].number), default=NEVER)
     kept = _kept_steps(terms, facts.windows)
@@ -161,7 +161,7 @@ def _fill(
             term.spans.append(Span(began, until, {PHASE_CAUSES.get(name, CostCause.UNEXPLAINED): 1.0}))
     before = -NEVER
     for together in _batches(found):
-        window, counted = merged(together), sum(kept[id(item)] for item in together)
+        window, counted = merge_spans(together), sum(kept[id(item)] for item in together)
         end = microseconds(window.time)
         hung = max((waited for time, waited in facts.hangs.get(term.number, ()) if before < time <= end), default=0)
         _divide(term, window, _clip(in_steps, before, end), counted, hung)
@@ -272,7 +272,7 @@ def _rest(
             term.spans.append(Span(middle, ended, {CostCause.LOST: 1.0}))
 
 
-def merged(together: Sequence[TimingWindow]) -> TimingWindow:
+def merge_spans(together: Sequence[TimingWindow]) -> TimingWindow:
     """Consecutive windows of one world as one: seconds are means over all their steps."""
     if len(together) == 1:
         return together[0]

@@ -12,14 +12,13 @@ from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.costs.plan import LISTED, STAND_IN
-from dtrain_dagster.costs.prices import PriceError, Tier
+from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, Tier
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.dashboard.job_index import JobIndex, Listing, Seen
 from dtrain_dagster.dashboard.job_row import DAMAGED, ENDED, JobRow
 from dtrain_dagster.dashboard.series import UNREADABLE, PerformanceDashboard, is_number
 from dtrain_dagster.jobs.progress import PLAN, last_step
-from dtrain_dagster.planning.projection import Pace, project
+from dtrain_dagster.planning.projection import ProgressRate, project
 from dtrain_dagster.support.formatting import dollars, duration
 from dtrain_dagster.support.job_lock import is_held
 from trainer.config import JOB_ID
@@ -59,7 +58,7 @@ class OpenJob:
         self.cost: Cost | None = None
         self._tier = tier
         self._training: Mapping[str, Any] = {}
-        self._pace = Pace()
+        self._pace = ProgressRate()
         self._seen = SeenFiles()
         self._read_at = -1e9
         self._details: tuple[int, dict[str, Any]] = (-1, {})
@@ -248,7 +247,7 @@ def state_of(status: Mapping[str, Any], result: Mapping[str, Any], launch: Mappi
 
 
 def cost_so_far(
-    rundir: RunDir, stays: Sequence[NodePresence], running: bool, default_tier: Tier, now: float, pace: Pace
+    rundir: RunDir, stays: Sequence[NodePresence], running: bool, default_tier: Tier, now: float, pace: ProgressRate
 ) -> Cost | None:
     """What the nodes have cost, and how that will go on; None where their price is not known. On Azure with what each
     launch was given. A silent node has cost until it was last heard of: nobody may be there to write its end."""
@@ -266,7 +265,7 @@ def cost_so_far(
     return Cost(usd=tracker.total_usd, words=words, at_end=_at_end(tracker, plan, pace) if running and plan else "")
 
 
-def _at_end(tracker: CostTracker, plan: Mapping[str, Any], pace: Pace) -> str:
+def _at_end(tracker: CostTracker, plan: Mapping[str, Any], pace: ProgressRate) -> str:
     try:
         projection = project(tracker, plan, pace)
     except (KeyError, TypeError, ValueError, AttributeError):  # a plan of another version

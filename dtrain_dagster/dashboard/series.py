@@ -20,7 +20,7 @@ from typing import Any
 from dtrain_dagster.jobs.progress import JobProgress, advance, news
 from dtrain_dagster.monitoring.alerts import best, told
 from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose
-from dtrain_dagster.monitoring.hangs import verdict
+from dtrain_dagster.monitoring.hangs import hang_verdict
 from dtrain_dagster.monitoring.strategies import strategies
 from dtrain_dagster.monitoring.windows import SEGMENTS, settled, windows
 
@@ -309,7 +309,7 @@ class PerformanceDashboard:
 
     def _tell_hang(self, item: dict[str, Any]) -> None:
         """Who keeps the others waiting, as far as ranks have reported: what the next one says may change it."""
-        said = {"time": item["time"], "kind": "hang", "step": item["step"], "text": verdict(self.progress.hang)}
+        said = {"time": item["time"], "kind": "hang", "step": item["step"], "text": hang_verdict(self.progress.hang)}
         for entries in (self.news, self.marks):
             before = [entry for entry in entries if (entry["kind"], entry.get("step")) == ("hang", item["step"])]
             if before:

@@ -20,7 +20,7 @@ def building_in(parent: Path) -> Iterator[Path]:
     """A new folder ``building-….tmp`` in ``parent``, which is made where it is missing. What is left of it at the end
     is removed; where this process is killed, whoever builds next does that."""
     parent.mkdir(parents=True, exist_ok=True)
-    sweep(parent)
+    sweep_leftovers(parent)
     folder = parent / f"building-{uuid.uuid4().hex[:8]}.tmp"
     folder.mkdir()
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -33,7 +33,7 @@ def building_in(parent: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def sweep(parent: Path) -> None:
+def sweep_leftovers(parent: Path) -> None:
     """Remove the folders of builders that were killed. What is built by a process that lives is locked by it."""
     for folder in parent.glob("building-*.tmp"):
         with suppress(OSError):

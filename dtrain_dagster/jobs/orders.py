@@ -84,7 +84,7 @@ def order_of(home: str | Path, rundir: RunDir) -> Order | None:
     return Order(job=job, registered=registered)
 
 
-def difference(found: JobConfig, ordered: JobConfig) -> str:
+def order_difference(found: JobConfig, ordered: JobConfig) -> str:
     """The first field in which a job is not what was ordered, with both values; "" where there is none. What a job may
     cost can be raised while it runs, and who follows it changes: neither counts. Pure."""
     own, its = (_flat(_comparable(job)) for job in (found, ordered))
@@ -95,7 +95,7 @@ def difference(found: JobConfig, ordered: JobConfig) -> str:
 
 
 def _refuse_difference(found: JobConfig, ordered: JobConfig, where: str) -> None:
-    if said := difference(found, ordered):
+    if said := order_difference(found, ordered):
         raise OrderError(
             f"{where} says {said}: it was changed after it was submitted, and is not used; train again under another "
             "name, and look who can write there"
@@ -146,6 +146,6 @@ def _write(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def plain(value: Any) -> Any:
+def plain_order(value: Any) -> Any:
     """A dataclass's content as JSON gives it back. Pure."""
     return json.loads(json.dumps(asdict(value)))

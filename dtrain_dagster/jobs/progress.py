@@ -245,9 +245,9 @@ class JobProgress:
 
     def explained(self, message: str) -> str:
         """The message, and who kept the others waiting, if that is how it came to it."""
-        from dtrain_dagster.monitoring.hangs import verdict
+        from dtrain_dagster.monitoring.hangs import hang_verdict
 
-        return f"{message}; {verdict(self.hang)}" if self.hang else message
+        return f"{message}; {hang_verdict(self.hang)}" if self.hang else message
 
 
 def advance(progress: JobProgress, events: Sequence[dict[str, Any]]) -> JobProgress:

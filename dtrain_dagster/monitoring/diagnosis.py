@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from dtrain_dagster.monitoring.hangs import unresolved, verdict
+from dtrain_dagster.monitoring.hangs import hang_verdict, unresolved
 from dtrain_dagster.monitoring.link_model import fit_wire
 from dtrain_dagster.monitoring.stragglers import (
     FEWEST_WINDOWS,
@@ -329,7 +329,7 @@ def _hangs(events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
     node = nodes[rank] if rank is not None and rank < len(nodes) else None
     waited = max(float(item.get("waited_seconds") or 0.0) for item in reports)
     share = waited / (waited + seconds_of(windows(events)))
-    sentence = verdict(reports)
+    sentence = hang_verdict(reports)
     evidence = f"{sentence[0].upper()}{sentence[1:]}."
     return [Diagnosis(cause=SlowdownCause.HANG, share=share, evidence=evidence, rank=rank, node_id=node)]
 

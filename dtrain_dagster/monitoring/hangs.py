@@ -40,7 +40,7 @@ def unresolved(reports: Sequence[Report], events: Iterable[Report]) -> tuple[Rep
     return tuple(latest[rank] for rank in sorted(latest))
 
 
-def verdict(reports: Sequence[Report]) -> str:
+def hang_verdict(reports: Sequence[Report]) -> str:
     """One sentence: who never arrived where the others wait, and where it stands instead."""
     nodes = max((item.get("nodes") or [] for item in reports), key=len)
     known = {item["rank"]: item for item in reports}
@@ -89,7 +89,7 @@ class HangNews:
         members = max(len(item.get("nodes") or []) for item in reports)
         if len(reports) < members and now - self.began < SETTLE_SECONDS and not is_final:
             return
-        sentence = verdict(reports)
+        sentence = hang_verdict(reports)
         if sentence not in self.told:
             self.told.add(sentence)
             yield sentence

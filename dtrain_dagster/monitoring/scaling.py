@@ -300,7 +300,9 @@ class Check:
         return self.predicted_seconds / self.measured_seconds - 1
 
 
-def check(points: Sequence[ScalingPoint], cores: float | None) -> tuple[ScalingLink, tuple[Check, ...]] | None:
+def check_prediction(
+    points: Sequence[ScalingPoint], cores: float | None
+) -> tuple[ScalingLink, tuple[Check, ...]] | None:
     """Fit the link on all worlds but the largest, and predict the largest; None where there are not enough worlds."""
     worlds = sorted({point.world_size for point in points})
     single = next((point for point in points if point.world_size == 1), None)
@@ -338,7 +340,7 @@ class Study:
 
 def study(points: Sequence[ScalingPoint], cores: float | None) -> Study:
     """Everything that measured points tell. ``cores``: see `ScalingModel`; the modelled worlds have their own cores."""
-    checked = check(points, cores)
+    checked = check_prediction(points, cores)
     fitted, checks = checked if checked else (None, ())
     links = (*([fitted] if fitted else []), *LINKS)
     single = next((point for point in points if point.world_size == 1), None)
@@ -358,7 +360,7 @@ def study(points: Sequence[ScalingPoint], cores: float | None) -> Study:
     )
 
 
-def document(result: Study) -> dict[str, Any]:
+def scaling_document(result: Study) -> dict[str, Any]:
     """The study as JSON knows it: null for the bandwidth of a link that bytes do not slow down."""
 
     def finite(fields: list[tuple[str, Any]]) -> dict[str, Any]:

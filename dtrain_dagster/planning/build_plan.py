@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
 from dtrain_dagster.costs.estimate import Estimate, Forecast, Learned, Sizes
-from dtrain_dagster.costs.plan import LISTED, STAND_IN, TrainingPlan
-from dtrain_dagster.costs.prices import SkuPrice, Tier, price_table
+from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.costs.prices import LISTED, STAND_IN, SkuPrice, Tier, price_table
 from dtrain_dagster.jobs.progress import fingerprint
 from dtrain_dagster.planning.choices import Baseline, Choices, PlanChoice, choices
 from dtrain_dagster.planning.history import pace_mark
@@ -50,7 +50,7 @@ class PlannedJob:
         return replace(self, job=job, fingerprint=mark, node_count=node_count)
 
 
-def plan_job(
+def size_up_job(
     job: JobConfig,
     samples: Mapping[str, int],
     price: SkuPrice,

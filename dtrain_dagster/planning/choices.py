@@ -21,8 +21,7 @@ from dtrain_dagster.costs.estimate import (
     Interval,
     with_evictions,
 )
-from dtrain_dagster.costs.plan import LISTED
-from dtrain_dagster.costs.prices import PriceError, SkuPrice, Tier
+from dtrain_dagster.costs.prices import LISTED, PriceError, SkuPrice, Tier
 from dtrain_dagster.support.formatting import dollars, duration
 
 Origin = Literal["measured", "scaled", "guessed"]
@@ -179,7 +178,7 @@ def choices(
     )
 
 
-def choose(table: Choices) -> PlanChoice:
+def choose_plan(table: Choices) -> PlanChoice:
     """The chosen one. `PlanError` where none fits: what would, and the setting that has to change for it."""
     if table.chosen:
         return table.chosen

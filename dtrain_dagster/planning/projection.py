@@ -26,7 +26,7 @@ COUNTS_FROM_SHARE, COUNTS_FROM_REPORTS = 0.05, 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pace:
+class ProgressRate:
     """How far a job is and how fast of late, from its events."""
 
     step: int = 0
@@ -36,7 +36,7 @@ class Pace:
     checkpoint_seconds: tuple[float, ...] = ()
     """For how long saves have held up training."""
 
-    def after(self, events: Iterable[Mapping[str, Any]]) -> Pace:
+    def after(self, events: Iterable[Mapping[str, Any]]) -> ProgressRate:
         """With these events, in order of time. What another trainer wrote differently is left out."""
         pace = self
         for item in events:
@@ -58,7 +58,7 @@ class Pace:
         return asdict(replace(self, reports=reports))
 
     @classmethod
-    def restored(cls, kept: Mapping[str, Any]) -> Pace:
+    def restored(cls, kept: Mapping[str, Any]) -> ProgressRate:
         """What was `kept`. KeyError, TypeError or ValueError for what was not."""
         return cls(
             step=int(kept["step"]),
@@ -133,7 +133,7 @@ def _key(kind: str, level: float) -> str:
     return f"{kind} {100 * level:g}%"
 
 
-def project(tracker: CostTracker, plan: Mapping[str, Any] | None, pace: Pace) -> Projection:
+def project(tracker: CostTracker, plan: Mapping[str, Any] | None, pace: ProgressRate) -> Projection:
     """``plan``: the content of ``plan.json``. KeyError, TypeError or ValueError for one that is damaged."""
     if plan is None:
         return Projection(so_far=tracker.total_usd)
@@ -154,7 +154,7 @@ def project(tracker: CostTracker, plan: Mapping[str, Any] | None, pace: Pace) ->
     )
 
 
-def usd_left(tracker: CostTracker, pace: Pace, plan: Mapping[str, Any]) -> Interval:
+def usd_left(tracker: CostTracker, pace: ProgressRate, plan: Mapping[str, Any]) -> Interval:
     """What is still to be paid from now, which is the end of the last node's stay, to the end."""
     work, phases = plan["work"], plan.get("phases") or {}
     share = max(0.0, 1 - pace.step / work["steps"])
@@ -177,7 +177,7 @@ def usd_left(tracker: CostTracker, pace: Pace, plan: Mapping[str, Any]) -> Inter
     )
 
 
-def _steps_since(tracker: CostTracker, pace: Pace) -> float:
+def _steps_since(tracker: CostTracker, pace: ProgressRate) -> float:
     """Steps that were done and paid for since the last report, as far as the pace says; no more than come between two
     reports, so that time in which nothing is done counts as lost."""
     if len(pace.reports) < 2 or not tracker.nodes:

@@ -81,7 +81,7 @@ def learn(scores: Sequence[Score], basis: Basis, sku: str) -> Learned:
     return Learned(factor=math.exp(bias), spread=spread if errors else PRIOR_SPREAD, runs=len(errors))
 
 
-def summarise(scores: Sequence[Score]) -> Summary:
+def summarise_scores(scores: Sequence[Score]) -> Summary:
     if not scores:
         return Summary(runs=0, median_error=None, coverage=None)
     return Summary(

@@ -63,7 +63,7 @@ def reasons(
     return sorted([*large, Reason(usd=rest, words=words)], key=lambda item: -abs(item.usd))
 
 
-def sentence(told: Sequence[Reason], usd: float, expected: float) -> str:
+def explain_variance(told: Sequence[Reason], usd: float, expected: float) -> str:
     """All of it for a person: ``$0.012 (9 %) above the estimate: …``."""
     more = usd - expected
     share = f" ({abs(more) / expected:.0%})" if expected else ""

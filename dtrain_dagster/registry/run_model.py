@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from dtrain_dagster.jobs.orders import MODEL_DIGESTS, Order, plain
+from dtrain_dagster.jobs.orders import MODEL_DIGESTS, Order, plain_order
 from dtrain_dagster.support.user_code import stage_for_serving
 from trainer.config import JobConfig
 from trainer.data.manifest import DatasetError, read_manifest
@@ -150,7 +150,11 @@ def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
         raise RunModelError(str(error)) from None
     except (KeyError, TypeError, ValueError) as error:
         raise RunModelError(f"{job.dataset.uri}/manifest.json is damaged: {error!r}") from None
-    for name, wanted in (("model", plain(job.model)), ("loss", plain(job.loss)), ("spec", plain(spec))):
+    for name, wanted in (
+        ("model", plain_order(job.model)),
+        ("loss", plain_order(job.loss)),
+        ("spec", plain_order(spec)),
+    ):
         if description.get(name) != wanted:
             raise RunModelError(
                 f"{rundir.uri}/{_FOLDER}/{DESCRIPTION} says {name} = {_shown(description.get(name))}, ordered was "

@@ -117,7 +117,7 @@ class Performance:
     nodes: tuple[NodePerformance, ...]
 
 
-def summarise(
+def summarise_performance(
     events: Sequence[Mapping[str, Any]],
     phase_seconds: Mapping[str, float],
     world_size: int,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dtrain_dagster.planning.scoring import Score, summarise
+from dtrain_dagster.planning.scoring import Score, summarise_scores
 from dtrain_dagster.reports.drawing import COLOURS, MUTED, label, new_figure, svg
 
 INSIDE, OUTSIDE = COLOURS[0], COLOURS[4]
@@ -35,7 +35,9 @@ def history_chart(scores: Sequence[Score]) -> bytes:
             upper.scatter(*zip(*chosen, strict=True), color=colour, s=30, zorder=3, label=text)
     upper.axhline(100, color=MUTED, linewidth=1, linestyle="--", label="as estimated")
     label(upper, "Cost of each finished run against its estimate", "", "% of the estimate")
-    errors = [100 * (summarise(scores[max(0, number - ROLLING) : number]).median_error or 0.0) for number in numbers]
+    errors = [
+        100 * (summarise_scores(scores[max(0, number - ROLLING) : number]).median_error or 0.0) for number in numbers
+    ]
     lower.plot(numbers, errors, "o-", color=COLOURS[1], markersize=3, linewidth=1.3)
     lower.set_ylim(bottom=0)
     lower.set_xlim(0.5, max(5, len(scores)) + 0.5)

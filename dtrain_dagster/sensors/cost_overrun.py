@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dtrain_dagster.assets.training_progress import COST_CHECK
-from dtrain_dagster.costs.plan import STAND_IN
-from dtrain_dagster.costs.prices import price_table, tier_of
+from dtrain_dagster.costs.prices import STAND_IN, price_table, tier_of
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.progress import PLAN
 from dtrain_dagster.monitoring.windows import settled, windows
-from dtrain_dagster.planning.projection import Overrun, Pace, Projection, overruns, thresholds
+from dtrain_dagster.planning.projection import Overrun, ProgressRate, Projection, overruns, thresholds
 from dtrain_dagster.planning.projection import project as project_cost
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings.environment import Settings
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
     from dtrain_dagster.planning.savings import Saving
 
 COST_TOLD = "cost_alerts.json"
-"""In a run directory: what people have been told of its cost, and when. Beside `following.TOLD`, which whoever follows
-the job holds in memory and writes as a whole."""
+"""In a run directory: what people have been told of its cost, and when. Beside `training_progress.TOLD`, which whoever
+follows the job holds in memory and writes as a whole."""
 ENOUGH_STEPS, MOST_FILES, FILES_AT_ONCE = 20, 400, 40
 """Of the newest events, so many reports of steps are read, from so many files at most. A job whose steps take long
 writes dozens of files, of samples, between two of these: what was learned of its pace is in the cursor therefore."""
@@ -69,7 +68,7 @@ def build_cost_overrun_sensor(settings: Settings) -> dg.SensorDefinition:
                 usage, told = manager.node_usage(job_id), _told(rundir)
                 look = look | {"told": sorted({*look.get("told", ()), *told})}
                 tracker = CostTracker(cluster.cluster_name, usage, tier_of(plan["tier"]))
-                projection, due, looks[job_id] = judge(rundir, plan, tracker, look, limit)
+                projection, due, looks[job_id] = judge_cost(rundir, plan, tracker, look, limit)
                 if len(looks) > KEPT_PACES:
                     looks[job_id].pop("pace")
                 for item in due:
@@ -98,15 +97,15 @@ def build_cost_overrun_sensor(settings: Settings) -> dg.SensorDefinition:
     return cost_overrun
 
 
-def judge(
+def judge_cost(
     rundir: RunDir, plan: Mapping[str, Any], tracker: CostTracker, look: Mapping[str, Any], limit: float
 ) -> tuple[Projection, list[Overrun], dict[str, Any]]:
     """What a job costs, what of it is to be told, and what to know at the next look, as JSON. ``look``: what the look
     before left, and in ``told`` the keys of all that has been told."""
     try:
-        pace, read = Pace.restored(look["pace"]), str(look["read"])
+        pace, read = ProgressRate.restored(look["pace"]), str(look["read"])
     except (KeyError, TypeError, ValueError):  # none, or of another version: from what was told lately
-        pace, read = Pace(), ""
+        pace, read = ProgressRate(), ""
     events, read = recent_events(rundir, after=read)
     pace = pace.after(events)
     projection = project_cost(tracker, plan, pace)

@@ -11,11 +11,10 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.automation.idle_policy import Idling, Outcome, is_due, is_over, look, takes_force, tried
+from dtrain_dagster.automation.idle_policy import Idling, Outcome, is_over, is_pool_due, look, takes_force, tried
 from dtrain_dagster.automation.run_liveness import run_at_work
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, NodePool
-from dtrain_dagster.costs.plan import LISTED, STAND_IN
-from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
+from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, price_of, tier_of
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, duration
@@ -57,7 +56,7 @@ class Cursor:
 
     pools: Mapping[str, Idling] = field(default_factory=dict)
     facts: Sequence[Any] = ()
-    """What was recorded last, see `state_of`."""
+    """What was recorded last, see `idle_state_of`."""
     recorded_at: float = 0.0
 
     def written(self) -> str:
@@ -91,18 +90,18 @@ def build_idle_cluster_sensor(settings: Settings) -> dg.SensorDefinition:
             watched.append(Watched(pool=pool, idling=idling, usd_per_node_hour=usd, is_over=over))
         messages = [_gone(name, before[name], cluster) for name in gone(before, pools)]
         # One at a tick: it may take half of the minute that a sensor has.
-        due = [item for item in watched if is_due(item.idling, item.pool, limit_seconds)]
+        due = [item for item in watched if is_pool_due(item.idling, item.pool, limit_seconds)]
         if due:
             turn = min(due, key=lambda item: item.idling.tries)
             result = _scale_down(manager, turn, run_at_work(context.instance, now))
-            context.log.warning(sentence(result, cluster))
+            context.log.warning(describe_idle_pool(result, cluster))
             if result.idling.outcome == "scaled down" or (result.idling.outcome != "in use" and not result.idling.told):
-                messages.append(sentence(result, cluster))
+                messages.append(describe_idle_pool(result, cluster))
                 result = replace(result, idling=replace(result.idling, told=True))
             watched[watched.index(turn)] = result
         for message in messages:
             tell(project.notify_urls(), f"dtrain: cluster {cluster.cluster_name} stood idle", message, context.log)
-        facts = [state_of(item) for item in watched if item.pool.node_count]
+        facts = [idle_state_of(item) for item in watched if item.pool.node_count]
         pause = IDLE_EVERY_SECONDS if any(item.idle_nodes for item in watched) else BUSY_EVERY_SECONDS
         late = bool(facts) and abs(now - cursor.recorded_at) >= pause
         is_news = facts != list(cursor.facts) or late
@@ -134,13 +133,13 @@ def gone(before: Mapping[str, Idling], pools: Sequence[NodePool]) -> list[str]:
     return [name for name, old in before.items() if old.told and old.outcome != "scaled down" and name not in there]
 
 
-def state_of(item: Watched) -> list[Any]:
+def idle_state_of(item: Watched) -> list[Any]:
     """What is worth a record when it changes: all but times and dollars, which always do."""
     states = sorted([state, count] for state, count in item.pool.states.items() if count)
     return [item.pool.name, states, bool(item.pool.work), item.is_over, item.idling.outcome]
 
 
-def sentence(item: Watched, cluster: GPUClusterResource) -> str:
+def describe_idle_pool(item: Watched, cluster: GPUClusterResource) -> str:
     """What was done about idle nodes, and what they cost."""
     pool = item.pool
     trouble = f" ({pool.trouble})" if pool.trouble else ""
@@ -202,7 +201,7 @@ def _events(watched: Sequence[Watched], cluster: GPUClusterResource) -> list[Any
             "wasted_usd": round(sum(item.idling.wasted_usd for item in watched), 6),
             "prices": _words(cluster),
         }
-    idle = [sentence(item, cluster) for item in watched if item.is_over]
+    idle = [describe_idle_pool(item, cluster) for item in watched if item.is_over]
     if idle:
         metadata["idle"] = dg.MarkdownMetadataValue("\n".join(f"- {line}" for line in idle))
     check = dg.AssetCheckEvaluation(

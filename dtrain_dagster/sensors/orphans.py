@@ -16,8 +16,7 @@ import dagster as dg
 from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.run_liveness import LIVE, run_at_work, seconds_since_setting
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, Orphan
-from dtrain_dagster.costs.plan import LISTED, STAND_IN
-from dtrain_dagster.costs.prices import PriceError, price_of, tier_of
+from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, price_of, tier_of
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, duration
@@ -62,7 +61,7 @@ def build_orphan_sensor(settings: Settings) -> dg.SensorDefinition:
         if computes and (run_id := run_at_work(context.instance, now)):  # it may be about to use any of them
             context.log.info(f"computes are left as they are: Dagster run {run_id} is at work")
             may_end = [key for key in may_end if key not in computes]
-        turn = choose({key: known[key]["tried"] for key in may_end})
+        turn = choose_orphan({key: known[key]["tried"] for key in may_end})
         outcome = (LEFT, "")
         if turn is not None:  # before anything is told, which takes seconds: nobody shall take it over meanwhile
             known[turn]["tried"] = now
@@ -78,7 +77,7 @@ def build_orphan_sensor(settings: Settings) -> dg.SensorDefinition:
             done, problem = (spared[key], "") if spared[key] else outcome
             if done != known[key]["told"]:
                 known[key]["told"] = done
-                facts = describe(orphan, cluster, done + problem, now - known[key]["since"])
+                facts = describe_orphan(orphan, cluster, done + problem, now - known[key]["since"])
                 message = visible("; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in facts.items()))
                 context.log.warning(message)
                 tell(project.notify_urls(), f"dtrain: nobody waits for {orphan.name}", message, context.log)
@@ -94,13 +93,13 @@ def build_orphan_sensor(settings: Settings) -> dg.SensorDefinition:
     return orphans
 
 
-def choose(tried: Mapping[str, float]) -> str | None:
+def choose_orphan(tried: Mapping[str, float]) -> str | None:
     """Which one to end at this tick: what was not tried yet, else what was tried longest ago. One only, right after it
     was seen: it may take half of the minute that a sensor has."""
     return min(tried, key=lambda key: tried[key], default=None)
 
 
-def describe(orphan: Orphan, cluster: GPUClusterResource, done: str, alone_seconds: float) -> dict[str, Any]:
+def describe_orphan(orphan: Orphan, cluster: GPUClusterResource, done: str, alone_seconds: float) -> dict[str, Any]:
     """What a person needs to know of it, in order; each value is a figure or a few words."""
     remedy = "delete it in the studio, or let the sensor end it: DTRAIN_ORPHAN_POLICY=cancel"
     if orphan.kind == "job":

@@ -11,7 +11,7 @@ from typing import Any
 import dagster as dg
 
 from dtrain_dagster.automation import clock
-from dtrain_dagster.automation.capacity_queue import ATTEMPT_TAG, TICKET_TAG, Ticket, WaitingList, decide
+from dtrain_dagster.automation.capacity_queue import ATTEMPT_TAG, TICKET_TAG, Ticket, WaitingList, decide_turns
 from dtrain_dagster.resources import ProjectResource
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import duration
@@ -36,7 +36,7 @@ def build_queue_sensor(settings: Settings) -> dg.SensorDefinition:
             tickets = waiting.shift(tickets, seconds, now)
         names = [item.ticket for item in tickets]
         runs = context.instance.get_runs(filters=dg.RunsFilter(tags={TICKET_TAG: names})) if names else []
-        due = decide(
+        due = decide_turns(
             tickets,
             running=frozenset(run.tags[TICKET_TAG] for run in runs if not run.is_finished),
             finished=frozenset((run.tags[TICKET_TAG], int(run.tags[ATTEMPT_TAG])) for run in runs if run.is_finished),

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from benchmarks.abuse import clocks
 from dtrain_dagster.automation import clock as looks
-from dtrain_dagster.automation.capacity_queue import WaitingList, decide, new_ticket
+from dtrain_dagster.automation.capacity_queue import WaitingList, decide_turns, new_ticket
 from dtrain_dagster.automation.idle_policy import LONGEST_LOOK_SECONDS, look
-from dtrain_dagster.automation.retraining import CLAIM_SECONDS, claim
+from dtrain_dagster.automation.retraining import CLAIM_SECONDS, claim_retraining
 from dtrain_dagster.automation.run_liveness import ALIVE_SECONDS, is_heard, seconds_since_setting
 from dtrain_dagster.clusters import presence
-from dtrain_dagster.clusters.azure_ml.launch_record import durations
+from dtrain_dagster.clusters.azure_ml.launch_record import launch_durations
 from dtrain_dagster.clusters.base import NodePool
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.tracker import CostTracker
@@ -141,7 +141,7 @@ def test_the_ledger_is_the_bill_for_any_history_of_jumps(stays: list[tuple[int, 
 def test_a_node_of_the_cloud_cannot_have_been_there_for_longer_than_its_launch():
     past = {"launch": 1, "submitted_at": NOW, "ended_at": NOW + 600}
     record = {"launch": 2, "submitted_at": NOW + 700, "history": [past]}
-    assert durations(record, NOW + 1000) == {1: 600.0, 2: 300.0}
+    assert launch_durations(record, NOW + 1000) == {1: 600.0, 2: 300.0}
 
 
 @pytest.mark.parametrize("jump", JUMPS)
@@ -162,7 +162,7 @@ def test_who_waits_for_capacity_goes_on_waiting_for_as_long_as_before(tmp_path: 
     now = NOW + 20 + jump
     tickets = queue.shift(queue.tickets(), jump, now)
     assert tickets == queue.tickets() or {item.ticket for item in tickets} == {item.ticket for item in queue.tickets()}
-    assert not decide(tickets, frozenset(), frozenset(), now).expired
+    assert not decide_turns(tickets, frozenset(), frozenset(), now).expired
     [first] = [item for item in tickets if item.run_id == "run12345"]
     assert first.deadline_at - now == pytest.approx(24 * HOUR - 20)
     assert next(item for item in tickets if item.run_id == "run67890") == came_since
@@ -279,9 +279,9 @@ def test_who_has_asked_for_a_run_holds_the_claim_though_the_clock_was_set(
 ):
     """Else another cause asks for one as well before the first can be seen."""
     storage = open_storage(str(tmp_path))
-    assert claim(storage, "one", machine.now) == ""
+    assert claim_retraining(storage, "one", machine.now) == ""
     machine.wait(5)
     machine.now += jump
-    assert claim(storage, "two", machine.now) == "one"
+    assert claim_retraining(storage, "two", machine.now) == "one"
     machine.wait(CLAIM_SECONDS)
-    assert claim(storage, "two", machine.now) == ""
+    assert claim_retraining(storage, "two", machine.now) == ""

@@ -14,7 +14,7 @@ from typing import Any
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
 from dtrain_dagster.clusters.azure_ml.client import ServiceError, ServiceUnreachable
-from dtrain_dagster.clusters.azure_ml.job_records import Traces
+from dtrain_dagster.clusters.azure_ml.job_records import JobRecords
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs, NameTaken, ServiceJob
 from dtrain_dagster.clusters.azure_ml.launch_record import Launches, Record
 from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, Provisioned, Provisioner
@@ -49,7 +49,7 @@ class JobController:
         self.rundir, self.provisioner, self.jobs, self.run_id, self.tends = rundir, provisioner, jobs, run_id, tends
         self.options, self.active = jobs.options, active
         self.launches = Launches(rundir)
-        self.traces = Traces(rundir, jobs)
+        self.traces = JobRecords(rundir, jobs)
         self.status = StatusFile(rundir, writes_reports=tends)
         self._looked_at = self._cancelled_at = float("-inf")
         self._last: JobStatus | None = None

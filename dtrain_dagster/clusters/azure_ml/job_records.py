@@ -13,7 +13,7 @@ from typing import Any
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.azure_ml.client import ServiceError
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs
-from dtrain_dagster.clusters.azure_ml.launch_record import Record, durations, kinds
+from dtrain_dagster.clusters.azure_ml.launch_record import Record, kinds, launch_durations
 from dtrain_dagster.clusters.azure_ml.states import Look
 from dtrain_dagster.clusters.exit_policy import is_failure
 from dtrain_dagster.costs.usage import NodeUsage
@@ -29,7 +29,7 @@ SLACK_SECONDS = 300.0
 _LOG = re.compile(r"node-(\d{1,9})\.log")
 
 
-class Traces:
+class JobRecords:
     """Of one run directory."""
 
     def __init__(self, rundir: RunDir, jobs: Jobs) -> None:
@@ -51,7 +51,7 @@ class Traces:
         """Every stay as paid time, with what was really bought."""
         bought = kinds(record) if record else {}
         launch = record["launch"] if record else 0
-        lasted = durations(record, now) if record else {}
+        lasted = launch_durations(record, now) if record else {}
         found = []
         for node in self.rundir.nodes():
             sku, tier = bought.get(node.launch) or (record["sku"] if record else "", None)

@@ -195,7 +195,7 @@ def kinds(record: Record) -> dict[int, tuple[str, str]]:
     return {item["launch"]: (item["sku"], item["tier"]) for item in [*record["history"], record]}
 
 
-def durations(record: Record, now: float) -> dict[int, float]:
+def launch_durations(record: Record, now: float) -> dict[int, float]:
     """Launch → seconds from its order to its end, or to now; of those that say so."""
     ends = [(item, item.get("ended_at")) for item in record["history"]] + [(record, now)]
     return {

@@ -261,7 +261,7 @@ class AzureMLClusterManager(GPUClusterManager):
         used_at = self._use.used_at()
         active = self.jobs.active(patience)
         self._mark_again(active)
-        judged = [orphanage.judge(job, self.jobs_uri, live_runs) for job in active]
+        judged = [orphanage.judge_job(job, self.jobs_uri, live_runs) for job in active]
         found = [orphan for orphan in judged if orphan is not None]
         return found + self.compute_pools.find_orphans({job.compute for job in active}, used_at)
 

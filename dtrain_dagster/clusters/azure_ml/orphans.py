@@ -52,7 +52,7 @@ def why_compute_orphaned(state: str, idle_nodes: int, busy_nodes: int, minimum: 
     return ""
 
 
-def judge(job: ServiceJob, jobs_uri: str, live_runs: Collection[str]) -> Orphan | None:
+def judge_job(job: ServiceJob, jobs_uri: str, live_runs: Collection[str]) -> Orphan | None:
     """A job that runs in the service, by what its run directory says; None where it is somebody's."""
     job_id = job.tags.get(JOB_TAG)
     record, settled, owner = None, False, job.tags.get(RUN_TAG)

@@ -33,7 +33,7 @@ from dtrain_dagster.clusters.base import (
 from dtrain_dagster.clusters.job_marks import ActiveJobs, ClusterUse
 from dtrain_dagster.clusters.local.line_log import last_lines, logs_of, text_of
 from dtrain_dagster.clusters.local.settle import (
-    claim,
+    acquire_job_lock,
     end_supervised,
     observe,
     settle,
@@ -206,7 +206,7 @@ class LocalClusterManager(GPUClusterManager):
             make_home(self.home)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = claim(folder, rundir)
+            lock = acquire_job_lock(folder, rundir)
             if lock is None:
                 return
             try:

@@ -42,7 +42,7 @@ TOKEN_LENGTH = 16 + 32
 """Digits of a launch's token: of its run directory's digest, and random ones."""
 
 
-def claim(folder: Path, rundir: RunDir) -> int | None:
+def acquire_job_lock(folder: Path, rundir: RunDir) -> int | None:
     """The job's lock; None if it runs already. A supervisor that has said how it ended is waited for."""
     while (lock := acquire(folder)) is None:
         status = rundir.read_json(STATUS)

@@ -17,7 +17,7 @@ from dtrain_dagster.automation.capacity_queue import (
     TICKET_TAG,
     Ticket,
     WaitingList,
-    decide,
+    decide_turns,
     new_ticket,
     pause_seconds,
     refused_again,
@@ -39,25 +39,25 @@ def ticket(number: int, **fields: Any) -> Ticket:
 
 def test_the_oldest_is_tried_first_and_only_when_it_is_due() -> None:
     first, second = ticket(1), ticket(2, retry_at=0)
-    assert decide([first, second], NONE, NONE, now=1001.0).start is None, "nobody overtakes"
-    assert decide([first, second], NONE, NONE, now=first.retry_at).start == first
-    busy = decide([first, second], frozenset({second.ticket}), NONE, now=first.retry_at)
+    assert decide_turns([first, second], NONE, NONE, now=1001.0).start is None, "nobody overtakes"
+    assert decide_turns([first, second], NONE, NONE, now=first.retry_at).start == first
+    busy = decide_turns([first, second], frozenset({second.ticket}), NONE, now=first.retry_at)
     assert busy.start is None, "two at a time would ask for the same nodes"
 
 
 def test_who_waits_too_long_is_given_up_unless_it_is_being_tried() -> None:
     late = ticket(1)
-    assert decide([late], NONE, NONE, late.deadline_at).expired == (late,)
-    assert decide([late], frozenset({late.ticket}), NONE, late.deadline_at).expired == ()
-    assert decide([late], NONE, NONE, late.deadline_at).start is None
+    assert decide_turns([late], NONE, NONE, late.deadline_at).expired == (late,)
+    assert decide_turns([late], frozenset({late.ticket}), NONE, late.deadline_at).expired == ()
+    assert decide_turns([late], NONE, NONE, late.deadline_at).start is None
 
 
 def test_a_run_that_ends_for_another_reason_does_not_wait_any_more() -> None:
     item = ticket(1)
-    ended = decide([item], NONE, frozenset({(item.ticket, item.attempt)}), item.retry_at)
+    ended = decide_turns([item], NONE, frozenset({(item.ticket, item.attempt)}), item.retry_at)
     assert ended.ended == (item,)
     assert ended.start is None
-    before = decide([item], NONE, frozenset({(item.ticket, item.attempt - 1)}), item.retry_at)
+    before = decide_turns([item], NONE, frozenset({(item.ticket, item.attempt - 1)}), item.retry_at)
     assert before.start == item, "the run before was refused, and said so"
 
 

@@ -1,4 +1,4 @@
-"""How long a cluster idles and when it is scaled down: the arithmetic of `monitoring.idle`."""
+"""How long a cluster idles and when it is scaled down: the arithmetic of `automation.idle_policy`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from dtrain_dagster.automation.idle_policy import (
     LONGEST_LOOK_SECONDS,
     Idling,
-    is_due,
     is_over,
+    is_pool_due,
     look,
     takes_force,
     tried,
@@ -60,13 +60,13 @@ def test_idle_time_is_added_up_from_look_to_look(before, pool, now, idle_seconds
 def test_a_pool_is_scaled_down_after_the_limit_and_never_with_work(pool, idle_seconds, over):
     idling = replace(IDLE, idle_seconds=idle_seconds)
     assert is_over(idling, pool, LIMIT) is over
-    assert is_due(idling, pool, LIMIT) is over
+    assert is_pool_due(idling, pool, LIMIT) is over
 
 
 def test_what_fails_is_tried_at_the_next_look_then_ever_later_and_in_the_end_by_force():
     idling, tries = replace(IDLE, idle_seconds=600.0), []
     for minute in range(1, 130):
-        if is_due(idling, POOL, LIMIT):
+        if is_pool_due(idling, POOL, LIMIT):
             tries.append((minute, takes_force(idling)))
             idling = tried(idling, "failed")
         idling = look(idling, POOL, USD, idling.seen_at + 60)
@@ -132,4 +132,4 @@ def test_whatever_the_clock_does_idle_time_never_runs_ahead_of_the_looks(looks):
         since_work = since_work + 1 if state == "idle" and before is not None else int(state == "was used")
         assert 0 <= idling.idle_seconds <= since_work * LONGEST_LOOK_SECONDS
         assert idling.wasted_usd == pytest.approx(idling.idle_seconds / 3600 * 2 * USD)
-        assert not (is_due(idling, seen, LIMIT) and since_work * LONGEST_LOOK_SECONDS < LIMIT)
+        assert not (is_pool_due(idling, seen, LIMIT) and since_work * LONGEST_LOOK_SECONDS < LIMIT)

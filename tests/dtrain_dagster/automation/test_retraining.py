@@ -28,7 +28,7 @@ from dtrain_dagster.automation.retraining import (
     Prices,
     Registered,
     RetrainingCause,
-    claim,
+    claim_retraining,
     staleness,
     trains,
 )
@@ -206,15 +206,15 @@ def test_of_those_who_ask_in_the_same_moment_one_asks(tmp_path: Path):
 
     def asks(number: int) -> str:
         barrier.wait()
-        return claim(storage, f"cause {number}", 1000.0)
+        return claim_retraining(storage, f"cause {number}", 1000.0)
 
     with ThreadPoolExecutor(8) as pool:
         holders = list(pool.map(asks, range(8)))
     assert holders.count("") == 1
     winner = f"cause {holders.index('')}"
-    assert claim(storage, winner, 1001.0) == "", "who was lost over it asks once more"
-    assert claim(storage, "later", 1001.0 + 179) == winner
-    assert claim(storage, "later", 1001.0 + 180) == ""
+    assert claim_retraining(storage, winner, 1001.0) == "", "who was lost over it asks once more"
+    assert claim_retraining(storage, "later", 1001.0 + 179) == winner
+    assert claim_retraining(storage, "later", 1001.0 + 180) == ""
 
 
 def test_a_file_that_is_gone_is_told_once_and_taken_up_where_it_was_left(world: tuple[World, list[dict[str, Any]]]):

@@ -29,7 +29,7 @@ from dtrain_dagster.costs.estimate import (
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.planning.limits import Limits, least, most_epochs, objection, remedies
 from dtrain_dagster.planning.probe import probe_counts, read_measured
-from dtrain_dagster.planning.scoring import Score, learn, summarise
+from dtrain_dagster.planning.scoring import Score, learn, summarise_scores
 from trainer.rundir import NodePresence, event
 
 PRICE = price_of("Standard_NC6s_v3")
@@ -205,10 +205,10 @@ def test_what_a_score_says():
     assert over.is_within
     assert over.seconds_error == pytest.approx(0.15)
     assert not score(79.0, 100.0).is_within
-    together = summarise([over, score(79.0, 100.0), score(101.0, 100.0)])
+    together = summarise_scores([over, score(79.0, 100.0), score(101.0, 100.0)])
     assert (together.runs, together.median_error) == (3, pytest.approx(0.15))
     assert together.coverage == pytest.approx(2 / 3)
-    assert summarise([]).coverage is None
+    assert summarise_scores([]).coverage is None
 
 
 def test_one_odd_run_teaches_little_and_many_teach_much():
@@ -235,7 +235,7 @@ def test_learning_shrinks_the_error_of_a_biased_prober(seed, bias):
         scores.append(replace(made, seconds=seconds, usd=seconds))
     late = scores[-20:]
     assert statistics.fmean(abs(item.seconds_error) for item in late) < 0.5 * abs(bias - 1)
-    assert summarise(late).coverage >= 0.85
+    assert summarise_scores(late).coverage >= 0.85
 
 
 @pytest.mark.parametrize(

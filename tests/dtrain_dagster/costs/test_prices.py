@@ -117,10 +117,10 @@ def test_the_right_meters_are_picked_in_whatever_order_they_come():
     items = NOISE + WANTED
     for seed in range(20):
         random.Random(seed).shuffle(items)
-        chosen, unclear = retail.choose(items, "eastus", [T4], NOW)
+        chosen, unclear = retail.choose_prices(items, "eastus", [T4], NOW)
         assert chosen == {T4: {"dedicated": 0.526, "low_priority": 0.105, "spot": 0.0627}}
         assert not unclear
-    chosen, unclear = retail.choose([*items, meter(usd=0.55)], "eastus", [T4], NOW)
+    chosen, unclear = retail.choose_prices([*items, meter(usd=0.55)], "eastus", [T4], NOW)
     assert "dedicated" not in chosen[T4]
     assert unclear == [f"{T4}, dedicated: listed at 0.526 and at 0.55"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.jobs.progress import JobProgress, advance
-from dtrain_dagster.monitoring.hangs import SETTLE_SECONDS, HangNews, unresolved, verdict
+from dtrain_dagster.monitoring.hangs import SETTLE_SECONDS, HangNews, hang_verdict, unresolved
 from trainer.rundir import event
 
 BUCKET, COMMIT = "all-reduce of gradient bucket 0 (12,345 bytes)", "all-reduce"
@@ -79,7 +79,7 @@ def report(rank: int, sequence: int, ended: bool = False, step: int = 17, genera
     ],
 )
 def test_the_verdict_names_who_is_missing_and_where_it_stands(reports: list[dict], said: str | None) -> None:
-    assert verdict(reports) == (said or verdict(reports))
+    assert hang_verdict(reports) == (said or hang_verdict(reports))
 
 
 def test_a_hang_is_told_once_all_have_spoken_and_forgotten_with_the_next_step() -> None:

@@ -23,12 +23,12 @@ from dtrain_dagster.monitoring.scaling import (
     ScalingModel,
     ScalingPoint,
     all_reduce_seconds,
-    document,
     efficiency,
     fit_link,
     modelled,
     predict,
     read_point,
+    scaling_document,
     study,
 )
 from dtrain_dagster.reports.drawing import COLOURS
@@ -181,7 +181,7 @@ def test_a_study_is_json_where_bytes_do_not_slow_the_link_down() -> None:
     flat = [replace(point, all_reduces=tuple((size, 0.001) for size, _ in point.all_reduces)) for point in points]
     result = study(flat, cores=None)
     assert result.links[0].bytes_per_second == math.inf
-    again = json.loads(json.dumps(document(result), allow_nan=False))
+    again = json.loads(json.dumps(scaling_document(result), allow_nan=False))
     assert [link["bytes_per_second"] for link in again["links"][:2]] == [None, 3e9]
 
 

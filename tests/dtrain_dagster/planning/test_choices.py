@@ -23,7 +23,7 @@ from dtrain_dagster.planning.choices import (
     Choices,
     PlanError,
     choices,
-    choose,
+    choose_plan,
     misses,
     with_evictions,
 )
@@ -116,10 +116,10 @@ def test_the_cheapest_that_keeps_both_limits_is_chosen(limits: dict[str, float],
 
 def test_nodes_that_may_be_taken_away_are_for_those_who_can_wait():
     limits = {"tiers": BOTH, "prices": [PRICES[V100]], "node_counts": (1,)}
-    assert choose(table_of(**limits)).tier == "low_priority"
+    assert choose_plan(table_of(**limits)).tier == "low_priority"
     # 12.1 hours and a tenth more, and 1.33 evictions and two standard deviations of ten minutes each: 13.92 h.
-    assert choose(table_of(**limits, deadline_seconds=14.0 * HOUR)).tier == "low_priority"
-    assert choose(table_of(**limits, deadline_seconds=13.8 * HOUR)).tier == "dedicated"
+    assert choose_plan(table_of(**limits, deadline_seconds=14.0 * HOUR)).tier == "low_priority"
+    assert choose_plan(table_of(**limits, deadline_seconds=13.8 * HOUR)).tier == "dedicated"
     slow = with_evictions(Interval(low=HOUR, expected=2 * HOUR, high=3 * HOUR), node_count=4)
     assert slow.low == HOUR
     assert slow.expected == pytest.approx(2 * HOUR + 8 * EVICTIONS_PER_NODE_HOUR * EVICTION_SECONDS)
@@ -137,7 +137,7 @@ def test_what_cannot_be_had_is_listed_with_why_and_never_taken():
         assert (V100 in {row.sku for row in table_of(prices=[price_of(V100)], today=date(2025, 9, day)).rows}) is there
     assert V100 in {row.sku for row in table_of(prices=[price_of(V100)], is_stand_in=True).rows}, "nothing is bought"
     with pytest.raises(PlanError, match=r"nothing to choose from: Standard_NC6s_v3 \(dedicated\): retired on 2025"):
-        choose(table_of(prices=[price_of(V100)]))
+        choose_plan(table_of(prices=[price_of(V100)]))
 
 
 def test_each_gpu_of_a_node_is_a_rank():
@@ -181,16 +181,16 @@ def test_each_gpu_of_a_node_is_a_rank():
 )
 def test_where_nothing_fits_the_nearest_and_the_setting_are_named(limits: dict[str, float], words: str):
     with pytest.raises(PlanError, match=words):
-        choose(table_of(**limits))
+        choose_plan(table_of(**limits))
 
 
 def test_the_limit_that_is_named_is_enough():
     limits = {"deadline_seconds": 8 * HOUR, "budget_usd": 20.0}
     with pytest.raises(PlanError) as refused:
-        choose(table_of(**limits))
+        choose_plan(table_of(**limits))
     named = dict(re.findall(r"set (\w+) = ([\d.]+)\.", str(refused.value)))
-    assert choose(table_of(**limits | {"budget_usd": float(named["budget_usd"])})).sku == A100
-    assert choose(table_of(**limits | {"deadline_seconds": float(named["deadline_hours"]) * HOUR})).sku == T4
+    assert choose_plan(table_of(**limits | {"budget_usd": float(named["budget_usd"])})).sku == A100
+    assert choose_plan(table_of(**limits | {"deadline_seconds": float(named["deadline_hours"]) * HOUR})).sku == T4
 
 
 ROWS = [replace(price, retired_on=None) for price in price_table().values()]
@@ -235,7 +235,7 @@ def test_what_holds_of_every_table(forecast: Amdahl, given: dict[str, Any]):
     else:
         assert all(misses(row, table.deadline_seconds, table.budget_usd) for row in table.rows)
         with pytest.raises(PlanError):
-            choose(table)
+            choose_plan(table)
 
 
 @given(forecasts, tables, st.integers(1, 9))
@@ -244,7 +244,7 @@ def test_more_to_choose_from_never_costs_more(forecast: Amdahl, given: dict[str,
     if before:
         more_nodes = {"node_counts": {*given["node_counts"], nodes}}
         for more in (more_nodes, {"tiers": BOTH}, {"deadline_seconds": None}, {"budget_usd": None}):
-            assert choose(table_of(forecast, **(given | more))).usd.expected <= before.usd.expected
+            assert choose_plan(table_of(forecast, **(given | more))).usd.expected <= before.usd.expected
 
 
 @given(forecasts, tables)
@@ -253,7 +253,7 @@ def test_a_budget_refuses_and_makes_nothing_slower(forecast: Amdahl, given: dict
         "tiers": ("dedicated",)
     }  # with evictions, intervals differ in width: the cheaper may be the dearer at most
     before = table_of(forecast, **given).chosen
-    assert before is None or choose(table_of(forecast, **(given | {"budget_usd": None}))) == before
+    assert before is None or choose_plan(table_of(forecast, **(given | {"budget_usd": None}))) == before
 
 
 @pytest.mark.parametrize(

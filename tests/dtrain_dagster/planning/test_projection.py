@@ -13,7 +13,7 @@ from dtrain_dagster.costs.prices import price_table
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.windows import settled, windows
-from dtrain_dagster.planning.projection import Pace, Projection, overruns, project
+from dtrain_dagster.planning.projection import ProgressRate, Projection, overruns, project
 from dtrain_dagster.planning.savings import ANOTHER, Hired, saving_table, savings
 from tests.dtrain_dagster.simulated_timing import Simulation
 
@@ -46,7 +46,7 @@ def steps(last: int, seconds: float, began: float = BEGAN + 60, every: int = 10)
 
 
 def projected(stretches: list[NodeUsage], events: list[dict[str, Any]], the_plan: Any = None) -> Projection:
-    return project(CostTracker("c", stretches, "dedicated"), the_plan or plan(), Pace().after(events))
+    return project(CostTracker("c", stretches, "dedicated"), the_plan or plan(), ProgressRate().after(events))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_other_nodes_than_planned_cost_what_they_cost_and_without_a_plan_there_i
     assert dear.at_end is not None
     ratio = price_table()[T4].usd_per_hour("dedicated") / HOURLY
     assert cheap.at_end.expected == pytest.approx(ratio * dear.at_end.expected)
-    alone = project(CostTracker("c", usage(3600), "dedicated"), None, Pace())
+    alone = project(CostTracker("c", usage(3600), "dedicated"), None, ProgressRate())
     assert (alone.so_far, alone.at_end, alone.over_so_far) == (pytest.approx(2 * HOURLY), None, None)
 
 
@@ -165,9 +165,9 @@ def test_any_history_has_an_end_that_costs_no_less_than_what_was_paid(stays, rep
 @pytest.mark.parametrize("damage", [{}, {"estimate": None}, {"estimate": {"usd": {"expected": 0}}}])
 def test_a_damaged_plan_is_an_error_and_strange_events_are_nothing(damage):
     with pytest.raises((KeyError, TypeError, ValueError)):
-        project(CostTracker("c", usage(10), "dedicated"), damage, Pace())
+        project(CostTracker("c", usage(10), "dedicated"), damage, ProgressRate())
     strange = [{"kind": "step"}, {"kind": "step", "step": 5, "step_seconds": "fast"}, {"kind": "evaluation"}, {}]
-    assert Pace().after(strange) == Pace()
+    assert ProgressRate().after(strange) == ProgressRate()
 
 
 def told(actual: float, end: float, before: float | None, known: set[str] = frozenset(), counts: bool = True):  # type: ignore[assignment]

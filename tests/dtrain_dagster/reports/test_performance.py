@@ -15,7 +15,7 @@ from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.diagnosis import SlowdownCause
 from dtrain_dagster.monitoring.windows import windows
 from dtrain_dagster.reports import time_charts
-from dtrain_dagster.reports.performance import Goodput, goodput, scaling, summarise
+from dtrain_dagster.reports.performance import Goodput, goodput, scaling, summarise_performance
 from tests.dtrain_dagster.simulated_timing import STEPS_PER_WINDOW, Simulation
 from trainer.rundir import event
 
@@ -50,7 +50,9 @@ def performance_of(events: list[dict[str, Any]], usage: list[NodeUsage]) -> Good
 def test_the_report_of_a_job_with_a_slow_node():
     events = with_steps(Simulation(windows=20, late_compute={1: 0.05}).events())
     usage = whole(events, 3)
-    report = summarise(events, {"training": 30.0, "startup": 20.0}, 3, usage, {"gradient_accumulation_steps": 2})
+    report = summarise_performance(
+        events, {"training": 30.0, "startup": 20.0}, 3, usage, {"gradient_accumulation_steps": 2}
+    )
     assert report.diagnosis.cause is SlowdownCause.SLOW_COMPUTE
     assert report.verdict.startswith("Slow compute on rank 1 (node 11), ")
     assert report.goodput.share == pytest.approx(0.5, abs=0.02)
@@ -72,13 +74,13 @@ def test_records_of_older_trainers_still_make_a_report():
     events = [item for item in with_steps(Simulation(windows=6).events()) if item["kind"] != "timing"]
     first, last = events[0]["time"], events[-1]["time"]
     usage = [stay(node, first - 2 * (last - first), last) for node in (10, 11)]
-    report = summarise(events, {"training": last - first, "startup": 60.0}, 2, usage)
+    report = summarise_performance(events, {"training": last - first, "startup": 60.0}, 2, usage)
     assert report.communication is None
     assert report.ranks == ()
     assert report.goodput.share == pytest.approx(0.4, abs=0.01)
     assert "«start-up» took 5" in report.verdict
     with pytest.raises(ValueError, match="no step"):
-        summarise([], {}, 1, usage)
+        summarise_performance([], {}, 1, usage)
 
 
 def test_steps_that_were_done_again_trained_once():
@@ -100,7 +102,7 @@ def test_after_a_second_launch_paid_time_still_adds_up():
     trained = first[-1]["time"] - windows(first)[0].time + windows(first)[0].total_seconds
     began, ended = first[-1]["time"] - trained, first[-1]["time"]
     usage = [stay(node, began + at - 10, ended + at) for node in (10, 11, 12) for at in (0.0, pause)]
-    report = summarise(with_steps([*first, *second]), {"startup": 10.0, "training": trained}, 3, usage)
+    report = summarise_performance(with_steps([*first, *second]), {"startup": 10.0, "training": trained}, 3, usage)
     good = report.goodput
     assert good.trained_node_seconds + sum(good.elsewhere.values()) == pytest.approx(good.paid_node_seconds)
     assert good.share == pytest.approx(trained / (trained + 10), rel=0.01)
@@ -116,7 +118,7 @@ def test_the_pace_of_a_rank_is_that_of_the_world_it_was_in():
     lost = event("membership", 0, 2, world_size=1, nodes=[10], **fields) | {"time": events[-1]["time"] + 0.5}
     formed = event("membership", 0, 1, world_size=3, nodes=[10, 11, 12], **fields) | {"time": 0.0}
     both = [formed, *events, lost, *(item | {"time": item["time"] + later, "generation": 2} for item in alone)]
-    report = summarise(both, {}, 1, whole(events, 3))
+    report = summarise_performance(both, {}, 1, whole(events, 3))
     assert report.samples_per_second_per_rank == pytest.approx(report.samples_per_second / 3, rel=0.05)
 
 
@@ -137,7 +139,7 @@ def test_scaling_is_measured_where_one_node_has_trained_alone():
 def test_pictures_are_drawings_with_a_bar_for_every_node():
     events = with_steps(Simulation(ranks=4, windows=8).events())
     usage = whole(events, 4)
-    report = summarise(events, {"training": 10.0}, 4, usage)
+    report = summarise_performance(events, {"training": 10.0}, 4, usage)
     assert report.communication is not None
     members = [
         event("membership", 0, 1, world_size=4, nodes=[10, 11, 12, 13], lost=[], joined=[], topology="mesh"),

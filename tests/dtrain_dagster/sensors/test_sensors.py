@@ -20,7 +20,7 @@ from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.progress import PLAN
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.sensors.cost_overrun import COST_TOLD, build_cost_overrun_sensor, judge
+from dtrain_dagster.sensors.cost_overrun import COST_TOLD, build_cost_overrun_sensor, judge_cost
 from dtrain_dagster.sensors.orphans import build_orphan_sensor, why_spared
 from dtrain_dagster.settings.environment import Settings
 from tests.ticks import Daemon
@@ -284,7 +284,7 @@ def test_slow_steps_are_projected_however_many_files_are_between_their_reports(
         look = {} if is_lost else json.loads(json.dumps(look))
         usage = [NodeUsage(node_id=n, sku="Standard_NC6s_v3", started_at=BEGAN, ended_at=now) for n in range(2)]
         tracker = CostTracker("c", usage, "dedicated")
-        projection, due, look = judge(rundir, plan, tracker, look | {"told": told}, 0.25)
+        projection, due, look = judge_cost(rundir, plan, tracker, look | {"told": told}, 0.25)
         assert projection.counts or not is_lost
         for item in due:
             told += item.covers

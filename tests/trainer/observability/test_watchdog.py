@@ -13,7 +13,7 @@ import pytest
 import user_parts
 from worlds import Job
 
-from dtrain_dagster.monitoring.hangs import verdict
+from dtrain_dagster.monitoring.hangs import hang_verdict
 from trainer.comm.group import Group
 from trainer.config import DistributedTrainingConfig
 from trainer.observability.reporter import Reporter
@@ -55,7 +55,7 @@ def test_a_rank_that_blocks_in_the_users_code_is_named_with_its_line(new_job: Ca
     assert not job.events("communication_error"), "before the timeout"
     source = Path(user_parts.__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(source, 1) if "here it stands" in text)
-    said = verdict(reports())
+    said = hang_verdict(reports())
     assert said.startswith("rank 1 (node 0) never entered the all-reduce of gradient bucket 0 of step 4"), said
     assert f"it is in user_parts.py:{line} Blocks.forward; rank 0 waits there since" in said
     waits, blocks = sorted(reports(), key=lambda item: item["rank"])

@@ -345,10 +345,10 @@ class TestOrphans:
         tags = {JOB_TAG: "j", RUN_DIR_TAG: rundir.uri, RUN_TAG: "ended"}
         look = Look(status="Running")
         job = ServiceJob(name="j-l2", look=look, tags=tags, studio_url=None, compute="c", created_at=None)
-        assert getattr(orphans.judge(job, jobs_uri, {"live"}), "dagster_run_id", None) == "ended"
+        assert getattr(orphans.judge_job(job, jobs_uri, {"live"}), "dagster_run_id", None) == "ended"
         for owner, is_orphan in (("other", True), ("live", False), (None, False)):
             rundir.write_json(OWNER, {"dagster_run_id": owner})
-            assert (orphans.judge(job, jobs_uri, {"live"}) is not None) is is_orphan
+            assert (orphans.judge_job(job, jobs_uri, {"live"}) is not None) is is_orphan
 
 
 class TestCode:

@@ -16,7 +16,7 @@ from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.planning.variance import reasons, sentence
+from dtrain_dagster.planning.variance import explain_variance, reasons
 
 MIDNIGHT = 1792886400.0 - 1792886400.0 % 86400
 """Of 2026-10-25, UTC."""
@@ -176,7 +176,7 @@ def test_the_difference_from_the_estimate_is_the_sum_of_its_reasons():
         found = reasons(plan, bill.nodes, ledger(bill.nodes, told), steps=30, probe=before)
         assert sum(item.usd for item in found) == pytest.approx(bill.total_usd - usd)
         assert [abs(item.usd) for item in found] == sorted([abs(item.usd) for item in found], reverse=True)
-    said = sentence(found, bill.total_usd, usd)
+    said = explain_variance(found, bill.total_usd, usd)
     assert said.startswith(
         "$0.0582 (69%) below the estimate: the price per node-hour was $0.6100 (Standard_NC6s_v3 (low"
     )
