@@ -8,8 +8,8 @@ What is known is `Measured`: a probe or a past run of the same training on some 
 that were measured, figures are interpolated; beyond them communication grows with the logarithm of the ranks. Each
 rank keeps its batch: more nodes make larger and fewer steps of the same epochs.
 
-The 90 % interval has the spread that past estimates of this instance had (`costs.scoring`), that of the measured steps,
-and what is added for every guess: a node count or a GPU that was not measured.
+The 90 % interval has the spread that past estimates of this instance had (`planning.scoring`), that of the measured
+steps, and what is added for every guess: a node count or a GPU that was not measured.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class TrainingPlan:
     stop_at_usd: float = 0.0
     """At how many dollars it saves a checkpoint and stops; 0: never."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Expected seconds by phase, see `costs.estimate.Parts`; `costs.projection` takes them for what is to come."""
+    """Expected seconds by phase, see `costs.estimate.Parts`; `planning.projection` takes them for what is to come."""
 
 
 def parse_plan(document: Any, source: str) -> TrainingPlan:

@@ -1,4 +1,4 @@
-"""How long a cluster idles and when it is scaled down: the arithmetic of `monitoring.idle`."""
+"""How long a cluster idles and when it is scaled down: the arithmetic of `automation.idle_policy`."""
 
 from __future__ import annotations
 
