@@ -18,7 +18,7 @@ PIECE_BYTES = 4 << 20
 """Of a log at once."""
 _NODE = re.compile(r"=== node-(\d+)\.log ===")
 _PART = re.compile(r"--- (launch \d+, .*|rank \d+) ---")
-"""Begins what a launch printed (`azure_ml.job_records`), or a rank (`by_node`): each part grows at its own end."""
+"""Begins what a launch printed (`clusters.azure_ml.traces`), or a rank (`by_node`): each part grows at its own end."""
 
 Part = tuple[int, str, str]
 """Node, and the lines that name the launch and the rank, where there are such."""
