@@ -34,7 +34,7 @@ from trainer.storage.open import open_storage
 RETRAINING = "retraining"
 CAUSE_TAG = "dtrain/cause"
 CHAMPION_CHECK = "champion_holds"
-"""Of ``sharded_dataset``, see `assets.champion`."""
+"""Of ``sharded_dataset``, see `assets.champion_check`."""
 TRAINED = dg.AssetKey("trained_checkpoint")
 _REGISTRATIONS = 200
 """Materializations of ``registered_model`` among which the champion is looked for."""

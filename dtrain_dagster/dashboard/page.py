@@ -1,4 +1,4 @@
-"""The dashboard as a page: served live by `dashboard_server`, or saved as a report that needs no network at all."""
+"""The dashboard as a page: served live by `dashboard.server`, or saved as a report that needs no network at all."""
 
 from __future__ import annotations
 

@@ -174,8 +174,8 @@ def job_name(job_id: str, launch: int) -> str:
 
 
 def mark_of(job_id: str, launch: int) -> str:
-    """The mark of a job that may run, from this launch on until it has ended (`clusters.active`). One that is submitted
-    again after that gets another, so that who removes the old one late hides nothing."""
+    """The mark of a job that may run, from this launch on until it has ended (`clusters.job_marks`). One that is
+    submitted again after that gets another, so that who removes the old one late hides nothing."""
     return f"{job_id}~{launch}"
 
 
