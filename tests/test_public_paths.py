@@ -140,7 +140,7 @@ def test_commands_are_found(module: str):
 @pytest.mark.slow
 def test_the_contract_imports_no_torch():
     """In a fresh process; `.importlinter` has the same wall for imports that a run does not reach."""
-    modules = "config documents.reader errors printable rundir secrets.resolve storage.base".split()
+    modules = ["config", "documents.reader", "errors", "printable", "rundir", "secrets.resolve", "storage.base"]
     order = "import sys; " + "; ".join(f"import trainer.{name}" for name in modules) + "; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", order], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout.strip() == "False"
