@@ -80,8 +80,8 @@ test-all: test  ## the tests, then the long ones: repetitions of proofs, loads o
 test-fast: setup  ## tests that start no world of processes and no browser
 	@python -m pytest -m "not slow and not browser and not long"
 
-lint: setup  ## ruff and mypy
-	@ruff check . && ruff format --check . && mypy
+lint: setup  ## ruff, mypy, and the walls between rooms (.importlinter)
+	@ruff check . && ruff format --check . && mypy && lint-imports --no-logo
 
 format: setup  ## let ruff put the code into shape
 	@ruff check --fix . && ruff format .

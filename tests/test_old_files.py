@@ -1,4 +1,4 @@
-"""What the version before the rooms has written is still read: its run directory, dataset, registry and Dagster's values.
+"""What the version before the rooms wrote is still read: run directory, dataset, registered model, Dagster's values.
 
 The files lie packed in ``tests/old_files``, whose README says how they were made. Tests of damaged or hostile files
 belong to ``tests/abuse``.

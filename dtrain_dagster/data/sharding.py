@@ -371,8 +371,8 @@ def _ref(folder: Path, built: bool) -> BuiltDataset:
         uri=str(folder),
         dataset_id=manifest["dataset_id"],
         rows=sum(shard["rows"] for shard in manifest["shards"]),
-        samples=manifest["samples"],
-        excluded=manifest["excluded"],
+        samples=dict(manifest["samples"]),
+        excluded=dict(manifest["excluded"]),
         built=built,
         shared_uri=str(folder),
     )

@@ -13,7 +13,7 @@ The contract:
 - ``make_model(spec, outputs, **args)`` returns a ``torch.nn.Module`` from standardised windows
   ``(batch, spec.window, len(spec.features))``, float32, to ``(batch, outputs)``;
 - ``make_loss(spec, **args)`` returns a module with ``outputs: int`` and ``forward(outputs, target) -> (batch,)``, one
-  loss per sample, not reduced. With ``predictive(outputs) -> trainer.model.losses.Predictive`` it is judged as a
+  loss per sample, not reduced. With ``predictive(outputs) -> trainer.losses.Predictive`` it is judged as a
   distribution against the baselines; with ``point(outputs) -> (batch,)`` as a point forecast; both in the unit of the
   target;
 - ``args`` are the keyword arguments of the functions; one that they do not take is refused by name, and a wrong shape

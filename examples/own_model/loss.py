@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from trainer.model.losses import Predictive
+from trainer.losses import Predictive
 from trainer.spec import DataSpec
 
 

@@ -1,4 +1,4 @@
-"""Make ``home.tar.xz`` anew: run this in a checkout of the commit before the modules moved into rooms, with its packages.
+"""Make ``home.tar.xz`` again, in a checkout of the commit before the modules moved into rooms, with its packages:
 
     git archive COMMIT | tar -x -C BEFORE && cd BEFORE && python …/tests/old_files/make.py …/tests/old_files
 
@@ -66,9 +66,8 @@ def make_home(home: Path, scratch: Path) -> None:
     dagster_home.mkdir(parents=True)
     shutil.copy("dagster.yaml", dagster_home)
     random = np.random.default_rng(0)
-    days = xc.get_calendar("XNYS", start="2010-01-01", end="2024-12-31").sessions_window(
-        pd.Timestamp("2015-01-02"), 640
-    )
+    calendar = xc.get_calendar("XNYS", start="2010-01-01", end="2024-12-31")
+    days = calendar.sessions_window(pd.Timestamp("2015-01-02"), 640)
     walks = 50 * np.exp(np.cumsum(random.normal(0, 0.01, (len(days), 3)), axis=0))
     pd.DataFrame(np.round(walks, 3), index=pd.Index(days, name="date"), columns=["AAA", "BBB", "CCC"]).to_csv(
         scratch / "prices.csv"
@@ -125,7 +124,7 @@ for module in list(sys.modules.values()):
 def copy(source: Path, target: Path, home: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     data = source.read_bytes()
-    if target.suffix in (".json", ".jsonl", ".yaml", ".md", "") and not {"dagster", "mlartifacts"} & set(target.parts):
+    if target.suffix in (".json", ".jsonl") and "mlartifacts" not in target.parts:
         data = data.replace(str(home).encode(), HOME.encode())
     target.write_bytes(data)
 

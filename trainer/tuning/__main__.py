@@ -16,7 +16,7 @@ from trainer.elastic.node_presence import presence
 from trainer.engine.run_job import leave_process
 from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.rundir import RunDir
-from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 from trainer.tuning.search import LEAST_SECONDS
 from trainer.tuning.tuner import tune
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--seconds {options.seconds:g}: nothing can be told in less than {LEAST_SECONDS:g}")
     folder, slash, name = options.config.rpartition("/")
     try:
-        job = parse_job(Storage(folder or slash or ".").read(name).decode(), source=options.config)
+        job = parse_job(open_storage(folder or slash or ".").read(name).decode(), source=options.config)
         refuse_foreign_factories(job)
         RunDir(job.run_dir).make()
     except (ConfigError, OSError, UnicodeDecodeError) as error:
