@@ -1,7 +1,9 @@
 """What runs on the nodes: a trainer, data-parallel, that knows a run directory, and neither Dagster, Azure nor dollars.
 
-Importing this package is cheap: torch is imported by the modules that compute (`data.shards`, `model.stock`,
-`engine.step`…), never by those that only describe (`config`, `rundir`, `storage`), which the orchestrator reads too.
+The packages in it say in their own docstrings what belongs in them. Directly in it is what belongs to none: the doors
+(`__main__`, `run`), the faces of a user's own parts (`losses`, `spec`), and the contract with the orchestrator
+(`config`, `errors`, `exit_codes`, `rundir`). Importing a package is cheap: torch is imported by the modules that
+compute, never by the contract, `documents`, `secrets` or `storage`, which the orchestrator reads too.
 """
 
 __version__ = "0.1.0"
