@@ -84,15 +84,15 @@ class TorchTransport:
         if self._direct is not None:
             self._direct.call_off()
 
-    def swap(self, output: torch.Tensor, input_: torch.Tensor) -> None:
-        """All to all: row j of ``input_`` goes to rank j, and row i of ``output`` comes from rank i."""
+    def all_to_all(self, output: torch.Tensor, input_: torch.Tensor) -> None:
+        """Exchange rows: row j of ``input_`` goes to rank j, and row i of ``output`` comes from rank i."""
         self.group.alltoall_base(output, input_, [], []).wait()
 
-    def collect(self, output: torch.Tensor, input_: torch.Tensor) -> None:
-        """All-gather: row i of ``output`` is the ``input_`` of rank i."""
+    def all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> None:
+        """Gather rows: row i of ``output`` is the ``input_`` of rank i."""
         self.group._allgather_base(output.view(-1), input_.view(-1)).wait()
 
-    def sum_by_node(self, tensor: torch.Tensor, nodes: Sequence[int]) -> None:
+    def hierarchical_all_reduce(self, tensor: torch.Tensor, nodes: Sequence[int]) -> None:
         """Sum over ranks, in place: within each node, then between one rank of each, then back. ``nodes``: the node of
         each rank, the same in each call."""
         if self._levels is None:
