@@ -1,5 +1,5 @@
 """What carries out collectives, on the communication thread of a `trainer.comm.group.Group`: gloo and NCCL, or a
-star."""
+parameter server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.comm.gloo_connections import deafen, prove, with_listeners
-from trainer.comm.parameter_server import Star
+from trainer.comm.parameter_server import ParameterServerGroup
 from trainer.comm.peer_to_peer import MOST_RANKS, DirectLinks, address_on, connect_all
 from trainer.runtime.affinity import yield_to_senders
 
@@ -154,30 +154,30 @@ class TorchTransport:
             self._close_store()
 
 
-class StarTransport:
+class ParameterServerTransport:
     """Parameter-server mode (D3): everything goes through rank 0."""
 
     linger_seconds = 0.0
 
-    def __init__(self, star: Star) -> None:
-        self.star = star
+    def __init__(self, members: ParameterServerGroup) -> None:
+        self.members = members
 
     def sum(self, tensor: torch.Tensor) -> None:
-        self.star.sum(tensor)
+        self.members.sum(tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         if source == 0:
-            self.star.broadcast(tensor)
+            self.members.broadcast(tensor)
             return
-        if self.star.rank != source:
+        if self.members.rank != source:
             tensor.zero_()
-        self.star.sum(tensor)  # what the others add is nothing
+        self.members.sum(tensor)  # what the others add is nothing
 
     def gather(self, value: Any) -> list[Any]:
-        return self.star.gather(value)
+        return self.members.gather(value)
 
     def barrier(self, seconds: float) -> None:
-        self.star.barrier(seconds)
+        self.members.barrier(seconds)
 
     def takes_at_once(self, tensor: torch.Tensor) -> bool:
         return False
@@ -185,10 +185,10 @@ class StarTransport:
     def call_off(self) -> None: ...
 
     def abort(self) -> None:
-        self.star.abort()
+        self.members.abort()
 
     def close(self) -> None:
-        self.star.close()
+        self.members.close()
 
 
 def make_torch_transport(
