@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from trainer.comm.gloo_connections import deafen, prove, with_listeners
 from trainer.comm.parameter_server import ParameterServerGroup
-from trainer.comm.peer_to_peer import MOST_RANKS, DirectLinks, address_on, connect_all
+from trainer.comm.peer_to_peer import MOST_RANKS, PeerToPeerAllReduce, address_on, connect_all
 from trainer.runtime.affinity import yield_to_senders
 
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class TorchTransport:
 
     def __init__(
         self, group: Any, patient: Any, gpu: torch.device | None, timeout: float,
-        make_group: Callable[[str, int, int], Any], direct: DirectLinks | None = None,
+        make_group: Callable[[str, int, int], Any], direct: PeerToPeerAllReduce | None = None,
         close_store: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """``make_group``: another group, of some ranks, from its name, this process's rank in it and its size.
@@ -222,7 +222,7 @@ def make_torch_transport(
 
 def _direct_links(
     store: dist.Store, rank: int, size: int, host: str | None, timeout: float, group: Any, key: bytes
-) -> DirectLinks | None:
+) -> PeerToPeerAllReduce | None:
     """Direct links, if all ranks have them: what they are for works without them, too. ``group``: of these ranks."""
     links = None
     try:
