@@ -35,9 +35,9 @@ sys.path.insert(0, str(ROOT / "tests" / "trainer"))
 from certificates import Authority  # noqa: E402
 
 from benchmarks.checkpoint import RESULTS, _cpu  # noqa: E402
-from trainer.comm.parameter_server import Star  # noqa: E402
+from trainer.comm.parameter_server import ParameterServerGroup  # noqa: E402
 from trainer.comm.tls import client_context, server_context  # noqa: E402
-from trainer.comm.torch_transport import StarTransport, Transport, make_torch_transport  # noqa: E402
+from trainer.comm.torch_transport import ParameterServerTransport, Transport, make_torch_transport  # noqa: E402
 from trainer.config import TLSConfig  # noqa: E402
 
 KINDS = ("star", "star_tls", "gloo")
@@ -77,9 +77,15 @@ def connect(kind: str, listener: socket.socket, rank: int, size: int, tls: TLSCo
         return make_torch_transport(store, rank, size, None, SECONDS, SECONDS, "127.0.0.1")
     with_tls, key = kind == "star_tls", kind.encode()
     if rank == 0:
-        return StarTransport(Star.hub(listener, size, key, SECONDS, server_context(tls) if with_tls else None))
+        return ParameterServerTransport(
+            ParameterServerGroup.serve(listener, size, key, SECONDS, server_context(tls) if with_tls else None)
+        )
     listener.close()
-    return StarTransport(Star.spoke(address, rank, size, key, SECONDS, client_context(tls) if with_tls else None))
+    return ParameterServerTransport(
+        ParameterServerGroup.connect_worker(
+            address, rank, size, key, SECONDS, client_context(tls) if with_tls else None
+        )
+    )
 
 
 def measure(size: int, numel: int, rounds: int) -> dict[str, list[float]]:

@@ -24,7 +24,7 @@ from benchmarks.stranger import JOB, Stranger, besiege, stranger
 from trainer.comm.framed_socket import PeerError
 from trainer.comm.handshake import PROOF_BYTES, REPLY, AuthenticationError, Caller, Listener
 from trainer.comm.launch_secret import SECRET_BYTES, LaunchSecret
-from trainer.comm.parameter_server import Star, StarError
+from trainer.comm.parameter_server import ParameterServerError, ParameterServerGroup
 from trainer.comm.peer_to_peer import connect_all
 from trainer.comm.rendezvous_store import Store
 from trainer.comm.static_rendezvous import listen
@@ -178,11 +178,11 @@ def hub(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
     listener, key = listen(HOST), secret.key("star", JOB, 1)
     address = listener.getsockname()
     with ThreadPoolExecutor(2) as pool:
-        forming = pool.submit(Star.hub, listener, 2, key, PATIENCE)
-        answers = besiege(who, [address[1]], ["0", "1", "hub"])
+        forming = pool.submit(ParameterServerGroup.serve, listener, 2, key, PATIENCE)
+        answers = besiege(who, [address[1]], ["0", "1", "server"])
 
         def works() -> bool:
-            return _sums([forming.result, lambda: Star.spoke(address, 1, 2, key, PATIENCE)])
+            return _sums([forming.result, lambda: ParameterServerGroup.connect_worker(address, 1, 2, key, PATIENCE)])
 
         _note(tally, "the parameter server", answers, works)
 
@@ -235,7 +235,10 @@ def place_in_star(tally: Tally, random: random.Random, secret: LaunchSecret) -> 
     address = listener.getsockname()
     _refused(
         tally, "the parameter server",
-        [lambda: Star.hub(listener, 2, key, 2.0), lambda: Star.spoke(address, 1, 2, random.randbytes(32), PATIENCE)],
+        [
+            lambda: ParameterServerGroup.serve(listener, 2, key, 2.0),
+            lambda: ParameterServerGroup.connect_worker(address, 1, 2, random.randbytes(32), PATIENCE),
+        ],
     )  # fmt: skip
 
 
@@ -244,7 +247,7 @@ def _refused(tally: Tally, what: str, openers: Sequence[Callable[[], Any]]) -> N
     tally.tried += 1
     made = []
     for future in _at_once(openers):
-        with contextlib.suppress(AuthenticationError, PeerError, StarError):
+        with contextlib.suppress(AuthenticationError, PeerError, ParameterServerError):
             made.append(future.result(PATIENCE))
     for thing in made:
         thing.close()

@@ -1,4 +1,4 @@
-"""Ranks of a star as processes of their own, what they do there, and a host in between that listens.
+"""Ranks of a parameter-server group as processes of their own, what they do there, and a host in between that listens.
 
 Processes are forked from one that has torch loaded already, so that a world starts within a moment.
 """
@@ -21,7 +21,7 @@ import psutil
 import torch
 from worlds import FORKS
 
-from trainer.comm.parameter_server import Star, StarError
+from trainer.comm.parameter_server import ParameterServerError, ParameterServerGroup
 from trainer.comm.tls import client_context, server_context
 from trainer.config import TLSConfig
 
@@ -43,7 +43,7 @@ class Outcome:
 
 
 class Rank:
-    """One rank in a process of its own. ``timeout``: of operations; ``forming``: until the star is there; seconds."""
+    """One rank in a process of its own. ``timeout``: of operations; ``forming``: until the group is there; seconds."""
 
     def __init__(self, where: socket.socket | Address, rank: int, size: int, work: Callable[..., Any], *arguments: Any,
                  timeout: float = PATIENCE, forming: float = PATIENCE, token: bytes = TOKEN,
@@ -101,16 +101,18 @@ def _be(pipe: Connection, options: tuple[Any, ...], work: Callable[..., Any], ar
     torch.set_num_threads(1)
     try:
         if rank == 0:
-            star = Star.hub(where, size, token, forming, server_context(tls) if tls else None)
+            group = ParameterServerGroup.serve(where, size, token, forming, server_context(tls) if tls else None)
         else:
-            star = Star.spoke(where, rank, size, token, forming, client_context(tls) if tls else None)
-        star.timeout = timeout
-        result = Outcome(work(star, pipe, *arguments))
-        star.close()
-    except StarError as error:
+            group = ParameterServerGroup.connect_worker(
+                where, rank, size, token, forming, client_context(tls) if tls else None
+            )
+        group.timeout = timeout
+        result = Outcome(work(group, pipe, *arguments))
+        group.close()
+    except ParameterServerError as error:
         left = psutil.Process().net_connections("tcp")
-        assert not left, left  # nothing is held open by who has lost its star
-        result = Outcome(None, "StarError", str(error), error.rank, error.operation)
+        assert not left, left  # nothing is held open by who has lost its group
+        result = Outcome(None, "ParameterServerError", str(error), error.rank, error.operation)
     except Exception as error:
         result = Outcome(None, type(error).__name__, str(error))
     pipe.send(result)
@@ -149,119 +151,119 @@ def bits(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def sum_draws(star: Star, pipe: Connection, delays: dict[int, float]) -> list[str]:
+def sum_draws(group: ParameterServerGroup, pipe: Connection, delays: dict[int, float]) -> list[str]:
     """Digests of the sums."""
     result = []
-    for tensor in draws(star.rank, 0):
-        time.sleep(delays.get(star.rank, 0.0))
-        star.sum(tensor)
+    for tensor in draws(group.rank, 0):
+        time.sleep(delays.get(group.rank, 0.0))
+        group.sum(tensor)
         result.append(bits(tensor))
     return result
 
 
-def other_operations(star: Star, pipe: Connection) -> dict[str, Any]:
-    tensors = draws(star.rank, 1)
+def other_operations(group: ParameterServerGroup, pipe: Connection) -> dict[str, Any]:
+    tensors = draws(group.rank, 1)
     for tensor in tensors:
-        star.broadcast(tensor)
-    value = {"rank": star.rank, "text": "«ä» \n" * star.rank, "none": None, "list": [1.5, star.rank > 1]}
+        group.broadcast(tensor)
+    value = {"rank": group.rank, "text": "«ä» \n" * group.rank, "none": None, "list": [1.5, group.rank > 1]}
     return {
         "broadcast": [bits(tensor) for tensor in tensors],
-        "gather": star.gather(value),
-        "long": star.gather("x" * 3_000_000 * (star.rank == 1)),
-        "barrier": star.barrier(),
+        "gather": group.gather(value),
+        "long": group.gather("x" * 3_000_000 * (group.rank == 1)),
+        "barrier": group.barrier(),
     }
 
 
-def come_late(star: Star, pipe: Connection, late: int, seconds: float) -> tuple[float, float]:
+def come_late(group: ParameterServerGroup, pipe: Connection, late: int, seconds: float) -> tuple[float, float]:
     """When this rank came to the barrier, and when it left it (clock of the machine)."""
-    if star.rank == late:
+    if group.rank == late:
         time.sleep(seconds)
     came = time.monotonic()
-    star.barrier(PATIENCE)
+    group.barrier(PATIENCE)
     return came, time.monotonic()
 
 
-def sum_for_ever(star: Star, pipe: Connection, numel: int = 2_000_000) -> None:
+def sum_for_ever(group: ParameterServerGroup, pipe: Connection, numel: int = 2_000_000) -> None:
     tensor = torch.ones(numel)
     for number in range(1_000_000):
         tensor.fill_(1.0)
-        star.sum(tensor)
-        assert (tensor == star.world_size).all()
+        group.sum(tensor)
+        assert (tensor == group.world_size).all()
         if number < 3:
             pipe.send(number)
 
 
-def wait_without(star: Star, pipe: Connection, absent: int) -> None:
+def wait_without(group: ParameterServerGroup, pipe: Connection, absent: int) -> None:
     """All but one come to a sum; that one does nothing until it is told."""
-    if star.rank == absent:
+    if group.rank == absent:
         pipe.poll(PATIENCE)
         return
     pipe.send("here")
-    star.sum(torch.ones(10))
+    group.sum(torch.ones(10))
 
 
-def call_off(star: Star, pipe: Connection, caller: int, numel: int | None) -> None:
+def call_off(group: ParameterServerGroup, pipe: Connection, caller: int, numel: int | None) -> None:
     """One rank's other thread aborts, while all are in the middle of sums, or wait for a rank that does not come."""
-    if numel is None and star.rank != caller:
+    if numel is None and group.rank != caller:
         pipe.poll(PATIENCE)
-        star.barrier()
+        group.barrier()
         return
-    if star.rank == caller:
-        threading.Timer(1.0, star.abort).start()
+    if group.rank == caller:
+        threading.Timer(1.0, group.abort).start()
     while True:
-        star.sum(torch.ones(numel or 10))
+        group.sum(torch.ones(numel or 10))
 
 
-def after_an_abort(star: Star, pipe: Connection) -> list[str]:
-    star.abort()
+def after_an_abort(group: ParameterServerGroup, pipe: Connection) -> list[str]:
+    group.abort()
     said = []
-    for action in (star.barrier, lambda: star.sum(torch.ones(1)), lambda: star.broadcast(torch.ones(1))):
+    for action in (group.barrier, lambda: group.sum(torch.ones(1)), lambda: group.broadcast(torch.ones(1))):
         try:
             action()
-        except StarError as error:
+        except ParameterServerError as error:
             said.append(str(error))
-    star.close()
+    group.close()
     return said
 
 
-def differ(star: Star, pipe: Connection, what: str, odd: int) -> None:
-    mine = star.rank == odd
+def differ(group: ParameterServerGroup, pipe: Connection, what: str, odd: int) -> None:
+    mine = group.rank == odd
     if what == "operation" and mine:
-        star.gather(1)
+        group.gather(1)
     elif what == "broadcast" and mine:
-        star.broadcast(torch.ones(6))
+        group.broadcast(torch.ones(6))
     elif what == "type":
-        star.sum(torch.ones(6, dtype=torch.float64 if mine else torch.int64))
+        group.sum(torch.ones(6, dtype=torch.float64 if mine else torch.int64))
     else:
-        star.sum(torch.ones(7 if what == "size" and mine else 6))
+        group.sum(torch.ones(7 if what == "size" and mine else 6))
 
 
-def gather_nonsense(star: Star, pipe: Connection, odd: int) -> None:
-    star.gather({1, 2} if star.rank == odd else 1)
+def gather_nonsense(group: ParameterServerGroup, pipe: Connection, odd: int) -> None:
+    group.gather({1, 2} if group.rank == odd else 1)
 
 
-def share(star: Star, pipe: Connection, operation: str, numel: int) -> str:
+def share(group: ParameterServerGroup, pipe: Connection, operation: str, numel: int) -> str:
     """Digest of what was summed or broadcast."""
-    tensor = torch.arange(numel, dtype=torch.float32) * (star.rank == 0)
-    getattr(star, operation)(tensor)
+    tensor = torch.arange(numel, dtype=torch.float32) * (group.rank == 0)
+    getattr(group, operation)(tensor)
     return bits(tensor)
 
 
-def sum_one(star: Star, pipe: Connection, values: list[float]) -> list[float]:
+def sum_one(group: ParameterServerGroup, pipe: Connection, values: list[float]) -> list[float]:
     tensor = torch.tensor(values)
-    star.sum(tensor)
+    group.sum(tensor)
     return tensor.tolist()
 
 
 class Tap:
-    """A host between a spoke and the hub: passes on what comes, keeps a copy, and may be slow.
+    """A host between a worker and the server: passes on what comes, keeps a copy, and may be slow.
 
     ``bytes_per_second`` limits each direction, evenly.
     """
 
-    def __init__(self, hub: Address, bytes_per_second: float = math.inf) -> None:
+    def __init__(self, server: Address, bytes_per_second: float = math.inf) -> None:
         self.heard = bytearray()
-        self._hub, self._rate = hub, bytes_per_second
+        self._server, self._rate = server, bytes_per_second
         self._listener = listening()
         self.address: Address = self._listener.getsockname()
         self._sockets = [self._listener]
@@ -277,15 +279,15 @@ class Tap:
 
     def _serve(self) -> None:
         try:
-            spoke, _ = self._listener.accept()
+            worker, _ = self._listener.accept()
         except OSError:
             return
-        hub = socket.create_connection(self._hub)
-        self._sockets += [spoke, hub]
+        server = socket.create_connection(self._server)
+        self._sockets += [worker, server]
         if self._rate < math.inf:
-            for connection in (spoke, hub):  # or a kernel's buffers would swallow it all at once
+            for connection in (worker, server):  # or a kernel's buffers would swallow it all at once
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-        for source, sink in ((spoke, hub), (hub, spoke)):
+        for source, sink in ((worker, server), (server, worker)):
             threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
 
     def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:

@@ -31,7 +31,7 @@ Flow = Generator[int, None, None]
 
 
 class PeerError(Exception):
-    """What is wrong, with which rank. ``told``: in the words of the hub, about anyone."""
+    """What is wrong, with which rank. ``told``: in the words of the server, about anyone."""
 
     def __init__(self, rank: int | None, text: str, told: bool = False) -> None:
         super().__init__(text)
@@ -39,7 +39,7 @@ class PeerError(Exception):
 
 
 class Link:
-    """A connection to one rank. To a spoke go parts behind a "=" each, or a "!" and the reason why there are none."""
+    """A connection to one rank. To a worker go parts behind a "=" each, or a "!" and the reason why there are none."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank, self.connection = rank, connection
@@ -92,7 +92,7 @@ class Link:
             at += count
 
     def receive_parts(self, parts: Sequence[memoryview]) -> Flow:
-        """What a hub sends; raises what the hub says if that is why there is none."""
+        """What a server sends; raises what the server says if that is why there is none."""
         mark = bytearray(1)
         for part in parts:
             yield from self.receive(mark)

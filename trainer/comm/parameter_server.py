@@ -1,11 +1,11 @@
-"""Parameter-server mode (D3): the collectives of a generation over a hub, rank 0, on sockets of our own.
+"""Parameter-server mode (D3): the collectives of a generation over a server, rank 0, on sockets of our own.
 
 It needs nothing but a connection from each rank to rank 0, so it works where links between other ranks are cut, where
 gloo or NCCL fail, and, with TLS, where what goes over the network must be encrypted. It is slower than all-reduce: all
 gradients go through one host.
 
-A spoke says what it does (`_HEAD`) and sends its data while sums come back; the hub receives from all spokes while it
-sends to all of them, and says why if there is no result.
+A worker says what it does (`_HEAD`) and sends its data while sums come back; the server receives from all workers
+while it sends to all of them, and says why if there is no result.
 """
 
 from __future__ import annotations
@@ -26,50 +26,51 @@ from trainer.comm.handshake import answer, call
 from trainer.comm.listener import SPEAK_SECONDS, Door
 
 PART_BYTES = 1 << 20
-"""The hub adds up, and passes on, this much at a time."""
+"""The server adds up, and passes on, this much at a time."""
 RETRY_SECONDS = 0.05
 DROPPED_OFTEN = 20
-"""A spoke whose connection was closed without a word so often is not wanted; a few times, others were at the door."""
+"""A worker whose connection was closed without a word so often is not wanted; a few times, others were at the door."""
 TLS_SECONDS = 4.0
-"""More for a guest at the hub, where TLS comes first."""
+"""More for a guest at the server, where TLS comes first."""
 TELL_SECONDS = 1.0
-"""How long the hub tries to tell the spokes why it fails."""
+"""How long the server tries to tell the workers why it fails."""
 
 _HEAD = struct.Struct("!c16sQ")
-HUB = "hub"
+SERVER = "server"
 _OPERATIONS = {b"S": "sum", b"B": "broadcast", b"G": "gather"}
 
 
-class StarError(RuntimeError):
+class ParameterServerError(RuntimeError):
     """A peer is lost, late or strange. The message names it, the operation and how long that went on, in seconds.
 
-    ``rank`` is None where it is nobody's: the star was called off."""
+    ``rank`` is None where it is nobody's: the group was called off."""
 
     def __init__(self, message: str, rank: int | None, operation: str, seconds: float) -> None:
         super().__init__(message)
         self.rank, self.operation, self.seconds = rank, operation, seconds
 
 
-class Star:
+class ParameterServerGroup:
     """One rank's end. Every rank must call the same operations in the same order, on one thread at a time.
 
     ``timeout``: seconds within which all have to come to an operation, and after which silence in the middle of one is
-    a failure; a slow connection is none. After a `StarError` the star is of no use any more, on any rank, and the
-    tensor that was worked on holds anything.
+    a failure; a slow connection is none. After a `ParameterServerError` the group is of no use any more, on any
+    rank, and the tensor that was worked on holds anything.
     """
 
     def __init__(self, rank: int, world_size: int, sockets: dict[int, socket.socket], timeout: float) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self._links = {peer: Link(peer, sockets[peer]) for peer in sorted(sockets)}
-        """By rank: all others at the hub, the hub alone elsewhere."""
-        self._error: StarError | None = None
+        """By rank: all others at the server, the server alone elsewhere."""
+        self._error: ParameterServerError | None = None
         self._aborted = False
 
     @classmethod
-    def hub(
+    def serve(
         cls, listener: socket.socket, world_size: int, key: bytes, timeout: float, tls: ssl.SSLContext | None = None
-    ) -> Star:
-        """Rank 0: wait for the others at ``listener``, which is closed then. `StarError` if they do not come in time.
+    ) -> ParameterServerGroup:
+        """Rank 0: wait for the others at ``listener``, which is closed then. `ParameterServerError` if they do not
+        come in time.
 
         Who does not prove that it has the key, or has no certificate of the job's authority, is turned away; who says
         nothing keeps nobody out."""
@@ -81,18 +82,18 @@ class Star:
         except OSError as error:
             late = [rank for rank in range(1, world_size) if rank not in sockets]
             why = f"within {timeout:g} s" if isinstance(error, TimeoutError) else f"before it failed: {error}"
-            message = "; ".join([f"ranks {late} did not come to the hub {why}", *refused[-3:]])
-            lost = StarError(message, late[0], "forming", time.monotonic() - began)
+            message = "; ".join([f"ranks {late} did not come to the server {why}", *refused[-3:]])
+            lost = ParameterServerError(message, late[0], "forming", time.monotonic() - began)
             cls(0, world_size, sockets, timeout)._end(lost)
             raise lost from error
         return cls(0, world_size, sockets, timeout)
 
     @classmethod
-    def spoke(
+    def connect_worker(
         cls, address: tuple[str, int], rank: int, world_size: int, key: bytes, timeout: float,
         tls: ssl.SSLContext | None = None,
-    ) -> Star:  # fmt: skip
-        """Another rank: connect to the hub, for as long as ``timeout`` if it is not there yet, or is besieged."""
+    ) -> ParameterServerGroup:  # fmt: skip
+        """Another rank: connect to the server, for as long as ``timeout`` if it is not there yet, or is besieged."""
         began, place, dropped = time.monotonic(), f"{address[0]}:{address[1]}", 0
         until = began + timeout
         while True:
@@ -111,12 +112,12 @@ class Star:
                 if again and seconds + RETRY_SECONDS <= timeout:
                     time.sleep(RETRY_SECONDS)
                     continue
-                message = f"rank 0, the hub, cannot be reached at {place} within {timeout:g} s: {error}"
+                message = f"rank 0, the server, cannot be reached at {place} within {timeout:g} s: {error}"
                 if link is not None:
                     told = isinstance(error, PeerError) and error.told
                     hint = "" if told or "training.tls" in str(error) else "; is training.tls the same on all nodes?"
-                    message = f"rank 0, the hub at {place}, did not take rank {rank}: {error}{hint}"
-                raise StarError(message, 0, "forming", seconds) from error
+                    message = f"rank 0, the server at {place}, did not take rank {rank}: {error}{hint}"
+                raise ParameterServerError(message, 0, "forming", seconds) from error
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Add up over ranks, in place: in order of rank, so that all have the same bits whoever comes first.
@@ -131,7 +132,7 @@ class Star:
                 self._sum(parts)
             else:
                 views = [bytes_of(part) for part in parts]
-                # The sum overwrites its part, which has left by then: the hub needs all of it to add it up.
+                # The sum overwrites its part, which has left by then: the server needs all of it to add it up.
                 self._exchange([_head(b"S", host), *views], views)
         if host is not target:
             target.copy_(host)
@@ -185,7 +186,7 @@ class Star:
         for link in self._links.values():
             link.connection.close()
 
-    # The hub's side.
+    # The server's side.
 
     def _sum(self, parts: Sequence[torch.Tensor]) -> None:
         """While the sum of one part goes out to all, the next part of all comes in."""
@@ -209,24 +210,26 @@ class Star:
         return {rank: _HEAD.unpack(head)[2] for rank, head in raw.items()}
 
     def _with_all(self, make: Callable[[Link], Flow], until: float | None = None) -> None:
-        """The same with each spoke, all at once."""
+        """The same with each worker, all at once."""
         run([(link, make(link)) for link in self._links.values()], self.timeout, until)
 
-    # A spoke's side.
+    # A worker's side.
 
     def _exchange(self, data: Sequence[Any], parts: Sequence[memoryview], seconds: float | None = None) -> None:
-        """Send data to the hub and receive parts of a result, both at once."""
+        """Send data to the server and receive parts of a result, both at once."""
         link, seconds = self._links[0], self.timeout if seconds is None else seconds
-        # Longer than the hub waits for the others: it is the one who can tell which of them is late.
+        # Longer than the server waits for the others: it is the one who can tell which of them is late.
         run([(link, link.receive_parts(parts)), (link, link.send(*data))], seconds + min(5.0, seconds / 4))
 
     # Both.
 
     @contextlib.contextmanager
     def _doing(self, operation: str) -> Iterator[None]:
-        """Name the operation in what goes wrong with a peer. Whatever goes wrong, the star ends with it."""
+        """Name the operation in what goes wrong with a peer. Whatever goes wrong, the group ends with it."""
         if self._error is not None:
-            raise StarError(f"{operation} after the star broke: {self._error}", self._error.rank, operation, 0.0)
+            raise ParameterServerError(
+                f"{operation} after the group broke: {self._error}", self._error.rank, operation, 0.0
+            )
         began = time.monotonic()
         try:
             yield
@@ -236,20 +239,20 @@ class Star:
             raise lost from error
         except BaseException as error:
             message = f"rank {self.rank} failed in {operation}: {type(error).__name__}: {error}"
-            self._end(StarError(message, self.rank, operation, time.monotonic() - began))
+            self._end(ParameterServerError(message, self.rank, operation, time.monotonic() - began))
             raise
 
-    def _lost(self, error: PeerError, operation: str, seconds: float) -> StarError:
+    def _lost(self, error: PeerError, operation: str, seconds: float) -> ParameterServerError:
         if self._aborted:
-            return StarError(f"{operation} was called off after {seconds:.1f} s", None, operation, seconds)
+            return ParameterServerError(f"{operation} was called off after {seconds:.1f} s", None, operation, seconds)
         if error.told:
-            message = f"{operation} failed after {seconds:.1f} s, for the hub says: {error}"
+            message = f"{operation} failed after {seconds:.1f} s, for the server says: {error}"
         else:
             message = f"rank {error.rank} failed in {operation} after {seconds:.1f} s: {error}"
-        return StarError(message, error.rank, operation, seconds)
+        return ParameterServerError(message, error.rank, operation, seconds)
 
-    def _end(self, error: StarError) -> None:
-        """Close everything. The hub says why: no spoke has to wait for it, or takes it for the one that failed."""
+    def _end(self, error: ParameterServerError) -> None:
+        """Close everything. The server says why: no worker has to wait for it, or takes it for the one that failed."""
         self._error = error
         if self.rank == 0 and not self._aborted:
             with contextlib.suppress(PeerError):  # who is lost does not listen
@@ -262,7 +265,7 @@ def _admit(
     listener: socket.socket, world_size: int, key: bytes, tls: ssl.SSLContext | None, until: float,
     sockets: dict[int, socket.socket], refused: list[str],
 ) -> None:  # fmt: skip
-    """Let in one spoke for each rank, several at the door at once, and note who was not let in.
+    """Let in one worker for each rank, several at the door at once, and note who was not let in.
 
     OSError where the listener fails; TimeoutError, which is one, when it is time."""
 
@@ -281,10 +284,10 @@ def _admit(
 def _welcome(
     guest: Link, tls: ssl.SSLContext | None, world_size: int, key: bytes, sockets: dict[int, socket.socket]
 ) -> Generator[int, None, int]:
-    """At the hub: who is it? Its rank, once it knows that it is in."""
+    """At the server: who is it? Its rank, once it knows that it is in."""
     guest.connection = prepare(guest.connection, tls, server_side=True)
     yield from guest.shake_hands()
-    name = yield from answer(guest, key, HUB)
+    name = yield from answer(guest, key, SERVER)
     size = bytearray(SIZE.size)
     yield from guest.receive(size)
     rank, why = int(name) if name.isdecimal() else -1, ""
@@ -301,9 +304,9 @@ def _welcome(
 
 
 def _introduce(link: Link, key: bytes, rank: int, world_size: int) -> Flow:
-    """At a spoke: be let in."""
+    """At a worker: be let in."""
     yield from link.shake_hands()
-    yield from call(link, key, str(rank), HUB)
+    yield from call(link, key, str(rank), SERVER)
     yield from link.send(SIZE.pack(world_size))
     yield from link.receive_parts([memoryview(b"")])
 
@@ -312,7 +315,7 @@ def _receive_head(link: Link, raw: bytearray, mine: bytes) -> Flow:
     yield from link.receive(raw)
     theirs, own = _HEAD.unpack(raw), _HEAD.unpack(mine)
     if theirs[:2] != own[:2] or (theirs[2] != own[2] and own[0] != b"G"):
-        raise PeerError(link.rank, f"its {_in_words(theirs)} does not fit the hub's {_in_words(own)}")
+        raise PeerError(link.rank, f"its {_in_words(theirs)} does not fit the server's {_in_words(own)}")
 
 
 def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""`DirectLinks`: a connection between each two ranks of a small world, for sums of few bytes.
+"""`PeerToPeerAllReduce`: a connection between each two ranks of a small world, for sums of few bytes.
 
 A sum by gloo wakes two threads, one after the other, on each rank, and among several it goes around a ring. Where a
 model's gradients are some kilobytes, that takes longer than to send and to add them. Here the thread that trains does
@@ -45,7 +45,7 @@ _HEAD = struct.Struct("!QQ")
 """Before each message: the number of the sum, and its bytes."""
 
 
-class DirectLinks:
+class PeerToPeerAllReduce:
     """One rank's end. All ranks must call `sum` in the same order, on one thread at a time.
 
     ``timeout``: seconds of silence in the middle of a sum that are a failure. What fails raises
@@ -194,7 +194,7 @@ def _rest(parts: list[memoryview], done: int) -> list[memoryview]:
 
 def connect_all(
     store: dist.Store, rank: int, size: int, host: str | None, timeout: float, key: bytes = b""
-) -> DirectLinks:
+) -> PeerToPeerAllReduce:
     """Connect this rank to all others, who find each other through ``store``, which no one else uses. ``host``: this
     host's address, None where that is not known. ``key``: what all of them have, and nobody else. OSError where it
     does not succeed in time, on one rank at least."""
@@ -227,7 +227,7 @@ def connect_all(
             raise
     here = sum(address == host for address, _ in places)
     awake = AWAKE_SECONDS if here * torch.get_num_threads() <= len(AVAILABLE) else 0.0
-    return DirectLinks(rank, sockets, timeout, here == size, awake)
+    return PeerToPeerAllReduce(rank, sockets, timeout, here == size, awake)
 
 
 def _reach(address: tuple[str, int], key: bytes, rank: int, peer: int, until: float) -> socket.socket:

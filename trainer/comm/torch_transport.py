@@ -1,5 +1,5 @@
 """What carries out collectives, on the communication thread of a `trainer.comm.group.Group`: gloo and NCCL, or a
-star."""
+parameter server."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from trainer.comm.gloo_connections import deafen, prove, with_listeners
-from trainer.comm.parameter_server import Star
-from trainer.comm.peer_to_peer import MOST_RANKS, DirectLinks, address_on, connect_all
+from trainer.comm.parameter_server import ParameterServerGroup
+from trainer.comm.peer_to_peer import MOST_RANKS, PeerToPeerAllReduce, address_on, connect_all
 from trainer.runtime.affinity import yield_to_senders
 
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class TorchTransport:
 
     def __init__(
         self, group: Any, patient: Any, gpu: torch.device | None, timeout: float,
-        make_group: Callable[[str, int, int], Any], direct: DirectLinks | None = None,
+        make_group: Callable[[str, int, int], Any], direct: PeerToPeerAllReduce | None = None,
         close_store: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """``make_group``: another group, of some ranks, from its name, this process's rank in it and its size.
@@ -84,15 +84,15 @@ class TorchTransport:
         if self._direct is not None:
             self._direct.call_off()
 
-    def swap(self, output: torch.Tensor, input_: torch.Tensor) -> None:
-        """All to all: row j of ``input_`` goes to rank j, and row i of ``output`` comes from rank i."""
+    def all_to_all(self, output: torch.Tensor, input_: torch.Tensor) -> None:
+        """Exchange rows: row j of ``input_`` goes to rank j, and row i of ``output`` comes from rank i."""
         self.group.alltoall_base(output, input_, [], []).wait()
 
-    def collect(self, output: torch.Tensor, input_: torch.Tensor) -> None:
-        """All-gather: row i of ``output`` is the ``input_`` of rank i."""
+    def all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> None:
+        """Gather rows: row i of ``output`` is the ``input_`` of rank i."""
         self.group._allgather_base(output.view(-1), input_.view(-1)).wait()
 
-    def sum_by_node(self, tensor: torch.Tensor, nodes: Sequence[int]) -> None:
+    def hierarchical_all_reduce(self, tensor: torch.Tensor, nodes: Sequence[int]) -> None:
         """Sum over ranks, in place: within each node, then between one rank of each, then back. ``nodes``: the node of
         each rank, the same in each call."""
         if self._levels is None:
@@ -154,30 +154,30 @@ class TorchTransport:
             self._close_store()
 
 
-class StarTransport:
+class ParameterServerTransport:
     """Parameter-server mode (D3): everything goes through rank 0."""
 
     linger_seconds = 0.0
 
-    def __init__(self, star: Star) -> None:
-        self.star = star
+    def __init__(self, members: ParameterServerGroup) -> None:
+        self.members = members
 
     def sum(self, tensor: torch.Tensor) -> None:
-        self.star.sum(tensor)
+        self.members.sum(tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         if source == 0:
-            self.star.broadcast(tensor)
+            self.members.broadcast(tensor)
             return
-        if self.star.rank != source:
+        if self.members.rank != source:
             tensor.zero_()
-        self.star.sum(tensor)  # what the others add is nothing
+        self.members.sum(tensor)  # what the others add is nothing
 
     def gather(self, value: Any) -> list[Any]:
-        return self.star.gather(value)
+        return self.members.gather(value)
 
     def barrier(self, seconds: float) -> None:
-        self.star.barrier(seconds)
+        self.members.barrier(seconds)
 
     def takes_at_once(self, tensor: torch.Tensor) -> bool:
         return False
@@ -185,10 +185,10 @@ class StarTransport:
     def call_off(self) -> None: ...
 
     def abort(self) -> None:
-        self.star.abort()
+        self.members.abort()
 
     def close(self) -> None:
-        self.star.close()
+        self.members.close()
 
 
 def make_torch_transport(
@@ -222,7 +222,7 @@ def make_torch_transport(
 
 def _direct_links(
     store: dist.Store, rank: int, size: int, host: str | None, timeout: float, group: Any, key: bytes
-) -> DirectLinks | None:
+) -> PeerToPeerAllReduce | None:
     """Direct links, if all ranks have them: what they are for works without them, too. ``group``: of these ranks."""
     links = None
     try:

@@ -36,7 +36,7 @@ class World:
     generation: int = 1
     group: Group | None = None
     topology: str = "mesh"
-    """``star``: parameter-server mode, see `trainer.comm.torch_transport.StarTransport`."""
+    """``star``: parameter-server mode, see `trainer.comm.torch_transport.ParameterServerTransport`."""
     solo_timeout: float = 1800.0
 
     @property

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from trainer.comm.group import Group, GroupError
 from trainer.comm.launch_secret import LaunchSecret, read, warn_if_open
 from trainer.comm.launcher_env import RankFacts
-from trainer.comm.parameter_server import Star
+from trainer.comm.parameter_server import ParameterServerGroup
 from trainer.comm.rendezvous_store import Store
 from trainer.comm.static_rendezvous import listen, own_host
 from trainer.comm.tls import client_context, server_context
-from trainer.comm.torch_transport import StarTransport, Transport, make_torch_transport
+from trainer.comm.torch_transport import ParameterServerTransport, Transport, make_torch_transport
 from trainer.comm.world import World, bind_rank
 from trainer.config import DistributedTrainingConfig
 from trainer.elastic.failure_detector import Peers
@@ -238,9 +238,11 @@ def form_world(
                 key = secret.key("star", *about)
                 if rank == 0:
                     contexts = server_context(config.tls) if config.tls else None
-                    return StarTransport(Star.hub(listener, size, key, seconds, contexts))
+                    return ParameterServerTransport(ParameterServerGroup.serve(listener, size, key, seconds, contexts))
                 contexts = client_context(config.tls) if config.tls else None
-                return StarTransport(Star.spoke(address, rank, size, key, seconds, contexts))
+                return ParameterServerTransport(
+                    ParameterServerGroup.connect_worker(address, rank, size, key, seconds, contexts)
+                )
             key = secret.key("store", *about)
             store = Store(address, rank, size, key, seconds, listener if rank == 0 else None)
             gpu = device if backend == "nccl" else None

@@ -28,7 +28,7 @@ class Candidate:
     port: int
     """Where its `Peers` listen."""
     store_port: int = 0
-    """Where it would serve the group's store, or be the hub, as rank 0."""
+    """Where it would serve the group's store, or be the parameter server, as rank 0."""
     gpu: bool = False
     ready: bool = False
     """Data and model are there; until then it only says that it is coming."""
@@ -59,7 +59,7 @@ class Generation:
     members: tuple[Candidate, ...]
     """In order of rank."""
     topology: Topology = "mesh"
-    """``star``: parameter-server mode (D3), rank 0 is the hub."""
+    """``star``: parameter-server mode (D3), rank 0 is the server."""
     attempt: int = 0
     """How often in a row communication has failed without a step in between."""
     step: int = 0
@@ -178,9 +178,9 @@ def choose(
     """The next generation, from those who are ready; None if nobody is. Pure.
 
     Survivors keep their order, newcomers follow, at most ``limit`` in all. Where two cannot reach each other: who is
-    cut off from all is left out; a star around somebody whom all reach, if there is one; else those with the most
-    cut links are left out, never the ``proposer``, who is alive for certain. ``first``: the number of a generation
-    that has none before it.
+    cut off from all is left out; parameter-server mode over somebody whom all reach, if there is one; else those with
+    the most cut links are left out, never the ``proposer``, who is alive for certain. ``first``: the number of a
+    generation that has none before it.
     """
     number = previous.number + 1 if previous else first
     ready = [item for item in candidates if item.ready and item.launch == launch]
@@ -196,9 +196,9 @@ def choose(
     topology: Topology = "star" if attempt > retries and len(order) > 1 else "mesh"
     bad = conflicts(order)
     if bad and len(order) > 2:
-        hubs = [item for item in order if not any(item.member in pair for pair in bad)]
-        if hubs:
-            topology, order = "star", [hubs[0], *(item for item in order if item is not hubs[0])]
+        servers = [item for item in order if not any(item.member in pair for pair in bad)]
+        if servers:
+            topology, order = "star", [servers[0], *(item for item in order if item is not servers[0])]
             bad = set()
     while bad:
         others = [item for item in order if item.member != proposer]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from trainer.comm.torch_transport import Transport
 from trainer.comm.world import World
-from trainer.parallel.compression import Echo, Scheme, Wire, make_scheme
+from trainer.parallel.compression import CommHook, CompressionTransport, LoopbackTransport, make_comm_hook
 
 if TYPE_CHECKING:
     from trainer.observability.comm_profiler import Window
@@ -225,13 +225,13 @@ class Automatic:
         names = [name for name in GENTLE_FIRST[1:] if name != "topk" or self.may_drop]
         if not 1 < len(set(self.nodes)) < len(self.nodes):
             names.remove("hierarchical")
-        schemes = {name: make_scheme(name, self.nodes, self.fraction) for name in names}
+        hooks = {name: make_comm_hook(name, self.nodes, self.fraction) for name in names}
         assert self.world.group is not None
-        took = self.world.group.run("trial of compression", partial(_time, schemes, bucket))
+        took = self.world.group.run("trial of compression", partial(_time, hooks, bucket))
         slowest = [max(values) for values in zip(*self.world.gather(took), strict=True)]
         found: dict[str, Means] = {}
-        for (name, scheme), seconds in zip(schemes.items(), slowest, strict=True):
-            share, latencies = scheme.bytes_of(bucket) / bucket.nbytes, 1.0
+        for (name, hook), seconds in zip(hooks.items(), slowest, strict=True):
+            share, latencies = hook.bytes_of(bucket) / bucket.nbytes, 1.0
             if name == "hierarchical":  # what it took beyond the wire between nodes is what it takes within them
                 latencies = BY_NODE_LATENCIES
                 seconds -= latencies * link.latency_seconds + share * bucket.nbytes * link.seconds_per_byte
@@ -245,17 +245,17 @@ def carried(ranks: int) -> float:
     return 2 * (ranks - 1) / ranks
 
 
-def _time(schemes: Mapping[str, Scheme], bucket: Tensor, transport: Any) -> list[float]:
+def _time(hooks: Mapping[str, CommHook], bucket: Tensor, transport: Any) -> list[float]:
     """Seconds of each: of computing alone, but for sums by node, which are made in earnest."""
     found = []
-    for name, scheme in schemes.items():
-        wire: Wire = transport if name == "hierarchical" else Echo()
+    for name, hook in hooks.items():
+        wire: CompressionTransport = transport if name == "hierarchical" else LoopbackTransport()
         seconds = []
         for step in range(TRIALS):
             tensor = torch.randn_like(bucket)
             _finish(tensor)
             began = time.monotonic()
-            scheme.sum(tensor, 0, step, wire, nullcontext)
+            hook.sum(tensor, 0, step, wire, nullcontext)
             _finish(tensor)
             seconds.append(time.monotonic() - began)
         found.append(min(seconds))

@@ -1,7 +1,8 @@
 """How a bucket of gradients is summed over ranks: exactly, or with fewer bytes (R2.3).
 
-A `Scheme` works on the communication thread, on one bucket after the other, in the same order on all ranks, and leaves
-the same bits on all of them. What only computes is told apart from the wire, see `trainer.comm.group.Group.computing`.
+A `CommHook` works on the communication thread, on one bucket after the other, in the same order on all ranks, and
+leaves the same bits on all of them. What only computes is told apart from the wire, see
+`trainer.comm.group.Group.computing`. Which hook ``auto`` chooses is decided in `trainer.parallel.auto_compression`.
 """
 
 from __future__ import annotations
@@ -21,38 +22,38 @@ SAMPLED, SPARE = 8192, 1.3
 looked for."""
 
 
-class Wire(Protocol):
-    """What schemes need of a `trainer.comm.torch_transport.TorchTransport`."""
+class CompressionTransport(Protocol):
+    """What hooks need of a `trainer.comm.torch_transport.TorchTransport`."""
 
     def sum(self, tensor: Tensor) -> None: ...
-    def swap(self, output: Tensor, input_: Tensor) -> None: ...
-    def collect(self, output: Tensor, input_: Tensor) -> None: ...
-    def sum_by_node(self, tensor: Tensor, nodes: Sequence[int]) -> None: ...
+    def all_to_all(self, output: Tensor, input_: Tensor) -> None: ...
+    def all_gather(self, output: Tensor, input_: Tensor) -> None: ...
+    def hierarchical_all_reduce(self, tensor: Tensor, nodes: Sequence[int]) -> None: ...
 
 
-class Scheme(Protocol):
+class CommHook(Protocol):
     """One way to sum. Types other than float32 are summed exactly in each of them."""
 
     def bytes_of(self, buffer: Tensor) -> int:
         """Of a tensor whose all-reduce loads each rank's link as much."""
         ...
 
-    def sum(self, buffer: Tensor, bucket: int, step: int, wire: Wire, computing: Computing) -> None:
+    def sum(self, buffer: Tensor, bucket: int, step: int, wire: CompressionTransport, computing: Computing) -> None:
         """Over ranks, in place. ``bucket`` and ``step`` (the same again for one that is done again) say which."""
         ...
 
 
-class Exact:
+class NoCompression:
     """As it is: the transport's own all-reduce."""
 
     def bytes_of(self, buffer: Tensor) -> int:
         return buffer.nbytes
 
-    def sum(self, buffer: Tensor, bucket: int, step: int, wire: Wire, computing: Computing) -> None:
+    def sum(self, buffer: Tensor, bucket: int, step: int, wire: CompressionTransport, computing: Computing) -> None:
         wire.sum(buffer)
 
 
-class ByNode:
+class Hierarchical:
     """Exactly, within each node first, so that only one rank of each talks to other nodes."""
 
     def __init__(self, nodes: Sequence[int]) -> None:
@@ -64,11 +65,11 @@ class ByNode:
     def bytes_of(self, buffer: Tensor) -> int:
         return round(self._share * buffer.nbytes)
 
-    def sum(self, buffer: Tensor, bucket: int, step: int, wire: Wire, computing: Computing) -> None:
-        wire.sum_by_node(buffer, self.nodes)
+    def sum(self, buffer: Tensor, bucket: int, step: int, wire: CompressionTransport, computing: Computing) -> None:
+        wire.hierarchical_all_reduce(buffer, self.nodes)
 
 
-class Half:
+class FP16Compression:
     """As half precision on the wire, and summed in single precision, in order of rank: half the bytes.
 
     Each rank sums one part of the bucket and passes it on. What is sent has a scale of its own, a power of two that
@@ -82,20 +83,20 @@ class Half:
     def bytes_of(self, buffer: Tensor) -> int:
         return buffer.nbytes if buffer.dtype != torch.float32 else 2 * self.ranks * self._length(buffer)
 
-    def sum(self, buffer: Tensor, bucket: int, step: int, wire: Wire, computing: Computing) -> None:
+    def sum(self, buffer: Tensor, bucket: int, step: int, wire: CompressionTransport, computing: Computing) -> None:
         if buffer.dtype != torch.float32:
             return wire.sum(buffer)
         with computing():
             rows = buffer.new_zeros(self.ranks, self._length(buffer) - 2)
             rows.view(-1)[: buffer.numel()] = buffer
             mine, theirs = _as_half(rows), rows.new_empty(self.ranks, self._length(buffer), dtype=torch.float16)
-        wire.swap(theirs, mine)
+        wire.all_to_all(theirs, mine)
         with computing():
             total = rows.new_zeros(1, rows.shape[1])
             for row in _as_single(theirs):
                 total += row
             part = _as_half(total)
-        wire.collect(theirs, part)
+        wire.all_gather(theirs, part)
         with computing():
             buffer.copy_(_as_single(theirs).view(-1)[: buffer.numel()])
 
@@ -122,7 +123,7 @@ def _as_single(packed: Tensor) -> Tensor:
     return packed[:, 2:].float() / scales
 
 
-class TopK:
+class TopKCompression:
     """The largest entries of each bucket; what is not sent is added to the next step's gradient (error feedback).
 
     What is kept back is this rank's own and in no checkpoint: a resume and a regroup begin without. It counts once its
@@ -140,7 +141,7 @@ class TopK:
         # 2 (ranks - 1) / ranks times its tensor.
         return buffer.nbytes if buffer.dtype != torch.float32 else 4 * self._count(buffer) * self.ranks
 
-    def sum(self, buffer: Tensor, bucket: int, step: int, wire: Wire, computing: Computing) -> None:
+    def sum(self, buffer: Tensor, bucket: int, step: int, wire: CompressionTransport, computing: Computing) -> None:
         if buffer.dtype != torch.float32:
             return wire.sum(buffer)
         count = self._count(buffer)
@@ -149,7 +150,7 @@ class TopK:
             chosen = largest(total, count)
             message = torch.cat([chosen.to(torch.int32), total[chosen].view(torch.int32)])
             messages = message.new_empty(self.ranks, 2 * count)
-        wire.collect(messages, message)
+        wire.all_gather(messages, message)
         with computing():
             buffer.zero_()
             for row in messages:  # in order of rank: all get the same bits
@@ -182,13 +183,13 @@ def largest(values: Tensor, count: int) -> Tensor:
     return candidates[sizes[candidates].topk(count, sorted=False).indices]
 
 
-def make_scheme(name: str, nodes: Sequence[int], fraction: float) -> Scheme:
+def make_comm_hook(name: str, nodes: Sequence[int], fraction: float) -> CommHook:
     """By what ``training.communication`` says. ``nodes``: of each rank."""
     if name == "fp16":
-        return Half(len(nodes))
+        return FP16Compression(len(nodes))
     if name == "topk":
-        return TopK(len(nodes), fraction)
-    return ByNode(nodes) if name == "hierarchical" and 1 < len(set(nodes)) < len(nodes) else Exact()
+        return TopKCompression(len(nodes), fraction)
+    return Hierarchical(nodes) if name == "hierarchical" and 1 < len(set(nodes)) < len(nodes) else NoCompression()
 
 
 def check(config: DistributedTrainingConfig) -> None:
@@ -200,15 +201,15 @@ def check(config: DistributedTrainingConfig) -> None:
         )
 
 
-class Echo:
-    """A wire on which all ranks send what this one does, at once: with it, a scheme only computes."""
+class LoopbackTransport:
+    """A wire on which all ranks send what this one does, at once: with it, a hook only computes."""
 
     def sum(self, tensor: Tensor) -> None: ...
 
-    def swap(self, output: Tensor, input_: Tensor) -> None:
+    def all_to_all(self, output: Tensor, input_: Tensor) -> None:
         output.copy_(input_)
 
-    def collect(self, output: Tensor, input_: Tensor) -> None:
+    def all_gather(self, output: Tensor, input_: Tensor) -> None:
         output.copy_(input_)
 
-    def sum_by_node(self, tensor: Tensor, nodes: Sequence[int]) -> None: ...
+    def hierarchical_all_reduce(self, tensor: Tensor, nodes: Sequence[int]) -> None: ...

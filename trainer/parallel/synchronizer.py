@@ -23,7 +23,7 @@ from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
 from trainer.parallel.auto_compression import Automatic
 from trainer.parallel.buckets import Bucket, Buckets, divide
-from trainer.parallel.compression import Computing, Exact, Scheme, check, make_scheme
+from trainer.parallel.compression import CommHook, Computing, NoCompression, check, make_comm_hook
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
@@ -44,7 +44,7 @@ class GradientSynchronizer:
         self.config = config or DistributedTrainingConfig()
         self.step = 0
         self._nodes: list[int] = []
-        self._scheme: Scheme
+        self._hook: CommHook
         self._automatic: Automatic | None = None
         self.buckets: Buckets | None = None
         self._is_overlapped = False
@@ -79,7 +79,7 @@ class GradientSynchronizer:
             may_drop = self.config.precision != "fp16"
             self._automatic = Automatic(self.world, self._nodes, self.config.topk_fraction, may_drop)
             kind = self._automatic.present
-        self._scheme = make_scheme(kind, self._nodes, self.config.topk_fraction)
+        self._hook = make_comm_hook(kind, self._nodes, self.config.topk_fraction)
         self.buckets, self._is_overlapped = Buckets(parameters, self._sum_bucket, in_place), True
 
     def unwrap(self) -> None:
@@ -191,7 +191,7 @@ class GradientSynchronizer:
         before = self._automatic.present
         found = self._automatic.review(window, [bucket.buffer() for bucket in self.buckets.buckets])
         if self._automatic.present != before:
-            self._scheme = make_scheme(self._automatic.present, self._nodes, self.config.topk_fraction)
+            self._hook = make_comm_hook(self._automatic.present, self._nodes, self.config.topk_fraction)
         return found
 
     def _sum_bucket(self, bucket: Bucket) -> Outcome:
@@ -200,14 +200,14 @@ class GradientSynchronizer:
             self.faults.reach("all_reduce", self.step)
         if bucket.is_last():
             self.timer.mark("backward")  # what is left of it is the others' and the network's
-        group, scheme, gradients = self.world.group, self._scheme, bucket.buffer()
+        group, hook, gradients = self.world.group, self._hook, bucket.buffer()
         assert group is not None
         what = _bucket_name(bucket.index(), gradients.nbytes)
-        if isinstance(scheme, Exact) and bucket.index() == 0 and bucket.is_last():
+        if isinstance(hook, NoCompression) and bucket.index() == 0 and bucket.is_last():
             outcome = group.sum(what, gradients)
         else:
-            work = partial(_sum_by, scheme, gradients, bucket.index(), self.step, group.computing)
-            outcome = group.submit(what, work, scheme.bytes_of(gradients))
+            work = partial(_sum_by, hook, gradients, bucket.index(), self.step, group.computing)
+            outcome = group.submit(what, work, hook.bytes_of(gradients))
         if bucket.is_last() and self.behind is not None:
             self.behind()
         return outcome
@@ -218,9 +218,9 @@ def _sum(tensor: Tensor, transport: Transport) -> None:
 
 
 def _sum_by(
-    scheme: Scheme, buffer: Tensor, bucket: int, step: int, computing: Computing, transport: Any
+    hook: CommHook, buffer: Tensor, bucket: int, step: int, computing: Computing, transport: Any
 ) -> None:  # fmt: skip
-    scheme.sum(buffer, bucket, step, transport, computing)
+    hook.sum(buffer, bucket, step, transport, computing)
 
 
 def _nothing(_: Transport) -> None: ...

@@ -22,7 +22,7 @@ from star_ranks import FREEZE, KILL, THAW, Outcome, Rank, Tap, listening
 from trainer.comm import parameter_server
 from trainer.comm.framed_socket import connect
 from trainer.comm.handshake import REPLY, Caller
-from trainer.comm.parameter_server import Star, StarError
+from trainer.comm.parameter_server import ParameterServerError, ParameterServerGroup
 from trainer.config import TLSConfig
 
 pytestmark = pytest.mark.slow
@@ -105,70 +105,70 @@ def test_broadcast_gather_and_barrier(start: Start) -> None:
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_nobody_leaves_a_barrier_before_all_have_come(start: Start, late: int) -> None:
-    """It has a patience of its own: the star's is over long before the last one comes."""
+    """It has a patience of its own: the group's is over long before the last one comes."""
     times = values(start(3, at.come_late, late, 3.0, timeout=1.0))
     assert min(left for _, left in times) >= max(came for came, _ in times)
 
 
 def test_a_world_of_one_has_nobody_to_wait_for() -> None:
-    hub = Star.hub(listening(), 1, at.TOKEN, 1.0)
+    server = ParameterServerGroup.serve(listening(), 1, at.TOKEN, 1.0)
     tensor = torch.randn(5)
     before = tensor.clone()
-    hub.sum(tensor)
-    hub.broadcast(tensor)
-    hub.barrier()
-    assert hub.gather("me") == ["me"]
+    server.sum(tensor)
+    server.broadcast(tensor)
+    server.barrier()
+    assert server.gather("me") == ["me"]
     assert torch.equal(tensor, before)
 
 
-def test_a_killed_spoke_is_named_by_all(start: Start) -> None:
+def test_a_killed_worker_is_named_by_all(start: Start) -> None:
     ranks = start(4, at.sum_for_ever)
     assert [ranks[3].hear() for _ in range(3)] == [0, 1, 2]
     ranks[2].signal(KILL)
     for rank in (0, 1, 3):
         outcome = ranks[rank].outcome()
-        assert (outcome.error, outcome.blamed, outcome.operation) == ("StarError", 2, "sum"), outcome
+        assert (outcome.error, outcome.blamed, outcome.operation) == ("ParameterServerError", 2, "sum"), outcome
         assert "rank 2 failed in sum" in outcome.message
 
 
-def test_a_killed_hub_is_named_by_all(start: Start) -> None:
+def test_a_killed_server_is_named_by_all(start: Start) -> None:
     ranks = start(3, at.sum_for_ever)
     assert [ranks[2].hear() for _ in range(3)] == [0, 1, 2]
     ranks[0].signal(KILL)
     for rank in (1, 2):
         outcome = ranks[rank].outcome()
-        assert (outcome.error, outcome.blamed, outcome.operation) == ("StarError", 0, "sum"), outcome
+        assert (outcome.error, outcome.blamed, outcome.operation) == ("ParameterServerError", 0, "sum"), outcome
 
 
 @pytest.mark.parametrize("numel", [10, 2_000_000])
-def test_a_frozen_spoke_is_named_by_all_when_the_time_is_over(start: Start, numel: int) -> None:
+def test_a_frozen_worker_is_named_by_all_when_the_time_is_over(start: Start, numel: int) -> None:
     ranks = start(3, at.sum_for_ever, numel, timeout=4.0)
     assert [ranks[2].hear() for _ in range(3)] == [0, 1, 2]
     ranks[2].signal(FREEZE)
     for rank in (0, 1):
         outcome = ranks[rank].outcome()
-        assert (outcome.error, outcome.blamed, outcome.operation) == ("StarError", 2, "sum"), outcome
+        assert (outcome.error, outcome.blamed, outcome.operation) == ("ParameterServerError", 2, "sum"), outcome
     assert "nothing came from it in time" in outcome.message
     ranks[2].signal(THAW)
-    assert ranks[2].outcome().error == "StarError"  # it finds out that the others have gone on
+    assert ranks[2].outcome().error == "ParameterServerError"  # it finds out that the others have gone on
 
 
-def test_a_frozen_hub_is_named_by_all_when_the_time_is_over(start: Start) -> None:
+def test_a_frozen_server_is_named_by_all_when_the_time_is_over(start: Start) -> None:
     ranks = start(3, at.sum_for_ever, timeout=4.0)
     assert [ranks[2].hear() for _ in range(3)] == [0, 1, 2]
     ranks[0].signal(FREEZE)
     for rank in (1, 2):
         outcome = ranks[rank].outcome()
-        assert (outcome.error, outcome.blamed, outcome.operation) == ("StarError", 0, "sum"), outcome
+        assert (outcome.error, outcome.blamed, outcome.operation) == ("ParameterServerError", 0, "sum"), outcome
     ranks[0].signal(THAW)
-    assert ranks[0].outcome().error == "StarError"
+    assert ranks[0].outcome().error == "ParameterServerError"
 
 
 def test_who_does_not_come_to_an_operation_is_named(start: Start) -> None:
     ranks = start(4, at.wait_without, 2, timeout=4.0)
     for rank in (0, 1, 3):
         outcome = ranks[rank].outcome()
-        assert (outcome.error, outcome.blamed, outcome.operation) == ("StarError", 2, "sum"), outcome
+        assert (outcome.error, outcome.blamed, outcome.operation) == ("ParameterServerError", 2, "sum"), outcome
 
 
 @pytest.mark.parametrize("numel", [None, 2_000_000])
@@ -176,28 +176,28 @@ def test_who_does_not_come_to_an_operation_is_named(start: Start) -> None:
 def test_abort_wakes_who_waits_in_an_operation(start: Start, caller: int, numel: int | None) -> None:
     ranks = start(3, at.call_off, caller, numel)
     outcome, *others = ranks[caller].outcome(), *(rank for rank in ranks if rank.rank != caller)
-    assert (outcome.error, outcome.blamed, outcome.operation) == ("StarError", None, "sum"), outcome
+    assert (outcome.error, outcome.blamed, outcome.operation) == ("ParameterServerError", None, "sum"), outcome
     assert "called off" in outcome.message
     for rank in others:
         rank.tell()
     for other in outcomes(others):
-        assert (other.error, other.blamed) == ("StarError", caller), other
+        assert (other.error, other.blamed) == ("ParameterServerError", caller), other
 
 
 def test_nothing_works_after_an_abort(start: Start) -> None:
     for said in values(start(2, at.after_an_abort)):
         assert len(said) == 3
         assert "barrier" in said[0] or "gather was called off" in said[0]
-        assert all("after the star broke" in text for text in said[1:])
+        assert all("after the group broke" in text for text in said[1:])
 
 
 @pytest.mark.parametrize("odd", [0, 2])
 @pytest.mark.parametrize("what", ["operation", "broadcast", "type", "size"])
 def test_ranks_that_do_not_do_the_same_all_hear_of_it(start: Start, what: str, odd: int) -> None:
     ended = outcomes(start(3, at.differ, what, odd))
-    assert {outcome.error for outcome in ended} == {"StarError"}
+    assert {outcome.error for outcome in ended} == {"ParameterServerError"}
     [blamed] = {outcome.blamed for outcome in ended}
-    assert blamed in ([2] if odd == 2 else [1, 2])  # whom the hub hears first, if it is the odd one
+    assert blamed in ([2] if odd == 2 else [1, 2])  # whom the server hears first, if it is the odd one
     words = {
         "operation": "gather of ",
         "broadcast": "broadcast of 24",
@@ -212,7 +212,7 @@ def test_a_rank_that_fails_by_itself_leaves_nobody_waiting(start: Start, odd: in
     ended = outcomes(start(3, at.gather_nonsense, odd))
     assert ended[odd].error == "TypeError"
     others = [outcome for rank, outcome in enumerate(ended) if rank != odd]
-    assert {(outcome.error, outcome.blamed) for outcome in others} == {("StarError", odd)}
+    assert {(outcome.error, outcome.blamed) for outcome in others} == {("ParameterServerError", odd)}
 
 
 @pytest.mark.parametrize(("operation", "tls"), [("broadcast", "plain"), ("sum", "TLS")], indirect=["tls"])
@@ -230,7 +230,7 @@ def test_a_slow_connection_is_no_failure(alive: list[Rank], tls: TLSConfig | Non
 # At the door.
 
 
-def test_a_spoke_with_another_key_is_turned_away_and_the_right_one_let_in(
+def test_a_worker_with_another_key_is_turned_away_and_the_right_one_let_in(
     alive: list[Rank], tls: TLSConfig | None
 ) -> None:  # fmt: skip
     with listening() as listener:
@@ -239,7 +239,7 @@ def test_a_spoke_with_another_key_is_turned_away_and_the_right_one_let_in(
     wrong = Rank(address, 1, 2, at.sum_one, [5.0], token=b"the key of another generation", tls=tls)
     alive.append(wrong)
     outcome = wrong.outcome()
-    assert (outcome.error, outcome.blamed, outcome.operation) == ("StarError", 0, "forming")
+    assert (outcome.error, outcome.blamed, outcome.operation) == ("ParameterServerError", 0, "forming")
     assert "does not prove that it knows this launch's secret" in outcome.message
     assert "another generation" not in outcome.message  # a key is not for logs
     right = Rank(address, 1, 2, at.sum_one, [2.0], tls=tls)
@@ -251,7 +251,7 @@ def test_a_spoke_with_another_key_is_turned_away_and_the_right_one_let_in(
     ("rank", "size", "why"),
     [(3, 3, "rank 3 of 3 in a world of 3"), (1, 4, "rank 1 of 4 in a world of 3"), (2, 3, "rank 2 is here already")],
 )
-def test_a_spoke_that_does_not_fit_is_turned_away(alive: list[Rank], rank: int, size: int, why: str) -> None:
+def test_a_worker_that_does_not_fit_is_turned_away(alive: list[Rank], rank: int, size: int, why: str) -> None:
     with listening() as listener:
         address = listener.getsockname()
         alive += [Rank(listener, 0, 3, at.sum_one, [1.0]), Rank(address, 2, 3, at.sum_one, [1.0])]
@@ -260,7 +260,7 @@ def test_a_spoke_that_does_not_fit_is_turned_away(alive: list[Rank], rank: int, 
     odd = Rank(address, rank, size, at.sum_one, [1.0])
     alive.append(odd)
     outcome = odd.outcome()
-    assert outcome.error == "StarError"
+    assert outcome.error == "ParameterServerError"
     assert why in outcome.message
     alive.append(Rank(address, 1, 3, at.sum_one, [1.0]))
     assert values([alive[0], alive[1], alive[3]]) == [[3.0]] * 3
@@ -310,15 +310,15 @@ def test_all_hear_of_it_when_one_does_not_come(alive: list[Rank], tls: TLSConfig
         address = listener.getsockname()
         alive += [Rank(listener, 0, 4, at.sum_one, [1.0], forming=4.0, tls=tls)]
     alive += [Rank(address, rank, 4, at.sum_one, [1.0], tls=tls) for rank in (1, 3)]
-    hub, *spokes = outcomes(alive)
-    assert (hub.error, hub.blamed, hub.operation) == ("StarError", 2, "forming"), hub
-    assert "ranks [2] did not come to the hub within 4 s" in hub.message
-    for spoke in spokes:
-        assert (spoke.error, spoke.blamed) == ("StarError", 2), spoke
-        assert "ranks [2] did not come" in spoke.message
+    server, *workers = outcomes(alive)
+    assert (server.error, server.blamed, server.operation) == ("ParameterServerError", 2, "forming"), server
+    assert "ranks [2] did not come to the server within 4 s" in server.message
+    for worker in workers:
+        assert (worker.error, worker.blamed) == ("ParameterServerError", 2), worker
+        assert "ranks [2] did not come" in worker.message
 
 
-def test_a_spoke_waits_for_a_hub_that_is_not_there_yet(alive: list[Rank]) -> None:
+def test_a_worker_waits_for_a_server_that_is_not_there_yet(alive: list[Rank]) -> None:
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("127.0.0.1", 0))
@@ -330,16 +330,18 @@ def test_a_spoke_waits_for_a_hub_that_is_not_there_yet(alive: list[Rank]) -> Non
     assert values(alive) == [[3.0], [3.0]]
 
 
-def test_no_hub_is_an_error_that_says_where_it_was_looked_for() -> None:
+def test_no_server_is_an_error_that_says_where_it_was_looked_for() -> None:
     with listening() as listener:
         address = listener.getsockname()
-    with pytest.raises(StarError, match=f"rank 0, the hub, cannot be reached at 127.0.0.1:{address[1]} within 1 s"):
-        Star.spoke(address, 1, 2, at.TOKEN, 1.0)
+    with pytest.raises(
+        ParameterServerError, match=f"rank 0, the server, cannot be reached at 127.0.0.1:{address[1]} within 1 s"
+    ):
+        ParameterServerGroup.connect_worker(address, 1, 2, at.TOKEN, 1.0)
 
 
-def test_a_connection_that_meets_itself_is_no_hub() -> None:
+def test_a_connection_that_meets_itself_is_no_server() -> None:
     """Where nobody listens, a connection on loopback that happens to be given the port it asks for succeeds: once in
-    some ten thousand attempts, and a spoke that waits for its hub makes over a thousand."""
+    some ten thousand attempts, and a worker that waits for its server makes over a thousand."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     errors = (_refused(first + number % (last - first)) for number in range(1_000_000))
     assert any(error.errno is None for error in errors)  # our own, not the system's
@@ -358,39 +360,41 @@ def test_a_size_that_no_memory_holds_is_no_lack_of_memory() -> None:
     """It would set off a search for a smaller batch."""
     listener = listening()
     with ThreadPoolExecutor(1) as pool:
-        forming = pool.submit(Star.hub, listener, 2, at.TOKEN, at.PATIENCE)
-        spoke = bare_spoke(listener.getsockname(), 1, 2)
-    hub = forming.result(at.PATIENCE)
-    spoke.sendall(struct.pack("!c16sQ", b"G", b"json", 1 << 46))
-    with pytest.raises(StarError, match=r"rank 1 failed in gather after .* it announces 70,368,744,177,664 bytes"):
-        hub.gather(1)
-    spoke.close()
+        forming = pool.submit(ParameterServerGroup.serve, listener, 2, at.TOKEN, at.PATIENCE)
+        worker = bare_worker(listener.getsockname(), 1, 2)
+    server = forming.result(at.PATIENCE)
+    worker.sendall(struct.pack("!c16sQ", b"G", b"json", 1 << 46))
+    with pytest.raises(
+        ParameterServerError, match=r"rank 1 failed in gather after .* it announces 70,368,744,177,664 bytes"
+    ):
+        server.gather(1)
+    worker.close()
 
 
 def test_last_words_never_get_into_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A spoke that reads nothing has been sent half a part when another one dies: its sum must not end in a message."""
+    """A worker that reads nothing has been sent half a part when another one dies: no sum must end in a message."""
     monkeypatch.setattr(parameter_server, "TELL_SECONDS", at.PATIENCE)  # on a busy machine, too
     listener, results = listening(), list[str]()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # less than a part is on its way
     address = listener.getsockname()
 
-    def be_hub() -> None:
-        hub = Star.hub(listener, 3, at.TOKEN, at.PATIENCE)
+    def be_server() -> None:
+        server = ParameterServerGroup.serve(listener, 3, at.TOKEN, at.PATIENCE)
         try:
-            hub.sum(torch.ones(parameter_server.PART_BYTES // 2))
-        except StarError as error:
+            server.sum(torch.ones(parameter_server.PART_BYTES // 2))
+        except ParameterServerError as error:
             results.append(str(error))
 
-    thread = threading.Thread(target=be_hub)
+    thread = threading.Thread(target=be_server)
     thread.start()
-    slow, dying = (bare_spoke(address, rank, 3) for rank in (1, 2))
+    slow, dying = (bare_worker(address, rank, 3) for rank in (1, 2))
     twos = struct.pack("!c16sQ", b"S", b"float32", 2 * parameter_server.PART_BYTES)
     twos += torch.full((parameter_server.PART_BYTES // 2,), 2.0).numpy().tobytes()
     dying.sendall(twos[: parameter_server.PART_BYTES * 3 // 2])
     slow.sendall(twos[: parameter_server.PART_BYTES * 3 // 2])
     part = b"=" + torch.full((parameter_server.PART_BYTES // 4,), 5.0).numpy().tobytes()
     assert receive(dying, 1 + len(part)) == b"=" + part
-    dying.close()  # the hub has all of the first part, and waits for the rest of the second one
+    dying.close()  # the server has all of the first part, and waits for the rest of the second one
     heard = receive(slow, 1 << 30)
     slow.close()
     thread.join(at.PATIENCE)
@@ -400,28 +404,28 @@ def test_last_words_never_get_into_the_data(monkeypatch: pytest.MonkeyPatch) -> 
     assert json.loads(last_words[9:]) == {"rank": 2, "text": results[0]}
 
 
-def receive(spoke: socket.socket, size: int) -> bytes:
+def receive(worker: socket.socket, size: int) -> bytes:
     """So many bytes, or what comes until the end."""
     heard = bytearray()
-    while len(heard) < size and (data := spoke.recv(min(1 << 20, size - len(heard)))):
+    while len(heard) < size and (data := worker.recv(min(1 << 20, size - len(heard)))):
         heard += data
     return bytes(heard)
 
 
-def bare_spoke(address: at.Address, rank: int, size: int) -> socket.socket:
-    """One that has proven who it is, and whose kernel takes little at a time. The hub must be there."""
-    spoke = socket.socket()
-    spoke.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-    spoke.connect(address)
-    caller = Caller(at.TOKEN, str(rank), parameter_server.HUB)
-    spoke.sendall(caller.hello)
-    spoke.sendall(caller.answer(receive(spoke, REPLY.size)) + struct.pack("!Q", size))
-    return spoke
+def bare_worker(address: at.Address, rank: int, size: int) -> socket.socket:
+    """One that has proven who it is, and whose kernel takes little at a time. The server must be there."""
+    worker = socket.socket()
+    worker.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    worker.connect(address)
+    caller = Caller(at.TOKEN, str(rank), parameter_server.SERVER)
+    worker.sendall(caller.hello)
+    worker.sendall(caller.answer(receive(worker, REPLY.size)) + struct.pack("!Q", size))
+    return worker
 
 
 def test_an_error_leaves_no_file_open() -> None:
     before = set(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        with pytest.raises(StarError):
-            Star.hub(listening(), 3, at.TOKEN, 0.05)
+        with pytest.raises(ParameterServerError):
+            ParameterServerGroup.serve(listening(), 3, at.TOKEN, 0.05)
     assert set(os.listdir("/proc/self/fd")) == before

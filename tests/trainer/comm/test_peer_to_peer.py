@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from trainer.comm.framed_socket import PeerError
 from trainer.comm.group import Group
-from trainer.comm.peer_to_peer import FAR_BYTES, NEAR_BYTES, DirectLinks, address_on, connect_all
+from trainer.comm.peer_to_peer import FAR_BYTES, NEAR_BYTES, PeerToPeerAllReduce, address_on, connect_all
 from trainer.comm.torch_transport import TorchTransport, make_torch_transport
 
 NEVER = 1000.0
@@ -28,7 +28,7 @@ def on_all(size: int, work: Callable[[int], Any]) -> list[Future[Any]]:
         return [pool.submit(work, rank) for rank in range(size)]
 
 
-def connected(size: int, timeout: float = NEVER, store: Any = None) -> list[DirectLinks]:
+def connected(size: int, timeout: float = NEVER, store: Any = None) -> list[PeerToPeerAllReduce]:
     store = dist.HashStore() if store is None else store
     return [future.result() for future in on_all(size, lambda rank: connect_all(store, rank, size, HOST, timeout))]
 
@@ -37,7 +37,7 @@ HOST = "127.0.0.1"
 
 
 @pytest.fixture
-def pair() -> Iterator[list[DirectLinks]]:
+def pair() -> Iterator[list[PeerToPeerAllReduce]]:
     links = connected(2, timeout=0.5)
     yield links
     for link in links:
@@ -47,7 +47,7 @@ def pair() -> Iterator[list[DirectLinks]]:
 def test_what_is_small_depends_on_how_often_it_is_sent_and_how_far() -> None:
     def takes(size: int, one_host: bool, bytes_: int) -> bool:
         ends = [socket.socketpair() for _ in range(size - 1)]
-        links = DirectLinks(0, {rank: ends[rank - 1][0] for rank in range(1, size)}, NEVER, one_host)
+        links = PeerToPeerAllReduce(0, {rank: ends[rank - 1][0] for rank in range(1, size)}, NEVER, one_host)
         try:
             return links.takes(torch.empty(bytes_, dtype=torch.uint8))
         finally:
@@ -88,7 +88,7 @@ def test_all_add_up_the_same_in_any_order_of_arrival(size: int, shape: tuple[int
         link.close()
 
 
-def test_who_is_late_and_who_is_gone_are_named(pair: list[DirectLinks]) -> None:
+def test_who_is_late_and_who_is_gone_are_named(pair: list[PeerToPeerAllReduce]) -> None:
     with pytest.raises(PeerError, match=r"nothing came from ranks \[1\] for 0.5 s"):
         pair[0].sum(torch.ones(4))
     pair[1].close()
@@ -96,7 +96,7 @@ def test_who_is_late_and_who_is_gone_are_named(pair: list[DirectLinks]) -> None:
         pair[0].sum(torch.ones(4))
 
 
-def test_ranks_that_sum_something_else_are_told_apart_from_slow_ones(pair: list[DirectLinks]) -> None:
+def test_ranks_that_sum_something_else_are_told_apart_from_slow_ones(pair: list[PeerToPeerAllReduce]) -> None:
     errors = [future.exception() for future in on_all(2, lambda rank: pair[rank].sum(torch.ones(4 + rank)))]
     assert "rank 1 is at sum 1, of 20 bytes; this is 1, of 16" in str(errors[0])
 

@@ -63,30 +63,30 @@ def test_gradients_on_the_wire(alive: list[Rank], authority: Authority, encrypte
         assert not any(found) if encrypted else all(found), name
 
 
-def meet(alive: list[Rank], hub: TLSConfig | None, spoke: TLSConfig | None, right: TLSConfig | None) -> Outcome:
-    """What becomes of a spoke with the wrong certificate, while one with a right one is let in afterwards."""
+def meet(alive: list[Rank], server: TLSConfig | None, worker: TLSConfig | None, right: TLSConfig | None) -> Outcome:
+    """What becomes of a worker with the wrong certificate, while one with a right one is let in afterwards."""
     with listening() as listener:
         address = listener.getsockname()
-        alive.append(Rank(listener, 0, 2, at.sum_one, [1.0], tls=hub))
-    alive.append(Rank(address, 1, 2, at.sum_one, [5.0], forming=10.0, tls=spoke))
+        alive.append(Rank(listener, 0, 2, at.sum_one, [1.0], tls=server))
+    alive.append(Rank(address, 1, 2, at.sum_one, [5.0], forming=10.0, tls=worker))
     wrong = alive[1].outcome()
     alive.append(Rank(address, 1, 2, at.sum_one, [2.0], tls=right))
     assert [alive[0].outcome(), alive[2].outcome()] == [Outcome([3.0])] * 2
-    assert (wrong.error, wrong.blamed, wrong.operation) == ("StarError", 0, "forming"), wrong
+    assert (wrong.error, wrong.blamed, wrong.operation) == ("ParameterServerError", 0, "forming"), wrong
     return wrong
 
 
 @pytest.mark.slow
-def test_a_spoke_of_another_authority_is_refused(alive: list[Rank], authority: Authority, tmp_path: Path) -> None:
-    """Seen from the hub: this spoke would trust it."""
+def test_a_worker_of_another_authority_is_refused(alive: list[Rank], authority: Authority, tmp_path: Path) -> None:
+    """Seen from the server: this worker would trust it."""
     theirs, ours = Authority(tmp_path, "another").node(), authority.node()
     theirs.ca = ours.ca
     assert "unknown ca" in meet(alive, ours, theirs, ours).message
 
 
 @pytest.mark.slow
-def test_a_hub_of_another_authority_is_refused(alive: list[Rank], authority: Authority, tmp_path: Path) -> None:
-    """Seen from the spoke: this hub would let it in."""
+def test_a_server_of_another_authority_is_refused(alive: list[Rank], authority: Authority, tmp_path: Path) -> None:
+    """Seen from the worker: this server would let it in."""
     ours, theirs = authority.node(), Authority(tmp_path, "another")
     distrusting = TLSConfig(certificate=ours.certificate, key=ours.key, ca=theirs.ca)
     assert "certificate verify failed" in meet(alive, ours, distrusting, ours).message
@@ -99,27 +99,27 @@ def test_an_expired_certificate_is_refused(alive: list[Rank], authority: Authori
 
 
 @pytest.mark.slow
-def test_a_plain_spoke_at_a_hub_with_tls(alive: list[Rank], authority: Authority) -> None:
+def test_a_plain_worker_at_a_server_with_tls(alive: list[Rank], authority: Authority) -> None:
     ours = authority.node()
     assert "is training.tls the same on all nodes?" in meet(alive, ours, None, ours).message
 
 
 @pytest.mark.slow
-def test_a_spoke_with_tls_at_a_plain_hub(alive: list[Rank], authority: Authority) -> None:
+def test_a_worker_with_tls_at_a_plain_server(alive: list[Rank], authority: Authority) -> None:
     assert "SSL" in meet(alive, None, authority.node(), None).message
 
 
 @pytest.mark.slow
-def test_the_hub_says_whom_it_refused(alive: list[Rank], authority: Authority, tmp_path: Path) -> None:
+def test_the_server_says_whom_it_refused(alive: list[Rank], authority: Authority, tmp_path: Path) -> None:
     theirs, ours = Authority(tmp_path, "another").node(), authority.node()
     with listening() as listener:
         address = listener.getsockname()
         alive.append(Rank(listener, 0, 2, at.sum_one, [1.0], forming=5.0, tls=ours))
     alive.append(Rank(address, 1, 2, at.sum_one, [5.0], tls=theirs))
-    assert alive[1].outcome().error == "StarError"
+    assert alive[1].outcome().error == "ParameterServerError"
     message = alive[0].outcome().message
     assert "127.0.0.1 was turned away: " in message
-    assert "unknown ca" in message  # the spoke's word for it: it looked at the hub's certificate first
+    assert "unknown ca" in message  # the worker's word for it: it looked at the server's certificate first
 
 
 def test_a_client_without_a_certificate_gets_nothing(authority: Authority) -> None:

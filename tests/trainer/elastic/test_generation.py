@@ -207,7 +207,7 @@ def test_whatever_they_see_the_chosen_can_work_together(
     bad = conflicts(result.members)
     if result.topology == "star":
         bad = {pair for pair in bad if names[0] in pair}
-    assert not bad, "they reach each other, or all of them reach the hub"
+    assert not bad, "they reach each other, or all of them reach the server"
 
     survivors = [item.member for item in survivors_of(previous, ready)]
     assert len(names) <= max(limit, len(survivors))

@@ -35,7 +35,7 @@ from trainer.parallel.auto_compression import (
     link_of,
     rest_of,
 )
-from trainer.parallel.compression import Echo
+from trainer.parallel.compression import LoopbackTransport
 
 SLOW, FAST = (
     Link(latency_seconds=2e-4, seconds_per_byte=1.33 * 8 / rate) for rate in (100e6, 10e9)
@@ -269,6 +269,6 @@ def test_a_sounding_of_a_link_that_has_got_worse_ends_early(
     patience: float, numbers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer.parallel.auto_compression, "SOUNDING_SECONDS", patience)
-    found, latency, seconds = trainer.parallel.auto_compression._time_plain(torch.zeros(1_000_000), Echo())
+    found, latency, seconds = trainer.parallel.auto_compression._time_plain(torch.zeros(1_000_000), LoopbackTransport())
     assert found == numbers
     assert min(latency, seconds) > 0

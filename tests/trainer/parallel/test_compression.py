@@ -29,7 +29,14 @@ from trainer.engine.step import NonFiniteError, Step, StepFlags
 from trainer.observability.comm_profiler import FIELDS, Window
 from trainer.parallel import compression
 from trainer.parallel.auto_compression import AGREEING, Automatic
-from trainer.parallel.compression import Echo, Half, Scheme, TopK, largest, make_scheme
+from trainer.parallel.compression import (
+    CommHook,
+    FP16Compression,
+    LoopbackTransport,
+    TopKCompression,
+    largest,
+    make_comm_hook,
+)
 from trainer.runtime.fault_injection import Faults
 
 CPU = torch.device("cpu")
@@ -153,22 +160,22 @@ def test_half_precision_neither_overflows_nor_vanishes(factor: float) -> None:
     """Gradients of a mean over a large batch are tiny, and those of a loss that explodes are huge."""
     values = factor * torch.randn(1001)
     got = values.clone()
-    Half(1).sum(got, 0, 0, Echo(), nullcontext)
+    FP16Compression(1).sum(got, 0, 0, LoopbackTransport(), nullcontext)
     assert torch.allclose(got, values, rtol=2e-3, atol=float(values.abs().max()) * 1e-10)
     for poison in (math.nan, math.inf):
         got = values.clone()
         got[3] = poison
-        Half(1).sum(got, 0, 0, Echo(), nullcontext)
+        FP16Compression(1).sum(got, 0, 0, LoopbackTransport(), nullcontext)
         assert not torch.isfinite(got[3])
 
 
 def test_what_top_k_keeps_back_is_sent_later_and_all_of_it_arrives() -> None:
     torch.manual_seed(0)
-    scheme, given, arrived = TopK(1, 0.1), torch.zeros(500), torch.zeros(500)
+    hook, given, arrived = TopKCompression(1, 0.1), torch.zeros(500), torch.zeros(500)
     for step in range(200):
         gradient = torch.randn(500) if step < 50 else torch.zeros(500)
         given += gradient
-        scheme.sum(gradient, 0, step, Echo(), nullcontext)
+        hook.sum(gradient, 0, step, LoopbackTransport(), nullcontext)
         assert int(gradient.count_nonzero()) <= 50
         arrived += gradient
     assert torch.allclose(arrived, given, atol=1e-4)
@@ -176,21 +183,21 @@ def test_what_top_k_keeps_back_is_sent_later_and_all_of_it_arrives() -> None:
 
 def test_a_step_that_is_done_again_finds_the_same_kept_back() -> None:
     torch.manual_seed(0)
-    scheme, other = TopK(1, 0.1), TopK(1, 0.1)
+    hook, other = TopKCompression(1, 0.1), TopKCompression(1, 0.1)
     gradients = torch.randn(4, 100)
     for step, gradient in enumerate(gradients):
         expected = gradient.clone()
-        other.sum(expected, 0, step, Echo(), nullcontext)
+        other.sum(expected, 0, step, LoopbackTransport(), nullcontext)
         for _ in range(3 if step == 2 else 1):  # the same step: what failed was somewhere else
             got = gradient.clone()
-            scheme.sum(got, 0, step, Echo(), nullcontext)
+            hook.sum(got, 0, step, LoopbackTransport(), nullcontext)
             assert torch.equal(got, expected)
     broken = torch.full((100,), math.nan)
-    scheme.sum(broken, 0, 4, Echo(), nullcontext)
+    hook.sum(broken, 0, 4, LoopbackTransport(), nullcontext)
     last, expected = torch.randn(2, 100).unbind()
     last = expected.clone()
-    scheme.sum(last, 0, 5, Echo(), nullcontext)
-    other.sum(expected, 0, 4, Echo(), nullcontext)
+    hook.sum(last, 0, 5, LoopbackTransport(), nullcontext)
+    other.sum(expected, 0, 4, LoopbackTransport(), nullcontext)
     assert torch.isfinite(last).all(), "what is not a number is not kept"
 
 
@@ -202,10 +209,10 @@ def test_with_feedback_one_percent_of_the_gradient_leads_to_the_same_place() -> 
     truth = torch.randn(200)
 
     def loss_after(fraction: float) -> float:
-        weights, scheme = torch.zeros(200), TopK(1, fraction)
+        weights, hook = torch.zeros(200), TopKCompression(1, fraction)
         for step in range(3000):
             gradient = data.T @ (data @ (weights - truth)) / len(data)
-            scheme.sum(gradient, 0, step, Echo(), nullcontext)
+            hook.sum(gradient, 0, step, LoopbackTransport(), nullcontext)
             weights -= 0.005 * gradient
         return float(((data @ (weights - truth)) ** 2).mean())
 
@@ -235,14 +242,14 @@ def test_the_largest_are_found_by_a_sample_as_well(kind: str) -> None:
 
 def test_a_peer_that_dies_in_a_compressed_sum_wakes_everybody(worlds: Callable[[int], list[World]]) -> None:
     world = worlds(3)
-    swap = TorchTransport.swap
+    all_to_all = TorchTransport.all_to_all
 
     def fail(transport: TorchTransport, output: Tensor, input_: Tensor) -> None:
         if transport.group.rank() == 2:
             world[2].group.fail("n2 is gone")  # type: ignore[union-attr]
             raise RuntimeError("n2 is gone")
         world[transport.group.rank()].group.fail("n2 is gone")  # type: ignore[union-attr]
-        swap(transport, output, input_)
+        all_to_all(transport, output, input_)
 
     def work(one: World) -> str:
         step = Step(network(), Squared(), DistributedTrainingConfig(communication="fp16"), CPU, Faults({}, 0))
@@ -251,7 +258,7 @@ def test_a_peer_that_dies_in_a_compressed_sum_wakes_everybody(worlds: Callable[[
             step(batch(one.rank, 3, 0), 0, 1e-3, StepFlags())
         return str(failed.value)
 
-    with mock.patch.object(TorchTransport, "swap", fail):
+    with mock.patch.object(TorchTransport, "all_to_all", fail):
         assert at_once(work, world) == ["n2 is gone"] * 3
 
 
@@ -309,11 +316,11 @@ def test_settings_that_do_not_go_together_are_refused_and_others_fall_back() -> 
     with pytest.raises(ConfigError, match=r"'topk' does not go with training.precision = 'fp16'.*'bf16'"):
         compression.check(DistributedTrainingConfig(communication="topk", precision="fp16"))
     for nodes in ((0, 0), (0, 1, 2)):
-        assert type(make_scheme("hierarchical", nodes, 0.01)) is type(make_scheme("allreduce", nodes, 0.01))
-    doubles: Scheme
-    for doubles in (Half(2), TopK(2, 0.1)):
+        assert type(make_comm_hook("hierarchical", nodes, 0.01)) is type(make_comm_hook("allreduce", nodes, 0.01))
+    doubles: CommHook
+    for doubles in (FP16Compression(2), TopKCompression(2, 0.1)):
         values = torch.randn(10, dtype=torch.float64)
         before = copy.deepcopy(values)
-        doubles.sum(values, 0, 0, Echo(), nullcontext)
+        doubles.sum(values, 0, 0, LoopbackTransport(), nullcontext)
         assert torch.equal(values, before)
         assert doubles.bytes_of(values) == values.nbytes
