@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -160,8 +161,10 @@ def at_work(home: Path, what: str) -> Iterator[int]:
 def _mount_points() -> list[Path]:
     """Where file systems are mounted; nothing where the kernel does not say."""
     try:
-        with open("/proc/self/mountinfo") as file:
-            fields = [line.split()[4] for line in file]
+        with open("/proc/self/mountinfo", "rb") as file:
+            fields = [line.split(b" ")[4] for line in file]
     except OSError:
         return []
-    return [Path(field.encode().decode("unicode_escape")) for field in fields]
+    # Blanks and the like are written as \040; all other bytes, of letters that are not ASCII too, stand as they are.
+    plain = (re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), field) for field in fields)
+    return [Path(os.fsdecode(point)) for point in plain]

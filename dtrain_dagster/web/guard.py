@@ -30,6 +30,7 @@ HEADERS = {
 }
 """On every answer that does not have its own: no other site frames a page, embeds a file or holds its window."""
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::([0-9]{1,5}))?")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _PORTS = {"http": 80, "https": 443}
 
 Headers = Sequence[tuple[str, str]]
@@ -75,6 +76,8 @@ def judge(
     for name in ("host", "origin", "sec-fetch-site", "content-type", "content-length"):
         if len(_all(headers, name)) > 1:
             return Refused(400, f"the request has more than one {name} header")
+    if _CONTROL.search(path):  # a route ends with ``$``, which a newline may follow: ``/graphql%0A`` would be GraphQL
+        return Refused(400, "the path of the request has a control character in it")
     return (
         _judge_host(rules, headers)
         or _judge_site(method, path, query, headers, websocket, rules)

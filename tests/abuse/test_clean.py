@@ -147,18 +147,19 @@ def test_a_home_with_a_running_job_is_refused_by_its_name(filled: Path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="only root can mount")
-def test_what_is_mounted_inside_is_refused(filled: Path, tmp_path: Path):
+@pytest.mark.parametrize("place", ["cache", "storage/é \\ \u4f60"])
+def test_what_is_mounted_inside_is_refused(filled: Path, tmp_path: Path, place: str):
     photos = tmp_path / "photos"
     photos.mkdir()
     (photos / "one.jpg").write_text("mine")
-    (filled / "cache").mkdir()
-    if subprocess.run(["mount", "--bind", photos, filled / "cache"], capture_output=True).returncode:
+    (filled / place).mkdir()
+    if subprocess.run(["mount", "--bind", photos, filled / place], capture_output=True).returncode:
         pytest.skip("mounting is not allowed here")
     try:
         with pytest.raises(HomeError, match="is mounted"):
             plan_removal(filled, [ROOT])
     finally:
-        subprocess.run(["umount", filled / "cache"], check=True)
+        subprocess.run(["umount", filled / place], check=True)
     assert (photos / "one.jpg").exists()
 
 

@@ -91,6 +91,7 @@ REFUSED = {
     "GraphQL by GET": (UI, "GET", "/graphql", "query=x", [HERE], 405),
     "GraphQL by GET, said to be a page": (UI, "GET", "/graphql", "query=x", [HERE, ("accept", "text/html")], 405),
     "with a slash": (UI, "GET", "/graphql/", "query=x", [HERE], 405),
+    "with the end of a line, as routes take it": (UI, "GET", "/graphql\n", "query=x", [HERE], 400),
     "no type": (UI, "POST", "/graphql", "", [HERE, LENGTH], 415),
     "a form's type": (UI, "POST", "/graphql", "", [HERE, LENGTH, ("content-type", "text/plain")], 415),
     "JSON by the way": (
@@ -151,6 +152,10 @@ def test_the_guard_lets_the_page_ask_and_subscribe(tmp_path: Path):
     with dagster_app(tmp_path) as (app, instance), served(Guard(app, ui_rules()), websockets=True) as port:
         url = f"http://127.0.0.1:{port}"
         assert send(port, own_page(port)) == 200
+        asked = {"query": LAUNCH, "variables": json.dumps(PARAMETERS)}
+        for path in ("/graphql", "/graphql/", "/graphql%0A", "/graphql%0a/"):
+            requests.get(f"{url}{path}", params=asked, timeout=60)
+        assert not instance.get_runs(), "whatever the path is written as, a GET launches nothing"
         websocket = websites.Request("GET", "/graphql", [
             ("Host", f"127.0.0.1:{port}"), ("Origin", url), ("Connection", "Upgrade"), ("Upgrade", "websocket"),
             ("Sec-WebSocket-Version", "13"), ("Sec-WebSocket-Key", "dGhlIHNhbXBsZSBub25jZQ=="),
