@@ -60,7 +60,7 @@ def clean(yes: bool) -> None:
             click.echo(f"staying, since dtrain did not write it: {', '.join(plan.others[:SHOWN])}")
         if not yes:
             click.confirm("remove it?", abort=True)
-        remove(plan)
+        remove(plan_removal(home, protected))  # once more: a job may have started while the question stood there
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -6,12 +6,15 @@ open file, which the submitter hands over to the supervisor it starts, so that t
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from trainer.errors import DamagedError
 
 LOCK = "supervisor.lock"
 
@@ -37,12 +40,17 @@ def is_held(folder: Path) -> bool:
 
 @contextmanager
 def undisturbed(folder: Path) -> Iterator[bool]:
-    """Is the lock free? As long as the block lasts nobody gets it, and who tries waits; askers are not disturbed."""
+    """Is the lock free? As long as the block lasts nobody gets it, and who tries waits; askers are not disturbed.
+    `DamagedError` where a link stands in its place."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError):
         yield True
         return
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise DamagedError(str(folder / LOCK), "it is a link", "remove it once nothing of the job runs") from None
     try:
         yield _lock(descriptor, fcntl.LOCK_SH)
     finally:

@@ -146,11 +146,11 @@ def _check_shard(shard: dict[str, Any], splits: tuple[str, ...], window: int) ->
     if not all(isinstance(ticker, str) for ticker in shard["tickers"]):
         raise ValueError("tickers are names")
     for segment in shard["segments"]:
-        first, last = segment["rows"]
-        if not 0 <= first <= last <= rows:
+        first, last = (_whole(row, "the rows of a stretch", least=0) for row in segment["rows"])
+        if not first <= last <= rows:
             raise ValueError(f"a stretch of rows {first} to {last} is outside a shard of {rows}")
         for split in splits:
-            begin, end = segment["samples"][split]
+            begin, end = (_whole(row, "the samples of a stretch", least=0) for row in segment["samples"][split])
             if end > begin and not first + window - 1 <= begin < end <= last:
                 raise ValueError(f"samples {begin} to {end} are outside the rows {first} to {last} of their stretch")
 
