@@ -93,7 +93,7 @@ class Trial(DistributedTrainer):
         mode = self.modes[0] if self.modes else "on"
         self._watch(timed=mode in ("on", "count"), sampled=mode != "off")
         time.sleep(FLUSH_SECONDS)
-        self.session.world.meet()
+        self.session.world.barrier()
         self._patches = [mock.patch.object(*place, self._counting(*place)) for place in ADDED if mode == "count"]
         for patch in self._patches:
             patch.start()

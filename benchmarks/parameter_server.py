@@ -59,7 +59,7 @@ def be(
             tensor = torch.full((numel,), rank + 1.0)
             transports[kind].barrier(SECONDS)
             began = time.monotonic()
-            transports[kind].sum(tensor)
+            transports[kind].all_reduce(tensor)
             ended = time.monotonic()
             assert (tensor == size * (size + 1) / 2).all(), kind
             if number >= WARM_UP:

@@ -103,7 +103,7 @@ class TimedTrainer(DistributedTrainer):
             if self.steps_done == self.ends_at:
                 self.pipe.send([end - begin for begin, end in pairwise([*self.began, time.monotonic()])])
                 self.pipe.recv()
-                self.session.world.meet()
+                self.session.world.barrier()
                 self.session.step.timer.drop()
                 self.ends_at, self.began = self.ends_at + self.stretch, []
             self.began.append(time.monotonic())

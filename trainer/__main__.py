@@ -61,10 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(job.to_json())  # noqa: T201 - what was asked for
         return DONE
     raise_descriptor_limit()
-    from trainer.elastic.node_presence import presence
+    from trainer.elastic.node_presence import record_presence
     from trainer.engine.run_job import run_job  # torch, only once the configuration is known to be good
 
-    with presence(job, os.environ) as leaving:
+    with record_presence(job, os.environ) as leaving:
         leaving.code = run_job(job)
     return leaving.code
 

@@ -26,10 +26,10 @@ from trainer.comm.handshake import PROOF_BYTES, REPLY, AuthenticationError, Call
 from trainer.comm.launch_secret import SECRET_BYTES, LaunchSecret
 from trainer.comm.parameter_server import ParameterServerError, ParameterServerGroup
 from trainer.comm.peer_to_peer import connect_all
-from trainer.comm.rendezvous_store import Store
-from trainer.comm.static_rendezvous import listen
+from trainer.comm.rendezvous_store import AuthenticatedStore
+from trainer.comm.static_rendezvous import open_listener
 from trainer.comm.torch_transport import make_torch_transport
-from trainer.elastic.failure_detector import Peers
+from trainer.elastic.failure_detector import FailureDetector
 
 HOST, PATIENCE = "127.0.0.1", 30.0
 
@@ -133,19 +133,19 @@ def _is_reply(said: str) -> bool:
 def detector(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
     """The failure detector: a stranger that was let in could feign a member, or keep this one busy."""
     key = secret.key("peers", JOB)
-    one = Peers("n0p0-a", key, HOST, 0.1, 1000.0)
+    one = FailureDetector("n0p0-a", key, HOST, 0.1, 1000.0)
     other = None
     try:
         answers = besiege(who, [one.address[1]], ["n0p0-a", "n1p0-b"])
-        other = Peers("n1p0-b", key, HOST, 0.1, 1000.0)
+        other = FailureDetector("n1p0-b", key, HOST, 0.1, 1000.0)
         other.follow({"n0p0-a": one.address})
 
         def works() -> bool:
             assert other is not None
-            _until(lambda: other.view() == {"n0p0-a": "here"})
-            one.tell({"regroup": 1})
-            _until(lambda: bool(other.messages()))
-            return other.view() == {"n0p0-a": "here"} and not one.messages()
+            _until(lambda: other.statuses() == {"n0p0-a": "here"})
+            one.broadcast({"regroup": 1})
+            _until(lambda: bool(other.take_messages()))
+            return other.statuses() == {"n0p0-a": "here"} and not one.take_messages()
 
         _note(tally, "the failure detector", answers, works)
     finally:
@@ -156,15 +156,15 @@ def detector(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
 
 def store(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
     """The store: a stranger that was let in could read and forge the addresses that ranks connect to."""
-    listener, key = listen(HOST), secret.key("store", JOB, 1)
+    listener, key = open_listener(HOST), secret.key("store", JOB, 1)
     address = listener.getsockname()
-    served = Store(address, 0, 3, key, PATIENCE, listener)
+    served = AuthenticatedStore(address, 0, 3, key, PATIENCE, listener)
     try:
         served.set("0", "honest")
         answers = besiege(who, [address[1]], ["0", "1", "store"])
 
         def works() -> bool:
-            late = Store(address, 1, 3, key, PATIENCE)
+            late = AuthenticatedStore(address, 1, 3, key, PATIENCE)
             late.set("1", "too")
             return served.multi_get(["0", "1"]) == [b"honest", b"too"] and served.num_keys() == 2
 
@@ -175,7 +175,7 @@ def store(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
 
 def hub(tally: Tally, who: Stranger, secret: LaunchSecret) -> None:
     """The parameter server: the numbers of a stranger that was let in would be summed."""
-    listener, key = listen(HOST), secret.key("star", JOB, 1)
+    listener, key = open_listener(HOST), secret.key("star", JOB, 1)
     address = listener.getsockname()
     with ThreadPoolExecutor(2) as pool:
         forming = pool.submit(ParameterServerGroup.serve, listener, 2, key, PATIENCE)
@@ -221,17 +221,17 @@ def place_in_gloo(tally: Tally, random: random.Random, secret: LaunchSecret) -> 
 
 
 def place_in_store(tally: Tally, random: random.Random, secret: LaunchSecret) -> None:
-    listener, key = listen(HOST), secret.key("store", JOB, 1)
+    listener, key = open_listener(HOST), secret.key("store", JOB, 1)
     address = listener.getsockname()
-    served = Store(address, 0, 2, key, PATIENCE, listener)
+    served = AuthenticatedStore(address, 0, 2, key, PATIENCE, listener)
     try:
-        _refused(tally, "the store", [lambda: Store(address, 1, 2, random.randbytes(32), PATIENCE)])
+        _refused(tally, "the store", [lambda: AuthenticatedStore(address, 1, 2, random.randbytes(32), PATIENCE)])
     finally:
         served.close()
 
 
 def place_in_star(tally: Tally, random: random.Random, secret: LaunchSecret) -> None:
-    listener, key = listen(HOST), secret.key("star", JOB, 1)
+    listener, key = open_listener(HOST), secret.key("star", JOB, 1)
     address = listener.getsockname()
     _refused(
         tally, "the parameter server",

@@ -24,8 +24,8 @@ Mode = Literal["weak", "strong"]
 WARM_UP = 1
 """Logged stretches of a short run that are left out: the first steps warm caches up."""
 COMMIT_BYTES = 176
-"""Of the small all-reduce with which a step of the default model is committed (`trainer.engine.step.Step`). Others have
-eight for each parameter more or less, which is nothing beside its latency."""
+"""Of the small all-reduce with which a step of the default model is committed (`trainer.engine.step.TrainingStep`).
+Others have eight for each parameter more or less, which is nothing beside its latency."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -102,7 +102,7 @@ def test_after_it_the_node_is_there_healthy_and_billed_to_the_second(jump: float
 
 @pytest.mark.parametrize("jump", JUMPS)
 def test_a_budget_on_the_nodes_does_not_end_for_a_clock(jump: float):
-    found = budget.paid([stay(clock_jump_seconds=jump)], 1, NOW + 101 + jump, 10.0)
+    found = budget.sum_paid([stay(clock_jump_seconds=jump)], 1, NOW + 101 + jump, 10.0)
     assert found == budget.Paid(101.0, 1)
 
 

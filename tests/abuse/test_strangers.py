@@ -30,9 +30,9 @@ from benchmarks.abuse.strangers import attack  # noqa: E402
 from benchmarks.stranger import NOBODY, Stranger, besiege, stranger  # noqa: E402
 from dtrain_dagster.clusters.base import JobSpec, JobState  # noqa: E402
 from dtrain_dagster.clusters.local.manager import LocalClusterManager  # noqa: E402
-from trainer.comm.launch_secret import SECRET_FILE, write_new  # noqa: E402
-from trainer.comm.rendezvous_store import Store  # noqa: E402
-from trainer.comm.static_rendezvous import listen  # noqa: E402
+from trainer.comm.launch_secret import SECRET_FILE, write_launch_secret  # noqa: E402
+from trainer.comm.rendezvous_store import AuthenticatedStore  # noqa: E402
+from trainer.comm.static_rendezvous import open_listener  # noqa: E402
 
 PATIENCE = 60.0
 
@@ -60,9 +60,9 @@ def test_nobody_without_the_secret_is_answered_or_keeps_anybody_out() -> None:
 
 def test_torchs_own_client_reads_nothing_from_the_store_and_forges_nothing() -> None:
     """It is how another user once read where ranks listen, and the words that let in whoever knew them."""
-    listener = listen("127.0.0.1")
+    listener = open_listener("127.0.0.1")
     host, port = listener.getsockname()
-    served = Store((host, port), 0, 2, b"key", PATIENCE, listener)
+    served = AuthenticatedStore((host, port), 0, 2, b"key", PATIENCE, listener)
     try:
         served.set("job/g1/direct/0", "an address")
         with pytest.raises(dist.DistError):
@@ -174,7 +174,7 @@ def test_a_training_under_siege_ends_with_the_honest_weights(tmp_path: Path, who
     """A node is killed in the middle of it, so that the others regroup; and no process may have more than 512
     descriptors, so that raising the limit is of no help."""
     dataset = build(tmp_path)
-    write_new(tmp_path / "secrets" / "launch")
+    write_launch_secret(tmp_path / "secrets" / "launch")
     environment = {
         "DTRAIN_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT / "tests" / "trainer"),
         SECRET_FILE: str(tmp_path / "secrets" / "launch"),

@@ -47,8 +47,8 @@ def test_runs_where_the_nodes_were_got_and_says_so(stage: Stage) -> None:
 def test_nodes_read_the_secret_of_their_launch_where_no_reader_of_the_workspace_does(stage: Stage) -> None:
     """Its address is among the job's variables, which many may look at; the file goes with the launch."""
     telling = """
-from trainer.comm.launch_secret import read
-print(f"a secret of {len(read(os.environ).value)} bytes", flush=True)
+from trainer.comm.launch_secret import read_launch_secret
+print(f"a secret of {len(read_launch_secret(os.environ).value)} bytes", flush=True)
 while not (found := rundir.read_json("go.json")):
     time.sleep(0.1)
 succeed()

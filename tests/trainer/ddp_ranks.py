@@ -57,7 +57,7 @@ class Parts(nn.Module):
 def answer(rank: int, store_path: str, asked: Connection) -> None:
     """Life of a rank: for each ``(seed, kinds, what each rank uses in each micro-batch, bytes of a bucket)`` that is
     asked, the parameters whose gradients differ."""
-    from trainer.comm.group import Group
+    from trainer.comm.group import InterruptibleGroup
     from trainer.comm.launcher_env import RankFacts
     from trainer.comm.torch_transport import make_torch_transport
     from trainer.comm.world import World
@@ -70,7 +70,7 @@ def answer(rank: int, store_path: str, asked: Connection) -> None:
     cpu = torch.device("cpu")
     store = dist.FileStore(store_path, 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    group = Group(rank, 2, lambda: make_torch_transport(store, rank, 2, None, 60.0, 60.0, "127.0.0.1"))
+    group = InterruptibleGroup(rank, 2, lambda: make_torch_transport(store, rank, 2, None, 60.0, 60.0, "127.0.0.1"))
     world = World(RankFacts(rank=rank, world_size=2), cpu, "gloo", group=group)
 
     def train(mine: list[list[int]], seed: int, net: Parts, ddp: Any, sync: Any) -> None:
@@ -78,7 +78,7 @@ def answer(rank: int, store_path: str, asked: Connection) -> None:
         for number, used in enumerate(mine):
             x, is_last = torch.randn(3, 4, generator=made), number == len(mine) - 1
             if ddp is None:
-                sync.only_the_last(is_last)
+                sync.require_sync(is_last)
                 net(x, used).square().sum().backward()
                 continue
             ddp.require_backward_grad_sync = is_last
@@ -97,11 +97,11 @@ def answer(rank: int, store_path: str, asked: Connection) -> None:
         sync.clear(list(net.parameters()))
         train(uses[rank], seed, net, None, sync)
         sync.finish(net)
-        sync.settle(world.sum(torch.tensor(sync.without())).tolist())
+        sync.drop_unused(world.all_reduce(torch.tensor(sync.missing_flags())).tolist())
         expected = dict(other.named_parameters())
         asked.send([name for name, mine in net.named_parameters() if not _equal(mine.grad, expected[name].grad)])
         sync.unwrap()
-    world.leave()
+    world.close()
     dist.destroy_process_group()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from market import Market
 
-from trainer.comm.static_rendezvous import join
+from trainer.comm.static_rendezvous import join_world
 from trainer.config import DistributedTrainingConfig, FactoryConfig
 from trainer.evaluation.evaluate import evaluate, final_report
 from trainer.model.losses import build_loss
@@ -32,7 +32,7 @@ def forecaster(market: Market, loss: str = "student_t") -> tuple[torch.nn.Module
 
 def main(folder: Path, samples: int) -> None:
     torch.set_num_threads(1)
-    world = join(DistributedTrainingConfig())
+    world = join_world(DistributedTrainingConfig())
     market = Market()
     market.rows["valid"] = market.rows["valid"][:samples]
     model, criterion = forecaster(market)
@@ -41,7 +41,7 @@ def main(folder: Path, samples: int) -> None:
     report = final_report(model, criterion, market, world, CPU, RunDir(str(folder / "run")))
     result = {"evaluation": {**asdict(evaluation), "predictions": None}, "rows": rows, "report": report}
     (folder / f"rank{world.rank}.json").write_text(json.dumps(result))
-    world.leave()
+    world.close()
 
 
 if __name__ == "__main__":

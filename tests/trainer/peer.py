@@ -10,7 +10,7 @@ import json
 import sys
 from typing import Any
 
-from trainer.elastic.failure_detector import Peers
+from trainer.elastic.failure_detector import FailureDetector
 
 
 def say(value: Any) -> None:
@@ -20,16 +20,16 @@ def say(value: Any) -> None:
 
 def main(name: str, token: str, interval: float, timeout: float) -> None:
     def changed() -> None:
-        say({"view": peers.view(), "messages": peers.messages()})
+        say({"view": peers.statuses(), "messages": peers.take_messages()})
 
-    peers = Peers(name, token.encode(), "127.0.0.1", interval, timeout, on_change=changed)
+    peers = FailureDetector(name, token.encode(), "127.0.0.1", interval, timeout, on_change=changed)
     say(peers.address)
     for line in sys.stdin:
         command = json.loads(line)
         if "follow" in command:
             peers.follow({member: tuple(address) for member, address in command["follow"].items()})
         if "tell" in command:
-            peers.tell(command["tell"])
+            peers.broadcast(command["tell"])
 
 
 if __name__ == "__main__":

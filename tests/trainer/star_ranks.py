@@ -156,7 +156,7 @@ def sum_draws(group: ParameterServerGroup, pipe: Connection, delays: dict[int, f
     result = []
     for tensor in draws(group.rank, 0):
         time.sleep(delays.get(group.rank, 0.0))
-        group.sum(tensor)
+        group.all_reduce(tensor)
         result.append(bits(tensor))
     return result
 
@@ -168,8 +168,8 @@ def other_operations(group: ParameterServerGroup, pipe: Connection) -> dict[str,
     value = {"rank": group.rank, "text": "«ä» \n" * group.rank, "none": None, "list": [1.5, group.rank > 1]}
     return {
         "broadcast": [bits(tensor) for tensor in tensors],
-        "gather": group.gather(value),
-        "long": group.gather("x" * 3_000_000 * (group.rank == 1)),
+        "gather": group.all_gather_object(value),
+        "long": group.all_gather_object("x" * 3_000_000 * (group.rank == 1)),
         "barrier": group.barrier(),
     }
 
@@ -187,7 +187,7 @@ def sum_for_ever(group: ParameterServerGroup, pipe: Connection, numel: int = 2_0
     tensor = torch.ones(numel)
     for number in range(1_000_000):
         tensor.fill_(1.0)
-        group.sum(tensor)
+        group.all_reduce(tensor)
         assert (tensor == group.world_size).all()
         if number < 3:
             pipe.send(number)
@@ -199,7 +199,7 @@ def wait_without(group: ParameterServerGroup, pipe: Connection, absent: int) -> 
         pipe.poll(PATIENCE)
         return
     pipe.send("here")
-    group.sum(torch.ones(10))
+    group.all_reduce(torch.ones(10))
 
 
 def call_off(group: ParameterServerGroup, pipe: Connection, caller: int, numel: int | None) -> None:
@@ -211,13 +211,13 @@ def call_off(group: ParameterServerGroup, pipe: Connection, caller: int, numel: 
     if group.rank == caller:
         threading.Timer(1.0, group.abort).start()
     while True:
-        group.sum(torch.ones(numel or 10))
+        group.all_reduce(torch.ones(numel or 10))
 
 
 def after_an_abort(group: ParameterServerGroup, pipe: Connection) -> list[str]:
     group.abort()
     said = []
-    for action in (group.barrier, lambda: group.sum(torch.ones(1)), lambda: group.broadcast(torch.ones(1))):
+    for action in (group.barrier, lambda: group.all_reduce(torch.ones(1)), lambda: group.broadcast(torch.ones(1))):
         try:
             action()
         except ParameterServerError as error:
@@ -229,29 +229,29 @@ def after_an_abort(group: ParameterServerGroup, pipe: Connection) -> list[str]:
 def differ(group: ParameterServerGroup, pipe: Connection, what: str, odd: int) -> None:
     mine = group.rank == odd
     if what == "operation" and mine:
-        group.gather(1)
+        group.all_gather_object(1)
     elif what == "broadcast" and mine:
         group.broadcast(torch.ones(6))
     elif what == "type":
-        group.sum(torch.ones(6, dtype=torch.float64 if mine else torch.int64))
+        group.all_reduce(torch.ones(6, dtype=torch.float64 if mine else torch.int64))
     else:
-        group.sum(torch.ones(7 if what == "size" and mine else 6))
+        group.all_reduce(torch.ones(7 if what == "size" and mine else 6))
 
 
 def gather_nonsense(group: ParameterServerGroup, pipe: Connection, odd: int) -> None:
-    group.gather({1, 2} if group.rank == odd else 1)
+    group.all_gather_object({1, 2} if group.rank == odd else 1)
 
 
 def share(group: ParameterServerGroup, pipe: Connection, operation: str, numel: int) -> str:
     """Digest of what was summed or broadcast."""
     tensor = torch.arange(numel, dtype=torch.float32) * (group.rank == 0)
-    getattr(group, operation)(tensor)
+    (group.all_reduce if operation == "sum" else group.broadcast)(tensor)
     return bits(tensor)
 
 
 def sum_one(group: ParameterServerGroup, pipe: Connection, values: list[float]) -> list[float]:
     tensor = torch.tensor(values)
-    group.sum(tensor)
+    group.all_reduce(tensor)
     return tensor.tolist()
 
 

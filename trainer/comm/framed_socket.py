@@ -1,8 +1,8 @@
 """Connections of our own between ranks: what `trainer.comm.parameter_server` and `trainer.comm.peer_to_peer` are made
 of.
 
-No call on a socket blocks. What is to be sent or received is a `Flow`, and `run` carries out several at once, on one
-thread: a TLS connection must not be read by one and written by another.
+No call on a socket blocks. What is to be sent or received is a `Flow`, and `run_flows` carries out several at once, on
+one thread: a TLS connection must not be read by one and written by another.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PeerError(Exception):
         self.rank, self.told = rank, told
 
 
-class Link:
+class FramedSocket:
     """A connection to one rank. To a worker go parts behind a "=" each, or a "!" and the reason why there are none."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
@@ -99,9 +99,9 @@ class Link:
             if mark == b"!":
                 size = bytearray(SIZE.size)
                 yield from self.receive(size)
-                raw = bytearray(small(self.rank, SIZE.unpack(size)[0]))
+                raw = bytearray(check_announced_size(self.rank, SIZE.unpack(size)[0]))
                 yield from self.receive(raw)
-                reason = parse(self.rank, raw)
+                reason = parse_json_of_peer(self.rank, raw)
                 raise PeerError(reason["rank"], reason["text"], told=True)
             if mark != b"=":
                 raise PeerError(self.rank, "it speaks something else; is training.tls the same on all nodes?")
@@ -129,11 +129,11 @@ def _when_ready(action: Callable[[Any], int], argument: Any, event: int) -> Gene
             yield event
 
 
-def run(flows: Sequence[tuple[Link, Flow]], silence: float, until: float | None = None) -> None:
+def run_flows(flows: Sequence[tuple[FramedSocket, Flow]], silence: float, until: float | None = None) -> None:
     """Carry out all flows, for as long as no ``silence`` of so many seconds comes between two events, or, where it is
     given, ``until`` that time (of `time.monotonic`). `PeerError` names the first rank that fails or is late."""
     while True:
-        left: list[tuple[Link, Flow]] = []
+        left: list[tuple[FramedSocket, Flow]] = []
         events: dict[int, int] = {}
         for link, flow in flows:
             try:
@@ -157,7 +157,7 @@ def run(flows: Sequence[tuple[Link, Flow]], silence: float, until: float | None 
             raise PeerError(late[0], f"nothing came from it in time{others}")
 
 
-def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+def open_connection(address: tuple[str, int], timeout: float) -> socket.socket:
     """OSError where nobody listens."""
     connection = socket.create_connection(address, timeout=max(0.001, timeout))
     if connection.getsockname() == connection.getpeername():  # with nobody there, TCP on loopback can meet itself
@@ -166,7 +166,7 @@ def connect(address: tuple[str, int], timeout: float) -> socket.socket:
     return connection
 
 
-def prepare(connection: socket.socket, tls: ssl.SSLContext | None, server_side: bool) -> socket.socket:
+def prepare_socket(connection: socket.socket, tls: ssl.SSLContext | None, server_side: bool) -> socket.socket:
     """The connection to be used from here on; its handshake is still to come. OSError where it has ended already."""
     connection.setblocking(False)
     with contextlib.suppress(OSError):
@@ -176,21 +176,21 @@ def prepare(connection: socket.socket, tls: ssl.SSLContext | None, server_side: 
     return tls.wrap_socket(connection, server_side=server_side, do_handshake_on_connect=False)
 
 
-def bytes_of(flat: torch.Tensor) -> memoryview:
+def view_bytes(flat: torch.Tensor) -> memoryview:
     """The memory of a one-dimensional tensor on the CPU, without a copy."""
     import torch  # here, for whoever reads the history of a job's members imports this module, and needs no torch
 
     return flat.view(torch.uint8).numpy().data
 
 
-def small(rank: int, size: int) -> int:
+def check_announced_size(rank: int, size: int) -> int:
     """The size that a peer announces, if it is no attempt on our memory."""
     if size > MOST_JSON_BYTES:
         raise PeerError(rank, f"it announces {size:,} bytes")
     return size
 
 
-def parse(rank: int, raw: bytearray) -> Any:
+def parse_json_of_peer(rank: int, raw: bytearray) -> Any:
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:

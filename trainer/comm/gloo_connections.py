@@ -1,9 +1,9 @@
 """Gloo's own connections, which know no secret: proven once a group has formed, and closed to all who come later.
 
 Gloo takes the first connection that names a pair's number, a small one that anybody can guess. So a stranger can be
-quicker than the peer, and would be summed. It cannot answer what `prove` asks over each pair of connections, and the
-group fails then. Afterwards nobody new is listened to: gloo would keep each connection, and a process that has no
-descriptor left when gloo accepts one ends at once.
+quicker than the peer, and would be summed. It cannot answer what `prove_connections` asks over each pair of
+connections, and the group fails then. Afterwards nobody new is listened to: gloo would keep each connection, and a
+process that has no descriptor left when gloo accepts one ends at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-def prove(group: Any, rank: int, size: int, key: bytes, seconds: float) -> None:
+def prove_connections(group: Any, rank: int, size: int, key: bytes, seconds: float) -> None:
     """Have each two ranks prove to each other that they have the key, over gloo's connection between them, within so
     many seconds.
 
@@ -70,7 +70,7 @@ def _swapped(group: Any, rows: torch.Tensor, seconds: float) -> torch.Tensor:
     return output
 
 
-def with_listeners(make: Callable[[], T]) -> tuple[T, frozenset[int]]:
+def find_listeners(make: Callable[[], T]) -> tuple[T, frozenset[int]]:
     """What a function of gloo's makes, and the descriptors at which that listens; none where the system does not tell.
 
     They are known by being new, and by being inherited: Python's own sockets never are."""

@@ -2,7 +2,7 @@
 
 A blocking collective of gloo cannot be interrupted: a rank that waits for a frozen peer waits for the whole timeout. So
 it is the communication thread that waits in it, and the training waits for the thread, from which it can be woken:
-`Group.fail` gives every waiter a `GroupError` at once and leaves the thread behind.
+`InterruptibleGroup.fail` gives every waiter a `GroupError` at once and leaves the thread behind.
 
 Small sums over direct links (`trainer.comm.peer_to_peer`) can be interrupted: the thread that wants them carries them
 out itself.
@@ -31,7 +31,7 @@ from trainer.runtime.step_timer import traced
 
 # Groups that failed, and until when to keep them (time.monotonic): something may still wait in them, for a peer that
 # never comes, and whoever drops the last reference to such a group of gloo waits for it as well.
-_ABANDONED: list[tuple[Group, float]] = []
+_ABANDONED: list[tuple[InterruptibleGroup, float]] = []
 REMEMBERED = 1024
 """Collectives whose times a group keeps."""
 
@@ -63,7 +63,7 @@ class GroupError(RuntimeError):
         self.detail, self.communication = detail or {}, communication
 
 
-class Outcome(Protocol):
+class CollectiveResult(Protocol):
     """What was asked of a group: under way, or over."""
 
     def result(self) -> Any:
@@ -76,7 +76,7 @@ class Outcome(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class CompletedCollective:
     """The outcome of what was carried out at once."""
 
     value: Any = None
@@ -91,7 +91,7 @@ class Over:
         return self.error
 
 
-class Group:
+class InterruptibleGroup:
     """Ranks that talk to each other. ``open_transport`` is called on the communication thread.
 
     With a ``gpu``, a collective begins when the GPU has come to where it was submitted, and is over when its result is
@@ -139,7 +139,7 @@ class Group:
         """The same, waited for."""
         return self.submit(what, action, bytes_).result()
 
-    def sum(self, what: str, tensor: torch.Tensor) -> Outcome:
+    def all_reduce(self, what: str, tensor: torch.Tensor) -> CollectiveResult:
         """Over ranks, in place, in order with all else: at once, on this thread, where direct links take it and nothing
         is under way, which only costs a wait; else `submit`, to be waited for. Its result is the tensor."""
         collective = self._begin_here(what, tensor)
@@ -148,13 +148,13 @@ class Group:
         assert self.transport is not None
         try:
             with traced(f"direct {what}"):
-                self.transport.sum(tensor)
+                self.transport.all_reduce(tensor)
         except Exception as error:  # a peer's end, or of its own
             self._broken(error)
-            return Over(error=self.error)
+            return CompletedCollective(error=self.error)
         collective.ended = time.monotonic()
         self.doing = ("nothing", collective.ended)
-        return Over(tensor)  # also where the group has been called off meanwhile: others have it, too
+        return CompletedCollective(tensor)  # also where the group has been called off meanwhile: others have it, too
 
     def _begin_here(self, what: str, tensor: torch.Tensor) -> Collective | None:
         """A collective of this thread, None where it is one for the communication thread."""
@@ -208,7 +208,7 @@ class Group:
                 self.error = error
             waiters, self._waiters = self._waiters, set()
         if self.transport is not None:
-            self.transport.call_off()
+            self.transport.interrupt()
         for future in waiters:
             if not future.done():
                 future.set_exception(self.error)
@@ -249,7 +249,7 @@ class Group:
     def _broken(self, error: Exception) -> None:
         what, since = self.doing
         waited = round(time.monotonic() - since, 3)
-        text = in_short(error)
+        text = shorten_error(error)
         detail = {"operation": what, "waited_seconds": waited, "error": text}
         failure = GroupError(f"{what} failed after {waited:g} s: {text}", detail)
         if isinstance(error, ConfigError):  # others hold on to the group, by the frames of their tracebacks
@@ -258,30 +258,30 @@ class Group:
 
 
 def _summed(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:
-    transport.sum(tensor)
+    transport.all_reduce(tensor)
     return tensor
 
 
-def is_communication(error: BaseException) -> bool:
+def is_communication_error(error: BaseException) -> bool:
     """Is this what gloo or NCCL raise? They have exceptions of their own only in part."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo/", "ProcessGroup", "NCCL"))
 
 
-def in_short(error: BaseException) -> str:
+def shorten_error(error: BaseException) -> str:
     """What gloo says, without the place in its source and its advice."""
     text = re.sub(r"^\[\S+\] ", "", str(error).strip())
     return f"{type(error).__name__}: {text.split(' This is typically')[0]}"
 
 
-def abandoned() -> bool:
+def has_abandoned_groups() -> bool:
     """Does a group that was left behind still hang in this process? Then the process must not wait for it to end."""
     return bool(_still_waiting())
 
 
-def _still_waiting() -> list[tuple[Group, float]]:
-    now, waiting = time.monotonic(), list[tuple[Group, float]]()
+def _still_waiting() -> list[tuple[InterruptibleGroup, float]]:
+    now, waiting = time.monotonic(), list[tuple[InterruptibleGroup, float]]()
     for group, until in _ABANDONED:
         if group._thread.is_alive() or now < until:
             waiting.append((group, until))

@@ -17,7 +17,7 @@ import secrets
 import struct
 from collections.abc import Generator
 
-from trainer.comm.framed_socket import Flow, Link
+from trainer.comm.framed_socket import Flow, FramedSocket
 
 HELLO = struct.Struct("!4s32s64s")
 """Magic, nonce, and name of who connects."""
@@ -82,7 +82,7 @@ class Listener:
             raise AuthenticationError("its name is no text") from None
 
 
-def call(link: Link, key: bytes, me: str, other: str) -> Flow:
+def authenticate_to_listener(link: FramedSocket, key: bytes, me: str, other: str) -> Flow:
     """The caller's side, over a link whose TLS, if it has any, is there."""
     caller, reply = Caller(key, me, other), bytearray(REPLY.size)
     yield from link.send(caller.hello)
@@ -90,7 +90,7 @@ def call(link: Link, key: bytes, me: str, other: str) -> Flow:
     yield from link.send(caller.answer(bytes(reply)))
 
 
-def answer(link: Link, key: bytes, me: str) -> Generator[int, None, str]:
+def authenticate_caller(link: FramedSocket, key: bytes, me: str) -> Generator[int, None, str]:
     """The listener's side: the caller's proven name."""
     listener, hello, proof = Listener(key, me), bytearray(HELLO.size), bytearray(PROOF_BYTES)
     yield from link.receive(hello)
@@ -99,7 +99,7 @@ def answer(link: Link, key: bytes, me: str) -> Generator[int, None, str]:
     return listener.admit(bytes(proof))
 
 
-def rank_of(name: str, size: int) -> int:
+def parse_rank(name: str, size: int) -> int:
     """The rank that a proven name is of. `AuthenticationError` for one outside a world of ``size``."""
     if not (name.isascii() and name.isdecimal() and len(name) < 10 and int(name) < size):
         raise AuthenticationError(f"it takes itself for rank {name[:20]!r} in a world of {size}")

@@ -44,7 +44,7 @@ class LaunchSecret:
         return hmac.digest(self.value, words.encode(), hashlib.sha256)
 
 
-def write_new(path: Path) -> None:
+def write_launch_secret(path: Path) -> None:
     """Put a fresh secret into a file that only this user can read, in a folder of the same kind. What was there is
     replaced: the launch before it is over."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -67,7 +67,7 @@ class SecretFile:
     def renew(self) -> None:
         """A fresh secret, for a launch that begins."""
         if self.is_own:
-            write_new(self.path)
+            write_launch_secret(self.path)
 
     def remove(self) -> None:
         """After the last launch."""
@@ -77,14 +77,14 @@ class SecretFile:
 
 def file_by_hand(environment: Mapping[str, str]) -> SecretFile:
     """For a supervisor that nobody has told where to write: the file that the environment names, which is only read;
-    where it names none, one in a new folder. `ConfigError` for a file that `read` refuses."""
+    where it names none, one in a new folder. `ConfigError` for a file that `read_launch_secret` refuses."""
     if path := environment.get(SECRET_FILE):
-        read(environment)
+        read_launch_secret(environment)
         return SecretFile(Path(path).absolute(), is_own=False)
     return SecretFile(Path(tempfile.mkdtemp(prefix="dtrain-secret-"), "launch"))
 
 
-def read(environment: Mapping[str, str]) -> LaunchSecret:
+def read_launch_secret(environment: Mapping[str, str]) -> LaunchSecret:
     """The secret that the environment names; one without a value where it names none.
 
     `ConfigError`, with the variable and the remedy, for a file that is missing, that others can read or that holds

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from trainer.comm.framed_socket import Link, PeerError
+from trainer.comm.framed_socket import FramedSocket, PeerError
 
 MOST_UNPROVEN = 128
 """Connections that have not yet shown who they are. When there is one more, the oldest is closed: who belongs here
@@ -53,7 +53,7 @@ class NoRoomError(OSError):
 class _Guest(Generic[T]):
     """Somebody at the door, and what is being done with it."""
 
-    link: Link
+    link: FramedSocket
     flow: Generator[int, None, T | None]
     address: str
     until: float
@@ -69,7 +69,7 @@ class Door(Generic[T]):
     """
 
     listener: socket.socket
-    welcome: Callable[[Link], Generator[int, None, T]]
+    welcome: Callable[[FramedSocket], Generator[int, None, T]]
     speak_seconds: float = SPEAK_SECONDS
     refused: list[str] = field(default_factory=list)
     """Why the latest ones were turned away."""
@@ -78,7 +78,7 @@ class Door(Generic[T]):
     def __post_init__(self) -> None:
         self.listener.setblocking(False)
 
-    def next(self, until: float) -> tuple[Link, T]:
+    def next(self, until: float) -> tuple[FramedSocket, T]:
         """The next guest that has proven who it is. TimeoutError at ``until`` (of `time.monotonic`), OSError where the
         listener fails."""
         while True:
@@ -119,7 +119,7 @@ class Door(Generic[T]):
             return False
         if len(self._guests) >= MOST_UNPROVEN:
             self._turn_away(next(iter(self._guests)), "too many came at once")
-        link = Link(-1, connection)
+        link = FramedSocket(-1, connection)
         try:
             address = str(connection.getpeername()[0])
         except OSError:
@@ -128,7 +128,7 @@ class Door(Generic[T]):
         self._guests[connection.fileno()] = _Guest(link, self.welcome(link), address, until)
         return False
 
-    def _go_on(self, number: int) -> tuple[Link, T] | None:
+    def _go_on(self, number: int) -> tuple[FramedSocket, T] | None:
         """With one guest, as far as it goes without waiting; the link and what is known, once it is in."""
         guest = self._guests.get(number)
         if guest is None:  # turned away a moment ago

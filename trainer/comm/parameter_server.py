@@ -21,8 +21,19 @@ from typing import Any
 
 import torch
 
-from trainer.comm.framed_socket import SIZE, Flow, Link, PeerError, bytes_of, connect, parse, prepare, run, small
-from trainer.comm.handshake import answer, call
+from trainer.comm.framed_socket import (
+    SIZE,
+    Flow,
+    FramedSocket,
+    PeerError,
+    check_announced_size,
+    open_connection,
+    parse_json_of_peer,
+    prepare_socket,
+    run_flows,
+    view_bytes,
+)
+from trainer.comm.handshake import authenticate_caller, authenticate_to_listener
 from trainer.comm.listener import SPEAK_SECONDS, Door
 
 PART_BYTES = 1 << 20
@@ -60,7 +71,7 @@ class ParameterServerGroup:
 
     def __init__(self, rank: int, world_size: int, sockets: dict[int, socket.socket], timeout: float) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
-        self._links = {peer: Link(peer, sockets[peer]) for peer in sorted(sockets)}
+        self._links = {peer: FramedSocket(peer, sockets[peer]) for peer in sorted(sockets)}
         """By rank: all others at the server, the server alone elsewhere."""
         self._error: ParameterServerError | None = None
         self._aborted = False
@@ -99,8 +110,10 @@ class ParameterServerGroup:
         while True:
             link = None
             try:
-                link = Link(0, prepare(connect(address, until - time.monotonic()), tls, server_side=False))
-                run([(link, _introduce(link, key, rank, world_size))], timeout, until)
+                link = FramedSocket(
+                    0, prepare_socket(open_connection(address, until - time.monotonic()), tls, server_side=False)
+                )
+                run_flows([(link, _introduce(link, key, rank, world_size))], timeout, until)
                 return cls(rank, world_size, {0: link.connection}, timeout)
             except (OSError, PeerError) as error:
                 seconds = time.monotonic() - began
@@ -119,7 +132,7 @@ class ParameterServerGroup:
                     message = f"rank 0, the server at {place}, did not take rank {rank}: {error}{hint}"
                 raise ParameterServerError(message, 0, "forming", seconds) from error
 
-    def sum(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor) -> None:
         """Add up over ranks, in place: in order of rank, so that all have the same bits whoever comes first.
 
         Integers wrap. Any type and device; a GPU's tensor goes by way of the host's memory."""
@@ -131,7 +144,7 @@ class ParameterServerGroup:
                 self._heads(_head(b"S", host), self.timeout)
                 self._sum(parts)
             else:
-                views = [bytes_of(part) for part in parts]
+                views = [view_bytes(part) for part in parts]
                 # The sum overwrites its part, which has left by then: the server needs all of it to add it up.
                 self._exchange([_head(b"S", host), *views], views)
         if host is not target:
@@ -142,7 +155,7 @@ class ParameterServerGroup:
         target = tensor.detach()
         host = target.cpu().contiguous()
         with self._doing("broadcast"):
-            views = [bytes_of(part) for part in _parts(host)]
+            views = [view_bytes(part) for part in _parts(host)]
             if self.rank == 0:
                 self._heads(_head(b"B", host), self.timeout)
                 self._with_all(lambda link: link.send(*(piece for view in views for piece in (b"=", view))))
@@ -151,28 +164,33 @@ class ParameterServerGroup:
         if self.rank and host is not target:
             target.copy_(host)
 
-    def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
+    def all_gather_object(self, value: Any, timeout: float | None = None) -> list[Any]:
         """One small value (JSON, at most 64 MiB for all) from every rank, for every rank, in order of rank."""
         seconds = self.timeout if timeout is None else timeout
         with self._doing("gather"):
             text = json.dumps(value).encode()
             head = _HEAD.pack(b"G", b"json", len(text))
             if self.rank == 0:
-                texts = {rank: bytearray(small(rank, size)) for rank, size in self._heads(head, seconds).items()}
+                texts = {
+                    rank: bytearray(check_announced_size(rank, size))
+                    for rank, size in self._heads(head, seconds).items()
+                }
                 self._with_all(lambda link: link.receive(texts[link.rank]))
-                values = [json.loads(text), *(parse(rank, raw) for rank, raw in texts.items())]
-                answer = json.dumps(values).encode()
-                self._with_all(lambda link: link.send(b"=", SIZE.pack(len(answer)), b"=", answer))
+                values = [json.loads(text), *(parse_json_of_peer(rank, raw) for rank, raw in texts.items())]
+                authenticate_caller = json.dumps(values).encode()
+                self._with_all(
+                    lambda link: link.send(b"=", SIZE.pack(len(authenticate_caller)), b"=", authenticate_caller)
+                )
                 return values
             size = bytearray(SIZE.size)
             self._exchange([head, text], [memoryview(size)], seconds)
-            raw = bytearray(small(0, SIZE.unpack(size)[0]))
+            raw = bytearray(check_announced_size(0, SIZE.unpack(size)[0]))
             self._exchange([], [memoryview(raw)])
-            return parse(0, raw)
+            return parse_json_of_peer(0, raw)
 
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every rank is here, for as long as ``timeout`` seconds (None: as for anything else)."""
-        self.gather(None, timeout)
+        self.all_gather_object(None, timeout)
 
     def abort(self) -> None:
         """From any thread: whoever waits in here, or comes later, fails at once."""
@@ -191,16 +209,16 @@ class ParameterServerGroup:
     def _sum(self, parts: Sequence[torch.Tensor]) -> None:
         """While the sum of one part goes out to all, the next part of all comes in."""
         theirs = {rank: torch.empty_like(parts[0]) for rank in self._links} if parts else {}
-        going: list[tuple[Link, Flow]] = []
+        going: list[tuple[FramedSocket, Flow]] = []
         for part in parts:
-            buffers = {rank: bytes_of(other[: part.numel()]) for rank, other in theirs.items()}
+            buffers = {rank: view_bytes(other[: part.numel()]) for rank, other in theirs.items()}
             coming = [(link, link.receive(buffers[link.rank])) for link in self._links.values()]
-            run([*going, *coming], self.timeout)
+            run_flows([*going, *coming], self.timeout)
             for other in theirs.values():
                 part += other[: part.numel()]
-            result = bytes_of(part)
+            result = view_bytes(part)
             going = [(link, link.send(b"=", result)) for link in self._links.values()]
-        run(going, self.timeout)
+        run_flows(going, self.timeout)
 
     def _heads(self, mine: bytes, seconds: float) -> dict[int, int]:
         """Bytes that each rank is about to send, once all have said that they do what this one does; for that they have
@@ -209,9 +227,9 @@ class ParameterServerGroup:
         self._with_all(lambda link: _receive_head(link, raw[link.rank], mine), time.monotonic() + seconds)
         return {rank: _HEAD.unpack(head)[2] for rank, head in raw.items()}
 
-    def _with_all(self, make: Callable[[Link], Flow], until: float | None = None) -> None:
+    def _with_all(self, make: Callable[[FramedSocket], Flow], until: float | None = None) -> None:
         """The same with each worker, all at once."""
-        run([(link, make(link)) for link in self._links.values()], self.timeout, until)
+        run_flows([(link, make(link)) for link in self._links.values()], self.timeout, until)
 
     # A worker's side.
 
@@ -219,7 +237,7 @@ class ParameterServerGroup:
         """Send data to the server and receive parts of a result, both at once."""
         link, seconds = self._links[0], self.timeout if seconds is None else seconds
         # Longer than the server waits for the others: it is the one who can tell which of them is late.
-        run([(link, link.receive_parts(parts)), (link, link.send(*data))], seconds + min(5.0, seconds / 4))
+        run_flows([(link, link.receive_parts(parts)), (link, link.send(*data))], seconds + min(5.0, seconds / 4))
 
     # Both.
 
@@ -257,7 +275,7 @@ class ParameterServerGroup:
         if self.rank == 0 and not self._aborted:
             with contextlib.suppress(PeerError):  # who is lost does not listen
                 reasons = [(link, link.refuse(error.rank, str(error))) for link in self._links.values()]
-                run(reasons, TELL_SECONDS, time.monotonic() + TELL_SECONDS)
+                run_flows(reasons, TELL_SECONDS, time.monotonic() + TELL_SECONDS)
         self.close()
 
 
@@ -269,7 +287,7 @@ def _admit(
 
     OSError where the listener fails; TimeoutError, which is one, when it is time."""
 
-    def welcome(guest: Link) -> Generator[int, None, int]:
+    def welcome(guest: FramedSocket) -> Generator[int, None, int]:
         return _welcome(guest, tls, world_size, key, sockets)
 
     door: Door[int] = Door(listener, welcome, SPEAK_SECONDS + (TLS_SECONDS if tls else 0.0), refused)
@@ -282,12 +300,12 @@ def _admit(
 
 
 def _welcome(
-    guest: Link, tls: ssl.SSLContext | None, world_size: int, key: bytes, sockets: dict[int, socket.socket]
+    guest: FramedSocket, tls: ssl.SSLContext | None, world_size: int, key: bytes, sockets: dict[int, socket.socket]
 ) -> Generator[int, None, int]:
     """At the server: who is it? Its rank, once it knows that it is in."""
-    guest.connection = prepare(guest.connection, tls, server_side=True)
+    guest.connection = prepare_socket(guest.connection, tls, server_side=True)
     yield from guest.shake_hands()
-    name = yield from answer(guest, key, SERVER)
+    name = yield from authenticate_caller(guest, key, SERVER)
     size = bytearray(SIZE.size)
     yield from guest.receive(size)
     rank, why = int(name) if name.isdecimal() else -1, ""
@@ -303,15 +321,15 @@ def _welcome(
     return rank
 
 
-def _introduce(link: Link, key: bytes, rank: int, world_size: int) -> Flow:
+def _introduce(link: FramedSocket, key: bytes, rank: int, world_size: int) -> Flow:
     """At a worker: be let in."""
     yield from link.shake_hands()
-    yield from call(link, key, str(rank), SERVER)
+    yield from authenticate_to_listener(link, key, str(rank), SERVER)
     yield from link.send(SIZE.pack(world_size))
     yield from link.receive_parts([memoryview(b"")])
 
 
-def _receive_head(link: Link, raw: bytearray, mine: bytes) -> Flow:
+def _receive_head(link: FramedSocket, raw: bytearray, mine: bytes) -> Flow:
     yield from link.receive(raw)
     theirs, own = _HEAD.unpack(raw), _HEAD.unpack(mine)
     if theirs[:2] != own[:2] or (theirs[2] != own[2] and own[0] != b"G"):

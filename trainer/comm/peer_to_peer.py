@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.comm.framed_socket import Link, PeerError, bytes_of, connect, prepare, run
-from trainer.comm.handshake import AuthenticationError, answer, call, rank_of
+from trainer.comm.framed_socket import FramedSocket, PeerError, open_connection, prepare_socket, run_flows, view_bytes
+from trainer.comm.handshake import AuthenticationError, authenticate_caller, authenticate_to_listener, parse_rank
 from trainer.comm.listener import BACKLOG, Door
 from trainer.runtime.affinity import AVAILABLE
 
@@ -71,12 +71,12 @@ class PeerToPeerAllReduce:
         """Is this small enough? The same on all ranks."""
         return tensor.nbytes <= self._limit
 
-    def sum(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """Over ranks, in place, the same bits on all of them. ``tensor``: contiguous, on the CPU."""
         flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
         self._number += 1
         theirs = self._buffers(flat)
-        message = [memoryview(_HEAD.pack(self._number, flat.nbytes)), bytes_of(flat)]
+        message = [memoryview(_HEAD.pack(self._number, flat.nbytes)), view_bytes(flat)]
         self._carry_out([_Exchange(peer, self._sockets[peer], message, memory) for peer, (_, memory) in theirs.items()])
         # In order of rank, so that rounding is the same everywhere; of two, either order gives the same.
         ordered = [part for part, _ in theirs.values()]
@@ -87,7 +87,7 @@ class PeerToPeerAllReduce:
         if total is not flat:
             flat.copy_(total)
 
-    def call_off(self) -> None:
+    def interrupt(self) -> None:
         """From any thread: whoever waits in here, or comes later, fails at once, unless all has arrived already. Peers
         hear nothing of it."""
         with contextlib.suppress(OSError):
@@ -105,7 +105,7 @@ class PeerToPeerAllReduce:
             if len(self._spare) > 8:
                 self._spare.clear()
             parts = {peer: torch.empty_like(flat) for peer in self._sockets}
-            self._spare[key] = {peer: (part, bytes_of(part)) for peer, part in parts.items()}
+            self._spare[key] = {peer: (part, view_bytes(part)) for peer, part in parts.items()}
         return self._spare[key]
 
     def _carry_out(self, exchanges: Sequence[_Exchange]) -> None:
@@ -233,10 +233,10 @@ def connect_all(
 def _reach(address: tuple[str, int], key: bytes, rank: int, peer: int, until: float) -> socket.socket:
     """A connection to another rank, proven by both sides. OSError where that is not to be had by then."""
     while True:
-        connection = prepare(connect(address, until - time.monotonic()), None, server_side=False)
-        link = Link(peer, connection)
+        connection = prepare_socket(open_connection(address, until - time.monotonic()), None, server_side=False)
+        link = FramedSocket(peer, connection)
         try:
-            run([(link, call(link, key, str(rank), str(peer)))], 0.0, until)
+            run_flows([(link, authenticate_to_listener(link, key, str(rank), str(peer)))], 0.0, until)
             return connection
         except PeerError as error:
             connection.close()
@@ -247,11 +247,11 @@ def _reach(address: tuple[str, int], key: bytes, rank: int, peer: int, until: fl
 
 
 def _welcome(
-    guest: Link, key: bytes, rank: int, size: int, sockets: Mapping[int, socket.socket]
+    guest: FramedSocket, key: bytes, rank: int, size: int, sockets: Mapping[int, socket.socket]
 ) -> Generator[int, None, int]:
     """The rank of who has connected, proven."""
-    guest.connection = prepare(guest.connection, None, server_side=True)
-    who = rank_of((yield from answer(guest, key, str(rank))), size)
+    guest.connection = prepare_socket(guest.connection, None, server_side=True)
+    who = parse_rank((yield from authenticate_caller(guest, key, str(rank))), size)
     if who <= rank or who in sockets:
         raise AuthenticationError(f"rank {who} is not expected")
     return who

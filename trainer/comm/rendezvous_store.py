@@ -20,8 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainer.comm.framed_socket import Link, PeerError, connect, prepare, run
-from trainer.comm.handshake import AuthenticationError, answer, call, rank_of
+from trainer.comm.framed_socket import FramedSocket, PeerError, open_connection, prepare_socket, run_flows
+from trainer.comm.handshake import AuthenticationError, authenticate_caller, authenticate_to_listener, parse_rank
 from trainer.comm.listener import Door
 from trainer.errors import ConfigError
 
@@ -35,7 +35,7 @@ RETRY_SECONDS = 0.02
 LOOK_SECONDS = 5.0
 """How often the thread that lets ranks in looks whether the store was closed, where the system does not wake it."""
 _SIZE = struct.Struct("!I")
-_KEPT: list[Store] = []
+_KEPT: list[AuthenticatedStore] = []
 """Stores stay for as long as the process: threads of gloo and NCCL may be left behind in one (`trainer.comm.group`),
 and C++ does not hold the Python half of an object. A closed one is small."""
 
@@ -57,7 +57,7 @@ def place_said(said: bytes, agents: tuple[str, int]) -> tuple[str, int]:
     return host, int(port)
 
 
-class Store(dist.Store):
+class AuthenticatedStore(dist.Store):
     """One rank's end. RuntimeError and its kin (`dist.DistStoreError`) where something fails or is late."""
 
     def __init__(
@@ -136,7 +136,7 @@ class Store(dist.Store):
     def timeout(self) -> timedelta:
         return timedelta(seconds=self._seconds)
 
-    def clone(self) -> Store:
+    def clone(self) -> AuthenticatedStore:
         return self
 
     def close(self) -> None:
@@ -198,10 +198,10 @@ class _Server:
                 threading.Thread(target=self._serve, args=(link.connection,), name=f"store-{rank}", daemon=True).start()
             door.close()
 
-    def _welcome(self, link: Link) -> Any:
-        link.connection = prepare(link.connection, None, server_side=True)
-        name = yield from answer(link, self._key, NAME)
-        return rank_of(name, self._size)
+    def _welcome(self, link: FramedSocket) -> Any:
+        link.connection = prepare_socket(link.connection, None, server_side=True)
+        name = yield from authenticate_caller(link, self._key, NAME)
+        return parse_rank(name, self._size)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, ValueError, IndexError):
@@ -247,13 +247,13 @@ def _connect(address: tuple[str, int], rank: int, key: bytes, until: float) -> s
     while True:
         why: Exception
         try:
-            connection = connect(address, until - time.monotonic())
+            connection = open_connection(address, until - time.monotonic())
         except OSError as error:
             why = error
         else:
             try:
-                link = Link(0, prepare(connection, None, server_side=False))
-                run([(link, call(link, key, str(rank), NAME))], 0.0, until)
+                link = FramedSocket(0, prepare_socket(connection, None, server_side=False))
+                run_flows([(link, authenticate_to_listener(link, key, str(rank), NAME))], 0.0, until)
                 connection.setblocking(True)
                 return connection
             except PeerError as error:

@@ -15,11 +15,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from trainer.comm.group import Group, GroupError
-from trainer.comm.launch_secret import LaunchSecret, read, warn_if_open
+from trainer.comm.group import GroupError, InterruptibleGroup
+from trainer.comm.launch_secret import LaunchSecret, read_launch_secret, warn_if_open
 from trainer.comm.launcher_env import RankFacts, rank_facts
 from trainer.comm.listener import BACKLOG
-from trainer.comm.rendezvous_store import Store, place_said
+from trainer.comm.rendezvous_store import AuthenticatedStore, place_said
 from trainer.comm.torch_transport import TorchTransport, make_torch_transport
 from trainer.comm.world import World, bind_rank, choose_device
 from trainer.config import ConfigError, DistributedTrainingConfig
@@ -29,7 +29,7 @@ class PeersMissingError(RuntimeError):
     """Not all ranks of the world came in time."""
 
 
-def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | None = None) -> World:
+def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str] | None = None) -> World:
     """A world of fixed ranks, as torchrun and the like start it: blocks until all are there or the timeout is over.
 
     Raises `ConfigError` for an environment that cannot be used and for a port that is taken, `PeersMissingError` when
@@ -45,14 +45,14 @@ def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | Non
             "training.tls needs ranks that find each other through the run directory: start the job on a "
             "cluster (DTRAIN_LAUNCH in the environment), not with a fixed MASTER_ADDR"
         )
-    secret = read(environment)
+    secret = read_launch_secret(environment)
     warn_if_open(secret, facts.rank, 1 if facts.local_world_size == facts.world_size else None, has_tls=False)
     _stay_on_loopback(facts.master_addr)
     bind_rank(facts.local_rank, facts.local_world_size, device, config)
     listener = None
     under_torchrun = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # whose agent holds the store
     if facts.rank == 0 and not under_torchrun:
-        listener = listen(facts.master_addr, facts.master_port or 0)
+        listener = open_listener(facts.master_addr, facts.master_port or 0)
     prefix = "static"
     if under_torchrun:  # the agents' store outlives a world; each agent counts its own restarts, so only then
         prefix = f"{environment.get('TORCHELASTIC_RUN_ID')}/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}"
@@ -64,7 +64,7 @@ def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | Non
         if under_torchrun:
             store = _beside(address, prefix, facts, environment, secret, seconds)
         else:
-            store = Store(address, facts.rank, facts.world_size, key, seconds, listener)
+            store = AuthenticatedStore(address, facts.rank, facts.world_size, key, seconds, listener)
         gpu = device if backend == "nccl" else None
         return make_torch_transport(
             dist.PrefixStore(prefix, store), facts.rank, facts.world_size, gpu,
@@ -75,13 +75,13 @@ def join(config: DistributedTrainingConfig, environment: Mapping[str, str] | Non
 
     world = World(
         facts, device, backend,
-        group=Group(facts.rank, facts.world_size, open_transport, device if backend == "nccl" else None),
+        group=InterruptibleGroup(facts.rank, facts.world_size, open_transport, device if backend == "nccl" else None),
         solo_timeout=config.solo_timeout_seconds,
     )  # fmt: skip
     try:
-        world.gather(facts.rank)
+        world.all_gather_object(facts.rank)
     except GroupError as error:
-        world.leave()
+        world.close()
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         raise PeersMissingError(
@@ -136,14 +136,14 @@ def _beside(
         return agents
     where, listener = f"{prefix}/store", None
     if facts.rank == 0:
-        listener = listen(own_host(environment, facts))
+        listener = open_listener(own_host(environment, facts))
         host, port = listener.getsockname()[:2]
         agents.set(where, f"{port} {host}")
     place = place_said(agents.get(where), address)
-    return Store(place, facts.rank, facts.world_size, secret.key("store", prefix), seconds, listener)
+    return AuthenticatedStore(place, facts.rank, facts.world_size, secret.key("store", prefix), seconds, listener)
 
 
-def listen(address: str, port: int = 0) -> socket.socket:
+def open_listener(address: str, port: int = 0) -> socket.socket:
     """A listening socket for rank 0's store. `ConfigError` where the port is taken."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

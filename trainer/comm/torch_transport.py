@@ -1,5 +1,5 @@
-"""What carries out collectives, on the communication thread of a `trainer.comm.group.Group`: gloo and NCCL, or a
-parameter server."""
+"""What carries out collectives, on the communication thread of a `trainer.comm.group.InterruptibleGroup`: gloo and
+NCCL, or a parameter server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from trainer.comm.gloo_connections import deafen, prove, with_listeners
+from trainer.comm.gloo_connections import deafen, find_listeners, prove_connections
 from trainer.comm.parameter_server import ParameterServerGroup
 from trainer.comm.peer_to_peer import MOST_RANKS, PeerToPeerAllReduce, address_on, connect_all
 from trainer.runtime.affinity import yield_to_senders
@@ -29,16 +29,16 @@ class Transport(Protocol):
     linger_seconds: float
     """How long something may go on waiting in it after a failure."""
 
-    def sum(self, tensor: torch.Tensor) -> None: ...
+    def all_reduce(self, tensor: torch.Tensor) -> None: ...
     def broadcast(self, tensor: torch.Tensor, source: int) -> None: ...
-    def gather(self, value: Any) -> list[Any]: ...
+    def all_gather_object(self, value: Any) -> list[Any]: ...
     def barrier(self, seconds: float) -> None: ...
 
     def takes_at_once(self, tensor: torch.Tensor) -> bool:
         """May `sum` be called on any thread for a tensor like this, for `call_off` wakes it? The same on all ranks."""
         ...
 
-    def call_off(self) -> None:
+    def interrupt(self) -> None:
         """From any thread: what the one before says fails at once."""
         ...
 
@@ -65,24 +65,24 @@ class TorchTransport:
             torch.cuda.set_device(gpu)  # the communication thread's own choice
             torch.cuda.set_stream(torch.cuda.Stream(gpu))  # in that of the computation, sums would wait for all of it
 
-    def sum(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor) -> None:
         """In place, the same bits on all ranks."""
         if tensor.is_cuda and self._gpu is None:  # a member without a GPU is among us
             host = tensor.detach().cpu()
-            self.sum(host)
+            self.all_reduce(host)
             tensor.detach().copy_(host)
         elif self.takes_at_once(tensor):
             assert self._direct is not None
-            self._direct.sum(tensor)
+            self._direct.all_reduce(tensor)
         else:
             self.group.allreduce([tensor]).wait()
 
     def takes_at_once(self, tensor: torch.Tensor) -> bool:
         return self._direct is not None and self._direct.takes(tensor)
 
-    def call_off(self) -> None:
+    def interrupt(self) -> None:
         if self._direct is not None:
-            self._direct.call_off()
+            self._direct.interrupt()
 
     def all_to_all(self, output: torch.Tensor, input_: torch.Tensor) -> None:
         """Exchange rows: row j of ``input_`` goes to rank j, and row i of ``output`` comes from rank i."""
@@ -121,14 +121,14 @@ class TorchTransport:
         options.rootRank = source
         self.group.broadcast([tensor], options).wait()
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = torch.zeros(self.group.size(), dtype=torch.int64)
         sizes[self.group.rank()] = len(mine)
-        self.sum(sizes)
+        self.all_reduce(sizes)
         table = torch.zeros(self.group.size(), int(sizes.max()), dtype=torch.uint8)
         table[self.group.rank(), : len(mine)] = mine
-        self.sum(table)
+        self.all_reduce(table)
         return [json.loads(bytes(row[:size].tolist())) for row, size in zip(table, sizes.tolist(), strict=True)]
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
@@ -162,8 +162,8 @@ class ParameterServerTransport:
     def __init__(self, members: ParameterServerGroup) -> None:
         self.members = members
 
-    def sum(self, tensor: torch.Tensor) -> None:
-        self.members.sum(tensor)
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        self.members.all_reduce(tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         if source == 0:
@@ -171,10 +171,10 @@ class ParameterServerTransport:
             return
         if self.members.rank != source:
             tensor.zero_()
-        self.members.sum(tensor)  # what the others add is nothing
+        self.members.all_reduce(tensor)  # what the others add is nothing
 
-    def gather(self, value: Any) -> list[Any]:
-        return self.members.gather(value)
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return self.members.all_gather_object(value)
 
     def barrier(self, seconds: float) -> None:
         self.members.barrier(seconds)
@@ -182,7 +182,7 @@ class ParameterServerTransport:
     def takes_at_once(self, tensor: torch.Tensor) -> bool:
         return False
 
-    def call_off(self) -> None: ...
+    def interrupt(self) -> None: ...
 
     def abort(self) -> None:
         self.members.abort()
@@ -203,7 +203,7 @@ def make_torch_transport(
 
     def make(name: str, rank: int, size: int, gpu: Any = gpu, seconds: float = timeout) -> Any:
         group, listeners = _group(dist.PrefixStore(name, store), rank, size, gpu, seconds, host)
-        prove(group, rank, size, hmac.digest(key, f"gloo/{name}".encode(), "sha256"), timeout)
+        prove_connections(group, rank, size, hmac.digest(key, f"gloo/{name}".encode(), "sha256"), timeout)
         deafen(listeners)
         return group
 
@@ -245,7 +245,7 @@ def _group(
     """A group, and the descriptors at which gloo listens for its ranks."""
     kind = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(store, rank, size)
-    options, listeners = with_listeners(lambda: _gloo_options(timeout, host))
+    options, listeners = find_listeners(lambda: _gloo_options(timeout, host))
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
     yield_to_senders()
     group._register_backend(torch.device("cpu"), kind.GLOO, gloo)

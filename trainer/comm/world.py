@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from trainer.comm.group import Group
+from trainer.comm.group import InterruptibleGroup
 from trainer.comm.launcher_env import RankFacts
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.runtime.affinity import AVAILABLE, bind, share_of
@@ -34,7 +34,7 @@ class World:
     device: torch.device
     backend: str
     generation: int = 1
-    group: Group | None = None
+    group: InterruptibleGroup | None = None
     topology: str = "mesh"
     """``star``: parameter-server mode, see `trainer.comm.torch_transport.ParameterServerTransport`."""
     solo_timeout: float = 1800.0
@@ -51,34 +51,34 @@ class World:
     def node_rank(self) -> int:
         return self.facts.node_rank
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all ranks after work that some do alone: as long as ``training.solo_timeout_seconds``, where other
         collectives give up after ``training.collective_timeout_seconds``. A peer that died is noticed at once."""
         if self.group:
             self.group.run("barrier", lambda transport: transport.barrier(self.solo_timeout))
 
-    def sum(self, values: torch.Tensor, what: str = "all-reduce") -> torch.Tensor:
+    def all_reduce(self, values: torch.Tensor, what: str = "all-reduce") -> torch.Tensor:
         """Sum over ranks, in place. Integers wrap. ``what`` names it in times and failures."""
         if self.group:
-            self.group.sum(what, values).result()
+            self.group.all_reduce(what, values).result()
         return values
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
         """For each flag: does any rank raise it? All ranks get the same answer."""
-        return tuple(bool(count) for count in self.sum(torch.tensor(flags, dtype=torch.int64)).tolist())
+        return tuple(bool(count) for count in self.all_reduce(torch.tensor(flags, dtype=torch.int64)).tolist())
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """The tensor of rank ``source``, on every rank, in place."""
         if self.group:
             self.group.run("broadcast", lambda transport: transport.broadcast(tensor, source))
 
-    def gather(self, value: _T) -> list[_T]:
+    def all_gather_object(self, value: _T) -> list[_T]:
         """One small value from every rank, in order of rank; it goes as JSON (a tuple comes back as a list)."""
         if not self.group:
             return [value]
-        return self.group.run("gather", lambda transport: transport.gather(value))
+        return self.group.run("gather", lambda transport: transport.all_gather_object(value))
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Close the group, if there is one."""
         if self.group:
             self.group.close()

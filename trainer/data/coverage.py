@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 _BLOCK = 1 << 20
 
 
-def digest(samples: NDArray[np.int64]) -> int:
+def digest_samples(samples: NDArray[np.int64]) -> int:
     """Sum of the samples' hashes modulo 2^64, as a signed 64-bit number: sums of digests, wrapping, are digests."""
     return digests(samples, np.zeros(1, dtype=np.int64))[0] if len(samples) else 0
 
 
 def digests(samples: NDArray[np.int64], starts: NDArray[np.int64]) -> list[int]:
-    """The `digest` of each part of ``samples``: one begins at each of ``starts``; none is empty."""
+    """The digest (`digest_samples`) of each part of ``samples``: one begins at each of ``starts``; none is empty."""
     values = np.asarray(samples, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)  # the finaliser of SplitMix64
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -39,7 +39,7 @@ def digest_of_all(count: int) -> int:
     """The digest of 0 … count - 1, each once."""
     total = 0
     for first in range(0, count, _BLOCK):
-        total = add(total, digest(np.arange(first, min(first + _BLOCK, count), dtype=np.int64)))
+        total = add(total, digest_samples(np.arange(first, min(first + _BLOCK, count), dtype=np.int64)))
     return total
 
 

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.comm.group import Group, GroupError
-from trainer.comm.launch_secret import LaunchSecret, read, warn_if_open
+from trainer.comm.group import GroupError, InterruptibleGroup
+from trainer.comm.launch_secret import LaunchSecret, read_launch_secret, warn_if_open
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.parameter_server import ParameterServerGroup
-from trainer.comm.rendezvous_store import Store
-from trainer.comm.static_rendezvous import listen, own_host
+from trainer.comm.rendezvous_store import AuthenticatedStore
+from trainer.comm.static_rendezvous import open_listener, own_host
 from trainer.comm.tls import client_context, server_context
 from trainer.comm.torch_transport import ParameterServerTransport, Transport, make_torch_transport
 from trainer.comm.world import World, bind_rank
 from trainer.config import DistributedTrainingConfig
-from trainer.elastic.failure_detector import Peers
+from trainer.elastic.failure_detector import FailureDetector
 from trainer.elastic.generation import TOLD, Candidate, Generation
 from trainer.elastic.membership import Membership
 from trainer.rundir import RunDir
@@ -32,7 +32,7 @@ OVER = "others have begun a generation without this process"
 _log = logging.getLogger(__name__)
 
 
-class Elastic:
+class DynamicRendezvous:
     """Keeps a `World` current. One thread uses it; the peers' thread calls a generation off when a member is lost."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Elastic:
         environment: Mapping[str, str], job: str,
     ) -> None:  # fmt: skip
         self.config, self.facts, self.device, self.job = config, facts, device, job
-        self.secret = read(environment)
+        self.secret = read_launch_secret(environment)
         self.launch = int(environment["DTRAIN_LAUNCH"])
         self.member = f"n{facts.node_rank}p{facts.local_rank}-{uuid.uuid4().hex[:8]}"
         self.host = own_host(environment, facts)
@@ -53,7 +53,7 @@ class Elastic:
         self._formed_at = time.monotonic()
         self._fallbacks = 0
         tls = (server_context(config.tls), client_context(config.tls)) if config.tls else None
-        self.peers = Peers(
+        self.peers = FailureDetector(
             self.member, self.secret.key("peers", job), self.host, config.health_check_seconds,
             config.peer_timeout_seconds, tls, self._changed,
         )  # fmt: skip
@@ -69,17 +69,17 @@ class Elastic:
         """Say that this process is coming, before it has its data and its model."""
         self.membership.announce(self._candidate())
 
-    def regroup(self, ended: Callable[[], None], **what: Any) -> World:
+    def next_world(self, ended: Callable[[], None], **what: Any) -> World:
         """Be in the next generation, with the state that ``what`` tells of (`trainer.elastic.membership.Candidate`),
         and have its world. Returns before the group is formed: the first collective waits for it."""
         old = self.generation
         if old is not None:
             told = {"reason": what.get("reason", ""), "communication": what.get("communication", False)}
-            self.peers.tell({"regroup": old.number, **told})
+            self.peers.broadcast({"regroup": old.number, **told})
         if self.world is not None:
-            self.world.leave()
+            self.world.close()
             self.world = None
-        listener = listen(self.host)
+        listener = open_listener(self.host)
         try:
             mine = self._candidate(
                 store_port=listener.getsockname()[1],
@@ -88,7 +88,7 @@ class Elastic:
                 rank=old.rank_of(self.member) if old else self.facts.rank,
                 **what,
             )
-            generation = self.membership.agree(mine, old.number if old else 0, ended)
+            generation = self.membership.agree_on_next(mine, old.number if old else 0, ended)
         except BaseException:
             listener.close()
             raise
@@ -107,7 +107,7 @@ class Elastic:
         return self.world
 
     @property
-    def wants_regroup(self) -> str:
+    def recovery_reason(self) -> str:
         """Why another generation would be better after this step; "" if not."""
         if self._is_over:
             return OVER
@@ -115,7 +115,7 @@ class Elastic:
             return f"{', '.join(self.newcomers)} came"
         return ""
 
-    def wants_allreduce(self, cut_off: int) -> bool:
+    def is_all_reduce_due(self, cut_off: int) -> bool:
         """In parameter-server mode: is it time to try all-reduce again? ``cut_off``: ranks that miss somebody."""
         if self.generation is None or self.generation.topology != "star" or cut_off:
             return False
@@ -123,11 +123,11 @@ class Elastic:
         return time.monotonic() - self._formed_at > wait
 
     @property
-    def cut_off(self) -> bool:
+    def is_cut_off(self) -> bool:
         """Does this process miss a member that is in?"""
         if self.generation is None:
             return False
-        view = self.peers.view()
+        view = self.peers.statuses()
         return any(view.get(seat.member) != "here" for seat in self.generation.members if seat.member != self.member)
 
     def require_current(self) -> None:
@@ -137,15 +137,17 @@ class Elastic:
 
     def describe_peers(self) -> dict[str, str]:
         """What this process sees of the others, for the record of a failure."""
-        heard = self.peers.heard()
-        return {member: f"{view}, heard {heard.get(member, 0):.1f} s ago" for member, view in self.peers.view().items()}
+        heard = self.peers.seconds_since_heard()
+        return {
+            member: f"{view}, heard {heard.get(member, 0):.1f} s ago" for member, view in self.peers.statuses().items()
+        }
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Take no further part: peers see this process as gone."""
         self._closed.set()
         self.peers.close()
         if self.world is not None:
-            self.world.leave()
+            self.world.close()
 
     def _candidate(self, **what: Any) -> Candidate:
         host, port = self.peers.address
@@ -157,10 +159,10 @@ class Elastic:
     def _changed(self) -> None:
         """A view of a peer has changed or a message has come: is the present group still of use?"""
         generation, world = self.generation, self.world
-        messages = self.peers.messages()
+        messages = self.peers.take_messages()
         if generation is None or world is None or world.group is None:
             return
-        view = self.peers.view()
+        view = self.peers.statuses()
         rank = generation.rank_of(self.member)
         needed = generation.members
         if generation.topology == "star" and rank != 0:
@@ -181,8 +183,8 @@ class Elastic:
             if generation is None or world is None:
                 continue
             try:
-                over, asking = self.membership.is_over(generation), self.membership.asking(generation)
-                found = self.membership.newcomers(generation) if world.rank == 0 else []
+                over, asking = self.membership.is_over(generation), self.membership.find_requests(generation)
+                found = self.membership.find_newcomers(generation) if world.rank == 0 else []
             except OSError as error:
                 _log.warning("could not look for other members: %s", error)
                 continue
@@ -244,7 +246,7 @@ def form_world(
                     ParameterServerGroup.connect_worker(address, rank, size, key, seconds, contexts)
                 )
             key = secret.key("store", *about)
-            store = Store(address, rank, size, key, seconds, listener if rank == 0 else None)
+            store = AuthenticatedStore(address, rank, size, key, seconds, listener if rank == 0 else None)
             gpu = device if backend == "nccl" else None
             return make_torch_transport(
                 dist.PrefixStore(name, store), rank, size, gpu,
@@ -252,5 +254,5 @@ def form_world(
                 key=secret.key("world", *about), close_store=store.close,
             )  # fmt: skip
 
-        group = Group(rank, size, open_transport, device if device.type == "cuda" else None)
+        group = InterruptibleGroup(rank, size, open_transport, device if device.type == "cuda" else None)
     return World(facts, device, backend, generation.number, group, topology, config.solo_timeout_seconds)

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from trainer.comm.handshake import HELLO, PROOF_BYTES, REPLY, AuthenticationError, Caller, Listener
 from trainer.comm.listener import BACKLOG, MOST_UNPROVEN, SPEAK_SECONDS, NoRoomError, accept
 
-View = Literal["unknown", "here", "gone", "silent"]
+PeerStatus = Literal["unknown", "here", "gone", "silent"]
 Address = tuple[str, int]
 
 CONNECT_SECONDS = 3.0
@@ -38,13 +38,13 @@ _log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _Peer:
     address: Address
-    view: View = "unknown"
+    view: PeerStatus = "unknown"
     heard_at: float = field(default_factory=time.monotonic)
     dropped: int = 0
     task: asyncio.Task[None] | None = None
 
 
-class Peers:
+class FailureDetector:
     """This process's port, and its connections to others. ``key``: what all members have, and nobody else; each
     connection begins with a proof of it, on both sides (`trainer.comm.handshake`). What is said then is encrypted only
     with TLS, see `trainer.comm.tls`.
@@ -91,23 +91,23 @@ class Peers:
                     self._peers[member] = _Peer((address[0], address[1]))
                     self._loop.call_soon_threadsafe(self._start, member, self._peers[member])
 
-    def view(self) -> dict[str, View]:
+    def statuses(self) -> dict[str, PeerStatus]:
         """How each followed member looks from here."""
         with self._lock:
             return {member: peer.view for member, peer in self._peers.items()}
 
-    def heard(self) -> dict[str, float]:
+    def seconds_since_heard(self) -> dict[str, float]:
         """Seconds since each followed member was last heard."""
         now = time.monotonic()
         with self._lock:
             return {member: now - peer.heard_at for member, peer in self._peers.items()}
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def broadcast(self, message: dict[str, Any]) -> None:
         """Send a message to all who follow this process; no answer, no promise."""
         line = json.dumps({**message, "from": self.me}).encode() + b"\n"
         self._loop.call_soon_threadsafe(self._send, line)
 
-    def messages(self) -> list[dict[str, Any]]:
+    def take_messages(self) -> list[dict[str, Any]]:
         """What others have told since the last call."""
         with self._lock:
             taken, self._messages = self._messages, []
@@ -270,7 +270,7 @@ class Peers:
                     _log.warning("nothing heard from %s for %.1f s", member, self.timeout)
                     self._set(member, peer, "silent")
 
-    def _set(self, member: str, peer: _Peer, view: View) -> None:
+    def _set(self, member: str, peer: _Peer, view: PeerStatus) -> None:
         if view == "here":
             peer.heard_at = time.monotonic()
         if peer.view != view and self._peers.get(member) is peer:

@@ -26,7 +26,7 @@ class Candidate:
     launch: int
     host: str
     port: int
-    """Where its `Peers` listen."""
+    """Where its `FailureDetector` listen."""
     store_port: int = 0
     """Where it would serve the group's store, or be the parameter server, as rank 0."""
     gpu: bool = False
@@ -47,7 +47,7 @@ class Candidate:
     """It comes because communication failed, not because a member is gone or a newcomer is there."""
     reason: str = ""
     view: dict[str, str] = field(default_factory=dict)
-    """How it sees others (`trainer.elastic.failure_detector.View`)."""
+    """How it sees others (`trainer.elastic.failure_detector.PeerStatus`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +113,9 @@ def survivors_of(previous: Generation | None, candidates: Iterable[Candidate]) -
     return sorted(found, key=lambda item: item.rank)
 
 
-def missing(previous: Generation | None, launch: int, planned: int, candidates: Sequence[Candidate]) -> list[str]:
+def find_missing_members(
+    previous: Generation | None, launch: int, planned: int, candidates: Sequence[Candidate]
+) -> list[str]:
     """Whom a proposal has to wait for, unless they are gone: of the members of the newest generation those that have
     not come; at the start of a launch, names for those of the planned world that nobody has seen."""
     if previous is not None and previous.launch == launch:
@@ -124,7 +126,7 @@ def missing(previous: Generation | None, launch: int, planned: int, candidates: 
     return late + [f"?{number}" for number in range(planned - len(of_launch))]
 
 
-def conflicts(candidates: Sequence[Candidate]) -> set[frozenset[str]]:
+def find_unreachable_pairs(candidates: Sequence[Candidate]) -> set[frozenset[str]]:
     """Pairs that cannot reach each other: one of them says so."""
     names = {item.member for item in candidates}
     return {
@@ -135,17 +137,17 @@ def conflicts(candidates: Sequence[Candidate]) -> set[frozenset[str]]:
     }
 
 
-def isolated(candidates: Sequence[Candidate]) -> set[str]:
+def find_isolated_members(candidates: Sequence[Candidate]) -> set[str]:
     """Of three or more, those that nobody reaches: their host is cut off, no link between others is to blame. Nobody
     where that goes for all: one of them has to go on."""
-    bad = conflicts(candidates)
+    bad = find_unreachable_pairs(candidates)
     if len(candidates) < 3:
         return set()
     found = {item.member for item in candidates if sum(item.member in pair for pair in bad) == len(candidates) - 1}
     return found if len(found) < len(candidates) else set()
 
 
-def attempts(previous: Generation | None, candidates: Sequence[Candidate]) -> int:
+def count_failed_attempts(previous: Generation | None, candidates: Sequence[Candidate]) -> int:
     """How often in a row communication has now failed among members that are all still there, without a step done."""
     survivors = survivors_of(previous, candidates)
     if previous is None or len(survivors) < len(previous.members):
@@ -156,17 +158,17 @@ def attempts(previous: Generation | None, candidates: Sequence[Candidate]) -> in
     return 1 if progressed else previous.attempt + 1
 
 
-def pause(previous: Generation | None, candidates: Sequence[Candidate], retries: int) -> float:
+def proposal_delay(previous: Generation | None, candidates: Sequence[Candidate], retries: int) -> float:
     """Seconds to wait before proposing: exponential backoff while communication fails (D3); as long as all the waits
     together where a link between two is cut, for it may come back."""
-    count = attempts(previous, candidates)
+    count = count_failed_attempts(previous, candidates)
     if count:
         return 0.5 * 2 ** (min(count, retries) - 1)
-    left = [item for item in candidates if item.member not in isolated(candidates)]
-    return 0.5 * (2**retries - 1) if conflicts(left) else 0.0
+    left = [item for item in candidates if item.member not in find_isolated_members(candidates)]
+    return 0.5 * (2**retries - 1) if find_unreachable_pairs(left) else 0.0
 
 
-def choose(
+def choose_generation(
     previous: Generation | None,
     launch: int,
     candidates: Sequence[Candidate],
@@ -189,12 +191,12 @@ def choose(
     newcomers = [replace(item, was_in=0) for item in ready if item.member not in known]
     newcomers.sort(key=lambda item: (item.node, item.local_rank, item.member))
     order = (survivors + newcomers)[: max(limit, len(survivors))]
-    order = [item for item in order if item.member not in isolated(order)]
+    order = [item for item in order if item.member not in find_isolated_members(order)]
     if not order:
         return None
-    attempt = attempts(previous, ready)
+    attempt = count_failed_attempts(previous, ready)
     topology: Topology = "star" if attempt > retries and len(order) > 1 else "mesh"
-    bad = conflicts(order)
+    bad = find_unreachable_pairs(order)
     if bad and len(order) > 2:
         servers = [item for item in order if not any(item.member in pair for pair in bad)]
         if servers:
@@ -211,7 +213,7 @@ def choose(
             ),
         )
         order.remove(worst)
-        bad = conflicts(order)
+        bad = find_unreachable_pairs(order)
     step = max((item.step for item in order if item.was_in), default=0)
     reasons = dict.fromkeys(item.reason for item in survivors if item.reason and not item.reason.startswith(TOLD))
     return Generation(

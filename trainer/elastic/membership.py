@@ -6,7 +6,8 @@
 
 The storage is outside the nodes and arbitrates: its create-once files make two generations of one number impossible,
 whatever the network between the nodes does. Who is not in the newest generation is fenced out: it may train nothing,
-and it may ask to come back as a newcomer. Who should be in is decided by `trainer.elastic.generation.choose`.
+and it may ask to come back as a newcomer. Who should be in is decided by
+`trainer.elastic.generation.choose_generation`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,15 @@ from typing import Any
 
 from trainer.documents import schemas
 from trainer.documents.reader import DOCUMENT_BYTES, MARK_BYTES, known_names, read_document, warn_once
-from trainer.elastic.failure_detector import Peers
-from trainer.elastic.generation import Candidate, Generation, choose, missing, pause, survivors_of
+from trainer.elastic.failure_detector import FailureDetector
+from trainer.elastic.generation import (
+    Candidate,
+    Generation,
+    choose_generation,
+    find_missing_members,
+    proposal_delay,
+    survivors_of,
+)
 from trainer.errors import DamagedError
 from trainer.rundir import MEMBERSHIP
 from trainer.runtime import clock
@@ -36,17 +44,13 @@ stranger's."""
 _BESIDE = re.compile(RECORD.pattern + r"|g\d{6,12}(\.working)?")
 
 
-class FencedError(RuntimeError):
-    """This process is not in the newest generation: what it holds does not count."""
-
-
 class NoGenerationError(RuntimeError):
     """No generation came about in time."""
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """Where `Membership.agree` stands between two looks."""
+    """Where `Membership.agree_on_next` stands between two looks."""
 
     began: float
     at_work: tuple[int, bytes] | None = None
@@ -58,11 +62,11 @@ class _Waiting:
 
 
 class Membership:
-    """This process's part in the agreement. One thread uses it, but for `newest` and `newcomers`."""
+    """This process's part in the agreement. One thread uses it, but for `read_newest` and `find_newcomers`."""
 
     def __init__(
-        self, storage: Storage, peers: Peers, launch: int, planned: int, limit: int, retries: int, patience: float,
-        start_patience: float, first: int = 1,
+        self, storage: Storage, peers: FailureDetector, launch: int, planned: int, limit: int, retries: int,
+        patience: float, start_patience: float, first: int = 1,
     ) -> None:  # fmt: skip
         """``patience``: seconds to wait for a member that is there and does not come; ``start_patience``: for one of
         the planned world that has come and still prepares."""
@@ -75,14 +79,14 @@ class Membership:
         """Once `HURRY_SECONDS` have passed: looks at remote storage are paid for, and who waits so long waits for
         somebody who is still preparing."""
         self.look_seconds = 1.0 if storage.is_local else 5.0
-        """Between two looks of a generation at work (`asking`, `newcomers`, `is_over`)."""
+        """Between two looks of a generation at work (`find_requests`, `find_newcomers`, `is_over`)."""
 
-    def newest(self) -> Generation | None:
+    def read_newest(self) -> Generation | None:
         """The generation that counts, of any launch."""
         names = records(self.storage)
         return read_generation(self.storage, names[-1]) if names else None
 
-    def candidates(self, number: int) -> list[Candidate]:
+    def read_candidates(self, number: int) -> list[Candidate]:
         """Those who want to be in a generation, of this launch. What is no candidacy is left alone: whose it is cannot
         be told, and who means it files it anew."""
         folder = f"{MEMBERSHIP}/g{number:06d}"
@@ -97,7 +101,7 @@ class Membership:
                 found.append(Candidate(**_fields(data)))
         return found
 
-    def file(self, number: int, mine: Candidate) -> None:
+    def submit_candidate(self, number: int, mine: Candidate) -> None:
         """Ask to be in a generation, or say it anew."""
         path = f"{MEMBERSHIP}/g{number:06d}/{mine.member}.json"
         self.storage.write(path, json.dumps(asdict(mine)).encode())
@@ -110,21 +114,23 @@ class Membership:
         except FileNotFoundError:
             return False
 
-    def asking(self, current: Generation) -> list[Candidate]:
+    def find_requests(self, current: Generation) -> list[Candidate]:
         """Members of ``current`` that want another one: who is cut off can say it here only."""
         inside = {seat.member for seat in current.members}
-        return [item for item in self.candidates(current.number + 1) if item.ready and item.member in inside]
+        return [item for item in self.read_candidates(current.number + 1) if item.ready and item.member in inside]
 
-    def newcomers(self, current: Generation) -> list[Candidate]:
+    def find_newcomers(self, current: Generation) -> list[Candidate]:
         """Candidates that could join ``current`` now: ready, and in sight of everybody whom they see and we see. Those
         who wait learn that it is at work, whether they see it or not."""
         inside = {seat.member for seat in current.members}
-        waiting = [item for item in self.candidates(current.number + 1) if item.ready and item.member not in inside]
+        waiting = [
+            item for item in self.read_candidates(current.number + 1) if item.ready and item.member not in inside
+        ]
         if waiting:
             self.storage.write(_working(current.number), str(time.time()).encode())
         addresses = {seat.member: (seat.host, seat.port) for seat in [*current.members, *waiting]}
         self.peers.follow(addresses)
-        seen = self.peers.view()
+        seen = self.peers.statuses()
         return [
             item
             for item in waiting
@@ -133,10 +139,10 @@ class Membership:
 
     def announce(self, mine: Candidate) -> None:
         """Say that this process is coming, before it has its data and its model."""
-        newest = self.newest()
-        self.file(newest.number + 1 if newest else self.first, replace(mine, ready=False))
+        newest = self.read_newest()
+        self.submit_candidate(newest.number + 1 if newest else self.first, replace(mine, ready=False))
 
-    def agree(self, mine: Candidate, after: int, ended: Callable[[], None]) -> Generation:
+    def agree_on_next(self, mine: Candidate, after: int, ended: Callable[[], None]) -> Generation:
         """Be in a generation later than number ``after``: file, wait for the others, propose if it is this process's
         turn, read what was decided. A process that is left out goes on asking, as a newcomer without a state.
 
@@ -162,7 +168,7 @@ class Membership:
         self, mine: Candidate, after: int, ended: Callable[[], None], state: _Waiting
     ) -> tuple[Generation | None, Candidate]:
         """One look at what there is, and what follows from it: (the generation to be in, this process's candidacy)."""
-        newest = self.newest()
+        newest = self.read_newest()
         if newest and newest.number > after and newest.rank_of(mine.member) is not None:
             return newest, mine
         ended()
@@ -174,15 +180,15 @@ class Membership:
         if newest and mine.was_in and newest.number > after:
             mine = replace(mine, was_in=0, step=0, progress=0, reason="")  # fenced out
         number = newest.number + 1 if newest else self.first
-        candidates = self.candidates(number)
+        candidates = self.read_candidates(number)
         said = (newest.number, self._at_work(newest.number)) if newest else None
         if said != state.at_work:
             state.at_work, state.heard_at = said, time.monotonic()
         inside = newest.members if newest and newest.launch == self.launch else ()
         self.peers.follow({item.member: (item.host, item.port) for item in [*inside, *candidates]})
-        mine = replace(mine, view=dict(sorted(self.peers.view().items())))
+        mine = replace(mine, view=dict(sorted(self.peers.statuses().items())))
         if state.filed != (number, mine):
-            self.file(number, mine)
+            self.submit_candidate(number, mine)
             state.filed, state.settled_at = (number, mine), None
             return None, mine
         # A process that refuses connections is dead, whatever it wrote before.
@@ -208,14 +214,14 @@ class Membership:
             return False
         if any(item.view.get(other, "unknown") == "unknown" for item in ready for other in names - {item.member}):
             return waited > self.patience  # somebody has not tried yet to reach somebody
-        view = self.peers.view()
+        view = self.peers.statuses()
         if newest is None or newest.launch != self.launch:
-            late = missing(newest, self.launch, self.planned, candidates)
+            late = find_missing_members(newest, self.launch, self.planned, candidates)
             late = [member for member in late if view.get(member) != "gone"]
             preparing = [member for member in late if not member.startswith("?")]
             return not late or waited > (self.start_patience if preparing else self.patience)
         inside = newest.rank_of(mine.member) is not None and mine.was_in == newest.number
-        late = missing(newest, self.launch, self.planned, candidates)
+        late = find_missing_members(newest, self.launch, self.planned, candidates)
         there = [member for member in late if view.get(member, "unknown") in ("here", "unknown")]
         silent = any(view.get(member) == "silent" for member in late)  # frozen, or one of us is cut off
         if inside and not there:
@@ -231,7 +237,7 @@ class Membership:
         ready = [item for item in candidates if item.ready]
         first = survivors_of(newest, ready) or sorted(ready, key=lambda item: (item.rank, item.member))
         place = next((index for index, item in enumerate(first) if item.member == mine.member), len(first))
-        return pause(newest, ready, self.retries) + place * 5 * self.poll_seconds
+        return proposal_delay(newest, ready, self.retries) + place * 5 * self.poll_seconds
 
     def _at_work(self, number: int) -> bytes:
         try:
@@ -240,7 +246,9 @@ class Membership:
             return b""
 
     def _propose(self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate]) -> None:
-        generation = choose(newest, self.launch, candidates, self.retries, self.limit, mine.member, self.first)
+        generation = choose_generation(
+            newest, self.launch, candidates, self.retries, self.limit, mine.member, self.first
+        )
         if generation is None:
             return
         text = json.dumps(asdict(replace(generation, formed_at=clock.now())), indent=1).encode()

@@ -28,7 +28,7 @@ LAST_WORD_SECONDS = 15.0
 _log = logging.getLogger(__name__)
 
 
-class Presence:
+class PresenceRecorder:
     """Keeps the record of this node, in a thread: neither training nor the start waits for storage."""
 
     def __init__(self, rundir: RunDir, node_id: int, launch: int, started_at: float) -> None:
@@ -73,21 +73,21 @@ class Presence:
             return False
 
 
-_of_this_process: Presence | None = None
+_of_this_process: PresenceRecorder | None = None
 
 
-def last_word(code: int) -> None:
+def write_last_presence(code: int) -> None:
     """Write the end of this node, where this process keeps its record and is about to end at once."""
     if _of_this_process is not None:
         _of_this_process.close(code)
 
 
 @contextmanager
-def presence(job: JobConfig, environment: Mapping[str, str]) -> Iterator[Exit]:
+def record_presence(job: JobConfig, environment: Mapping[str, str]) -> Iterator[BlockExit]:
     """Record this node while the block runs, if the environment asks for it and this process is its local rank 0. The
     block sets ``code`` of what it gets."""
     global _of_this_process
-    leaving = Exit()
+    leaving = BlockExit()
     watch = _of_this_process = _begin(job, environment)
     if watch is None:
         yield leaving
@@ -110,13 +110,13 @@ def presence(job: JobConfig, environment: Mapping[str, str]) -> Iterator[Exit]:
             signal.signal(signal.SIGTERM, handler)
 
 
-class Exit:
+class BlockExit:
     """How a block ends: its exit code, 1 unless it says otherwise."""
 
     code: int = 1
 
 
-def _begin(job: JobConfig, environment: Mapping[str, str]) -> Presence | None:
+def _begin(job: JobConfig, environment: Mapping[str, str]) -> PresenceRecorder | None:
     if environment.get(PRESENCE) != "1":
         return None
     try:
@@ -126,4 +126,4 @@ def _begin(job: JobConfig, environment: Mapping[str, str]) -> Presence | None:
         return None  # the trainer refuses it, and says why
     if facts.local_rank != 0:
         return None
-    return Presence(RunDir(job.run_dir), facts.node_rank, launch, psutil.Process().create_time())
+    return PresenceRecorder(RunDir(job.run_dir), facts.node_rank, launch, psutil.Process().create_time())

@@ -23,7 +23,7 @@ from typing import Any
 
 from trainer.comm.world import RankFacts
 from trainer.config import DistributedTrainingConfig
-from trainer.elastic.node_presence import last_word
+from trainer.elastic.node_presence import write_last_presence
 from trainer.engine.result import write_result
 from trainer.exit_codes import BUDGET
 from trainer.rundir import LIMIT, NodePresence, RunDir, stale_seconds
@@ -51,7 +51,7 @@ class Paid:
         return self.node_seconds + self.nodes * max(0.0, seconds)
 
 
-def paid(nodes: Iterable[NodePresence], launch: int, now: float, stale: float) -> Paid:
+def sum_paid(nodes: Iterable[NodePresence], launch: int, now: float, stale: float) -> Paid:
     """Node-seconds over all stays of all launches. Of ``launch``, this one, a node goes on being paid that has not
     ended and was heard of within ``stale`` seconds; any other that left no end counts until it was last heard of."""
     total, here = 0.0, 0
@@ -64,7 +64,7 @@ def paid(nodes: Iterable[NodePresence], launch: int, now: float, stale: float) -
     return Paid(total, here)
 
 
-def pause(left: float, nodes: int) -> float:
+def seconds_to_next_look(left: float, nodes: int) -> float:
     """Seconds until the next look: a quarter of the way to the end at most, so that nodes which come are noticed."""
     return min(LATEST_SECONDS, max(SOONEST_SECONDS, left / (4 * max(1, nodes))))
 
@@ -105,7 +105,7 @@ def end_at_budget(budget: Budget, rundir: RunDir, launch: int | None, step: int)
         if result.get("status") == "succeeded" and result.get("launch") == launch:
             return
     print(message, file=sys.stderr, flush=True)  # noqa: T201 - the log of the node
-    last_word(BUDGET)
+    write_last_presence(BUDGET)
     os._exit(BUDGET)
 
 
@@ -161,7 +161,7 @@ class Budget:
             left = self.limit - self.paid
             if left <= 0:
                 break
-            if self._closed.wait(min(pause(left, self._paid.nodes), left / max(1, self._paid.nodes))):
+            if self._closed.wait(min(seconds_to_next_look(left, self._paid.nodes), left / max(1, self._paid.nodes))):
                 return
         if not self._closed.is_set():
             self._end(self)
@@ -178,7 +178,7 @@ class Budget:
         except Exception as error:  # of whatever kind: the budget must not be left alone
             _log.warning("what was paid so far cannot be read, and is carried forward: %s", error)
             return
-        found, at = paid(nodes, self.launch, clock.now(), stale_seconds(self.rundir.storage)), time.monotonic()
+        found, at = sum_paid(nodes, self.launch, clock.now(), stale_seconds(self.rundir.storage)), time.monotonic()
         if not any(node.launch == self.launch for node in nodes):  # nobody keeps count of them, or not yet
             found = Paid(found.node_seconds + self._unrecorded.after(at - self._began), self._unrecorded.nodes)
         self._paid, self._looked_at = found, at

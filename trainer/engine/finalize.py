@@ -15,7 +15,7 @@ from trainer.engine.budget import COMMIT_SECONDS
 from trainer.engine.recovery import best_pointer
 from trainer.engine.result import write_result
 from trainer.engine.session import Session
-from trainer.engine.step import digest
+from trainer.engine.step import digest_parameters
 from trainer.evaluation.evaluate import EVAL_BATCH, final_report
 
 WEIGHTS, MODEL = "model/weights.pt", "model/model.json"
@@ -32,7 +32,9 @@ def finalize(session: Session) -> dict[str, Any]:
         module.load_state_dict(session.state.best)
     world = session.world
     try:
-        digests = [str(value) for value in world.gather(digest(list(module.state_dict().items())))]
+        digests = [
+            str(value) for value in world.all_gather_object(digest_parameters(list(module.state_dict().items())))
+        ]
         odd = [rank for rank, value in enumerate(digests) if value != digests[0]]
         if odd:
             raise RuntimeError(f"the final weights of ranks {odd} differ from rank 0's: they must not be used")
@@ -63,7 +65,7 @@ def finalize(session: Session) -> dict[str, Any]:
         if not write_result(session.rundir, result, session.launch):
             raise RuntimeError(f"could not write the result to {session.rundir.uri}: make room there, and resume")
         session.budget.close()
-    world.meet()  # nobody leaves before the result is there: who is left could still write it
+    world.barrier()  # nobody leaves before the result is there: who is left could still write it
     return result
 
 

@@ -21,10 +21,10 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class MicroBatchLimit:
     """What fits into memory."""
 
-    chunk: int
+    max_samples: int
     """Most samples that go through the model at once."""
     activation_checkpointing: bool
 
@@ -37,11 +37,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
 
 
-def smaller(fit: Fit, floor: int) -> Fit | None:
+def reduce_limit(fit: MicroBatchLimit, floor: int) -> MicroBatchLimit | None:
     """The next thing to try: half as many samples at once, at the floor activation checkpointing, then nothing."""
-    if fit.chunk > floor:
-        return Fit(max(floor, fit.chunk // 2), fit.activation_checkpointing)
-    return None if fit.activation_checkpointing else Fit(fit.chunk, True)
+    if fit.max_samples > floor:
+        return MicroBatchLimit(max(floor, fit.max_samples // 2), fit.activation_checkpointing)
+    return None if fit.activation_checkpointing else MicroBatchLimit(fit.max_samples, True)
 
 
 def keep_freed_memory() -> None:
@@ -68,7 +68,7 @@ def _glibc() -> ctypes.CDLL | None:
     return ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
 
 
-def chunks(count: int, size: int) -> list[slice]:
+def split_samples(count: int, size: int) -> list[slice]:
     """Consecutive parts of at most ``size`` of ``count`` samples."""
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 

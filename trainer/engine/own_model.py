@@ -56,7 +56,7 @@ class OwnModel:
         limit, totals = self.config.clip_norm, {"loss_sum": 0.0, "samples": 0.0}
         for inputs, target in dataloader:
             windows, wanted = inputs.to(self.device), target.to(self.device)
-            samples = self.world.sum(torch.tensor([len(wanted)])).item()
+            samples = self.world.all_reduce(torch.tensor([len(wanted)])).item()
             optimizer.zero_grad()
             losses = criterion(self._forward(windows).float(), wanted).sum()
             (losses / samples).backward()  # summed over ranks: the gradient of the mean over the global batch

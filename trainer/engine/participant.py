@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from trainer.comm.launcher_env import rank_facts
-from trainer.comm.static_rendezvous import join
+from trainer.comm.static_rendezvous import join_world
 from trainer.comm.world import World, choose_device
 from trainer.config import ConfigError, JobConfig
-from trainer.elastic.dynamic_rendezvous import Elastic
+from trainer.elastic.dynamic_rendezvous import DynamicRendezvous
 from trainer.engine.budget import begin_budget
 from trainer.engine.out_of_memory import keep_freed_memory
 from trainer.engine.reports import RankReports
@@ -62,18 +62,18 @@ class Participant:
             self.device, backend = choose_device(facts, self.config.backend)
             self._prepare_threads(environment)
             self.world = World(facts, self.device, backend)
-            self.elastic: Elastic | None = None
+            self.elastic: DynamicRendezvous | None = None
             if self.launch is not None:
-                self.elastic = Elastic(self.rundir, self.config, facts, self.device, environment, job.job_id)
-                undo.callback(self.elastic.leave)
+                self.elastic = DynamicRendezvous(self.rundir, self.config, facts, self.device, environment, job.job_id)
+                undo.callback(self.elastic.close)
             else:
-                self.world = join(self.config, environment)
-                undo.callback(self.world.leave)
+                self.world = join_world(self.config, environment)
+                undo.callback(self.world.close)
             if threading.current_thread() is threading.main_thread():
                 # Only now: before, SIGTERM may end the process as it does any other, for nothing has been done yet.
                 self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
             if self.elastic is None:
-                [generation, *_] = self.world.gather(self.rundir.last_generation() + 1)
+                [generation, *_] = self.world.all_gather_object(self.rundir.last_generation() + 1)
                 self.world = replace(self.world, generation=generation)
                 reports.enter_world(self.world)
             self._undo = undo.pop_all()

@@ -17,7 +17,7 @@ from trainer.comm.group import GroupError
 from trainer.elastic.generation import START, Generation
 from trainer.elastic.membership import NoGenerationError
 from trainer.engine.budget import COMMIT_SECONDS
-from trainer.engine.out_of_memory import Fit, give_back_freed_memory, smaller
+from trainer.engine.out_of_memory import MicroBatchLimit, give_back_freed_memory, reduce_limit
 from trainer.engine.result import raise_if_ended
 from trainer.engine.session import Session
 from trainer.engine.signals import OutOfMemoryError
@@ -40,10 +40,10 @@ def retry_until_formed(session: Session, attempt: Callable[[], None]) -> None:
             return attempt()
         except GroupError as error:
             report_failure(session, error)
-            attempt = partial(regroup, session, str(error), error.communication)
+            attempt = partial(recover, session, str(error), error.communication)
 
 
-def regroup(session: Session, reason: str, communication: bool = False) -> None:
+def recover(session: Session, reason: str, communication: bool = False) -> None:
     """Be in the next generation, ready for the step that comes next, or comes once more.
 
     Raises `GroupError` where the new group fails as it forms, and `trainer.elastic.membership.NoGenerationError` where
@@ -56,18 +56,18 @@ def regroup(session: Session, reason: str, communication: bool = False) -> None:
     if old is not None:
         session.reports.end_phase("training")
         session.faults.reach("regroup", progress.step)
-    fit = session.step.fit
+    fit = session.step.limit
 
     def ended() -> None:
         # With a state in hand there is a checkpoint to be written first, at the next step, unless it takes too long.
         stop = session.participant.asked_to_stop and (not elastic.has_state_of or time.monotonic() - began > patience)
         raise_if_ended(session.rundir, elastic.launch, stop)
 
-    session.participant.world = elastic.regroup(
+    session.participant.world = elastic.next_world(
         ended,
         step=progress.step,
         progress=progress.evaluated_step,
-        chunk=None if fit.chunk >= session.config.batch_size_per_gpu else fit.chunk,
+        chunk=None if fit.max_samples >= session.config.batch_size_per_gpu else fit.max_samples,
         activation_checkpointing=fit.activation_checkpointing,
         communication=communication,
         reason=reason,
@@ -78,7 +78,7 @@ def regroup(session: Session, reason: str, communication: bool = False) -> None:
     if new.attempt > 2 * session.config.communication_retries + 2:
         raise NoGenerationError(f"communication failed {new.attempt} times in a row at step {progress.step}: {reason}")
     if new.chunk is not None:
-        session.step.limit(Fit(new.chunk, new.activation_checkpointing))
+        session.step.apply_limit(MicroBatchLimit(new.chunk, new.activation_checkpointing))
     session.reports.enter_world(session.world)
     if new.has_state:
         rebuild(session, source=None if new.all_equal else new.source, from_checkpoint=False)
@@ -121,7 +121,7 @@ def rebuild(session: Session, source: int | None, from_checkpoint: bool) -> None
     session.workload.enter_world(world, source)
     session.window = StepWindow()
     if from_checkpoint:
-        [folder, *_] = world.gather(folder)
+        [folder, *_] = world.all_gather_object(folder)
         session.saved_step = session.progress.step
         if folder:
             reports.emit("resume", path=folder, step=session.progress.step)
@@ -147,30 +147,30 @@ def report_failure(session: Session, error: GroupError) -> None:
 def use_less_memory(session: Session, error: Exception) -> None:
     """Out of memory: smaller parts, on all ranks, and the step once more (D4). `OutOfMemoryError` at the end of that
     road, or where ranks cannot agree because their world is fixed."""
-    fit = smaller(session.step.fit, session.config.micro_batch_floor)
+    fit = reduce_limit(session.step.limit, session.config.micro_batch_floor)
     traceback.clear_frames(error.__traceback__)  # which hold the activations of the pass that failed
     if session.device.type == "cuda":
         torch.cuda.empty_cache()
     else:
         give_back_freed_memory()
     if fit is None or (session.elastic is None and session.world.world_size > 1):
-        now = session.step.fit
+        now = session.step.limit
         raise OutOfMemoryError(
-            f"out of memory at step {session.progress.step + 1} with {now.chunk} samples at once"
+            f"out of memory at step {session.progress.step + 1} with {now.max_samples} samples at once"
             + (" and activation checkpointing" if now.activation_checkpointing else "")
             + f": lower training.batch_size_per_gpu, or use a smaller model or a larger GPU ({error})"
         ) from error
-    session.step.limit(fit)
+    session.step.apply_limit(fit)
     session.reports.emit(
         "out_of_memory",
         step=session.progress.step,
-        samples=fit.chunk,
+        samples=fit.max_samples,
         activation_checkpointing=fit.activation_checkpointing,
     )
     if session.elastic is not None and session.world.group is not None:
         reason = f"out of memory on rank {session.world.rank}"
         session.world.group.fail(reason, communication=False)
-        retry_until_formed(session, partial(regroup, session, reason))
+        retry_until_formed(session, partial(recover, session, reason))
 
 
 def _load_checkpoint(session: Session) -> str | None:

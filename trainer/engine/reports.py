@@ -53,7 +53,7 @@ class RankReports:
         """Report, and watch the node, as what this process is in this world. A collective: it waits for the group."""
         facts = world.facts
         sinks = sinks_of(self.job, self.rundir, world.rank)
-        ranks = world.gather((facts.node_rank, os.getpid()))
+        ranks = world.all_gather_object((facts.node_rank, os.getpid()))
         self.nodes = [node for node, _ in ranks]
         is_new = self.reporter is None
         if self.reporter is None:

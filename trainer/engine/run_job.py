@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.async_writer import still_writing
-from trainer.comm.group import GroupError, abandoned
+from trainer.comm.group import GroupError, has_abandoned_groups
 from trainer.config import ConfigError, JobConfig
 from trainer.data.shards import DatasetError
 from trainer.elastic.membership import NoGenerationError
@@ -83,7 +83,7 @@ def leave_process(code: int) -> int:
     """The exit code; where a group was left behind, whose threads may hang for long, where a checkpoint is still being
     written, which would make the interpreter crash at its end, or where each second is one too many, the process ends
     here."""
-    if abandoned() or still_writing() or code == BUDGET:
+    if has_abandoned_groups() or still_writing() or code == BUDGET:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()

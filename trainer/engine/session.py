@@ -94,7 +94,7 @@ class Session:
         self.checkpoints.wait(COMMIT_SECONDS)
         if agreed:  # nobody leaves before: a cluster may end all nodes with the first that does
             with suppress(GroupError):
-                self.world.meet()
+                self.world.barrier()
 
     def close(self) -> None:
         """End the threads that gather batches and write checkpoints."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainer.checkpoint.manager import check_fits
 from trainer.comm.world import World
 from trainer.data.coverage import Consumed, add
-from trainer.engine.step import Step
+from trainer.engine.step import TrainingStep
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class TrainingState:
     """All that changes while training."""
 
     module: nn.Module
-    step: Step
+    step: TrainingStep
     progress: Progress = field(default_factory=Progress)
     best: dict[str, Tensor] | None = None
     """The best weights so far, on the CPU of every rank: the end of a training must not depend on storage."""
@@ -85,7 +85,7 @@ class TrainingState:
             buffer = io.BytesIO()
             torch.save(self.capture(best_is_saved=False), buffer)
             data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-        size = world.gather(len(data))[source]
+        size = world.all_gather_object(len(data))[source]
         if world.rank != source:
             data = torch.empty(size, dtype=torch.uint8)
         world.broadcast(data, source)

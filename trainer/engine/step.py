@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.comm.group import Outcome, in_short, is_communication
+from trainer.comm.group import CollectiveResult, is_communication_error, shorten_error
 from trainer.comm.world import RankFacts, World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.loader import Batch
 from trainer.data.sampler import micro_batch_seed
-from trainer.engine.out_of_memory import Fit, checkpoint_activations, chunks
+from trainer.engine.out_of_memory import MicroBatchLimit, checkpoint_activations, split_samples
 from trainer.model.compile import compiled
 from trainer.model.stock import Standardize
 from trainer.parallel.flat_adamw import FlatAdamW
@@ -59,7 +59,7 @@ class StepResult:
     """Of all samples of the global batch, see `trainer.data.coverage`."""
 
 
-class Step:
+class TrainingStep:
     """Carries out optimizer steps on one model. `adopt` gives it a world, and a new one after each regroup."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Step:
         """What is called: the module, or its compiled face."""
         self.scaler = torch.amp.GradScaler(enabled=config.precision == "fp16")
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.fit = Fit(config.batch_size_per_gpu, False)
+        self.limit = MicroBatchLimit(config.batch_size_per_gpu, False)
         self.timer = StepTimer(config.timing, device)
         self.world = World(RankFacts(), device, "gloo")
         """Of this process alone, until `adopt`."""
@@ -83,7 +83,7 @@ class Step:
         self._kind = AUTOCAST[config.precision]
         self._statistics = [item for item in module.modules() if item._buffers and not isinstance(item, Standardize)]
         """Whatever may have running statistics."""
-        self._commit: Outcome | None = None
+        self._commit: CollectiveResult | None = None
         self._is_checkpointed = False
 
     def adopt(self, world: World) -> None:
@@ -104,9 +104,9 @@ class Step:
                     "the model is made; to train some of them later, let the model leave them out (detach) until then"
                 )
 
-    def limit(self, fit: Fit) -> None:
+    def apply_limit(self, fit: MicroBatchLimit) -> None:
         """Let no more samples through the model at once than this (D4)."""
-        self.fit = fit
+        self.limit = fit
         if fit.activation_checkpointing and not self._is_checkpointed:
             self._is_checkpointed = True
             checkpoint_activations(self.module)
@@ -138,8 +138,8 @@ class Step:
             self.timer.mark("exposed")
         except BaseException as error:
             peers = self.world.group
-            if peers is not None and is_communication(error):
-                peers.fail(in_short(error))  # before all that a broken GPU may refuse
+            if peers is not None and is_communication_error(error):
+                peers.fail(shorten_error(error))  # before all that a broken GPU may refuse
             for buffer, value in zip(self._changing(), before, strict=True):
                 buffer.copy_(value)  # running statistics must not count a step twice
             self.timer.drop()
@@ -157,7 +157,7 @@ class Step:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
-            self.optimizer.update(self.sync.whole())
+            self.optimizer.update(self.sync.single_flat_gradient())
         self.timer.mark("optimizer")
         return result
 
@@ -173,10 +173,10 @@ class Step:
         share = torch.full((), 1.0 / batch.samples, device=self.device)
         work: list[tuple[int, Tensor, Tensor]] = []
         for number, windows, target in batch.micro_batches:
-            if len(target) <= self.fit.chunk:  # as it is: slices cost as much as some of the model's operations
+            if len(target) <= self.limit.max_samples:  # as it is: slices cost as much as some of the model's operations
                 work.append((micro_batch_seed(self.config.seed, step, number), windows, target))
                 continue
-            for part, rows in enumerate(chunks(len(target), self.fit.chunk)):
+            for part, rows in enumerate(split_samples(len(target), self.limit.max_samples)):
                 work.append((micro_batch_seed(self.config.seed, step, number, part), windows[rows], target[rows]))
         self.timer.mark("other")
         for place, (seed, windows, target) in enumerate(work):
@@ -192,9 +192,9 @@ class Step:
             self.timer.mark("forward")
             self.faults.reach("backward", step)
             is_last = place == len(work) - 1
-            sync.only_the_last(is_last)
+            sync.require_sync(is_last)
             if is_last and self.device.type == "cpu":  # a GPU's losses are not there yet
-                sync.behind = partial(self._submit_commit, batch, flags, sums)
+                sync.on_last_bucket = partial(self._submit_commit, batch, flags, sums)
             self.scaler.scale(loss).backward(share)
             if not is_last:  # which `GradientSynchronizer.finish` waits for
                 self.timer.mark("backward")
@@ -211,7 +211,7 @@ class Step:
         """The sum of the losses, and the norm of the gradient before it is clipped, like `torch.nn.utils`."""
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
-        gradients = self.sync.summed()
+        gradients = self.sync.flat_gradients()
         if gradients is None:
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=self.device)]
@@ -228,8 +228,8 @@ class Step:
         """Agree right behind the last gradients: nobody has to wake up in between."""
         assert self.world.group is not None
         broken = not all(math.isfinite(loss.item()) for loss in losses)
-        counts = _counts(batch, flags, broken, self.sync.without())
-        self._commit = self.world.group.sum(_COMMIT, counts)
+        counts = _counts(batch, flags, broken, self.sync.missing_flags())
+        self._commit = self.world.group.all_reduce(_COMMIT, counts)
 
     def _agree(self, batch: Batch, flags: StepFlags, loss_sum: float, grad_norm: float) -> StepResult | None:
         """The one small all-reduce with which a step is committed; None if any rank's numbers are broken."""
@@ -240,13 +240,13 @@ class Step:
             counts = commit.result()
         else:
             broken = not (math.isfinite(loss_sum) and is_finite)
-            counts = self.world.sum(_counts(batch, flags, broken, self.sync.without()), _COMMIT)
+            counts = self.world.all_reduce(_counts(batch, flags, broken, self.sync.missing_flags()), _COMMIT)
         broken_on, leaving, regroup, cut_off, budget, samples, digest, *without = counts.tolist()
         if broken_on or not is_finite:  # what was summed is the same on all ranks
             return None
         if samples != batch.samples:
             raise RuntimeError(f"the ranks used {samples} samples of a batch of {batch.samples}: they disagree")
-        self.sync.settle(without)
+        self.sync.drop_unused(without)
         return StepResult(loss_sum, grad_norm, StepFlags(leaving, regroup, cut_off, budget), digest)
 
     def state_dict(self) -> dict[str, Any]:
@@ -258,13 +258,13 @@ class Step:
 
 
 def _counts(batch: Batch, flags: StepFlags, broken: bool, without: list[int]) -> Tensor:
-    """What ranks sum when they commit a step. ``without``: see `GradientSynchronizer.without`."""
+    """What ranks sum when they commit a step. ``without``: see `GradientSynchronizer.missing_flags`."""
     counted = (flags.leaving, flags.regroup, flags.cut_off, flags.budget)
     counts = array("q", (broken, *counted, batch.local_samples, batch.digest, *without))
     return torch.frombuffer(counts, dtype=torch.int64)  # torch.tensor takes three times as long
 
 
-def digest(parameters: Sequence[tuple[str, Tensor]]) -> str:
+def digest_parameters(parameters: Sequence[tuple[str, Tensor]]) -> str:
     """sha256 over names, shapes and bytes of tensors, in their order."""
     import hashlib
 

@@ -26,14 +26,14 @@ from trainer.engine.lr_schedule import learning_rate
 from trainer.engine.out_of_memory import give_back_freed_memory, is_out_of_memory
 from trainer.engine.own_model import OwnModel
 from trainer.engine.participant import Participant
-from trainer.engine.recovery import LEAVING, rebuild, regroup, report_failure, retry_until_formed, use_less_memory
+from trainer.engine.recovery import LEAVING, rebuild, recover, report_failure, retry_until_formed, use_less_memory
 from trainer.engine.reports import RankReports
 from trainer.engine.session import Session
 from trainer.engine.signals import BudgetSpent, Regroup, Stopped
 from trainer.engine.step import StepFlags, StepResult
 from trainer.engine.workload import Workload, make_sampler, open_shards
 from trainer.evaluation.evaluate import EVAL_BATCH, evaluate
-from trainer.observability.comm_profiler import Window
+from trainer.observability.comm_profiler import TimingWindow
 from trainer.observability.reporter import StepWindow
 from trainer.observability.trace import StepProfiler
 from trainer.rundir import RunDir
@@ -117,12 +117,12 @@ class DistributedTrainer:
         workload = Workload(self.job, shards, sampler, participant.device, participant.faults)
         session = self._session = Session(participant, workload)
         if session.elastic is None:
-            session.world.meet()  # one may have unpacked the data or made its model for minutes
+            session.world.barrier()  # one may have unpacked the data or made its model for minutes
             if session.world.rank == 0:
                 session.checkpoints.fence(session.world.generation)
             rebuild(session, source=0, from_checkpoint=self.config.resume)
         else:
-            retry_until_formed(session, partial(regroup, session, START))
+            retry_until_formed(session, partial(recover, session, START))
         assert reports.reporter is not None
         step, device = session.progress.step, participant.device
         self._profiler = StepProfiler(self.config, self.rundir, reports.reporter, device, step)
@@ -147,7 +147,7 @@ class DistributedTrainer:
                 session.save_at_budget(spent.agreed)
                 raise
             except Regroup as wish:
-                retry_until_formed(session, partial(regroup, session, str(wish)))
+                retry_until_formed(session, partial(recover, session, str(wish)))
             except GroupError as error:
                 report_failure(session, error)
                 if session.elastic is None:
@@ -155,7 +155,7 @@ class DistributedTrainer:
                 if self._leaves and self._pending_flags is not None:
                     self._act_on_flags(self._pending_flags)  # the others were quicker: they go on without this one
                 self._pending_flags = None
-                retry_until_formed(session, partial(regroup, session, str(error), error.communication))
+                retry_until_formed(session, partial(recover, session, str(error), error.communication))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -177,7 +177,7 @@ class DistributedTrainer:
         """Sums over ranks; with ``loss_sum`` and ``samples`` among them, their ratio as ``loss``."""
         names = sorted(metrics)
         values = torch.tensor([metrics[name] for name in names], dtype=torch.float64)
-        result = dict(zip(names, self.participant.world.sum(values).tolist(), strict=True))
+        result = dict(zip(names, self.participant.world.all_reduce(values).tolist(), strict=True))
         if result.get("samples"):
             result["loss"] = result["loss_sum"] / result["samples"]
         return result
@@ -243,8 +243,8 @@ class DistributedTrainer:
         if elastic is None:
             return StepFlags(leaving=leaving, budget=spent)
         world = session.world
-        wants = world.rank == 0 and (bool(elastic.wants_regroup) or elastic.wants_allreduce(cut_off))
-        misses = world.topology == "star" and elastic.cut_off
+        wants = world.rank == 0 and (bool(elastic.recovery_reason) or elastic.is_all_reduce_due(cut_off))
+        misses = world.topology == "star" and elastic.is_cut_off
         return StepFlags(leaving, int(wants), int(misses), spent)
 
     def _show_on_monitor(self, epoch: int, samples: int, rate: float, result: StepResult) -> None:
@@ -268,9 +268,9 @@ class DistributedTrainer:
         if flags.regroup and not session.is_over:
             assert session.elastic is not None
             again = "all-reduce is tried again" if session.world.topology == "star" else "somebody came"
-            raise Regroup(session.elastic.wants_regroup or again)
+            raise Regroup(session.elastic.recovery_reason or again)
 
-    def _report_step(self, epoch: int, rate: float, norm: float) -> Window | None:
+    def _report_step(self, epoch: int, rate: float, norm: float) -> TimingWindow | None:
         """A ``step`` event with means since the one before, and now and then a ``timing`` event beside it, of the
         window that is returned: one collective."""
         session, reports, communication = self.session, self.reports, self.session.workload.communication
@@ -302,14 +302,14 @@ class DistributedTrainer:
             if measured is not None:
                 timing = communication.report(
                     measured,
-                    samples_at_once=session.step.fit.chunk,
+                    samples_at_once=session.step.limit.max_samples,
                     micro_batches=session.step.config.micro_batches,
                     parameters_bytes=sum(parameter.nbytes for parameter in session.step.parameters),
                 )
                 reports.emit("timing", step=step, nodes=reports.nodes, **timing)
         return measured
 
-    def _review_communication(self, measured: Window | None) -> None:
+    def _review_communication(self, measured: TimingWindow | None) -> None:
         """Are links worth a probe, and is what ``training.communication = "auto"`` has chosen still the best?"""
         session = self.session
         chosen = session.step.sync.review(measured) if measured is not None else None

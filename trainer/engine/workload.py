@@ -14,7 +14,7 @@ from trainer.data.loader import BatchLoader, keep_on_gpu
 from trainer.data.sampler import Sampler
 from trainer.data.shards import DatasetError, DataShardManager
 from trainer.engine.state import TrainingState
-from trainer.engine.step import Step
+from trainer.engine.step import TrainingStep
 from trainer.model.losses import build_loss
 from trainer.model.stock import build_model
 from trainer.observability.comm_profiler import CommunicationProfiler
@@ -60,7 +60,7 @@ class Workload:
         torch.manual_seed(self.config.seed)
         self.criterion = build_loss(job.loss, shards.spec).to(self.device)
         module = build_model(job.model, shards.spec, int(self.criterion.outputs)).to(self.device)  # type: ignore[arg-type]
-        self.step = Step(module, self.criterion, self.config, self.device, faults)
+        self.step = TrainingStep(module, self.criterion, self.config, self.device, faults)
         self.state = TrainingState(module, self.step)
         self.communication = CommunicationProfiler(self.step.world, self.step.timer)
         self._loader: BatchLoader | None = None  # it may hold much of a GPU's memory: not before there is a world
@@ -82,7 +82,7 @@ class Workload:
         timer, prefetch = self.step.timer, self.config.prefetch_batches
         self._loader = BatchLoader(self.shards, self.sampler, world, self.faults, timer, prefetch)
         self.step.adopt(world)
-        probe_at = max(world.gather(self.communication.probe_at))  # who has come has heard of no probe
+        probe_at = max(world.all_gather_object(self.communication.probe_at))  # who has come has heard of no probe
         self.communication = CommunicationProfiler(world, timer, probe_at)
 
     def settle_buffers(self) -> None:

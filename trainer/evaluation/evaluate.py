@@ -89,7 +89,7 @@ def evaluate(
             some = slice(*np.searchsorted(kept[begin:end], (chunk, chunk + len(table))))
             forecasts[some] = table[kept[begin:end][some] - chunk]
     model.train(was_training)
-    sums = world.sum(torch.from_numpy(sums)).numpy()
+    sums = world.all_reduce(torch.from_numpy(sums)).numpy()
     means = dict(zip(_SUMS, (sums / sums[0]).tolist(), strict=True))
     zero = means.pop("zero_squared_error")
     squared = means.pop("squared_error")
@@ -141,7 +141,7 @@ def _gather(table: NDArray, first: int, count: int, world: World) -> Predictions
     """All ranks' parts on rank 0, each in its place: a sum, in which the others' parts are nothing."""
     whole = torch.zeros(count, _FIELDS, dtype=torch.float64)
     whole[first : first + len(table)] = torch.from_numpy(table)
-    world.sum(whole)
+    world.all_reduce(whole)
     return _predictions(whole.numpy()) if world.rank == 0 else None
 
 
@@ -173,8 +173,8 @@ def final_report(
         codes = shards.tickers(predictions.row)
         _write_predictions(run_dir, predictions, days, codes, np.array(shards.tickers_by_code))
         run_dir.write_json(EVALUATION, report)
-    world.meet()  # the baselines take rank 0 longer, the more data there is
-    return world.gather(report)[0]
+    world.barrier()  # the baselines take rank 0 longer, the more data there is
+    return world.all_gather_object(report)[0]
 
 
 def _write_predictions(

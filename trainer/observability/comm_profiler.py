@@ -49,7 +49,7 @@ DIGITS = 7
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TimingWindow:
     """What all ranks measured in the steps since the last exchange, of these the last `MOST_STEPS`; the same on every
     rank."""
 
@@ -91,8 +91,8 @@ class Window:
 class CommunicationProfiler:
     """Collects what each step of this rank took, in one world; a new world has a new one.
 
-    The times of collectives are those of `trainer.comm.group.Group.collectives`. On GPUs the communication thread waits
-    for the device, so that they are the collectives' own there too.
+    The times of collectives are those of `trainer.comm.group.InterruptibleGroup.collectives`. On GPUs the communication
+    thread waits for the device, so that they are the collectives' own there too.
     """
 
     def __init__(self, world: World, timer: StepTimer, probe_at: int = 0) -> None:
@@ -114,7 +114,7 @@ class CommunicationProfiler:
         """Shall ranks exchange what they have measured? After the same steps they all say the same."""
         return self.timer.enabled and (is_last or self._windows < EAGER_WINDOWS or step >= self._due_at)
 
-    def exchange(self, step: int, totals: Sequence[float] = ()) -> Window:
+    def exchange(self, step: int, totals: Sequence[float] = ()) -> TimingWindow:
         """The steps since the last call, of all ranks, and sums over ranks of ``totals``: one collective."""
         sizes: dict[str, int] = {}
         for _, collectives, _ in self._steps:
@@ -125,15 +125,17 @@ class CommunicationProfiler:
         numbers[: len(totals)], values = totals, numbers[len(totals) :].reshape(shape)
         values[self.world.rank] = [row_of(*step, names) for step in self._steps]
         self._steps.clear()
-        self.world.sum(torch.from_numpy(numbers))
-        window = Window(values, tuple(sizes.items()), tuple(numbers[: len(totals)].tolist()))
+        self.world.all_reduce(torch.from_numpy(numbers))
+        window = TimingWindow(values, tuple(sizes.items()), tuple(numbers[: len(totals)].tolist()))
         self._step_seconds = max(window.seconds, 1e-9)
         self._windows += 1
         self._due_at = step + min(MOST_STEPS, math.ceil(WINDOW_SECONDS / self._step_seconds))
         self._shares.append(float(window.wire.mean()) / self._step_seconds)
         return window
 
-    def report(self, window: Window, samples_at_once: int, micro_batches: int, parameters_bytes: int) -> dict[str, Any]:
+    def report(
+        self, window: TimingWindow, samples_at_once: int, micro_batches: int, parameters_bytes: int
+    ) -> dict[str, Any]:
         """What a ``timing`` event says of a window, of this world and of its work.
 
         ``samples_at_once``: the most samples that this rank puts through its model at once. ``micro_batches``: of a
@@ -195,7 +197,7 @@ def name_of(what: str) -> str:
 
 
 def row_of(marks: Sequence[Mark], collectives: Sequence[Collective], samples: int, names: Sequence[str]) -> list[float]:
-    """One step of one rank, as in `Window.values`; ``names``: of the window's collectives."""
+    """One step of one rank, as in `TimingWindow.values`; ``names``: of the window's collectives."""
     when = moments(marks)
     computed = computed_at(marks, when)
     own: dict[str, tuple[float, float]] = {}
@@ -209,7 +211,7 @@ def row_of(marks: Sequence[Mark], collectives: Sequence[Collective], samples: in
     return [*durations(marks, when).values(), samples, *pairs]
 
 
-def summary(window: Window, topology: str) -> dict[str, Any]:
+def summary(window: TimingWindow, topology: str) -> dict[str, Any]:
     """What a window says of each rank: the ``timing`` event's figures."""
     exposed, wire = window.field("exposed"), window.wire
     means = dict(zip(FIELDS, window.values.mean(axis=1).T, strict=False))
@@ -231,7 +233,7 @@ def summary(window: Window, topology: str) -> dict[str, Any]:
     }
 
 
-def collectives_of(window: Window, topology: str) -> list[dict[str, Any]]:
+def collectives_of(window: TimingWindow, topology: str) -> list[dict[str, Any]]:
     """Each collective over the steps that had it. Its bandwidth is that of the bus: what each rank's link carries in an
     all-reduce, 2 (W - 1) / W of the data, for each second of wire. Through one host that is no measure of a link."""
     own, hidden = window.values[:, :, len(FIELDS) :: 2], window.values[:, :, len(FIELDS) + 1 :: 2]
@@ -299,7 +301,7 @@ def _send_over_links(transport: TorchTransport, rank: int, size: int, bytes_: in
     data, word = torch.zeros(bytes_, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
     all_began = time.monotonic()
     for number, (source, target) in enumerate(links(size)):
-        transport.sum(torch.zeros(1))  # nobody else is talking
+        transport.all_reduce(torch.zeros(1))  # nobody else is talking
         if rank == source:
             for message in (word, data):  # the word first, so that both are there when the clock starts
                 began = time.monotonic()
@@ -310,10 +312,10 @@ def _send_over_links(transport: TorchTransport, rank: int, size: int, bytes_: in
             for message in (word, data):
                 transport.receive(message, source)
                 transport.send(word, source)
-    transport.sum(torch.zeros(1))  # the last of them is done
+    transport.all_reduce(torch.zeros(1))  # the last of them is done
     if rank == 0:
         seconds[-1] = time.monotonic() - all_began
-    transport.sum(seconds)
+    transport.all_reduce(seconds)
     return seconds.tolist()
 
 

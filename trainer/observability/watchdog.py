@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 import trainer
-from trainer.comm.group import Collective, Group
+from trainer.comm.group import Collective, InterruptibleGroup
 from trainer.config import DistributedTrainingConfig
 from trainer.observability.reporter import Reporter
 
@@ -60,9 +60,9 @@ class Watchdog:
         self._told: object = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="watchdog", daemon=True)
-        self._world: tuple[Reporter, Group | None, Sequence[int], int] | None = None
+        self._world: tuple[Reporter, InterruptibleGroup | None, Sequence[int], int] | None = None
 
-    def attend(self, reporter: Reporter, group: Group | None, nodes: Sequence[int], node_id: int) -> None:
+    def attend(self, reporter: Reporter, group: InterruptibleGroup | None, nodes: Sequence[int], node_id: int) -> None:
         """Watch this rank in a new world from now on. ``nodes``: that of each rank."""
         self._world = (reporter, group, nodes, node_id)
         if not self._thread.is_alive():

@@ -1,8 +1,8 @@
 """What ``training.communication = "auto"`` sums gradients by: a decision from measured times, the same on all ranks.
 
-What ranks know of a window is the same on each (`trainer.observability.comm_profiler.Window`), and so is what they
-decide from it. `link_of`, `exposed`, `expect`, `choose`, `is_settled` and `rest_of` are pure; `Automatic` remembers,
-tries what compressing takes, and sounds the link.
+What ranks know of a window is the same on each (`trainer.observability.comm_profiler.TimingWindow`), and so is what
+they decide from it. `link_of`, `exposed`, `expect`, `choose`, `is_settled` and `rest_of` are pure; `Automatic`
+remembers, tries what compressing takes, and sounds the link.
 
 Small messages say nothing of large ones: what is left of a gradient by top-k takes a latency, and passes within the
 burst that many links allow. So what larger messages would take is never taken from them: it is what plain sums took
@@ -28,7 +28,7 @@ from trainer.comm.world import World
 from trainer.parallel.compression import CommHook, CompressionTransport, LoopbackTransport, make_comm_hook
 
 if TYPE_CHECKING:
-    from trainer.observability.comm_profiler import Window
+    from trainer.observability.comm_profiler import TimingWindow
 
 PLAIN = "allreduce"
 GENTLE_FIRST = (PLAIN, "hierarchical", "fp16", "topk")
@@ -153,7 +153,7 @@ class Automatic:
         self._windows, self._told = 0, False
         self._verdicts: deque[str] = deque(maxlen=AGREEING)
 
-    def review(self, window: Window, buckets: Sequence[Tensor]) -> dict[str, Any] | None:
+    def review(self, window: TimingWindow, buckets: Sequence[Tensor]) -> dict[str, Any] | None:
         """What a ``communication`` event says, where there is something to say; `present` is what to do from now on.
         ``buckets``: such as those of the gradients. At times a collective: all ranks have the same windows."""
         self._windows += 1
@@ -217,7 +217,7 @@ class Automatic:
         long, like a part of it; without waiting."""
         assert self.world.group is not None
         numbers, *took = self.world.group.run("sounding of the link", partial(_time_plain, bucket))
-        quickest = [min(values) for values in zip(*self.world.gather(took), strict=True)]
+        quickest = [min(values) for values in zip(*self.world.all_gather_object(took), strict=True)]
         return list(zip((bucket.itemsize, int(numbers) * bucket.itemsize), quickest, strict=True))
 
     def _try(self, bucket: Tensor, link: Link) -> dict[str, Means]:
@@ -228,7 +228,7 @@ class Automatic:
         hooks = {name: make_comm_hook(name, self.nodes, self.fraction) for name in names}
         assert self.world.group is not None
         took = self.world.group.run("trial of compression", partial(_time, hooks, bucket))
-        slowest = [max(values) for values in zip(*self.world.gather(took), strict=True)]
+        slowest = [max(values) for values in zip(*self.world.all_gather_object(took), strict=True)]
         found: dict[str, Means] = {}
         for (name, hook), seconds in zip(hooks.items(), slowest, strict=True):
             share, latencies = hook.bytes_of(bucket) / bucket.nbytes, 1.0
@@ -255,7 +255,7 @@ def _time(hooks: Mapping[str, CommHook], bucket: Tensor, transport: Any) -> list
             tensor = torch.randn_like(bucket)
             _finish(tensor)
             began = time.monotonic()
-            hook.sum(tensor, 0, step, wire, nullcontext)
+            hook.all_reduce(tensor, 0, step, wire, nullcontext)
             _finish(tensor)
             seconds.append(time.monotonic() - began)
         found.append(min(seconds))
@@ -270,7 +270,7 @@ def _time_plain(bucket: Tensor, transport: Transport) -> list[float]:
         tensor = torch.randn_like(like)
         _finish(tensor)
         began = time.monotonic()
-        transport.sum(tensor)
+        transport.all_reduce(tensor)
         _finish(tensor)
         return time.monotonic() - began
 
@@ -279,7 +279,7 @@ def _time_plain(bucket: Tensor, transport: Transport) -> list[float]:
     while True:
         seconds = [seconds_of(bucket[:numbers]) for _ in range(SUMS)][-1]
         longest = torch.tensor([seconds], dtype=torch.float64)
-        transport.sum(longest)  # so that all ranks end alike: no less than any of them has measured
+        transport.all_reduce(longest)  # so that all ranks end alike: no less than any of them has measured
         if numbers == bucket.numel() or GROWTH * longest.item() > SOUNDING_SECONDS:
             return [numbers, latency, seconds]
         numbers = min(GROWTH * numbers, bucket.numel())

@@ -4,7 +4,7 @@ What `torch.nn.parallel.DistributedDataParallel` does, with less in each step. D
 no gradient, by a walk over the graph and a collective of its own in every step, or it refuses models that have some and
 sorts its buckets anew after the first step: then the steps after a resume are not those of a run without one, bit for
 bit. Here buckets stay as they are, and what has no gradient is found when the backward pass is over; who sums that over
-ranks, exactly, lets `Buckets.settle` know.
+ranks, exactly, lets `Buckets.drop_unused` know.
 
 A single bucket is full with the last gradient, so there is nothing to mind meanwhile: gradients are left where autograd
 puts them, and collected when the backward pass is over.
@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from trainer.comm.group import Outcome
+from trainer.comm.group import CollectiveResult
 from trainer.config import ConfigError
 from trainer.runtime.step_timer import traced
 
@@ -63,7 +63,10 @@ class Buckets:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], hand_over: Callable[[Bucket], Outcome], in_place: bool = False
+        self,
+        parameters: Sequence[nn.Parameter],
+        hand_over: Callable[[Bucket], CollectiveResult],
+        in_place: bool = False,
     ) -> None:
         self._hand_over = hand_over
         parts = divide(list(reversed(parameters)))  # about the order in which a backward pass comes to them
@@ -78,7 +81,7 @@ class Buckets:
         self.is_complete = False
         """After `settle`: has every parameter a gradient?"""
         self._summing = False
-        self._under_way: list[Outcome] = []
+        self._under_way: list[CollectiveResult] = []
         """Of this backward pass, or of one that failed."""
 
     def clear(self) -> None:
@@ -124,7 +127,7 @@ class Buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view
 
-    def without(self) -> list[int]:
+    def missing_flags(self) -> list[int]:
         """For each parameter, in the same order on all ranks: 1 where this rank has no gradient for it. Known from when
         the last bucket is handed over."""
         flags: list[int] = []
@@ -135,7 +138,7 @@ class Buckets:
             flags += of_bucket
         return flags
 
-    def settle(self, ranks_without: Sequence[int], world_size: int) -> None:
+    def drop_unused(self, ranks_without: Sequence[int], world_size: int) -> None:
         """``ranks_without``: the sum of `without` over ranks. What has a gradient on none of them has none: the
         optimizer leaves it alone."""
         self.is_complete = world_size not in ranks_without

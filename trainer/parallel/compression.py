@@ -2,7 +2,8 @@
 
 A `CommHook` works on the communication thread, on one bucket after the other, in the same order on all ranks, and
 leaves the same bits on all of them. What only computes is told apart from the wire, see
-`trainer.comm.group.Group.computing`. Which hook ``auto`` chooses is decided in `trainer.parallel.auto_compression`.
+`trainer.comm.group.InterruptibleGroup.computing`. Which hook ``auto`` chooses is decided in
+`trainer.parallel.auto_compression`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ looked for."""
 class CompressionTransport(Protocol):
     """What hooks need of a `trainer.comm.torch_transport.TorchTransport`."""
 
-    def sum(self, tensor: Tensor) -> None: ...
+    def all_reduce(self, tensor: Tensor) -> None: ...
     def all_to_all(self, output: Tensor, input_: Tensor) -> None: ...
     def all_gather(self, output: Tensor, input_: Tensor) -> None: ...
     def hierarchical_all_reduce(self, tensor: Tensor, nodes: Sequence[int]) -> None: ...
@@ -38,7 +39,9 @@ class CommHook(Protocol):
         """Of a tensor whose all-reduce loads each rank's link as much."""
         ...
 
-    def sum(self, buffer: Tensor, bucket: int, step: int, wire: CompressionTransport, computing: Computing) -> None:
+    def all_reduce(
+        self, buffer: Tensor, bucket: int, step: int, transport: CompressionTransport, computing: Computing
+    ) -> None:
         """Over ranks, in place. ``bucket`` and ``step`` (the same again for one that is done again) say which."""
         ...
 
@@ -49,8 +52,10 @@ class NoCompression:
     def bytes_of(self, buffer: Tensor) -> int:
         return buffer.nbytes
 
-    def sum(self, buffer: Tensor, bucket: int, step: int, wire: CompressionTransport, computing: Computing) -> None:
-        wire.sum(buffer)
+    def all_reduce(
+        self, buffer: Tensor, bucket: int, step: int, transport: CompressionTransport, computing: Computing
+    ) -> None:
+        transport.all_reduce(buffer)
 
 
 class Hierarchical:
@@ -65,8 +70,10 @@ class Hierarchical:
     def bytes_of(self, buffer: Tensor) -> int:
         return round(self._share * buffer.nbytes)
 
-    def sum(self, buffer: Tensor, bucket: int, step: int, wire: CompressionTransport, computing: Computing) -> None:
-        wire.hierarchical_all_reduce(buffer, self.nodes)
+    def all_reduce(
+        self, buffer: Tensor, bucket: int, step: int, transport: CompressionTransport, computing: Computing
+    ) -> None:
+        transport.hierarchical_all_reduce(buffer, self.nodes)
 
 
 class FP16Compression:
@@ -83,20 +90,22 @@ class FP16Compression:
     def bytes_of(self, buffer: Tensor) -> int:
         return buffer.nbytes if buffer.dtype != torch.float32 else 2 * self.ranks * self._length(buffer)
 
-    def sum(self, buffer: Tensor, bucket: int, step: int, wire: CompressionTransport, computing: Computing) -> None:
+    def all_reduce(
+        self, buffer: Tensor, bucket: int, step: int, transport: CompressionTransport, computing: Computing
+    ) -> None:
         if buffer.dtype != torch.float32:
-            return wire.sum(buffer)
+            return transport.all_reduce(buffer)
         with computing():
             rows = buffer.new_zeros(self.ranks, self._length(buffer) - 2)
             rows.view(-1)[: buffer.numel()] = buffer
             mine, theirs = _as_half(rows), rows.new_empty(self.ranks, self._length(buffer), dtype=torch.float16)
-        wire.all_to_all(theirs, mine)
+        transport.all_to_all(theirs, mine)
         with computing():
             total = rows.new_zeros(1, rows.shape[1])
             for row in _as_single(theirs):
                 total += row
             part = _as_half(total)
-        wire.all_gather(theirs, part)
+        transport.all_gather(theirs, part)
         with computing():
             buffer.copy_(_as_single(theirs).view(-1)[: buffer.numel()])
 
@@ -141,16 +150,18 @@ class TopKCompression:
         # 2 (ranks - 1) / ranks times its tensor.
         return buffer.nbytes if buffer.dtype != torch.float32 else 4 * self._count(buffer) * self.ranks
 
-    def sum(self, buffer: Tensor, bucket: int, step: int, wire: CompressionTransport, computing: Computing) -> None:
+    def all_reduce(
+        self, buffer: Tensor, bucket: int, step: int, transport: CompressionTransport, computing: Computing
+    ) -> None:
         if buffer.dtype != torch.float32:
-            return wire.sum(buffer)
+            return transport.all_reduce(buffer)
         count = self._count(buffer)
         with computing():
             total = self._with_what_was_kept(buffer, bucket, step)
             chosen = largest(total, count)
             message = torch.cat([chosen.to(torch.int32), total[chosen].view(torch.int32)])
             messages = message.new_empty(self.ranks, 2 * count)
-        wire.all_gather(messages, message)
+        transport.all_gather(messages, message)
         with computing():
             buffer.zero_()
             for row in messages:  # in order of rank: all get the same bits
@@ -204,7 +215,7 @@ def check(config: DistributedTrainingConfig) -> None:
 class LoopbackTransport:
     """A wire on which all ranks send what this one does, at once: with it, a hook only computes."""
 
-    def sum(self, tensor: Tensor) -> None: ...
+    def all_reduce(self, tensor: Tensor) -> None: ...
 
     def all_to_all(self, output: Tensor, input_: Tensor) -> None:
         output.copy_(input_)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from trainer.comm.group import Outcome, Over
+from trainer.comm.group import CollectiveResult, CompletedCollective
 from trainer.comm.torch_transport import Transport
 from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
@@ -28,7 +28,7 @@ from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
 if TYPE_CHECKING:
-    from trainer.observability.comm_profiler import Window
+    from trainer.observability.comm_profiler import TimingWindow
 
 
 class GradientSynchronizer:
@@ -53,7 +53,7 @@ class GradientSynchronizer:
         """Can all ranks use gradients in one piece?"""
         self._pass = -1
         """Autograd's number of the latest backward pass, where `sum_each_pass` minds them."""
-        self.behind: Callable[[], object] | None = None
+        self.on_last_bucket: Callable[[], object] | None = None
         """Called when the last bucket was handed over: what it submits comes right after that, without a wait. By then
         it is known what has no gradient."""
         check(self.config)
@@ -72,7 +72,7 @@ class GradientSynchronizer:
                 self.buckets = Buckets(parameters, _not_summed, in_place)
             return
         group.run("forming the group", _nothing)
-        found = self.world.gather([self.world.facts.node_rank, flat])
+        found = self.world.all_gather_object([self.world.facts.node_rank, flat])
         self._nodes, self._is_flat = [node for node, _ in found], all(flat for _, flat in found)
         kind: str = self.config.communication
         if kind == "auto":
@@ -94,7 +94,7 @@ class GradientSynchronizer:
         for parameter in parameters:
             parameter.grad = None
 
-    def only_the_last(self, is_last: bool) -> None:
+    def require_sync(self, is_last: bool) -> None:
         """Before each backward pass: accumulate without communicating, in all but a step's last one."""
         if self.buckets is not None:
             self.buckets.begin(is_last)
@@ -108,7 +108,7 @@ class GradientSynchronizer:
             if self._is_overlapped:
                 self.timer.mark("exposed")
                 return
-            self.buckets.settle(self.buckets.without(), 1)
+            self.buckets.drop_unused(self.buckets.missing_flags(), 1)
         self.timer.mark("backward")
         if group is None:
             return
@@ -127,27 +127,27 @@ class GradientSynchronizer:
                 at += grad.numel()
         self.timer.mark("exposed")
 
-    def summed(self) -> list[Tensor] | None:
+    def flat_gradients(self) -> list[Tensor] | None:
         """After `finish`: flat tensors in which all gradients are, which are fewer to compute with, if there are."""
         if self.buckets is None or not (self._is_overlapped or self.world.group is None):
             return None
         return [bucket.buffer() for bucket in self.buckets.buckets]
 
-    def whole(self) -> Tensor | None:
+    def single_flat_gradient(self) -> Tensor | None:
         """After `settle`: the one such tensor, if there is no more than one, no parameter that has no gradient, and no
         rank that cannot use it, for what it comes to differs in the last bits."""
         if not self._is_flat or self.buckets is None or len(self.buckets.buckets) > 1 or not self.buckets.is_complete:
             return None
         return self.buckets.buckets[0].buffer()
 
-    def without(self) -> list[int]:
+    def missing_flags(self) -> list[int]:
         """What ranks must sum after `finish`, for `settle`: 1 for each parameter that this one has no gradient for."""
-        return self.buckets.without() if self.buckets is not None and self._is_overlapped else []
+        return self.buckets.missing_flags() if self.buckets is not None and self._is_overlapped else []
 
-    def settle(self, ranks_without: list[int]) -> None:
+    def drop_unused(self, ranks_without: list[int]) -> None:
         """What no rank has a gradient for is left alone."""
         if self.buckets is not None and self._is_overlapped:
-            self.buckets.settle(ranks_without, self.world.world_size)
+            self.buckets.drop_unused(ranks_without, self.world.world_size)
 
     def sum_each_pass(self, model: nn.Module, module: nn.Module) -> None:
         """For a loop that calls none of these methods, but ``model``, which is called instead of the wrapped module:
@@ -170,8 +170,8 @@ class GradientSynchronizer:
 
         def end() -> None:
             self.finish(module)
-            if without := self.without():
-                self.settle(self.world.sum(torch.tensor(without)).tolist())
+            if without := self.missing_flags():
+                self.drop_unused(self.world.all_reduce(torch.tensor(without)).tolist())
 
         model.register_forward_hook(mind)
 
@@ -183,7 +183,7 @@ class GradientSynchronizer:
             if self.world.rank > 0 and parameter.requires_grad and parameter.grad is not None:
                 parameter.grad.zero_()  # what was summed before counts once
 
-    def review(self, window: Window) -> dict[str, Any] | None:
+    def review(self, window: TimingWindow) -> dict[str, Any] | None:
         """After a window of `trainer.observability.comm_profiler`, between steps: is what ``auto`` does still the best?
         What a ``communication`` event says, if there is something to say. All ranks must call it."""
         if self._automatic is None or self.buckets is None:
@@ -194,7 +194,7 @@ class GradientSynchronizer:
             self._hook = make_comm_hook(self._automatic.present, self._nodes, self.config.topk_fraction)
         return found
 
-    def _sum_bucket(self, bucket: Bucket) -> Outcome:
+    def _sum_bucket(self, bucket: Bucket) -> CollectiveResult:
         """On the thread of autograd, once per bucket, in the same order on all ranks."""
         if bucket.index() == 0:
             self.faults.reach("all_reduce", self.step)
@@ -204,30 +204,30 @@ class GradientSynchronizer:
         assert group is not None
         what = _bucket_name(bucket.index(), gradients.nbytes)
         if isinstance(hook, NoCompression) and bucket.index() == 0 and bucket.is_last():
-            outcome = group.sum(what, gradients)
+            outcome = group.all_reduce(what, gradients)
         else:
             work = partial(_sum_by, hook, gradients, bucket.index(), self.step, group.computing)
             outcome = group.submit(what, work, hook.bytes_of(gradients))
-        if bucket.is_last() and self.behind is not None:
-            self.behind()
+        if bucket.is_last() and self.on_last_bucket is not None:
+            self.on_last_bucket()
         return outcome
 
 
 def _sum(tensor: Tensor, transport: Transport) -> None:
-    transport.sum(tensor)
+    transport.all_reduce(tensor)
 
 
 def _sum_by(
     hook: CommHook, buffer: Tensor, bucket: int, step: int, computing: Computing, transport: Any
 ) -> None:  # fmt: skip
-    hook.sum(buffer, bucket, step, transport, computing)
+    hook.all_reduce(buffer, bucket, step, transport, computing)
 
 
 def _nothing(_: Transport) -> None: ...
 
 
-def _not_summed(_: Bucket) -> Outcome:
-    return Over()
+def _not_summed(_: Bucket) -> CollectiveResult:
+    return CompletedCollective()
 
 
 @lru_cache(maxsize=1024)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from trainer.config import ConfigError, parse_job
-from trainer.elastic.node_presence import presence
+from trainer.elastic.node_presence import record_presence
 from trainer.engine.run_job import leave_process
 from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.rundir import RunDir
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         RunDir(job.run_dir).make()
     except (ConfigError, OSError, UnicodeDecodeError) as error:
         parser.error(f"--config {options.config}: {error}")
-    with presence(job, os.environ) as leaving:
+    with record_presence(job, os.environ) as leaving:
         leaving.code = tune(job, options.seconds, options.global_batch)
     return leaving.code
 

@@ -80,7 +80,7 @@ class TuningTrial:
                 windows, target = (part.to(self.device) for part in shards.gather(rows))
                 total += workload.criterion(module(windows).float(), target).double().sum().cpu()
         module.train()
-        return float(world.sum(total)) / len(positions)
+        return float(world.all_reduce(total)) / len(positions)
 
     def close(self) -> None:
         """Give back what it takes."""

@@ -30,7 +30,7 @@ from torch import nn
 
 from trainer.comm.group import GroupError
 from trainer.comm.launcher_env import rank_facts
-from trainer.comm.static_rendezvous import PeersMissingError, join
+from trainer.comm.static_rendezvous import PeersMissingError, join_world
 from trainer.comm.world import World, choose_device
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.data.loader import batches_ahead, fits
@@ -94,14 +94,14 @@ class Tuner:
         self.device, self.backend = choose_device(self.facts, job.training.backend)
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.world = join(job.training)
+        self.world = join_world(job.training)
         self.shards = DataShardManager(job.dataset.uri, expected_id=job.dataset.dataset_id)
         for split in ("train", "valid"):
             if self.shards.count(split) == 0:
                 raise DatasetError(f"{job.dataset.uri}: the {split} split has no samples; choose other split dates")
-        self.world.meet()  # one may have unpacked the data for minutes
+        self.world.barrier()  # one may have unpacked the data for minutes
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        hosts = self.world.gather(platform.node())
+        hosts = self.world.all_gather_object(platform.node())
         self._began: float | None = None
         """When the budget began: when the configuration had been set up, which any job has to pay for, and had run."""
         self.reporter = Reporter(self.rundir, 0, 1, []) if self.world.rank == 0 else None
@@ -117,7 +117,7 @@ class Tuner:
                 world_size=self.world.world_size, local_world_size=self.facts.local_world_size,
                 cores=len(AVAILABLE), ranks_per_host=hosts.count(platform.node()),
                 batch_matters=self._batch_matters(), fits_gpu=self._fits_gpu(),
-                has_gpu=all(self.world.gather(self.device.type == "cuda")),
+                has_gpu=all(self.world.all_gather_object(self.device.type == "cuda")),
                 batches_ahead=batches_ahead(None, self.device, False, self.shards.is_larger_than_memory),
             ),
         )  # fmt: skip
@@ -166,7 +166,7 @@ class Tuner:
                     trial.state.restore(before)
         except Exception as error:  # a user's model or a compiler may raise anything
             why = _in_words(error)
-        self.world.meet()  # to compile takes one rank longer than another, and may take longer than a collective
+        self.world.barrier()  # to compile takes one rank longer than another, and may take longer than a collective
         why = self._agree(why)
         if why and trial is not None:
             trial.close()
@@ -176,7 +176,7 @@ class Tuner:
     def measure(self, candidate: Candidate) -> float:
         trial, samples, seconds = self._running[candidate], 0, 0.0
         steps = max(2, round(self._measurement_seconds / self._step_seconds[candidate]))
-        self.world.meet()
+        self.world.barrier()
         try:
             trial.train_steps(1)  # caches and threads are its own again
             began = time.monotonic()
@@ -270,12 +270,12 @@ class Tuner:
             self.release(candidate)
         if self.reporter:
             self.reporter.close()
-        self.world.leave()
+        self.world.close()
 
     def _gather(self, value: Any) -> list[Any]:
         """One value of each rank. The same message says what time it is, by rank 0's clock, and who wants to end."""
         elapsed = 0.0 if self._began is None else time.monotonic() - self._began
-        found = self.world.gather((value, elapsed, self.asked_to_stop))
+        found = self.world.all_gather_object((value, elapsed, self.asked_to_stop))
         self.elapsed = found[0][1]
         if any(stop for _, _, stop in found):
             raise Interrupted
@@ -319,7 +319,7 @@ class Tuner:
     def _fits_gpu(self) -> bool:
         """On every rank, so that all try the same."""
         here = self.device.type == "cuda" and fits(self.shards.sample_bytes, torch.cuda.mem_get_info(self.device)[0])
-        return all(self.world.gather(here))
+        return all(self.world.all_gather_object(here))
 
     def _say(self, **what: Any) -> None:
         if self.reporter:

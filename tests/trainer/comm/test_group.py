@@ -24,11 +24,11 @@ import torch.distributed as dist
 from worlds import Job
 
 import trainer.comm.group
-from trainer.comm.group import Group, GroupError, abandoned
+from trainer.comm.group import GroupError, InterruptibleGroup, has_abandoned_groups
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.parameter_server import ParameterServerGroup
 from trainer.comm.peer_to_peer import NEAR_BYTES, UNSHARED
-from trainer.comm.static_rendezvous import listen
+from trainer.comm.static_rendezvous import open_listener
 from trainer.comm.torch_transport import ParameterServerTransport, TorchTransport, Transport, make_torch_transport
 from trainer.comm.world import World
 from trainer.observability import comm_profiler
@@ -52,11 +52,11 @@ PEER = """
 import os, signal, sys, torch
 import torch.distributed as dist
 from datetime import timedelta
-from trainer.comm.group import Group
+from trainer.comm.group import InterruptibleGroup
 from trainer.comm.torch_transport import make_torch_transport
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, timedelta(seconds=60), wait_for_workers=False)
-group = Group(1, 2, lambda: make_torch_transport(store, 1, 2, None, 1000.0, 1000.0, "127.0.0.1"))
-group.run("all-reduce", lambda transport: transport.sum(torch.ones(1)))
+group = InterruptibleGroup(1, 2, lambda: make_torch_transport(store, 1, 2, None, 1000.0, 1000.0, "127.0.0.1"))
+group.run("all-reduce", lambda transport: transport.all_reduce(torch.ones(1)))
 os.kill(os.getpid(), getattr(signal, sys.argv[2]))
 """
 
@@ -65,7 +65,7 @@ class Ranks:
     """Groups of one world, all in this process."""
 
     def __init__(self, kind: str, size: int, timeout: float = NEVER) -> None:
-        listener = listen("127.0.0.1")
+        listener = open_listener("127.0.0.1")
         address = ("127.0.0.1", listener.getsockname()[1])
         store = dist.HashStore()
 
@@ -78,7 +78,7 @@ class Ranks:
                 )
             return lambda: make_torch_transport(store, rank, size, None, timeout, timeout, "127.0.0.1")
 
-        self.groups = [Group(rank, size, opener(rank)) for rank in range(size)]
+        self.groups = [InterruptibleGroup(rank, size, opener(rank)) for rank in range(size)]
         self.worlds = [
             World(RankFacts(rank=rank, world_size=size), torch.device("cpu"), "gloo", group=group)
             for rank, group in enumerate(self.groups)
@@ -91,7 +91,7 @@ class Ranks:
 
     def close(self) -> None:
         with ThreadPoolExecutor(len(self.groups)) as pool:
-            list(pool.map(Group.close, self.groups))
+            list(pool.map(InterruptibleGroup.close, self.groups))
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def blocked(work: Callable[[], Any]) -> ThreadPoolExecutor | Any:
     return ThreadPoolExecutor(1).submit(work)
 
 
-def while_it_does(group: Group, what: str) -> None:
+def while_it_does(group: InterruptibleGroup, what: str) -> None:
     until = time.monotonic() + 60
     while group.doing[0] != what:
         assert time.monotonic() < until, group.doing
@@ -131,10 +131,10 @@ def test_all_ranks_get_the_same(ranks: Callable[..., Ranks], kind: str) -> None:
     largest = 2**63 - 1
 
     def work(rank: World) -> list[Any]:
-        rank.meet()
-        whole = rank.sum(torch.tensor([largest, -rank.rank], dtype=torch.int64)).tolist()
-        fractions = rank.sum(torch.full((2, 3), 0.5, dtype=torch.float64)).tolist()
-        told = rank.gather({"rank": rank.rank, "text": "ü" * 1000 * rank.rank})
+        rank.barrier()
+        whole = rank.all_reduce(torch.tensor([largest, -rank.rank], dtype=torch.int64)).tolist()
+        fractions = rank.all_reduce(torch.full((2, 3), 0.5, dtype=torch.float64)).tolist()
+        told = rank.all_gather_object({"rank": rank.rank, "text": "ü" * 1000 * rank.rank})
         sent = []
         for source in range(3):
             tensor = torch.full((4,), rank.rank + 0.5)
@@ -163,7 +163,7 @@ def test_a_sum_has_the_same_bits_on_all_ranks(
 ) -> None:
     """By direct links and by gloo's own all-reduce."""
     parts = torch.randn(size, numbers, generator=torch.Generator().manual_seed(size)).to(kind)
-    found = ranks("torch", size=size).all(lambda rank: rank.sum(parts[rank.rank].clone()))
+    found = ranks("torch", size=size).all(lambda rank: rank.all_reduce(parts[rank.rank].clone()))
     for other in found[1:]:
         assert torch.equal(found[0], other)
     torch.testing.assert_close(found[0].double(), parts.double().sum(0), rtol=0, atol=0.01)
@@ -174,8 +174,8 @@ def test_who_waits_for_a_peer_is_woken_and_the_next_group_works(
     ranks: Callable[..., Ranks], kind: str, numbers: int
 ) -> None:
     world = ranks(kind, timeout=10.0)
-    world.all(World.meet)
-    waiting = blocked(lambda: world.worlds[0].sum(torch.ones(numbers)))
+    world.all(World.barrier)
+    waiting = blocked(lambda: world.worlds[0].all_reduce(torch.ones(numbers)))
     while_it_does(world.groups[0], "all-reduce")
     world.groups[0].fail("n1 is silent", communication=False)
     error = waiting.exception(60)
@@ -183,7 +183,7 @@ def test_who_waits_for_a_peer_is_woken_and_the_next_group_works(
     assert (str(error), error.communication) == ("n1 is silent", False)
     assert error.detail["operation"] == "all-reduce"
     assert 0 <= error.detail["waited_seconds"] < NEVER
-    for again in (lambda: world.worlds[0].gather(1), lambda: world.worlds[0].meet()):
+    for again in (lambda: world.worlds[0].all_gather_object(1), lambda: world.worlds[0].barrier()):
         with pytest.raises(GroupError, match="n1 is silent"):
             again()  # at once
     world.groups[0].fail("something else")
@@ -191,23 +191,23 @@ def test_who_waits_for_a_peer_is_woken_and_the_next_group_works(
     world.groups[0].close()
     is_by_gloo = kind == "torch" and numbers > 5
     assert world.groups[0]._thread.is_alive() == is_by_gloo, "which cannot be interrupted"
-    assert abandoned() == (kind == "torch"), "a peer may still wait in it"
+    assert has_abandoned_groups() == (kind == "torch"), "a peer may still wait in it"
 
     new = ranks(kind, size=3)
-    assert new.all(lambda rank: rank.sum(torch.ones(1)).item()) == [3.0] * 3
+    assert new.all(lambda rank: rank.all_reduce(torch.ones(1)).item()) == [3.0] * 3
 
 
 def test_nobody_waits_for_what_is_in_flight_in_a_group_that_failed(ranks: Callable[..., Ranks]) -> None:
     """Something is summed in the background; a peer that runs out of memory does not come to it."""
     world = ranks(timeout=10.0)
-    world.all(World.meet)
+    world.all(World.barrier)
     group = world.groups[0]
     assert isinstance(group.transport, TorchTransport)
     work = group.transport.group.allreduce([torch.ones(3)])
     group.fail("n1 is out of memory")
     group.close()
     assert not group._thread.is_alive()
-    assert abandoned(), "the end of the process must not wait for it either"
+    assert has_abandoned_groups(), "the end of the process must not wait for it either"
     del group, world.groups[0], world.worlds[0]
     gc.collect()
     assert not work.is_completed(), "dropping the group has waited for it"
@@ -218,9 +218,9 @@ def test_a_peer_that_does_not_come_is_named_with_the_operation_and_the_seconds(
     ranks: Callable[..., Ranks], kind: str
 ) -> None:
     world = ranks(kind, timeout=1.0)
-    world.all(World.meet)
+    world.all(World.barrier)
     with pytest.raises(GroupError, match=r"all-reduce failed after [\d.]+ s: ") as failed:
-        world.worlds[0].sum(torch.ones(5))
+        world.worlds[0].all_reduce(torch.ones(5))
     assert failed.value.communication
     assert failed.value.detail["operation"] == "all-reduce"
     assert failed.value.detail["waited_seconds"] >= 0.9
@@ -231,10 +231,10 @@ def test_a_group_that_does_not_come_about_says_so() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = free.getsockname()
-        group = Group(
+        group = InterruptibleGroup(
             1, 2, lambda: ParameterServerTransport(ParameterServerGroup.connect_worker(address, 1, 2, b"key", 0.5))
         )
-        future = group.submit("all-reduce", lambda transport: transport.sum(torch.ones(1)))
+        future = group.submit("all-reduce", lambda transport: transport.all_reduce(torch.ones(1)))
         error = future.exception(60)
     assert isinstance(error, GroupError)
     assert error.detail["operation"] == "forming the group"
@@ -287,10 +287,10 @@ def test_ranks_that_mostly_communicate_look_at_their_links_once(ranks: Callable[
         for step in range(1, 7):
             timer.mark("input")
             timer.mark("backward")
-            world.sum(torch.ones(1000), "all-reduce of gradient bucket 0 (4,000 bytes)")
+            world.all_reduce(torch.ones(1000), "all-reduce of gradient bucket 0 (4,000 bytes)")
             timer.mark("exposed")
             profiler.add(8)
-            world.sum(torch.ones(3))  # between steps
+            world.all_reduce(torch.ones(3))  # between steps
             if step % 2 == 0:
                 window = profiler.exchange(step, (0.5 * step, 16))
                 assert window.collectives == (("bucket 0", 4000),)
@@ -327,14 +327,14 @@ def test_what_is_submitted_happens_in_order_and_an_error_ends_it_all() -> None:
     class Nothing:
         linger_seconds = 0.0
 
-        def call_off(self) -> None: ...
+        def interrupt(self) -> None: ...
         def abort(self) -> None: ...
         def close(self) -> None: ...
 
     def broken(_: Any) -> None:
         raise RuntimeError("[../gloo/pair.cc:534] Connection reset by peer. This is typically due to …")
 
-    group, done, gate = Group(0, 1, Nothing), list[int](), threading.Event()  # type: ignore[arg-type]
+    group, done, gate = InterruptibleGroup(0, 1, Nothing), list[int](), threading.Event()  # type: ignore[arg-type]
     group.submit("wait", lambda _: gate.wait(60))
     futures = [group.submit("count", lambda _, number=number: done.append(number)) for number in range(50)]  # type: ignore[misc]
     failing, after = group.submit("all-reduce", broken), group.submit("count", lambda _: done.append(99))
@@ -351,13 +351,13 @@ def test_what_is_submitted_happens_in_order_and_an_error_ends_it_all() -> None:
 @pytest.mark.parametrize("how", ["SIGSTOP", "SIGKILL"])
 def test_a_process_that_freezes_or_dies_in_the_middle(how: str) -> None:
     """A frozen one is not noticed by gloo: somebody else has to call the group off. A dead one is, at once."""
-    listener = listen("127.0.0.1")
+    listener = open_listener("127.0.0.1")
     port = listener.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, None, True, master_listen_fd=listener.detach(), wait_for_workers=False)
-    group = Group(0, 2, lambda: make_torch_transport(store, 0, 2, None, NEVER, NEVER, "127.0.0.1"))
+    group = InterruptibleGroup(0, 2, lambda: make_torch_transport(store, 0, 2, None, NEVER, NEVER, "127.0.0.1"))
     peer = subprocess.Popen([sys.executable, "-c", PEER, str(port), how])
     try:
-        group.run("all-reduce", lambda transport: transport.sum(torch.ones(1)))
+        group.run("all-reduce", lambda transport: transport.all_reduce(torch.ones(1)))
         waiting = blocked(lambda: group.run("barrier", lambda transport: transport.barrier(NEVER)))
         if how == "SIGSTOP":
             os.waitpid(peer.pid, os.WUNTRACED)
@@ -379,10 +379,10 @@ def test_who_trains_in_a_process_of_its_own_goes_on_after_it(
 ) -> None:
     """Something hangs in it that an earlier training has left behind; that must not end it, as it ends a node."""
     world = ranks(timeout=10.0)
-    world.all(World.meet)
+    world.all(World.barrier)
     world.groups[0].fail("n1 is gone")
     world.groups[0].close()
-    assert abandoned()
+    assert has_abandoned_groups()
     assert new_job(max_steps=2).run_here() == 0
 
 
@@ -390,15 +390,16 @@ def test_who_trains_in_a_process_of_its_own_goes_on_after_it(
 def test_a_process_ends_though_a_group_that_it_left_behind_still_hangs() -> None:
     program = """
 import sys, threading, time, torch, torch.distributed as dist
-from trainer.comm.group import Group
+from trainer.comm.group import InterruptibleGroup
 from trainer.comm.torch_transport import make_torch_transport
 from trainer.engine.run_job import leave_process
 store = dist.HashStore()
-groups = [Group(rank, 2, lambda rank=rank: make_torch_transport(store, rank, 2, None, 1000.0, 1000.0, "127.0.0.1"))
-          for rank in range(2)]
-both = [group.submit("all-reduce", lambda transport: transport.sum(torch.ones(1))) for group in groups]
+def opener(rank):
+    return lambda: make_torch_transport(store, rank, 2, None, 1000.0, 1000.0, "127.0.0.1")
+groups = [InterruptibleGroup(rank, 2, opener(rank)) for rank in range(2)]
+both = [group.submit("all-reduce", lambda transport: transport.all_reduce(torch.ones(1))) for group in groups]
 [future.result() for future in both]
-stuck = groups[0].submit("all-reduce", lambda transport: transport.sum(torch.ones(1)))
+stuck = groups[0].submit("all-reduce", lambda transport: transport.all_reduce(torch.ones(1)))
 while groups[0].doing[0] != "all-reduce": time.sleep(0.01)
 groups[0].fail("n1 is gone")
 groups[0].close()

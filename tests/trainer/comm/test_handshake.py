@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.comm.handshake import HELLO, NAME_BYTES, PROOF_BYTES, REPLY, AuthenticationError, Caller, Listener, rank_of
+from trainer.comm.handshake import (
+    HELLO,
+    NAME_BYTES,
+    PROOF_BYTES,
+    REPLY,
+    AuthenticationError,
+    Caller,
+    Listener,
+    parse_rank,
+)
 from trainer.comm.launch_secret import LaunchSecret
 
 KEY = LaunchSecret(bytes(range(32))).key("direct", "job", 3)
@@ -127,8 +136,8 @@ def test_nothing_is_admitted_before_it_said_hello_or_twice() -> None:
 @pytest.mark.parametrize("name", ["", "-1", "3", "1.0", " 1", "²", "1" * 30, "0x1"])
 def test_a_name_that_is_no_rank_of_this_world_is_refused(name: str) -> None:
     with pytest.raises(AuthenticationError, match="takes itself for rank"):
-        rank_of(name, 3)
-    assert rank_of("2", 3) == 2
+        parse_rank(name, 3)
+    assert parse_rank("2", 3) == 2
 
 
 @pytest.mark.parametrize("name", ["x" * (NAME_BYTES + 1), "a\0"])

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from trainer.comm.descriptors import raise_descriptor_limit
-from trainer.comm.framed_socket import Link, prepare, run
-from trainer.comm.handshake import answer, call
+from trainer.comm.framed_socket import FramedSocket, prepare_socket, run_flows
+from trainer.comm.handshake import authenticate_caller, authenticate_to_listener
 from trainer.comm.listener import MOST_UNPROVEN, Door
-from trainer.elastic.failure_detector import Peers
+from trainer.elastic.failure_detector import FailureDetector
 
 KEY, PATIENCE = b"key", 60.0
 HOST = "127.0.0.1"
@@ -29,16 +29,16 @@ def listener() -> Iterator[socket.socket]:
 
 
 def door_at(listener: socket.socket) -> Door[str]:
-    def welcome(guest: Link) -> Generator[int, None, str]:
-        guest.connection = prepare(guest.connection, None, server_side=True)
-        return (yield from answer(guest, KEY, "here"))
+    def welcome(guest: FramedSocket) -> Generator[int, None, str]:
+        guest.connection = prepare_socket(guest.connection, None, server_side=True)
+        return (yield from authenticate_caller(guest, KEY, "here"))
 
     return Door(listener, welcome)
 
 
 def knock(connection: socket.socket, key: bytes = KEY) -> None:
-    link = Link(0, prepare(connection, None, server_side=False))
-    run([(link, call(link, key, "guest", "here"))], 0.0, time.monotonic() + PATIENCE)
+    link = FramedSocket(0, prepare_socket(connection, None, server_side=False))
+    run_flows([(link, authenticate_to_listener(link, key, "guest", "here"))], 0.0, time.monotonic() + PATIENCE)
 
 
 def test_more_than_may_be_unproven_keep_nobody_out_and_the_oldest_go(listener: socket.socket) -> None:
@@ -110,7 +110,7 @@ def test_without_descriptors_the_oldest_at_the_door_makes_room(listener: socket.
 
 
 def test_without_any_descriptor_nothing_ends_and_who_waits_is_let_in_later(listener: socket.socket) -> None:
-    door, peers = door_at(listener), Peers("here", KEY, HOST, 0.1, 1000.0)
+    door, peers = door_at(listener), FailureDetector("here", KEY, HOST, 0.1, 1000.0)
     honest, other = (socket.create_connection(address) for address in (listener.getsockname(), peers.address))
     with ThreadPoolExecutor(1) as pool:
         with descriptors(left=0):

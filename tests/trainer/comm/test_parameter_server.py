@@ -20,7 +20,7 @@ from certificates import Authority
 from star_ranks import FREEZE, KILL, THAW, Outcome, Rank, Tap, listening
 
 from trainer.comm import parameter_server
-from trainer.comm.framed_socket import connect
+from trainer.comm.framed_socket import open_connection
 from trainer.comm.handshake import REPLY, Caller
 from trainer.comm.parameter_server import ParameterServerError, ParameterServerGroup
 from trainer.config import TLSConfig
@@ -114,10 +114,10 @@ def test_a_world_of_one_has_nobody_to_wait_for() -> None:
     server = ParameterServerGroup.serve(listening(), 1, at.TOKEN, 1.0)
     tensor = torch.randn(5)
     before = tensor.clone()
-    server.sum(tensor)
+    server.all_reduce(tensor)
     server.broadcast(tensor)
     server.barrier()
-    assert server.gather("me") == ["me"]
+    assert server.all_gather_object("me") == ["me"]
     assert torch.equal(tensor, before)
 
 
@@ -349,7 +349,7 @@ def test_a_connection_that_meets_itself_is_no_server() -> None:
 
 def _refused(port: int) -> OSError:
     try:
-        with connect(("127.0.0.1", port), 1.0) as connection:
+        with open_connection(("127.0.0.1", port), 1.0) as connection:
             assert connection.getsockname() != connection.getpeername()
     except OSError as error:
         return error
@@ -367,7 +367,7 @@ def test_a_size_that_no_memory_holds_is_no_lack_of_memory() -> None:
     with pytest.raises(
         ParameterServerError, match=r"rank 1 failed in gather after .* it announces 70,368,744,177,664 bytes"
     ):
-        server.gather(1)
+        server.all_gather_object(1)
     worker.close()
 
 
@@ -381,7 +381,7 @@ def test_last_words_never_get_into_the_data(monkeypatch: pytest.MonkeyPatch) -> 
     def be_server() -> None:
         server = ParameterServerGroup.serve(listener, 3, at.TOKEN, at.PATIENCE)
         try:
-            server.sum(torch.ones(parameter_server.PART_BYTES // 2))
+            server.all_reduce(torch.ones(parameter_server.PART_BYTES // 2))
         except ParameterServerError as error:
             results.append(str(error))
 

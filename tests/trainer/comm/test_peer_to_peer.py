@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.comm.framed_socket import PeerError
-from trainer.comm.group import Group
+from trainer.comm.group import InterruptibleGroup
 from trainer.comm.peer_to_peer import FAR_BYTES, NEAR_BYTES, PeerToPeerAllReduce, address_on, connect_all
 from trainer.comm.torch_transport import TorchTransport, make_torch_transport
 
@@ -76,7 +76,7 @@ def test_all_add_up_the_same_in_any_order_of_arrival(size: int, shape: tuple[int
             if number % size == rank:
                 time.sleep(0.002)  # each is late in turn, and others are ahead of it
             found.append(values[rank, number].clone())
-            links[rank].sum(found[-1])
+            links[rank].all_reduce(found[-1])
         return found
 
     [first, *others] = [future.result() for future in on_all(size, work)]
@@ -90,23 +90,23 @@ def test_all_add_up_the_same_in_any_order_of_arrival(size: int, shape: tuple[int
 
 def test_who_is_late_and_who_is_gone_are_named(pair: list[PeerToPeerAllReduce]) -> None:
     with pytest.raises(PeerError, match=r"nothing came from ranks \[1\] for 0.5 s"):
-        pair[0].sum(torch.ones(4))
+        pair[0].all_reduce(torch.ones(4))
     pair[1].close()
     with pytest.raises(PeerError, match=r"rank 1"):
-        pair[0].sum(torch.ones(4))
+        pair[0].all_reduce(torch.ones(4))
 
 
 def test_ranks_that_sum_something_else_are_told_apart_from_slow_ones(pair: list[PeerToPeerAllReduce]) -> None:
-    errors = [future.exception() for future in on_all(2, lambda rank: pair[rank].sum(torch.ones(4 + rank)))]
+    errors = [future.exception() for future in on_all(2, lambda rank: pair[rank].all_reduce(torch.ones(4 + rank)))]
     assert "rank 1 is at sum 1, of 20 bytes; this is 1, of 16" in str(errors[0])
 
 
 def test_who_waits_is_woken_when_it_is_called_off() -> None:
     links = connected(2)
-    timer = threading.Timer(0.2, links[0].call_off)
+    timer = threading.Timer(0.2, links[0].interrupt)
     timer.start()
     with pytest.raises(PeerError, match="called off"):
-        links[0].sum(torch.ones(4))
+        links[0].all_reduce(torch.ones(4))
     for link in links:
         link.close()
 
@@ -115,15 +115,15 @@ def test_what_is_there_already_counts_though_it_is_called_off() -> None:
     """And to call it off over and over, with nobody looking, holds nobody up."""
     links = connected(2)
     for _ in range(2000):
-        links[0].call_off()
+        links[0].interrupt()
     tensors = [torch.ones(4), torch.ones(4)]
-    other = ThreadPoolExecutor(1).submit(links[1].sum, tensors[1])
+    other = ThreadPoolExecutor(1).submit(links[1].all_reduce, tensors[1])
     time.sleep(0.2)
-    links[0].sum(tensors[0])
+    links[0].all_reduce(tensors[0])
     other.result(60)
     assert tensors[0].tolist() == [2.0] * 4
     with pytest.raises(PeerError, match="called off"):
-        links[0].sum(torch.ones(4))
+        links[0].all_reduce(torch.ones(4))
     for link in links:
         link.close()
 
@@ -142,26 +142,26 @@ def test_strangers_at_the_door_keep_nobody_out() -> None:
     strangers: list[socket.socket] = []
     links = connected(2, store=Door())
     tensors = [torch.ones(3), torch.ones(3)]
-    for future in on_all(2, lambda rank: links[rank].sum(tensors[rank])):
+    for future in on_all(2, lambda rank: links[rank].all_reduce(tensors[rank])):
         future.result()
     assert tensors[0].tolist() == [2.0] * 3
     for end in (*links, *strangers):
         end.close()
 
 
-def groups(size: int) -> list[Group]:
+def groups(size: int) -> list[InterruptibleGroup]:
     store = dist.HashStore()
 
     def opener(rank: int) -> Callable[[], TorchTransport]:
         return lambda: make_torch_transport(store, rank, size, None, 60.0, 60.0, HOST)
 
-    return [Group(rank, size, opener(rank)) for rank in range(size)]
+    return [InterruptibleGroup(rank, size, opener(rank)) for rank in range(size)]
 
 
-def summed(group: Group, value: float) -> tuple[float, list[str]]:
+def summed(group: InterruptibleGroup, value: float) -> tuple[float, list[str]]:
     group.run("barrier", lambda transport: transport.barrier(60.0))
     with mock.patch.object(group, "submit", wraps=group.submit) as submit:
-        total = group.sum("all-reduce", torch.full((4,), value)).result()
+        total = group.all_reduce("all-reduce", torch.full((4,), value)).result()
     return total[0].item(), [call.args[0] for call in submit.call_args_list]
 
 

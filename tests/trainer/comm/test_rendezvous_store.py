@@ -12,32 +12,32 @@ import pytest
 import torch.distributed as dist
 
 from trainer.comm.handshake import AuthenticationError
-from trainer.comm.rendezvous_store import Store
-from trainer.comm.static_rendezvous import listen
+from trainer.comm.rendezvous_store import AuthenticatedStore
+from trainer.comm.static_rendezvous import open_listener
 
 KEY, PATIENCE = b"key", 60.0
 
 
 @pytest.fixture
-def served() -> Iterator[Store]:
-    listener = listen("127.0.0.1")
-    store = Store(listener.getsockname(), 0, 3, KEY, PATIENCE, listener)
+def served() -> Iterator[AuthenticatedStore]:
+    listener = open_listener("127.0.0.1")
+    store = AuthenticatedStore(listener.getsockname(), 0, 3, KEY, PATIENCE, listener)
     yield store
     store.close()
 
 
-def address(store: Store) -> tuple[str, int]:
+def address(store: AuthenticatedStore) -> tuple[str, int]:
     return store._connection.getpeername()
 
 
 @pytest.fixture
-def other(served: Store) -> Iterator[Store]:
-    store = Store(address(served), 1, 3, KEY, PATIENCE)
+def other(served: AuthenticatedStore) -> Iterator[AuthenticatedStore]:
+    store = AuthenticatedStore(address(served), 1, 3, KEY, PATIENCE)
     yield store
     store.close()
 
 
-def test_it_does_what_torchs_own_does(served: Store, other: Store) -> None:
+def test_it_does_what_torchs_own_does(served: AuthenticatedStore, other: AuthenticatedStore) -> None:
     """The same calls, side by side, by way of C++ as gloo makes them, and directly."""
     torchs = dist.HashStore()
     for one, two in ((torchs, torchs), (served, other), (dist.PrefixStore("a", served), dist.PrefixStore("a", other))):
@@ -65,7 +65,7 @@ def test_it_does_what_torchs_own_does(served: Store, other: Store) -> None:
     assert served.num_keys() == other.num_keys() > 0
 
 
-def test_who_asks_for_what_is_not_there_yet_waits_for_it(served: Store, other: Store) -> None:
+def test_who_asks_for_what_is_not_there_yet_waits_for_it(served: AuthenticatedStore, other: AuthenticatedStore) -> None:
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(other.get, "late")
         again = pool.submit(other.set, "meanwhile", "x")  # another thread of the same rank is not held up
@@ -75,7 +75,7 @@ def test_who_asks_for_what_is_not_there_yet_waits_for_it(served: Store, other: S
         assert waiting.result(PATIENCE) == b"\0\xff"
 
 
-def test_what_never_comes_is_an_error_of_torchs_kind(served: Store) -> None:
+def test_what_never_comes_is_an_error_of_torchs_kind(served: AuthenticatedStore) -> None:
     with pytest.raises(dist.DistStoreError, match=r"wait timeout after 0.1 s.*never"):
         served.wait(["never"], timedelta(seconds=0.1))
     with pytest.raises(RuntimeError, match="never"):
@@ -86,7 +86,7 @@ def test_what_never_comes_is_an_error_of_torchs_kind(served: Store) -> None:
         served.get("never")
 
 
-def test_closing_it_ends_every_wait_on_all_ranks(served: Store, other: Store) -> None:
+def test_closing_it_ends_every_wait_on_all_ranks(served: AuthenticatedStore, other: AuthenticatedStore) -> None:
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(store.get, "never") for store in (served, other)]
         time.sleep(0.2)
@@ -98,10 +98,12 @@ def test_closing_it_ends_every_wait_on_all_ranks(served: Store, other: Store) ->
         served.set("key", "value")
 
 
-def test_nobody_gets_in_with_another_key_or_as_a_rank_that_is_not(served: Store) -> None:
+def test_nobody_gets_in_with_another_key_or_as_a_rank_that_is_not(served: AuthenticatedStore) -> None:
     with pytest.raises(AuthenticationError, match="does not prove that it knows this launch's secret"):
-        Store(address(served), 1, 3, b"another generation's", PATIENCE)
-    refused = Store(address(served), 3, 3, KEY, PATIENCE)  # it has proven the key, and the door is closed to it
+        AuthenticatedStore(address(served), 1, 3, b"another generation's", PATIENCE)
+    refused = AuthenticatedStore(
+        address(served), 3, 3, KEY, PATIENCE
+    )  # it has proven the key, and the door is closed to it
     with pytest.raises(dist.DistStoreError):
         refused.set("key", "value")
     assert served.num_keys() == 0
@@ -109,7 +111,7 @@ def test_nobody_gets_in_with_another_key_or_as_a_rank_that_is_not(served: Store)
 
 def test_a_stranger_at_its_address_is_not_believed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger, ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(Store, stranger.getsockname(), 1, 2, KEY, PATIENCE)
+        asking = pool.submit(AuthenticatedStore, stranger.getsockname(), 1, 2, KEY, PATIENCE)
         connection, _ = stranger.accept()
         connection.sendall(b"dtA1" + bytes(64))
         with pytest.raises(AuthenticationError, match=r"who is at 127.0.0.1:\d+ does not prove"):
@@ -118,7 +120,7 @@ def test_a_stranger_at_its_address_is_not_believed() -> None:
 
 
 def test_nobody_there_is_said_with_the_address() -> None:
-    with listen("127.0.0.1") as listener:
+    with open_listener("127.0.0.1") as listener:
         where = listener.getsockname()
     with pytest.raises(TimeoutError, match=f"127.0.0.1:{where[1]} cannot be reached"):
-        Store(where, 1, 2, KEY, 0.2)
+        AuthenticatedStore(where, 1, 2, KEY, 0.2)

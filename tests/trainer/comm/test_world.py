@@ -13,9 +13,9 @@ import torch
 from torch.distributed import TCPStore
 from worlds import free_port
 
-from trainer.comm.launch_secret import SECRET_FILE, write_new
+from trainer.comm.launch_secret import SECRET_FILE, write_launch_secret
 from trainer.comm.launcher_env import RankFacts, rank_facts
-from trainer.comm.static_rendezvous import join
+from trainer.comm.static_rendezvous import join_world
 from trainer.comm.world import choose_device
 from trainer.config import ConfigError, DistributedTrainingConfig
 
@@ -33,35 +33,36 @@ TORCHRUN = {
 MEMBER = """
 import os, sys, torch
 from trainer.config import DistributedTrainingConfig
-from trainer.comm.static_rendezvous import join
-world = join(DistributedTrainingConfig(collective_timeout_seconds=30))
+from trainer.comm.static_rendezvous import join_world
+world = join_world(DistributedTrainingConfig(collective_timeout_seconds=30))
 rank = world.rank
-assert world.sum(torch.tensor([1.0, rank])).tolist() == [2.0, 1.0]
+assert world.all_reduce(torch.tensor([1.0, rank])).tolist() == [2.0, 1.0]
 assert world.any(rank == 1, False) == (True, False)
-assert world.gather(["rank", rank]) == [["rank", 0], ["rank", 1]]
-assert world.gather("a text that is longer on rank 1"[: 3 + 20 * rank]) == ["a t", "a text that is longer o"]
+assert world.all_gather_object(["rank", rank]) == [["rank", 0], ["rank", 1]]
+assert world.all_gather_object("a text that is longer on rank 1"[: 3 + 20 * rank]) == ["a t", "a text that is longer o"]
 for source in (0, 1):
     weights = torch.full((3,), float(rank))
     world.broadcast(weights, source)
     assert weights.tolist() == [source] * 3
 largest = torch.tensor([2**63 - 1 if rank else 1])
-assert world.sum(largest).tolist() == [-(2**63)], "whole numbers wrap"
-world.meet()
+assert world.all_reduce(largest).tolist() == [-(2**63)], "whole numbers wrap"
+world.barrier()
 print(world.backend, world.device.type, os.environ["GLOO_SOCKET_IFNAME"], flush=True)
 sys.stdin.readline()
-world.leave()
+world.close()
 """
 
 
 def test_without_a_launcher_this_is_a_world_of_one() -> None:
     assert rank_facts({}, CONFIG) == RankFacts()
-    world = join(CONFIG, {})
-    assert (world.rank, world.world_size, world.any(True, False), world.gather(1)) == (0, 1, (True, False), [1])
-    world.meet()
+    world = join_world(CONFIG, {})
+    assert (world.rank, world.world_size, world.any(True, False)) == (0, 1, (True, False))
+    assert world.all_gather_object(1) == [1]
+    world.barrier()
     weights = torch.ones(2)
     world.broadcast(weights)
-    assert world.sum(weights).tolist() == [1.0, 1.0]
-    world.leave()
+    assert world.all_reduce(weights).tolist() == [1.0, 1.0]
+    world.close()
 
 
 def test_torchrun_says_all() -> None:
@@ -134,13 +135,13 @@ def test_a_port_in_use_is_said_at_once(address: str, reason: str) -> None:
         port = taken.getsockname()[1]
         environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
         with pytest.raises(ConfigError, match=re.escape(reason.format(port))):
-            join(CONFIG, environment)
+            join_world(CONFIG, environment)
 
 
 @pytest.mark.parametrize("said", [b"nonsense", b"70000 127.0.0.1", b"80 ..", b"\xff\x00 1"])
 def test_nonsense_in_the_store_of_torchruns_agents_is_said(tmp_path: Path, said: bytes) -> None:
     """Anybody can write there; with a secret, rank 1 looks there for rank 0's own store."""
-    write_new(tmp_path / "secrets" / "launch")
+    write_launch_secret(tmp_path / "secrets" / "launch")
     agents = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agents.set("run/0/store", said)
     environment = {
@@ -149,7 +150,7 @@ def test_nonsense_in_the_store_of_torchruns_agents_is_said(tmp_path: Path, said:
         SECRET_FILE: str(tmp_path / "secrets" / "launch"),
     }  # fmt: skip
     with pytest.raises(ConfigError, match=r"rank 0 listens at .*no port and address.*--master-port") as refused:
-        join(DistributedTrainingConfig(collective_timeout_seconds=5, bind_cores=False), environment)
+        join_world(DistributedTrainingConfig(collective_timeout_seconds=5, bind_cores=False), environment)
     assert repr(said) in str(refused.value)
 
 
@@ -184,9 +185,7 @@ def test_two_ranks_agree_and_listen_on_this_machine_only() -> None:
 
 @pytest.mark.slow
 def test_a_peer_that_never_comes_is_not_waited_for_beyond_the_timeout() -> None:
-    program = (
-        "from trainer.comm.static_rendezvous import *; join(DistributedTrainingConfig(collective_timeout_seconds=1))"
-    )
+    program = "from trainer.comm.static_rendezvous import *; join_world(DistributedTrainingConfig(collective_timeout_seconds=1))"
     ranks = []
     for rank in ("0", "1"):  # each in a world of its own
         environment = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import ConfigError
-from trainer.data.coverage import add, digest, digest_of_all, unproven
+from trainer.data.coverage import add, digest_of_all, digest_samples, unproven
 from trainer.data.sampler import Sampler
 
 counts = st.integers(1, 300)
@@ -25,7 +25,7 @@ def splitmix64(state: int) -> int:
 
 
 def of(samples: list[int]) -> int:
-    return digest(np.array(samples, dtype=np.int64))
+    return digest_samples(np.array(samples, dtype=np.int64))
 
 
 def record(samples: list[int], epoch: int = 0) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def test_however_samples_are_split_among_ranks_and_steps_the_sum_is_the_same(
     dealt = np.random.default_rng(seed).permutation(samples)
     total = 0
     for rank in range(ranks):
-        total = add(total, digest(dealt[rank::ranks]))
+        total = add(total, digest_samples(dealt[rank::ranks]))
     assert total == of(samples)
 
 
@@ -68,7 +68,7 @@ def test_a_sample_that_is_skipped_doubled_or_swapped_is_noticed(count: int, data
 
 def test_all_means_each_once_beyond_one_block() -> None:
     count = (1 << 20) + 3
-    assert digest_of_all(count) == digest(np.arange(count))
+    assert digest_of_all(count) == digest_samples(np.arange(count))
     assert digest_of_all(0) == 0
     assert len({digest_of_all(count) for count in range(1000)}) == 1000
 
@@ -106,6 +106,6 @@ def test_the_sampler_is_proven_though_the_world_changes_in_every_step(
         for rank in ranks:
             for micro_batch in rank.step(3, step)[1]:
                 used += len(micro_batch.positions)
-                total = add(total, digest(micro_batch.positions))
+                total = add(total, digest_samples(micro_batch.positions))
         step += 1
     assert unproven([{"epoch": 0, "samples": used, "digest": total}], samples, 1) == []

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from trainer.elastic.failure_detector import Peers
+from trainer.elastic.failure_detector import FailureDetector
 
 NEVER = 1000.0
 """A timeout that no test reaches: what is known before was not found out by waiting."""
@@ -58,7 +58,7 @@ def start() -> Iterator[Callable[..., Any]]:
 
     def make(name: str, here: bool = False, timeout: float = NEVER, **more: Any) -> Any:
         if here:
-            made.append(Peers(name, more.pop("token", "token").encode(), "127.0.0.1", 0.1, timeout, **more))
+            made.append(FailureDetector(name, more.pop("token", "token").encode(), "127.0.0.1", 0.1, timeout, **more))
         else:
             made.append(Member(name, timeout=timeout, **more))
         return made[-1]
@@ -75,26 +75,26 @@ def until(true: Callable[[], Any], what: Callable[[], Any] = lambda: "") -> None
         time.sleep(0.01)
 
 
-def sees(peers: Peers, **views: str) -> None:
+def sees(peers: FailureDetector, **views: str) -> None:
     """Wait until this is how the others look."""
-    until(lambda: peers.view() == views, peers.view)
+    until(lambda: peers.statuses() == views, peers.statuses)
 
 
 def test_a_killed_process_is_gone_and_one_that_never_was_too(start: Callable[..., Any]) -> None:
     changes: list[dict[str, str]] = []
-    me = start("me", here=True, on_change=lambda: changes.append(dict(me.view())))
+    me = start("me", here=True, on_change=lambda: changes.append(dict(me.statuses())))
     other = start("other")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # and does not listen
         me.follow({"me": me.address, "other": other.address, "nobody": free.getsockname()})
         sees(me, other="here", nobody="gone")
-        assert me.heard()["other"] < 60
+        assert me.seconds_since_heard()["other"] < 60
         other.signal(signal.SIGKILL)
         sees(me, other="gone", nobody="gone")
     assert [seen.get("other") for seen in changes if seen.get("other") != "unknown"][-1] == "gone"
     assert {"silent"}.isdisjoint(view for seen in changes for view in seen.values())
     me.follow({})
-    assert me.view() == {}
+    assert me.statuses() == {}
 
 
 def test_a_frozen_process_is_silent_after_the_timeout_and_here_again_when_it_goes_on(start: Callable[..., Any]) -> None:
@@ -190,6 +190,6 @@ def test_messages_reach_all_who_follow_and_are_taken_once(start: Callable[..., A
     other.order(tell={"regroup": 4, "reason": "ü" * 10_000})
     for listener in listeners:
         got: list[dict[str, Any]] = []
-        until(lambda got=got, listener=listener: got.extend(listener.messages()) or len(got) == 2)  # type: ignore[misc]
+        until(lambda got=got, listener=listener: got.extend(listener.take_messages()) or len(got) == 2)  # type: ignore[misc]
         assert [(item["regroup"], item["from"]) for item in got] == [(3, "other"), (4, "other")]
-        assert listener.messages() == []
+        assert listener.take_messages() == []

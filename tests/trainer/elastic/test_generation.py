@@ -15,12 +15,12 @@ from trainer.elastic.generation import (
     TOLD,
     Candidate,
     Generation,
-    attempts,
-    choose,
-    conflicts,
-    isolated,
-    missing,
-    pause,
+    choose_generation,
+    count_failed_attempts,
+    find_isolated_members,
+    find_missing_members,
+    find_unreachable_pairs,
+    proposal_delay,
     survivors_of,
 )
 
@@ -40,7 +40,7 @@ def candidates(names: str, cut: str = "", was_in: int = 4, **what: Any) -> list[
 
 
 def chosen(previous: Generation | None, found: list[Candidate], limit: int = 9, proposer: str = "") -> str:
-    result = choose(previous, 1, found, RETRIES, limit, proposer)
+    result = choose_generation(previous, 1, found, RETRIES, limit, proposer)
     if result is None:
         return ""
     return "".join(item.member for item in result.members) + ("*" if result.topology == "star" else "")
@@ -74,7 +74,7 @@ def test_newcomers_follow_survivors_as_far_as_there_is_room() -> None:
     assert chosen(previous, found) == "bazy"
     assert chosen(previous, found, limit=3) == "baz"
     assert chosen(previous, found, limit=1) == "ba", "no survivor has to make room"
-    result = choose(previous, 1, [seat("z", was_in=3, step=99), *survivors], RETRIES, 9)
+    result = choose_generation(previous, 1, [seat("z", was_in=3, step=99), *survivors], RETRIES, 9)
     assert result is not None
     assert result.members[-1].was_in == 0, "a state of a generation that is over does not count"
     assert result.step == 0
@@ -82,14 +82,14 @@ def test_newcomers_follow_survivors_as_far_as_there_is_room() -> None:
 
 def test_a_launch_starts_anew_and_a_number_is_never_used_again() -> None:
     previous = replace(generation("ab"), launch=0)
-    result = choose(previous, 1, [seat("c", 1), seat("b", 0)], RETRIES, 9)
+    result = choose_generation(previous, 1, [seat("c", 1), seat("b", 0)], RETRIES, 9)
     assert result is not None
     assert (result.number, result.reason, result.has_state) == (5, START, False)
     assert [item.member for item in result.members] == ["b", "c"]
-    first = choose(None, 1, [seat("a")], RETRIES, 9, first=7)
+    first = choose_generation(None, 1, [seat("a")], RETRIES, 9, first=7)
     assert first is not None
     assert first.number == 7
-    assert choose(None, 1, [seat("a", ready=False)], RETRIES, 9) is None
+    assert choose_generation(None, 1, [seat("a", ready=False)], RETRIES, 9) is None
 
 
 def test_the_state_of_the_furthest_counts_the_lowest_rank_of_equals() -> None:
@@ -105,7 +105,7 @@ def test_the_state_of_the_furthest_counts_the_lowest_rank_of_equals() -> None:
 def test_reasons_are_those_of_who_saw_it() -> None:
     found = candidates("abc")
     said = [replace(found[0], reason="x is gone"), replace(found[1], reason=f"{TOLD} a: x is gone"), found[2]]
-    result = choose(generation("abcx"), 1, said, RETRIES, 9)
+    result = choose_generation(generation("abcx"), 1, said, RETRIES, 9)
     assert result is not None
     assert result.reason == "x is gone"
 
@@ -115,13 +115,13 @@ def test_reasons_are_those_of_who_saw_it() -> None:
     [("abc", "", ""), ("abc", "ab", ""), ("abc", "ab ac", "a"), ("ab", "ab", ""), ("abc", "ab ac bc", "")],
 )
 def test_only_a_host_that_nobody_reaches_is_cut_off(names: str, cut: str, cut_off: str) -> None:
-    assert isolated(candidates(names, cut)) == set(cut_off)
+    assert find_isolated_members(candidates(names, cut)) == set(cut_off)
 
 
 def test_one_of_two_is_believed_that_says_it_cannot_reach_the_other() -> None:
     one, other = seat("a", view={"b": "gone", "x": "gone"}), seat("b", view={"a": "here"})
-    assert conflicts([one, other]) == {frozenset("ab")}
-    assert conflicts([replace(one, view={"b": "unknown"}), other]) == set()
+    assert find_unreachable_pairs([one, other]) == {frozenset("ab")}
+    assert find_unreachable_pairs([replace(one, view={"b": "unknown"}), other]) == set()
 
 
 @pytest.mark.parametrize(
@@ -141,25 +141,25 @@ def test_failures_in_a_row_are_counted_and_waited_for_longer_each_time(
 ) -> None:
     previous = replace(generation("abc"), attempt=before, step=10)
     found = candidates(left, step=step, communication=failed)
-    assert attempts(previous, found) == count
-    assert pause(previous, found, RETRIES) == seconds
-    result = choose(previous, 1, found, RETRIES, 9)
+    assert count_failed_attempts(previous, found) == count
+    assert proposal_delay(previous, found, RETRIES) == seconds
+    result = choose_generation(previous, 1, found, RETRIES, 9)
     assert result is not None
     assert (result.attempt, result.topology) == (count, "star" if count > RETRIES else "mesh")
 
 
 def test_a_link_that_is_cut_is_given_time_to_come_back_but_not_a_host() -> None:
     previous = generation("abc")
-    assert pause(previous, candidates("abc", "ab"), RETRIES) == 3.5
-    assert pause(previous, candidates("abc", "ab ac"), RETRIES) == 0.0
-    assert pause(previous, candidates("abc", "ab ac bc"), RETRIES) == 3.5
+    assert proposal_delay(previous, candidates("abc", "ab"), RETRIES) == 3.5
+    assert proposal_delay(previous, candidates("abc", "ab ac"), RETRIES) == 0.0
+    assert proposal_delay(previous, candidates("abc", "ab ac bc"), RETRIES) == 3.5
 
 
 def test_whom_a_proposal_waits_for() -> None:
     preparing = seat("b", ready=False)
-    assert missing(generation("abc"), 1, 3, [seat("a"), preparing]) == ["b", "c"]
-    assert missing(None, 1, 4, [seat("a"), preparing, seat("x", launch=2)]) == ["b", "?0", "?1"]
-    assert missing(replace(generation("xyz"), launch=0), 1, 1, [seat("a")]) == []
+    assert find_missing_members(generation("abc"), 1, 3, [seat("a"), preparing]) == ["b", "c"]
+    assert find_missing_members(None, 1, 4, [seat("a"), preparing, seat("x", launch=2)]) == ["b", "?0", "?1"]
+    assert find_missing_members(replace(generation("xyz"), launch=0), 1, 1, [seat("a")]) == []
 
 
 views = st.sampled_from(["here", "here", "here", "unknown", "silent", "gone"])
@@ -194,7 +194,7 @@ def test_whatever_they_see_the_chosen_can_work_together(
     previous, found = situation
     ready = [item for item in found if item.ready and item.launch == 1]
     proposer = ready[place % len(ready)].member if ready else ""
-    result = choose(previous, 1, found, RETRIES, limit, proposer)
+    result = choose_generation(previous, 1, found, RETRIES, limit, proposer)
     if not ready:
         assert result is None
         return
@@ -204,7 +204,7 @@ def test_whatever_they_see_the_chosen_can_work_together(
     assert len(set(names)) == len(names) > 0
     assert result.number == (previous.number + 1 if previous else 1)
 
-    bad = conflicts(result.members)
+    bad = find_unreachable_pairs(result.members)
     if result.topology == "star":
         bad = {pair for pair in bad if names[0] in pair}
     assert not bad, "they reach each other, or all of them reach the server"
@@ -220,4 +220,6 @@ def test_whatever_they_see_the_chosen_can_work_together(
         best = result.members[result.source]
         assert best.was_in
         assert result.step == best.step == max(item.step for item in result.members if item.was_in)
-    assert choose(previous, 1, found[::-1], RETRIES, limit, proposer) == result, "in whatever order they are read"
+    assert choose_generation(previous, 1, found[::-1], RETRIES, limit, proposer) == result, (
+        "in whatever order they are read"
+    )

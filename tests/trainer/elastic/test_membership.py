@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from seats import seat
 
-from trainer.elastic.failure_detector import Address, Peers
+from trainer.elastic.failure_detector import Address, FailureDetector
 from trainer.elastic.generation import START, Generation
 from trainer.elastic.membership import Membership, NoGenerationError, generations
 from trainer.storage.open import open_storage
 
 
-class Line(Peers):
+class Line(FailureDetector):
     """Peers whose connections to some lead nowhere: to an address that takes them and never says a word."""
 
     def __init__(self, name: str, interval: float, timeout: float) -> None:
@@ -88,7 +88,7 @@ class Node:
 
         def work() -> None:
             try:
-                self.result = self.membership.agree(mine, number, self.ended)
+                self.result = self.membership.agree_on_next(mine, number, self.ended)
             except Exception as error:
                 self.result = error
 
@@ -183,8 +183,8 @@ def test_who_was_left_out_comes_back_without_its_state(nodes: Callable[..., list
     assert names_of(second) == "ab"
     c.start(first, step=99, reason="b is silent")  # it wakes up, further than the others, it believes
     assert c.waits(), "it asks to be let in and takes nothing over"
-    look_until(lambda: a.membership.newcomers(second))
-    found = a.membership.newcomers(second)
+    look_until(lambda: a.membership.find_newcomers(second))
+    found = a.membership.find_newcomers(second)
     assert [(item.member, item.was_in, item.step, item.reason) for item in found] == [("c", 0, 0, "")]
     third = together([a, b], second, step=7)
     assert c.wait() == third
@@ -209,16 +209,16 @@ def test_a_member_that_is_cut_off_takes_nothing_over(nodes: Callable[..., list[N
     a, b, c = nodes("abc", patience=4.0)
     first = together([a, b, c])
     cut((a, c), (b, c))
-    look_until(lambda: c.peers.view() == {"a": "silent", "b": "silent"})
+    look_until(lambda: c.peers.statuses() == {"a": "silent", "b": "silent"})
     c.start(first, step=9, reason="a is silent")
-    look_until(lambda: a.membership.asking(first))
-    assert [item.member for item in a.membership.asking(first)] == ["c"]
+    look_until(lambda: a.membership.find_requests(first))
+    assert [item.member for item in a.membership.find_requests(first)] == ["c"]
     assert not a.membership.is_over(first)
     second = together([a, b], first, step=9)
     assert names_of(second) == "ab"
     assert a.membership.is_over(first)
     for _ in range(7):  # longer than its patience
-        assert a.membership.newcomers(second) == []
+        assert a.membership.find_newcomers(second) == []
         assert c.waits(), "fenced out, as long as others are at work and it is not in their sight"
     taken_over = c.wait()  # nobody has said for longer than that that they are at work
     assert (names_of(taken_over), taken_over.has_state) == ("c", False)
@@ -286,11 +286,11 @@ import json, sys
 from dataclasses import asdict
 from trainer.elastic.generation import Candidate
 from trainer.elastic.membership import Membership
-from trainer.elastic.failure_detector import Peers
+from trainer.elastic.failure_detector import FailureDetector
 from trainer.storage.open import open_storage
 
 folder, name, place, planned = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-peers = Peers(name, b"key", "127.0.0.1", 0.1, 3.0)
+peers = FailureDetector(name, b"key", "127.0.0.1", 0.1, 3.0)
 membership = Membership(open_storage(folder), peers, 1, planned, 99, 0, 30.0, 30.0)
 # All propose at once, each something of its own (who proposes is in the reason): one wins.
 membership._turn = lambda *rest: 0.0
@@ -298,7 +298,7 @@ host, port = peers.address
 mine = Candidate(member=name, node=place, local_rank=0, launch=1, host=host, port=port, ready=True, rank=place)
 after = 0
 for number in range(1, 6):
-    generation = membership.agree(mine, after, lambda: None)
+    generation = membership.agree_on_next(mine, after, lambda: None)
     print(json.dumps(asdict(generation)), flush=True)
     mine = Candidate(**{**asdict(mine), "was_in": generation.number, "rank": generation.rank_of(name)})
     after = generation.number

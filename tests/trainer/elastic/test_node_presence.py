@@ -8,7 +8,7 @@ import pytest
 
 from trainer.config import DatasetRef, JobConfig
 from trainer.elastic import node_presence as presences
-from trainer.elastic.node_presence import Presence, last_word, presence
+from trainer.elastic.node_presence import PresenceRecorder, record_presence, write_last_presence
 from trainer.rundir import NodePresence, RunDir, heartbeat_seconds, stale_seconds
 from trainer.storage.open import open_storage
 
@@ -18,10 +18,10 @@ NODE = {**ASKED, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}
 ENDED = """
 import os, signal, sys, time
 from trainer.config import DatasetRef, JobConfig
-from trainer.elastic.node_presence import presence
+from trainer.elastic.node_presence import record_presence
 from trainer.rundir import RunDir
 job = JobConfig(job_id="test", run_dir=sys.argv[1], dataset=DatasetRef(uri="x"))
-with presence(job, {"DTRAIN_PRESENCE": "1"}) as leaving:
+with record_presence(job, {"DTRAIN_PRESENCE": "1"}) as leaving:
     while not RunDir(job.run_dir).nodes():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -40,7 +40,7 @@ def nodes(job: JobConfig) -> list[NodePresence]:
 
 def test_each_stay_of_a_node_has_a_record_of_its_own(job: JobConfig) -> None:
     for code in (75, 0):
-        with presence(job, NODE) as leaving:
+        with record_presence(job, NODE) as leaving:
             leaving.code = code
     first, second = nodes(job)
     for node in (first, second):
@@ -54,7 +54,7 @@ def test_each_stay_of_a_node_has_a_record_of_its_own(job: JobConfig) -> None:
 
 def test_a_node_that_is_there_says_so_again_and_again(job: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presences, "heartbeat_seconds", lambda storage: 0.01)
-    watch = Presence(RunDir(job.run_dir), 0, 1, started_at=5.0)
+    watch = PresenceRecorder(RunDir(job.run_dir), 0, 1, started_at=5.0)
     seen: set[float | None] = set()
     while len(seen) < 4:
         seen |= {node.last_seen_at for node in nodes(job)}
@@ -72,21 +72,21 @@ def test_a_node_that_is_there_says_so_again_and_again(job: JobConfig, monkeypatc
     ids=["by itself", "not asked", "another of the node", "an environment that the trainer refuses"],
 )
 def test_only_who_is_asked_and_first_on_its_node_writes(job: JobConfig, environment: dict[str, str]) -> None:
-    with presence(job, environment):
+    with record_presence(job, environment):
         pass
     assert nodes(job) == []
 
 
 def test_an_error_that_nobody_expected_is_an_end_too(job: JobConfig) -> None:
-    with pytest.raises(ZeroDivisionError), presence(job, NODE):
+    with pytest.raises(ZeroDivisionError), record_presence(job, NODE):
         raise ZeroDivisionError
     assert nodes(job)[0].exit_codes == (1,)
 
 
 def test_one_that_ends_at_once_says_so_before(job: JobConfig) -> None:
-    last_word(3)  # nobody keeps a record in this process yet
-    with presence(job, NODE):
-        last_word(3)
+    write_last_presence(3)  # nobody keeps a record in this process yet
+    with record_presence(job, NODE):
+        write_last_presence(3)
         [node] = nodes(job)
         assert node.ended_at is not None
         assert node.exit_codes == (3,)
@@ -105,7 +105,7 @@ def test_storage_that_fails_holds_up_nobody(job: JobConfig, monkeypatch: pytest.
     monkeypatch.setattr(presences, "LAST_WORD_SECONDS", 0.1)
     folder = Path(job.run_dir) / "nodes"
     folder.write_text("in the way of the folder")
-    with presence(job, NODE) as leaving:
+    with record_presence(job, NODE) as leaving:
         leaving.code = 0
     assert folder.read_text() == "in the way of the folder"
 

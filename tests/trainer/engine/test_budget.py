@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from worlds import Job
 
 from trainer.checkpoint.manager import LATEST
-from trainer.engine.budget import LATEST_SECONDS, SOONEST_SECONDS, Budget, Paid, end_at_budget, paid, pause
+from trainer.engine.budget import (
+    LATEST_SECONDS,
+    SOONEST_SECONDS,
+    Budget,
+    Paid,
+    end_at_budget,
+    seconds_to_next_look,
+    sum_paid,
+)
 from trainer.engine.trainer import DistributedTrainer
 from trainer.exit_codes import BUDGET
 from trainer.rundir import LIMIT, NodePresence, RunDir
@@ -52,21 +60,24 @@ def wait_for(condition: Callable[[], bool]) -> None:
 )
 def test_what_was_paid(nodes: list[NodePresence], expected: Paid) -> None:
     launch = max((node.launch for node in nodes), default=1)
-    assert paid(nodes, launch, now=200.0, stale=10.0) == expected
+    assert sum_paid(nodes, launch, now=200.0, stale=10.0) == expected
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.floats(0, 1e9), st.floats(-10, 1e6), st.booleans()), max_size=8))
 def test_every_stay_adds_and_time_never_takes_away(stays: list[tuple[int, float, float, bool]]) -> None:
     nodes = [stay(launch, began, began + took if ends else None, began + took) for launch, began, took, ends in stays]
-    totals = [paid(nodes[:count], 3, now=5e8, stale=10.0) for count in range(len(nodes) + 1)]
+    totals = [sum_paid(nodes[:count], 3, now=5e8, stale=10.0) for count in range(len(nodes) + 1)]
     assert all(a.node_seconds <= b.node_seconds for a, b in itertools.pairwise(totals))
-    assert paid(nodes, 3, now=5e8 + 60, stale=1e12).node_seconds >= paid(nodes, 3, now=5e8, stale=1e12).node_seconds
+    assert (
+        sum_paid(nodes, 3, now=5e8 + 60, stale=1e12).node_seconds
+        >= sum_paid(nodes, 3, now=5e8, stale=1e12).node_seconds
+    )
     assert totals[-1].after(-5.0) == totals[-1].node_seconds
 
 
 @given(st.floats(-10, 1e9), st.integers(0, 500))
 def test_it_looks_seldom_far_from_the_end_and_often_near_it(left: float, nodes: int) -> None:
-    seconds = pause(left, nodes)
+    seconds = seconds_to_next_look(left, nodes)
     assert SOONEST_SECONDS <= seconds <= LATEST_SECONDS
     assert seconds == SOONEST_SECONDS or seconds * nodes <= left / 4 * 1.0001
 

@@ -17,7 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.config import FactoryConfig
-from trainer.engine.out_of_memory import Fit, checkpoint_activations, chunks, is_out_of_memory, smaller
+from trainer.engine.out_of_memory import (
+    MicroBatchLimit,
+    checkpoint_activations,
+    is_out_of_memory,
+    reduce_limit,
+    split_samples,
+)
 from trainer.model.stock import STOCK, build_model
 from trainer.spec import DataSpec
 
@@ -68,26 +74,30 @@ def test_out_of_memory_is_told_from_other_errors() -> None:
 
 
 def test_the_way_down() -> None:
-    steps, fit = [], smaller(Fit(100, False), 8)
+    steps, fit = [], reduce_limit(MicroBatchLimit(100, False), 8)
     while fit is not None:
-        steps.append((fit.chunk, fit.activation_checkpointing))
-        fit = smaller(fit, 8)
+        steps.append((fit.max_samples, fit.activation_checkpointing))
+        fit = reduce_limit(fit, 8)
     assert steps == [(50, False), (25, False), (12, False), (8, False), (8, True)]
 
 
 @given(st.integers(1, 10_000), st.integers(1, 10_000), st.booleans())
 def test_the_way_down_ends_at_the_floor_with_activation_checkpointing(chunk: int, floor: int, twice: bool) -> None:
-    fit = Fit(chunk, twice)
-    while (less := smaller(fit, floor)) is not None:
-        assert (less.chunk, not less.activation_checkpointing) < (fit.chunk, not fit.activation_checkpointing)
+    fit = MicroBatchLimit(chunk, twice)
+    while (less := reduce_limit(fit, floor)) is not None:
+        now, before = (
+            (less.max_samples, not less.activation_checkpointing),
+            (fit.max_samples, not fit.activation_checkpointing),
+        )
+        assert now < before
         assert less.activation_checkpointing >= fit.activation_checkpointing
         fit = less
-    assert fit == Fit(min(chunk, floor), True)
+    assert fit == MicroBatchLimit(min(chunk, floor), True)
 
 
 @given(st.integers(0, 1000), st.integers(1, 1000))
 def test_chunks_hold_every_sample_once_and_in_order(count: int, size: int) -> None:
-    parts = chunks(count, size)
+    parts = split_samples(count, size)
     assert [index for part in parts for index in range(count)[part]] == list(range(count))
     assert all(0 < part.stop - part.start <= size for part in parts)
 

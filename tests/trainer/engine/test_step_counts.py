@@ -23,7 +23,7 @@ from trainer.config import DistributedTrainingConfig, FactoryConfig, parse_job
 from trainer.data.loader import Batch, BatchLoader
 from trainer.data.sampler import Sampler
 from trainer.data.shards import DataShardManager
-from trainer.engine.step import Step, StepFlags
+from trainer.engine.step import StepFlags, TrainingStep
 from trainer.engine.trainer import DistributedTrainer
 from trainer.model.losses import build_loss
 from trainer.model.stock import build_model
@@ -157,7 +157,7 @@ def test_two_ranks_exchange_their_gradients_and_one_line_and_nothing_else(datase
         sampler = Sampler(
             samples=shards.count("train"), global_batch_size=64, micro_batches=4, seed=0, rank=world.rank, world_size=2
         )
-        step = Step(models[world.rank], criterion, config, CPU, faults)
+        step = TrainingStep(models[world.rank], criterion, config, CPU, faults)
         step.adopt(world)
         assert world.group is not None
         before = len(world.group.collectives)

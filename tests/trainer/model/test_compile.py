@@ -10,8 +10,8 @@ from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.loader import Batch
-from trainer.engine.out_of_memory import Fit
-from trainer.engine.step import Step, StepFlags
+from trainer.engine.out_of_memory import MicroBatchLimit
+from trainer.engine.step import StepFlags, TrainingStep
 from trainer.model.compile import compiled, obstacle
 from trainer.runtime.fault_injection import Faults
 
@@ -72,11 +72,11 @@ def test_a_compiled_model_has_the_same_losses_and_keeps_its_names() -> None:
         torch.manual_seed(0)
         net = Blocks()
         config = DistributedTrainingConfig(compile=mode, weight_decay=0.0)  # type: ignore[arg-type]
-        step = Step(net, Squared(), config, CPU, Faults({}, 0))
+        step = TrainingStep(net, Squared(), config, CPU, Faults({}, 0))
         step.adopt(World(RankFacts(), CPU, "gloo"))
         found = []
         made = torch.Generator().manual_seed(1)
-        step.limit(Fit(8, mode != "off"))
+        step.apply_limit(MicroBatchLimit(8, mode != "off"))
         for number in range(6):
             windows, target = torch.randn(8, 3, 2, generator=made), torch.ones(8)
             found.append(step(Batch(8, ((0, windows, target),), 0), number, 0.05, StepFlags()).loss_sum)

@@ -14,7 +14,7 @@ import user_parts
 from worlds import Job
 
 from dtrain_dagster.monitoring.hangs import hang_verdict
-from trainer.comm.group import Group
+from trainer.comm.group import InterruptibleGroup
 from trainer.config import DistributedTrainingConfig
 from trainer.observability.reporter import Reporter
 from trainer.observability.watchdog import STACKS_BYTES, Watchdog, limit_seconds, stacks, where_now
@@ -79,7 +79,7 @@ class _Watched:
     def __init__(self, folder: Path, **training: Any) -> None:
         self.rundir = RunDir(str(folder))
         self.reporter = Reporter(self.rundir, 0, 1, [])
-        self.group = Group(0, 1, Nothing)  # type: ignore[arg-type]
+        self.group = InterruptibleGroup(0, 1, Nothing)  # type: ignore[arg-type]
         self.dog = Watchdog(DistributedTrainingConfig(**training))
         self.dog.attend(self.reporter, self.group, [0], 0)
 

@@ -13,7 +13,7 @@ import torch
 import trainer.parallel.auto_compression
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
-from trainer.observability.comm_profiler import FIELDS, Window
+from trainer.observability.comm_profiler import FIELDS, TimingWindow
 from trainer.parallel.auto_compression import (
     AGREEING,
     AT_ONCE,
@@ -169,7 +169,7 @@ class Simulated:
         values[:, :, FIELDS.index("backward")], values[:, :, FIELDS.index("exposed")] = self.computing, exposed
         values[:, :, len(FIELDS) :: 2] = [seconds for _, seconds in wires.values()]
         self.seconds += steps * (self.computing + exposed)
-        window = Window(values, tuple((name, bytes_) for name, (bytes_, _) in wires.items()))
+        window = TimingWindow(values, tuple((name, bytes_) for name, (bytes_, _) in wires.items()))
         return self.automatic.review(window, self.buckets)
 
 

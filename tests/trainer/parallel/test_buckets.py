@@ -24,7 +24,7 @@ from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig, parse_job
 from trainer.data.loader import Batch
 from trainer.engine.own_model import OwnModel
-from trainer.engine.step import Step, StepFlags
+from trainer.engine.step import StepFlags, TrainingStep
 from trainer.parallel.buckets import Buckets, divide
 from trainer.parallel.synchronizer import GradientSynchronizer
 from trainer.runtime.fault_injection import Faults
@@ -68,7 +68,7 @@ def test_two_ranks_do_what_one_does_whatever_they_use(signs: tuple[float, ...], 
     config = DistributedTrainingConfig(weight_decay=0.5, clip_norm=None)
 
     def trained(net: nn.Module, world: World, mine: tuple[Any, ...]) -> dict[str, Tensor]:
-        step = Step(net, Squared(), config, CPU, Faults({}, 0))
+        step = TrainingStep(net, Squared(), config, CPU, Faults({}, 0))
         step.adopt(world)
         for number in range(3):
             step(Batch(16, mine, digest=0), number, 0.1, StepFlags())
@@ -122,7 +122,7 @@ def test_two_ranks_do_what_one_does_whatever_the_model_is(kind: Callable[[], nn.
     parts = [part(number, 1) for number in range(4)]
 
     def trained(net: nn.Module, world: World, mine: tuple[Any, ...]) -> dict[str, Tensor]:
-        step = Step(net, Squared(), DistributedTrainingConfig(), CPU, Faults({}, 0))
+        step = TrainingStep(net, Squared(), DistributedTrainingConfig(), CPU, Faults({}, 0))
         step.adopt(world)
         for number in range(3):
             step(Batch(16, mine, digest=0), number, 0.1, StepFlags())
@@ -142,7 +142,7 @@ def test_a_parameter_in_two_reentrant_parts_is_refused_not_summed_too_early() ->
     nets = [Reentrant(tied=True) for _ in range(2)]
 
     def work(world: World) -> None:
-        step = Step(nets[world.rank], Squared(), DistributedTrainingConfig(), CPU, Faults({}, 0))
+        step = TrainingStep(nets[world.rank], Squared(), DistributedTrainingConfig(), CPU, Faults({}, 0))
         step.adopt(world)
         with pytest.raises(RuntimeError, match="use_reentrant=False"):
             step(Batch(8, (part(world.rank, 1),), digest=0), 0, 0.1, StepFlags())
@@ -158,7 +158,7 @@ def test_ranks_stay_equal_where_what_they_use_changes_and_small_values_are_dropp
     before = copy.deepcopy(nets[0].state_dict())
 
     def work(world: World) -> dict[str, Tensor]:
-        step = Step(nets[world.rank], Squared(), config, CPU, Faults({}, 0))
+        step = TrainingStep(nets[world.rank], Squared(), config, CPU, Faults({}, 0))
         step.adopt(world)
         for number in range(12):
             sign = 1 if (world.rank + number) % 2 else -1
@@ -216,7 +216,7 @@ def test_a_loop_of_the_callers_own_gets_sums_over_ranks(to_none: bool) -> None:
 def test_parameters_that_are_unfrozen_later_or_lie_elsewhere_are_refused() -> None:
     net = Choosy().requires_grad_(False)
     net.always.requires_grad_(True)
-    step = Step(net, Squared(), DistributedTrainingConfig(), CPU, Faults({}, 0))
+    step = TrainingStep(net, Squared(), DistributedTrainingConfig(), CPU, Faults({}, 0))
     step.check_parameters()
     net.positive.weight.requires_grad_(True)
     with pytest.raises(ConfigError, match=r"positive.weight was frozen .*detach"):
@@ -235,7 +235,7 @@ def test_cuda_graphs_find_gradients_in_memory_that_stays() -> None:
         sync.clear(list(net.parameters()))
         assert net.always.weight.grad is not None
         place = net.always.weight.grad.data_ptr()
-        sync.only_the_last(True)
+        sync.require_sync(True)
         net(part(0, 1)[1]).sum().backward()
         sync.finish(net)
         assert net.always.weight.grad.data_ptr() == place

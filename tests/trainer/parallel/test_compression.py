@@ -18,15 +18,15 @@ from elastic_nodes import KILLED, QUICK, Nodes
 from torch import Tensor, nn
 from worlds import Job
 
-from trainer.comm.group import Group, GroupError
+from trainer.comm.group import GroupError, InterruptibleGroup
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.torch_transport import TorchTransport, make_torch_transport
 from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.coverage import unproven
 from trainer.data.loader import Batch
-from trainer.engine.step import NonFiniteError, Step, StepFlags
-from trainer.observability.comm_profiler import FIELDS, Window
+from trainer.engine.step import NonFiniteError, StepFlags, TrainingStep
+from trainer.observability.comm_profiler import FIELDS, TimingWindow
 from trainer.parallel import compression
 from trainer.parallel.auto_compression import AGREEING, Automatic
 from trainer.parallel.compression import (
@@ -75,7 +75,7 @@ def worlds() -> Iterator[Callable[[int], list[World]]]:
         def world(rank: int) -> World:
             opener = lambda: make_torch_transport(store, rank, ranks, None, 60.0, 60.0, "127.0.0.1")  # noqa: E731
             facts = RankFacts(rank=rank, world_size=ranks, node_rank=NODES[rank])
-            return World(facts, CPU, "gloo", group=Group(rank, ranks, opener))
+            return World(facts, CPU, "gloo", group=InterruptibleGroup(rank, ranks, opener))
 
         made.extend(world(rank) for rank in range(ranks))
         return made[-ranks:]
@@ -99,7 +99,7 @@ def train(worlds: list[World], steps: int = 3, **settings: Any) -> tuple[list[Te
     networks = [network() for _ in worlds]  # one after the other, for there is one random state only
 
     def work(world: World) -> Any:
-        step = Step(networks[world.rank], Squared(), config, CPU, Faults({}, 0))
+        step = TrainingStep(networks[world.rank], Squared(), config, CPU, Faults({}, 0))
         step.adopt(world)
         for number in range(steps):
             step(batch(world.rank, len(worlds), number), number, 0.0, StepFlags())
@@ -145,7 +145,7 @@ def test_numbers_that_are_not_finite_end_the_step_on_all_ranks(
     config = DistributedTrainingConfig(communication=communication, clip_norm=None)
 
     def work(world: World) -> str:
-        step = Step(network(), Squared(), config, CPU, Faults({}, 0))
+        step = TrainingStep(network(), Squared(), config, CPU, Faults({}, 0))
         step.adopt(world)
         with pytest.raises(NonFiniteError) as failed:
             step(batch(world.rank, 2, 0, poison), 0, 1e-3, StepFlags())
@@ -160,12 +160,12 @@ def test_half_precision_neither_overflows_nor_vanishes(factor: float) -> None:
     """Gradients of a mean over a large batch are tiny, and those of a loss that explodes are huge."""
     values = factor * torch.randn(1001)
     got = values.clone()
-    FP16Compression(1).sum(got, 0, 0, LoopbackTransport(), nullcontext)
+    FP16Compression(1).all_reduce(got, 0, 0, LoopbackTransport(), nullcontext)
     assert torch.allclose(got, values, rtol=2e-3, atol=float(values.abs().max()) * 1e-10)
     for poison in (math.nan, math.inf):
         got = values.clone()
         got[3] = poison
-        FP16Compression(1).sum(got, 0, 0, LoopbackTransport(), nullcontext)
+        FP16Compression(1).all_reduce(got, 0, 0, LoopbackTransport(), nullcontext)
         assert not torch.isfinite(got[3])
 
 
@@ -175,7 +175,7 @@ def test_what_top_k_keeps_back_is_sent_later_and_all_of_it_arrives() -> None:
     for step in range(200):
         gradient = torch.randn(500) if step < 50 else torch.zeros(500)
         given += gradient
-        hook.sum(gradient, 0, step, LoopbackTransport(), nullcontext)
+        hook.all_reduce(gradient, 0, step, LoopbackTransport(), nullcontext)
         assert int(gradient.count_nonzero()) <= 50
         arrived += gradient
     assert torch.allclose(arrived, given, atol=1e-4)
@@ -187,17 +187,17 @@ def test_a_step_that_is_done_again_finds_the_same_kept_back() -> None:
     gradients = torch.randn(4, 100)
     for step, gradient in enumerate(gradients):
         expected = gradient.clone()
-        other.sum(expected, 0, step, LoopbackTransport(), nullcontext)
+        other.all_reduce(expected, 0, step, LoopbackTransport(), nullcontext)
         for _ in range(3 if step == 2 else 1):  # the same step: what failed was somewhere else
             got = gradient.clone()
-            hook.sum(got, 0, step, LoopbackTransport(), nullcontext)
+            hook.all_reduce(got, 0, step, LoopbackTransport(), nullcontext)
             assert torch.equal(got, expected)
     broken = torch.full((100,), math.nan)
-    hook.sum(broken, 0, 4, LoopbackTransport(), nullcontext)
+    hook.all_reduce(broken, 0, 4, LoopbackTransport(), nullcontext)
     last, expected = torch.randn(2, 100).unbind()
     last = expected.clone()
-    hook.sum(last, 0, 5, LoopbackTransport(), nullcontext)
-    other.sum(expected, 0, 4, LoopbackTransport(), nullcontext)
+    hook.all_reduce(last, 0, 5, LoopbackTransport(), nullcontext)
+    other.all_reduce(expected, 0, 4, LoopbackTransport(), nullcontext)
     assert torch.isfinite(last).all(), "what is not a number is not kept"
 
 
@@ -212,7 +212,7 @@ def test_with_feedback_one_percent_of_the_gradient_leads_to_the_same_place() -> 
         weights, hook = torch.zeros(200), TopKCompression(1, fraction)
         for step in range(3000):
             gradient = data.T @ (data @ (weights - truth)) / len(data)
-            hook.sum(gradient, 0, step, LoopbackTransport(), nullcontext)
+            hook.all_reduce(gradient, 0, step, LoopbackTransport(), nullcontext)
             weights -= 0.005 * gradient
         return float(((data @ (weights - truth)) ** 2).mean())
 
@@ -252,7 +252,7 @@ def test_a_peer_that_dies_in_a_compressed_sum_wakes_everybody(worlds: Callable[[
         all_to_all(transport, output, input_)
 
     def work(one: World) -> str:
-        step = Step(network(), Squared(), DistributedTrainingConfig(communication="fp16"), CPU, Faults({}, 0))
+        step = TrainingStep(network(), Squared(), DistributedTrainingConfig(communication="fp16"), CPU, Faults({}, 0))
         step.adopt(one)
         with pytest.raises(GroupError) as failed:
             step(batch(one.rank, 3, 0), 0, 1e-3, StepFlags())
@@ -268,11 +268,11 @@ def test_ranks_that_try_what_compressing_takes_and_sound_the_link_agree(
     """What they are told of their steps is nearly all wire, at 4 kB/s; what they sound is this machine's loopback."""
     bytes_ = 400_000
 
-    def window(wire: float) -> Window:
+    def window(wire: float) -> TimingWindow:
         values = np.zeros((4, 10, len(FIELDS) + 4))
         values[:, :, FIELDS.index("backward")], values[:, :, FIELDS.index("exposed")] = 1.0, wire
         values[:, :, len(FIELDS)], values[:, :, len(FIELDS) + 2] = wire, 0.0001
-        return Window(values, (("bucket 0", bytes_), ("commit", 56)))
+        return TimingWindow(values, (("bucket 0", bytes_), ("commit", 56)))
 
     def work(world: World) -> Any:
         automatic = Automatic(world, NODES, 0.01, may_drop=True)
@@ -321,6 +321,6 @@ def test_settings_that_do_not_go_together_are_refused_and_others_fall_back() -> 
     for doubles in (FP16Compression(2), TopKCompression(2, 0.1)):
         values = torch.randn(10, dtype=torch.float64)
         before = copy.deepcopy(values)
-        doubles.sum(values, 0, 0, LoopbackTransport(), nullcontext)
+        doubles.all_reduce(values, 0, 0, LoopbackTransport(), nullcontext)
         assert torch.equal(values, before)
         assert doubles.bytes_of(values) == values.nbytes

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from two_ranks import on_two_ranks
 
-from trainer.comm.group import Over
+from trainer.comm.group import CompletedCollective
 from trainer.comm.world import World
 from trainer.parallel.buckets import Buckets
 from trainer.parallel.flat_adamw import FlatAdamW
@@ -64,7 +64,9 @@ class Pair:
         self.make_buckets()
 
     def make_buckets(self) -> None:
-        self.buckets = Buckets([item for item in self.ours.parameters() if item.requires_grad], lambda _: Over())
+        self.buckets = Buckets(
+            [item for item in self.ours.parameters() if item.requires_grad], lambda _: CompletedCollective()
+        )
 
     def step(self, number: int, used: Any = True) -> None:
         x = torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(number))
@@ -77,8 +79,8 @@ class Pair:
         self.buckets.begin()
         (self.ours(x, used) ** 2).backward()
         self.buckets.finish()
-        without = self.buckets.without()
-        self.buckets.settle(without, 1)
+        without = self.buckets.missing_flags()
+        self.buckets.drop_unused(without, 1)
         self.flat.update(None if any(without) else self.buckets.buckets[0].buffer())
 
     def check(self) -> None:
@@ -259,11 +261,11 @@ def test_ranks_of_which_one_is_not_flat_all_update_each_parameter() -> None:
         model = nn.Linear(2, 2)
         sync.wrap(model, flat=world.rank == 0 or both)
         sync.clear(list(model.parameters()))
-        sync.only_the_last(True)
+        sync.require_sync(True)
         model(torch.ones(1, 2)).sum().backward()
         sync.finish(model)
-        sync.settle(sync.without())
-        return sync.whole()
+        sync.drop_unused(sync.missing_flags())
+        return sync.single_flat_gradient()
 
     for both in (False, True):
         assert [found is not None for found in on_two_ranks(trained)] == 2 * [both]

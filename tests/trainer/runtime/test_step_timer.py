@@ -12,7 +12,7 @@ import torch
 from worlds import Job
 
 from trainer.comm.group import Collective
-from trainer.comm.static_rendezvous import join
+from trainer.comm.static_rendezvous import join_world
 from trainer.config import DistributedTrainingConfig
 from trainer.observability.comm_profiler import (
     EAGER_WINDOWS,
@@ -22,7 +22,7 @@ from trainer.observability.comm_profiler import (
     PROBE_REST,
     WINDOW_SECONDS,
     CommunicationProfiler,
-    Window,
+    TimingWindow,
     is_probe_due,
     links,
     name_of,
@@ -37,7 +37,7 @@ STEP = {"input": 0.01, "forward": 0.2, "backward": 0.3, "optimizer": 0.05, "othe
 WIRE = 0.02
 
 
-def window(exposed: list[list[float]], collectives: Any = (), own: Any = None, **changes: Any) -> Window:
+def window(exposed: list[list[float]], collectives: Any = (), own: Any = None, **changes: Any) -> TimingWindow:
     """``exposed``: (ranks, steps); a change is a value of a field for each rank."""
     values = np.zeros((len(exposed), len(exposed[0]), len(FIELDS) + 2 * len(collectives)))
     for name, value in {**STEP, **changes}.items():
@@ -45,7 +45,7 @@ def window(exposed: list[list[float]], collectives: Any = (), own: Any = None, *
     values[:, :, FIELDS.index("exposed")] = exposed
     if own is not None:
         values[:, :, len(FIELDS) :] = own
-    return Window(values, collectives)
+    return TimingWindow(values, collectives)
 
 
 def test_a_slow_rank_makes_the_others_wait_and_the_network_is_not_to_blame() -> None:
@@ -202,7 +202,7 @@ def test_links_are_probed_where_the_wire_takes_long_and_not_often() -> None:
 
 
 def test_ranks_exchange_at_each_report_at_first_then_once_a_second_and_at_the_end() -> None:
-    profiler = CommunicationProfiler(join(DistributedTrainingConfig(world_size=1)), StepTimer(True, CPU))
+    profiler = CommunicationProfiler(join_world(DistributedTrainingConfig(world_size=1)), StepTimer(True, CPU))
 
     def take_step(seconds: float) -> None:
         at = profiler.timer.take()[-1].at
