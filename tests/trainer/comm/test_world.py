@@ -185,8 +185,10 @@ def test_two_ranks_agree_and_listen_on_this_machine_only() -> None:
 
 @pytest.mark.slow
 def test_a_peer_that_never_comes_is_not_waited_for_beyond_the_timeout() -> None:
-        "from trainer.comm.static_rendezvous import *\n"
-        "join_world(DistributedTrainingConfig(collective_timeout_seconds=1))"
+    program = """
+from trainer.comm.static_rendezvous import *
+join_world(DistributedTrainingConfig(collective_timeout_seconds=1))
+"""
     ranks = []
     for rank in ("0", "1"):  # each in a world of its own
         environment = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
