@@ -38,7 +38,8 @@ help:  ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.ready  ## install what is missing (the others do this by themselves)
-	@test -e "$$DTRAIN_HOME/.dtrain-home" -a "$$DAGSTER_HOME/dagster.yaml" -nt dagster.yaml || dtrain setup
+	@test -e "$$DTRAIN_HOME/.dtrain-home" -a "$$DAGSTER_HOME/dagster.yaml" -nt dagster.yaml -a -z "$${DTRAIN_AZURE_DAGSTER_STORAGE:-}" && \
+	  ! grep -q '^compute_logs' "$$DAGSTER_HOME/dagster.yaml" || dtrain setup
 
 LOCKS := requirements.lock requirements-torch.lock requirements-cuda.lock
 # Every package by its hash, none by what an index says it needs; `pip check` then tells whether one is missing.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dtrain_dagster.clusters.base import GPUClusterManager
     from dtrain_dagster.registry.base import Registry
     from dtrain_dagster.registry.endpoint import ScoringEndpoint
+    from dtrain_dagster.settings.data_lake import DataLakeFolder
 
 NODE_CACHE = "/tmp/dtrain-cache"
 """Of shards, on a node of the cloud: its temporary disk."""
@@ -214,17 +215,41 @@ def refuse_secrets_of(resource: dg.ConfigurableResource, key: str) -> None:
 STORED = "The configuration of this run is stored already: withdraw that key or password, and make another"
 
 
-def build_resources(settings: Settings) -> dict[str, dg.ConfigurableResource]:
+def build_value_store(folder: DataLakeFolder) -> dg.IOManagerDefinition:
+    """Return the IO manager that keeps values of assets in a folder of ADLS Gen2, opened by this machine's identity.
+
+    It has no field for a launchpad: values are pickles, so whoever chose the account would choose what runs here.
+    """
+
+    @dg.io_manager(
+        config_schema={},
+        description=f"Values of assets in {folder.file_system}/{folder.prefix} of account {folder.account}",
+    )
+    def azure_values(context: dg.InitResourceContext) -> dg.ConfigurableIOManager:
+        from dagster_azure.adls2 import ADLS2DefaultAzureCredential, ADLS2PickleIOManager, ADLS2Resource
+
+        account = ADLS2Resource(
+            storage_account=folder.account,
+            credential=ADLS2DefaultAzureCredential(kwargs={}),
+            endpoint_suffix=folder.suffix,
+        )
+        return ADLS2PickleIOManager(adls2=account, adls2_file_system=folder.file_system, adls2_prefix=folder.prefix)
+
+    return azure_values
+
+
+def build_resources(settings: Settings) -> dict[str, Any]:
     """Resource key → resource, from the environment's settings; each field can be changed in the launchpad.
 
     `dtrain_dagster.settings.environment.SettingsError` where what Azure needs is missing or cannot be used; nobody is
     asked.
     """
-    on_azure, azure = settings.cluster == "azure_ml", {}
+    on_azure, azure, folder = settings.cluster == "azure_ml", {}, None
     if on_azure:
         from dtrain_dagster.settings.azure import AzureSettings
 
-        azure = read_environment(AzureSettings).options()
+        given = read_environment(AzureSettings)
+        azure, folder = given.options(), given.dagster_folder()
     cluster = GPUClusterResource(
         kind=settings.cluster,
         cluster_name=settings.cluster_name,
@@ -258,4 +283,8 @@ def build_resources(settings: Settings) -> dict[str, dg.ConfigurableResource]:
         endpoint_dialect=settings.endpoint_dialect or "",
         endpoint_token=settings.endpoint_token or "",
     )
-    return {"project": project, "cluster": cluster}
+    return {
+        "project": project,
+        "cluster": cluster,
+        **({"io_manager": build_value_store(folder)} if folder is not None else {}),
+    }

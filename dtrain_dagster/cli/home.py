@@ -9,10 +9,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from dtrain_dagster.cli.common import EXIT_UNUSABLE, read_settings, refuses
+from dtrain_dagster.cli.common import EXIT_UNUSABLE, Refusal, read_settings, refuses
+
+if TYPE_CHECKING:
+    from dtrain_dagster.settings.environment import Settings
 
 ROOT = Path(__file__).parents[2]
 SHOWN = 12
@@ -22,18 +26,43 @@ SHOWN = 12
 @refuses
 def setup() -> None:
     """Make the folder that everything is written to (DTRAIN_HOME), marked as dtrain's, and Dagster's settings in
-    DAGSTER_HOME."""
+    DAGSTER_HOME; on Azure with outputs of runs where DTRAIN_AZURE_DAGSTER_STORAGE says."""
     from dtrain_dagster.settings.home import HomeError, make_home, unwritable
 
-    home = make_home(read_settings().home)
+    settings = read_settings()
+    home = make_home(settings.home)
     dagster_home = Path(os.environ.get("DAGSTER_HOME") or home / "dagster")
     source, target = ROOT / "dagster.yaml", dagster_home / "dagster.yaml"
     try:
         dagster_home.mkdir(parents=True, exist_ok=True)
         if source.exists() and (not target.exists() or source.stat().st_mtime > target.stat().st_mtime):
             shutil.copyfile(source, target)
+        _write_compute_logs(target, settings)
     except OSError as error:
         raise HomeError(unwritable(dagster_home, error).replace("DTRAIN_HOME", "DAGSTER_HOME")) from error
+
+
+def _write_compute_logs(target: Path, settings: Settings) -> None:
+    """Have `dagster.yaml` say where outputs of runs go; it is written only where it says otherwise."""
+    from dtrain_dagster.settings.data_lake import compute_log_section, with_compute_logs
+
+    folder = None
+    if settings.cluster == "azure_ml":
+        from dtrain_dagster.settings.azure import AzureSettings
+        from dtrain_dagster.settings.environment import read_environment
+
+        folder = read_environment(AzureSettings).dagster_folder()
+    # Where Dagster keeps them by itself: what ran before stays readable.
+    section = compute_log_section(folder, target.parent / "storage") if folder else ""
+    text = target.read_text() if target.exists() else ""
+    try:
+        wanted = with_compute_logs(text, section)
+    except ValueError as error:
+        raise Refusal(f"{target}: {error}") from None
+    if wanted != text:
+        part = target.with_suffix(".yaml.part")
+        part.write_text(wanted)
+        part.replace(target)
 
 
 @click.command()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from dtrain_dagster.settings.environment import without_secret
+from dtrain_dagster.settings.data_lake import DataLakeFolder, refuse_folder_of_nodes
+from dtrain_dagster.settings.environment import setting, without_secret
 
 PREFIX = "DTRAIN_AZURE_"
 
@@ -49,16 +51,41 @@ class AzureSettings(BaseSettings):
     max_resubmissions: int = Field(
         default=6, ge=0, description="How often a job that lost its nodes is submitted again (R4.2)"
     )
+    dagster_storage: str | None = Field(
+        default=None,
+        description="Where Dagster keeps outputs of runs and values of assets: abfss://filesystem@account.dfs.core."
+        "windows.net/path; unset: in DAGSTER_HOME",
+    )
 
     @field_validator("*", mode="before")
     @classmethod
     def _no_secrets(cls, value: object, info: ValidationInfo) -> object:
         return without_secret(cls, str(info.field_name), value)
 
+    @model_validator(mode="after")
+    def _values_lie_where_no_node_writes(self) -> AzureSettings:
+        if (folder := self.dagster_folder()) is not None:
+            try:
+                refuse_folder_of_nodes(folder, setting("storage"), os.environ.get("AZURE_STORAGE_ACCOUNT_URL", ""))
+            except ValueError as error:
+                raise ValueError(f"{PREFIX}DAGSTER_STORAGE={self.dagster_storage!r}: {error}") from None
+        return self
+
+    @field_validator("dagster_storage")
+    @classmethod
+    def _address(cls, address: str | None) -> str | None:
+        if address:
+            DataLakeFolder.parse(address)
+        return address
+
+    def dagster_folder(self) -> DataLakeFolder | None:
+        """Return where Dagster keeps outputs and values; None: on this machine."""
+        return DataLakeFolder.parse(self.dagster_storage) if self.dagster_storage else None
+
     def options(self) -> dict[str, Any]:
         """As `dtrain_dagster.clusters.azure_ml.options.AzureMLOptions` takes them, in JSON's types; what is unset is
         left out."""
-        given = self.model_dump(exclude_none=True)
+        given = self.model_dump(exclude_none=True, exclude={"dagster_storage"})
         lists = {name: _words(given.pop(name)) for name in ("chain", "tiers")}
         return {**given, **{name: words for name, words in lists.items() if words}}
 
