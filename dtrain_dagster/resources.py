@@ -91,7 +91,7 @@ class ProjectResource(dg.ConfigurableResource):
 
 
 class GPUClusterResource(dg.ConfigurableResource):
-    """The cluster that trains (C2). Assets are the same whatever its kind."""
+    """The cluster that trains. Assets are the same whatever its kind."""
 
     kind: str
     cluster_name: str

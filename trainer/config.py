@@ -136,14 +136,14 @@ class DistributedTrainingConfig:
     """Where the ranks of a host take all of its cores and compute on them, each has its own
     (`trainer.runtime.affinity`)."""
     collective_timeout_seconds: float = Field(default=60.0, gt=0)
-    """How long a collective may wait for a peer (D3)."""
+    """How long a collective may wait for a peer."""
     max_node_seconds: float | None = Field(default=None, gt=0)
     """Hard budget: at so many paid seconds, over all nodes and launches of the job, a checkpoint is saved and the job
     stops (`trainer.engine.budget`). None: no limit. ``budget.json`` in the run directory counts before it."""
     regroup: bool = True
     """On a cluster: go on without nodes that are lost, and take in new ones. False: one lost node ends the training."""
     health_check_seconds: float = Field(default=30.0, gt=0)
-    """Between two heartbeats (D2)."""
+    """Between two heartbeats."""
     peer_timeout_seconds: float = Field(default=60.0, gt=0)
     """Who has not been heard for so long is frozen or cut off, and counts as lost."""
     communication_retries: int = Field(default=3, ge=0)
@@ -162,7 +162,7 @@ class DistributedTrainingConfig:
     """Encrypt what goes between nodes; None does not."""
     micro_batch_floor: int = Field(default=8, ge=1)
     """When memory runs out, fewer samples of a micro-batch go through the model at once, down to this many; then
-    activations are computed twice instead of kept (D4)."""
+    activations are computed twice instead of kept."""
     solo_timeout_seconds: float = Field(default=1800.0, gt=0)
     """How long ranks wait while one works alone: unpacks the dataset, builds the model, saves a checkpoint, judges the
     baselines."""
@@ -176,7 +176,7 @@ class DistributedTrainingConfig:
     profile_steps: int | None = Field(default=None, ge=1, le=MOST_TRACED_STEPS)
     """Trace this many optimizer steps of every start, on every rank, to ``<run_dir>/profile/trace-r<rank>-s<last
     step>.json`` (Chrome's trace format); None does not trace, unless it is asked to while it runs: see
-    `trainer.observability.trace` (T5)."""
+    `trainer.observability.trace`."""
     profile_from_step: int = Field(default=0, ge=0)
     """Steps to be done before that trace begins; where a start has more behind it, it begins at once."""
 

@@ -71,12 +71,12 @@ class Bill:
     kinds={"python"},
     owners=OWNERS,
     code_version=CODE_VERSION,
-    description="What the training cost, by node, by time and by cause, and why that is not the estimate (R5.2).",
+    description="What the training cost, by node, by time and by cause, and why that is not the estimate.",
     check_specs=[
         dg.AssetCheckSpec(
             "within_estimate",
             asset="cost_breakdown",
-            description="The cost is no further above the estimate than DTRAIN_OVERRUN_FRACTION allows (R5.4).",
+            description="The cost is no further above the estimate than DTRAIN_OVERRUN_FRACTION allows.",
         ),
         dg.AssetCheckSpec(
             "ledger_is_the_bill",

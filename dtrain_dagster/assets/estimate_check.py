@@ -1,4 +1,4 @@
-"""Every estimate is scored: how far off it was, and whether its interval can be believed (R5.1, R5.2)."""
+"""Every estimate is scored: how far off it was, and whether its interval can be believed."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any

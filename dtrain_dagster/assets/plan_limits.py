@@ -1,4 +1,4 @@
-"""Does a plan fit its budget and its deadline? If not, nothing starts, and a person is told what would (R5.1)."""
+"""Does a plan fit its budget and its deadline? If not, nothing starts, and a person is told what would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planning: what a training will cost, known before anything is bought (R5.1)."""
+"""Planning: what a training will cost, known before anything is bought."""
 
 import json
 from dataclasses import asdict, fields, replace
@@ -82,7 +82,7 @@ class TrainingOptions(dg.Config):
     description=(
         "The plan: SKU, nodes, time and dollars with a 90 % interval, from past runs of this training or a short probe "
         "of it on this cluster, refused where it does not fit the budget or the deadline. `trained_checkpoint` carries "
-        "it out; nothing is bought before it is known (R5.1)."
+        "it out; nothing is bought before it is known."
     ),
 )
 def cost_estimate(

@@ -1,4 +1,4 @@
-"""A cluster for an asset, or a place in the queue for its run (R1.4)."""
+"""A cluster for an asset, or a place in the queue for its run."""
 
 from __future__ import annotations
 

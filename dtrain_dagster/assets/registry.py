@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     code_version=CODE_VERSION,
     description=(
         "The model as a version in MLflow's registry, with its data, code, node-hours and dollars. Alias champion if "
-        "it passes the gate and beats the one before on the same windows, else challenger (R6.1 to R6.4)."
+        "it passes the gate and beats the one before on the same windows, else challenger."
     ),
     check_specs=[
         dg.AssetCheckSpec(
@@ -170,7 +170,7 @@ def cost_of(usage: Sequence[NodeUsage], sku: str, plan: TrainingPlan, cluster_na
 @dg.asset_check(
     asset="registered_model",
     description=(
-        "The endpoint of DTRAIN_ENDPOINT takes this model's windows and answers with its numbers (R6.4). A warning "
+        "The endpoint of DTRAIN_ENDPOINT takes this model's windows and answers with its numbers. A warning "
         "where it could not be asked or answers for another version; an error where its form is not the model's."
     ),
 )

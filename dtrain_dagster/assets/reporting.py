@@ -37,7 +37,7 @@ PERFORMANCE_REPORT = "reports/performance_report.json"
     kinds={"python"},
     owners=OWNERS,
     code_version=CODE_VERSION,
-    description="How fast the nodes trained and what held them up: verdict first, then figures and pictures (R3.1).",
+    description="How fast the nodes trained and what held them up: verdict first, then figures and pictures.",
 )
 def performance_report(
     cluster: GPUClusterResource, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob

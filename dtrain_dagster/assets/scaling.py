@@ -1,4 +1,4 @@
-"""How this training scales on this cluster: measured with one node up to all, modelled beyond (F6)."""
+"""How this training scales on this cluster: measured with one node up to all, modelled beyond."""
 
 import json
 import os
@@ -46,7 +46,7 @@ class ScalingOptions(dg.Config):
     code_version=CODE_VERSION,
     description=(
         "Weak and strong scaling of the planned training, measured by short runs on one node up to all, and a model of "
-        "it for up to 256 ranks, checked on what it has not seen (F6). It trains: not part of `retraining`."
+        "it for up to 256 ranks, checked on what it has not seen. It trains: not part of `retraining`."
     ),
     check_specs=[
         dg.AssetCheckSpec(

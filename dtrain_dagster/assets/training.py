@@ -71,25 +71,25 @@ class FinishedJob:
             "weights_equal_on_all_ranks",
             asset="trained_checkpoint",
             blocking=True,
-            description="The final weights of all ranks have one sha256 (R2.5).",
+            description="The final weights of all ranks have one sha256.",
         ),
         dg.AssetCheckSpec(
             "every_sample_used_once",
             asset="trained_checkpoint",
             blocking=True,
-            description="Each sample of the training split was used exactly once per epoch, whatever nodes were lost "
-            "(R2.2, R2.4): the trainer's records of what it consumed equal those of the dataset's own count.",
+            description="Each sample of the training split was used exactly once per epoch, whatever nodes were lost: "
+            "the trainer's records of what it consumed equal those of the dataset's own count.",
         ),
         dg.AssetCheckSpec(
             "communication_within_limits",
             asset="trained_checkpoint",
-            description=f"Communication that nothing hides takes at most {COMMUNICATION_LIMIT:.0%} of the time (R3.2). "
+            description=f"Communication that nothing hides takes at most {COMMUNICATION_LIMIT:.0%} of the time. "
             "Told as soon as it does, while the job runs; judged over the whole job at its end.",
         ),
         dg.AssetCheckSpec(
             COST_CHECK,
             asset="trained_checkpoint",
-            description="The training costs no further above its estimate than DTRAIN_OVERRUN_FRACTION allows (R5.4). "
+            description="The training costs no further above its estimate than DTRAIN_OVERRUN_FRACTION allows. "
             "Told by the sensor cost_overrun while it runs, by what it has cost and by what it is projected to cost.",
         ),
         dg.AssetCheckSpec(

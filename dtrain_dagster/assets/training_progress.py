@@ -1,4 +1,4 @@
-"""A job that runs, as people see it in Dagster: observations, news, and what they are told of its speed (R3.2)."""
+"""A job that runs, as people see it in Dagster: observations, news, and what they are told of its speed."""
 
 from __future__ import annotations
 

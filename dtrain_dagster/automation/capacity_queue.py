@@ -1,4 +1,4 @@
-"""Runs that wait for capacity (R1.4): a queue in storage, so that it survives whoever put them there.
+"""Runs that wait for capacity: a queue in storage, so that it survives whoever put them there.
 
     queue/<ticket>.json     one run that waits; the ticket's number begins with the time when it came, so names sort
 

@@ -57,7 +57,7 @@ def look(before: Idling | None, pool: NodePool, usd_per_node_hour: float, now: f
 
 
 def is_over(idling: Idling, pool: NodePool, limit_seconds: float) -> bool:
-    """Has it stood without work for longer than the limit, and nobody else takes care of it (R1.2)?"""
+    """Has it stood without work for longer than the limit, and nobody else takes care of it?"""
     return bool(pool.node_count) and not pool.work and idling.idle_seconds >= limit_seconds + pool.grace_seconds
 
 

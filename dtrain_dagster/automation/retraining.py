@@ -1,4 +1,4 @@
-"""Training again (C5): what is a cause, and that one cause starts one run, whoever notices it and however often.
+"""Training again: what is a cause, and that one cause starts one run, whoever notices it and however often.
 
 What is known comes from where it outlives a daemon: from the instance (which runs were asked for, which models were
 registered) and from the manifests of datasets. A sensor's cursor only says since when something is as it is.

@@ -84,7 +84,7 @@ def _against(node_id: int | None, found: Sequence[TimingWindow]) -> list[Strateg
 
 
 def communication_alert(found: Sequence[TimingWindow], training: Mapping[str, Any] | None = None) -> Alert | None:
-    """Does exposed wire take more than its limit of the time of these windows (R3.2)? Waiting for a slow rank does not
+    """Does exposed wire take more than its limit of the time of these windows? Waiting for a slow rank does not
     count: the network has no part in it."""
     if len(found) < FEWEST_WINDOWS or not too_much_communication(found):
         return None

@@ -209,7 +209,7 @@ def _wire(world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]]) ->
 
 
 def too_much_communication(found: Sequence[TimingWindow], limit: float = COMMUNICATION_LIMIT) -> bool:
-    """Does exposed wire take more of the time than the limit, and not just because of one window that hung (R3.2)?"""
+    """Does exposed wire take more of the time than the limit, and not just because of one window that hung?"""
     return shares(found).get("communication", 0.0) > limit and typical_share(found, "communication") > limit / 2
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from dtrain_dagster.monitoring.windows import TimingWindow
 
 MEMORY_LOW, MEMORY_TARGET = 0.70, 0.85
-"""Of a GPU's memory: below the first a larger batch is recommended (R3.4), one that needs the second."""
+"""Of a GPU's memory: below the first a larger batch is recommended, one that needs the second."""
 STATE = 4
 """Times the parameters' bytes: weights, gradients and the two moments of Adam."""
 MULTIPLE, MOST = 8, 64

@@ -1,4 +1,4 @@
-"""What to change, ranked by what this run's own figures say it would gain (R3.2, R3.4). Pure.
+"""What to change, ranked by what this run's own figures say it would gain. Pure.
 
 Every figure is a prediction from a simple model of a step: its segments, and latency + bytes / bandwidth for the wire.
 It holds as long as the rest stays as it is; what it leaves out is said in the strategy's note.
@@ -284,7 +284,7 @@ def _checkpoint(
 def _memory(
     world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
 ) -> list[Strategy]:
-    """A batch size from measured memory, where the GPU is less than 70 % full at its fullest (R3.4)."""
+    """A batch size from measured memory, where the GPU is less than 70 % full at its fullest."""
     memory = gpu_memory(world, events, training)
     if isinstance(memory, str) or memory.fraction >= MEMORY_LOW:
         return []

@@ -18,7 +18,7 @@ from typing import Any
 SEGMENTS = ("input", "forward", "backward", "communication", "waiting", "optimizer", "checkpoint", "other")
 """Parts of a step, in the order in which they are drawn; they sum to a rank's step time."""
 COMMUNICATION_LIMIT = 0.20
-"""Share of training time that exposed wire may take before people are told (R3.2)."""
+"""Share of training time that exposed wire may take before people are told."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

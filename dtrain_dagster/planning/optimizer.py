@@ -1,7 +1,7 @@
 """What the next run of this training should be given, from what this one used of its nodes: `ResourceOptimizer`. Pure.
 
-Less than half used: fewer nodes, a smaller SKU or nodes that may be taken away (R5.3), each with the dollars that it
-saves and the seconds that it costs. GPU memory less than 70 % full: a larger batch (R3.4), from the memory that a
+Less than half used: fewer nodes, a smaller SKU or nodes that may be taken away, each with the dollars that it
+saves and the seconds that it costs. GPU memory less than 70 % full: a larger batch, from the memory that a
 sample takes. What cannot be told is said, and nothing is recommended for it.
 
 A run is its steps, which a change makes shorter or longer by the model of `dtrain_dagster.monitoring.step_model`, its
@@ -30,7 +30,7 @@ from dtrain_dagster.planning.choices import EVICTIONS_PER_NODE_HOUR, with_evicti
 from dtrain_dagster.support.formatting import dollars, duration
 
 LOW_UTILIZATION = 0.5
-"""Below it, less is recommended (R5.3)."""
+"""Below it, less is recommended."""
 FITS = 0.9
 """Share of a smaller GPU's memory that a training may be known to need."""
 

@@ -1,4 +1,4 @@
-"""An Azure ML workspace as the `Registry` (R6.1): model versions with how they were trained, in tags.
+"""An Azure ML workspace as the `Registry`: model versions with how they were trained, in tags.
 
 Azure ML's registry knows no aliases, so ``champion`` and ``challenger`` are tags of versions. Of MLflow only runs and
 metrics are used (plain REST, see `trainer.secrets.azure_token`); files of a model go to the workspace through its own
@@ -221,7 +221,7 @@ class AzureMLRegistry:
         evaluation: Mapping[str, Any],
     ) -> str:
         """Put the tags, and the figures of the test split, on the trainer's run in the experiment, or on a new one; its
-        id (R6.2)."""
+        id."""
         from mlflow.entities import Metric, RunTag
 
         address = tracking_address(self.tracking_uri)

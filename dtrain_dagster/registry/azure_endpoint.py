@@ -1,4 +1,4 @@
-"""A registered model on a managed online endpoint of Azure ML (R6.3): put beside what is there, tried, then switched.
+"""A registered model on a managed online endpoint of Azure ML: put beside what is there, tried, then switched.
 
 `deploy` never takes away what works: a new deployment gets no traffic until it has answered real requests correctly,
 and what was there before keeps its traffic if anything fails. Every deployment is billed from when it exists until it

@@ -1,4 +1,4 @@
-"""Is a scoring endpoint compatible with the model that a job trained (R6.4)?
+"""Is a scoring endpoint compatible with the model that a job trained?
 
 One check for any scoring address: MLflow's own server, a managed online endpoint of Azure ML, whatever speaks as one of
 them. It sends real windows of the job's test split and judges what comes back.

@@ -1,4 +1,4 @@
-"""A real MLflow scoring server on loopback, and the check that it answers with the same numbers (R6.3, R6.4)."""
+"""A real MLflow scoring server on loopback, and the check that it answers with the same numbers."""
 
 from __future__ import annotations
 

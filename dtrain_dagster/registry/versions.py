@@ -1,4 +1,4 @@
-"""Registration: a finished job becomes a version of a registered model, once (R6.1).
+"""Registration: a finished job becomes a version of a registered model, once.
 
 MLflow's client and plain artifacts are used rather than ``mlflow.pyfunc.log_model``: that one needs the server's
 logged-models API, which Azure ML's MLflow endpoint does not have, sets global state, and loads the model once more to

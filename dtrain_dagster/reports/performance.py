@@ -36,7 +36,7 @@ LOW_GOODPUT = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodePerformance:
-    """One node over the whole job (R3.1). GPU figures are None where the node has none."""
+    """One node over the whole job. GPU figures are None where the node has none."""
 
     node_id: int
     samples: int

@@ -46,7 +46,7 @@ def training_curves(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Ma
 
 
 def node_charts(samples: Iterable[Mapping[str, Any]]) -> bytes:
-    """Utilisation, memory and throughput of each node over time (R3.1). GPU figures where there are GPUs, else CPU."""
+    """Utilisation, memory and throughput of each node over time. GPU figures where there are GPUs, else CPU."""
     by_node: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for sample in samples:
         by_node[int(sample["node_id"])].append(sample)

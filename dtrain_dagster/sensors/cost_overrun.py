@@ -1,4 +1,4 @@
-"""A running job that costs more than was estimated, or will, is noticed while it runs, not on the bill (R5.4, C3)."""
+"""A running job that costs more than was estimated, or will, is noticed while it runs, not on the bill."""
 
 import json
 import re

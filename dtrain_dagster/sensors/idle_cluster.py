@@ -1,4 +1,4 @@
-"""A cluster that stands idle costs money: say so, and give it back (R1.2, C3)."""
+"""A cluster that stands idle costs money: say so, and give it back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the price file that the project trains on has new content, train again (C5)."""
+"""When the price file that the project trains on has new content, train again."""
 
 from __future__ import annotations
 

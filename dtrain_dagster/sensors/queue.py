@@ -1,4 +1,4 @@
-"""Runs that wait for capacity are started when they are due, and somebody is told (R1.4)."""
+"""Runs that wait for capacity are started when they are due, and somebody is told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A retraining that nobody started fails before nobody's eyes: say so (C5)."""
+"""A retraining that nobody started fails before nobody's eyes: say so."""
 
 from __future__ import annotations
 

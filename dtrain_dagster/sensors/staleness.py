@@ -1,4 +1,4 @@
-"""When the champion has grown old, or is no longer good enough, train again (C5)."""
+"""When the champion has grown old, or is no longer good enough, train again."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class AzureSettings(BaseSettings):
     )
     tiers: str = Field(default="dedicated", description="Tiers in order, separated by commas: dedicated, low_priority")
     max_nodes: int | None = Field(default=None, ge=1, description="A compute grows to so many; unset: as many as asked")
-    idle_seconds: int = Field(default=600, ge=1, description="An idle node is given back after so long (R1.2)")
+    idle_seconds: int = Field(default=600, ge=1, description="An idle node is given back after so long")
     vnet: str | None = Field(default=None, description="Virtual network of the nodes")
     subnet: str | None = Field(default=None, description="Its subnet, or the resource id of one")
     public_ip: bool = Field(default=False, description="May nodes have public addresses?")
@@ -49,7 +49,7 @@ class AzureSettings(BaseSettings):
     job_timeout_seconds: float = Field(default=604800, gt=0, description="Azure ends a job that runs for longer")
     poll_seconds: float = Field(default=5, gt=0, description="Between two looks at a job that is followed")
     max_resubmissions: int = Field(
-        default=6, ge=0, description="How often a job that lost its nodes is submitted again (R4.2)"
+        default=6, ge=0, description="How often a job that lost its nodes is submitted again"
     )
     dagster_storage: str | None = Field(
         default=None,

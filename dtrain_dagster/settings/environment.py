@@ -54,12 +54,12 @@ class Settings(BaseSettings):
     cluster_name: str = Field(
         default="local", pattern=r"^[A-Za-z][A-Za-z0-9-]{0,31}$", description="Name of the cluster"
     )
-    nodes: int = Field(default=3, ge=1, le=256, description="Nodes that training runs on (R1.1)")
+    nodes: int = Field(default=3, ge=1, le=256, description="Nodes that training runs on")
     processes_per_node: int = Field(
         default=1, ge=1, le=16, description="Ranks per node, one per GPU where there are any"
     )
     threads_per_rank: int | None = Field(default=None, ge=1, description="CPU threads per rank; unset: cores / ranks")
-    max_replacements: int = Field(default=6, ge=0, description="Lost nodes that are replaced while a job runs (R2.3)")
+    max_replacements: int = Field(default=6, ge=0, description="Lost nodes that are replaced while a job runs")
     replacement_delay_seconds: float = Field(
         default=1.0, ge=0, lt=float("inf"), description="How long a node is gone before another takes its place"
     )
@@ -97,7 +97,7 @@ class Settings(BaseSettings):
 
     endpoint: str | None = Field(
         default=None,
-        description="Scoring endpoint that models have to suit (R6.4): its address, or its name in the workspace",
+        description="Scoring endpoint that models have to suit: its address, or its name in the workspace",
     )
     endpoint_dialect: Literal["mlflow", "azureml"] | None = Field(
         default=None, description="mlflow or azureml, as for `dtrain endpoint check`; unset: azureml for a name"
@@ -119,13 +119,11 @@ class Settings(BaseSettings):
     retrain_max_age_days: float = Field(
         default=30, gt=0, lt=float("inf"), description="Age at which the champion, or its data, is stale"
     )
-    idle_minutes: float = Field(default=10, gt=0, description="A cluster without work for longer is scaled down (R1.2)")
-    overrun_fraction: float = Field(
-        default=0.25, gt=0, description="Cost above the estimate that raises an alert (R5.4)"
-    )
+    idle_minutes: float = Field(default=10, gt=0, description="A cluster without work for longer is scaled down")
+    overrun_fraction: float = Field(default=0.25, gt=0, description="Cost above the estimate that raises an alert")
 
     queue_deadline_hours: float = Field(
-        default=24, gt=0, description="How long a run waits for capacity before it is given up (R1.4)"
+        default=24, gt=0, description="How long a run waits for capacity before it is given up"
     )
     notify: str = Field(
         default="",

@@ -1,4 +1,4 @@
-"""Parameter-server mode (D3): the collectives of a generation over a server, rank 0, on sockets of our own.
+"""Parameter-server mode: the collectives of a generation over a server, rank 0, on sockets of our own.
 
 It needs nothing but a connection from each rank to rank 0, so it works where links between other ranks are cut, where
 gloo or NCCL fail, and, with TLS, where what goes over the network must be encrypted. It is slower than all-reduce: all

@@ -1,4 +1,4 @@
-"""How the ranks of a fixed world, as torchrun and the like start it, find each other at MASTER_ADDR (F1).
+"""How the ranks of a fixed world, as torchrun and the like start it, find each other at MASTER_ADDR.
 
 What concerns this address belongs here: joining, rank 0's listening socket, and this host's own address. Members that
 come and go find each other in `trainer.elastic.dynamic_rendezvous`.

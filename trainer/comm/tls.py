@@ -1,4 +1,4 @@
-"""TLS between nodes: contexts from ``training.tls`` in which both sides have to show a certificate (D6)."""
+"""TLS between nodes: contexts from ``training.tls`` in which both sides have to show a certificate."""
 
 from __future__ import annotations
 

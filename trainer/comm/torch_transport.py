@@ -155,7 +155,7 @@ class TorchTransport:
 
 
 class ParameterServerTransport:
-    """Parameter-server mode (D3): everything goes through rank 0."""
+    """Parameter-server mode: everything goes through rank 0."""
 
     linger_seconds = 0.0
 

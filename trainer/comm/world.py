@@ -1,4 +1,4 @@
-"""`World`: this process, its device and the peers that it computes with (F1).
+"""`World`: this process, its device and the peers that it computes with.
 
 What a training asks of its peers belongs here, and the choice of the device. How the peers are found does not: see
 `trainer.comm.static_rendezvous` and `trainer.elastic.dynamic_rendezvous`.
@@ -103,7 +103,7 @@ def choose_device(facts: RankFacts, backend: str) -> tuple[torch.device, str]:
     if gpus:
         _log.warning("%d GPUs for %d ranks of this node: training on the CPU", gpus, facts.local_world_size)
     elif os.path.exists("/proc/driver/nvidia/version"):
-        _log.warning("there is an NVIDIA driver but no GPU that torch can use: training on the CPU (D4)")
+        _log.warning("there is an NVIDIA driver but no GPU that torch can use: training on the CPU")
     return torch.device("cpu"), "gloo"
 
 

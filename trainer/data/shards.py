@@ -46,7 +46,7 @@ _BUFFER = 1 << 20
 
 
 class DataShardManager:
-    """Reads one dataset (R2.2). The arrays are shared by all processes of a node through the page cache."""
+    """Reads one dataset. The arrays are shared by all processes of a node through the page cache."""
 
     def __init__(
         self, uri: str, cache_dir: str | os.PathLike[str] | None = None, expected_id: str | None = None

@@ -1,4 +1,4 @@
-"""Who of the others is there: a connection to each, a heartbeat over it, and short messages (D2).
+"""Who of the others is there: a connection to each, a heartbeat over it, and short messages.
 
 A process that dies closes its connections, and its port refuses new ones: it is *gone*, known within a millisecond. A
 process that is frozen or cut off says nothing: it is *silent* once nothing has come for ``timeout`` seconds. All of it

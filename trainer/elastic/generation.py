@@ -41,7 +41,7 @@ class Candidate:
     progress: int = 0
     """Of two states at the same step, the one that is further in what follows a step (evaluation)."""
     chunk: int | None = None
-    """Most samples that fit through its model at once; None: a whole micro-batch does (D4)."""
+    """Most samples that fit through its model at once; None: a whole micro-batch does."""
     activation_checkpointing: bool = False
     communication: bool = False
     """It comes because communication failed, not because a member is gone or a newcomer is there."""
@@ -59,7 +59,7 @@ class Generation:
     members: tuple[Candidate, ...]
     """In order of rank."""
     topology: Topology = "mesh"
-    """``star``: parameter-server mode (D3), rank 0 is the server."""
+    """``star``: parameter-server mode, rank 0 is the server."""
     attempt: int = 0
     """How often in a row communication has failed without a step in between."""
     step: int = 0
@@ -159,7 +159,7 @@ def count_failed_attempts(previous: Generation | None, candidates: Sequence[Cand
 
 
 def proposal_delay(previous: Generation | None, candidates: Sequence[Candidate], retries: int) -> float:
-    """Seconds to wait before proposing: exponential backoff while communication fails (D3); as long as all the waits
+    """Seconds to wait before proposing: exponential backoff while communication fails; as long as all the waits
     together where a link between two is cut, for it may come back."""
     count = count_failed_attempts(previous, candidates)
     if count:

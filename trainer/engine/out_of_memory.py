@@ -1,4 +1,4 @@
-"""What to do when memory runs out: smaller parts of a micro-batch, then activation checkpointing (D4)."""
+"""What to do when memory runs out: smaller parts of a micro-batch, then activation checkpointing."""
 
 from __future__ import annotations
 

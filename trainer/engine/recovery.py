@@ -130,7 +130,7 @@ def rebuild(session: Session, source: int | None, from_checkpoint: bool) -> None
 
 
 def report_failure(session: Session, error: GroupError) -> None:
-    """A detailed record of what failed, as this rank saw it (D3)."""
+    """A detailed record of what failed, as this rank saw it."""
     if not error.communication:
         return
     elastic = session.elastic
@@ -145,7 +145,7 @@ def report_failure(session: Session, error: GroupError) -> None:
 
 
 def use_less_memory(session: Session, error: Exception) -> None:
-    """Out of memory: smaller parts, on all ranks, and the step once more (D4). `OutOfMemoryError` at the end of that
+    """Out of memory: smaller parts, on all ranks, and the step once more. `OutOfMemoryError` at the end of that
     road, or where ranks cannot agree because their world is fixed."""
     fit = reduce_limit(session.step.limit, session.config.micro_batch_floor)
     traceback.clear_frames(error.__traceback__)  # which hold the activations of the pass that failed

@@ -1,4 +1,4 @@
-"""One optimizer step: this rank's micro-batches, one all-reduce, agree that all is finite, clip, update (F2)."""
+"""One optimizer step: this rank's micro-batches, one all-reduce, agree that all is finite, clip, update."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class TrainingStep:
                 )
 
     def apply_limit(self, fit: MicroBatchLimit) -> None:
-        """Let no more samples through the model at once than this (D4)."""
+        """Let no more samples through the model at once than this."""
         self.limit = fit
         if fit.activation_checkpointing and not self._is_checkpointed:
             self._is_checkpointed = True

@@ -1,4 +1,4 @@
-"""`CommunicationProfiler`: what communication costs, told apart from waiting for slower ranks (F4, R3.2).
+"""`CommunicationProfiler`: what communication costs, told apart from waiting for slower ranks.
 
 A rank that waits for a slow one looks, to itself, as if its network were slow. Yet all ranks leave a sum at about the
 same time, so the one that came last has waited for nobody: what it spent there is the wire's time. Hence, in each step,

@@ -1,4 +1,4 @@
-"""What a node is doing: GPU by NVML, processor, memory and network by psutil, sampled in a thread (R3.1)."""
+"""What a node is doing: GPU by NVML, processor, memory and network by psutil, sampled in a thread."""
 
 from __future__ import annotations
 

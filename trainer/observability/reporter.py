@@ -1,6 +1,6 @@
 """What a rank reports and who writes it: threads of their own, fed by queues, so that training never waits.
 
-Every rank writes events; rank 0 writes TensorBoard and MLflow besides (F5, T5). A tracking server that fails is
+Every rank writes events; rank 0 writes TensorBoard and MLflow besides. A tracking server that fails is
 reported once and left alone: training goes on.
 """
 
@@ -31,7 +31,7 @@ from trainer.storage.base import Storage
 METRICS_PER_REQUEST, AZURE_NAMES = 200, 40
 """Azure ML takes 250 values at once, and 50 names of metrics in a run, of which registration needs some."""
 AZURE_NODE_NAMES, AZURE_NODE_FIELDS = 10, ("gpu_utilization", "gpu_memory_percent", "samples_per_second")
-"""…and nodes get no more than so many of these (R3.1), since every curve over all nodes comes first."""
+"""…and nodes get no more than so many of these, since every curve over all nodes comes first."""
 TRACKING = "tracking.json"
 """In the run directory: the MLflow run, so that a resumed job goes on in the same one."""
 TENSORBOARD = "tensorboard"
@@ -268,7 +268,7 @@ class TensorBoardSink:
 
 
 class MLflowSink:
-    """The same scalars as MLflow metrics, and the configuration as parameters (R6.2)."""
+    """The same scalars as MLflow metrics, and the configuration as parameters."""
 
     def __init__(self, job: JobConfig, rundir: RunDir) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # by default a dead server costs four minutes

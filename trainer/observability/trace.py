@@ -1,5 +1,5 @@
 """Traces of optimizer steps, for Perfetto or chrome://tracing: a window that the configuration chooses, and more while
-the training runs, by a file in the run directory (T5).
+the training runs, by a file in the run directory.
 
     profile/request.json                 {"steps": 5, "ranks": [0]}; what is left out, or an empty file: just these
     profile/request-000001.json          what rank 0 made of it when it took it: every rank answers a number once

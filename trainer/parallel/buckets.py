@@ -1,4 +1,4 @@
-"""Gradient buckets: views into a few flat buffers, each handed over for summing as soon as it is full (R2.3).
+"""Gradient buckets: views into a few flat buffers, each handed over for summing as soon as it is full.
 
 What `torch.nn.parallel.DistributedDataParallel` does, with less in each step. DDP either looks for parameters that have
 no gradient, by a walk over the graph and a collective of its own in every step, or it refuses models that have some and
@@ -28,7 +28,7 @@ from trainer.runtime.step_timer import traced
 FIRST_BYTES, MOST_BYTES = 1 << 20, 25 << 20
 """Of the first bucket, which is small so that communication begins early, and of the others."""
 WAITING = "waiting for the sums of gradients"
-"""In traces (T5): the sums themselves happen on another thread."""
+"""In traces: the sums themselves happen on another thread."""
 
 
 class Bucket:

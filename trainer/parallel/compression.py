@@ -1,4 +1,4 @@
-"""How a bucket of gradients is summed over ranks: exactly, or with fewer bytes (R2.3).
+"""How a bucket of gradients is summed over ranks: exactly, or with fewer bytes.
 
 A `CommHook` works on the communication thread, on one bucket after the other, in the same order on all ranks, and
 leaves the same bits on all of them. What only computes is told apart from the wire, see

@@ -1,9 +1,9 @@
-"""`GradientSynchronizer`: gradients are summed over ranks while the backward pass still computes (R2.3).
+"""`GradientSynchronizer`: gradients are summed over ranks while the backward pass still computes.
 
 `trainer.parallel.buckets` hands each bucket over as soon as it is full; the communication thread sums them over ranks,
 in order, as ``training.communication`` says (`trainer.parallel.compression`). The only bucket of a small model is
 summed as it is by the thread that trains, where ranks have direct links (`trainer.comm.peer_to_peer`): there is nothing
-left that it could overlap with. In parameter-server mode (D3) there are none: when the backward pass is done, all
+left that it could overlap with. In parameter-server mode there are none: when the backward pass is done, all
 gradients go to rank 0 and back, as they are, for that mode is there when nothing else works.
 """
 

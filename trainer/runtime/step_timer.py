@@ -43,7 +43,7 @@ _new = tuple.__new__
 
 
 def traced(name: str) -> AbstractContextManager[Any]:
-    """A span of this name in traces (T5). To ask first takes less than a mark that nobody sees."""
+    """A span of this name in traces. To ask first takes less than a mark that nobody sees."""
     return record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
