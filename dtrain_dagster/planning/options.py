@@ -217,9 +217,19 @@ def _priced(
     )
 
 
-def _refused(base: BaseRun, kind: OptionKind, change: str, why_not: str, **other: Any) -> Option:
-    given = {"node_count": base.node_count, "sku": base.price.sku, "tier": base.tier} | other
-    return Option(kind=kind, change=change, seconds=None, usd=None, why_not=why_not, **given)
+def _refused(
+    base: BaseRun, kind: OptionKind, change: str, why_not: str, sku: str | None = None, tier: Tier | None = None
+) -> Option:
+    return Option(
+        kind=kind,
+        change=change,
+        node_count=base.node_count,
+        sku=sku or base.price.sku,
+        tier=tier or base.tier,
+        seconds=None,
+        usd=None,
+        why_not=why_not,
+    )
 
 
 def _price_fewer_nodes(
