@@ -356,6 +356,13 @@ def expected_slowdown(tier: Tier, node_count: int) -> float:
     return 1.0 if tier == "dedicated" else 1 + EVICTION_SECONDS * EVICTIONS_PER_NODE_HOUR * node_count / 3600
 
 
+def without_evictions(seconds: Interval, tier: Tier, node_count: int) -> Interval:
+    """Returns the time of an estimate without the evictions that are in it, to be priced on other nodes: the expected
+    one exactly, the upper end without the expected share of them. The lower end has none."""
+    slower = expected_slowdown(tier, node_count)
+    return Interval(low=seconds.low, expected=seconds.expected / slower, high=seconds.high / slower)
+
+
 def estimate_cost(seconds: Interval, price: SkuPrice, tier: Tier, node_count: int) -> Estimate:
     """Time and dollars of ``node_count`` nodes for that long, and for as long as replacing those takes that such a tier
     loses."""

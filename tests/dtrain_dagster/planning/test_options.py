@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.assets.plan_limits import cheapest_here
-from dtrain_dagster.costs.estimate import Forecast, Interval, Measured, Sizes, estimate_cost
+from dtrain_dagster.costs.estimate import Forecast, Interval, Measured, Sizes, estimate_cost, without_evictions
 from dtrain_dagster.costs.prices import SkuPrice, Tier, price_of, price_table
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.windows import settled, windows, worlds
@@ -163,6 +163,13 @@ def test_a_run_on_low_priority_nodes_is_not_charged_for_its_evictions_twice():
     world = worlds(settled(windows(events)))[0]
     fewer = [item for item in build_options(base, world, [], {}, [], TODAY) if item.node_count == 2]
     assert [item.usd.expected for item in fewer if item.usd] == [pytest.approx(two.usd.expected)]
+
+
+def test_the_time_of_a_plan_on_other_nodes_has_their_evictions_only():
+    exact = Interval(low=36000.0, expected=36000.0, high=36000.0)
+    planned = estimate_cost(exact, price_of(T4), "low_priority", NODES)
+    assert without_evictions(planned.seconds, "low_priority", NODES).expected == pytest.approx(36000.0)
+    assert without_evictions(exact, "dedicated", NODES) == exact
 
 
 def test_starting_again_is_paid_where_nodes_change_and_only_there():
