@@ -8,7 +8,7 @@ import dagster as dg
 
 from dtrain_dagster.assets.plan_choices import in_words
 from dtrain_dagster.clusters.base import ClusterConfig
-from dtrain_dagster.costs.estimate import Forecast, estimate_cost
+from dtrain_dagster.costs.estimate import Forecast, estimate_cost, without_evictions
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import SkuPrice, Tier, hardware_of, price_of, tier_of
 from dtrain_dagster.planning.limits import Limits, least, objection, remedies
@@ -121,7 +121,8 @@ def refuse_dearer_nodes(
     told = f"planned on {plan.sku} ({plan.tier}), got {price.sku} ({tier})"
     context.log.warning(f"{told}: prices differ; see cost_breakdown")
     limits = Limits(budget_usd=plan.budget_usd, deadline_hours=plan.deadline_hours)
-    seconds = plan.estimate.seconds.scaled(hardware_of(plan.sku).speed / price.speed)
+    undisturbed = without_evictions(plan.estimate.seconds, plan.tier, plan.node_count)  # those of the nodes got count
+    seconds = undisturbed.scaled(hardware_of(plan.sku).speed / price.speed)
     estimate = estimate_cost(seconds, price, tier, plan.node_count)
     if said := objection(estimate, limits):
         raise refuse_plan(context, project, f"{said} ({told})", None, limits, price, tier, plan.node_count)

@@ -40,7 +40,8 @@ EVICTIONS_PER_NODE_HOUR = 0.10
 """Assumed of nodes that can be taken away, not measured: the upper edge of the second of the bands (0–5, 5–10, 10–15,
 15–20, over 20 % per hour) in which Azure publishes the eviction rates of its sizes."""
 EVICTION_SECONDS = 600.0
-"""Assumed: until a node that was taken away is replaced. The others count as standing still, though they go on."""
+"""Assumed: until a node that was taken away is replaced, its start-up and the steps that are lost included. The others
+count as standing still, though they go on, and are paid for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -345,9 +346,21 @@ def with_evictions(seconds: Interval, node_count: int) -> Interval:
     most = evictions(seconds.high)
     return Interval(
         low=seconds.low,
-        expected=seconds.expected + EVICTION_SECONDS * evictions(seconds.expected),
+        expected=seconds.expected * expected_slowdown("low_priority", node_count),
         high=seconds.high + EVICTION_SECONDS * (most + 2 * math.sqrt(most)),
     )
+
+
+def expected_slowdown(tier: Tier, node_count: int) -> float:
+    """Returns how many times as long a training is expected to take for evictions: 1 on dedicated nodes."""
+    return 1.0 if tier == "dedicated" else 1 + EVICTION_SECONDS * EVICTIONS_PER_NODE_HOUR * node_count / 3600
+
+
+def without_evictions(seconds: Interval, tier: Tier, node_count: int) -> Interval:
+    """Returns the time of an estimate without the evictions that are in it, to be priced on other nodes: the expected
+    one exactly, the upper end without the expected share of them. The lower end has none."""
+    slower = expected_slowdown(tier, node_count)
+    return Interval(low=seconds.low, expected=seconds.expected / slower, high=seconds.high / slower)
 
 
 def estimate_cost(seconds: Interval, price: SkuPrice, tier: Tier, node_count: int) -> Estimate:

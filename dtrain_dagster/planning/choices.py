@@ -19,7 +19,7 @@ from dtrain_dagster.costs.estimate import (
     EVICTION_SECONDS,
     EVICTIONS_PER_NODE_HOUR,
     Interval,
-    with_evictions,
+    estimate_cost,
 )
 from dtrain_dagster.costs.prices import LISTED, PriceError, SkuPrice, Tier
 from dtrain_dagster.support.formatting import dollars, duration
@@ -241,10 +241,8 @@ def _choice(
 
     seconds, alone = seconds_at(node_count), seconds_at(1)
     efficiency = alone.expected / (node_count * seconds.expected)
-    if tier != "dedicated":
-        seconds = with_evictions(seconds, node_count)
-    figure = price.figure(tier)
-    usd = seconds.scaled(node_count * figure.usd_per_hour / 3600)
+    estimate, figure = estimate_cost(seconds, price, tier, node_count), price.figure(tier)
+    seconds, usd = estimate.seconds, estimate.usd
     origin: Origin = "guessed"
     if own and forecast.basis != "table":
         origin = "measured" if node_count in baseline.measured_nodes else "scaled"

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from dtrain_dagster.costs.estimate import Estimate, Forecast, Interval, estimate_cost
 from dtrain_dagster.costs.prices import SkuPrice, Tier
+from dtrain_dagster.planning.options import price_forecast
 from dtrain_dagster.support.formatting import dollars, duration
 
 LEAST_SECONDS = 5.0
@@ -37,7 +38,10 @@ class PlanFigures(Protocol):
 def objection(estimate: PlanFigures, limits: Limits, at_least: bool = False) -> str | None:
     """What the estimate says against the plan, in words; None where it fits. ``at_least``: only what is beyond doubt
     counts, the lower end of the interval."""
-    usd, seconds = estimate.usd, estimate.seconds
+    return _objection(estimate.usd, estimate.seconds, limits, at_least)
+
+
+def _objection(usd: Interval, seconds: Interval, limits: Limits, at_least: bool = False) -> str | None:
     said = []
     if limits.budget_usd and (usd.low if at_least else usd.expected) > limits.budget_usd:
         said.append(f"it would cost {_told(usd, dollars, at_least)}, and budget_usd is {dollars(limits.budget_usd)}")
@@ -60,11 +64,12 @@ def remedies(
     """What would fit, in words: another number of nodes, fewer epochs."""
     found = []
     for count in node_counts:
-        estimate = estimate_cost(forecast.seconds_at(count), price, tier, count)
-        if count != planned and objection(estimate, limits) is None:
+        option = price_forecast(forecast, price, tier, count, planned)
+        assert option.usd is not None
+        assert option.seconds is not None
+        if count != planned and _objection(option.usd, option.seconds, limits) is None:
             found.append(
-                f"{count} node(s) (DTRAIN_NODES={count}): about {dollars(estimate.usd.expected)} and "
-                f"{duration(estimate.seconds.expected)}"
+                f"{option.change}: about {dollars(option.usd.expected)} and {duration(option.seconds.expected)}"
             )
     if epochs := most_epochs(forecast, limits, price, tier, planned):
         found.append(f"epochs={epochs} instead of {forecast.sizes.epochs} on {planned} node(s)")

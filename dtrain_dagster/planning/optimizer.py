@@ -4,8 +4,8 @@ Less than half used: fewer nodes, a smaller SKU or nodes that may be taken away,
 saves and the seconds that it costs. GPU memory less than 70 % full: a larger batch, from the memory that a
 sample takes. What cannot be told is said, and nothing is recommended for it.
 
-A run is its steps, which a change makes shorter or longer by the model of `dtrain_dagster.monitoring.step_model`, its
-evaluations, which follow the computing in them, and the rest, which is taken to stay as it was.
+What each of them would take and cost is a row of `dtrain_dagster.planning.options`; here is which rows are worth
+telling of a run, and in which words.
 """
 
 from __future__ import annotations
@@ -14,25 +14,21 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from typing import Any, Literal
 
-from dtrain_dagster.costs.estimate import Interval
-from dtrain_dagster.costs.prices import PriceError, SkuPrice, Tier
+from dtrain_dagster.costs.prices import SkuPrice, Tier
 from dtrain_dagster.costs.tracker import CostTracker, paid_wall_seconds
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, MEMORY_TARGET, GPUMemory, gpu_memory
-from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, step_model
-from dtrain_dagster.monitoring.strategies import on_fewer_nodes
+from dtrain_dagster.monitoring.step_model import step_model
 from dtrain_dagster.monitoring.windows import seconds_of, settled, windows, worlds
-from dtrain_dagster.planning.choices import EVICTIONS_PER_NODE_HOUR, with_evictions
+from dtrain_dagster.planning.options import BaseRun, Option, best_of, build_options
 from dtrain_dagster.support.formatting import dollars, duration
 
 LOW_UTILIZATION = 0.5
 """Below it, less is recommended."""
-FITS = 0.9
-"""Share of a smaller GPU's memory that a training may be known to need."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,16 +80,15 @@ class ResourceOptimizer:
         price_words: str,
     ) -> None:
         self.price, self.tier, self.training, self.price_words = price, tier, training, price_words
-        self._prices = [
-            item for item in prices if not (item.retired_on and date.fromisoformat(item.retired_on) <= today)
-        ]
+        self._prices, self._today = tuple(prices), today
         self._events = [item for item in events if item.get("kind") in ("node", "out_of_memory")]
         found = settled(windows(events))
         groups = worlds(found)
         self._world = groups[0] if groups else []
         now = step_model(self._world) if self._world else None
         self._now = now if now and now.samples else None
-        self.usd = CostTracker("", usage, tier).total_usd
+        tracker = CostTracker("", usage, tier)
+        self.usd, self._node_hours = tracker.total_usd, tracker.node_hours
         self.wall_seconds = paid_wall_seconds(usage)
         self._step_seconds = min(self.wall_seconds, seconds_of(windows(events)))
         evaluations = sum(float(item.get("seconds") or 0.0) for item in events if item.get("kind") == "evaluation")
@@ -118,11 +113,13 @@ class ResourceOptimizer:
 
     def recommendations(self) -> tuple[Recommendation, ...]:
         """What is worth it, the most dollars first."""
-        used = self.utilization
+        used, rows = self.utilization, self._rows()
         found: list[Recommendation] = []
         if used and used.fraction < LOW_UTILIZATION:
-            found += [*self._fewer_nodes(used), *self._smaller_sku(used), *self._low_priority(used)]
-        found += self._larger_batch()
+            found += self._fewer_nodes(best_of(rows, "fewer nodes"), used)
+            found += self._smaller_sku(rows, used)
+            found += self._low_priority(best_of(rows, "low priority"), used)
+        found += self._larger_batch(best_of(rows, "larger batch"))
         return tuple(sorted(found, key=lambda item: item.saved_usd, reverse=True))
 
     def not_known(self) -> tuple[str, ...]:
@@ -136,113 +133,88 @@ class ResourceOptimizer:
             said.append("a smaller SKU: the table of speeds is of GPUs, and this ran on processors")
         if isinstance(memory, str):
             said.append(f"batch size: {memory}")
+        elif memory.fraction < MEMORY_LOW and self.training.get("max_steps"):
+            said.append("batch size: max_steps is fixed, and a larger batch in as many steps is more work")
         return tuple(said)
 
-    def _fewer_nodes(self, used: Utilization) -> list[Recommendation]:
-        if not self._now:
+    def _rows(self) -> tuple[Option, ...]:
+        if not self.wall_seconds or not self.usd:
+            return ()
+        base = BaseRun(
+            price=self.price,
+            tier=self.tier,
+            node_count=self._now.nodes if self._now else max(1, round(self._node_hours * 3600 / self.wall_seconds)),
+            seconds=self.wall_seconds,
+            usd=self.usd,
+            step_seconds=self._step_seconds,
+            evaluation_seconds=self._evaluation_seconds,
+        )
+        world = self._world if self._now else []
+        return build_options(base, world, self._events, self.training, self._prices, self._today)
+
+    def _fewer_nodes(self, option: Option | None, used: Utilization) -> list[Recommendation]:
+        if not self._now or not option or not option.step:
             return []
-        rows = [
-            (*self._with(model, self.usd * model.nodes / self._now.nodes), model)
-            for model in on_fewer_nodes(self._world)
-        ]
-        if not rows:
-            return []
-        usd, seconds, model = min(rows, key=lambda row: row[0])
         parts = [
             f"{1000 * item.seconds:.3g} ms on {item.nodes} ({item.communication / item.seconds:.0%} communication)"
-            for item in (self._now, model)
+            for item in (self._now, option.step)
         ]
         why = f"{_low(used)} A step takes {parts[0]} and {parts[1]} node(s)"
-        return self._worth_it(f"{model.nodes} node(s)", why, self._nodes_setting(model.nodes), usd, seconds)
+        return self._worth_it(f"{option.node_count} node(s)", why, option)
 
-    def _nodes_setting(self, count: int) -> str:
-        assert self._now
-        steps = int(self.training.get("gradient_accumulation_steps") or 0) * self._now.nodes
-        if steps and steps % count == 0:
-            return f"DTRAIN_NODES = {count}, gradient_accumulation_steps = {steps // count}: the global batch stays"
-        return f"DTRAIN_NODES = {count}, more.world_size = {self._world[-1].world_size}: the global batch stays"
-
-    def _smaller_sku(self, used: Utilization) -> list[Recommendation]:
-        """With as many GPUs in each node. All of forward and backward pass is taken to be as much slower as the GPU is:
-        what a GPU that idles waits for does not get slower, so this is what it loses at most."""
+    def _smaller_sku(self, options: Iterable[Option], used: Utilization) -> list[Recommendation]:
+        """The cheapest of the slower ones."""
         if not self._now or used.of != "GPU":
             return []
-        memory = self.memory
-        rows = []
-        for price in self._prices:
-            if price.gpus != self.price.gpus or price.speed >= self.price.speed or not _offered(price, self.tier):
-                continue
-            if isinstance(memory, GPUMemory) and memory.used > FITS * price.gpu_memory_gib * 2**30:
-                continue
-            model = replace(self._now, computing=self._now.computing * self.price.speed / price.speed)
-            ratio = price.usd_per_hour(self.tier) / self.price.usd_per_hour(self.tier)
-            rows.append((*self._with(model, self.usd * ratio), price))
-        if not rows:
+        smaller = {item.sku: item for item in self._prices if item.speed < self.price.speed}
+        option = best_of([item for item in options if item.sku in smaller], "other SKU")
+        if not option:
             return []
-        usd, seconds, price = min(rows, key=lambda row: row[0])
+        price = smaller[option.sku]
         now, then = (dollars(item.usd_per_hour(self.tier)) for item in (self.price, price))
         why = (
             f"{_low(used)} A node with {price.gpu} costs {then} an hour instead of {now} and computes "
             f"{price.speed / self.price.speed:.2g} times as fast, {price.speed_note.split(':')[0]}; at most"
         )
-        return self._worth_it(price.sku, why, f"DTRAIN_GPU_TYPE = {price.sku}", usd, seconds)
+        return self._worth_it(price.sku, why, option)
 
-    def _low_priority(self, used: Utilization) -> list[Recommendation]:
-        if self.tier != "dedicated" or not _offered(self.price, "low_priority") or not self.wall_seconds:
+    def _low_priority(self, option: Option | None, used: Utilization) -> list[Recommendation]:
+        if not option:
             return []
-        wall, nodes = self.wall_seconds, self._now.nodes if self._now else 1
-        seconds = with_evictions(Interval(low=wall, expected=wall, high=wall), nodes).expected
         ratio = self.price.usd_per_hour("low_priority") / self.price.usd_per_hour("dedicated")
-        why = (
-            f"{_low(used)} Low-priority nodes cost {ratio:.0%} of dedicated ones and may be taken away: "
-            f"{EVICTIONS_PER_NODE_HOUR:.0%} of them in an hour are assumed"
-        )
-        usd = self.usd * ratio * seconds / wall
-        return self._worth_it("low priority", why, "DTRAIN_TIER = low_priority (DTRAIN_AZURE_TIERS)", usd, seconds)
+        why = f"{_low(used)} Low-priority nodes cost {ratio:.0%} of dedicated ones; {option.note}"
+        return self._worth_it("low priority", why, option)
 
-    def _larger_batch(self) -> list[Recommendation]:
+    def _larger_batch(self, option: Option | None) -> list[Recommendation]:
         memory = self.memory
-        if isinstance(memory, str) or memory.fraction >= MEMORY_LOW or not self._now:
+        if isinstance(memory, str) or not option:
             return []
-        batch = memory.batch_at()
-        if batch == memory.batch:
-            return []
-        usd, seconds = self._with(self._now.with_batch(batch / memory.batch), self.usd)
-        saved = f"{dollars(self.usd - usd)} and {duration(max(0.0, self.wall_seconds - seconds))}"
+        saved = f"{dollars(option.saved_usd)} and {duration(max(0.0, -option.lost_seconds))}"
         sentence = (
             f"GPU memory is {memory.fraction:.0%} full at its fullest, {_gib(memory.used)} of {_gib(memory.total)}: "
             f"{_gib(memory.state)} for weights, gradients and moments, {memory.bytes_per_sample / 2**20:.3g} MiB for "
-            f"each of {memory.batch} samples. {batch} of them would fill {MEMORY_TARGET:.0%}. "
-            f"{batch_words(memory, self.training)} Fewer steps save {saved} ({self.price_words}); larger operations "
-            "are more efficient besides, which is not counted"
+            f"each of {memory.batch} samples. {option.batch_size} of them would fill {MEMORY_TARGET:.0%}. "
+            f"{batch_words(memory, self.training)} Fewer steps save {saved} ({self.price_words}); {option.note}"
         )
-        return [
-            Recommendation(
-                title="a larger batch",
-                sentence=sentence,
-                setting=f"training.batch_size_per_gpu = {batch} (now {memory.batch})",
-                saved_usd=self.usd - usd,
-                lost_seconds=seconds - self.wall_seconds,
-            )
-        ]
+        return [_recommendation("a larger batch", sentence, option)]
 
-    def _with(self, model: StepModel, usd: float) -> tuple[float, float]:
-        """(dollars, seconds) of the job with another step. ``usd``: what it would cost in the time that it took."""
-        assert self._now
-        longer = self._now.samples_per_second / model.samples_per_second - 1
-        work = [item.computing / item.samples for item in (self._now, model)]
-        seconds = self.wall_seconds + self._step_seconds * longer
-        seconds += self._evaluation_seconds * (work[1] / work[0] - 1 if work[0] else 0.0)
-        return (usd * seconds / self.wall_seconds if self.wall_seconds else usd), seconds
-
-    def _worth_it(self, title: str, why: str, setting: str, usd: float, seconds: float) -> list[Recommendation]:
-        saved, lost = self.usd - usd, seconds - self.wall_seconds
-        if saved < WORTH_IT * self.usd or not saved:
+    def _worth_it(self, title: str, why: str, option: Option) -> list[Recommendation]:
+        if not option.is_worth_it(self.usd) or not option.usd:
             return []
+        saved, lost = option.saved_usd, option.lost_seconds
         time = f"{duration(abs(lost))} {'longer' if lost >= 0 else 'shorter'} than {duration(self.wall_seconds)}"
-        cost = f"{dollars(usd)} instead of {dollars(self.usd)}, {saved / self.usd:.0%} less ({self.price_words})"
-        sentence = f"{why}: {cost}, and {time}"
-        return [Recommendation(title=title, sentence=sentence, setting=setting, saved_usd=saved, lost_seconds=lost)]
+        cost = f"{dollars(option.usd.expected)} instead of {dollars(self.usd)}, {saved / self.usd:.0%} less"
+        return [_recommendation(title, f"{why}: {cost} ({self.price_words}), and {time}", option)]
+
+
+def _recommendation(title: str, sentence: str, option: Option) -> Recommendation:
+    return Recommendation(
+        title=title,
+        sentence=sentence,
+        setting=option.change,
+        saved_usd=option.saved_usd,
+        lost_seconds=option.lost_seconds,
+    )
 
 
 def utilization(events: Iterable[Mapping[str, Any]]) -> Utilization | None:
@@ -291,14 +263,6 @@ def batch_words(memory: GPUMemory, training: Mapping[str, Any]) -> str:
 
 def _low(used: Utilization) -> str:
     return f"{used.of} utilisation was {used.fraction:.0%}, below {LOW_UTILIZATION:.0%}."
-
-
-def _offered(price: SkuPrice, tier: Tier) -> bool:
-    try:
-        price.figure(tier)
-    except PriceError:
-        return False
-    return True
 
 
 def _gib(count: float) -> str:

@@ -1,4 +1,4 @@
-"""What would make a training cheaper, each with the dollars that it would save, from this run's own figures. Pure.
+"""What would make a running training cheaper: which rows of the table of options an overrun alert prints. Pure.
 
 What keeps the job as it is (other nodes, another tier) can be done from its checkpoint: it saves on what is left. What
 changes the training saves in another run like this one. Whatever would save nothing is not in the list.
@@ -6,142 +6,132 @@ changes the training saves in another run like this one. Whatever would save not
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
-from dtrain_dagster.costs.prices import PriceError, SkuPrice, Tier
-from dtrain_dagster.monitoring.step_model import StepModel, Strategy, step_model
-from dtrain_dagster.monitoring.strategies import communication_strategies, strategies
+from dtrain_dagster.costs.prices import SkuPrice, Tier, tier_of
+from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.monitoring.step_model import step_model
 from dtrain_dagster.monitoring.windows import TimingWindow, worlds
+from dtrain_dagster.planning.options import BaseRun, Option, OptionKind, best_of, build_options
+from dtrain_dagster.planning.projection import ProgressRate, Projection
 from dtrain_dagster.support.formatting import dollars
 
-LEAST_SHARE = 0.01
-"""A saving below this share is none."""
 LEFT, ANOTHER = "of what is left, from the checkpoint", "in another run like this one"
+STILL_THERE_SECONDS = 60.0
+"""Nodes whose stays end within so long of the last end count as there: their clocks and looks differ."""
+_FROM_CHECKPOINT: tuple[OptionKind, ...] = ("fewer nodes", "other SKU", "low priority")
+_ANOTHER_RUN: tuple[OptionKind, ...] = ("larger batch", "smaller model")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saving:
-    name: str
-    change: str
-    usd: float
+    """A row of the table of options, and what its saving is of: `LEFT` or `ANOTHER`."""
+
+    option: Option
     when: str
-    note: str = ""
 
     @property
     def text(self) -> str:
-        note = f" ({self.note})" if self.note else ""
-        return f"{self.name}: {self.change}: saves {dollars(self.usd)} {self.when}{note}"
+        """As a line of a message."""
+        note = f" ({self.option.note})" if self.option.note else ""
+        saved = dollars(self.option.saved_usd)
+        return f"{self.option.kind}: {self.option.change}: saves {saved} {self.when}{note}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hired:
-    """What is paid for."""
+class PaidNodes:
+    """What is paid for at this time."""
 
-    sku: str
+    price: SkuPrice
     tier: Tier
-    usd_left: float
-    """What the rest of the job is projected to cost."""
-    usd_whole: float
-    """What the whole of it is."""
+    node_count: int
+
+
+def paid_nodes(usage: Sequence[NodeUsage], table: Mapping[str, SkuPrice], tier: str) -> PaidNodes:
+    """Returns the nodes that are there at the latest look. ``tier``: of those that do not say theirs. KeyError where
+    the SKU is not in the table, ValueError where no node ever was there."""
+    last = max(usage, key=lambda item: item.ended_at)
+    there = {item.node_id for item in usage if item.ended_at >= last.ended_at - STILL_THERE_SECONDS}
+    by_name = {name.casefold(): row for name, row in table.items()}
+    return PaidNodes(price=by_name[last.sku.casefold()], tier=tier_of(last.tier or tier), node_count=len(there))
+
+
+def rest_and_whole(
+    nodes: PaidNodes, projection: Projection, plan: Mapping[str, Any], pace: ProgressRate
+) -> tuple[BaseRun, BaseRun]:
+    """Returns what is left of a running job, and the whole of it as it is projected, both on the nodes of now.
+
+    ``plan``: the content of ``plan.json``. Of its phases, what was not measured is taken from there.
+    """
+    usd_whole = projection.at_end.expected if projection.at_end else projection.so_far
+    usd_left = max(0.0, usd_whole - projection.so_far)
+    work, phases = plan.get("work") or {}, plan.get("phases") or {}
+    steps = int(work.get("steps") or 0)
+    planned = {name: float(phases.get(name) or 0.0) for name in ("startup", "evaluation", "checkpoint", "finish")}
+    planned["steps"] = float(phases.get("steps") or 0.0)
+    left, restart = planned, 0.0
+    if pace.reports and steps:
+        share, step = max(0.0, 1 - pace.step / steps), statistics.median(item[1] for item in pace.reports)
+        evaluation, checkpoint = share * planned["evaluation"], share * planned["checkpoint"]
+        if pace.evaluation_seconds:
+            evaluation = share * statistics.fmean(pace.evaluation_seconds) * float(work.get("evaluations") or 0)
+        if pace.checkpoint_seconds:
+            checkpoint = share * statistics.fmean(pace.checkpoint_seconds) * float(work.get("checkpoints") or 0)
+        left = planned | {"startup": 0.0, "steps": share * steps * step}
+        left |= {"evaluation": evaluation, "checkpoint": checkpoint}
+        training = (plan.get("job") or {}).get("training") or {}
+        restart = planned["startup"] + step * float(training.get("checkpoint_frequency") or 0) / 2
+    whole = planned if planned["steps"] else left | {"startup": planned["startup"]}
+    return _base_run(nodes, usd_left, left, restart), _base_run(nodes, usd_whole, whole, 0.0)
 
 
 def savings(
-    hired: Hired,
+    rest: BaseRun,
+    whole: BaseRun,
     found: Sequence[TimingWindow],
     events: Sequence[Mapping[str, Any]],
     training: Mapping[str, Any],
     table: Mapping[str, SkuPrice],
-    today: str,
+    today: date,
 ) -> tuple[Saving, ...]:
-    """The largest saving first. ``found``, ``events``: how the latest steps went; without any, only prices speak.
-    ``today``: as 2026-01-31, for SKUs that are retired by then."""
+    """Returns the best option of each kind that is worth it, the largest saving first. ``found``, ``events``: how the
+    latest steps went; without any, only prices speak. ``today``: for SKUs that are retired by then."""
     groups = worlds(found)
     world = groups[0] if groups and step_model(groups[0]).samples else []
-    every = [*_other_skus(hired, world, table, today), *_low_priority(hired, table)]
-    if world:
-        ranked = communication_strategies(world, training)
-        every += _of_strategies("fewer nodes", ranked, hired.usd_left, LEFT)
-        every += _smaller_model(hired, step_model(world))
-        if not training.get("max_steps"):  # else a larger batch is more work, not the same work in fewer steps
-            ranked += strategies(found, events, training)
-            every += _of_strategies("larger batch", ranked, hired.usd_whole, ANOTHER)
-    best: dict[str, Saving] = {}
-    for item in sorted(every, key=lambda item: -item.usd):
-        if item.usd >= LEAST_SHARE * (hired.usd_left if item.when == LEFT else hired.usd_whole) > 0:
-            best.setdefault(item.name, item)
-    return tuple(best.values())
+    told: list[Saving] = []
+    for base, kinds, when in ((rest, _FROM_CHECKPOINT, LEFT), (whole, _ANOTHER_RUN, ANOTHER)):
+        options = build_options(base, world, events, training, table.values(), today) if base.usd > 0 else ()
+        best = [best_of(options, kind) for kind in kinds]
+        told += [Saving(option=item, when=when) for item in best if item and item.is_worth_it(base.usd)]
+    return tuple(sorted(told, key=lambda item: -item.option.saved_usd))
 
 
 def saving_table(found: Iterable[Saving]) -> str:
-    """As a Markdown table."""
+    """Returns the rows as a Markdown table."""
     rows = ["| what | change | saves | | mind |", "|---|---|---|---|---|"]
-    rows += [f"| **{it.name}** | {it.change} | {dollars(it.usd)} | {it.when} | {it.note} |" for it in found]
+    for item in found:
+        option = item.option
+        saved = dollars(option.saved_usd)
+        rows.append(f"| **{option.kind}** | {option.change} | {saved} | {item.when} | {option.note} |")
     return "\n".join(rows) if len(rows) > 2 else "Nothing that these figures speak for."
 
 
-_BY_STRATEGY = {
-    "fewer nodes": "fewer nodes",
-    "larger micro-batch": "larger batch",
-    "use the GPU's memory": "larger batch",
-}
-
-
-def _of_strategies(name: str, ranked: Iterable[Strategy], usd: float, when: str) -> list[Saving]:
-    return [
-        Saving(name=name, change=item.change, usd=usd * (1 - 1 / (1 + item.cost_gain)), when=when, note=item.note)
-        for item in ranked
-        if _BY_STRATEGY.get(item.name) == name and item.cost_gain > 0
-    ]
-
-
-def _smaller_model(hired: Hired, now: StepModel) -> list[Saving]:
-    then = replace(now, computing=now.computing / 2, communication=now.communication / 2)
-    change = "half the parameters (model_args)"
-    note = "computing and gradients halve at best; look at the validation loss"
-    usd = hired.usd_whole * (1 - then.seconds / now.seconds)
-    return [Saving(name="smaller model", change=change, usd=usd, when=ANOTHER, note=note)]
-
-
-def _other_skus(hired: Hired, world: Sequence[TimingWindow], table: Mapping[str, SkuPrice], today: str) -> list[Saving]:
-    """The same number of other nodes with as many GPUs and as much memory on each: computing takes as long as their
-    speeds say, everything else as long as now."""
-    own = _row(hired.sku, table)
-    if own is None:
-        return []
-    now = step_model(world) if world else None
-    computing = now.computing / now.seconds if now else 1.0
-    found = []
-    for row in table.values():
-        is_alike = row.gpus == own.gpus and row.gpu_memory_gib >= own.gpu_memory_gib
-        if row.sku == own.sku or not is_alike or (row.retired_on and row.retired_on <= today):
-            continue
-        try:
-            price = row.usd_per_hour(hired.tier) / own.usd_per_hour(hired.tier)
-        except PriceError:
-            continue
-        seconds = computing * own.speed / row.speed + 1 - computing
-        usd = hired.usd_left * (1 - price * seconds)
-        time = f"takes {seconds:.2g} times as long" if seconds >= 1 else f"takes {1 - seconds:.0%} less time"
-        change = f"{row.sku} ({row.gpu}) instead of {own.sku} ({own.gpu}) (DTRAIN_GPU_TYPE)"
-        note = f"{time}, by a rough guess of its speed"
-        found.append(Saving(name="other SKU", change=change, usd=usd, when=LEFT, note=note))
-    return found
-
-
-def _low_priority(hired: Hired, table: Mapping[str, SkuPrice]) -> list[Saving]:
-    own = _row(hired.sku, table)
-    if own is None or hired.tier != "dedicated":
-        return []
-    try:
-        share = own.usd_per_hour("low_priority") / own.usd_per_hour(hired.tier)
-    except PriceError:
-        return []
-    note = "nodes may be evicted; the others go on, and what comes in their place joins in"
-    usd, change = hired.usd_left * (1 - share), "low-priority nodes (DTRAIN_TIER=low_priority)"
-    return [Saving(name="spot", change=change, usd=usd, when=LEFT, note=note)]
-
-
-def _row(sku: str, table: Mapping[str, SkuPrice]) -> SkuPrice | None:
-    return next((row for name, row in table.items() if name.casefold() == sku.casefold()), None)
+def _base_run(nodes: PaidNodes, usd: float, phases: Mapping[str, float], restart: float) -> BaseRun:
+    """Phases are brought to the length that the dollars pay for: what is projected and what is timed differ a little.
+    Where nothing is known of them, all of it is steps."""
+    seconds = 3600 * usd / (nodes.node_count * nodes.price.usd_per_hour(nodes.tier))
+    total = sum(phases.values()) if phases["steps"] else 0.0
+    return BaseRun(
+        price=nodes.price,
+        tier=nodes.tier,
+        node_count=nodes.node_count,
+        seconds=seconds,
+        usd=usd,
+        step_seconds=seconds * phases["steps"] / total if total else seconds,
+        evaluation_seconds=seconds * phases["evaluation"] / total if total else 0.0,
+        restart_seconds=restart,
+    )

@@ -122,20 +122,15 @@ def _advice(
     projection: Projection,
 ) -> "tuple[Saving, ...]":
     """What would save; nothing where that cannot be told, for the alert must not wait for it."""
-    from dtrain_dagster.planning.savings import Hired, savings
+    from dtrain_dagster.planning.savings import paid_nodes, rest_and_whole, savings
 
-    whole = projection.at_end.expected if projection.at_end else projection.so_far
     try:
-        hired = Hired(
-            sku=usage[-1].sku,
-            tier=tier_of(usage[-1].tier or plan["tier"]),
-            usd_left=max(0.0, whole - projection.so_far),
-            usd_whole=whole,
-        )
         events, _ = recent_events(rundir)
-        training = (plan.get("job") or {}).get("training") or {}
-        today = datetime.now(UTC).strftime("%Y-%m-%d")
-        return savings(hired, settled(windows(events)), events, training, price_table(), today)
+        table, training = price_table(), (plan.get("job") or {}).get("training") or {}
+        nodes = paid_nodes(usage, table, plan["tier"])
+        rest, whole = rest_and_whole(nodes, projection, plan, ProgressRate().after(events))
+        today = datetime.now(UTC).date()
+        return savings(rest, whole, settled(windows(events)), events, training, table, today)
     except Exception as error:  # of whatever kind: events and plans of other versions, prices that are not known
         context.log.warning(f"what would save cannot be told: {type(error).__name__}: {error}")
         return ()

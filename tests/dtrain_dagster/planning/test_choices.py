@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain_dagster.assets.plan_choices import choices_metadata
-from dtrain_dagster.costs.estimate import Interval
+from dtrain_dagster.costs.estimate import Interval, with_evictions
 from dtrain_dagster.costs.prices import Tier, price_of, price_table
 from dtrain_dagster.planning.choices import (
     EVICTION_SECONDS,
@@ -25,7 +25,6 @@ from dtrain_dagster.planning.choices import (
     choices,
     choose_plan,
     misses,
-    with_evictions,
 )
 from dtrain_dagster.reports.cost_charts import MOST_NUMBERED, choices_chart
 

@@ -96,10 +96,10 @@ def test_fewer_nodes_are_for_those_who_wait_for_each_other():
     wall = max(item["time"] for item in slow) - 1e6
     usage = [NodeUsage(node_id=node, sku=V100.sku, started_at=0.0, ended_at=wall) for node in (10, 11, 12)]
     found = ResourceOptimizer(
-        [*slow, *looks()], usage, price=V100, tier="low_priority", training={}, prices=[], today=date(2026, 3, 1),
+        [*slow, *looks()], usage, price=V100, tier="dedicated", training={}, prices=[], today=date(2026, 3, 1),
         price_words="",
     )  # fmt: skip
-    assert found.recommendations() == ()
+    assert [item.title for item in found.recommendations()] == ["low priority"]
 
 
 def test_a_smaller_sku_is_there_offered_and_large_enough():

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from datetime import date
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain_dagster.costs.prices import price_table
+from dtrain_dagster.costs.prices import Tier, price_table
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.windows import settled, windows
+from dtrain_dagster.planning.options import BaseRun
 from dtrain_dagster.planning.projection import ProgressRate, Projection, overruns, project
-from dtrain_dagster.planning.savings import ANOTHER, Hired, saving_table, savings
+from dtrain_dagster.planning.savings import ANOTHER, paid_nodes, rest_and_whole, saving_table, savings
 from tests.dtrain_dagster.simulated_timing import Simulation
 
 V100, T4 = "Standard_NC6s_v3", "Standard_NC4as_T4_v3"
@@ -213,32 +215,66 @@ def test_nothing_is_told_twice(history):
     assert len(said) == len(set(said)) <= 6
 
 
-HIRED = Hired(sku=V100, tier="dedicated", usd_left=100.0, usd_whole=200.0)
+def rest_of(usd: float, sku: str = V100, tier: Tier = "dedicated", **other: Any) -> BaseRun:
+    price = price_table()[sku]
+    seconds = 3600 * usd / (NODES * price.usd_per_hour(tier))
+    return BaseRun(
+        price=price, tier=tier, node_count=NODES, seconds=seconds, usd=usd, step_seconds=seconds, **other
+    )  # fmt: skip
+
+
+NODES, TODAY = 3, date(2025, 9, 1)
+REST, WHOLE = rest_of(100.0), rest_of(200.0)
 
 
 def test_each_change_has_its_dollars_from_this_runs_figures():
     slow_wire = Simulation(windows=14, buckets=(60_000_000,)).events()
     found = savings(
-        HIRED, settled(windows(slow_wire)), slow_wire, {"batch_size_per_gpu": 64}, price_table(), "2026-01-01"
+        REST, WHOLE, settled(windows(slow_wire)), slow_wire, {"batch_size_per_gpu": 64}, price_table(), TODAY
     )
-    by_name = {item.name: item for item in found}
-    assert set(by_name) == {"fewer nodes", "other SKU", "spot", "smaller model", "larger batch"}
-    assert [item.usd for item in found] == sorted((item.usd for item in found), reverse=True)
-    assert all(0 < item.usd < (200 if item.when == ANOTHER else 100) for item in found)
+    by_name = {item.option.kind: item.option for item in found}
+    assert set(by_name) == {"fewer nodes", "other SKU", "low priority", "smaller model", "larger batch"}
+    saved = [item.option.saved_usd for item in found]
+    assert saved == sorted(saved, reverse=True)
+    assert all(0 < item.option.saved_usd < (200 if item.when == ANOTHER else 100) for item in found)
     row = price_table()[V100]
-    assert by_name["spot"].usd == pytest.approx(100 * (1 - row.usd_per_hour("low_priority") / HOURLY))
+    evicted = 1 + 0.1 * NODES * 600 / 3600  # a tenth of the nodes in each hour, ten minutes for each
+    assert by_name["low priority"].saved_usd == pytest.approx(
+        100 * (1 - evicted * row.usd_per_hour("low_priority") / HOURLY)
+    )
     assert "batch_size_per_gpu" in by_name["larger batch"].change
     assert "**fewer nodes**" in saving_table(found)
+    assert all(item.text.startswith(f"{item.option.kind}: ") for item in found)
 
     quick_wire = Simulation(windows=14, buckets=(1_000,), latency=1e-6).events()
-    other = savings(HIRED, settled(windows(quick_wire)), quick_wire, {"max_steps": 100}, price_table(), "2026-01-01")
-    others = {item.name: item.usd for item in other}
+    other = savings(REST, WHOLE, settled(windows(quick_wire)), quick_wire, {"max_steps": 100}, price_table(), TODAY)
+    others = {item.option.kind: item.option.saved_usd for item in other}
     assert "larger batch" not in others, "of a fixed number of steps"
-    assert others.get("fewer nodes", 0.0) < by_name["fewer nodes"].usd / 2, "hardly anything is lost to the wire"
+    assert others.get("fewer nodes", 0.0) < by_name["fewer nodes"].saved_usd / 2, "hardly anything is lost to the wire"
 
 
 def test_without_measurements_prices_alone_speak_and_what_saves_nothing_is_not_said():
-    assert {item.name for item in savings(HIRED, [], [], {}, price_table(), "2026-01-01")} <= {"other SKU", "spot"}
-    cheapest = Hired(sku=T4, tier="low_priority", usd_left=1.0, usd_whole=1.0)
-    assert savings(cheapest, [], [], {}, {T4: price_table()[T4]}, "2026-01-01") == ()
+    told = savings(REST, WHOLE, [], [], {}, price_table(), TODAY)
+    assert {item.option.kind for item in told} <= {"other SKU", "low priority"}
+    cheapest = rest_of(1.0, T4, "low_priority")
+    assert savings(cheapest, cheapest, [], [], {}, {T4: price_table()[T4]}, TODAY) == ()
     assert "Nothing" in saving_table(())
+
+
+def test_what_is_left_of_a_job_is_that_of_its_nodes_and_a_change_of_them_pays_a_start():
+    events, began = steps(500, 3.0), BEGAN
+    the_plan = plan(job={"training": {"checkpoint_frequency": 100}})
+    stretches = usage(1560, began=began)
+    made = projected(stretches, events, the_plan)
+    nodes = paid_nodes([*stretches, *usage(10, nodes=5)], price_table(), "dedicated")
+    assert (nodes.node_count, nodes.price.sku) == (2, V100), "nodes that have left are paid for no more"
+    rest, whole = rest_and_whole(nodes, made, the_plan, ProgressRate().after(events))
+    assert made.at_end
+    assert rest.usd == pytest.approx(made.at_end.expected - made.so_far)
+    assert rest.seconds == pytest.approx(500 * 3 + 40 + 5 + 40), "steps, evaluations, saves, finish"
+    assert (rest.step_seconds, rest.evaluation_seconds) == (pytest.approx(1500), pytest.approx(40))
+    assert rest.restart_seconds == 60 + 100 / 2 * 3.0, "the start-up, and half of what lies between two checkpoints"
+    assert (whole.usd, whole.restart_seconds) == (made.at_end.expected, 0.0)
+    before, _ = rest_and_whole(nodes, projected(usage(50), [], the_plan), the_plan, ProgressRate())
+    assert before.restart_seconds == 0.0, "nothing is done that would be done again"
+    assert "starting again" in savings(rest, whole, [], [], {}, price_table(), TODAY)[0].text

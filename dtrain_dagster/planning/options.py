@@ -1,0 +1,371 @@
+"""The table of options: what a training would take and cost if one thing about it were changed, each priced once. Pure.
+
+The plan's table, the refusal of a plan, the alert of a cost overrun and the advice after a run print rows of it, so
+that one option has one dollar figure for the same training. Which rows are printed where is decided there; how a
+forecast of the time is come by belongs to `probe` and `history`, how a step changes to `monitoring.step_model`.
+
+Every row is priced by `dtrain_dagster.costs.estimate.estimate_cost`:
+
+    seconds = undisturbed seconds, start-up included, + expected evictions x seconds for each (not on dedicated nodes)
+    dollars = nodes x seconds x price of a node-hour
+
+This is the right formula and not the ratio of two prices, because a node-hour is paid for from the moment when the node
+is there: start-up, and the minutes in which the others stand still until an evicted node is replaced, cost as much as
+training does. The ratio of prices promises a saving that no bill shows. Evictions grow with the number of nodes, so
+that number must be that of the nodes which were paid for, whether or not their steps were timed. What a job on
+low-priority nodes is known to take has evictions in it already: they are taken out before another number of nodes is
+priced.
+
+To change the nodes of a job that runs, it starts again from its last checkpoint: `BaseRun.restart_seconds`. That is 0
+for a run that has not begun, and for advice on another run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from typing import Any, Literal
+
+from dtrain_dagster.costs.estimate import (
+    EVICTION_SECONDS,
+    EVICTIONS_PER_NODE_HOUR,
+    Estimate,
+    Forecast,
+    Interval,
+    estimate_cost,
+    expected_slowdown,
+)
+from dtrain_dagster.costs.prices import PriceError, SkuPrice, Tier
+from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, GPUMemory, gpu_memory
+from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, step_model
+from dtrain_dagster.monitoring.strategies import communication_strategies, on_fewer_nodes
+from dtrain_dagster.monitoring.windows import TimingWindow
+from dtrain_dagster.support.formatting import duration
+
+OptionKind = Literal[
+    "as planned", "fewer nodes", "other nodes", "other SKU", "low priority", "larger batch", "smaller model",
+    "precision",
+]  # fmt: skip
+FITS = 0.9
+"""Share of another GPU's memory that a training may be known to need."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """One row: a change, and what the training then takes and costs."""
+
+    kind: OptionKind
+    change: str
+    """What to do, with the setting."""
+    node_count: int
+    sku: str
+    tier: Tier
+    seconds: Interval | None
+    """Paid wall-clock seconds; None where the option cannot be priced, see ``why_not``."""
+    usd: Interval | None
+    saved_usd: float = 0.0
+    """Against the run as it is; negative where the option is dearer."""
+    lost_seconds: float = 0.0
+    """Negative where the option is quicker."""
+    assumptions: tuple[str, ...] = ()
+    """Of the figures, each a sentence or a phrase."""
+    why_not: str = ""
+    """Why the option cannot be had; empty where it can."""
+    step: StepModel | None = None
+    """The step as it would be, where the change is one of the step."""
+    batch_size: int | None = None
+    """Samples of a micro-batch, where the change is one of it."""
+
+    @property
+    def is_possible(self) -> bool:
+        return not self.why_not
+
+    @property
+    def note(self) -> str:
+        """What to mind, in one line."""
+        return self.why_not or "; ".join(self.assumptions)
+
+    def is_worth_it(self, usd: float) -> bool:
+        """Whether the option can be had and saves at least `WORTH_IT` of ``usd``."""
+        return self.is_possible and self.saved_usd > 0 and self.saved_usd >= WORTH_IT * usd
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseRun:
+    """The run that the options are compared with: a whole one, over or expected, or the rest of one that runs."""
+
+    price: SkuPrice
+    tier: Tier
+    node_count: int
+    """Nodes that are paid for."""
+    seconds: float
+    """Paid wall-clock seconds as it is, evictions included."""
+    usd: float
+    """Dollars as it is. Nodes may have been there for a part of the time only: options keep that share."""
+    step_seconds: float = 0.0
+    """Seconds of ``seconds`` in which steps are done: another step makes these longer or shorter…"""
+    evaluation_seconds: float = 0.0
+    """…and these follow the computing of a step. Start-up, saves and finish stay as they are."""
+    restart_seconds: float = 0.0
+    """What a change of nodes costs besides: the start-up, and the steps since the last checkpoint once more."""
+
+    def paid_share(self) -> float:
+        """Returns the dollars against those of all nodes over all of the time; 1 where none came later or left."""
+        whole = self.node_count * self.seconds * self.price.usd_per_hour(self.tier) / 3600
+        return self.usd / whole if whole else 1.0
+
+    def seconds_with(self, now: StepModel, then: StepModel) -> float:
+        """Returns the seconds of the run if its step were another one, see the fields."""
+        longer = now.samples_per_second / then.samples_per_second - 1
+        before, after = (item.computing / item.samples for item in (now, then))
+        return (
+            self.seconds
+            + self.step_seconds * longer
+            + self.evaluation_seconds * (after / before - 1 if before else 0.0)
+        )
+
+
+def price_forecast(forecast: Forecast, price: SkuPrice, tier: Tier, node_count: int, planned: int) -> Option:
+    """Returns the row of a whole training on so many nodes, as a forecast tells its time. ``planned``: nodes that the
+    settings say. `PriceError` where the SKU has no price on that tier."""
+    estimate = estimate_cost(forecast.seconds_at(node_count), price, tier, node_count)
+    own = node_count == planned
+    change = "as planned" if own else f"{node_count} node(s) (DTRAIN_NODES={node_count})"
+    return Option(
+        kind="as planned" if own else "fewer nodes" if node_count < planned else "other nodes",
+        change=change,
+        node_count=node_count,
+        sku=price.sku,
+        tier=tier,
+        seconds=estimate.seconds,
+        usd=estimate.usd,
+        assumptions=_eviction_words(tier),
+    )
+
+
+def build_options(
+    base: BaseRun,
+    world: Sequence[TimingWindow],
+    events: Sequence[Mapping[str, Any]],
+    training: Mapping[str, Any],
+    prices: Iterable[SkuPrice],
+    today: date,
+) -> tuple[Option, ...]:
+    """Returns every change of one thing, those that cannot be had with the reason, in the order of `OptionKind`.
+
+    ``world``: timing of the steps of the world that trained; without any, only prices speak. ``events``: for the memory
+    of the GPUs. ``training``: the trainer's configuration. ``prices``: of the SKUs that may be had; those that are
+    retired on ``today`` cannot.
+    """
+    now = step_model(world) if world else None
+    now = now if now and now.samples else None
+    memory = gpu_memory(world, events, training) if world else "no timing of its steps is known"
+    return (
+        *_price_fewer_nodes(base, world, now, training),
+        *_price_other_skus(base, now, memory, prices, today),
+        *_price_low_priority(base),
+        *_price_larger_batch(base, world, now, memory, events, training),
+        *_price_smaller_model(base, now),
+        *_price_precision(base, training),
+    )
+
+
+def best_of(options: Iterable[Option], kind: OptionKind) -> Option | None:
+    """Returns the option of that kind that saves most, of those that can be had; None where there is none."""
+    found = [item for item in options if item.kind == kind and item.is_possible]
+    return max(found, key=lambda item: item.saved_usd, default=None)
+
+
+def _priced(
+    base: BaseRun,
+    kind: OptionKind,
+    change: str,
+    seconds: float,
+    *,
+    node_count: int | None = None,
+    price: SkuPrice | None = None,
+    tier: Tier | None = None,
+    assumptions: Sequence[str] = (),
+    step: StepModel | None = None,
+    batch_size: int | None = None,
+) -> Option:
+    """``seconds``: as long as the run takes with this change and the evictions of its own tier and nodes."""
+    price, tier, count = price or base.price, tier or base.tier, node_count or base.node_count
+    undisturbed = seconds / expected_slowdown(base.tier, base.node_count)
+    is_moved = (price.sku, tier, count) != (base.price.sku, base.tier, base.node_count)
+    said = [*assumptions, *_eviction_words(tier)]
+    if is_moved and base.restart_seconds:
+        undisturbed += base.restart_seconds
+        said.append(f"{duration(base.restart_seconds)} for starting again from the checkpoint are in it")
+    exact = Interval(low=undisturbed, expected=undisturbed, high=undisturbed)
+    estimate: Estimate = estimate_cost(exact, price, tier, count)
+    usd = estimate.usd.scaled(base.paid_share())
+    return Option(
+        kind=kind,
+        change=change,
+        node_count=count,
+        sku=price.sku,
+        tier=tier,
+        seconds=estimate.seconds,
+        usd=usd,
+        saved_usd=base.usd - usd.expected,
+        lost_seconds=estimate.seconds.expected - base.seconds,
+        assumptions=tuple(said),
+        step=step,
+        batch_size=batch_size,
+    )
+
+
+def _refused(
+    base: BaseRun, kind: OptionKind, change: str, why_not: str, sku: str | None = None, tier: Tier | None = None
+) -> Option:
+    return Option(
+        kind=kind,
+        change=change,
+        node_count=base.node_count,
+        sku=sku or base.price.sku,
+        tier=tier or base.tier,
+        seconds=None,
+        usd=None,
+        why_not=why_not,
+    )
+
+
+def _price_fewer_nodes(
+    base: BaseRun, world: Sequence[TimingWindow], now: StepModel | None, training: Mapping[str, Any]
+) -> list[Option]:
+    if now is None:
+        return [_refused(base, "fewer nodes", "fewer nodes (DTRAIN_NODES)", "no timing of its steps is known")]
+    return [
+        _priced(
+            base,
+            "fewer nodes",
+            _nodes_setting(model.nodes, now, world, training),
+            base.seconds_with(now, model),
+            node_count=model.nodes,
+            assumptions=("planned micro-batches are dealt to the nodes that are there",),
+            step=model,
+        )
+        for model in on_fewer_nodes(world)
+        if model.nodes < base.node_count
+    ]
+
+
+def _nodes_setting(count: int, now: StepModel, world: Sequence[TimingWindow], training: Mapping[str, Any]) -> str:
+    steps = int(training.get("gradient_accumulation_steps") or 0) * now.nodes
+    if steps and steps % count == 0:
+        return f"DTRAIN_NODES = {count}, gradient_accumulation_steps = {steps // count}: the global batch stays"
+    return f"DTRAIN_NODES = {count}, more.world_size = {world[-1].world_size}: the global batch stays"
+
+
+def _price_other_skus(
+    base: BaseRun, now: StepModel | None, memory: GPUMemory | str, prices: Iterable[SkuPrice], today: date
+) -> list[Option]:
+    """With as many GPUs in each node. All of forward and backward pass is taken to be as much slower as the GPU is:
+    what a GPU that idles waits for does not get slower, so this is what it loses at most."""
+    found = []
+    for price in prices:
+        if price.sku == base.price.sku:
+            continue
+        change, ratio = f"DTRAIN_GPU_TYPE = {price.sku}", base.price.speed / price.speed
+        if why := _why_not_sku(price, base, memory, today):
+            found.append(_refused(base, "other SKU", change, why, sku=price.sku))
+            continue
+        slower = replace(now, computing=now.computing * ratio) if now else None
+        seconds = base.seconds_with(now, slower) if now and slower else base.seconds * ratio
+        note = f"{price.gpu} instead of {base.price.gpu}, {1 / ratio:.2g} times as fast by a rough guess"
+        found.append(_priced(base, "other SKU", change, seconds, price=price, assumptions=(note,)))
+    return found
+
+
+def _why_not_sku(price: SkuPrice, base: BaseRun, memory: GPUMemory | str, today: date) -> str:
+    if price.retired_on and date.fromisoformat(price.retired_on) <= today:
+        return f"retired on {price.retired_on}"
+    if price.gpus != base.price.gpus:
+        return f"{price.gpus} GPUs in a node instead of {base.price.gpus}: not the same ranks"
+    if isinstance(memory, GPUMemory):
+        if memory.used > FITS * price.gpu_memory_gib * 2**30:
+            return f"its GPU of {price.gpu_memory_gib} GiB is too small for the {memory.used / 2**30:.3g} GiB in use"
+    elif price.gpu_memory_gib < base.price.gpu_memory_gib:
+        return f"its GPU of {price.gpu_memory_gib} GiB may be too small: {memory}"
+    return _why_not_offered(price, base.tier)
+
+
+def _price_low_priority(base: BaseRun) -> list[Option]:
+    change = "DTRAIN_TIER = low_priority (DTRAIN_AZURE_TIERS)"
+    why = "" if base.tier == "dedicated" else "its nodes can be taken away already"
+    if why := why or _why_not_offered(base.price, "low_priority"):
+        return [_refused(base, "low priority", change, why, tier="low_priority")]
+    return [_priced(base, "low priority", change, base.seconds, tier="low_priority")]
+
+
+def _price_larger_batch(
+    base: BaseRun,
+    world: Sequence[TimingWindow],
+    now: StepModel | None,
+    memory: GPUMemory | str,
+    events: Sequence[Mapping[str, Any]],
+    training: Mapping[str, Any],
+) -> list[Option]:
+    """As large as the GPU's memory holds; where that was not measured, as communication asks for. A fixed number of
+    steps with a larger batch is more work, not the same work in fewer steps."""
+    change, why = "training.batch_size_per_gpu", ""
+    if now is None:
+        why = "no timing of its steps is known"
+    elif training.get("max_steps"):
+        why = "max_steps is fixed: a larger batch would be more work"
+    elif isinstance(memory, GPUMemory) and (memory.fraction >= MEMORY_LOW or memory.batch_at() == memory.batch):
+        why = f"GPU memory is {memory.fraction:.0%} full"
+    elif any(item.get("kind") == "out_of_memory" for item in events):
+        why = "memory ran out in this job"
+    if why or now is None:
+        return [_refused(base, "larger batch", change, why)]
+    if isinstance(memory, GPUMemory):
+        batch, note = memory.batch_at(), "larger operations are more efficient besides, which is not counted"
+        change, factor = f"{change} = {batch} (now {memory.batch})", batch / memory.batch
+    else:
+        ranked = communication_strategies(world, training)
+        more = next((item for item in ranked if item.name == "larger micro-batch"), None)
+        if more is None:
+            return [_refused(base, "larger batch", change, memory)]
+        factor = more.samples_per_second * more.step_seconds / now.samples
+        change, note, batch = more.change, more.note, None
+    then = now.with_batch(factor)
+    seconds = base.seconds_with(now, then)
+    return [_priced(base, "larger batch", change, seconds, assumptions=(note,), step=then, batch_size=batch)]
+
+
+def _price_smaller_model(base: BaseRun, now: StepModel | None) -> list[Option]:
+    change = "half the parameters (model_args)"
+    if now is None:
+        return [_refused(base, "smaller model", change, "no timing of its steps is known")]
+    then = replace(now, computing=now.computing / 2, communication=now.communication / 2)
+    note = "computing and gradients halve at best; look at the validation loss"
+    return [_priced(base, "smaller model", change, base.seconds_with(now, then), assumptions=(note,), step=then)]
+
+
+def _price_precision(base: BaseRun, training: Mapping[str, Any]) -> list[Option]:
+    """How much faster another precision computes depends on model and GPU, and nothing here has measured it."""
+    now = training.get("precision", "fp32")
+    if now != "fp32":
+        return [_refused(base, "precision", "training.precision", f"it is {now} already")]
+    why = "what it gains on these GPUs has not been measured: `dtrain tune` does"
+    return [_refused(base, "precision", "training.precision = bf16", why)]
+
+
+def _why_not_offered(price: SkuPrice, tier: Tier) -> str:
+    try:
+        price.figure(tier)
+    except PriceError as error:
+        return str(error)
+    return ""
+
+
+def _eviction_words(tier: Tier) -> tuple[str, ...]:
+    if tier == "dedicated":
+        return ()
+    return (
+        f"nodes may be taken away: {EVICTIONS_PER_NODE_HOUR:.0%} of them in an hour are assumed, and "
+        f"{duration(EVICTION_SECONDS)} for each, all nodes paid, start-up and lost steps included",
+    )

@@ -1,0 +1,187 @@
+"""One option has one dollar figure: in the plan's table, in its refusal, in the alert and in the advice after a run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from datetime import date
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.assets.plan_limits import cheapest_here
+from dtrain_dagster.costs.estimate import Forecast, Interval, Measured, Sizes, estimate_cost, without_evictions
+from dtrain_dagster.costs.prices import SkuPrice, Tier, price_of, price_table
+from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.monitoring.windows import settled, windows, worlds
+from dtrain_dagster.planning.choices import Baseline, choices
+from dtrain_dagster.planning.limits import Limits, remedies
+from dtrain_dagster.planning.optimizer import ResourceOptimizer
+from dtrain_dagster.planning.options import BaseRun, best_of, build_options
+from dtrain_dagster.planning.projection import ProgressRate, Projection
+from dtrain_dagster.planning.savings import paid_nodes, rest_and_whole, savings
+from dtrain_dagster.support.formatting import dollars
+from tests.dtrain_dagster.simulated_timing import Simulation
+from trainer.rundir import event
+
+A100, V100, T4 = "Standard_NC24ads_A100_v4", "Standard_NC6s_v3", "Standard_NC4as_T4_v3"
+NODES, HOURS, TODAY = 3, 10.0, date(2025, 9, 1)
+GIB = 2**30
+PHASES = {"startup": 0.0, "steps": 3600 * HOURS, "evaluation": 0.0, "checkpoint": 0.0, "finish": 0.0}
+
+
+@dataclass(frozen=True)
+class Known:
+    """A training whose time is known, on whichever nodes."""
+
+    hours: float = HOURS
+    basis: str = "probe"
+    basis_words: str = "a probe"
+
+    def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
+        seconds = 3600 * self.hours / speed
+        return Interval(low=seconds, expected=seconds, high=seconds)
+
+
+def in_the_plan(price: SkuPrice, tier: Tier, nodes: int = NODES, hours: float = HOURS) -> float:
+    baseline = Baseline(price=price, node_count=NODES, tier="dedicated", ranks_per_node=1, batch_size_per_rank=64)
+    made = choices(Known(hours), baseline, [price], [nodes], [tier], epochs=1, today=TODAY, is_stand_in=True)
+    found = cheapest_here(made, price.sku, tier, nodes)
+    assert found
+    return found.usd.expected
+
+
+def in_the_refusal(price: SkuPrice, tier: Tier, nodes: int = NODES, hours: float = HOURS) -> str:
+    """As a person reads it, of a plan that asks for more nodes than fit the deadline."""
+    sizes = Sizes(
+        train_samples=64, valid_samples=1, test_samples=1, batch_size_per_rank=64, micro_batches_per_rank=1,
+        processes_per_node=1, epochs=1, max_steps=None, eval_frequency=None, checkpoint_frequency=100,
+        stated_ranks=1,
+    )  # fmt: skip
+    measured = Measured(node_count=nodes, startup_seconds=0.0, step_seconds=3600 * hours)
+    made = Forecast(measured=(measured,), sizes=sizes, basis="probe", basis_words="a probe")
+    [said] = remedies(made, Limits(budget_usd=1e6), price, tier, [nodes], nodes + 1)[:1]
+    found = re.search(r"about (\$[\d.]+)", said)
+    assert found
+    return found[1]
+
+
+def usage_of(sku: str, hours: float = HOURS, tier: Tier = "dedicated") -> list[NodeUsage]:
+    return [NodeUsage(node_id=n, sku=sku, started_at=0.0, ended_at=3600 * hours, tier=tier) for n in range(10, 13)]
+
+
+def in_the_alert(sku: str, events: list[dict[str, Any]], hours: float = HOURS) -> dict[str, float]:
+    """Kind → dollars, of a job that has not done a step: all of it is what is left."""
+    nodes = paid_nodes(usage_of(sku), price_table(), "dedicated")
+    usd = NODES * hours * nodes.price.usd_per_hour("dedicated")
+    projection = Projection(so_far=0.0, estimated=usd, at_end=Interval(low=usd, expected=usd, high=usd))
+    rest, whole = rest_and_whole(nodes, projection, {"phases": PHASES}, ProgressRate())
+    found = savings(rest, whole, settled(windows(events)), events, TRAINING, TABLE, TODAY)
+    return {item.option.kind: usd - item.option.saved_usd for item in found}
+
+
+def in_the_advice(sku: str, events: list[dict[str, Any]], hours: float = HOURS) -> dict[str, float]:
+    """Setting → dollars, of a run that took as long and used little of its nodes."""
+    looked_at = ResourceOptimizer(
+        events, usage_of(sku, hours), price=price_of(sku), tier="dedicated", training=TRAINING, prices=TABLE.values(),
+        today=TODAY, price_words="list price",
+    )  # fmt: skip
+    return {item.setting.split(" = ")[0]: looked_at.usd - item.saved_usd for item in looked_at.recommendations()}
+
+
+TRAINING = {"gradient_accumulation_steps": 2, "batch_size_per_gpu": 128, "world_size": 3}
+TABLE = {sku: price_of(sku) for sku in (V100, T4)}
+RUN = Simulation(windows=40, noise=0.0, outliers=0.0, computing=0.02, latency=0.02)
+GPU = {"memory_used_bytes": 4 * GIB, "memory_total_bytes": 16 * GIB}
+LOOKS = [event("node", node, 1, node_id=node, gpu_utilization=30.0, gpus=[GPU]) for node in (10, 11, 12)]
+
+
+@pytest.mark.parametrize("events", [LOOKS, [*RUN.events(), *LOOKS]], ids=["not timed", "timed"])
+def test_low_priority_costs_the_same_in_plan_refusal_alert_and_advice(events: list[dict[str, Any]]):
+    evicted = 1 + 0.1 * NODES * 600 / 3600  # a tenth of the nodes in each hour, ten minutes for each, all nodes paid
+    by_hand = NODES * HOURS * price_of(A100).usd_per_hour("low_priority") * evicted
+    assert by_hand == pytest.approx(22.995)
+    assert in_the_plan(price_of(A100), "low_priority") == pytest.approx(by_hand)
+    assert in_the_refusal(price_of(A100), "low_priority") == dollars(by_hand)
+    assert in_the_alert(A100, events)["low priority"] == pytest.approx(by_hand)
+    assert in_the_advice(A100, events)["DTRAIN_TIER"] == pytest.approx(by_hand)
+
+
+def test_another_size_fewer_nodes_and_a_larger_batch_cost_the_same_wherever_they_are_told():
+    """An hour of steps and nothing else, on three nodes."""
+    events = [*RUN.events(), *LOOKS]
+    step = seconds_of(events)
+    alert, advice = in_the_alert(V100, events, hours=step / 3600), in_the_advice(V100, events, hours=step / 3600)
+    world = worlds(settled(windows(events)))[0]
+    usd = NODES * step / 3600 * price_of(V100).usd_per_hour("dedicated")
+    base = BaseRun(
+        price=price_of(V100), tier="dedicated", node_count=NODES, seconds=step, usd=usd, step_seconds=step
+    )  # fmt: skip
+    rows = build_options(base, world, events, TRAINING, TABLE.values(), TODAY)
+    settings = {
+        "fewer nodes": "DTRAIN_NODES", "other SKU": "DTRAIN_GPU_TYPE", "larger batch": "training.batch_size_per_gpu"
+    }  # fmt: skip
+    for kind, setting in settings.items():
+        row = best_of(rows, kind)  # type: ignore[arg-type]
+        assert row
+        assert row.usd
+        assert row.seconds
+        assert alert[kind] == pytest.approx(row.usd.expected), kind
+        assert advice[setting] == pytest.approx(row.usd.expected), kind
+        hours, price = row.seconds.expected / 3600, price_of(row.sku)
+        if row.kind != "larger batch":
+            alone = replace(price, speed=1.0)
+            assert in_the_plan(alone, "dedicated", row.node_count, hours) == pytest.approx(row.usd.expected)
+            assert in_the_refusal(alone, "dedicated", row.node_count, hours) == dollars(row.usd.expected)
+
+
+def seconds_of(events: list[dict[str, Any]]) -> float:
+    from dtrain_dagster.monitoring.windows import seconds_of as seconds
+
+    return seconds(windows(events))
+
+
+def test_what_cannot_be_had_is_a_row_with_the_reason():
+    base = BaseRun(price=price_of(V100), tier="low_priority", node_count=2, seconds=3600.0, usd=1.0)
+    rows = build_options(base, [], [], {"precision": "fp32"}, price_table().values(), date(2026, 3, 1))
+    by_kind = {item.kind: item for item in rows if item.kind != "other SKU"}
+    assert by_kind["low priority"].why_not == "its nodes can be taken away already"
+    assert "no timing" in by_kind["fewer nodes"].why_not
+    assert "not been measured" in by_kind["precision"].why_not
+    assert any("retired on" in item.why_not for item in rows if item.kind == "other SKU")
+    assert all((item.usd is None) == bool(item.why_not) for item in rows)
+
+
+def test_a_run_on_low_priority_nodes_is_not_charged_for_its_evictions_twice():
+    price = price_of(T4)
+    exact = Interval(low=36000.0, expected=36000.0, high=36000.0)
+    three, two = (estimate_cost(exact, price, "low_priority", count) for count in (3, 2))
+    base = BaseRun(
+        price=price, tier="low_priority", node_count=3, seconds=three.seconds.expected, usd=three.usd.expected
+    )  # fmt: skip
+    events = RUN.events()
+    world = worlds(settled(windows(events)))[0]
+    fewer = [item for item in build_options(base, world, [], {}, [], TODAY) if item.node_count == 2]
+    assert [item.usd.expected for item in fewer if item.usd] == [pytest.approx(two.usd.expected)]
+
+
+def test_the_time_of_a_plan_on_other_nodes_has_their_evictions_only():
+    exact = Interval(low=36000.0, expected=36000.0, high=36000.0)
+    planned = estimate_cost(exact, price_of(T4), "low_priority", NODES)
+    assert without_evictions(planned.seconds, "low_priority", NODES).expected == pytest.approx(36000.0)
+    assert without_evictions(exact, "dedicated", NODES) == exact
+
+
+def test_starting_again_is_paid_where_nodes_change_and_only_there():
+    usd = 2 * 10 * price_of(V100).usd_per_hour("dedicated")
+    base = BaseRun(price=price_of(V100), tier="dedicated", node_count=2, seconds=36000.0, usd=usd, step_seconds=36000.0)
+    again, events = replace(base, restart_seconds=900.0), RUN.events()
+    world = worlds(settled(windows(events)))[0]
+    for kind, more in (("low priority", 900 * (1 + 0.1 * 2 * 600 / 3600)), ("larger batch", 0.0)):
+        first, second = (
+            best_of(build_options(item, world, [], TRAINING, [], TODAY), kind)  # type: ignore[arg-type]
+            for item in (base, again)
+        )
+        assert first
+        assert second
+        assert second.lost_seconds - first.lost_seconds == pytest.approx(more)
