@@ -17,12 +17,13 @@ from trainer.comm.group import GroupError
 from trainer.elastic.generation import START, Generation
 from trainer.elastic.membership import NoGenerationError
 from trainer.engine.budget import COMMIT_SECONDS
-from trainer.engine.out_of_memory import Fit, give_back_freed_memory, smaller
+from trainer.engine.out_of_memory import Fit, smaller
 from trainer.engine.result import raise_if_ended
 from trainer.engine.session import Session
 from trainer.engine.signals import OutOfMemoryError
 from trainer.observability.reporter import StepWindow
 from trainer.rundir import RunDir
+from trainer.runtime.malloc import give_back_freed_memory
 from trainer.runtime.retry import RetryPolicy
 
 STOP_SECONDS = 3.0
