@@ -28,6 +28,7 @@ from dtrain_dagster.monitoring.strategies import on_fewer_nodes
 from dtrain_dagster.monitoring.windows import seconds_of, settled, windows, worlds
 from dtrain_dagster.planning.choices import EVICTIONS_PER_NODE_HOUR, with_evictions
 from dtrain_dagster.support.formatting import dollars, duration
+from trainer.documents.events import EvaluationEvent, read_events
 
 LOW_UTILIZATION = 0.5
 """Below it, less is recommended (R5.3)."""
@@ -96,7 +97,7 @@ class ResourceOptimizer:
         self.usd = CostTracker("", usage, tier).total_usd
         self.wall_seconds = paid_wall_seconds(usage)
         self._step_seconds = min(self.wall_seconds, seconds_of(windows(events)))
-        evaluations = sum(float(item.get("seconds") or 0.0) for item in events if item.get("kind") == "evaluation")
+        evaluations = sum(item.seconds or 0.0 for item in read_events(EvaluationEvent, events))
         self._evaluation_seconds = min(self.wall_seconds - self._step_seconds, evaluations)
 
     @property
