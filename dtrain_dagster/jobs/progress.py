@@ -339,10 +339,15 @@ def _after_phase(progress: JobProgress, item: Mapping[str, Any]) -> JobProgress:
 
 def last_step(rundir: RunDir) -> tuple[int, float] | None:
     """The last step that a training reported, and its loss; the newest events are looked at first."""
+    from trainer.documents.events import EventError, StepEvent, read_event
+
     for events in rundir.newest_events():
         for event in reversed(events):
-            if event["kind"] == "step" and event.get("step") is not None and event.get("loss") is not None:
-                return event["step"], event["loss"]
+            if event["kind"] == "step":
+                with suppress(EventError):
+                    told = read_event(StepEvent, event)
+                    if told.loss is not None:
+                        return told.step, told.loss
     return None
 
 
