@@ -43,6 +43,7 @@ from dtrain_dagster.planning.build_plan import sizes_of
 from dtrain_dagster.planning.history import pace_mark
 from dtrain_dagster.planning.scoring import Score, learn
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
+from trainer.documents.events import EvaluationEvent, MembershipEvent, read_events
 from trainer.rundir import RunDir
 
 RESULTS = Path(__file__).parent / "results"
@@ -199,9 +200,8 @@ class Course:
 
 def first_epoch_seconds(events: Sequence[Mapping[str, Any]]) -> float:
     """From when the group stood until the first evaluation was done: what a person reads off a progress bar."""
-    began = next(item["time"] for item in events if item["kind"] == "membership")
-    ended = next(item["time"] for item in events if item["kind"] == "evaluation")
-    return ended - began
+    [formed, *_], [judged, *_] = (read_events(kind, events) for kind in (MembershipEvent, EvaluationEvent))
+    return judged.time - formed.time
 
 
 def summary(rows: Sequence[Mapping[str, Any]], error: str, within: str | None = None) -> dict[str, float]:

@@ -6,7 +6,7 @@ of steps when it is its turn and is stopped (SIGSTOP, with all that it has start
 them follow each other in an order that is random in each round. Without evaluation and checkpoints, for all.
 
     bound        the same step on batches that are in memory already: no input, no communication, two processes alike,
-                 with malloc set as in ours (`trainer.engine.out_of_memory.keep_freed_memory`)
+                 with malloc set as in ours (`trainer.runtime.malloc.keep_freed_memory`)
     ours         the trainer as it is, with timing, reports, monitor and TensorBoard, at the settings of the others
     tuned        the same with the settings of --tuned, or those that a short search finds here, which is not that of
                  `dtrain tune` (``tuned_by``)

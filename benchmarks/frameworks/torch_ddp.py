@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler
 
 from benchmarks.frameworks.protocol import Case, Turns
 from benchmarks.frameworks.workload import Workload, device_of
-from trainer.engine.out_of_memory import keep_freed_memory
+from trainer.runtime.malloc import keep_freed_memory
 
 READY = 8
 """Different batches that the bound has in memory: with one alone it would soon know it by heart."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from dtrain_dagster.costs.money import SECOND, is_finite, microseconds
 from dtrain_dagster.monitoring.windows import TimingWindow, windows
+from trainer.documents.events import EndEvent, MembershipEvent, PhaseEvent, StepEvent, read_event
 
 LARGEST = 10**12
 """Steps, or seconds: more than this is no figure."""
@@ -49,15 +50,15 @@ def read_facts(events: Iterable[Mapping[str, Any]]) -> EventFacts:
                 continue
             generation, rank, time = int(item["generation"]), int(item["rank"]), microseconds(item["time"])
             if kind == "end":
-                facts.ends.append((generation, time, str(item["status"])))
+                facts.ends.append((generation, time, read_event(EndEvent, item).status))
             elif kind == "hang":
                 facts.hangs[generation].append((time, microseconds(_positive(item["waited_seconds"]))))
             if rank != 0:
                 continue
             if kind == "membership":
-                facts.memberships.setdefault(generation, _membership(item, time))
+                facts.memberships.setdefault(generation, _membership(read_event(MembershipEvent, item), time))
             elif kind == "phase":
-                facts.phases[generation].append((time, str(item["name"])))
+                facts.phases[generation].append((time, read_event(PhaseEvent, item).name))
             elif kind == "link":
                 facts.links[generation].append(time)
             elif kind == "timing":
@@ -65,7 +66,8 @@ def read_facts(events: Iterable[Mapping[str, Any]]) -> EventFacts:
                 facts.windows[generation].append(window)
                 facts.has_timing = True
             elif kind == "step":
-                steps[generation].append((time, _count(item["step"]), _positive(item["step_seconds"])))
+                told = read_event(StepEvent, item)
+                steps[generation].append((time, _count(told.step), _positive(told.step_seconds)))
             facts.first_at[generation] = min(time, facts.first_at.get(generation, time))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError):
             facts.left_out += 1
@@ -79,14 +81,12 @@ def read_facts(events: Iterable[Mapping[str, Any]]) -> EventFacts:
     return facts
 
 
-def _membership(item: Mapping[str, Any], time: int) -> dict[str, Any]:
-    nodes = frozenset(map(int, item["nodes"]))
-    seconds = item.get("seconds", 0.0)
-    if not nodes or seconds < 0:
+def _membership(event: MembershipEvent, time: int) -> dict[str, Any]:
+    nodes, joined = (frozenset(map(int, listed)) for listed in (event.nodes, event.joined))
+    if not nodes or event.seconds < 0:
         raise ValueError("no membership")
-    joined = frozenset(map(int, item.get("joined") or ()))
-    began = time - microseconds(seconds)
-    return {"nodes": nodes, "joined": joined, "time": time, "began": began, "step": _count(item["step"])}
+    began = time - microseconds(event.seconds)
+    return {"nodes": nodes, "joined": joined, "time": time, "began": began, "step": _count(event.step)}
 
 
 def _window(item: Mapping[str, Any]) -> TimingWindow:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,6 +32,7 @@ from dtrain_dagster.costs.prices import (
     packaged_prices,
     refreshed_prices,
 )
+from trainer.runtime.retry import PASSING_STATUSES, RetryPolicy, retry_after_seconds
 from trainer.storage.open import open_storage
 
 RETAIL_URL = "https://prices.azure.com/api/retail/prices"
@@ -41,9 +41,9 @@ SKUS_PER_QUERY = 10
 """They all stand in the address, whose length is limited."""
 MAX_PAGES = 50
 """Of one query. A page has up to 1000 prices, and ten sizes in one region have some dozens."""
-ATTEMPTS = 5
-PASSES = {408, 429, 500, 502, 503, 504}
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
+RETRIES = RetryPolicy(first_pause_seconds=1.0, max_attempts=5)
+LONGEST_PAUSE_SECONDS = 60.0
+"""Who is asked to wait longer does not: the table is of the day, and somebody waits at a terminal."""
 CONNECT_SECONDS, READ_SECONDS = 10, 60
 LARGEST_RATIO = 10.0
 """A price that differs by more from what the package has is taken for an error of the list, or of this module."""
@@ -52,6 +52,14 @@ _BEGINNING = datetime.min.replace(tzinfo=UTC)
 
 class RetailError(PriceError):
     """The price list could not be fetched, or cannot be believed. Nothing was written."""
+
+
+class _PassingError(Exception):
+    """The list did not answer, or asks to come back after so many seconds."""
+
+    def __init__(self, problem: str, asked_seconds: float = 0.0) -> None:
+        super().__init__(problem)
+        self.asked_seconds = asked_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,27 +259,36 @@ def _ask(
     session: requests.Session, url: str, params: Mapping[str, str] | None, pause: Callable[[float], None]
 ) -> dict[str, Any]:
     """One page. What passes (no connection, throttled, 5xx) is asked again, when the service says so."""
-    problem, backoff = "", FIRST_PAUSE_SECONDS
-    for attempt in range(ATTEMPTS):
-        wait, backoff = backoff, 2 * backoff
+
+    def ask() -> dict[str, Any]:
         try:
             answer = session.get(url, params=params, timeout=(CONNECT_SECONDS, READ_SECONDS), allow_redirects=False)
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
-            problem = f"cannot be reached ({type(error).__name__}: {error})"
+            raise _PassingError(f"cannot be reached ({type(error).__name__}: {error})") from None
         except requests.RequestException as error:
             raise RetailError(f"{url} cannot be asked: {error}. Nothing was changed") from None
+        if answer.status_code == 200:
+            return _page(url, answer)
+        problem = f"answers {answer.status_code}: {answer.text[:200]!r}"
+        if answer.status_code not in PASSING_STATUSES:
+            raise RetailError(f"{url} {problem}. Nothing was changed")
+        raise _PassingError(problem, retry_after_seconds(answer.headers))
+
+    try:
+        return RETRIES.call(
+            url, ask, lambda error: isinstance(error, _PassingError) and _asked(error) <= LONGEST_PAUSE_SECONDS,
+            asked_seconds=_asked, pause=pause,
+        )  # fmt: skip
+    except _PassingError as error:
+        if (wait := error.asked_seconds) > LONGEST_PAUSE_SECONDS:
+            why = f". It wants to be asked again in {wait:.0f} s"
         else:
-            if answer.status_code == 200:
-                return _page(url, answer)
-            problem = f"answers {answer.status_code}: {answer.text[:200]!r}"
-            if answer.status_code not in PASSES:
-                raise RetailError(f"{url} {problem}. Nothing was changed")
-            wait = max(wait, _retry_after(answer.headers.get("Retry-After")))
-        if wait > LONGEST_PAUSE_SECONDS:
-            raise RetailError(f"{url} {problem}. It wants to be asked again in {wait:.0f} s. Nothing was changed")
-        if attempt + 1 < ATTEMPTS:
-            pause(wait)
-    raise RetailError(f"{url} {problem}, {ATTEMPTS} times in a row; try again later. Nothing was changed")
+            why = f", {RETRIES.max_attempts} times in a row; try again later"
+        raise RetailError(f"{url} {error}{why}. Nothing was changed") from None
+
+
+def _asked(error: BaseException) -> float:
+    return error.asked_seconds if isinstance(error, _PassingError) else 0.0
 
 
 def _page(url: str, answer: requests.Response) -> dict[str, Any]:
@@ -285,20 +302,6 @@ def _page(url: str, answer: requests.Response) -> dict[str, Any]:
         said = f"{type(error).__name__}: {error}"
         raise RetailError(f"{url} answers with what is no price list ({said}). Nothing was changed") from None
     return page
-
-
-def _retry_after(header: str | None) -> float:
-    """Seconds, from a number or a date; 0 where there is none."""
-    if not header:
-        return 0.0
-    try:
-        return max(0.0, float(header))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, (parsedate_to_datetime(header) - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError):
-        return 0.0
 
 
 def _time(text: str | None) -> datetime | None:

@@ -23,6 +23,14 @@ from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose
 from dtrain_dagster.monitoring.hangs import hang_verdict
 from dtrain_dagster.monitoring.strategies import strategies
 from dtrain_dagster.monitoring.windows import SEGMENTS, settled, windows
+from trainer.documents.events import (
+    CheckpointEvent,
+    EvaluationEvent,
+    LinkEvent,
+    MembershipEvent,
+    StepEvent,
+    read_event,
+)
 
 POINTS = 1000
 """Rows of a track at most."""
@@ -241,14 +249,16 @@ class PerformanceDashboard:
                 self.news.append({"time": at, "kind": kind, "text": text})
 
     def _take_step(self, item: dict[str, Any]) -> None:
-        if item.get("step_seconds") and item.get("eta_seconds") is not None:
-            self.total_steps = item["step"] + round(item["eta_seconds"] / item["step_seconds"])
+        told = read_event(StepEvent, item)
+        if told.step_seconds and told.eta_seconds is not None:
+            self.total_steps = told.step + round(told.eta_seconds / told.step_seconds)
         names = ("step", "time", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second", "step_seconds")
-        self._add("steps", "step", {name: item.get(name) for name in names})
+        self._add("steps", "step", {name: getattr(told, name) for name in names})
 
     def _take_evaluation(self, item: dict[str, Any]) -> None:
-        if item["split"] == "valid":
-            self._add("evaluations", "step", {name: item.get(name) for name in ("step", "time", "loss")})
+        found = read_event(EvaluationEvent, item)
+        if found.split == "valid":
+            self._add("evaluations", "step", {"step": found.step, "time": found.time, "loss": found.loss})
 
     def _take_node(self, item: dict[str, Any]) -> None:
         node = int(item["node_id"])
@@ -295,17 +305,19 @@ class PerformanceDashboard:
             self._add("late", "step", {**place, **lateness}, VALUES // len(ranks))
 
     def _take_link(self, item: dict[str, Any]) -> None:
-        slowest = [[int(a), int(b), 1000 * float(seconds)] for a, b, seconds in item["seconds"]]
-        self.link = {"step": item["step"], "bytes": item["bytes"], "milliseconds": slowest}
+        probe = read_event(LinkEvent, item)
+        slowest = [[int(a), int(b), 1000 * float(seconds)] for a, b, seconds in probe.seconds]
+        self.link = {"step": probe.step, "bytes": probe.bytes, "milliseconds": slowest}
 
     def _take_membership(self, item: dict[str, Any]) -> None:
-        self.members = tuple(item["nodes"])
-        self.lost = (self.lost | set(item["lost"])) - set(self.members)
-        self.counts["nodes_lost"] += len(item["lost"])
-        self._mark(item, f"generation {item['generation']}: {len(self.members)} node(s), {item['reason']}")
+        formed = read_event(MembershipEvent, item)
+        self.members = tuple(formed.nodes)
+        self.lost = (self.lost | set(formed.lost)) - set(self.members)
+        self.counts["nodes_lost"] += len(formed.lost)
+        self._mark(item, f"generation {formed.generation}: {len(self.members)} node(s), {formed.reason}")
 
     def _take_checkpoint(self, item: dict[str, Any]) -> None:
-        self._mark(item, f"checkpoint of step {item['step']}")
+        self._mark(item, f"checkpoint of step {read_event(CheckpointEvent, item).step}")
 
     def _tell_hang(self, item: dict[str, Any]) -> None:
         """Who keeps the others waiting, as far as ranks have reported: what the next one says may change it."""

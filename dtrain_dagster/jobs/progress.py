@@ -294,24 +294,35 @@ def news(events: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 def _sentence(item: Mapping[str, Any]) -> str:
     """What an event tells that is out of the ordinary, "" where nothing is; one of `UNREADABLE` as `_after`."""
+    from trainer.documents import events  # not above: only who follows a job has events
+
     kind = item["kind"]
-    if kind == "membership" and item["generation"] > 1:
-        change = [f"lost node(s) {_listed(item['lost'])}"] if item["lost"] else []
-        change += [f"took in node(s) {_listed(item['joined'])}"] if item["joined"] else []
-        mode = ", in parameter-server mode" if item["topology"] == "star" else ""
+    if kind == "membership":
+        formed = events.read_event(events.MembershipEvent, item)
+        if formed.generation <= 1 or formed.world_size is None:
+            return ""
+        change = [f"lost node(s) {_listed(formed.lost)}"] if formed.lost else []
+        change += [f"took in node(s) {_listed(formed.joined)}"] if formed.joined else []
+        mode = ", in parameter-server mode" if formed.has_parameter_server else ""
         return (
-            f"generation {item['generation']} at step {item['step']}: {' and '.join(change) or 'the same nodes'}; "
-            f"goes on with {item['world_size']} rank(s){mode} after {item['seconds']:.2f} s ({item['reason']})"
+            f"generation {formed.generation} at step {formed.step}: {' and '.join(change) or 'the same nodes'}; "
+            f"goes on with {formed.world_size} rank(s){mode} after {formed.seconds:.2f} s ({formed.reason})"
         )
     if kind == "out_of_memory":
-        more = " and activation checkpointing" if item["activation_checkpointing"] else ""
-        return f"out of memory at step {item['step']}: goes on with {item['samples']} samples at once{more}"
+        short = events.read_event(events.OutOfMemoryEvent, item)
+        more = " and activation checkpointing" if short.activation_checkpointing else ""
+        return f"out of memory at step {short.step}: goes on with {short.samples} samples at once{more}"
     if kind == "checkpoint_failed":
-        end = "given up; training goes on" if item["gives_up"] else "will be tried again"
-        return f"the checkpoint of step {item['step']} could not be saved ({item['message']}): {end}"
+        failed = events.read_event(events.CheckpointFailedEvent, item)
+        end = "given up; training goes on" if failed.gives_up else "will be tried again"
+        return f"the checkpoint of step {failed.step} could not be saved ({failed.message}): {end}"
     if kind == "resume":
-        return f"resumed from {item['path']} at step {item['step']}"
-    return str(item["message"]) if kind == "error" and not item["fatal"] else ""
+        resumed = events.read_event(events.ResumeEvent, item)
+        return f"resumed from {resumed.path} at step {resumed.step}"
+    if kind == "error":
+        error = events.read_event(events.ErrorEvent, item)
+        return "" if error.fatal else error.message
+    return ""
 
 
 def _listed(nodes: Sequence[int]) -> str:
@@ -328,10 +339,15 @@ def _after_phase(progress: JobProgress, item: Mapping[str, Any]) -> JobProgress:
 
 def last_step(rundir: RunDir) -> tuple[int, float] | None:
     """The last step that a training reported, and its loss; the newest events are looked at first."""
+    from trainer.documents.events import EventError, StepEvent, read_event
+
     for events in rundir.newest_events():
         for event in reversed(events):
-            if event["kind"] == "step" and event.get("step") is not None and event.get("loss") is not None:
-                return event["step"], event["loss"]
+            if event["kind"] == "step":
+                with suppress(EventError):
+                    told = read_event(StepEvent, event)
+                    if told.loss is not None:
+                        return told.step, told.loss
     return None
 
 

@@ -30,6 +30,7 @@ from dtrain_dagster.monitoring.windows import (
     windows,
     worlds,
 )
+from trainer.documents.events import CheckpointEvent, LinkEvent, OutOfMemoryEvent, read_events
 
 INPUT_SHARE = 0.05
 """Of the step, on all ranks. Batches are gathered while the step before computes: input costs next to nothing."""
@@ -233,10 +234,10 @@ def _slow_link(world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]
     seconds: dict[tuple[int, int], list[float]] = {}
     gradients = sum(item.bytes for item in typical_collectives(world))
     exposed = typical_share(world, "communication") * _step(world)
-    for item in events:
-        if item.get("kind") == "link" and began <= item.get("time", 0.0) <= ended + 60:
-            for source, target, value in item.get("seconds") or ():
-                per_byte = float(value) / float(item.get("bytes") or math.inf)
+    for probe in read_events(LinkEvent, events):
+        if began <= probe.time <= ended + 60:
+            for source, target, value in probe.seconds:
+                per_byte = float(value) / float(probe.bytes or math.inf)
                 seconds.setdefault((int(source), int(target)), []).append(per_byte * gradients)
     links = {link: statistics.median(values) for link, values in seconds.items() if max(link) < len(nodes)}
     best: tuple[float, int, float, float] | None = None
@@ -266,11 +267,7 @@ def _slow_link(world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]
 def _checkpoint(world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
     """What saves cost: they hold a rank up, and steps are slower while one is written in the background."""
     began, ended = world[0].time - world[0].total_seconds, world[-1].time
-    saves = [
-        (item["time"] - float(item.get("seconds") or 0.0), item["time"])
-        for item in events
-        if item.get("kind") == "checkpoint" and began <= item["time"]
-    ]
+    saves = [(save.began_at, save.time) for save in read_events(CheckpointEvent, events) if began <= save.time]
     stalled = sum(max(window.segments.get("checkpoint") or (0.0,)) * window.steps for window in world)
     stall_share = stalled / seconds_of(world)
     slower, writing = _slower_while_writing(world, [save for save in saves if save[0] <= ended])
@@ -335,13 +332,13 @@ def _hangs(events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
 
 
 def _memory(events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
-    short = [item for item in events if item.get("kind") == "out_of_memory"]
+    short = read_events(OutOfMemoryEvent, events)
     if not short:
         return []
     last = short[-1]
-    more = " and activations are computed twice" if last.get("activation_checkpointing") else ""
+    more = " and activations are computed twice" if last.activation_checkpointing else ""
     text = (
-        f"Memory ran out {len(short)} time(s), last at step {last.get('step')}: {last.get('samples')} samples go "
+        f"Memory ran out {len(short)} time(s), last at step {last.step}: {last.samples} samples go "
         f"through the model at once since then{more}."
     )
     return [Diagnosis(cause=SlowdownCause.MEMORY, share=0.0, evidence=text)]

@@ -18,6 +18,7 @@ from dtrain_dagster.monitoring.link_model import WireFit, fit_wire
 from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, Strategy, step_model
 from dtrain_dagster.monitoring.stragglers import Straggler, stragglers
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, TimingWindow, seconds_of, typical_collectives, worlds
+from trainer.documents.events import CheckpointEvent, read_events
 
 CHECKPOINT_BUDGET = 0.01
 """Share of training time that checkpoints may cost."""
@@ -262,7 +263,7 @@ def _checkpoint(
     """As seldom as it takes for saves to cost less than the budget. Both what they cost and how many there were is
     that of these windows: a job has saves in other worlds as well."""
     stalled = sum(max(window.segments.get("checkpoint") or (0.0,)) * window.steps for window in world)
-    began = [item["time"] - float(item.get("seconds") or 0.0) for item in events if item.get("kind") == "checkpoint"]
+    began = [save.began_at for save in read_events(CheckpointEvent, events)]
     count = sum(any(window.time - window.total_seconds <= at <= window.time for window in world) for at in began)
     every = training.get("checkpoint_frequency")
     share = stalled / seconds_of(world)

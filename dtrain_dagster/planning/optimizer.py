@@ -26,6 +26,7 @@ from dtrain_dagster.monitoring.step_model import step_model
 from dtrain_dagster.monitoring.windows import seconds_of, settled, windows, worlds
 from dtrain_dagster.planning.options import BaseRun, Option, best_of, build_options
 from dtrain_dagster.support.formatting import dollars, duration
+from trainer.documents.events import EvaluationEvent, read_events
 
 LOW_UTILIZATION = 0.5
 """Below it, less is recommended."""
@@ -91,7 +92,7 @@ class ResourceOptimizer:
         self.usd, self._node_hours = tracker.total_usd, tracker.node_hours
         self.wall_seconds = paid_wall_seconds(usage)
         self._step_seconds = min(self.wall_seconds, seconds_of(windows(events)))
-        evaluations = sum(float(item.get("seconds") or 0.0) for item in events if item.get("kind") == "evaluation")
+        evaluations = sum(item.seconds or 0.0 for item in read_events(EvaluationEvent, events))
         self._evaluation_seconds = min(self.wall_seconds - self._step_seconds, evaluations)
 
     @property

@@ -17,6 +17,7 @@ from dtrain_dagster.costs.estimate import Forecast, Learned, Measured, Sizes
 from dtrain_dagster.jobs.progress import follow_job, start_job
 from dtrain_dagster.monitoring.windows import settled, shares, windows
 from trainer.config import JobConfig, TrackingConfig
+from trainer.documents.events import EvaluationEvent, PhaseEvent, StepEvent, read_events
 from trainer.rundir import RESULT, NodePresence, RunDir
 
 LEAST_STEPS, MOST_STEPS, SHARE_OF_TRAINING = 24, 120, 0.1
@@ -152,11 +153,11 @@ def read_measured(
     events, nodes = of_last_launch(events, nodes)
     begin = min(node.started_at for node in nodes)
     end = max(node.ended_at or node.started_at for node in nodes)
-    phases = [item for item in events if item["kind"] == "phase" and item["rank"] == 0]
-    seconds = {item["name"]: item["seconds"] for item in phases}  # running sums: the last one counts
-    ready = max(item["time"] for item in phases if item["name"] == "startup")
-    saves = sum(item["name"] == "checkpoint" for item in phases)
-    judged = [item["seconds"] for item in events if item["kind"] == "evaluation" and item["split"] == "valid"]
+    phases = [phase for phase in read_events(PhaseEvent, events) if phase.rank == 0]
+    seconds = {phase.name: phase.seconds for phase in phases}  # running sums: the last one counts
+    ready = max(phase.time for phase in phases if phase.name == "startup")
+    saves = sum(phase.name == "checkpoint" for phase in phases)
+    judged = [item.seconds or 0.0 for item in read_events(EvaluationEvent, events) if item.split == "valid"]
     evaluation = statistics.fmean(judged[1:] or judged or [0.0])
     training, judging, saving = (seconds.get(name, 0.0) for name in ("training", "evaluation", "checkpoint"))
 
@@ -194,9 +195,9 @@ def _stretches(events: Sequence[Mapping[str, Any]], global_batch_size: int) -> l
         if item["kind"] == "timing"
     }
     found, before = [], 0
-    for item in (item for item in events if item["kind"] == "step"):
-        count = item["step"] - before
-        if count > 0:  # not one of steps that a regroup did again
-            found.append((count, item["step_seconds"], fills.get(item["step"], 1.0)))
-            before = item["step"]
+    for item in read_events(StepEvent, events):
+        count = item.step - before
+        if count > 0 and item.step_seconds is not None:  # not one of steps that a regroup did again
+            found.append((count, item.step_seconds, fills.get(item.step, 1.0)))
+            before = item.step
     return found

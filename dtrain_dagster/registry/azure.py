@@ -26,6 +26,7 @@ from dtrain_dagster.registry.versions import JOB_TAG, RegisteredModel, RegistryE
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.support.secrets import redact
 from trainer.rundir import EVALUATION, RunDir
+from trainer.runtime.retry import RetryPolicy
 from trainer.runtime.scratch import scratch_folder
 from trainer.secrets.azure_token import tracking_address
 
@@ -38,7 +39,8 @@ MAX_TAGS, MAX_KEY, MAX_VALUE, MAX_DESCRIPTION = 50, 100, 1000, 5000
 """Azure ML's documented limits, in characters (service limits of runs; those of assets are not stated apart)."""
 _IDENTITY = (JOB_TAG, WEIGHTS_TAG, "dataset_id", "code_version")
 """Tags that are properties as well: properties of a version cannot be changed afterwards."""
-_ATTEMPTS = 3
+_NUMBER_RETRIES = RetryPolicy(first_pause_seconds=0.0, max_attempts=3)
+"""Of taking the next version's number."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class AzureMLRegistry:
         from azure.ai.ml.exceptions import AssetPathException
         from azure.core.exceptions import ResourceExistsError
 
-        for attempt in range(1, _ATTEMPTS + 1):
+        def create() -> Model:
             model = Model(
                 name=model_name,
                 path=str(folder),
@@ -180,12 +182,10 @@ class AzureMLRegistry:
                 properties={name: tags[name] for name in _IDENTITY if name in tags},
                 description=versions.description(card),
             )
-            try:
-                return self.client.models.create_or_update(model)
-            except (AssetPathException, ResourceExistsError):
-                if attempt == _ATTEMPTS:
-                    raise
-        raise AssertionError("unreachable")
+            return self.client.models.create_or_update(model)
+
+        was_taken = (AssetPathException, ResourceExistsError)
+        return _NUMBER_RETRIES.call(f"a version of {model_name}", create, lambda error: isinstance(error, was_taken))
 
     def _settle(self, created: Model, job_id: str, weights: str) -> RegisteredModel:
         """Where another process has registered the same at the same time, the older version stays."""

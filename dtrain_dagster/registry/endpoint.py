@@ -25,6 +25,7 @@ from dtrain_dagster.registry.smoke_test import (
     parse_predictions,
 )
 from dtrain_dagster.support.secrets import IDENTITY, check_token, redact, resolve
+from trainer.runtime.retry import RetryPolicy
 from trainer.secrets.azure_token import credential
 
 if TYPE_CHECKING:
@@ -41,6 +42,14 @@ _BUSY = (408, 424, 429, 502, 503, 504)
 """What an endpoint answers while a deployment has only just come up, or is asked too much; Azure ML says 424 then."""
 _NOT_ASKED = (401, 403, 404, *_BUSY)
 """Of the statuses of requests that are refused: those that say nothing about what was in it."""
+
+
+class _BusyError(Exception):
+    """It asks to come back later; its answer, which counts where patience is at its end."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"status {status}")
+        self.status, self.body = status, body
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,17 +222,18 @@ def check_endpoint(
 
 def _ask(endpoint: ScoringEndpoint, windows: NDArray[np.float32], patience_seconds: float) -> tuple[int, bytes]:
     """The first answer that is not «come back later», or the last of those."""
-    deadline, pause = time.monotonic() + patience_seconds, 0.5
-    while True:
-        try:
-            status, body = endpoint.post(windows)
-            if status not in _BUSY or time.monotonic() + pause > deadline:
-                return status, body
-        except ServingError:
-            if time.monotonic() + pause > deadline:
-                raise
-        time.sleep(pause)
-        pause = min(pause * 2, 15.0)
+
+    def ask() -> tuple[int, bytes]:
+        status, body = endpoint.post(windows)
+        if status in _BUSY:
+            raise _BusyError(status, body)
+        return status, body
+
+    policy = RetryPolicy(first_pause_seconds=0.5, longest_pause_seconds=15.0, deadline_seconds=patience_seconds)
+    try:
+        return policy.call("the endpoint", ask, lambda error: isinstance(error, ServingError | _BusyError))
+    except _BusyError as busy:
+        return busy.status, busy.body
 
 
 def _one_by_one(

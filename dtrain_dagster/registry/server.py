@@ -23,6 +23,7 @@ import psutil
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.packed import PackedError, packed_files
 from dtrain_dagster.registry.smoke_test import AnswerError, as_columns, compare_answers, load_sample, parse_predictions
+from trainer.runtime.retry import RetryPolicy
 from trainer.runtime.scratch import scratch_folder
 
 if TYPE_CHECKING:
@@ -32,12 +33,17 @@ HOST = "127.0.0.1"
 SERVER_CPU_SECONDS = 3600
 ANSWER_SECONDS, ANSWER_BYTES = 60.0, 64 << 20
 """For an answer as a whole, and its size: the server runs the model's own code, which may go on answering for ever."""
-ATTEMPTS, IN_USE = 3, "address already in use"
+IN_USE = "address already in use"
+PORT_RETRIES = RetryPolicy(first_pause_seconds=0.0, max_attempts=3)
 """A port that is free when it is looked for may be taken by any connection before the server, seconds later, is up."""
 
 
 class ServingError(RuntimeError):
     """The scoring server did not start or did not answer. The message carries the end of its log."""
+
+
+class _PortTakenError(ServingError):
+    """Somebody else took the port between the choice of it and the server's start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,18 +99,22 @@ def scoring_server(
     (`serve_isolated`): a model that finds its code only on this machine fails here rather than where it is deployed.
     `ServingError` if it ends or does not answer in time, or there is no such model.
     """
-    with _local_files(model_uri, tracking_uri, registry_uri) as folder:
-        for attempt in range(ATTEMPTS):
-            with _started(folder) as (process, port, log_path):
+    with _local_files(model_uri, tracking_uri, registry_uri) as folder, contextlib.ExitStack() as running:
+
+        def start() -> ScoringServer:
+            with contextlib.ExitStack() as starting:
+                process, port, log_path = starting.enter_context(_started(folder))
                 began = time.monotonic()
                 try:
                     _wait_until_ready(process, port, log_path, began + timeout_seconds)
-                except ServingError:
-                    if attempt < ATTEMPTS - 1 and IN_USE in log_path.read_text(errors="replace"):
-                        continue
+                except ServingError as error:
+                    if IN_USE in log_path.read_text(errors="replace"):
+                        raise _PortTakenError(str(error)) from None
                     raise
-                yield ScoringServer(port=port, log_path=log_path, start_seconds=time.monotonic() - began)
-                return
+                running.push(starting.pop_all())
+            return ScoringServer(port=port, log_path=log_path, start_seconds=time.monotonic() - began)
+
+        yield PORT_RETRIES.call(f"serving {model_uri}", start, lambda error: isinstance(error, _PortTakenError))
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from dtrain_dagster.monitoring.windows import (
     windows,
     worlds,
 )
+from trainer.documents.events import MembershipEvent, read_events
 
 PHASES = ("startup", "data", "training", "evaluation", "checkpoint", "regroup", "finalise")
 LOW_GOODPUT = 0.5
@@ -165,7 +166,7 @@ def summarise_performance(
 
 def ranks_at(events: Sequence[Mapping[str, Any]], times: Sequence[float], final: int) -> list[int]:
     """How many ranks there were at each of these times; ``final`` where no change was recorded before it."""
-    changes = sorted((item["time"], int(item["world_size"])) for item in events if item["kind"] == "membership")
+    changes = sorted((item.time, item.world_size or 1) for item in read_events(MembershipEvent, events))
     since = [time for time, _ in changes]
     places = [bisect_right(since, time) for time in times]
     return [max(1, changes[place - 1][1] if place else final) for place in places]

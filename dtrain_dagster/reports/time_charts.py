@@ -9,6 +9,7 @@ from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, SEGMENTS, TimingWindow
 from dtrain_dagster.reports.drawing import COLOURS, GRID, INK, MUTED, label, line, new_figure, svg
 from dtrain_dagster.reports.performance import Communication, RankPerformance
+from trainer.documents.events import MembershipEvent, StepEvent, read_events
 
 SEGMENT_COLOURS = {
     "input": "#9a6700",
@@ -105,25 +106,24 @@ def timeline_chart(usage: Sequence[NodeUsage], events: Iterable[Mapping[str, Any
             row[stay.node_id], at(stay.ended_at) - at(stay.started_at), left=at(stay.started_at), color=GRID,
             height=0.7, label=None if place else "paid for",
         )  # fmt: skip
-    changes = [item for item in events if item["kind"] == "membership"]
+    changes = read_events(MembershipEvent, events)
     told: set[str] = set()
     for number, item in enumerate(changes):
-        until = changes[number + 1]["time"] if number + 1 < len(changes) else _trained_until(events, end)
-        star = item.get("topology") == "star"
-        name = "trains, in parameter-server mode" if star else "trains"
-        colour = COLOURS[3] if star else COLOURS[0]
-        for node in dict.fromkeys(item["nodes"]):
+        until = changes[number + 1].time if number + 1 < len(changes) else _trained_until(events, end)
+        name = "trains, in parameter-server mode" if item.has_parameter_server else "trains"
+        colour = COLOURS[3] if item.has_parameter_server else COLOURS[0]
+        for node in dict.fromkeys(item.nodes):
             if node in row:
-                length = max(0.0, at(until) - at(item["time"]))
+                length = max(0.0, at(until) - at(item.time))
                 text = None if name in told else name
-                axis.barh(row[node], length, left=at(item["time"]), color=colour, height=0.42, label=text)
+                axis.barh(row[node], length, left=at(item.time), color=colour, height=0.42, label=text)
                 told.add(name)
         if number:
-            axis.axvline(at(item["time"]), color=INK, linewidth=0.8, linestyle=":")
-            lost, joined = (", ".join(map(str, item.get(key) or ())) for key in ("lost", "joined"))
+            axis.axvline(at(item.time), color=INK, linewidth=0.8, linestyle=":")
+            lost, joined = (", ".join(map(str, nodes)) for nodes in (item.lost, item.joined))
             words = "  ".join(part for part in (f"−{lost}" if lost else "", f"+{joined}" if joined else "") if part)
             axis.annotate(
-                f"gen. {item['generation']} {words}", (at(item["time"]), -0.62), fontsize=7.5, color=INK,
+                f"gen. {item.generation} {words}", (at(item.time), -0.62), fontsize=7.5, color=INK,
                 xytext=(2, 0), textcoords="offset points", annotation_clip=False,
             )  # fmt: skip
     below = len(nodes)
@@ -153,9 +153,9 @@ def throughput_chart(steps: Sequence[Mapping[str, Any]], events: Iterable[Mappin
     figure = new_figure(9, 2.6)
     axis = figure.subplots()
     line(axis, [(row["step"], row["samples_per_second"]) for row in steps], "all ranks", COLOURS[0])
-    changes = [item for item in events if item["kind"] == "membership" and item["generation"] > 1]
-    for place, item in enumerate(changes):
-        axis.axvline(item["step"], color=INK, linewidth=0.8, linestyle=":", label=None if place else "nodes changed")
+    formed = (item.step for item in read_events(MembershipEvent, events) if item.generation > 1)
+    for place, step in enumerate(step for step in formed if step is not None):
+        axis.axvline(step, color=INK, linewidth=0.8, linestyle=":", label=None if place else "nodes changed")
     axis.set_ylim(bottom=0)
     label(axis, "Throughput", "optimizer step", "samples/s")
     axis.legend(frameon=False, fontsize=8, loc="lower right", ncols=2)
@@ -164,7 +164,7 @@ def throughput_chart(steps: Sequence[Mapping[str, Any]], events: Iterable[Mappin
 
 def _trained_until(events: Sequence[Mapping[str, Any]], end: float) -> float:
     """The last step's time: what comes after it is judged and written, not trained."""
-    return max((item["time"] for item in events if item["kind"] == "step"), default=end)
+    return max((item.time for item in read_events(StepEvent, events)), default=end)
 
 
 def _size(count: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,9 @@ class Watched:
 
 @pytest.fixture
 def proxy(azurite: Azurite, container: Container, monkeypatch: pytest.MonkeyPatch) -> Iterator[BlobProxy]:
-    monkeypatch.setattr(azure_account, "PAUSES", (0.01,) * 3)
-    monkeypatch.setattr(async_writer, "BACKOFF_SECONDS", 0.05)
+    hasty = replace(azure_account.RETRIES, first_pause_seconds=0.01, growth=1.0, max_attempts=4)
+    monkeypatch.setattr(azure_account, "RETRIES", hasty)
+    monkeypatch.setattr(async_writer, "RETRIES", replace(async_writer.RETRIES, first_pause_seconds=0.05))
     with BlobProxy(azurite.url) as between:
         for name, value in between.environment.items():
             monkeypatch.setenv(name, value)

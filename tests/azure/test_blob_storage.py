@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from azure.storage.blob import BlobServiceClient
 from tests.azure.azurite import Azurite
 from tests.azure.blob_proxy import BlobProxy, Fault
 from trainer.config import ConfigError
+from trainer.runtime import retry
 from trainer.storage import azure_account, azure_blob
 from trainer.storage.base import Storage, StorageAccessError
 from trainer.storage.open import open_storage
@@ -72,7 +74,7 @@ def proxy(azurite: Azurite, container: Container, monkeypatch: pytest.MonkeyPatc
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempts follow each other at once."""
-    monkeypatch.setattr(azure_account, "PAUSES", (0.01,) * 6)
+    monkeypatch.setattr(azure_account, "RETRIES", replace(azure_account.RETRIES, first_pause_seconds=0.01, growth=1.0))
 
 
 def test_the_verbs_do_what_they_do_in_a_folder(storage: Storage) -> None:
@@ -231,7 +233,7 @@ def test_a_lost_answer_after_which_another_went_on_was_a_success(
             patch.setenv("AZURE_STORAGE_CONNECTION_STRING", another.environment["AZURE_STORAGE_CONNECTION_STRING"])
             assert open_storage(storage.uri).swap("pointer", b"ours", b"theirs")
 
-    monkeypatch.setattr(azure_account, "sleep", others_go_on)
+    monkeypatch.setattr(retry, "sleep", others_go_on)
     assert storage.swap("pointer", b"old", b"ours")
     assert storage.read("pointer") == b"theirs"
 
@@ -240,7 +242,7 @@ def test_nothing_is_lost_or_done_twice_on_a_bad_network(
     container: Container, proxy: BlobProxy, hasty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(azure_blob, "BLOCK_BYTES", 20_000)
-    monkeypatch.setattr(azure_account, "PAUSES", (0.01,) * 12)
+    monkeypatch.setattr(azure_account, "RETRIES", replace(azure_account.RETRIES, max_attempts=13))
     storage = open_storage(f"{container()}/run")
     data = os.urandom(150_000)
     proxy.misbehave(seed=1, share=0.25)
@@ -279,7 +281,7 @@ def test_an_account_that_says_when_to_come_back_is_heeded(
 ) -> None:
     storage = open_storage(f"{container()}/run")
     slept: list[float] = []
-    monkeypatch.setattr(azure_account, "sleep", slept.append)
+    monkeypatch.setattr(retry, "sleep", slept.append)
     proxy.faults = [Fault("busy", status=429, retry_after=7), Fault("busy", status=503), Fault("busy", status=500)]
     storage.write("a", b"one")
     assert slept[0] == 7

@@ -280,7 +280,7 @@ def test_the_nodes_image_holds_what_trainer_imports() -> None:
     import ast
     import sys
 
-    for file in (ROOT / "trainer").glob("*.py"):
+    for file in (ROOT / "trainer").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []

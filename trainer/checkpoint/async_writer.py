@@ -14,11 +14,11 @@ from typing import Any
 
 from trainer.checkpoint.staging import Stage
 from trainer.runtime.affinity import roam
+from trainer.runtime.retry import RetryPolicy
 from trainer.storage.transfer_pool import TRANSFER
 
-ATTEMPTS = 5
-BACKOFF_SECONDS = 0.5
-"""Before the second attempt; twice as long before each one after it."""
+RETRIES = RetryPolicy(first_pause_seconds=0.5, max_attempts=5, log_level=logging.WARNING)
+"""Of writing one checkpoint."""
 SILENT_SECONDS = 30.0
 """A write that takes longer than that is reported: storage stalls."""
 WRITER = "checkpoints"
@@ -45,7 +45,7 @@ class Save:
 
 
 class Writer:
-    """Calls ``commit`` for each save that was put, in a thread of its own; retries with exponential backoff.
+    """Calls ``commit`` for each save that was put, in a thread of its own; again by `RETRIES` where it fails.
 
     ``commit`` gives fields to report. An error in ``final`` is not retried.
     """
@@ -132,27 +132,30 @@ class Writer:
                 self._turn.notify_all()
 
     def _carry_out(self, save: Save) -> None:
-        pause = BACKOFF_SECONDS
-        while True:
-            try:
-                done = self._commit(save)
-            except Exception as error:  # of whatever kind: file systems have their own
-                final = isinstance(error, self._final) or save.attempt == ATTEMPTS or self._closing.is_set()
-                _log.warning("the checkpoint of step %d failed (attempt %d): %s", save.step, save.attempt, error)
-                message = f"{type(error).__name__}: {error}"
-                self._report("checkpoint_failed", step=save.step, attempt=save.attempt, message=message, gives_up=final)
-                if final:
-                    return
-            else:
-                seconds = time.monotonic() - save.began
-                self._report(
-                    "checkpoint", step=save.step, seconds=seconds, stall_seconds=save.stall_seconds,
-                    is_best=save.is_best, **done,
-                )  # fmt: skip
-                return
-            self._closing.wait(pause)
-            pause *= 2
+        def tell(error: BaseException, gives_up: bool) -> None:
+            message = f"{type(error).__name__}: {error}"
+            self._report("checkpoint_failed", step=save.step, attempt=save.attempt, message=message, gives_up=gives_up)
+
+        def pause(seconds: float) -> None:
+            self._closing.wait(seconds)
             save.attempt += 1
+
+        what = f"the checkpoint of step {save.step} failed"
+        try:
+            done = RETRIES.call(
+                what, lambda: self._commit(save),
+                lambda error: not (isinstance(error, self._final) or self._closing.is_set()),
+                on_retry=lambda error, seconds: tell(error, gives_up=False), pause=pause,
+            )  # fmt: skip
+        except Exception as error:  # of whatever kind: file systems have their own
+            _log.warning("%s for good (attempt %d): %s", what, save.attempt, error)
+            tell(error, gives_up=True)
+            return
+        seconds = time.monotonic() - save.began
+        self._report(
+            "checkpoint", step=save.step, seconds=seconds, stall_seconds=save.stall_seconds, is_best=save.is_best,
+            **done,
+        )  # fmt: skip
 
     def _tell_if_silent(self, now: float) -> None:
         save = self._busy

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 _MARK = "_computes_activations_twice"
 _WORDS = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,30 +39,6 @@ def reduce_limit(fit: MicroBatchLimit, floor: int) -> MicroBatchLimit | None:
     if fit.max_samples > floor:
         return MicroBatchLimit(max(floor, fit.max_samples // 2), fit.activation_checkpointing)
     return None if fit.activation_checkpointing else MicroBatchLimit(fit.max_samples, True)
-
-
-def keep_freed_memory() -> None:
-    """Have the C library keep large blocks that are freed for the next step, instead of giving them back to the kernel,
-    which would hand them out again page by page, zeroed: with large batches, that took up to half of a step's time on a
-    CPU. The process stays as large as it once was, and where sizes vary it becomes larger than it ever needed at once,
-    up to 1.8 times, for what is free lies in pieces: `give_back_freed_memory` after such work. Nothing happens where
-    the library is not glibc."""
-    if (library := _glibc()) is None:
-        return
-    if not library.mallopt(_M_MMAP_THRESHOLD, 1 << 30):
-        library.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that it takes before version 2.35
-    library.mallopt(_M_TRIM_THRESHOLD, -1)  # never
-    library.mallopt(_M_TOP_PAD, 16 << 20)
-
-
-def give_back_freed_memory() -> None:
-    """To the kernel, once: after work with other sizes than those of the steps that follow."""
-    if (library := _glibc()) is not None:
-        library.malloc_trim(ctypes.c_size_t(0))
-
-
-def _glibc() -> ctypes.CDLL | None:
-    return ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
 
 
 def split_samples(count: int, size: int) -> list[slice]:

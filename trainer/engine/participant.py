@@ -21,11 +21,11 @@ from trainer.comm.world import World, choose_device
 from trainer.config import ConfigError, JobConfig
 from trainer.elastic.dynamic_rendezvous import DynamicRendezvous
 from trainer.engine.budget import begin_budget
-from trainer.engine.out_of_memory import keep_freed_memory
 from trainer.engine.reports import RankReports
 from trainer.rundir import RESULT
 from trainer.runtime.affinity import AVAILABLE, bind
 from trainer.runtime.fault_injection import Faults
+from trainer.runtime.malloc import keep_freed_memory
 
 
 class Participant:

@@ -17,19 +17,21 @@ from trainer.comm.group import GroupError
 from trainer.elastic.generation import START, Generation
 from trainer.elastic.membership import NoGenerationError
 from trainer.engine.budget import COMMIT_SECONDS
-from trainer.engine.out_of_memory import MicroBatchLimit, give_back_freed_memory, reduce_limit
+from trainer.engine.out_of_memory import MicroBatchLimit, reduce_limit
 from trainer.engine.result import raise_if_ended
 from trainer.engine.session import Session
 from trainer.engine.signals import OutOfMemoryError
 from trainer.observability.reporter import StepWindow
 from trainer.rundir import RunDir
+from trainer.runtime.malloc import give_back_freed_memory
+from trainer.runtime.retry import RetryPolicy
 
 STOP_SECONDS = 3.0
 """How long a regroup may keep a process that was asked to end from its checkpoint…"""
 LEAVING = "a node was asked to leave"
 """…unless this is the reason: then that node may be writing one, and whoever stays last says how the job ended."""
-LOAD_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds between attempts to read the latest checkpoint from storage that fails."""
+LOAD_RETRIES = RetryPolicy(first_pause_seconds=0.5, max_attempts=6, log_level=logging.WARNING)
+"""Of reading the latest checkpoint from storage that fails: pauses of 15.5 s in all."""
 _log = logging.getLogger(__name__)
 
 
@@ -194,17 +196,14 @@ def _load_checkpoint(session: Session) -> str | None:
 
 
 def _find_checkpoint(session: Session) -> tuple[str, dict[str, Any]] | None:
-    """The latest checkpoint. Storage that fails gets `LOAD_PAUSES` to come back: without it nobody can tell whether
+    """The latest checkpoint. Storage that fails gets `LOAD_RETRIES` to come back: without it nobody can tell whether
     there is one, and to start over would throw away what was paid for. `NoGenerationError` where it does not."""
-    for pause in LOAD_PAUSES:
-        try:
-            return session.checkpoints.load_latest()
-        except (OSError, CheckpointError) as error:
-            _log.warning("no checkpoint can be read (%s); trying again in %.1f s", error, pause)
-            time.sleep(pause)
+    failures = (OSError, CheckpointError)
     try:
-        return session.checkpoints.load_latest()
-    except (OSError, CheckpointError) as error:
+        return LOAD_RETRIES.call(
+            "no checkpoint can be read", session.checkpoints.load_latest, lambda error: isinstance(error, failures)
+        )
+    except failures as error:
         raise NoGenerationError(f"the checkpoints in {session.rundir.uri} cannot be read: {error}") from error
 
 

@@ -23,7 +23,7 @@ from trainer.data.loader import Batch
 from trainer.elastic.generation import START
 from trainer.engine.finalize import finalize
 from trainer.engine.lr_schedule import learning_rate
-from trainer.engine.out_of_memory import give_back_freed_memory, is_out_of_memory
+from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.own_model import OwnModel
 from trainer.engine.participant import Participant
 from trainer.engine.recovery import LEAVING, rebuild, recover, report_failure, retry_until_formed, use_less_memory
@@ -37,6 +37,7 @@ from trainer.observability.comm_profiler import TimingWindow
 from trainer.observability.reporter import StepWindow
 from trainer.observability.trace import StepProfiler
 from trainer.rundir import RunDir
+from trainer.runtime.malloc import give_back_freed_memory
 
 
 class DistributedTrainer:

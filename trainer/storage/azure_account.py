@@ -5,12 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import random
 import re
-import time
 from collections.abc import Callable
 from enum import Enum, auto
-from time import sleep
 from typing import TypeVar
 
 import requests
@@ -28,21 +25,20 @@ from azure.core.pipeline.transport import RequestsTransport
 from azure.storage.blob import BlobServiceClient
 
 from trainer.errors import ConfigError
+from trainer.runtime.retry import RetryPolicy, retry_after_seconds
 from trainer.storage.base import StorageAccessError, StorageError
 
 CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
 ACCOUNT_URL = "AZURE_STORAGE_ACCOUNT_URL"
 SEND_SECONDS, ANSWER_SECONDS = 30, 30
 """How long connecting, or sending one block, may take; and how long the account may be silent."""
-PAUSES = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
-"""Seconds before each further attempt; each is taken by half to one and a half, at random."""
-PATIENCE_SECONDS = 90.0
-"""No further attempt is begun after that long; callers have patience of their own."""
-LONGEST_PAUSE = 60.0
-"""However long the account asks us to stay away."""
+RETRIES = RetryPolicy(
+    first_pause_seconds=0.2, jitter=0.5, max_attempts=7, deadline_seconds=90.0, may_pause_at_deadline=True,
+    longest_asked_seconds=60.0,
+)  # fmt: skip
+"""Of one request; callers have patience of their own."""
 _CONNECTIONS = 32
 _SIGNATURE = re.compile(r"(sig|se|sp|skoid)=[^&\s'\")]+", re.IGNORECASE)
-_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -96,24 +92,18 @@ class BlobError(StorageError):
 
 
 def attempt(what: str, action: Callable[[], _T]) -> _T:
-    """Do a request, again with exponential backoff as long as its failure is passing, or when the account says so.
+    """Do a request, as often as `RETRIES` allows while its failure is passing, and return its answer.
 
-    ``action`` has to be one that can be done twice: an attempt whose answer was lost may have been carried out. Raises
-    `trainer.storage.base.StorageAccessError` where we are not let in, and `BlobError` for everything else.
+    ``action`` has to be one that can be done twice. Raises `trainer.storage.base.StorageAccessError` where we are not
+    let in, and `BlobError` for everything else.
     """
-    began = time.monotonic()
-    for pause in (*PAUSES, None):
-        try:
-            return action()
-        except (AzureError, requests.RequestException, urllib3.exceptions.HTTPError, ConnectionError) as error:
-            verdict = judge(error)
-            if verdict is Verdict.AGAIN and pause is not None and time.monotonic() - began < PATIENCE_SECONDS:
-                wait = max(pause * random.uniform(0.5, 1.5), min(_asked_to_wait(error), LONGEST_PAUSE))
-                _log.info("%s: %s; once more in %.1f s", what, _first_line(error), wait)
-                sleep(wait)
-                continue
-            raise _translated(what, error, verdict) from None  # the SDK's own trace says nothing more
-    raise AssertionError("the last attempt returns or raises")
+    try:
+        return RETRIES.call(
+            what, action, lambda error: judge(error) is Verdict.AGAIN, asked_seconds=_asked_to_wait,
+            describe=_first_line,
+        )  # fmt: skip
+    except (AzureError, requests.RequestException, urllib3.exceptions.HTTPError, ConnectionError) as error:
+        raise _translated(what, error, judge(error)) from None  # the SDK's own trace says nothing more
 
 
 def service() -> BlobServiceClient:
@@ -183,11 +173,7 @@ def _translated(what: str, error: BaseException, verdict: Verdict) -> OSError:
 
 def _asked_to_wait(error: BaseException) -> float:
     """Seconds that the account asks for (Retry-After), 0 where it does not."""
-    headers = getattr(getattr(error, "response", None), "headers", None) or {}
-    try:
-        return float(headers.get("Retry-After") or headers.get("retry-after") or 0)
-    except ValueError:  # a date: rare, and backoff serves
-        return 0.0
+    return retry_after_seconds(getattr(getattr(error, "response", None), "headers", None))
 
 
 def _first_line(error: BaseException) -> str:

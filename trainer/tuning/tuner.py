@@ -35,7 +35,7 @@ from trainer.comm.world import World, choose_device
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.data.loader import batches_ahead, fits
 from trainer.data.shards import DatasetError, DataShardManager
-from trainer.engine.out_of_memory import is_out_of_memory, keep_freed_memory
+from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.step import NonFiniteError
 from trainer.exit_codes import DONE, EVICTED, FAILED, LOST, UNUSABLE
 from trainer.model.losses import build_loss, gives_predictive
@@ -44,6 +44,7 @@ from trainer.observability.reporter import Reporter
 from trainer.rundir import TUNED, RunDir
 from trainer.runtime.affinity import AVAILABLE
 from trainer.runtime.fault_injection import Faults
+from trainer.runtime.malloc import keep_freed_memory
 from trainer.tuning.search import OUT_OF_MEMORY, LearningResult, Search
 from trainer.tuning.search_space import LAYOUT, Candidate, TuningContext
 from trainer.tuning.trial import TuningTrial

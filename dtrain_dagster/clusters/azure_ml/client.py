@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import threading
-import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.support.audit import note_request_id, noted_request_id
 from dtrain_dagster.support.secrets import redact
+from trainer.runtime.retry import PASSING_STATUSES, RetryPolicy, retry_after_seconds
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
 
 T = TypeVar("T")
 
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
-PASSES = {408, 429, 500, 502, 503, 504}
+RETRIES = RetryPolicy(first_pause_seconds=0.5, longest_pause_seconds=30.0, jitter=0.3, log_level=logging.WARNING)
+"""Until the patience of whoever asks is at its end."""
 CONNECT_SECONDS, READ_SECONDS = 10, 60
 CHANGES = ("PUT", "POST", "PATCH", "DELETE")
 REQUEST_ID = "x-ms-request-id"
@@ -86,7 +86,7 @@ class Service:
                     enable_telemetry=False,
                     polling_interval=self.options.polling_interval_seconds,
                     retry_total=2,  # of one request; `call` repeats the whole, with a deadline
-                    retry_backoff_factor=FIRST_PAUSE_SECONDS,
+                    retry_backoff_factor=RETRIES.first_pause_seconds,
                     connection_timeout=CONNECT_SECONDS,
                     read_timeout=READ_SECONDS,
                     raw_response_hook=_note_request,
@@ -106,27 +106,23 @@ class Service:
         """What ``ask`` returns; ``what``: words for messages. It may be called several times. `ServiceUnreachable` when
         patience (None: that of the options) is at its end; `ServiceRefused`, `NotFound` where the service says no."""
         patience = self.options.patience_seconds if patience_seconds is None else patience_seconds
-        deadline = time.monotonic() + patience
-        for pause in _pauses():
-            try:
-                return ask()
-            except ClusterError:
-                raise
-            except Exception as error:
-                if not passes(error):
-                    raise refused(what, error) from error
-                wait = max(pause, asked_pause(error) or 0.0)
-                if time.monotonic() + wait > deadline:
-                    raise ServiceUnreachable(
-                        f"{what}: Azure ML cannot be reached, tried for {patience:.0f} s: {words(error)}"
-                        f"{request_note(request_id_of(error))}",
-                        code_of(error),
-                        status_of(error),
-                        request_id_of(error),
-                    ) from error
-                _log.warning("%s: %s; asking again in %.1f s", what, words(error), wait)
-                time.sleep(wait)
-        raise AssertionError("pauses do not end")
+        try:
+            return replace(RETRIES, deadline_seconds=patience).call(
+                what, ask, lambda error: not isinstance(error, ClusterError) and passes(error),
+                asked_seconds=asked_pause, describe=words,
+            )  # fmt: skip
+        except ClusterError:
+            raise
+        except Exception as error:
+            if not passes(error):
+                raise refused(what, error) from error
+            raise ServiceUnreachable(
+                f"{what}: Azure ML cannot be reached, tried for {patience:.0f} s: {words(error)}"
+                f"{request_note(request_id_of(error))}",
+                code_of(error),
+                status_of(error),
+                request_id_of(error),
+            ) from error
 
 
 def _note_request(answer: Any) -> None:
@@ -134,14 +130,6 @@ def _note_request(answer: Any) -> None:
     response = answer.http_response
     if response.request.method in CHANGES and (found := response.headers.get(REQUEST_ID)):
         note_request_id(found)
-
-
-def _pauses() -> Iterator[float]:
-    """Growing pauses with jitter, so that many who wait do not come back at once. Seconds."""
-    pause = FIRST_PAUSE_SECONDS
-    while True:
-        yield pause * random.uniform(0.7, 1.3)
-        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -181,7 +169,7 @@ def passes(error: BaseException) -> bool:
         if isinstance(item, lost):
             return True
         if isinstance(item, HttpResponseError) and item.status_code is not None:
-            return item.status_code in PASSES
+            return item.status_code in PASSING_STATUSES
     return False
 
 
@@ -233,16 +221,10 @@ def _line(text: str, longest: int) -> str:
     return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
-def asked_pause(error: BaseException) -> float | None:
-    """How long the service asks to be left alone; seconds."""
-    for item in _chain(error):
-        headers = getattr(getattr(item, "response", None), "headers", None) or {}
-        for name, unit in (("x-ms-retry-after-ms", 1e-3), ("retry-after-ms", 1e-3), ("Retry-After", 1.0)):
-            try:
-                return float(headers[name]) * unit
-            except (KeyError, ValueError):  # absent, or a date, which the client itself has waited for
-                continue
-    return None
+def asked_pause(error: BaseException) -> float:
+    """How long the service asks to be left alone; seconds, 0 where it does not."""
+    asked = (retry_after_seconds(getattr(getattr(item, "response", None), "headers", None)) for item in _chain(error))
+    return next(filter(None, asked), 0.0)
 
 
 def request_id_of(error: BaseException) -> str | None:

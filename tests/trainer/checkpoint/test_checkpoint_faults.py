@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from racing_savers import race
 import trainer.checkpoint.async_writer
 from trainer.checkpoint.manager import BEST, LATEST, CheckpointManager
 from trainer.rundir import RunDir
+from trainer.runtime.retry import RetryPolicy
 
 HERE = Path(__file__).parents[1]
 
@@ -157,9 +159,14 @@ class Watched:
         assert self.checkpoints.wait(60)
 
 
+def pausing(seconds: float) -> RetryPolicy:
+    """The writer's policy, with a first pause of so many seconds."""
+    return replace(trainer.checkpoint.async_writer.RETRIES, first_pause_seconds=seconds)
+
+
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    monkeypatch.setattr(trainer.checkpoint.async_writer, "BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr(trainer.checkpoint.async_writer, "RETRIES", pausing(0.001))
     BrokenFileSystem.failures = 0
     BrokenFileSystem.working.set()
     watched = Watched()
@@ -195,7 +202,7 @@ def test_storage_that_fails_for_long_costs_that_checkpoint_only(broken: Watched)
 
 
 def test_pauses_between_attempts_double(broken: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.checkpoint.async_writer, "BACKOFF_SECONDS", 0.02)
+    monkeypatch.setattr(trainer.checkpoint.async_writer, "RETRIES", pausing(0.02))
     times: list[float] = []
     broken.checkpoints._report = lambda kind, **fields: times.append(time.monotonic())
     BrokenFileSystem.failures = 1000
@@ -251,11 +258,12 @@ def test_the_checkpoints_vanish_while_it_runs(tmp_path: Path) -> None:
 
 
 LIMITED = """
-import json, os, resource, sys, torch
+import dataclasses, json, os, resource, sys, torch
 import trainer.checkpoint.async_writer
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.rundir import RunDir
-trainer.checkpoint.async_writer.BACKOFF_SECONDS = 0.001
+writer = trainer.checkpoint.async_writer
+writer.RETRIES = dataclasses.replace(writer.RETRIES, first_pause_seconds=0.001)
 folder, kind, limit = sys.argv[1:]
 kind = getattr(resource, kind)
 checkpoints = CheckpointManager(RunDir(folder), 3, "this", lambda kind, **fields: print(json.dumps([kind, fields])))

@@ -1,0 +1,157 @@
+"""When a failed action is tried again, by a clock that only pauses move."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pytest
+
+from trainer.runtime.retry import RetryPolicy, retry_after_seconds
+
+POLICY = RetryPolicy(first_pause_seconds=1.0, longest_pause_seconds=10.0)
+
+
+class Asked:
+    """An action that fails so many times, and what it and its pauses were."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failures: float, error: BaseException, takes: float = 0.0):
+        self.failures, self.error, self.takes = failures, error, takes
+        self.now, self.attempts = 0.0, 0
+        self.pauses: list[float] = []
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def __call__(self) -> str:
+        self.attempts += 1
+        self.now += self.takes
+        if self.attempts <= self.failures:
+            raise self.error
+        return "done"
+
+    def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asked]:
+    def make(failures: float = float("inf"), error: BaseException | None = None, takes: float = 0.0) -> Asked:
+        return Asked(monkeypatch, failures, error or OSError("no answer"), takes)
+
+    return make
+
+
+def passes(error: Exception) -> bool:
+    return isinstance(error, OSError)
+
+
+def test_pauses_grow_to_the_longest_and_the_answer_is_returned(asked: Callable[..., Asked]) -> None:
+    action = asked(failures=6)
+    assert POLICY.call("it", action, passes, pause=action.pause) == "done"
+    assert action.pauses == [1, 2, 4, 8, 10, 10]
+
+
+def test_jitter_makes_pauses_longer_and_shorter_by_its_share(asked: Callable[..., Asked]) -> None:
+    action = asked(failures=200)
+    policy = replace(POLICY, growth=1.0, jitter=0.5)
+    policy.call("it", action, passes, pause=action.pause)
+    assert 0.5 <= min(action.pauses) < 0.6
+    assert 1.4 < max(action.pauses) <= 1.5
+
+
+def test_the_last_attempt_raises_the_actions_own_error(asked: Callable[..., Asked]) -> None:
+    action = asked()
+    with pytest.raises(OSError, match="no answer") as caught:
+        replace(POLICY, max_attempts=3).call("it", action, passes, pause=action.pause)
+    assert caught.value is action.error
+    assert (action.attempts, action.pauses) == (3, [1, 2])
+
+
+@pytest.mark.parametrize("error", [ValueError("no sense"), KeyboardInterrupt(), SystemExit(3)])
+def test_what_does_not_pass_is_raised_at_once(asked: Callable[..., Asked], error: BaseException) -> None:
+    action = asked(error=error)
+    with pytest.raises(type(error)):
+        POLICY.call("it", action, passes, pause=action.pause)
+    assert (action.attempts, action.pauses) == (1, [])
+
+
+def test_an_interrupt_is_never_tried_again_whatever_is_said_to_pass(asked: Callable[..., Asked]) -> None:
+    action = asked(error=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        POLICY.call("it", action, lambda error: True, pause=action.pause)
+    assert action.attempts == 1
+
+
+@pytest.mark.parametrize(("may_end_later", "pauses"), [(False, [1, 2, 4]), (True, [1, 2, 4, 8])])
+def test_no_pause_passes_the_deadline_unless_it_may(
+    asked: Callable[..., Asked], may_end_later: bool, pauses: list[float]
+) -> None:
+    action = asked()
+    policy = replace(POLICY, deadline_seconds=12.0, may_pause_at_deadline=may_end_later)
+    with pytest.raises(OSError, match="no answer"):
+        policy.call("it", action, passes, pause=action.pause)
+    assert action.pauses == pauses
+
+
+def test_what_attempts_take_counts_for_the_deadline(asked: Callable[..., Asked]) -> None:
+    action = asked(takes=30.0)
+    with pytest.raises(OSError, match="no answer"):
+        replace(POLICY, deadline_seconds=60.0).call("it", action, passes, pause=action.pause)
+    assert action.attempts == 2
+
+
+def test_patience_of_nothing_is_one_attempt(asked: Callable[..., Asked]) -> None:
+    action = asked()
+    with pytest.raises(OSError, match="no answer"):
+        replace(POLICY, deadline_seconds=0.0).call("it", action, passes, pause=action.pause)
+    assert action.attempts == 1
+
+
+def test_a_service_that_says_when_is_heeded_up_to_the_longest(asked: Callable[..., Asked]) -> None:
+    action = asked(failures=3)
+    wishes = iter((7.0, 0.5, 1000.0))
+    policy = replace(POLICY, longest_asked_seconds=60.0)
+    policy.call("it", action, passes, asked_seconds=lambda error: next(wishes), pause=action.pause)
+    assert action.pauses == [7, 2, 60]
+
+
+def test_each_retry_is_told_with_its_pause_and_logged_in_words_without_secrets(
+    asked: Callable[..., Asked], caplog: pytest.LogCaptureFixture
+) -> None:
+    action, told = asked(failures=2, error=OSError("sig=secret")), []
+    caplog.set_level("INFO")
+    POLICY.call(
+        "write a", action, passes, describe=lambda error: "sig=…", pause=action.pause,
+        on_retry=lambda error, seconds: told.append((error, seconds)),
+    )  # fmt: skip
+    assert told == [(action.error, 1.0), (action.error, 2.0)]
+    assert caplog.messages == ["write a: sig=…; trying again in 1.0 s", "write a: sig=…; trying again in 2.0 s"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"Retry-After": "7"}, 7.0),
+        ({"retry-after": "7"}, 7.0),
+        ({"x-ms-retry-after-ms": "250", "Retry-After": "7"}, 0.25),
+        ({"Retry-After": "Mon, 01 Jun 2026 12:00:30 GMT"}, 30.0),
+        ({"Retry-After": "Mon, 01 Jun 2026 11:00:00 GMT"}, 0.0),
+        ({"Retry-After": "soon"}, 0.0),
+        ({"Retry-After": "nan"}, 0.0),
+        ({"Retry-After": "inf"}, 0.0),
+        ({"Retry-After": "-5"}, 0.0),
+        ({}, 0.0),
+        (None, 0.0),
+    ],
+)
+def test_a_wish_to_be_left_alone_is_a_number_or_a_date(headers: dict[str, str] | None, seconds: float) -> None:
+    assert retry_after_seconds(headers, datetime(2026, 6, 1, 12, tzinfo=UTC)) == seconds
+
+
+def test_importing_the_policy_does_not_import_tenacity() -> None:
+    program = "import sys, trainer.runtime.retry; sys.exit('tenacity' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,125 @@
+"""`RetryPolicy`: how a failure that passes by itself is borne, wherever something is asked over a network.
+
+When the next attempt is made, how many there are, how long they may take in all and what the log says of them belong
+here. Which error passes is known where the request is made, and is an argument. Waiting for something that is expected
+to happen later (a process that ends, a peer that has yet to come, a lock) is no retry and does not belong here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from time import sleep
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from tenacity import RetryCallState
+
+PASSING_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+"""Of HTTP: what services answer while they restart, or are asked too much."""
+_AFTER = (("x-ms-retry-after-ms", 1e-3), ("retry-after-ms", 1e-3), ("retry-after", 1.0))
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How often, and after which pauses, an action is tried again. Immutable; one may serve many threads."""
+
+    first_pause_seconds: float
+    longest_pause_seconds: float = 60.0
+    """Of those that the policy makes by itself, before jitter."""
+    growth: float = 2.0
+    """Each pause is that many times the one before."""
+    jitter: float = 0.0
+    """Each pause is taken longer or shorter by up to this share, at random, so that many who wait do not come back at
+    once."""
+    max_attempts: int | None = None
+    """The first one included; None: as many as the deadline allows."""
+    deadline_seconds: float | None = None
+    """Since the first attempt began: no pause is made that would end later. None: only attempts are counted."""
+    may_pause_at_deadline: bool = False
+    """Whether a pause that begins before the deadline may end after it."""
+    longest_asked_seconds: float = math.inf
+    """However long a service asks to be left alone."""
+    log_level: int = logging.INFO
+
+    def call(
+        self,
+        what: str,
+        action: Callable[[], _T],
+        is_transient: Callable[[Exception], bool],
+        *,
+        asked_seconds: Callable[[BaseException], float] | None = None,
+        describe: Callable[[BaseException], str] = str,
+        on_retry: Callable[[BaseException, float], None] | None = None,
+        pause: Callable[[float], None] | None = None,
+    ) -> _T:
+        """Return what ``action`` returns. It must be one that can be done twice: an attempt whose answer was lost may
+        have been carried out. Raises the action's own error where that is not transient, or was the last one.
+
+        ``what``: words for the log. ``asked_seconds``: how long the service asks to wait (Retry-After), 0 for no wish;
+        the next pause is at least that. ``describe``: the error in words that hold no secret. ``on_retry``: called with
+        the error and the pause before each pause. ``pause``: what waits, in place of `time.sleep`.
+        """
+        import tenacity  # not above: what starts nodes imports this module's neighbours, and nothing more
+
+        def note(state: RetryCallState) -> None:
+            error, seconds = _error_of(state), state.upcoming_sleep
+            _log.log(self.log_level, "%s: %s; trying again in %.1f s", what, describe(error), seconds)
+            if on_retry is not None:
+                on_retry(error, seconds)
+
+        grown = tenacity.wait_exponential(
+            multiplier=self.first_pause_seconds, max=self.longest_pause_seconds, exp_base=self.growth
+        )
+
+        def wait(state: RetryCallState) -> float:
+            asked = 0.0 if asked_seconds is None else min(asked_seconds(_error_of(state)), self.longest_asked_seconds)
+            return max(grown(state) * random.uniform(1 - self.jitter, 1 + self.jitter), asked)
+
+        stops: list[Any] = [tenacity.stop_never]
+        if self.max_attempts is not None:
+            stops.append(tenacity.stop_after_attempt(self.max_attempts))
+        if self.deadline_seconds is not None:
+            stop = tenacity.stop_after_delay if self.may_pause_at_deadline else tenacity.stop_before_delay
+            stops.append(stop(self.deadline_seconds))
+        return tenacity.Retrying(
+            retry=tenacity.retry_if_exception(lambda error: isinstance(error, Exception) and is_transient(error)),
+            wait=wait,
+            stop=tenacity.stop_any(*stops),
+            sleep=sleep if pause is None else pause,
+            before_sleep=note,
+            reraise=True,
+        )(action)
+
+
+def retry_after_seconds(headers: Mapping[str, Any] | None, now: datetime | None = None) -> float:
+    """How long an answer asks to be left alone, in seconds: by a number, or by a date seen from ``now``; 0 where it
+    does not say, or says nothing that makes sense."""
+    found = {str(name).lower(): str(value) for name, value in (headers or {}).items()}
+    for name, unit in _AFTER:
+        if name not in found:
+            continue
+        try:
+            seconds = float(found[name]) * unit
+        except ValueError:
+            try:
+                seconds = (parsedate_to_datetime(found[name]) - (now or datetime.now(UTC))).total_seconds()
+            except (ValueError, TypeError):
+                continue
+        if math.isfinite(seconds):
+            return max(0.0, seconds)
+    return 0.0
+
+
+def _error_of(state: RetryCallState) -> BaseException:
+    assert state.outcome is not None  # both callers are asked after an attempt has failed
+    error = state.outcome.exception()
+    assert error is not None
+    return error
