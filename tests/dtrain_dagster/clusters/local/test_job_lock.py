@@ -14,6 +14,14 @@ import pytest
 
 from dtrain_dagster.clusters.local.processes import group_alive, signal_group
 from dtrain_dagster.support.job_lock import LOCK, acquire, is_held
+from trainer.errors import DamagedError
+
+
+def test_a_link_in_the_place_of_the_lock_is_damage_in_words(tmp_path: Path):
+    (tmp_path / "elsewhere").write_text("")
+    (tmp_path / LOCK).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DamagedError, match=r"it is a link.*remove it once nothing"):
+        is_held(tmp_path)
 
 
 def test_one_holds_it_until_every_copy_is_closed(tmp_path: Path):
