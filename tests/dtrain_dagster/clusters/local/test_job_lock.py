@@ -26,7 +26,13 @@ def test_a_link_in_the_place_of_the_lock_is_damage_in_words(tmp_path: Path):
 
 
 def test_a_command_line_alone_makes_no_supervisor(tmp_path: Path):
-    command = [sys.executable, "-c", "import sys; sys.stdin.read()", "dtrain_dagster.clusters.local.supervisor", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; sys.stdin.read()",
+        "dtrain_dagster.clusters.local.supervisor",
+        str(tmp_path),
+    ]
     lock = acquire(tmp_path)
     assert lock is not None
     with (
