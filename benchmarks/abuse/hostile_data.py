@@ -170,6 +170,9 @@ def manifests(chance: random.Random) -> dict[str, Callable[[dict[str, Any]], Non
         made[f"column {column!r}"] = _set("columns", 2, "name", column)
     for window in (0, -5, 10**9, 1.5, "60", None, math.nan):
         made[f"window {window!r}"] = _set("window", window)
+    for number in (0.5, True, math.nan):
+        made[f"a stretch from row {number!r}"] = _set(*segment, "rows", 0, number)
+        made[f"samples from {number!r}"] = _set(*segment, "samples", "train", 0, number)
     made |= {
         f"rows {far}": _set("shards", 0, "rows", far),
         f"a stretch to {far}": _set(*segment, "rows", [0, abs(far)]),

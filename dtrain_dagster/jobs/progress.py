@@ -7,7 +7,6 @@ it, so that asking again finds the job instead of buying a second one.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import itertools
 import json
 import time
@@ -15,16 +14,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
-import trainer
 from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager, JobSpec, JobState, JobStatus
 from dtrain_dagster.costs.budget import write_limit
 from dtrain_dagster.jobs.orders import keep_order
+from dtrain_dagster.support.user_code import StagingError, digest_sources, own_sources, trainer_sources
 from trainer.config import JobConfig
 from trainer.errors import DamagedError
-from trainer.model.allowed_factories import is_allowed, modules_of_settings, refuse_foreign_factories
+from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.printable import visible
 from trainer.rundir import EVALUATION, JOB, LAUNCH, LIMIT, RESULT, RunDir, SeenFiles
 
@@ -139,7 +137,7 @@ def fingerprint(job: JobConfig, node_count: int, processes_per_node: int) -> str
         "model": asdict(job.model),
         "loss": asdict(job.loss),
         "training": {name: value for name, value in asdict(job.training).items() if name != BUDGET},
-        "code": [code_version(), *(_module_digest(part.factory) for part in (job.model, job.loss))],
+        "code": [code_version(), *(_own_digest(part.factory) for part in (job.model, job.loss))],
         "ranks": [node_count, processes_per_node],
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:8]
@@ -147,26 +145,16 @@ def fingerprint(job: JobConfig, node_count: int, processes_per_node: int) -> str
 
 @cache
 def code_version() -> str:
-    """Twelve hex digits over the source of the `trainer` package: what runs on the nodes."""
-    digest = hashlib.sha256()
-    package = Path(trainer.__file__).parent
-    for path in sorted(package.rglob("*.py")):
-        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
+    """Return twelve hex digits over the source of the `trainer` package: what runs on the nodes."""
+    return digest_sources(trainer_sources())
 
 
-def _module_digest(factory: str) -> str:
-    """Digest of a user's own module, so that editing it makes another training; "" where there is none."""
-    module, separator, _ = factory.partition(":")
-    if not separator or not is_allowed(module, modules_of_settings()):  # to find it imports the packages above it
-        return ""
+def _own_digest(factory: str) -> str:
+    """Digest of a user's sources that a node gets, so that editing one makes another training; "" for none."""
     try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return ""
-    if spec is None or not spec.origin or not Path(spec.origin).is_file():
-        return ""
-    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:12]
+        return digest_sources(own_sources([factory]))
+    except StagingError:
+        return ""  # the start of the job says why
 
 
 def ran_out(rundir: RunDir) -> bool:

@@ -8,13 +8,14 @@ with the folder belongs to `clusters` and to `registry`.
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,23 +52,46 @@ def stage_for_nodes(folder: Path, factories: Iterable[str]) -> list[str]:
     ``factories``: names as in ``job.json``; only those written ``package.module:factory`` are a user's own.
     `StagingError` for a module that cannot be found.
     """
+    sources = trainer_sources() | own_sources(factories)
+    for name, path in sources.items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    return sorted(name.as_posix() for name in sources)
+
+
+def trainer_sources() -> dict[Path, Path]:
+    """Return the sources of `trainer`: each one's relative path on a node → its file here."""
     package = Path(trainer.__file__).parent
-    copied = {path: path.relative_to(package.parent) for path in package.rglob("*.py")}
+    return {path.relative_to(package.parent): path for path in package.rglob("*.py")}
+
+
+def own_sources(factories: Iterable[str]) -> dict[Path, Path]:
+    """Return a user's sources that go to the nodes: each one's relative path there → its file here.
+
+    These are the modules of ``factories`` and what they import from beside them, directly or not. `StagingError` for
+    a module that is not allowed or cannot be found.
+    """
+    found: dict[Path, Path] = {}
     for factory in factories:
         module, separator, _ = factory.partition(":")
         if separator:
             if not is_allowed(module, modules_of_settings()):  # to find a module imports the packages above it
                 raise StagingError(f"factory {factory!r} is not allowed to be imported; {remedy(module)}")
-            copied |= _own_files(module, factory)
-    for path, name in copied.items():
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
-    return sorted(name.as_posix() for name in copied.values())
+            found |= _own_files(module, factory)
+    return found
+
+
+def digest_sources(sources: Mapping[Path, Path]) -> str:
+    """Return twelve hex digits over relative paths and contents, as `trainer_sources` and `own_sources` find them."""
+    digest = hashlib.sha256()
+    for name in sorted(sources, key=Path.as_posix):
+        digest.update(name.as_posix().encode() + b"\0" + hashlib.sha256(sources[name].read_bytes()).digest())
+    return digest.hexdigest()[:12]
 
 
 def _own_files(module: str, factory: str) -> dict[Path, Path]:
-    """Source file → its place, of a user's module and of what it imports from beside it; none of an installed one."""
+    """Relative path → source file: a user's module and what it imports from beside it; none if it is installed."""
     top = module.split(".")[0]
     if top == "trainer" or top in sys.stdlib_module_names:
         return {}
@@ -95,7 +119,7 @@ def _own_files(module: str, factory: str) -> dict[Path, Path]:
         for name in _imports_with_packages(path, root):
             waiting += _files_below(root, name)
     own = {path for path in files if path.relative_to(root).parts[0] != "trainer"}
-    return {path: path.relative_to(root) for path in own}
+    return {path.relative_to(root): path for path in own}
 
 
 def _imports_with_packages(path: Path, root: Path) -> Iterator[str]:

@@ -146,6 +146,29 @@ def test_a_home_with_a_running_job_is_refused_by_its_name(filled: Path):
     assert plan_removal(filled, [ROOT]).ours
 
 
+def test_a_job_that_starts_while_clean_asks_is_kept(filled: Path):
+    job = filled / "storage" / "jobs" / "train-1"
+    with subprocess.Popen(
+        [DTRAIN, "clean"],
+        env=os.environ | {"DTRAIN_HOME": str(filled), "PYTHONUNBUFFERED": "1"},
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as asking:  # fmt: skip
+        assert asking.stdin is not None
+        assert asking.stdout is not None
+        said = b""
+        while b"remove it?" not in said:
+            part = os.read(asking.stdout.fileno(), 4096)
+            assert part, said
+            said += part
+        lock = acquire(job)
+        assert lock is not None
+        rest, _ = asking.communicate(b"y\n", timeout=60)
+    os.close(lock)
+    assert asking.returncode != 0
+    assert b"train-1" in rest
+    assert (job / "job.json").is_file()
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="only root can mount")
 @pytest.mark.parametrize("place", ["cache", "storage/é \\ \u4f60"])
 def test_what_is_mounted_inside_is_refused(filled: Path, tmp_path: Path, place: str):

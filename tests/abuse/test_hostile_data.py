@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import random
 import re
@@ -29,6 +31,7 @@ from dtrain_dagster.data.sharding import verify_dataset
 from dtrain_dagster.data.sources import PriceFile, price_source
 from dtrain_dagster.planning.tuned_settings import _dataset_id
 from trainer.data import shard_cache
+from trainer.data.manifest import check_manifest
 from trainer.data.shards import DatasetError, DataShardManager
 from trainer.documents.places import PlaceError
 from trainer.errors import DamagedError
@@ -292,6 +295,25 @@ def test_a_cache_of_another_user_is_not_read(copy: Path, tmp_path: Path, how: st
     with pytest.raises(DatasetError, match=rf"another user \(uid {STRANGER}\).*DTRAIN_CACHE"):
         DataShardManager(str(copy), cache)
     assert [path.name for path in photos.iterdir()] == ["1.jpg"]
+
+
+@pytest.mark.parametrize("mode", [0o020, 0o002])
+@pytest.mark.parametrize("name", [".", "features.npy"])
+def test_a_cache_entry_that_others_may_write_is_not_read(copy: Path, tmp_path: Path, name: str, mode: int) -> None:
+    folder = DataShardManager(str(copy), tmp_path / "cache").folder
+    (folder / name).chmod((folder / name).stat().st_mode | mode)
+    DataShardManager(str(copy), tmp_path / "cache")
+    assert not any(path.stat().st_mode & 0o022 for path in (folder, *folder.iterdir())), "built anew"
+
+
+@pytest.mark.parametrize("number", [0.5, 30.0, True, math.nan])
+@pytest.mark.parametrize("place", [("rows",), ("samples", "train")])
+def test_rows_and_samples_of_a_stretch_are_whole_numbers(copy: Path, place: tuple[str, ...], number: float) -> None:
+    manifest = json.loads((copy / "manifest.json").read_text())
+    check_manifest(manifest, "here")
+    hostile_data._set("shards", 0, "segments", 0, *place, 0, number)(manifest)
+    with pytest.raises(DatasetError, match=r"of a stretch = .*no whole number"):
+        check_manifest(manifest, "here")
 
 
 def test_the_default_cache_has_the_users_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -156,6 +156,6 @@ def _check_shard(shard: dict[str, Any], splits: tuple[str, ...], window: int) ->
 
 
 def _whole(value: Any, what: str, least: int, most: int = 1 << 40) -> int:
-    if not isinstance(value, int) or not least <= value <= most:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ValueError(f"{what} = {str(value)[:40]}, which is no whole number from {least} to {most}")
     return value

@@ -4,6 +4,7 @@ import pytest
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.jobs.progress import JobProgress, KnownJob, advance, choose_job, fingerprint
+from dtrain_dagster.support.user_code import stage_for_nodes
 from trainer.config import DatasetRef, JobConfig
 from trainer.rundir import event
 
@@ -75,3 +76,37 @@ def test_progress_follows_the_events():
     assert (progress.phase, progress.step, progress.loss) == ("training", 20, -1.5)
     progress = advance(progress, [event("evaluation", 0, 1, step=20, split="valid", loss=-1.6)])
     assert progress.valid_loss == -1.6
+
+
+def test_an_edited_helper_that_goes_to_the_nodes_is_another_training_and_no_other_file_is(tmp_path, monkeypatch):
+    files = {
+        "fp_model/__init__.py": "",
+        "fp_model/net.py": "from .layers import wide\nimport fp_beside\n",
+        "fp_model/layers.py": "import fp_transitive\nwide = 1\n",
+        "fp_beside.py": "",
+        "fp_transitive.py": "",
+    }
+    bystanders = ["fp_unused.py", "fp_model/unused.py", "fp_model/data.csv"]
+    for name in [*files, *bystanders]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(files.get(name, ""))
+    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "fp_model")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    factory = "fp_model.net:make"
+    job = JobConfig(job_id="a", run_dir="b", dataset=DatasetRef(uri="c", dataset_id="d"), model={"factory": factory})
+    staged = stage_for_nodes(tmp_path / "staged", [factory])
+    assert [name for name in staged if not name.startswith("trainer/")] == sorted(files)
+
+    before = fingerprint(job, 1, 1)
+    for name in bystanders:
+        (tmp_path / name).write_text("x = 1\n")
+        assert fingerprint(job, 1, 1) == before, name
+    for name, text in files.items():
+        (tmp_path / name).write_text(text + "x = 1\n")
+        assert fingerprint(job, 1, 1) != before, name
+        (tmp_path / name).write_text(text)
+        assert fingerprint(job, 1, 1) == before, name
+
+    (tmp_path / "fp_transitive.py").rename(tmp_path / "fp_renamed.py")
+    (tmp_path / "fp_model/layers.py").write_text(files["fp_model/layers.py"].replace("transitive", "renamed"))
+    assert fingerprint(job, 1, 1) != before

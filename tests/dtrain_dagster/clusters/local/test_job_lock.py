@@ -13,7 +13,36 @@ import psutil
 import pytest
 
 from dtrain_dagster.clusters.local.processes import group_alive, signal_group
+from dtrain_dagster.clusters.local.settle import is_supervisor, supervisor_of
 from dtrain_dagster.support.job_lock import LOCK, acquire, is_held
+from trainer.errors import DamagedError
+
+
+def test_a_link_in_the_place_of_the_lock_is_damage_in_words(tmp_path: Path):
+    (tmp_path / "elsewhere").write_text("")
+    (tmp_path / LOCK).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DamagedError, match=r"it is a link.*remove it once nothing"):
+        is_held(tmp_path)
+
+
+def test_a_command_line_alone_makes_no_supervisor(tmp_path: Path):
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; sys.stdin.read()",
+        "dtrain_dagster.clusters.local.supervisor",
+        str(tmp_path),
+    ]
+    lock = acquire(tmp_path)
+    assert lock is not None
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE) as pretender,
+        subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[lock]) as holder,
+    ):
+        assert is_supervisor(holder.pid, tmp_path)
+        assert not is_supervisor(pretender.pid, tmp_path)
+        assert supervisor_of(tmp_path, pretender.pid) is None
+    os.close(lock)
 
 
 def test_one_holds_it_until_every_copy_is_closed(tmp_path: Path):
