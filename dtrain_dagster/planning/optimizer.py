@@ -198,7 +198,7 @@ class ResourceOptimizer:
             f"{EVICTIONS_PER_NODE_HOUR:.0%} of them in an hour are assumed"
         )
         usd = self.usd * ratio * seconds / wall
-        return self._worth_it("low priority", why, "DTRAIN_TIER = low_priority (DTRAIN_AZURE_TIERS)", usd, seconds)
+        return self._worth_it("low priority", why, "DTRAIN_TIER = low_priority", usd, seconds)
 
     def _larger_batch(self) -> list[Recommendation]:
         memory = self.memory
