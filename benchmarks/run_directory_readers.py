@@ -122,7 +122,7 @@ def _lists(readers: Readers) -> None:
 
 
 def _board(readers: Readers) -> None:
-    board = JobBoard(readers.settings.jobs_uri, readers.settings.tier)
+    board = JobBoard(readers.settings.jobs_uri, readers.settings.tiers[0])
     rows = {row.job_id: row for row in readers.of_all("the dashboard's list", board.jobs) or []}
     row = rows.get(readers.whole)
     if row is None or (row.state, row.step) != ("succeeded", STEPS):
@@ -140,7 +140,7 @@ def _board(readers: Readers) -> None:
             sent = readers.of_all("a job's figures", lambda job=job: _sent(job.snapshot(0, "", time.time())))
             if sent and readers.secret in sent:
                 readers.say("leaked", "the dashboard shows a file from outside")
-    readers.of_damaged("report", lambda: report_page(_rundir(readers), readers.settings.tier))
+    readers.of_damaged("report", lambda: report_page(_rundir(readers), readers.settings.tiers[0]))
 
 
 def _sent(value: object) -> str:

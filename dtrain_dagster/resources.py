@@ -105,7 +105,7 @@ class GPUClusterResource(dg.ConfigurableResource):
     tier: str
     shared_uri: str
     azure: dict[str, Any]
-    """`AzureSettings.options`; empty on another kind of cluster."""
+    """`dtrain_dagster.settings.azure.read_azure_options`; empty on another kind of cluster."""
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:
         """`dagster.Failure` where the launchpad has put a secret into a field: Dagster has stored it by then."""
@@ -113,7 +113,7 @@ class GPUClusterResource(dg.ConfigurableResource):
 
     @property
     def first_tier(self) -> str:
-        """The tier that nodes are asked for on first: of DTRAIN_AZURE_TIERS on Azure ML, else DTRAIN_TIER."""
+        """The tier that nodes are asked for on first: the first of DTRAIN_TIER."""
         return next(iter(self.azure.get("tiers") or ()), "dedicated") if self.kind == "azure_ml" else self.tier
 
     def node_env(self, project: ProjectResource) -> dict[str, str]:
@@ -175,7 +175,7 @@ class GPUClusterResource(dg.ConfigurableResource):
                 price_of(choice.sku).figure(tier_of(choice.tier))
             except PriceError as error:
                 raise PriceError(
-                    f"{choice} may be bought (DTRAIN_GPU_TYPE, DTRAIN_AZURE_CHAIN, DTRAIN_AZURE_TIERS): {error}"
+                    f"{choice} may be bought (DTRAIN_GPU_TYPE, DTRAIN_AZURE_CHAIN, DTRAIN_TIER): {error}"
                 ) from None
         return options
 
@@ -246,10 +246,9 @@ def build_resources(settings: Settings) -> dict[str, Any]:
     """
     on_azure, azure, folder = settings.cluster == "azure_ml", {}, None
     if on_azure:
-        from dtrain_dagster.settings.azure import AzureSettings
+        from dtrain_dagster.settings.azure import AzureSettings, read_azure_options
 
-        given = read_environment(AzureSettings)
-        azure, folder = given.options(), given.dagster_folder()
+        azure, folder = read_azure_options(settings), read_environment(AzureSettings).dagster_folder()
     cluster = GPUClusterResource(
         kind=settings.cluster,
         cluster_name=settings.cluster_name,
@@ -260,7 +259,7 @@ def build_resources(settings: Settings) -> dict[str, Any]:
         max_replacements=settings.max_replacements,
         replacement_delay_seconds=settings.replacement_delay_seconds,
         gpu_type=settings.gpu_type,
-        tier=settings.tier,
+        tier=settings.tiers[0],
         shared_uri=settings.shared_uri,
         azure=azure,
     )

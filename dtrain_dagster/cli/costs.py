@@ -52,7 +52,7 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
     words = plan.get("price_words", STAND_IN if settings.cluster == "local" else LISTED)
     try:
         usage, events = manager.node_usage(job_id), list(rundir.events(strict=True))
-        tracker = CostTracker(settings.cluster_name, usage, tier_of(plan.get("tier", settings.tier)))
+        tracker = CostTracker(settings.cluster_name, usage, tier_of(plan.get("tier", settings.tiers[0])))
         found = ledger(tracker.nodes, events, running)
         energy = job_footprint(usage, events, is_local=settings.cluster == "local")
         reconciled = _reconciled(usage_export, tracker, job_id, rundir) if usage_export else None

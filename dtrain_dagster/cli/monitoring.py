@@ -47,7 +47,7 @@ def dashboard(port: int, host: str, names: tuple[str, ...], job_id: str | None) 
     settings = read_settings()
     if job_id is not None:
         _training(settings, job_id)
-    app = build_app(JobBoard(settings.jobs_uri, settings.tier), (host, *names))
+    app = build_app(JobBoard(settings.jobs_uri, settings.tiers[0]), (host, *names))
     with listening(host, port) as bound:
         click.echo(f"{address(bound)}/" + (f"#{job_id}" if job_id else ""))
         if host not in LOOPBACK:
@@ -65,7 +65,7 @@ def report(job_id: str, output: str | None) -> None:
 
     settings = read_settings()
     path = Path(output or f"{job_id}.html")
-    html = report_page(_training(settings, job_id), settings.tier)
+    html = report_page(_training(settings, job_id), settings.tiers[0])
     try:
         path.write_text(html)
     except OSError as error:

@@ -194,7 +194,7 @@ def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path,
 
     tracker: CostTracker | None = None
     try:
-        tracker = CostTracker(settings.cluster_name, manager.node_usage(job_id), tier_of(settings.tier))
+        tracker = CostTracker(settings.cluster_name, manager.node_usage(job_id), tier_of(settings.tiers[0]))
     except (ClusterError, PriceError) as error:
         say(f"note: what it cost is not known: {error}", err=True)
     document = rundir.read_json(TUNED)

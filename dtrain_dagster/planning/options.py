@@ -293,7 +293,7 @@ def _why_not_sku(price: SkuPrice, base: BaseRun, memory: GPUMemory | str, today:
 
 
 def _price_low_priority(base: BaseRun) -> list[Option]:
-    change = "DTRAIN_TIER = low_priority (DTRAIN_AZURE_TIERS)"
+    change = "DTRAIN_TIER = low_priority"
     why = "" if base.tier == "dedicated" else "its nodes can be taken away already"
     if why := why or _why_not_offered(base.price, "low_priority"):
         return [_refused(base, "low priority", change, why, tier="low_priority")]

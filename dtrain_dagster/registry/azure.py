@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from azure.ai.ml.entities import Model
 
 WEIGHTS_TAG, ALIAS_TAG, SINCE_TAG, RUN_TAG = "weights_sha256", "alias", "alias_since", "mlflow_run_id"
-MAX_TAGS, MAX_KEY, MAX_VALUE, MAX_DESCRIPTION = 50, 100, 1000, 5000
+MAX_TAGS, MAX_KEY, MAX_VALUE = 50, 100, 1000
 """Azure ML's documented limits, in characters (service limits of runs; those of assets are not stated apart)."""
 _IDENTITY = (JOB_TAG, WEIGHTS_TAG, "dataset_id", "code_version")
 """Tags that are properties as well: properties of a version cannot be changed afterwards."""

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 
-def open_client(tracking_uri: str, registry_uri: str | None = None) -> MlflowClient:
-    """A client of the tracking server and of the registry (the same server where none is named)."""
+def open_client(tracking_uri: str) -> MlflowClient:
+    """A client of the tracking server, which is the registry too."""
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # nobody watches a bar in a log
     from mlflow import MlflowClient
 
     with opening(tracking_uri):
-        return MlflowClient(tracking_uri=tracking_uri, registry_uri=registry_uri or tracking_uri)
+        return MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)

@@ -42,7 +42,7 @@ def refuse_changed_files(what: str, folder: Path, expected: str | None) -> None:
 
 
 @contextmanager
-def packed_files(name: str, version: str, tracking_uri: str, registry_uri: str | None = None) -> Iterator[Path]:
+def packed_files(name: str, version: str, tracking_uri: str) -> Iterator[Path]:
     """The folder of a version, as the registry gives it out, checked. `PackedError` where it is not as registered; and
     whatever MLflow raises where it has none."""
     from dtrain_dagster.registry.client import open_client
@@ -50,7 +50,7 @@ def packed_files(name: str, version: str, tracking_uri: str, registry_uri: str |
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     from mlflow.artifacts import download_artifacts
 
-    client = open_client(tracking_uri, registry_uri)
+    client = open_client(tracking_uri)
     tags = client.get_model_version(name, version).tags
     # A ``models:/`` address would be looked up in the process's global registry, whatever is asked for here.
     source = client.get_model_version_download_uri(name, version)

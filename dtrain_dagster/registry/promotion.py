@@ -95,7 +95,6 @@ def judge_champion(
     candidate: RegisteredModel,
     tracking_uri: str,
     *,
-    registry_uri: str | None = None,
     cache_dir: str | None = None,
     timeout_seconds: float = 300.0,
     order: Order | None = None,
@@ -105,12 +104,12 @@ def judge_champion(
     The champion is loaded by ``mlflow.pyfunc`` with the code it was registered with, in a process of its own. Where its
     input means something else, or it does not load, the comparison says why.
     """
-    version = champion_version(candidate.name, tracking_uri, registry_uri)
+    version = champion_version(candidate.name, tracking_uri)
     if version is None or version == candidate.version:
         return None
     with ExitStack() as stack:
         own, its = (
-            stack.enter_context(packed_files(candidate.name, each, tracking_uri, registry_uri))
+            stack.enter_context(packed_files(candidate.name, each, tracking_uri))
             for each in (candidate.version, version)
         )
         return compare(
@@ -173,12 +172,12 @@ def compare(
     return _incomparable(version, "one forecasts a distribution or a point, and the other nothing of the kind")
 
 
-def champion_version(model_name: str, tracking_uri: str, registry_uri: str | None = None) -> str | None:
+def champion_version(model_name: str, tracking_uri: str) -> str | None:
     """The version that carries the alias ``champion``, or None."""
     from mlflow.exceptions import MlflowException
 
     try:
-        found = open_client(tracking_uri, registry_uri).get_model_version_by_alias(model_name, "champion")
+        found = open_client(tracking_uri).get_model_version_by_alias(model_name, "champion")
     except MlflowException as error:
         if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             return None
@@ -186,13 +185,11 @@ def champion_version(model_name: str, tracking_uri: str, registry_uri: str | Non
     return str(found.version)
 
 
-def promote(
-    model: RegisteredModel, decision: AliasDecision, tracking_uri: str, registry_uri: str | None = None
-) -> str | None:
+def promote(model: RegisteredModel, decision: AliasDecision, tracking_uri: str) -> str | None:
     """Give the version its alias, with the reason as a tag, and take the other alias from it; the former champion's
     version, where this one takes its place."""
-    client = open_client(tracking_uri, registry_uri)
-    before = champion_version(model.name, tracking_uri, registry_uri)
+    client = open_client(tracking_uri)
+    before = champion_version(model.name, tracking_uri)
     other: Alias = "challenger" if decision.alias == "champion" else "champion"
     aliases = client.get_model_version(model.name, model.version).aliases
     if other in aliases:

@@ -89,9 +89,7 @@ class ServingCheck:
 
 
 @contextlib.contextmanager
-def scoring_server(
-    model_uri: str, tracking_uri: str, *, registry_uri: str | None = None, timeout_seconds: float = 120.0
-) -> Iterator[ScoringServer]:
+def scoring_server(model_uri: str, tracking_uri: str, *, timeout_seconds: float = 120.0) -> Iterator[ScoringServer]:
     """``mlflow models serve`` on a free port of loopback, until the block ends; then no process of it is left.
 
     ``model_uri``: a folder, or ``models:/NAME/VERSION``, whose files are fetched first and have to be those that were
@@ -99,7 +97,7 @@ def scoring_server(
     (`serve_isolated`): a model that finds its code only on this machine fails here rather than where it is deployed.
     `ServingError` if it ends or does not answer in time, or there is no such model.
     """
-    with _local_files(model_uri, tracking_uri, registry_uri) as folder, contextlib.ExitStack() as running:
+    with _local_files(model_uri, tracking_uri) as folder, contextlib.ExitStack() as running:
 
         def start() -> ScoringServer:
             with contextlib.ExitStack() as starting:
@@ -118,7 +116,7 @@ def scoring_server(
 
 
 @contextlib.contextmanager
-def _local_files(model_uri: str, tracking_uri: str, registry_uri: str | None) -> Iterator[Path]:
+def _local_files(model_uri: str, tracking_uri: str) -> Iterator[Path]:
     """The folder of a model on this machine."""
     if not model_uri.startswith("models:/"):
         yield Path(model_uri)
@@ -128,7 +126,7 @@ def _local_files(model_uri: str, tracking_uri: str, registry_uri: str | None) ->
     name, _, version = model_uri.removeprefix("models:/").partition("/")
     with contextlib.ExitStack() as stack:
         try:
-            folder = stack.enter_context(packed_files(name, version, tracking_uri, registry_uri))
+            folder = stack.enter_context(packed_files(name, version, tracking_uri))
         except (MlflowException, PackedError) as error:
             raise ServingError(f"{model_uri} cannot be served: {error}") from error
         yield folder
@@ -188,7 +186,6 @@ def check_serving(
     model_uri: str,
     tracking_uri: str,
     *,
-    registry_uri: str | None = None,
     cache_dir: str | None = None,
     rows: int = 32,
     timeout_seconds: float = 120.0,
@@ -197,9 +194,7 @@ def check_serving(
     """Serve the registered model and `check_answers`. A server that does not start or refuses gives a failed check,
     not an exception."""
     try:
-        with scoring_server(
-            model_uri, tracking_uri, registry_uri=registry_uri, timeout_seconds=timeout_seconds
-        ) as server:
+        with scoring_server(model_uri, tracking_uri, timeout_seconds=timeout_seconds) as server:
             return check_answers(server, run_dir, cache_dir=cache_dir, rows=rows, order=order)
     except (ServingError, OSError, http.client.HTTPException) as error:
         return ServingCheck(passed=False, message=str(error))

@@ -72,7 +72,6 @@ def register_model(
     card: str,
     *,
     experiment: str = "dtrain",
-    registry_uri: str | None = None,
     cache_dir: str | None = None,
     order: Order | None = None,
 ) -> RegisteredModel:
@@ -91,7 +90,7 @@ def register_model(
     rundir = RunDir(run_dir)
     job = ordered_job(rundir, order)
     with registering(rundir):
-        client = open_client(tracking_uri, registry_uri)
+        client = open_client(tracking_uri)
         return _register(client, rundir, job, tracking_uri, model_name, tags, card, experiment, cache_dir, order)
 
 

@@ -9,9 +9,16 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dtrain_dagster.settings.data_lake import DataLakeFolder, refuse_folder_of_nodes
-from dtrain_dagster.settings.environment import setting, without_secret
+from dtrain_dagster.settings.environment import Settings, SettingsError, read_environment, setting, without_secret
 
 PREFIX = "DTRAIN_AZURE_"
+MAX_IDLE_SECONDS = 86400
+REPLACED = {
+    f"{PREFIX}TIERS": "set DTRAIN_TIER instead, which takes several tiers, separated by commas",
+    f"{PREFIX}IDLE_SECONDS": "set DTRAIN_IDLE_MINUTES instead, in minutes",
+}
+"""Variables that asked what another one asks, and what to set instead. They are refused and not ignored: who had set
+them would otherwise pay for other nodes, or for longer, without a word."""
 
 
 class AzureSettings(BaseSettings):
@@ -29,9 +36,7 @@ class AzureSettings(BaseSettings):
     chain: str = Field(
         default="", description="Sizes to try after DTRAIN_GPU_TYPE, separated by commas; unset: one GPU of each kind"
     )
-    tiers: str = Field(default="dedicated", description="Tiers in order, separated by commas: dedicated, low_priority")
     max_nodes: int | None = Field(default=None, ge=1, description="A compute grows to so many; unset: as many as asked")
-    idle_seconds: int = Field(default=600, ge=1, description="An idle node is given back after so long")
     vnet: str | None = Field(default=None, description="Virtual network of the nodes")
     subnet: str | None = Field(default=None, description="Its subnet, or the resource id of one")
     public_ip: bool = Field(default=False, description="May nodes have public addresses?")
@@ -86,8 +91,25 @@ class AzureSettings(BaseSettings):
         """As `dtrain_dagster.clusters.azure_ml.options.AzureMLOptions` takes them, in JSON's types; what is unset is
         left out."""
         given = self.model_dump(exclude_none=True, exclude={"dagster_storage"})
-        lists = {name: _words(given.pop(name)) for name in ("chain", "tiers")}
-        return {**given, **{name: words for name, words in lists.items() if words}}
+        sizes = _words(given.pop("chain"))
+        return {**given, **({"chain": sizes} if sizes else {})}
+
+
+def read_azure_options(settings: Settings) -> dict[str, Any]:
+    """The environment's options for Azure ML, with what the cluster of any kind is told too: the order of tiers, and
+    the seconds after which an idle node is given back. `SettingsError` for what is missing or cannot be used, and for
+    a variable that another one has replaced."""
+    for name, remedy in REPLACED.items():
+        if os.environ.get(name):
+            raise SettingsError(f"{name} is not read any more: {remedy}")
+    idle_seconds = max(1, round(60 * settings.idle_minutes))
+    if idle_seconds > MAX_IDLE_SECONDS:
+        raise SettingsError(
+            f"DTRAIN_IDLE_MINUTES={settings.idle_minutes:g} is more than the {MAX_IDLE_SECONDS // 60} (a day) that a "
+            "compute of Azure ML takes"
+        )
+    own = read_environment(AzureSettings).options()
+    return {**own, "tiers": list(settings.tiers), "idle_seconds": idle_seconds}
 
 
 def _words(text: str) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast, get_args
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import ErrorDetails
@@ -32,6 +32,7 @@ _UNUSABLE = re.compile(r"[\x00-\x1f\x7f?%]")
 of Dagster and MLflow would lie elsewhere; control characters break lines of logs and lists."""
 _ENDPOINT = re.compile(r"https?://[^\s@?#]+|[a-z][a-z0-9-]{1,30}[a-z0-9]")
 S = TypeVar("S", bound=BaseSettings)
+TierName = Literal["dedicated", "low_priority"]
 
 
 class SettingsError(ValueError):
@@ -64,7 +65,11 @@ class Settings(BaseSettings):
         default=1.0, ge=0, lt=float("inf"), description="How long a node is gone before another takes its place"
     )
     gpu_type: str = Field(default="Standard_NC6s_v3", description="SKU; on the local cluster its price stands in")
-    tier: Literal["dedicated", "low_priority"] = Field(default="dedicated", description="Tier whose price is used")
+    tier: str = Field(
+        default="dedicated",
+        description="Tiers that nodes are asked for on, in order, separated by commas: dedicated, low_priority; the "
+        "first one's price is planned with",
+    )
     region: str = Field(
         default="eastus",
         pattern=r"^[a-z]+[a-z0-9]*$",
@@ -154,6 +159,14 @@ class Settings(BaseSettings):
     def _no_secrets(cls, value: object, info: ValidationInfo) -> object:
         return without_secret(cls, str(info.field_name), value)
 
+    @field_validator("tier")
+    @classmethod
+    def _known_tiers(cls, tier: str) -> str:
+        names = [name.strip() for name in tier.split(",") if name.strip()]
+        if not names or not set(names) <= set(get_args(TierName)):
+            raise ValueError(f"must be of {', '.join(get_args(TierName))}, separated by commas")
+        return ",".join(names)
+
     @field_validator("factory_modules")
     @classmethod
     def _modules(cls, names: str) -> str:
@@ -205,6 +218,11 @@ class Settings(BaseSettings):
             )
             raise ValueError(f"{PREFIX}STORAGE={self.storage or ''!r} does not go with this cluster; {remedy}")
         return self
+
+    @property
+    def tiers(self) -> tuple[TierName, ...]:
+        """The tiers that nodes are asked for on, in order; at least one."""
+        return cast("tuple[TierName, ...]", tuple(self.tier.split(",")))
 
     @property
     def storage_uri(self) -> str:

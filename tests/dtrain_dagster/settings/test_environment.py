@@ -33,7 +33,7 @@ def test_environment_is_read(monkeypatch, tmp_path):
         ("DTRAIN_NODES", "0", "greater than or equal to 1"),
         ("DTRAIN_CLUSTER", "gke", "'local'"),
         ("DTRAIN_CLUSTER_NAME", "my cluster", "pattern"),
-        ("DTRAIN_TIER", "spot", "'dedicated'"),
+        ("DTRAIN_TIER", "spot", "must be of dedicated, low_priority"),
     ],
 )
 def test_a_bad_value_is_refused_with_its_name_and_the_default(monkeypatch, name, value, said):
@@ -101,14 +101,14 @@ def test_the_azure_path_is_set_by_its_own_variables(monkeypatch):
             {"DTRAIN_AZURE_CHAIN": "Standard_NC4as_T4_v3,Standard_Unpriced"},
             "no price is known for SKU 'Standard_Unpriced'",
         ),
-        ({"DTRAIN_AZURE_TIERS": "spot"}, "spot"),
+        ({"DTRAIN_TIER": "spot"}, "spot"),
         (
             {
                 "DTRAIN_AZURE_CHAIN": "Standard_NC6s_v3",
-                "DTRAIN_AZURE_TIERS": "dedicated,low_priority",
+                "DTRAIN_TIER": "dedicated,low_priority",
                 "DTRAIN_REGION": "westus2",
             },
-            "Standard_NC6s_v3 (low priority) may be bought (DTRAIN_GPU_TYPE, DTRAIN_AZURE_CHAIN, DTRAIN_AZURE_TIERS): "
+            "Standard_NC6s_v3 (low priority) may be bought (DTRAIN_GPU_TYPE, DTRAIN_AZURE_CHAIN, DTRAIN_TIER): "
             "no low_priority price of Standard_NC6s_v3 in westus2 is known",
         ),
         (
@@ -137,3 +137,26 @@ def test_the_azure_path_loads_without_the_sdk_and_without_a_network(monkeypatch)
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_tiers_and_idle_time_are_asked_once_for_every_kind_of_cluster(monkeypatch):
+    on_azure(monkeypatch, DTRAIN_TIER="low_priority, dedicated", DTRAIN_IDLE_MINUTES="2.5")
+    cluster = build_resources(load_settings())["cluster"]
+    assert (cluster.first_tier, cluster.tier) == ("low_priority", "low_priority")
+    options = cluster.azure_options()
+    assert (options.tiers, options.idle_seconds) == (("low_priority", "dedicated"), 150)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("DTRAIN_AZURE_TIERS", "low_priority", "set DTRAIN_TIER instead"),
+        ("DTRAIN_AZURE_IDLE_SECONDS", "60", "set DTRAIN_IDLE_MINUTES instead, in minutes"),
+        ("DTRAIN_IDLE_MINUTES", "2000", "DTRAIN_IDLE_MINUTES=2000 is more than the 1440"),
+    ],
+)
+def test_a_variable_that_another_replaced_is_refused_with_its_name(monkeypatch, name, value, said):
+    on_azure(monkeypatch, **{name: value})
+    with pytest.raises(SettingsError, match=name) as error:
+        build_resources(load_settings())
+    assert said in str(error.value)
