@@ -1,8 +1,8 @@
 """What a run of the tests came to: a JSON file with counts and durations, and a second try for what failed.
 
-Loaded by `tests/conftest.py`. With ``--repeat-alone``, tests that failed beside others are run once more after all others
-have ended, in a fresh interpreter and one after the other. What passes then is *flaky*: it does not fail the run, but it is
-printed with its first failure, and counted in the file of ``--results``.
+Loaded by `tests/conftest.py`. With ``--repeat-alone``, tests that failed beside others are run once more after all
+others have ended, in a fresh interpreter and one after the other. What passes then is *flaky*: it does not fail the
+run, but it is printed with its first failure, and counted in the file of ``--results``.
 """
 
 from __future__ import annotations
