@@ -42,7 +42,6 @@ setup: $(VENV)/.ready  ## install what is missing (the others do this by themsel
 
 LOCKS := requirements.lock requirements-torch.lock requirements-cuda.lock
 # Every package by its hash, none by what an index says it needs; `pip check` then tells whether one is missing.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 LOCKED := ./deploy/supply/install.sh $(BIN)/python
 HAS_CUDA := 'import importlib.metadata as m; raise SystemExit(not any(r.startswith(("nvidia", "cuda")) for r in m.requires("torch")))'
 
@@ -53,10 +52,10 @@ $(VENV)/.ready: pyproject.toml $(LOCKS)
 	@$(LOCKED) requirements.lock
 	@if test -z "$$TORCH_INDEX"; then $(LOCKED) requirements-torch.lock; \
 	  else echo "torch comes from TORCH_INDEX: by its version, without a hash, since each index builds its own"; \
-	  $(PIP) --no-deps --extra-index-url "$$TORCH_INDEX" \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --extra-index-url "$$TORCH_INDEX" \
 	    "$$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' requirements-torch.lock)"; fi
 	@if $(BIN)/python -c $(HAS_CUDA); then $(LOCKED) requirements-cuda.lock; fi
-	@$(PIP) --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@$(BIN)/python -m pip check
 	@touch $@
 
