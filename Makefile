@@ -67,8 +67,8 @@ run: setup  ## materialize the whole graph: prices to registered model (SELECT=â
 ui: setup  ## the Dagster UI on http://127.0.0.1:3000 (PORT=â€¦ for another)
 	@dtrain ui --workspace workspace.yaml --port $(PORT)
 
-# More of them than cores, since many tests wait: for a node to be missed, for a server to come up.
-TEST_WORKERS ?= 3
+# Twice as many as two cores, since many tests wait: for a node to be missed, for a server to come up. About 1.2 GB each.
+TEST_WORKERS ?= 4
 
 test: setup  ## the tests (browser tests want Chromium: installed where that is possible); out/tests.json has their figures
 	@command -v chromium >/dev/null || ./tests/install_chromium.sh

@@ -124,6 +124,7 @@ def test_a_frozen_node_is_gone_on_without_and_replaced(small: Callable[..., Any]
     assert not node_processes(home, None)
 
 
+@pytest.mark.long
 def test_all_nodes_that_are_killed_at_once_are_started_again(small: Callable[..., Any], tmp_path: Path):
     """It is a launch more, from the latest checkpoint, and not the end of the job."""
     home = tmp_path / "home"
