@@ -43,19 +43,19 @@ setup: $(VENV)/.ready  ## install what is missing (the others do this by themsel
 
 LOCKS := requirements.lock requirements-torch.lock requirements-cuda.lock
 # Every package by its hash, none by what an index says it needs; `pip check` then tells whether one is missing.
-LOCKED := $(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps
+LOCKED := ./deploy/supply/install.sh $(BIN)/python
 HAS_CUDA := 'import importlib.metadata as m; raise SystemExit(not any(r.startswith(("nvidia", "cuda")) for r in m.requires("torch")))'
 
 $(VENV)/.ready: pyproject.toml $(LOCKS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing packages (once; about 2 minutes)"
-	@$(LOCKED) --requirement requirements.lock
-	@if test -z "$$TORCH_INDEX"; then $(LOCKED) --requirement requirements-torch.lock; \
+	@$(LOCKED) requirements.lock
+	@if test -z "$$TORCH_INDEX"; then $(LOCKED) requirements-torch.lock; \
 	  else echo "torch comes from TORCH_INDEX: by its version, without a hash, since each index builds its own"; \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --extra-index-url "$$TORCH_INDEX" \
 	    "$$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' requirements-torch.lock)"; fi
-	@if $(BIN)/python -c $(HAS_CUDA); then $(LOCKED) --requirement requirements-cuda.lock; fi
+	@if $(BIN)/python -c $(HAS_CUDA); then $(LOCKED) requirements-cuda.lock; fi
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@$(BIN)/python -m pip check
 	@touch $@
@@ -68,15 +68,16 @@ run: setup  ## materialize the whole graph: prices to registered model (SELECT=â
 ui: setup  ## the Dagster UI on http://127.0.0.1:3000 (PORT=â€¦ for another)
 	@dtrain ui --workspace workspace.yaml --port $(PORT)
 
-test: setup  ## all tests (browser tests want Chromium: installed where that is possible)
-	@command -v chromium >/dev/null || ./tests/install_chromium.sh
-	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not browser and not long" || \
-	  { test $$? = 1 && echo "what failed beside other tests is repeated alone; it fails here as well where it is broken" && \
-	    python -m pytest --last-failed --last-failed-no-failures none -m "not browser and not long"; }
-	@python -m pytest -m "browser and not long"  # alone: a page that is rendered on a busy machine runs into the browser's own timeouts
+# Twice as many as two cores, since many tests wait: for a node to be missed, for a server to come up. About 1.2 GB each.
+TEST_WORKERS ?= 4
 
-test-all: test  ## the tests, then the long ones: repetitions of proofs, loads of minutes
-	@python -m pytest -m long
+test: setup  ## the tests (browser tests want Chromium: installed where that is possible); out/tests.json has their figures
+	@command -v chromium >/dev/null || ./tests/install_chromium.sh
+	@python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --repeat-alone \
+	  --results out/tests.json -m "not long"
+
+test-all: test  ## the tests, then the long ones: repetitions of proofs, loads of minutes, many examples of Hypothesis
+	@python -m pytest --hypothesis-profile thorough --results out/tests-long.json -m "long or hypothesis"
 
 test-fast: setup  ## tests that start no world of processes and no browser
 	@python -m pytest -m "not slow and not browser and not long"

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.outcome, whoever starts pytest
+pytest_plugins = ["tests.outcome"]
 
 # A shell that starts pytest in the background has it ignore Ctrl-C, and so would every process that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -15,8 +21,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # spin away most of them. Set before anything imports it, and inherited by all that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-settings.register_profile("dtrain", deadline=None)
-settings.load_profile("dtrain")
+# The same few examples each time: a test of a change fails by the change. `make test-all` looks for new ones.
+settings.register_profile("quick", deadline=None, max_examples=20, derandomize=True, database=None)
+settings.register_profile("thorough", deadline=None, max_examples=200)
+settings.load_profile("quick")
+
+FIRST = ("e2e", "azure", "abuse", "faults")
+"""Folders whose files take a minute and more: they come first, so that no worker is left alone with one in the end."""
+BROWSER = ("tests/e2e/test_browser.py", "tests/e2e/test_dashboard_page.py", "tests/abuse/test_websites.py")
+"""They start Chromium. One worker takes them all: two that render at once would wait for each other's cores."""
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +41,27 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that no worker is left alone with one of them in the end."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Long files come first: the browser's, then those of `FIRST`, then by how many slow tests they have."""
+    slow: dict[Path, int] = {}
+    for item in items:
+        slow[item.path] = slow.get(item.path, 0) + (item.get_closest_marker("slow") is not None)
+
+    def place(item: pytest.Item) -> tuple[bool, int, int]:
+        path = item.path.relative_to(Path(__file__).parents[1]).as_posix()
+        folder = path.split("/")[1]
+        rank = FIRST.index(folder) if folder in FIRST and slow[item.path] else len(FIRST)
+        return path not in BROWSER, rank, -slow[item.path]
+
+    items.sort(key=place)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``--dist loadfile``, where the files with a browser are one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.split("::", 1)[0]
+            return "browser" if path in BROWSER else path
+
+    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None

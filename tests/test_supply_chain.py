@@ -138,9 +138,13 @@ def test_images_are_built_on_a_digest_and_from_hashes(name: str):
 
 def test_setup_installs_from_the_locks_by_hash():
     text = (ROOT / "Makefile").read_text()
-    assert re.search(r"^LOCKED := .*--require-hashes --no-deps$", text, flags=re.MULTILINE)
+    assert re.search(r"^LOCKED := \./deploy/supply/install\.sh \$\(BIN\)/python$", text, flags=re.MULTILINE)
     for name in OWN:
-        assert f"$(LOCKED) --requirement {name}" in text
+        assert f"$(LOCKED) {name}" in text
+    script = (ROOT / "deploy" / "supply" / "install.sh").read_text().splitlines()
+    installs = [line for line in script if re.search(r"\bpip install\b", line) and not line.startswith("#")]
+    assert len(installs) == 2, "uv's and pip's"
+    assert all("--require-hashes --no-deps --requirement" in line for line in installs)
 
 
 def test_an_audit_without_a_network_says_so_and_proves_nothing():

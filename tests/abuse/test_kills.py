@@ -319,7 +319,7 @@ def fill(path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="only root can mount")
-@pytest.mark.parametrize("trouble", ["read-only", "full"])
+@pytest.mark.parametrize("trouble", ["read-only", pytest.param("full", marks=pytest.mark.long)])
 def test_a_home_that_cannot_be_written_is_one_sentence(tmp_path: Path, trouble: str):
     """One sentence and exit code 2, no traceback."""
     disk = tmp_path / "disk"

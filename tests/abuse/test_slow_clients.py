@@ -33,7 +33,7 @@ def test_the_dashboard_answers_beside_1200_half_requests(tmp_path: Path):
             assert all(answers(port) for _ in range(10))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_dtrain_ui_answers_beside_1200_half_requests(tmp_path: Path):
     server = start_dagster(make_project(tmp_path / "home"))
     try:

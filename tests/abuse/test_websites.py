@@ -35,7 +35,7 @@ from benchmarks.leaks import leaks
 from dtrain_dagster.web.dagster_ui import ui_rules
 from dtrain_dagster.web.guard import Guard, judge, rules_for
 from dtrain_dagster.web.stored_secrets import secret_posted
-from tests.e2e.chromium import BROWSER_TEST, chromium
+from tests.e2e.chromium import BROWSER_TEST, chromium, patient_page
 from tests.e2e.conftest import BIN, ENDED, ROOT, Dagster, Project, make_project, start_dagster, stop_dagster, wait_for
 
 UI = ui_rules(("dagster.lan",))
@@ -410,12 +410,12 @@ def attack_from_chromium(ui_url: str, port: int) -> list[list[str]]:
     told = []
     with chromium(host_rules="MAP *.example 127.0.0.1") as browser:
         for site in (f"http://evil.example:{port}", f"http://127.0.0.1:{port}", f"http://localhost:{port}"):
-            page = browser.new_page()
+            page = patient_page(browser)
             page.goto(site)
             told += page.evaluate("attack()")
             page.wait_for_timeout(500)
             page.close()
-        page = browser.new_page()  # DNS rebinding: its own name, and by now the UI's address
+        page = patient_page(browser)  # DNS rebinding: its own name, and by now the UI's address
         answer = page.goto(f"http://evil.example:{ui_url.rsplit(':', 1)[1]}/")
         told.append(["rebound", str(answer.status if answer else "")])
         sent = "body => fetch('/graphql', {method: 'POST', headers: {'content-type': 'application/json'}, body})"
@@ -442,7 +442,7 @@ def test_a_foreign_page_beside_dtrain_ui_launches_nothing(ui: tuple[str, Project
     with dg.DagsterInstance.from_config(project.env["DAGSTER_HOME"]) as instance:
         assert instance.get_runs() == []
     with chromium() as browser:
-        page = browser.new_page()
+        page = patient_page(browser)
         page.goto(f"{url}/locations/dtrain/jobs/retraining")
         page.locator('button:has-text("Materialize all")').first.wait_for()
 

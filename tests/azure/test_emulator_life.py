@@ -42,7 +42,7 @@ def wait(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
 def test_nothing_is_left_of_its_jobs(tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     with Emulator(tmp_path / "azure") as emulator:
         emulator.use(monkeypatch)

@@ -174,7 +174,7 @@ def test_fails_in_words_where_there_is_not_one_node(stage: Stage) -> None:
     assert len(stage.jobs()) == 1
 
 
-@pytest.mark.parametrize("fault", ["lose", "preempt"])
+@pytest.mark.parametrize("fault", ["lose", pytest.param("preempt", marks=pytest.mark.long)])
 def test_lost_nodes_lead_to_the_next_launch(stage: Stage, fault: str) -> None:
     stage.control("fault", fault=fault, job=f"{stage.name}-job-l1", node=1, log="in launch 1")
     manager, spec = stage.run(LAST_ONE_DONE)

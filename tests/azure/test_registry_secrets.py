@@ -27,6 +27,7 @@ import small_job
 
 from dtrain_dagster import registry
 from tests.azure.planted import ENVIRONMENT, leaks, planted
+from tests.tables import copy_tables
 from trainer.secrets import azure_token, redaction
 from trainer.secrets import resolve as secrets
 
@@ -257,6 +258,7 @@ def test_planted_secrets_are_nowhere_in_what_a_training_and_its_registration_lea
     token = secrets.resolve("env:DTRAIN_SOMEBODYS_TOKEN")
     monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
     uri = f"sqlite:///{tmp_path}/mlflow.db"
+    copy_tables(tmp_path / "mlflow.db")
     run_dir = small_job.train(tmp_path, small_job.write_dataset(tmp_path / "data"), "job-a", steps=5, tracking_uri=uri)
     tags = {"asked_by": redaction.redact(f"https://robot:{token}@example.org")}
     model = registry.register_model(run_dir, uri, "forecaster", tags, redaction.redact(f"# card\n\n{token}"))

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
@@ -32,6 +33,13 @@ def chromium(host_rules: str = "") -> Iterator[Browser]:
         )
         yield browser
         browser.close()
+
+
+def patient_page(browser: Browser, **options: Any) -> Page:
+    """A page that waits long enough for what a machine renders that runs other tests as well."""
+    page = browser.new_page(**options)
+    page.set_default_timeout(120_000)
+    return page
 
 
 def shot(page: Page, name: str) -> None:

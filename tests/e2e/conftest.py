@@ -22,6 +22,7 @@ import requests
 
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.settings.environment import load_settings
+from tests.tables import copy_tables
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -38,8 +39,13 @@ ON_AZURE = {
 """Beside the environment of the emulator."""
 
 
+PATIENCE = 3.0
+"""How many times longer than on an idle machine things may take beside other tests."""
+
+
 def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
-    """Poll until the condition gives something true; fail with what was waited for."""
+    """Poll until the condition gives something true; fail with what was waited for. ``seconds``: on an idle machine."""
+    seconds *= PATIENCE
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         value = condition()
@@ -120,6 +126,25 @@ def make_project(home: Path, **env: str) -> Project:
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
     }
     return Project(home=home, env=inherited | own | env)
+
+
+@pytest.fixture(scope="session")
+def datasets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards and their canaries: made by the first test that shares them, and found by the others of its worker."""
+    return tmp_path_factory.mktemp("datasets")
+
+
+def share(home: Path, datasets: Path) -> None:
+    """Let a home find datasets that were made before, and MLflow's tables."""
+    (home / "storage").mkdir(parents=True)
+    (home / "storage" / "datasets").symlink_to(datasets)
+    copy_tables(home / "mlflow.db")
+
+
+@pytest.fixture
+def shared(datasets: Path, tmp_path: Path) -> None:
+    """The home of this test is not quite empty."""
+    share(tmp_path / "home", datasets)
 
 
 @pytest.fixture
@@ -234,10 +259,11 @@ def stop_dagster(server: Dagster) -> None:
 
 
 @pytest.fixture(scope="module")
-def dagster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dagster]:
+def dagster(tmp_path_factory: pytest.TempPathFactory, datasets: Path) -> Iterator[Dagster]:
     """Webserver and daemon over a fresh project, for the tests of one file."""
     folder = tmp_path_factory.mktemp("dagster")
     own = {"DTRAIN_PRICES": str(small_prices(folder)), "DTRAIN_FACTORY_MODULES": "examples.own_model"}
+    share(folder / "home", datasets)
     project = make_project(folder / "home", **own)
     server = start_dagster(project)
     try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Page
 
-from .chromium import BROWSER_TEST, chromium, shot
+from .chromium import BROWSER_TEST, chromium, patient_page, shot
 from .conftest import Dagster, wait_for
 
 pytestmark = [*BROWSER_TEST, pytest.mark.timeout(420)]
@@ -17,9 +17,7 @@ ENDED = ("SUCCESS", "FAILURE", "CANCELED")
 @pytest.fixture(scope="module")
 def page(dagster: Dagster) -> Iterator[Page]:
     with chromium() as browser:
-        page = browser.new_page(viewport={"width": 1600, "height": 1000})
-        page.set_default_timeout(30_000)
-        yield page
+        yield patient_page(browser, viewport={"width": 1600, "height": 1000})
 
 
 def runs(dagster: Dagster) -> list[dict[str, str]]:

@@ -109,7 +109,7 @@ class World:
             process.wait()
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.long)])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     storage: dict[str, Any] = {}
     with ExitStack() as stack:

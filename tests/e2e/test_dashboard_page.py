@@ -15,7 +15,7 @@ from benchmarks.dashboard_load import write_jobs
 from tests.dtrain_dagster.small_job import write_dataset
 from tests.dtrain_dagster.told_events import HOSTILE, START, event, told, write_run
 
-from .chromium import BROWSER_TEST, chromium, shot
+from .chromium import BROWSER_TEST, chromium, patient_page, shot
 from .conftest import BIN, ROOT, Project, make_project, wait_for
 
 pytestmark = [*BROWSER_TEST, pytest.mark.timeout(300)]
@@ -45,8 +45,7 @@ def url(project: Project) -> Iterator[str]:
 def page() -> Iterator[Page]:
     """A laptop's window. Whatever the page complains of, and whomever it asks, is kept in ``page.complaints``."""
     with chromium() as browser:
-        page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
-        page.set_default_timeout(60_000)
+        page = patient_page(browser, viewport={"width": 1280, "height": 800}, color_scheme="light")
         page.complaints = []  # type: ignore[attr-defined]
         page.on("console", lambda message: message.type == "error" and complain(page, message.text))
         page.on("pageerror", lambda error: complain(page, str(error)))

@@ -19,7 +19,7 @@ from trainer.rundir import RunDir
 
 from .conftest import checks, metadata, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("shared")]
 GRAPH = [dg.AssetKey(name) for name in ("stock_prices", "sharded_dataset", "cost_estimate", "trained_checkpoint")]
 LONG = {"epochs": 40, "checkpoint_frequency": 10, "warmup_steps": 3}
 
@@ -70,18 +70,9 @@ class Killer(threading.Thread):
                 return
 
 
-@pytest.fixture(scope="module")
-def datasets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards and their canaries are made by the first test and found by the others."""
-    return tmp_path_factory.mktemp("datasets")
-
-
 @pytest.fixture
-def small(job: dg.JobDefinition, datasets: Path, tmp_path: Path) -> Callable[..., Any]:
+def small(job: dg.JobDefinition) -> Callable[..., Any]:
     """Materialize up to the checkpoint, in this process, on an instance that stays."""
-    storage = tmp_path / "home" / "storage"
-    storage.mkdir(parents=True)
-    (storage / "datasets").symlink_to(datasets)
 
     def materialize(instance: dg.DagsterInstance, **more: Any) -> dg.ExecuteInProcessResult:
         return run(job, instance, selection=GRAPH, **{**LONG, "more": more})
@@ -133,6 +124,7 @@ def test_a_frozen_node_is_gone_on_without_and_replaced(small: Callable[..., Any]
     assert not node_processes(home, None)
 
 
+@pytest.mark.long
 def test_all_nodes_that_are_killed_at_once_are_started_again(small: Callable[..., Any], tmp_path: Path):
     """It is a launch more, from the latest checkpoint, and not the end of the job."""
     home = tmp_path / "home"

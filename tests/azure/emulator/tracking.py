@@ -26,6 +26,7 @@ from tests.azure.emulator.answers import WS, Refusal
 from tests.azure.emulator.jobs import Job
 from tests.azure.emulator.nodes import Guarded
 from tests.azure.emulator.state import LOCATION, WORKSPACE_ID, Cloud
+from tests.tables import copy_tables
 
 START_SECONDS = 90.0
 ABSENT = ("logged-models", "mlflow-artifacts")
@@ -71,6 +72,8 @@ class Tracking:
         command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{self._database}"]
         command += ["--default-artifact-root", root, "--no-serve-artifacts"]
+        if not self._database.exists():
+            copy_tables(self._database, root)
         self._server = started = run_python(command, str(self.cloud.folder), str(log))
         url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
         while True:

@@ -71,7 +71,7 @@ def windows(frame: pd.DataFrame, masks: tuple[Mask, ...], params: DatasetParams)
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(market=markets())
 def test_windows_are_those_that_nothing_interrupts(
     market: tuple[pd.DataFrame, tuple[Mask, ...], DatasetParams],

@@ -14,6 +14,7 @@ from dtrain_dagster import registry
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.settings.environment import Settings
 from tests.azure.planted import leaks, planted
+from tests.tables import copy_tables
 
 WARN, ERROR = dg.AssetCheckSeverity.WARN, dg.AssetCheckSeverity.ERROR
 
@@ -51,6 +52,7 @@ def test_what_an_endpoint_answers_is_told_and_how_much_it_matters(
     older = small_job.train(tmp_path, data, "older", steps=3)
     other = small_job.train(tmp_path, data, "other", steps=3, loss="gaussian")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
+    copy_tables(tmp_path / "mlflow.db")
     model = registry.register_model(own, uri, "forecaster", {}, "# card")
     with registry.scoring_server(model.uri, uri) as server:
         url = f"{server.url}/invocations"

@@ -34,7 +34,8 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> TLSConfig:
     return Authority(tmp_path_factory.mktemp("certificates")).node()
 
 
-@pytest.fixture(params=["plain", "TLS"])
+# What holds with TLS holds without: the frames are the same, over fewer layers. `make test-all` shows that as well.
+@pytest.fixture(params=[pytest.param("plain", marks=pytest.mark.long), "TLS"])
 def tls(request: pytest.FixtureRequest, certificate: TLSConfig) -> TLSConfig | None:
     return certificate if request.param == "TLS" else None
 
@@ -103,7 +104,7 @@ def test_broadcast_gather_and_barrier(start: Start) -> None:
         assert result["long"] == ["", "x" * 3_000_000, ""]
 
 
-@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_nobody_leaves_a_barrier_before_all_have_come(start: Start, late: int) -> None:
     """It has a patience of its own: the group's is over long before the last one comes."""
     times = values(start(3, at.come_late, late, 3.0, timeout=1.0))
@@ -140,7 +141,7 @@ def test_a_killed_server_is_named_by_all(start: Start) -> None:
         assert (outcome.error, outcome.blamed, outcome.operation) == ("ParameterServerError", 0, "sum"), outcome
 
 
-@pytest.mark.parametrize("numel", [10, 2_000_000])
+@pytest.mark.parametrize("numel", [10, pytest.param(2_000_000, marks=pytest.mark.long)])
 def test_a_frozen_worker_is_named_by_all_when_the_time_is_over(start: Start, numel: int) -> None:
     ranks = start(3, at.sum_for_ever, numel, timeout=4.0)
     assert [ranks[2].hear() for _ in range(3)] == [0, 1, 2]
@@ -215,7 +216,9 @@ def test_a_rank_that_fails_by_itself_leaves_nobody_waiting(start: Start, odd: in
     assert {(outcome.error, outcome.blamed) for outcome in others} == {("ParameterServerError", odd)}
 
 
-@pytest.mark.parametrize(("operation", "tls"), [("broadcast", "plain"), ("sum", "TLS")], indirect=["tls"])
+@pytest.mark.parametrize(
+    ("operation", "tls"), [("broadcast", "plain"), pytest.param("sum", "TLS", marks=pytest.mark.long)], indirect=["tls"]
+)
 def test_a_slow_connection_is_no_failure(alive: list[Rank], tls: TLSConfig | None, operation: str) -> None:
     """Several times longer than the timeout, but never silent for as long. More than the kernels' buffers hold."""
     numel = 3_000_000

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import ConfigError
@@ -46,7 +46,6 @@ def dealt(
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**40), epoch=st.integers(0, 50))
-@settings(max_examples=100, deadline=None)
 def test_the_order_of_an_epoch_is_a_permutation(size: int, seed: int, epoch: int) -> None:
     order = permute(np.arange(size), size, seed, epoch)
     assert np.array_equal(np.sort(order), np.arange(size))
@@ -61,7 +60,6 @@ def plans(draw: st.DrawFn) -> tuple[int, int, int]:
 
 
 @given(plan=plans(), epoch=st.integers(0, 3), block=blocks)
-@settings(max_examples=30, deadline=None)
 def test_every_sample_counts_once_per_epoch_and_the_world_size_does_not_matter(
     plan: tuple[int, int, int], epoch: int, block: int | None
 ) -> None:
@@ -82,7 +80,6 @@ def samples_in(ranges: list[tuple[int, int]]) -> set[int]:
 
 
 @given(order=block_orders)
-@settings(max_examples=100, deadline=None)
 def test_with_blocks_a_group_of_positions_is_a_group_of_blocks(order: BlockOrder) -> None:
     """A permutation, in which whatever is read at a time lies in so many stretches of the dataset."""
     positions = np.arange(order.size)
@@ -97,7 +94,6 @@ def test_with_blocks_a_group_of_positions_is_a_group_of_blocks(order: BlockOrder
 
 
 @given(plan=plans(), block=st.integers(1, 3), epoch=st.integers(0, 3), data=st.data())
-@settings(max_examples=30, deadline=None)
 def test_what_a_step_reads_was_announced_and_little_more(
     plan: tuple[int, int, int], block: int, epoch: int, data: st.DataObject
 ) -> None:
@@ -130,7 +126,6 @@ def test_blocks_of_one_epoch_are_cut_elsewhere_in_the_next() -> None:
 
 
 @given(plan=plans())
-@settings(max_examples=100, deadline=None)
 def test_only_the_last_step_differs_from_the_global_batch(plan: tuple[int, int, int]) -> None:
     samples, batch, micro = plan
     one = sampler(samples, batch, micro)

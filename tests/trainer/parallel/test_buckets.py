@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from ddp_ranks import KINDS, answer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -259,7 +259,6 @@ def ddp_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Connect
         rank.kill()
 
 
-@settings(max_examples=40)
 @given(data=st.data(), seed=st.integers(0, 1000), bytes_=st.sampled_from([1, 100, 1 << 20]))
 def test_gradients_are_those_of_distributed_data_parallel(
     ddp_ranks: list[Connection], data: st.DataObject, seed: int, bytes_: int

@@ -1,0 +1,167 @@
+"""What a run of the tests came to: a JSON file with counts and durations, and a second try for what failed.
+
+Loaded by `tests/conftest.py`. With ``--repeat-alone``, tests that failed beside others are run once more after all
+others have ended, in a fresh interpreter and one after the other. What passes then is *flaky*: it does not fail the
+run, but it is printed with its first failure, and counted in the file of ``--results``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MOST_REPEATED = 40
+"""Where more tests fail than this, something is broken, and nothing is repeated."""
+SLOWEST = 20
+_RANKS = ("passed", "xpassed", "xfailed", "skipped", "flaky", "failed", "error")
+"""Of the three phases of a test, the one furthest to the right counts."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("outcome", "what a run came to")
+    group.addoption("--results", metavar="FILE", help="write counts, durations, failures and flaky tests as JSON")
+    group.addoption("--repeat-alone", action="store_true", help="run what failed once more, alone; passing is «flaky»")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # a worker of xdist tells its controller
+        config.pluginmanager.register(Outcome(config), "outcome")
+
+
+class Outcome:
+    """The reports of one run, as the process sees them that prints the summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config, self.began = config, time.time()
+        self.outcomes: dict[str, str] = {}
+        self.seconds: Counter[str] = Counter()
+        self.in_teardown: set[str] = set()
+        self.flaky: dict[str, list[pytest.TestReport]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] += report.duration
+        outcome = {"passed": "passed", "skipped": "skipped"}.get(
+            report.outcome, "failed" if report.when == "call" else "error"
+        )
+        if hasattr(report, "wasxfail"):
+            outcome = "xfailed" if report.skipped else "xpassed"
+        before = self.outcomes.get(report.nodeid, "passed")
+        self.outcomes[report.nodeid] = max(before, outcome, key=_RANKS.index)
+        if outcome == "error" and report.when == "teardown":
+            self.in_teardown.add(report.nodeid)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """After the workers have gone, before the summary is printed."""
+        failed = [test for test, outcome in self.outcomes.items() if outcome in ("failed", "error")]
+        if self.config.option.repeat_alone and exitstatus == pytest.ExitCode.TESTS_FAILED and failed:
+            if len(failed) <= MOST_REPEATED:
+                self.repeat(failed)
+                if not self.stats("failed") and not self.stats("error"):
+                    session.exitstatus = pytest.ExitCode.OK
+            else:
+                self.line(f"{len(failed)} tests failed: too many to be repeated alone")
+        if path := self.config.option.results:
+            write_results(Path(path), self.document(int(session.exitstatus)))
+
+    def repeat(self, failed: list[str]) -> None:
+        """Run them once more; what passes now is moved from the failed to the flaky ones."""
+        # What fails in a teardown may be the fault of any test of its file, since it may be a fixture of the file.
+        asked = {test.split("::")[0] if test in self.in_teardown else test: None for test in failed}
+        self.line(f"\nrepeating {len(failed)} failed tests alone")
+        with tempfile.TemporaryDirectory() as folder:
+            results = Path(folder) / "results.json"
+            command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--results", str(results)]
+            if expression := self.config.option.markexpr:
+                command += ["-m", expression]
+            done = subprocess.run(
+                [*command, *asked],
+                cwd=self.config.rootpath,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                check=False,
+            )
+            self.line(done.stdout)
+            try:
+                alone = json.loads(results.read_text())["tests"]
+            except (OSError, ValueError):
+                return  # it did not come to its end: all stay failed
+        for test in failed:
+            if self.passes(test, {each: outcome for each, (outcome, _) in alone.items()}):
+                self.outcomes[test] = "flaky"
+                self.flaky[test] = self.take_reports(test)
+
+    def passes(self, test: str, alone: dict[str, str]) -> bool:
+        """Whether what it failed in is now well, by the outcomes of the repetition."""
+        if test not in self.in_teardown:
+            return alone.get(test) == "passed"
+        path = test.split("::")[0]
+        ended = {outcome for each, outcome in alone.items() if each.split("::")[0] == path}
+        return alone.get(test) in ("passed", "skipped") and "error" not in ended
+
+    def take_reports(self, test: str) -> list[pytest.TestReport]:
+        """The reports of its failure, which are no longer among the failures of the summary."""
+        taken = []
+        for kind in ("failed", "error"):
+            reports = self.stats(kind)
+            taken += [report for report in reports if report.nodeid == test]
+            reports[:] = [report for report in reports if report.nodeid != test]
+            if not reports:
+                self.terminal().stats.pop(kind, None)
+        self.terminal().stats.setdefault("flaky", []).extend(taken[:1])
+        return taken
+
+    def document(self, status: int) -> dict[str, Any]:
+        files: Counter[str] = Counter()
+        for test, seconds in self.seconds.items():
+            files[test.split("::")[0]] += seconds
+        return {
+            **{kind: sum(outcome == kind for outcome in self.outcomes.values()) for kind in _RANKS},
+            "exit_status": status,
+            "seconds": round(time.time() - self.began, 1),
+            "test_seconds": round(sum(self.seconds.values()), 1),
+            "workers": self.config.getoption("numprocesses", None) or 0,
+            "load_average": [round(value, 2) for value in os.getloadavg()],
+            "flaky_tests": {test: [str(report.longrepr) for report in told] for test, told in self.flaky.items()},
+            "slowest_tests": {test: round(seconds, 2) for test, seconds in self.seconds.most_common(SLOWEST)},
+            "slowest_files": {path: round(seconds, 1) for path, seconds in files.most_common(SLOWEST)},
+            "tests": {test: [self.outcomes[test], round(self.seconds[test], 3)] for test in sorted(self.outcomes)},
+        }
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self.flaky:
+            return
+        terminalreporter.section(f"{len(self.flaky)} flaky: failed beside other tests, passed alone", yellow=True)
+        for test, reports in self.flaky.items():
+            for report in reports:
+                terminalreporter.write_line(f"{report.when} of {test}, at first:")
+                report.toterminal(terminalreporter._tw)
+        for test in self.flaky:
+            terminalreporter.write_line(f"FLAKY {test}", yellow=True)
+
+    def terminal(self) -> pytest.TerminalReporter:
+        found: pytest.TerminalReporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        return found
+
+    def stats(self, kind: str) -> list[Any]:
+        return self.terminal().stats.get(kind, [])
+
+    def line(self, text: str) -> None:
+        self.terminal().ensure_newline()
+        self.terminal().write_line(text)
+
+
+def write_results(path: Path, document: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")

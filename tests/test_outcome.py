@@ -1,0 +1,86 @@
+"""What `tests/outcome.py` makes of a run: failures, what fails beside others only, teardowns."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+BESIDE_OTHERS = """
+import os
+import pytest
+
+ALONE = "PYTEST_XDIST_WORKER" not in os.environ
+
+def test_good(): pass
+def test_beside_others(): assert ALONE, "failed beside others"
+@pytest.mark.skip(reason="no such thing here")
+def test_skipped(): pass
+"""
+BROKEN = BESIDE_OTHERS + "def test_broken(): assert 1 == 2\n"
+TEARDOWN = """
+import os
+import pytest
+
+@pytest.fixture(scope="module")
+def shared():
+    seen = []
+    yield seen
+    assert not seen or "PYTEST_XDIST_WORKER" not in os.environ and {forgiven}
+
+def test_spoils(shared): shared.append(1)
+def test_ends_it(shared): pass
+"""
+
+
+def run(folder: Path, source: str, *options: str) -> tuple[int, str, dict[str, Any]]:
+    """Exit status, what was printed, and the JSON file of a run of these tests by two workers."""
+    (folder / "test_these.py").write_text(source)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    (folder / "conftest.py").write_text('pytest_plugins = ["tests.outcome"]\n')
+    command = [sys.executable, "-m", "pytest", "-n", "2", "--results", "results.json", *options]
+    root = Path(__file__).parents[1]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, json.loads((folder / "results.json").read_text())
+
+
+def test_what_passes_alone_is_flaky_and_told(tmp_path: Path) -> None:
+    status, said, results = run(tmp_path, BESIDE_OTHERS, "--repeat-alone")
+    assert status == 0
+    assert {kind: results[kind] for kind in ("passed", "skipped", "flaky", "failed", "error")} == {
+        "passed": 1, "skipped": 1, "flaky": 1, "failed": 0, "error": 0,
+    }  # fmt: skip
+    assert "FLAKY test_these.py::test_beside_others" in said
+    assert "AssertionError: failed beside others" in said
+    assert "1 flaky" in said.splitlines()[-1]
+    [(test, [told])] = results["flaky_tests"].items()
+    assert (test, "failed beside others" in told) == ("test_these.py::test_beside_others", True)
+    assert results["tests"]["test_these.py::test_good"][0] == "passed"
+    assert list(results["slowest_files"]) == ["test_these.py"]
+
+
+def test_without_the_option_nothing_is_repeated(tmp_path: Path) -> None:
+    status, _, results = run(tmp_path, BESIDE_OTHERS)
+    assert (status, results["failed"], results["flaky"]) == (1, 1, 0)
+
+
+def test_what_fails_again_fails_the_run(tmp_path: Path) -> None:
+    status, said, results = run(tmp_path, BROKEN, "--repeat-alone")
+    assert (status, results["failed"], results["flaky"]) == (1, 1, 1)
+    assert "FAILED test_these.py::test_broken" in said
+    assert "FAILED test_these.py::test_beside_others" not in said.rpartition("short test summary")[2]
+
+
+def test_a_teardown_is_repeated_with_its_whole_file(tmp_path: Path) -> None:
+    """The last test of a file alone would never fail in what another one has done to their fixture."""
+    status, _, results = run(tmp_path, TEARDOWN.format(forgiven=False), "--repeat-alone", "--dist", "loadfile")
+    assert (status, results["error"], results["flaky"]) == (1, 1, 0)
+    status, _, results = run(tmp_path, TEARDOWN.format(forgiven=True), "--repeat-alone", "--dist", "loadfile")
+    assert (status, results["error"], results["flaky"]) == (0, 0, 1)
