@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from requests.structures import CaseInsensitiveDict
 from werkzeug import Request, Response
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dtrain_dagster"))
@@ -109,7 +110,7 @@ def azure_like(run_dir: str) -> Iterator[Callable[[Answer], str]]:
             def hear(request: Request) -> Response:
                 try:
                     windows = np.array(request.get_json()["input_data"], dtype=np.float32)
-                    status, value = answer(windows, dict(request.headers))
+                    status, value = answer(windows, CaseInsensitiveDict(request.headers))
                 except ValueError as error:
                     status, value = 400, {"error": {"code": "BadRequest", "message": str(error)}}
                 return Response(json.dumps(value), status)
