@@ -24,7 +24,7 @@ from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest
 from dtrain_dagster.registry.versions import open_client
 from dtrain_dagster.support.formatting import in_markdown
 from dtrain_dagster.support.user_code import stage_for_serving
-from trainer.engine import recovery
+from trainer.engine import reports
 from trainer.evaluation.gate import Gate
 from trainer.observability import mlflow_sqlite
 from trainer.rundir import RunDir
@@ -160,7 +160,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     path = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DTRAIN_CACHE", str(path / "cache"))
-        patch.setattr(recovery, "OPENING_SECONDS", 60.0)  # on a machine that is used up, MLflow takes longer than usual
+        patch.setattr(reports, "OPENING_SECONDS", 60.0)  # on a machine that is used up, MLflow takes longer than usual
         yield Home(path, small_job.write_dataset(path / "dataset"), f"sqlite:///{path}/mlflow.db")
 
 
