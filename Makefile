@@ -42,7 +42,7 @@ setup: $(VENV)/.ready  ## install what is missing (the others do this by themsel
 	  ! grep -q '^compute_logs' "$$DAGSTER_HOME/dagster.yaml" || dtrain setup
 
 LOCKS := requirements.lock requirements-torch.lock requirements-cuda.lock
-# Every package by its hash, none by what an index says it needs; `pip check` then tells whether one is missing.
+# Every package by its hash, none by what an index says it needs; check.py then tells whether one is missing.
 LOCKED := ./deploy/supply/install.sh $(BIN)/python
 HAS_CUDA := 'import importlib.metadata as m; raise SystemExit(not any(r.startswith(("nvidia", "cuda")) for r in m.requires("torch")))'
 
@@ -57,7 +57,7 @@ $(VENV)/.ready: pyproject.toml $(LOCKS)
 	    "$$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' requirements-torch.lock)"; fi
 	@if $(BIN)/python -c $(HAS_CUDA); then $(LOCKED) requirements-cuda.lock; fi
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
-	@$(BIN)/python -m pip check
+	@$(BIN)/python deploy/supply/check.py
 	@touch $@
 
 run: setup  ## materialize the whole graph: prices to registered model (SELECT=… for a part)

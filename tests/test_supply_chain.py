@@ -74,7 +74,9 @@ def test_the_lock_satisfies_what_the_project_asks_for(python: str):
 
 
 def test_the_lock_is_complete():
-    """By what the packages that are installed here ask for: `make setup` installs without looking for anything else."""
+    """By what the packages that are installed here ask for: `make setup` installs without looking for anything else.
+    Packages of which only a file is read ask for nothing."""
+    files_only = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["dtrain"]["files-only"]
     pins, environment = locked(*OWN), dict(default_environment())
     waiting = [(name, frozenset[str]()) for name in {pin.name for pin in locked(OWN[0], OWN[1])}]
     waiting += [
@@ -84,7 +86,7 @@ def test_the_lock_is_complete():
     seen = set()
     while waiting:
         name, extras = waiting.pop()
-        if (name, extras) in seen:
+        if (name, extras) in seen or canonicalize_name(name) in files_only:
             continue
         seen.add((name, extras))
         try:
@@ -145,6 +147,28 @@ def test_setup_installs_from_the_locks_by_hash():
     installs = [line for line in script if re.search(r"\bpip install\b", line) and not line.startswith("#")]
     assert len(installs) == 2, "uv's and pip's"
     assert all("--require-hashes --no-deps --requirement" in line for line in installs)
+
+
+def test_packages_of_which_a_file_is_read_are_locked_without_what_they_need():
+    code = "import json, lock; print(json.dumps(lock.asked()))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "deploy" / "supply", capture_output=True, check=True)
+    whole, files = json.loads(done.stdout)
+    assert sorted(Requirement(line).name for line in files) == ["bokeh-sampledata", "skfolio"]
+    assert {"torch", "azure-ai-ml", "pytest"} <= {Requirement(line).name for line in whole}
+    assert not set(whole) & set(files)
+
+
+def test_a_missing_package_is_found_but_not_what_only_an_import_of_a_panels_package_needs():
+    said = (
+        "skfolio 1.12.2 requires clarabel, which is not installed.\n"
+        "bokeh_sampledata 2026.1 requires shapely, which is not installed.\n"
+        "mlflow 3.17.2 requires skops, which is not installed.\n"
+    )
+    code = f"import check; print(check.find_broken({said!r}, ['skfolio', 'bokeh-sampledata']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "deploy" / "supply", capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "['mlflow 3.17.2 requires skops, which is not installed.']\n"
 
 
 def test_an_audit_without_a_network_says_so_and_proves_nothing():

@@ -8,6 +8,8 @@
 
 torch is apart because one version of it has several builds, with other hashes and other needs. The CPU build is not on
 PyPI: its hashes are taken over from the file as it is, and from wheels that are named with ``--torch-wheel``.
+
+Packages of which only a file is read (``tool.dtrain.files-only`` in pyproject.toml) are locked without what they need.
 """
 
 from __future__ import annotations
@@ -37,10 +39,9 @@ def main() -> None:
     uv = [str(Path(sys.executable).parent / "uv"), "pip", "compile", "--quiet", "--no-config", "--generate-hashes"]
     uv += ["--default-index", INDEX, "--no-header", "--no-annotate", "--python-version", "3.11"]
     with tempfile.TemporaryDirectory(prefix="dtrain-lock-") as scratch:
-        build = Path(scratch) / "build.in"
-        build.write_text("setuptools>=77\n")  # what builds this project
-        extras = [f"--extra={name}" for name in EXTRAS]
-        own = compiled([*uv, "--universal", "pyproject.toml", str(build), *extras])
+        whole, files = asked()
+        own = compiled([*uv, "--universal", written(Path(scratch) / "whole.in", whole)])
+        own |= compiled([*uv, "--universal", "--no-deps", written(Path(scratch) / "files.in", files)])
         torch_lock = ROOT / "requirements-torch.lock"
         known = blocks(torch_lock.read_text() if torch_lock.exists() else "")
         torch = {name: block for name, block in own.items() if name == "torch"}
@@ -54,7 +55,7 @@ def main() -> None:
         write("requirements.lock", "pyproject.toml", rest.values())
         write("requirements-cuda.lock", "pyproject.toml", cuda.values())
         write("requirements-torch.lock", "pyproject.toml", [" \\\n    --hash=".join(lines) + "\n"])
-        supply = compiled([*uv, "--universal", "--constraint=requirements.lock", str(supply_of(Path(scratch)))])
+        supply = compiled([*uv, "--universal", "--constraint=requirements.lock", supply_of(Path(scratch))])
         write("deploy/supply/requirements.lock", "the extra «supply»", supply.values())
         image = [*uv, "--python-platform=x86_64-manylinux_2_28", "--constraint=requirements.lock"]
         nodes = compiled([*image, "deploy/azure/requirements-nodes.txt"])
@@ -65,12 +66,24 @@ def main() -> None:
         write("deploy/azure/requirements-serving.lock", "requirements-serving.txt", serving.values())
 
 
-def supply_of(scratch: Path) -> Path:
+def asked() -> tuple[list[str], list[str]]:
+    """What this project's own environment asks for: requirements to install with all that they need, and without."""
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, files_only = document["project"], document["tool"]["dtrain"]["files-only"]
+    whole = [*project["dependencies"], *(line for name in EXTRAS for line in project["optional-dependencies"][name])]
+    files = [line for line in whole if re.split(r"[^A-Za-z0-9._-]", line)[0] in files_only]
+    return [*(line for line in whole if line not in files), "setuptools>=77"], files  # setuptools builds this project
+
+
+def supply_of(scratch: Path) -> str:
     """The extra «supply» by itself, as a file."""
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["supply"]
-    only = scratch / "supply.in"
-    only.write_text("\n".join(extra) + "\n")
-    return only
+    return written(scratch / "supply.in", extra)
+
+
+def written(path: Path, requirements: Iterable[str]) -> str:
+    path.write_text("\n".join(requirements) + "\n")
+    return str(path)
 
 
 def compiled(command: Sequence[str]) -> dict[str, str]:

@@ -6,17 +6,12 @@ Here is who may register, and which of the versions of one training counts. How 
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import logging
-import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from trainer.errors import DamagedError
 from trainer.rundir import RunDir
+from trainer.runtime.file_lock import hold_lock
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -26,7 +21,6 @@ WEIGHTS_TAG = "weights_sha256"
 LOCK = "registration.lock"
 PATIENCE_SECONDS = 600.0
 """Whoever registers for longer is frozen, and not waited for: of two versions, the older one stays."""
-_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -36,29 +30,8 @@ def registering(rundir: RunDir) -> Iterator[None]:
     if not rundir.storage.is_local:
         yield
         return
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    path = rundir.storage.local_path(LOCK)
-    try:  # nodes may have put anything there: a link would have a file made elsewhere
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise DamagedError(str(path), f"something else is in place of a lock ({error.strerror})") from None
-        _log.warning("%s cannot be locked (%s): going on without", rundir.uri, error)  # of an archive, say
+    with hold_lock(rundir.storage.local_path(LOCK), PATIENCE_SECONDS):
         yield
-        return
-    try:
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.05)
-            except OSError as error:  # a file system without locks
-                _log.warning("%s cannot be locked (%s): going on without", rundir.uri, error)
-                break
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def is_same(tags: dict[str, str], job_id: str, weights: str | None) -> bool:

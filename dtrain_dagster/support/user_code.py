@@ -24,7 +24,7 @@ from trainer.model.allowed_factories import is_allowed, modules_of_settings, rem
 
 _INSTALLED = {"site-packages", "dist-packages"}
 """Folders of installed packages, also of another environment that this one builds on."""
-SERVING_REQUIREMENTS = ("mlflow", "numpy", "pandas", "pydantic", "torch")
+SERVING_REQUIREMENTS = ("mlflow", "numpy", "pandas", "pydantic", "scipy", "torch")
 """What `trainer.model.mlflow_model` imports, and nothing that only training needs."""
 
 

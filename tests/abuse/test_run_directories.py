@@ -360,6 +360,6 @@ def test_an_archive_that_cannot_be_written_is_registered_without_a_lock(
     def refuse(*_: object, **__: object) -> int:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("dtrain_dagster.registry.once.os.open", refuse)
+    monkeypatch.setattr("filelock._unix.os.open", refuse)
     with registering(rundir):
         pass

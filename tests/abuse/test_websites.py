@@ -6,14 +6,12 @@ there is no guard; and a real Chromium with a foreign page beside a running `dtr
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import re
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +25,7 @@ import pytest
 import requests
 from websockets.sync.client import connect
 from websockets.typing import Origin, Subprotocol
+from werkzeug import Response
 
 from benchmarks.abuse import websites
 from benchmarks.abuse.planted_secrets import CARRIERS, secret_of
@@ -37,6 +36,7 @@ from dtrain_dagster.web.guard import Guard, judge, rules_for
 from dtrain_dagster.web.stored_secrets import secret_posted
 from tests.e2e.chromium import BROWSER_TEST, chromium, patient_page
 from tests.e2e.conftest import BIN, ENDED, ROOT, Dagster, Project, make_project, start_dagster, stop_dagster, wait_for
+from tests.loopback import LoopbackServer
 
 UI = ui_rules(("dagster.lan",))
 READ = rules_for("127.0.0.1")
@@ -389,20 +389,8 @@ def foreign_site(ui_url: str) -> Iterator[int]:
     for name, value in values.items():
         page = page.replace(f"%({name})s", value.replace("</", "<\\/"))
 
-    class Site(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("content-type", "text/html")
-            self.end_headers()
-            self.wfile.write(page.encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_port
-        server.shutdown()
+    with LoopbackServer(lambda _: Response(page, content_type="text/html")) as server:
+        yield server.port
 
 
 def attack_from_chromium(ui_url: str, port: int) -> list[list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import os
 import re
@@ -14,6 +13,8 @@ import threading
 from collections import deque
 from pathlib import Path
 from types import TracebackType
+
+from filelock import FileLock
 
 from tests.azure.ending import end
 
@@ -52,8 +53,7 @@ def install() -> Path:
     if (folder / _MAIN).exists():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / f"azurite-{VERSION}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(cache / f"azurite-{VERSION}.lock"):
         if (folder / _MAIN).exists():
             return folder
         building = Path(tempfile.mkdtemp(prefix=f"azurite-{VERSION}-", dir=cache))

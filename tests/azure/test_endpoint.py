@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from requests.structures import CaseInsensitiveDict
+from werkzeug import Request, Response
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dtrain_dagster"))
 
@@ -20,6 +21,7 @@ import small_job
 from dtrain_dagster import registry
 from dtrain_dagster.registry.endpoint import Finding
 from dtrain_dagster.registry.smoke_test import AnswerError, as_columns, parse_predictions
+from tests.loopback import LoopbackServer
 from tests.tables import copy_tables
 from trainer.rundir import RunDir
 
@@ -103,35 +105,20 @@ Answer = Callable[[np.ndarray, dict[str, str]], tuple[int, Any]]
 def azure_like(run_dir: str) -> Iterator[Callable[[Answer], str]]:
     """Starts servers that take ``input_data`` and answer with a bare list, as Azure ML's own scoring script does; what
     they answer is up to the test. Gives their addresses."""
-    servers = []
+    with ExitStack() as stack:
 
-    def serve(answer: Answer) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                document = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        def serve(answer: Answer) -> str:
+            def hear(request: Request) -> Response:
                 try:
-                    windows = np.array(document["input_data"], dtype=np.float32)
-                    status, value = answer(windows, dict(self.headers))
+                    windows = np.array(request.get_json()["input_data"], dtype=np.float32)
+                    status, value = answer(windows, CaseInsensitiveDict(request.headers))
                 except ValueError as error:
                     status, value = 400, {"error": {"code": "BadRequest", "message": str(error)}}
-                body = json.dumps(value).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+                return Response(json.dumps(value), status)
 
-            def log_message(self, *_: Any) -> None:
-                """Quiet."""
+            return stack.enter_context(LoopbackServer(hear)).url_for("/score")
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        servers.append(server)
-        return f"http://127.0.0.1:{server.server_port}/score"
-
-    yield serve
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+        yield serve
 
 
 @pytest.fixture(scope="module")

@@ -7,19 +7,16 @@ import logging
 import socket
 import ssl
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+import trustme
+from werkzeug import Request, Response
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dtrain_dagster"))
 
@@ -27,6 +24,7 @@ import small_job
 
 from dtrain_dagster import registry
 from tests.azure.planted import ENVIRONMENT, leaks, planted
+from tests.loopback import LoopbackServer
 from tests.tables import copy_tables
 from trainer.secrets import azure_token, redaction
 from trainer.secrets import resolve as secrets
@@ -105,35 +103,24 @@ def vault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Vault]:
     pytest.importorskip("azure.keyvault.secrets", reason="azure-keyvault-secrets is in dtrain's extra `azure`")
     state = Vault({"smtp": planted("vault-smtp")})
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.path.startswith("/identity"):
-                assert self.headers["X-IDENTITY-HEADER"] == HEADER
-                state.token_resources.append(parse_qs(urlsplit(self.path).query)["resource"][0])
-                life = str(int(time.time()) + 3600)
-                document: Any = {"access_token": "token-of-the-vault", "expires_on": life, "token_type": "Bearer"}
-                status, headers = 200, dict[str, str]()
-            else:
-                status, headers, document = answer(state, self.path, self.headers["Authorization"])
-            body = json.dumps(document).encode()
-            self.send_response(status)
-            for name, value in {**headers, "Content-Type": "application/json", "Content-Length": len(body)}.items():
-                self.send_header(name, str(value))
-            self.end_headers()
-            self.wfile.write(body)
+    def give_token(request: Request) -> Response:
+        assert request.headers["X-IDENTITY-HEADER"] == HEADER
+        state.token_resources.append(request.args["resource"])
+        life = str(int(time.time()) + 3600)
+        return as_json({"access_token": "token-of-the-vault", "expires_on": life, "token_type": "Bearer"})
 
-        def log_message(self, *_: Any) -> None:
-            """Quiet."""
+    def give_secret(request: Request) -> Response:
+        status, headers, document = answer(state, request.path, request.headers.get("Authorization"))
+        return as_json(document, status, headers)
 
-    servers = [ThreadingHTTPServer(("127.0.0.1", 0), Handler) for _ in range(2)]
-    tls, plain = servers
-    certificate = _certificate(tmp_path, f"*.{DOMAIN}")
+    authority, certificate = trustme.CA(), tmp_path / "vault.pem"
+    authority.cert_pem.write_to_path(certificate)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
-    tls.socket = context.wrap_socket(tls.socket, server_side=True)
-    for server in servers:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    state.port = tls.server_port
+    authority.issue_cert(f"*.{DOMAIN}").configure_cert(context)
+    tls, plain = LoopbackServer(give_secret, context), LoopbackServer(give_token)
+    tls.start()
+    plain.start()
+    state.port = tls.port
     real = socket.getaddrinfo
     monkeypatch.setattr(
         socket,
@@ -142,7 +129,7 @@ def vault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Vault]:
     )
     for name in ("MSI_ENDPOINT", "MSI_SECRET", "AZURE_CLIENT_ID", "AZURE_TENANT_ID", "AZURE_CLIENT_SECRET"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("IDENTITY_ENDPOINT", f"http://127.0.0.1:{plain.server_port}/identity")
+    monkeypatch.setenv("IDENTITY_ENDPOINT", plain.url_for("/identity"))
     monkeypatch.setenv("IDENTITY_HEADER", HEADER)
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,.localhost")
@@ -150,33 +137,12 @@ def vault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Vault]:
     azure_token.credential.cache_clear()
     yield state
     azure_token.credential.cache_clear()
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    tls.stop()
+    plain.stop()
 
 
-def _certificate(folder: Path, host: str) -> Path:
-    """Signed by itself, for one host; with its key in one file, so that it is the authority, too."""
-    import datetime
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "vault")])
-    now = datetime.datetime.now(datetime.UTC)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(host)]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    path = folder / "vault.pem"
-    path.write_bytes(pem + made.public_bytes(serialization.Encoding.PEM))
-    return path
+def as_json(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(json.dumps(document), status, headers, content_type="application/json")
 
 
 def test_a_secret_comes_from_the_vault_by_identity(vault: Vault, caplog: pytest.LogCaptureFixture) -> None:

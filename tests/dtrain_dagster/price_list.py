@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, quote, urlsplit
+from urllib.parse import quote
+
+from werkzeug import Request, Response
+
+from tests.loopback import LoopbackServer
 
 PAGE = 4
 """Items per page; the service has 1000."""
@@ -79,25 +81,10 @@ class PriceList:
 def price_list() -> Iterator[PriceList]:
     listed = PriceList()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            query = {name: values[0] for name, values in parse_qs(urlsplit(self.path).query).items()}
-            status, headers, body = listed.answer(query)
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(request: Request) -> Response:
+        status, headers, body = listed.answer(request.args.to_dict())
+        return Response(body, status, headers)
 
-        def log_message(self, *_: object) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        listed.url = f"http://127.0.0.1:{server.server_port}/api/retail/prices"
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield listed
-        finally:
-            server.shutdown()
-            thread.join()
+    with LoopbackServer(answer) as server:
+        listed.url = server.url_for("/api/retail/prices")
+        yield listed

@@ -1,14 +1,12 @@
-"""Certificates for tests, made with `cryptography` (MLflow and the Azure clients depend on it)."""
+"""Certificates of nodes for tests, made with `trustme`."""
 
 from __future__ import annotations
 
 import datetime
 from pathlib import Path
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+import trustme
+from cryptography.hazmat.primitives import serialization
 
 from trainer.config import TLSConfig
 
@@ -20,40 +18,24 @@ class Authority:
 
     def __init__(self, folder: Path, name: str = "job") -> None:
         self.folder, self.name = folder, name
-        self._key = ec.generate_private_key(ec.SECP256R1())
-        self._subject = _named(f"authority of {name}")
-        self.ca = self._write("ca", self._certificate(self._subject, self._key, DAY, is_authority=True))
+        self._authority = trustme.CA(organization_name=f"authority of {name}")
+        self.ca = self._write("ca.pem", self._authority.cert_pem.bytes())
 
     def node(self, name: str = "node", expires: datetime.timedelta = DAY, passphrase: bytes | None = None) -> TLSConfig:
         """A node's certificate and key. ``expires``: from now on; the past, where it is negative."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        certificate = self._write(name, self._certificate(_named(name), key, expires, is_authority=False))
-        how = serialization.BestAvailableEncryption(passphrase) if passphrase else serialization.NoEncryption()
-        file = self.folder / f"{self.name}-{name}.key"
-        file.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, how))
-        return TLSConfig(certificate=certificate, key=str(file), ca=self.ca)
-
-    def _certificate(
-        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, expires: datetime.timedelta, is_authority: bool
-    ) -> x509.Certificate:
         now = datetime.datetime.now(datetime.UTC)
-        builder = (
-            x509.CertificateBuilder()
-            .subject_name(subject)
-            .issuer_name(self._subject)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - 7 * DAY)
-            .not_valid_after(now + expires)
-            .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+        made = self._authority.issue_cert(common_name=name, not_before=now - 7 * DAY, not_after=now + expires)
+        key = made.private_key_pem.bytes()
+        if passphrase:
+            how = serialization.BestAvailableEncryption(passphrase)
+            plain = serialization.load_pem_private_key(key, None)
+            key = plain.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, how)
+        [certificate] = (pem.bytes() for pem in made.cert_chain_pems)
+        return TLSConfig(
+            certificate=self._write(f"{name}.pem", certificate), key=self._write(f"{name}.key", key), ca=self.ca
         )
-        return builder.sign(self._key, hashes.SHA256())
 
-    def _write(self, name: str, certificate: x509.Certificate) -> str:
-        file = self.folder / f"{self.name}-{name}.pem"
-        file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    def _write(self, name: str, content: bytes) -> str:
+        file = self.folder / f"{self.name}-{name}"
+        file.write_bytes(content)
         return str(file)
-
-
-def _named(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])

@@ -10,7 +10,6 @@ node share and the kernel takes back when it needs room. A dataset that is large
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import mmap
 import os
@@ -165,8 +164,9 @@ class DataShardManager:
         folder = open_cache(cache_dir) / f"{name}-v{CACHE_VERSION}"
         if is_whole(folder, content):
             return folder
-        with open(cache_dir / f"{folder.name}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        from filelock import FileLock  # not above: most ranks find the arrays made
+
+        with FileLock(cache_dir / f"{folder.name}.lock", fallback_to_soft=False):
             if is_whole(folder, content):
                 return folder
             shutil.rmtree(cache_dir / f"{name}-v1", ignore_errors=True)  # of an earlier version, which checked less

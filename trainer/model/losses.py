@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from numpy.polynomial.chebyshev import Chebyshev
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -74,63 +74,24 @@ def student_t_nll(mu: Tensor, sigma: Tensor, nu: Tensor, target: Tensor) -> Tens
     return torch.where(normal, gaussian, student) + torch.log(sigma)
 
 
-# Nodes and weights of Gauss-Legendre quadrature on [0, 1].
-_NODES, _WEIGHTS = (torch.from_numpy(part) for part in np.polynomial.legendre.leggauss(64))
-_NODES, _WEIGHTS = (_NODES + 1) / 2, _WEIGHTS / 2
-
-
 def student_t_cdf(z: Tensor, nu: Tensor) -> Tensor:
-    """P(T <= z) elementwise, float64, absolute error below 1e-10 for nu >= 1; ``nu = inf`` is the normal distribution.
+    """P(T <= z) elementwise (the two are broadcast), float64 on the CPU; ``nu = inf`` is the normal distribution."""
+    from scipy.special import stdtr  # not above: what trains does not need it, and loading it takes a tenth of torch's
 
-    torch has no incomplete beta function and nodes should not need scipy, so this integrates the density itself:
-    with t = sqrt(nu) tan(phi) it becomes C(nu) cos(phi)^(nu - 1), which is smooth on a bounded interval.
-    """
-    z, nu = torch.broadcast_tensors(z.double().cpu(), nu.double().cpu())
-    normal = torch.isinf(nu)
-    finite = torch.where(normal, torch.ones_like(nu), nu)
-    # Beyond twelve widths there is nothing left to integrate; the cut keeps the nodes where the density is.
-    end = torch.minimum(torch.atan(z.abs() / finite.sqrt()), 12 / finite.sqrt())
-    heights = torch.cos(end[..., None] * _NODES) ** (finite[..., None] - 1)
-    log_c = torch.lgamma((finite + 1) / 2) - torch.lgamma(finite / 2) - 0.5 * math.log(math.pi)
-    half = log_c.exp() * end * (heights * _WEIGHTS).sum(-1)
-    student = 0.5 + torch.sign(z) * half.clamp(max=0.5)
-    return torch.where(normal, torch.special.ndtr(z), student)
+    return torch.from_numpy(np.asarray(stdtr(_float64(nu), _float64(z))))
 
 
 def student_t_quantile(q: float, nu: Tensor) -> Tensor:
-    """The q-quantile of T for each ``nu`` (any shape), float64, on the CPU or where ``nu`` is.
+    """The q-quantile of T for each ``nu`` (any shape), float64, where ``nu`` is. Raises ValueError unless 0 < q < 1."""
+    from scipy.special import stdtrit
 
-    Newton's iteration is exact but dear, and the quantile is a smooth function of 1/nu: for many samples it is solved
-    at 33 Chebyshev nodes over the range of 1/nu and interpolated (error below 1e-8).
-    """
     if not 0 < q < 1:
         raise ValueError(f"q = {q}: a quantile level lies between 0 and 1")
-    if q == 0.5:
-        return torch.zeros_like(nu, dtype=torch.float64)
-    x = 1 / nu.double().cpu()
-    low, high = float(x.min()), float(x.max())
-    if x.numel() <= 33 or high - low < 1e-9:
-        values = _solve_quantile(abs(q - 0.5) + 0.5, 1 / x)
-    else:
-        curve = Chebyshev.interpolate(
-            lambda at: _solve_quantile(abs(q - 0.5) + 0.5, 1 / torch.from_numpy(at)).numpy(), 32, domain=[low, high]
-        )
-        values = torch.from_numpy(curve(x.numpy()))
-    return (values if q > 0.5 else -values).to(nu.device)
+    return torch.from_numpy(np.asarray(stdtrit(_float64(nu), q))).to(nu.device)
 
 
-def _solve_quantile(q: float, nu: Tensor) -> Tensor:
-    """Newton for F(z) = q with q > 1/2. F is concave there and the normal quantile lies left of the root, so every
-    step goes up and none overshoots."""
-    level = torch.full_like(nu, q)
-    z = torch.special.ndtri(level)
-    zero, one = torch.zeros_like(nu), torch.ones_like(nu)
-    for _ in range(100):
-        step = (level - student_t_cdf(z, nu)) * student_t_nll(zero, one, nu, z).exp()
-        z = z + step
-        if float(step.abs().max()) < 1e-12:
-            break
-    return z
+def _float64(values: Tensor) -> NDArray[np.float64]:
+    return values.detach().cpu().double().numpy()
 
 
 MEAN_UNIT = 0.1

@@ -3,7 +3,7 @@
     model/weights.pt   the weights (tensors only), standardisation included
     model/model.json   model and loss factories, `DataSpec`, and the sha256 of the file above; written last
 
-Importing this needs torch, numpy and pydantic, and nothing else: it runs in the scoring server.
+Importing this needs torch, numpy and pydantic, and forecasting scipy; nothing else: it runs in the scoring server.
 """
 
 from __future__ import annotations

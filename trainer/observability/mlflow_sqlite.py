@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from trainer.runtime.file_lock import hold_lock
 from trainer.secrets.resolve import resolve
 
 _SQLITE = "sqlite:///"
@@ -61,22 +62,9 @@ def opening(tracking_uri: str) -> Iterator[None]:
     if not tracking_uri.startswith(_SQLITE):
         yield
         return
-    import fcntl
-
-    path, deadline = _file(tracking_uri), time.monotonic() + PATIENCE_SECONDS
+    path = _file(tracking_uri)
     path.parent.mkdir(parents=True, exist_ok=True)
-    is_alone = False
-    with open(f"{path}.lock", "w") as lock:
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_alone = True
-                break
-            except BlockingIOError:
-                time.sleep(0.05)
-            except OSError as error:  # a file system without locks, as some of NFS are
-                _log.warning("%s cannot be locked (%s): going on without", lock.name, error)
-                break
+    with hold_lock(f"{path}.lock", PATIENCE_SECONDS) as is_alone:
         make_tables(path, is_alone)
         yield
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import Protocol
 
 from dtrain_dagster.clusters.exit_policy import NodeFacts
 from dtrain_dagster.clusters.local.line_log import LineLog
-from dtrain_dagster.clusters.local.processes import group_alive, marked, signal_all, signal_group
+from dtrain_dagster.clusters.local.processes import group_alive, group_of, marked, signal_all, signal_group
 from trainer.rundir import NodePresence
 
 
@@ -93,11 +92,4 @@ class Node:
             return
         if group_alive(self.group):
             signal_group(self.group, number)
-        signal_all((pid for pid in marked(self.mark) if _group_of(pid) != self.group), number)
-
-
-def _group_of(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
+        signal_all((pid for pid in marked(self.mark) if group_of(pid) != self.group), number)

@@ -1,7 +1,8 @@
 """Which processes a job has left on this machine: by group, by descent, and by a mark in their environment.
 
 A process can leave its group (``setsid``), its parent can end before it, and it can start others with an environment of
-their own; it cannot easily do all of it at once. Where there is no /proc, there are only groups.
+their own; it cannot easily do all of it at once. Each function asks `psutil` anew: a number of a process may be
+another's by the next time.
 """
 
 from __future__ import annotations
@@ -12,65 +13,42 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+
+import psutil
 
 MARK = "DTRAIN_JOB_TOKEN"
 """The variable that whatever a job starts inherits: the job's token, then launch, node and stay."""
 POLL_SECONDS = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    pid: int
-    parent: int
-    group: int
-
-
-def _scan() -> list[_Entry]:
-    """Every process that runs. One that has ended and waits for its parent to notice does not: an orphan's parent is
-    the machine's first process, which in a container may take its time or never look."""
-    entries = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/stat") as file:
-                state, parent, group, *_ = file.read().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has just ended
-        if state not in "ZX":
-            entries.append(_Entry(int(name), int(parent), int(group)))
-    return entries
-
-
-def _has_proc() -> bool:
-    return os.path.isdir("/proc/self")
-
-
 def _mark_of(pid: int) -> str | None:
-    """What it inherited as its mark; "" where nothing, None where it cannot be read (another user's)."""
+    """What it inherited as its mark; "" where nothing, None where it has ended or cannot be read (another user's)."""
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            variables = file.read().split(b"\0")
-    except OSError:
+        return psutil.Process(pid).environ().get(MARK, "")
+    except psutil.Error:
         return None
-    start = f"{MARK}=".encode()
-    return next((item[len(start) :].decode(errors="replace") for item in variables if item.startswith(start)), "")
+
+
+def _is_running(pid: int) -> bool:
+    """One that has ended and waits for its parent to notice does not run: an orphan's parent is the machine's first
+    process, which in a container may take its time or never look."""
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.Error:
+        return False
 
 
 def marked(mark: str) -> set[int]:
     """Processes that inherited this mark, or one that begins with it."""
-    if not _has_proc():
-        return set()
-    return {entry.pid for entry in _scan() if (_mark_of(entry.pid) or "").startswith(mark)}
+    return {pid for pid in psutil.pids() if (_mark_of(pid) or "").startswith(mark) and _is_running(pid)}
 
 
 def descendants(root: int, token: str) -> set[int]:
     """Processes that ``root`` started, directly or not. Another job's, submitted from within this one, are its own:
     they outlive this one."""
-    if not _has_proc():
-        return set()
-    children: dict[int, list[int]] = defaultdict(list)
-    for entry in _scan():
-        children[entry.parent].append(entry.pid)
+    children: dict[int | None, list[int]] = defaultdict(list)
+    for pid in psutil.pids():  # not `psutil.Process.children`, which loses some where the clock is set back meanwhile
+        children[parent_of(pid)].append(pid)
     found: set[int] = set()
     waiting = list(children[root])
     while waiting:
@@ -78,7 +56,8 @@ def descendants(root: int, token: str) -> set[int]:
         mark = _mark_of(pid)
         if mark and not mark.startswith(token):
             continue
-        found.add(pid)
+        if _is_running(pid):
+            found.add(pid)
         waiting += children[pid]
     return found
 
@@ -100,26 +79,16 @@ def kill_all(find: Callable[[], set[int]], limit_seconds: float) -> bool:
     return True
 
 
-def process_ids() -> list[int]:
-    """Of all that run on this machine, as far as it says so."""
-    return [entry.pid for entry in _scan()] if _has_proc() else []
-
-
 def parent_of(pid: int) -> int | None:
     """None where it has ended."""
-    return next((entry.parent for entry in _scan() if entry.pid == pid), None)
+    try:
+        return psutil.Process(pid).ppid()
+    except psutil.Error:
+        return None
 
 
 def command_of(pid: int) -> list[str]:
     """The words that it was started with; none where it has ended or is another user's."""
-    if _has_proc():
-        try:
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                return [os.fsdecode(word) for word in file.read().split(b"\0")[:-1]]
-        except OSError:
-            return []
-    import psutil
-
     try:
         return psutil.Process(pid).cmdline()
     except psutil.Error:
@@ -127,8 +96,11 @@ def command_of(pid: int) -> list[str]:
 
 
 def has_open(pid: int, path: str | os.PathLike[str]) -> bool:
-    """Does the process have this very file open? Where there is no /proc that cannot be told: True."""
-    if not _has_proc():
+    """Does the process have this very file open? Where there is no /proc that cannot be told: True.
+
+    `psutil` gives paths of open files only; by now another file may have that path.
+    """
+    if not os.path.isdir("/proc/self"):
         return True
     with contextlib.suppress(OSError):
         wanted = os.stat(path)
@@ -172,4 +144,12 @@ def group_alive(group: int) -> bool:
     """Does a process of the group still run?"""
     if not signal_group(group, 0):
         return False
-    return not _has_proc() or any(entry.group == group for entry in _scan())
+    return any(group_of(pid) == group and _is_running(pid) for pid in psutil.pids())
+
+
+def group_of(pid: int) -> int | None:
+    """None where it has ended."""
+    try:
+        return os.getpgid(pid)
+    except (ProcessLookupError, PermissionError):
+        return None

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.local.environment import STOP_GRACE
@@ -24,7 +26,6 @@ from dtrain_dagster.clusters.local.processes import (
     kill_all,
     marked,
     parent_of,
-    process_ids,
     signal_if,
 )
 from dtrain_dagster.support.job_lock import LOCK, acquire, is_held
@@ -161,7 +162,7 @@ def supervisor_of(folder: Path, said: object) -> int | None:
     ``said``: what the job's status calls it, believed where it is one."""
     if isinstance(said, int) and is_supervisor(said, folder):
         return said
-    found = {pid for pid in process_ids() if is_supervisor(pid, folder)}
+    found = {pid for pid in psutil.pids() if is_supervisor(pid, folder)}
     return next((pid for pid in sorted(found) if parent_of(pid) in found), None)  # above it is its reaper
 
 

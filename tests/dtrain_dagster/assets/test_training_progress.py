@@ -1,11 +1,8 @@
 """A job that is followed in Dagster: what people are told, by what way, and how often."""
 
-import json
 import logging
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from dtrain_dagster.jobs.progress import JobProgress, advance
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from tests.dtrain_dagster.simulated_timing import Simulation
+from tests.webhook import web_hook
 from trainer.rundir import RunDir
 
 TRAINING = {"gradient_accumulation_steps": 2, "batch_size_per_gpu": 128}
@@ -29,24 +27,8 @@ SLOW_WIRE = Simulation(windows=14, buckets=(60_000_000,), late_compute={1: 0.06}
 
 @pytest.fixture
 def heard() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The address of a web hook, and what it was sent."""
-    messages: list[dict[str, Any]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            messages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"json://127.0.0.1:{server.server_port}", messages
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with web_hook() as found:
+        yield found
 
 
 def test_the_first_to_see_it_tells_by_log_check_and_message_and_nobody_tells_again(

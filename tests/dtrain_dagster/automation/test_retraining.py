@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -20,6 +19,7 @@ import dagster as dg
 import pytest
 from dagster._core.events import DagsterEventType
 from dagster._utils.schedules import schedule_execution_time_iterator  # what the daemon asks for the next moments
+from werkzeug import Request, Response
 
 from dtrain_dagster.automation.capacity_queue import WaitingList, new_ticket
 from dtrain_dagster.automation.retraining import (
@@ -37,6 +37,7 @@ from dtrain_dagster.data.sources import PriceFile
 from dtrain_dagster.definitions import build_defs, weekly_retraining
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
+from tests.loopback import LoopbackServer
 from tests.trained import record_prices, record_training, sha256
 from tests.webhook import web_hook
 from trainer.rundir import RunDir
@@ -385,28 +386,11 @@ def test_the_week_asks_for_one_run_with_the_budget_unless_a_training_is_under_wa
 def file_server(content: dict[str, Any]) -> Iterator[str]:
     """The address of a file on a loopback server; ``content`` holds its bytes and headers, or a status."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(content.get("status", 200))
-            for name, value in content["headers"].items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(content["body"])))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content["body"])
+    def answer(_: Request) -> Response:
+        return Response(content["body"], content.get("status", 200), content["headers"])
 
-        do_HEAD = do_GET
-
-        def log_message(self, *_: object) -> None: ...
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/prices.csv"
-        finally:
-            server.shutdown()
-            thread.join()
+    with LoopbackServer(answer) as server:
+        yield server.url_for("/prices.csv")
 
 
 @pytest.mark.parametrize("mark", ["ETag", "Last-Modified", None])

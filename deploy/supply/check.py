@@ -1,0 +1,34 @@
+"""Is all installed that the installed packages need? It asks ``pip check``, but not for packages of which only a file
+is read (``tool.dtrain.files-only`` in pyproject.toml): what importing them would need is missing. Run by `make setup`.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Collection
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def find_broken(said: str, files_only: Collection[str]) -> list[str]:
+    """The lines of what ``pip check`` said (``PACKAGE VERSION requires …``) that are of any other package."""
+    lines = [line for line in said.splitlines() if line]
+    return [line for line in lines if re.sub("[_.]+", "-", line.split()[0]).lower() not in files_only]
+
+
+def main() -> int:
+    files_only = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["dtrain"]["files-only"]
+    done = subprocess.run([sys.executable, "-m", "pip", "check"], stdout=subprocess.PIPE, text=True)
+    broken = find_broken(done.stdout, files_only) if done.returncode else []
+    if done.returncode and not done.stdout:
+        broken = [f"pip check failed with exit code {done.returncode}"]
+    print("\n".join(broken) or "No broken requirements found.")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
