@@ -125,7 +125,7 @@ class Course:
         expected = forecast.seconds_at(count)
         unlearned = replace(forecast, learned=Learned())
         began = time.monotonic()
-        probe.run(self.manager, job, count, 1, self.env)
+        probe.run_probe(self.manager, job, count, 1, self.env)
         followed = time.monotonic() - began
         rundir = RunDir(job.run_dir)
         events, nodes = list(rundir.events()), rundir.nodes()

@@ -64,7 +64,7 @@ while True:
 """
 
 
-def together(place: Workplace, count: int, steps: int) -> dict[str, Any]:
+def measure_together(place: Workplace, count: int, steps: int) -> dict[str, Any]:
     """So many jobs at once, of one rank each; all of them are followed, each as a Dagster run would."""
     jobs = [
         place.job(f"job-{number:02d}", 1, epochs=FOREVER, max_steps=steps, seed=number, checkpoint_frequency=20)
@@ -118,11 +118,11 @@ def one_of_many(place: Workplace, job: JobConfig) -> dict[str, Any]:
     note(f"{job.job_id}: {last.state} after {seconds:.0f} s")
     steps = [item for item in followed if item["kind"] == "step"]
     rate = statistics.median(item["samples_per_second"] for item in steps) if steps else 0.0
-    lacks = lacking(rundir, job, followed)
+    lacks = find_lacking(rundir, job, followed)
     return {"state": last.state, "seconds": round(seconds, 1), "samples_per_second": rate, "lacks": lacks}
 
 
-def lacking(rundir: RunDir, job: JobConfig, followed: Sequence[dict[str, Any]]) -> list[str]:
+def find_lacking(rundir: RunDir, job: JobConfig, followed: Sequence[dict[str, Any]]) -> list[str]:
     """What should be there after a training and is not."""
     result, training = rundir.read_json(RESULT) or {}, job.training
     model, steps = rundir.read_json(MODEL) or {}, training.max_steps or 0
@@ -257,7 +257,7 @@ def memory(place: Workplace, ranks: int, seconds: float) -> dict[str, Any]:
 
 def held(token: str) -> dict[str, dict[str, float]]:
     """Megabytes of each process of the job, by its role, and of this one, which follows it."""
-    found = {"follower": size_of(os.getpid())}
+    found = {"follower": folder_size(os.getpid())}
     supervisors = []
     for pid in marked(token):
         with contextlib.suppress(OSError):  # it has just ended
@@ -269,13 +269,13 @@ def held(token: str) -> dict[str, dict[str, float]]:
                 item.split(b"=", 1) for item in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if b"=" in item
             )
             name = f"rank {int(variables[b'RANK'])}" if b"trainer" in command else f"other {pid}"
-            found[name] = size_of(pid)
+            found[name] = folder_size(pid)
     for name, pid in zip(("reaper", "supervisor"), sorted(supervisors), strict=False):
-        found[name] = size_of(pid)
+        found[name] = folder_size(pid)
     return found
 
 
-def size_of(pid: int) -> dict[str, float]:
+def folder_size(pid: int) -> dict[str, float]:
     lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
     return {name: int(lines[field].split()[0]) / 1024 for name, field in (("rss", "VmRSS"), ("anon", "RssAnon"))}
 
@@ -340,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         place = Workplace(Path(options.keep or temporary))
         try:
             parts = {
-                "jobs": lambda: together(place, options.jobs, options.steps),
+                "jobs": lambda: measure_together(place, options.jobs, options.steps),
                 "contention": lambda: contention(place, 2, options.steps, options.hog),
                 "memory": lambda: memory(place, options.ranks, seconds),
             }

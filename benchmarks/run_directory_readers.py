@@ -13,7 +13,7 @@ from typing import Any
 
 from click.testing import CliRunner
 
-from dtrain_dagster.automation.run_liveness import owner_of
+from dtrain_dagster.automation.run_liveness import read_owning_run
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.summary import latest_job, summary_lines
 from dtrain_dagster.clusters import presence
@@ -167,7 +167,7 @@ def _one_job(readers: Readers) -> None:
         rundir.read_job, rundir.nodes, rundir.latest_checkpoint, rundir.last_generation,
         lambda: list(rundir.events()), lambda: list(rundir.events(strict=True)), lambda: rundir.steps_reported(1),
         lambda: last_step(rundir), lambda: generations(rundir.storage), lambda: presence.newest_generation(rundir),
-        lambda: owner_of(rundir), lambda: JobCourse.read(rundir), lambda: recent_events(rundir),
+        lambda: read_owning_run(rundir), lambda: JobCourse.read(rundir), lambda: recent_events(rundir),
         rundir.read_result, lambda: summary_lines(rundir), checkpoints.load_latest,
     ):  # fmt: skip
         readers.of_damaged(str(getattr(read, "__qualname__", read)), read)

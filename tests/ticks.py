@@ -21,7 +21,7 @@ class Daemon:
         self.settings, self.instance = settings, instance
         self.now, self.cursor, self.told = time.time(), "", list[str]()
         monkeypatch.setattr(idle_cluster, "time", SimpleNamespace(time=lambda: self.now))
-        monkeypatch.setattr(idle_cluster, "tell", lambda urls, title, body, log: self.told.append(body))
+        monkeypatch.setattr(idle_cluster, "notify_and_log", lambda urls, title, body, log: self.told.append(body))
 
     def tick(self, seconds: float = 60.0) -> dict[str, Any] | None:
         """Metadata of what was recorded, with ``passed``, the check's verdict; None where nothing was."""

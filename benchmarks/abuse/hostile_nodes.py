@@ -339,7 +339,9 @@ def be_victim(order: dict[str, str]) -> dict[str, Any]:
         ordered = order_of(order["home"], rundir)
         evaluation, result = rundir.read_json(EVALUATION), rundir.read_json(RESULT)
         manifest = json.loads((Path(registry.ordered_job(rundir, ordered).dataset.uri) / "manifest.json").read_text())
-        provenance = registry.Provenance(nodes=1, node_hours=1.0, cost_usd="$1", code_version="x", dagster_run_id="y")
+        provenance = registry.TrainingProvenance(
+            nodes=1, node_hours=1.0, cost_usd="$1", code_version="x", dagster_run_id="y"
+        )
         job, verdict = registry.ordered_job(rundir, ordered), registry.promotion_gate(evaluation)
         card = registry.model_card("m", job, result, evaluation, manifest, provenance, verdict)
         load_sample(order["run_dir"], order["cache"], 4, ordered)

@@ -14,7 +14,7 @@ from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.money import SECOND, digits_of, shown, total_shown
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, edges, overrun, paid, paid_wall_seconds, utc
+from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, bill_usage, edges, overrun, paid_wall_seconds, utc
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.settings.environment import load_settings
@@ -231,7 +231,7 @@ def _probe(cluster: GPUClusterResource, plan: TrainingPlan, rundir: RunDir) -> "
         usage, events = cluster.manager().node_usage(job_id), list(short.events(strict=True))
     except (ClusterError, DamagedError):  # of a cluster that has another name by now, or damaged: it only serves to
         return None  # explain a difference
-    return ledger(paid(usage)[0], events, periods=1)
+    return ledger(bill_usage(usage)[0], events, periods=1)
 
 
 def _ledger_check(tracker: CostTracker, found: "Ledger") -> dg.AssetCheckResult:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dtrain_dagster.assets.costs import cost_breakdown
-from dtrain_dagster.support.formatting import dollars, duration
+from dtrain_dagster.support.formatting import dollars, format_duration
 
 if TYPE_CHECKING:
     from dtrain_dagster.planning.scoring import Score
@@ -44,7 +44,7 @@ def judged(latest: "tuple[str, Score | str] | None", scores: "Sequence[Score]") 
         "seconds_error_percent": _percent(last.seconds_error),
         "within_interval": last.is_within,
         "cost": f"{dollars(last.actual_usd)}; estimated {_told(last.usd, dollars)}",
-        "time": f"{duration(last.actual_seconds)}; estimated {_told(last.seconds, duration)}",
+        "time": f"{format_duration(last.actual_seconds)}; estimated {_told(last.seconds, format_duration)}",
         "basis": last.basis,
         "runs": together.runs,
         "median_error_percent": _percent(together.median_error or 0.0),

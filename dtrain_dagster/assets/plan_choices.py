@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dtrain_dagster.assets.common import table_schema
-from dtrain_dagster.support.formatting import dollars, duration
+from dtrain_dagster.support.formatting import dollars, format_duration
 
 if TYPE_CHECKING:
     from dtrain_dagster.planning.choices import Choices, PlanChoice
@@ -42,7 +42,8 @@ def in_words(choice: PlanChoice) -> str:
     """``2 × NC6s_v3 (dedicated): 3 h 10 min (2 h 50 min to 3 h 40 min), $19.38 ($17.34 to $22.44); scaled from …``"""
     seconds, usd = choice.seconds, choice.usd
     return (
-        f"{choice.name}: {duration(seconds.expected)} ({duration(seconds.low)} to {duration(seconds.high)}), "
+        f"{choice.name}: {format_duration(seconds.expected)} "
+        f"({format_duration(seconds.low)} to {format_duration(seconds.high)}), "
         f"{dollars(usd.expected)} ({dollars(usd.low)} to {dollars(usd.high)}); {choice.time_from}"
     )
 
@@ -61,8 +62,8 @@ def _row(choice: PlanChoice) -> dict[str, str | int | float]:
         "tier": tier_words(choice.tier),
         "usd": round(usd.expected, 4),
         "usd_range": f"{dollars(usd.low)} to {dollars(usd.high)}",
-        "time": duration(seconds.expected),
-        "time_range": f"{duration(seconds.low)} to {duration(seconds.high)}",
+        "time": format_duration(seconds.expected),
+        "time_range": f"{format_duration(seconds.low)} to {format_duration(seconds.high)}",
         "usd_per_epoch": round(choice.usd_per_epoch, 5),
         "global_batch": choice.global_batch,
         "efficiency_percent": round(100 * choice.efficiency, 1),

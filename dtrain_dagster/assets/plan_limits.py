@@ -11,10 +11,10 @@ from dtrain_dagster.clusters.base import ClusterConfig
 from dtrain_dagster.costs.estimate import Forecast, estimate_cost, without_evictions
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import SkuPrice, Tier, hardware_of, price_of, tier_of
-from dtrain_dagster.planning.limits import Limits, least, objection, remedies
+from dtrain_dagster.planning.limits import Limits, explain_excess, least, remedies
 from dtrain_dagster.resources import ProjectResource
-from dtrain_dagster.support.formatting import dollars, duration
-from dtrain_dagster.support.notify import tell
+from dtrain_dagster.support.formatting import dollars, format_duration
+from dtrain_dagster.support.notify import notify_and_log
 
 if TYPE_CHECKING:
     from dtrain_dagster.planning.choices import Choices, PlanChoice
@@ -40,7 +40,7 @@ def sure_objection(
     said = None
     for count in range(1, node_count + 1) if choose_nodes else [node_count]:
         bound = estimate_cost(past.seconds_at(count), price, tier, count) if past else least(price, tier, count)
-        said = objection(bound, limits, at_least=True)
+        said = explain_excess(bound, limits, at_least=True)
         if said is None:
             return None
     return said
@@ -74,7 +74,7 @@ def refuse_plan(
         f"this training is not started: on {node_count} x {price.sku} ({tier}) {said}. {remedy} Or raise the limit in "
         "the launchpad of cost_estimate."
     )
-    tell(
+    notify_and_log(
         project.notify_urls(),
         "dtrain: a training does not fit its budget or deadline",
         f"{text} {project.run_url(context.run.run_id)}",
@@ -89,7 +89,9 @@ def warnings_of(plan: TrainingPlan, limits: Limits) -> list[str]:
     if 0 < limits.budget_usd < usd.high:
         said.append(f"it may cost up to {dollars(usd.high)}, which is over budget_usd = {dollars(limits.budget_usd)}")
     if 0 < limits.deadline_hours * 3600 < seconds.high:
-        said.append(f"it may take up to {duration(seconds.high)}, over deadline_hours = {limits.deadline_hours:g}")
+        said.append(
+            f"it may take up to {format_duration(seconds.high)}, over deadline_hours = {limits.deadline_hours:g}"
+        )
     if 0 < plan.stop_at_usd < usd.high:
         said.append(
             f"it may reach stop_at_usd = {dollars(plan.stop_at_usd)} before its end: {dollars(usd.expected)} are "
@@ -106,7 +108,7 @@ def cheapest_here(table: Choices, sku: str, tier: Tier, most: int) -> PlanChoice
     here = [row for row in table.rows if (row.sku, row.tier) == (sku, tier) and row.node_count <= most]
     limits = Limits(budget_usd=table.budget_usd or 0.0, deadline_hours=(table.deadline_seconds or 0.0) / 3600)
     surely = [row for row in here if not misses(row, table.deadline_seconds, table.budget_usd)]
-    likely = [row for row in here if objection(row, limits) is None]
+    likely = [row for row in here if explain_excess(row, limits) is None]
     return next(iter(surely or likely or here), None)
 
 
@@ -124,5 +126,5 @@ def refuse_dearer_nodes(
     undisturbed = without_evictions(plan.estimate.seconds, plan.tier, plan.node_count)  # those of the nodes got count
     seconds = undisturbed.scaled(hardware_of(plan.sku).speed / price.speed)
     estimate = estimate_cost(seconds, price, tier, plan.node_count)
-    if said := objection(estimate, limits):
+    if said := explain_excess(estimate, limits):
         raise refuse_plan(context, project, f"{said} ({told})", None, limits, price, tier, plan.node_count)

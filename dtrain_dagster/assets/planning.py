@@ -15,9 +15,9 @@ from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, tier_of
 from dtrain_dagster.data.sharding import BuiltDataset
-from dtrain_dagster.planning.limits import objection
+from dtrain_dagster.planning.limits import explain_excess
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
-from dtrain_dagster.support.formatting import dollars, duration
+from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import DistributedTrainingConfig, JobConfig, parse_job
 from trainer.model.allowed_factories import refuse_foreign_factories
 
@@ -95,7 +95,7 @@ def cost_estimate(
     from dtrain_dagster.planning.build_plan import assemble_plan, compare_choices, mark_planned
     from dtrain_dagster.planning.history import knows
 
-    limits, planned = limits_of(config), wanted_job(config, cluster, project, sharded_dataset)
+    limits, planned = limits_of(config), plan_of_launchpad(config, cluster, project, sharded_dataset)
     price, tier, count = planned.price, planned.tier, planned.node_count
     history = read_history(context, planned)
     forecast = history.forecast(planned.sizes, count, price.sku)
@@ -118,13 +118,14 @@ def cost_estimate(
         forecast = past if past and knows(past, planned.node_count) else forecast
     price, tier, count = planned.price, planned.tier, planned.node_count
     estimate = estimate_cost(forecast.seconds_at(count), price, tier, count)
-    if said := objection(estimate, limits):
+    if said := explain_excess(estimate, limits):
         raise refuse_plan(context, project, said, forecast, limits, price, tier, count, table)
     if table.chosen and not table.chosen.is_planned:
         context.log.info(f"of all SKUs, tiers and numbers of nodes this one costs least: {in_words(table.chosen)}")
     plan = assemble_plan(planned, forecast, estimate, limits, config.stop_at_usd)
     context.log.info(
-        f"estimate: {dollars(estimate.usd.expected)} and {duration(estimate.seconds.expected)}, from {plan.basis}"
+        f"estimate: {dollars(estimate.usd.expected)} and {format_duration(estimate.seconds.expected)}, "
+        f"from {plan.basis}"
     )
     for warning in warnings_of(plan, limits):
         context.log.warning(warning)
@@ -140,7 +141,7 @@ def cost_estimate(
     )
 
 
-def wanted_job(
+def plan_of_launchpad(
     config: TrainingOptions, cluster: GPUClusterResource, project: ProjectResource, dataset: BuiltDataset
 ) -> "PlannedJob":
     """The training as the launchpad and the settings ask for it. What has no price is refused before it is bought."""
@@ -276,7 +277,7 @@ def plan_table(plan: TrainingPlan) -> str:
         ("Nodes", f"{plan.node_count} × {plan.sku} ({plan.tier}), {plan.processes_per_node} process(es) each"),
         ("Model, loss", f"{plan.job['model']['factory']}, {plan.job['loss']['factory']}"),
         ("Work", f"{plan.work.steps} steps of {batch} samples, {plan.work.evaluations} evaluations"),
-        ("Time", f"**{duration(estimate.seconds.expected)}** ({_range(estimate.seconds, duration)})"),
+        ("Time", f"**{format_duration(estimate.seconds.expected)}** ({_range(estimate.seconds, format_duration)})"),
         ("Cost", f"**{dollars(estimate.usd.expected)}** ({_range(estimate.usd, dollars)}), {plan.price_words}"),
     ]
     return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows)

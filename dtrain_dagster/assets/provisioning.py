@@ -11,8 +11,8 @@ import dagster as dg
 from dtrain_dagster.automation.capacity_queue import TICKET_TAG, Ticket, WaitingList, new_ticket, refused_again
 from dtrain_dagster.automation.retraining import CAUSE_TAG
 from dtrain_dagster.clusters.base import ClusterConfig, NoCapacityError
-from dtrain_dagster.support.formatting import duration
-from dtrain_dagster.support.notify import tell
+from dtrain_dagster.support.formatting import format_duration
+from dtrain_dagster.support.notify import notify_and_log
 
 if TYPE_CHECKING:
     from dtrain_dagster.clusters.base import GPUClusterManager
@@ -37,9 +37,9 @@ def provision(
         raise _queued(context, project, waiting, mine, error) from error
     if mine is not None:
         waiting.remove(mine.ticket)
-        waited = duration(time.time() - mine.queued_at)
+        waited = format_duration(time.time() - mine.queued_at)
         context.log.info(f"there is capacity after {waited}: ticket {mine.ticket} is given back")
-        tell(
+        notify_and_log(
             project.notify_urls(),
             "dtrain: a run that waited for capacity starts",
             f"{config.node_count} x {config.gpu_type} after {waited}: {project.run_url(context.run.run_id)}",
@@ -78,12 +78,12 @@ def _queued(
     else:
         ticket = refused_again(mine, run.run_id, str(error), now, error.retry_at)
     position = waiting.put(ticket)
-    pause = duration(ticket.retry_at - now)
+    pause = format_duration(ticket.retry_at - now)
     return dg.Failure(
         description=(
             f"no capacity: {error}\nThis run waits in the queue at position {position} (ticket {ticket.ticket}). The "
             f"sensor `queue` tries again in {pause} and says when it starts; it gives up after "
-            f"{duration(ticket.deadline_at - now)} (DTRAIN_QUEUE_DEADLINE_HOURS)."
+            f"{format_duration(ticket.deadline_at - now)} (DTRAIN_QUEUE_DEADLINE_HOURS)."
         ),
         metadata={
             "ticket": ticket.ticket,

@@ -11,7 +11,7 @@ from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
-from dtrain_dagster.costs.tracker import CostTracker, paid
+from dtrain_dagster.costs.tracker import CostTracker, bill_usage
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
@@ -22,7 +22,7 @@ from dtrain_dagster.support.secrets import SecretError
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
 if TYPE_CHECKING:
-    from dtrain_dagster.registry import Gate, Provenance, ServingCheck
+    from dtrain_dagster.registry import Gate, ServingCheck, TrainingProvenance
 
 
 @dg.asset(
@@ -121,18 +121,18 @@ def provenance_of(
     project: ProjectResource,
     job: FinishedJob,
     plan: TrainingPlan,
-) -> "Provenance":
+) -> "TrainingProvenance":
     """What a version says of its making: nodes, hours, dollars, code, and the Dagster run."""
-    from dtrain_dagster.registry import Provenance
+    from dtrain_dagster.registry import TrainingProvenance
 
     usage = cluster.manager().node_usage(job.job_id)
     sku = ", ".join(sorted({stretch.sku for stretch in usage}))
     cost_usd, in_words = cost_of(usage, sku, plan, job.cluster_name)
     if cost_usd is None:
         context.log.warning(in_words)
-    return Provenance(
+    return TrainingProvenance(
         nodes=job.node_count,
-        node_hours=sum(stretch.hours for stretch in paid(usage)[0]),
+        node_hours=sum(stretch.hours for stretch in bill_usage(usage)[0]),
         cost_usd=in_words,
         cost_usd_total=cost_usd,
         sku=sku,

@@ -21,9 +21,10 @@ from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, price_table
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.monitoring.alerts import describe_strategy
 from dtrain_dagster.monitoring.windows import WireTime, windows
 from dtrain_dagster.resources import GPUClusterResource
-from dtrain_dagster.support.formatting import duration
+from dtrain_dagster.support.formatting import format_duration
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ def performance_report(
         "verdict": performance.verdict,
         **_figures(performance),
         "wall_seconds": round(wall, 1),
-        "time_against_estimate": f"{duration(wall)}; estimated {duration(expected.expected)} "
-        f"({duration(expected.low)} to {duration(expected.high)})",
+        "time_against_estimate": f"{format_duration(wall)}; estimated {format_duration(expected.expected)} "
+        f"({format_duration(expected.low)} to {format_duration(expected.high)})",
         "recommendations": dg.MarkdownMetadataValue(strategy_table(performance.recommendations)),
         "next_run": dg.MarkdownMetadataValue(optimization_table(optimization)),
         "test": dg.JsonMetadataValue(evaluation["model"]),
@@ -129,7 +130,7 @@ def _figures(performance: "Performance") -> dict[str, Any]:
 
 def _pictures(performance: "Performance", usage: Sequence[NodeUsage], events: Sequence[dict[str, Any]]) -> str:
     """All pictures in one piece of Markdown, below the verdict and what to change."""
-    from dtrain_dagster.monitoring.alerts import best, told
+    from dtrain_dagster.monitoring.alerts import best
     from dtrain_dagster.reports import time_charts, training_charts
 
     def of(kind: str) -> list[dict[str, Any]]:
@@ -149,7 +150,9 @@ def _pictures(performance: "Performance", usage: Sequence[NodeUsage], events: Se
     helpful = best(performance.recommendations)
     text = [f"**{performance.verdict}**"]
     text += (
-        ["What would help, the most first:\n\n" + "\n".join(f"- {told(item)}" for item in helpful)] if helpful else []
+        ["What would help, the most first:\n\n" + "\n".join(f"- {describe_strategy(item)}" for item in helpful)]
+        if helpful
+        else []
     )
     return "\n\n".join(
         [*text, *(training_charts.markdown_image(picture, title) for title, picture in pictures.items())]

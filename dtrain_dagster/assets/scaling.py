@@ -90,7 +90,7 @@ def scaling_study(
     for mode, nodes in runs:
         job = short_job(plan, project.jobs_uri, mark, mode, nodes, counts[-1], config.steps, cluster.kind == "local")
         context.log.info(f"{mode} scaling, {nodes} node(s): job {job.job_id}")
-        probe.run(manager, job, nodes, plan.processes_per_node, cluster.node_env(project))
+        probe.run_probe(manager, job, nodes, plan.processes_per_node, cluster.node_env(project))
         rundir = RunDir(job.run_dir)
         events, _ = probe.of_last_launch(list(rundir.events()), rundir.nodes())
         point = scaling.read_point(

@@ -12,7 +12,13 @@ import dagster as dg
 from dtrain_dagster.assets.common import CODE_VERSION, OWNERS, read_finished, round_figures
 from dtrain_dagster.assets.plan_limits import refuse_dearer_nodes
 from dtrain_dagster.assets.provisioning import provision, provisioning
-from dtrain_dagster.assets.training_progress import COST_CHECK, RAISE_BUDGET, communication_check, cost_check, watch
+from dtrain_dagster.assets.training_progress import (
+    COST_CHECK,
+    RAISE_BUDGET,
+    communication_check,
+    cost_check,
+    follow_training,
+)
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, GPUClusterManager
 from dtrain_dagster.costs.budget import node_seconds_of, write_limit
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -123,7 +129,7 @@ def trained_checkpoint(
             start_job(manager, job, plan.node_count, plan.processes_per_node, env, plan.stop_at_usd)
         elif choice.action == "attach":
             context.log.info(f"{choice.job_id}: {hand_over_budget(rundir, plan, choice, manager, got)}")
-        watch(context, manager, rundir, choice.job_id, plan, project.notify_urls())
+        follow_training(context, manager, rundir, choice.job_id, plan, project.notify_urls())
     except BudgetSpentError as error:
         raise dg.Failure(f"{error}; {RAISE_BUDGET}", allow_retries=False) from error
     except dg.DagsterExecutionInterruptedError:

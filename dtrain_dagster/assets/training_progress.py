@@ -18,8 +18,8 @@ from dtrain_dagster.costs.tracker import CostTracker, overrun
 from dtrain_dagster.jobs.progress import JobProgress, follow_job, ran_out
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
 from dtrain_dagster.settings.environment import load_settings
-from dtrain_dagster.support.formatting import dollars, duration, in_block
-from dtrain_dagster.support.notify import tell
+from dtrain_dagster.support.formatting import dollars, format_duration, in_block
+from dtrain_dagster.support.notify import notify_and_log
 from trainer.errors import DamagedError
 from trainer.printable import visible
 from trainer.rundir import RunDir
@@ -39,7 +39,7 @@ MOST_NEWS = 20
 """Messages of lost nodes, hangs and the like that are sent of one job: after these, the log has them."""
 
 
-def watch(
+def follow_training(
     context: dg.AssetExecutionContext,
     manager: GPUClusterManager,
     rundir: RunDir,
@@ -78,7 +78,7 @@ def watch(
                     cost = project(CostTracker("", usage, plan.tier), planned, pace)
                     metadata = progress_metadata(progress, plan, cost)
                     context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
-                    context.log.info(progress_line(progress, plan, cost))
+                    context.log.info(describe_progress(progress, plan, cost))
         except Exception:  # of whatever kind: what people are told of a job must not end the run that follows it
             error = traceback.format_exc()  # in the message: Dagster keeps no other part of a record
             told_error = visible(error, keep_lines=True)
@@ -118,7 +118,7 @@ def tell_news(
             continue
         told[key] = {"sentence": sentence, "at": time.time()}
         last = " (further news of this job are in its log only)" if count + 1 == MOST_NEWS else ""
-        tell(notify_urls, f"dtrain: {job_id}", f"{sentence}{last}", context.log)
+        notify_and_log(notify_urls, f"dtrain: {job_id}", f"{sentence}{last}", context.log)
         rundir.write_json(TOLD, told)
 
 
@@ -149,7 +149,7 @@ def tell_of(
                 | {"strategies": dg.MarkdownMetadataValue(strategy_table(alert.strategies))},
             )
             context.log_event(check)
-        tell(notify_urls, f"dtrain: {job_id}: {alert.title}", text, context.log)
+        notify_and_log(notify_urls, f"dtrain: {job_id}: {alert.title}", text, context.log)
         rundir.write_json(TOLD, told)  # last: where it fails, people have been told all the same
 
 
@@ -177,7 +177,7 @@ def progress_metadata(progress: JobProgress, plan: TrainingPlan, cost: Projectio
     return {name: round_figures(value) for name, value in fields.items() if value is not None}
 
 
-def progress_line(progress: JobProgress, plan: TrainingPlan, cost: Projection) -> str:
+def describe_progress(progress: JobProgress, plan: TrainingPlan, cost: Projection) -> str:
     """The same in one line of the log."""
     share = progress.step / plan.work.steps if plan.work.steps else 0
     steps = [f"step {progress.step}/{plan.work.steps} ({share:.0%})", f"epoch {progress.epoch}"]
@@ -187,7 +187,7 @@ def progress_line(progress: JobProgress, plan: TrainingPlan, cost: Projection) -
     if progress.samples_per_second is not None:
         parts.append(f"{progress.samples_per_second:,.0f} samples/s")
     if progress.eta_seconds is not None:
-        parts.append(f"ETA {duration(progress.eta_seconds)}")
+        parts.append(f"ETA {format_duration(progress.eta_seconds)}")
     if shares := progress.shares():
         parts.append(f"wire {shares['communication']:.0%}, waiting {shares['waiting']:.0%}")
     told = [f"{dollars(cost.so_far)} so far"]

@@ -21,8 +21,8 @@ from dtrain_dagster.automation.capacity_queue import WaitingList
 from dtrain_dagster.automation.run_liveness import ALIVE_SECONDS, LIVE, has_died
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
-from dtrain_dagster.support.formatting import dollars, duration
-from dtrain_dagster.support.notify import tell
+from dtrain_dagster.support.formatting import dollars, format_duration
+from dtrain_dagster.support.notify import notify_and_log
 from trainer.data.manifest import NoDatasetError, load_manifest
 from trainer.documents import schemas
 from trainer.documents.places import PlaceError, checked_id
@@ -164,7 +164,7 @@ def staleness(
     if found:
         return found
     tried = "" if latest.version == champion.version else f", and version {latest.version} was trained since"
-    return f"{name} is {age / DAY:.1f} days old{tried}: not stale before {duration(rest)} have passed"
+    return f"{name} is {age / DAY:.1f} days old{tried}: not stale before {format_duration(rest)} have passed"
 
 
 def weekly(when: datetime) -> RetrainingCause:
@@ -215,7 +215,7 @@ def next_try(instance: dg.DagsterInstance, cause: RetrainingCause, now: float) -
         return dg.SkipReason(f"{said}; to train once more, launch the job {RETRAINING} by hand")
     rest = (records[0].end_time or records[0].create_timestamp.timestamp()) + PAUSE_SECONDS - now
     if rest > 0:
-        return dg.SkipReason(f"{said}, and had not begun to train; it is tried again in {duration(rest)}")
+        return dg.SkipReason(f"{said}, and had not begun to train; it is tried again in {format_duration(rest)}")
     return left[0]
 
 
@@ -261,13 +261,13 @@ def _trainings(
         run = record.dagster_run
         if has_died(context.instance, record, cluster, project.jobs_uri, now):
             why = (
-                f"run {run.run_id[:8]} has said nothing for {duration(ALIVE_SECONDS)}, and no job of it goes on: it "
-                "has died with its machine, and is marked as failed"
+                f"run {run.run_id[:8]} has said nothing for {format_duration(ALIVE_SECONDS)}, and no job of it goes "
+                "on: it has died with its machine, and is marked as failed"
             )
             context.instance.report_run_failed(run, why)
             context.log.warning(why)
             if CAUSE_TAG not in run.tags:  # else it is told as every retraining that fails
-                tell(
+                notify_and_log(
                     project.notify_urls(),
                     "dtrain: a run has died",
                     f"{why}\n{project.run_url(run.run_id)}",

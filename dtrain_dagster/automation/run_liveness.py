@@ -58,13 +58,13 @@ def has_died(
     if run.status is not dg.DagsterRunStatus.STARTED or is_heard(instance, record, now):
         return False
     try:
-        owners = [owner_of(RunDir(f"{jobs_uri}/{job.job_id}")) for job in cluster.manager().active_jobs()]
+        owners = [read_owning_run(RunDir(f"{jobs_uri}/{job.job_id}")) for job in cluster.manager().active_jobs()]
     except (ClusterError, OSError):  # not now: it counts as alive
         return False
     return run.run_id not in owners
 
 
-def owner_of(rundir: RunDir) -> str | None:
+def read_owning_run(rundir: RunDir) -> str | None:
     """The Dagster run that follows a job; None where none does, or none can be told: a damaged job is nobody's."""
     try:
         found = rundir.read_json(OWNER)

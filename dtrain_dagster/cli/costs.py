@@ -60,7 +60,7 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
         raise Refusal(str(error)) from None
     expected = ((plan.get("estimate") or {}).get("usd") or {}).get("expected")
     if as_csv:
-        click.echo(export.csv_of(export.ledger_rows(found)), nl=False)
+        click.echo(export.to_csv(export.ledger_rows(found)), nl=False)
     elif as_json:
         epochs = (rundir.read_json(RESULT) or {}).get("epochs") or 0.0
         more: dict[str, Any] = {"running": running, "energy": asdict(energy)}
@@ -89,7 +89,7 @@ def _print(tracker: CostTracker, found: Ledger, words: str, expected: float | No
 
     from dtrain_dagster.costs import export
     from dtrain_dagster.costs.money import SECOND, digits_of, total_shown
-    from dtrain_dagster.support.formatting import dollars, duration
+    from dtrain_dagster.support.formatting import dollars, format_duration
 
     digits = digits_of(found.units)
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -98,14 +98,18 @@ def _print(tracker: CostTracker, found: Ledger, words: str, expected: float | No
         table.add_column(name, justify="right")
     table.add_column("what for", style="dim")
     for row in export.ledger_rows(found, digits):
-        time = f"{row['node_seconds']:.1f} s" if row["node_seconds"] < 60 else duration(float(row["node_seconds"]))
+        time = (
+            f"{row['node_seconds']:.1f} s" if row["node_seconds"] < 60 else format_duration(float(row["node_seconds"]))
+        )
         table.add_row(row["cause"], time, f"{row['percent']} %", f"${row['usd']:,}", row["meaning"])
     table.add_section()
     total = f"${total_shown([found.units], digits):,}"
-    table.add_row("so far" if running else "the bill", duration(found.microseconds / SECOND), "100 %", total, words)
+    table.add_row(
+        "so far" if running else "the bill", format_duration(found.microseconds / SECOND), "100 %", total, words
+    )
     console().print(table, highlight=False)
     nodes = len({node.node_id for node in tracker.nodes})
-    said = f"{nodes} node(s), {tracker.node_hours:.4f} node-hours in {duration(tracker.wall_seconds)}"
+    said = f"{nodes} node(s), {tracker.node_hours:.4f} node-hours in {format_duration(tracker.wall_seconds)}"
     say(said + (f"; estimated: {dollars(expected)}" if expected else ""))
     for note in (*tracker.notes, *found.notes):
         say(f"note: {note}")

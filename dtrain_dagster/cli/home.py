@@ -74,14 +74,14 @@ def clean(yes: bool) -> None:
     Only what dtrain itself has written into DTRAIN_HOME is removed, and only where the folder is marked as dtrain's and
     nothing runs there.
     """
-    from dtrain_dagster.settings.home import at_work, plan_removal, remove
+    from dtrain_dagster.settings.home import hold_home, plan_removal, remove
 
     home = read_settings().home
     protected = [ROOT, Path.home(), Path(pwd.getpwuid(os.getuid()).pw_dir)]
     if not plan_removal(home, protected).ours:
         click.echo(f"{home}: there is nothing to remove")
         return
-    with at_work(home, "`dtrain clean`"):
+    with hold_home(home, "`dtrain clean`"):
         plan = plan_removal(home, protected)
         shown = ", ".join(plan.ours[:SHOWN]) + (" …" if len(plan.ours) > SHOWN else "")
         click.echo(f"removing from {home}: {shown}")
@@ -101,12 +101,12 @@ def work(command: tuple[str, ...]) -> None:
     A second one at the same time is refused, in words. The command holds the home even if this process is killed. One
     that carries a password or key is refused as well, also in files that it names by --config: Dagster would store it.
     """
-    from dtrain_dagster.settings.home import at_work, make_home
+    from dtrain_dagster.settings.home import hold_home, make_home
     from dtrain_dagster.web.stored_secrets import refuse_secret_on_command_line
 
     refuse_secret_on_command_line(command)
     home = make_home(read_settings().home)
-    with at_work(home, f"`{Path(command[0]).name} {' '.join(command[1:3])}`".replace("\n", " ")) as descriptor:
+    with hold_home(home, f"`{Path(command[0]).name} {' '.join(command[1:3])}`".replace("\n", " ")) as descriptor:
         try:
             process = subprocess.Popen(command, pass_fds=[descriptor])
         except OSError as error:

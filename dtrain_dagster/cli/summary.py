@@ -7,7 +7,7 @@ from typing import Any
 from dtrain_dagster.costs.prices import STAND_IN
 from dtrain_dagster.jobs.progress import CLAIM, PLAN, REGISTRATION
 from dtrain_dagster.settings.environment import Settings
-from dtrain_dagster.support.formatting import dollars, duration
+from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
 from trainer.rundir import EVALUATION, RESULT, RunDir
@@ -38,7 +38,10 @@ def summary_lines(rundir: RunDir) -> list[tuple[str, str]]:
     registration = rundir.read_json(REGISTRATION)
     lines = [
         ("job", rundir.uri.rsplit("/", 1)[-1]),
-        ("trained", f"{result['steps']} steps on {result['world_size']} ranks in {duration(result['train_seconds'])}"),
+        (
+            "trained",
+            f"{result['steps']} steps on {result['world_size']} ranks in {format_duration(result['train_seconds'])}",
+        ),
     ]
     lines += _skill(evaluation)
     if cost and plan:

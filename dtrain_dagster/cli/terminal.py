@@ -18,7 +18,7 @@ from dtrain_dagster.dashboard.series import PerformanceDashboard
 from dtrain_dagster.jobs.log_follower import LogFollower
 from dtrain_dagster.jobs.progress import JobProgress, advance, follow_job
 from dtrain_dagster.monitoring.hangs import hang_verdict
-from dtrain_dagster.support.formatting import duration
+from dtrain_dagster.support.formatting import format_duration
 from trainer.printable import visible
 from trainer.rundir import LAUNCH, NodePresence, RunDir, stale_seconds
 
@@ -74,7 +74,7 @@ def _show_lines(console: Console, looks: Iterator[tuple[JobStatus, JobProgress]]
         now = time.monotonic()
         if progress.phase != phase or now - shown_at >= LINE_EVERY_SECONDS or status.state.is_final:
             phase, shown_at = progress.phase, now
-            console.print(progress_line(progress, total_steps), soft_wrap=True, highlight=False, markup=False)
+            console.print(format_progress(progress, total_steps), soft_wrap=True, highlight=False, markup=False)
         if status.state.is_final:
             return status
 
@@ -98,7 +98,7 @@ def _show_in_place(
             status, progress = next(looks)
             _print_news(console, progress)
             total = total_steps or board.total_steps
-            bar.update(task, total=total, completed=progress.step, description=progress_line(progress, total))
+            bar.update(task, total=total, completed=progress.step, description=format_progress(progress, total))
             live.update(Group(bar, live_nodes_table(board, time.time())) if board.nodes else bar)
             if status.state.is_final:
                 return status
@@ -145,7 +145,7 @@ def _print_news(console: Console, progress: JobProgress) -> None:
         console.print(f"! {sentence}", style="yellow", soft_wrap=True, highlight=False, markup=False)
 
 
-def progress_line(progress: JobProgress, total_steps: int | None) -> str:
+def format_progress(progress: JobProgress, total_steps: int | None) -> str:
     """Phase, step, epoch, loss, speed, time left and nodes, as far as they are known. Pure."""
     parts = [progress.phase]
     if progress.step:
@@ -158,7 +158,7 @@ def progress_line(progress: JobProgress, total_steps: int | None) -> str:
     if progress.samples_per_second is not None:
         parts.append(f"{progress.samples_per_second:,.0f} samples/s")
     if progress.eta_seconds:
-        parts.append(f"ETA {duration(progress.eta_seconds)}")
+        parts.append(f"ETA {format_duration(progress.eta_seconds)}")
     nodes = f"{progress.nodes_alive} node" + ("" if progress.nodes_alive == 1 else "s")
     return " · ".join([*parts, nodes])
 
@@ -176,12 +176,12 @@ def print_health(console: Console, health: ClusterHealth) -> None:
 def print_status(console: Console, status: JobStatus, rundir: RunDir, now: float) -> None:
     """How a job stands, and when which of its nodes was there."""
     console.print(f"job {status.job_id}: ", state_text(status.state), sep="")
-    console.print(f"started {time_of(status.started_at)}, {age(status, now)}", highlight=False)
+    console.print(f"started {time_of(status.started_at)}, {format_age(status, now)}", highlight=False)
     progress, heard = JobProgress(nodes_alive=status.nodes_alive), 0
     for events in rundir.looks():
         progress, heard = advance(progress, events), heard + len(events)
     if heard:
-        console.print(progress_line(progress, None), highlight=False, markup=False)
+        console.print(format_progress(progress, None), highlight=False, markup=False)
         if progress.hang:
             text = f"! {hang_verdict(progress.hang)}"
             console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
@@ -213,7 +213,7 @@ def jobs_table(jobs: Iterable[tuple[JobStatus, int, tuple[int, float] | None]], 
             Text("damaged", style="red") if status.damage else state_text(status.state),
             str(nodes),
             time_of(status.started_at),
-            age(status, now),
+            format_age(status, now),
             *(("", "") if step is None else (str(step[0]), f"{step[1]:.4f}")),
             *([visible(status.damage)] if is_damaged else []),
         )
@@ -231,8 +231,8 @@ def nodes_table(presences: Iterable[NodePresence], now: float, stale: float) -> 
         if node.ended_at is not None:
             codes = ", ".join(map(str, node.exit_codes))
         else:
-            codes = f"silent for {duration(silent)}" if silent > stale else "there"
-        span = duration(node.seconds(now - node.clock_jump_seconds))
+            codes = f"silent for {format_duration(silent)}" if silent > stale else "there"
+        span = format_duration(node.seconds(now - node.clock_jump_seconds))
         numbers = (str(number) for number in (node.launch, node.node_id, node.stay))
         table.add_row(*numbers, time_of(node.started_at), span, codes)
     return table
@@ -265,11 +265,11 @@ def time_of(seconds: float | None) -> str:
     return "" if seconds is None else time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def age(status: JobStatus, now: float) -> str:
+def format_age(status: JobStatus, now: float) -> str:
     """How long a job took, or has been running."""
     if status.started_at is None:
         return ""
-    return duration(max(0.0, (status.ended_at or now) - status.started_at))
+    return format_duration(max(0.0, (status.ended_at or now) - status.started_at))
 
 
 def operations_table(trace: Mapping[str, Any]) -> Table:

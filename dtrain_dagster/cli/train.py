@@ -178,7 +178,7 @@ def train(
     manager = cluster.manager(tends=True)
     asked = [*as_overrides(model, loss, epochs), *overrides]
     job_id = new_job_id(name, "train") if name or dataset else None
-    job, node_count = wanted_job(settings, config, dataset, asked, nodes, job_id, settings_file)
+    job, node_count = job_of_options(settings, config, dataset, asked, nodes, job_id, settings_file)
     rundir = run_dir(settings, new_job_id(job.job_id, "train"))
     runs = _runs_already(cluster.manager(), job.job_id)
     steps = total_steps(job)
@@ -207,7 +207,7 @@ def as_overrides(model: str | None, loss: str | None, epochs: int | None) -> lis
     return [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
 
 
-def wanted_job(
+def job_of_options(
     settings: Settings,
     config: str | None,
     dataset: str | None,

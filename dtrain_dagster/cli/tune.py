@@ -21,10 +21,10 @@ from dtrain_dagster.cli.train import (
     as_overrides,
     cancelled_by_signals,
     end,
+    job_of_options,
     new_job_id,
     say_what_was_got,
     training_options,
-    wanted_job,
 )
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def tune(
     manager = cluster.manager(tends=True)
     job_id = new_job_id(name, "tune")
     asked = [*as_overrides(model, loss, epochs), *overrides]
-    job, node_count = wanted_job(settings, config, dataset, asked, nodes, job_id)
+    job, node_count = job_of_options(settings, config, dataset, asked, nodes, job_id)
     rundir = run_dir(settings, job_id)
     if rundir.storage.exists("job.json"):
         raise Refusal(f"job {job_id} is there already: choose another --name")

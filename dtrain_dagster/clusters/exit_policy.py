@@ -47,7 +47,7 @@ class NodeFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class ExitDecision:
     """What to do now.
 
     ``wait``; ``replace`` these nodes; ``relaunch`` with as many nodes as these, from the latest checkpoint;
@@ -60,12 +60,12 @@ class Decision:
     reason: str = ""
 
 
-WAIT = Decision(action="wait")
+WAIT = ExitDecision(action="wait")
 
 
-def decide(
+def decide_after_exit(
     nodes: Sequence[NodeFacts], finished: bool, replacements_left: int, launches_left: int, delay_seconds: float
-) -> Decision:
+) -> ExitDecision:
     """For a job whose processes regroup by themselves.
 
     ``finished``: the result says that the work is done. ``delay_seconds``: how long a node is gone before another takes
@@ -73,37 +73,37 @@ def decide(
     """
     codes = [code for node in nodes for code in node.codes]
     if any(code is not None and is_failure(code) for code in codes):
-        return Decision(action="fail")
+        return ExitDecision(action="fail")
     if any(node.runs for node in nodes):
         if 0 in codes:  # all end together: who has not yet is about to, and nobody need come any more
-            return Decision(action="dismiss") if finished else WAIT
+            return ExitDecision(action="dismiss") if finished else WAIT
         due = [
             node.node_id
             for node in nodes
             if node.is_lost and node.gone_seconds is not None and node.gone_seconds >= delay_seconds
         ]
         if due and replacements_left > 0 and any(node.runs and not node.is_lost for node in nodes):
-            return Decision(action="replace", nodes=tuple(due[:replacements_left]))
+            return ExitDecision(action="replace", nodes=tuple(due[:replacements_left]))
         return WAIT
     if any(node.gone_seconds is None for node in nodes):
         return WAIT
     if finished:
-        return Decision(action="succeed")
+        return ExitDecision(action="succeed")
     lost_peers = tuple(node.node_id for node in nodes if LOST in node.codes)
     # Killed to the last, nobody is left who could say that starting again helps. It does, unless they were told to go.
     remaining = tuple(node.node_id for node in nodes) if all(map(is_killing, codes)) else lost_peers
     if remaining and launches_left > 0:
-        return Decision(action="relaunch", nodes=remaining)
-    return Decision(action="give_up", reason=_why(codes, bool(lost_peers)))
+        return ExitDecision(action="relaunch", nodes=remaining)
+    return ExitDecision(action="give_up", reason=_why(codes, bool(lost_peers)))
 
 
-def decide_plainly(nodes: Sequence[NodeFacts]) -> Decision:
+def decide_plainly(nodes: Sequence[NodeFacts]) -> ExitDecision:
     """For a job whose processes need each other: whichever fails ends it."""
     if any(code for node in nodes for code in node.codes):
-        return Decision(action="fail")
+        return ExitDecision(action="fail")
     if any(node.runs or node.gone_seconds is None for node in nodes):
         return WAIT
-    return Decision(action="succeed")
+    return ExitDecision(action="succeed")
 
 
 def is_loss(code: int) -> bool:

@@ -23,7 +23,7 @@ HEARTBEAT_SECONDS = 2.0
 STALE_SECONDS = 5 * HEARTBEAT_SECONDS
 
 
-def latest(nodes: Iterable[NodePresence]) -> list[NodePresence]:
+def find_latest_stays(nodes: Iterable[NodePresence]) -> list[NodePresence]:
     """Of each node of the last launch, the last stay."""
     nodes = list(nodes)
     number = max((node.launch for node in nodes), default=0)
@@ -51,7 +51,7 @@ def reached(node: NodePresence, now: float, longest: float = STALE_SECONDS) -> f
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Generation:
+class NodeGeneration:
     """Who trains now, as the members have agreed (`trainer.elastic.membership` writes it; here only nodes matter)."""
 
     number: int
@@ -72,7 +72,7 @@ class Generation:
         )
 
 
-def newest_generation(rundir: RunDir) -> Generation | None:
+def newest_generation(rundir: RunDir) -> NodeGeneration | None:
     """The one that counts, None if there is none yet. `DamagedError` where it is no record."""
     names = [name for name in rundir.storage.list(MEMBERSHIP) if _RECORD.fullmatch(name)]
     record = read_document(rundir.storage, f"{MEMBERSHIP}/{names[-1]}", schemas.NODES_OF_GENERATION) if names else None
@@ -80,7 +80,7 @@ def newest_generation(rundir: RunDir) -> Generation | None:
         return None
     candidates = rundir.storage.list(f"{MEMBERSHIP}/g{record['number'] + 1:06d}")
     training = (rundir.read_json(JOB) or {}).get("training", {})
-    return Generation(
+    return NodeGeneration(
         number=record["number"],
         launch=record["launch"],
         formed_at=record["formed_at"],
@@ -95,7 +95,7 @@ def usage(
 ) -> list[NodeUsage]:
     """Every stay as paid time; if the job is ``running``, a node that is still there counts until now. ``stale``: see
     `is_here`."""
-    here = set(latest(nodes)) if running else set()
+    here = set(find_latest_stays(nodes)) if running else set()
     return [
         NodeUsage(
             node_id=node.node_id,
@@ -108,7 +108,7 @@ def usage(
     ]
 
 
-def health(job_id: str, node: NodePresence, now: float, generation: Generation | None = None) -> NodeHealth:
+def health(job_id: str, node: NodePresence, now: float, generation: NodeGeneration | None = None) -> NodeHealth:
     """How a node of a running job is; ``generation``: the newest of that job."""
     if node.ended_at is not None:
         left = f"left {job_id} with exit codes {', '.join(map(str, node.exit_codes))}"
@@ -126,7 +126,7 @@ def health(job_id: str, node: NodePresence, now: float, generation: Generation |
 def job_health(rundir: RunDir, job_id: str, now: float) -> list[NodeHealth]:
     """How each node of a running job is, in its newest stay. `DamagedError` where that cannot be read."""
     newest = newest_generation(rundir)
-    return [health(job_id, node, now, newest) for node in latest(rundir.nodes())]
+    return [health(job_id, node, now, newest) for node in find_latest_stays(rundir.nodes())]
 
 
 def close(rundir: RunDir, ended_at: float | None = None) -> None:

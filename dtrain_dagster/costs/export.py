@@ -71,7 +71,7 @@ def ledger_rows(found: Ledger, digits: int = DIGITS) -> Rows:
     ]
 
 
-def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
+def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """With a header; nothing where there are no rows."""
     if not rows:
         return ""
@@ -85,9 +85,9 @@ def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
 def csv_files(tracker: CostTracker, found: Ledger) -> dict[str, str]:
     """Name → content."""
     return {
-        "cost_by_node.csv": csv_of(node_rows(tracker)),
-        "cost_by_period.csv": csv_of(period_rows(found)),
-        "cost_ledger.csv": csv_of(ledger_rows(found)),
+        "cost_by_node.csv": to_csv(node_rows(tracker)),
+        "cost_by_period.csv": to_csv(period_rows(found)),
+        "cost_ledger.csv": to_csv(ledger_rows(found)),
     }
 
 

@@ -81,7 +81,7 @@ class Refreshed:
     notes: tuple[str, ...]
 
 
-def refresh(
+def refresh_price_table(
     path: Path,
     regions: Sequence[str],
     skus: Sequence[str],

@@ -89,7 +89,7 @@ class CostTracker:
 
     def __init__(self, cluster_name: str, usage: Iterable[NodeUsage], tier: Tier) -> None:
         self.cluster_name = cluster_name
-        stretches, self.notes = paid(usage)
+        stretches, self.notes = bill_usage(usage)
         self.nodes = tuple(_priced(item, tier_of(item.tier or tier)) for item in stretches)
 
     @property
@@ -150,7 +150,7 @@ def cut(began: int, ended: int, edges: Sequence[int]) -> Iterable[tuple[int, int
         began, place = end, place + 1
 
 
-def paid(usage: Iterable[NodeUsage]) -> tuple[list[NodeCost], tuple[str, ...]]:
+def bill_usage(usage: Iterable[NodeUsage]) -> tuple[list[NodeCost], tuple[str, ...]]:
     """What was paid for, without prices, in order of node and time; and what is odd about it, in words.
 
     Where two records of one node overlap it is paid for once, as what the later one says it is: of two launches, the

@@ -19,7 +19,7 @@ from dtrain_dagster.dashboard.job_row import DAMAGED, ENDED, JobRow
 from dtrain_dagster.dashboard.series import UNREADABLE, PerformanceDashboard, is_number
 from dtrain_dagster.jobs.progress import PLAN, last_step
 from dtrain_dagster.planning.projection import ProgressRate, project
-from dtrain_dagster.support.formatting import dollars, duration
+from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.job_lock import is_held
 from trainer.config import JOB_ID
 from trainer.printable import visible
@@ -110,7 +110,10 @@ class OpenJob:
     def nodes_alive(self, now: float) -> int:
         """Nodes that are there, as they say themselves."""
         stale = stale_seconds(self.rundir.storage)
-        return sum(presences.is_here(stay, now, stale) for stay in presences.latest(self.stays)) * self.row.running
+        return (
+            sum(presences.is_here(stay, now, stale) for stay in presences.find_latest_stays(self.stays))
+            * self.row.running
+        )
 
     def snapshot(self, version: int, token: str, now: float) -> dict[str, Any]:
         """What the page shows of it: tracks from a version on, and everything small as a whole."""
@@ -285,7 +288,7 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
     if row.running and not progress.step:
         note = "waiting for the first step"
     elif silent > SILENT_SECONDS:
-        note = f"nothing heard for {duration(silent)}"
+        note = f"nothing heard for {format_duration(silent)}"
     else:
         note = phase if row.running else ""
     there = len({stay.node_id for stay in job.stays})
@@ -294,13 +297,13 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
         ("step", f"{progress.step:,}", f"{of}epoch {progress.epoch + 1}") if progress.step else ("step", "–", ""),
         (
             "time left" if row.running else "took",
-            (duration(progress.eta_seconds) if progress.eta_seconds is not None else "–")
+            (format_duration(progress.eta_seconds) if progress.eta_seconds is not None else "–")
             if row.running
-            else duration(max(0.0, (end or board.heard_at or now) - (row.started_at or now))),
-            f"has run for {duration(max(0.0, now - row.started_at))}" if row.running and row.started_at else "",
+            else format_duration(max(0.0, (end or board.heard_at or now) - (row.started_at or now))),
+            f"has run for {format_duration(max(0.0, now - row.started_at))}" if row.running and row.started_at else "",
         ),
-        ("loss", number(progress.loss, 4), f"validation {number(progress.valid_loss, 4)}"),
-        ("samples/s", number(progress.samples_per_second, 0), "all nodes"),
+        ("loss", format_number(progress.loss, 4), f"validation {format_number(progress.valid_loss, 4)}"),
+        ("samples/s", format_number(progress.samples_per_second, 0), "all nodes"),
         ("nodes alive", str(job.nodes_alive(now)), f"of {there}" if there else ""),
         ("cost so far" if row.running else "cost", dollars(job.cost.usd), job.cost.at_end + job.cost.words)
         if job.cost
@@ -309,5 +312,5 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
     return [{"label": label, "value": value, "note": note} for label, value, note in figures]
 
 
-def number(value: float | None, digits: int) -> str:
+def format_number(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:,.{digits}f}"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtrain_dagster.jobs.progress import JobProgress, advance, news
-from dtrain_dagster.monitoring.alerts import best, told
+from dtrain_dagster.monitoring.alerts import best, describe_strategy
 from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose
 from dtrain_dagster.monitoring.hangs import hang_verdict
 from dtrain_dagster.monitoring.strategies import strategies
@@ -206,7 +206,7 @@ class PerformanceDashboard:
         recent = [*self.progress.recent, *self.progress.hang]
         try:
             found = diagnose(recent)
-            advice = [told(item) for item in best(strategies(settled(windows(recent)), recent, training))]
+            advice = [describe_strategy(item) for item in best(strategies(settled(windows(recent)), recent, training))]
         except UNREADABLE:
             return None
         if found.cause is SlowdownCause.UNKNOWN:
@@ -249,11 +249,13 @@ class PerformanceDashboard:
                 self.news.append({"time": at, "kind": kind, "text": text})
 
     def _take_step(self, item: dict[str, Any]) -> None:
-        told = read_event(StepEvent, item)
-        if told.step_seconds and told.eta_seconds is not None:
-            self.total_steps = told.step + round(told.eta_seconds / told.step_seconds)
+        describe_strategy = read_event(StepEvent, item)
+        if describe_strategy.step_seconds and describe_strategy.eta_seconds is not None:
+            self.total_steps = describe_strategy.step + round(
+                describe_strategy.eta_seconds / describe_strategy.step_seconds
+            )
         names = ("step", "time", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second", "step_seconds")
-        self._add("steps", "step", {name: getattr(told, name) for name in names})
+        self._add("steps", "step", {name: getattr(describe_strategy, name) for name in names})
 
     def _take_evaluation(self, item: dict[str, Any]) -> None:
         found = read_event(EvaluationEvent, item)
@@ -283,7 +285,7 @@ class PerformanceDashboard:
         self._samples[node] = row
         if row["time"] - self._together_at >= TOGETHER_SECONDS:
             self._together_at = row["time"]
-            if all_nodes := together(self._samples.values(), row["time"]):
+            if all_nodes := mean_of_latest(self._samples.values(), row["time"]):
                 self._add(ALL_NODES, "time", {"time": row["time"], **all_nodes})
 
     def _take_timing(self, item: dict[str, Any]) -> None:
@@ -336,7 +338,7 @@ class PerformanceDashboard:
         self.tracks.setdefault(name, Track(x)).add(values, self.version, min(most, POINTS))
 
 
-def together(samples: Iterable[Mapping[str, Any]], now: float) -> dict[str, float]:
+def mean_of_latest(samples: Iterable[Mapping[str, Any]], now: float) -> dict[str, float]:
     """The mean of the latest samples, without those of nodes that have gone; nothing where there is only one."""
     fresh = [row for row in samples if now - row["time"] < FRESH_SECONDS]
     values = {name: [row[name] for row in fresh if is_number(row[name])] for name in MEANS}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from trainer.data.manifest import read_manifest
+from trainer.data.manifest import read_dataset_manifest
 from trainer.documents.places import inside
 from trainer.storage.open import open_storage
 
@@ -18,7 +18,7 @@ def preview_rows(uri: str, count: int = 10) -> list[dict[str, Any]]:
     """The first rows of the first shard, as text for a table."""
     import pyarrow.parquet as pq
 
-    manifest = read_manifest(open_storage(uri))
+    manifest = read_dataset_manifest(open_storage(uri))
     with open(inside(uri, manifest["shards"][0]["path"], f"a shard of {uri}"), "rb") as handle:
         return _first_rows(pq.ParquetFile(handle), count)
 
@@ -39,7 +39,7 @@ def dataset_picture(uri: str) -> bytes:
     from matplotlib.dates import date2num
     from matplotlib.figure import Figure
 
-    manifest = read_manifest(open_storage(uri))
+    manifest = read_dataset_manifest(open_storage(uri))
     tickers = [ticker for shard in manifest["shards"] for ticker in shard["tickers"]]
     shown = set(tickers[:: -(-len(tickers) // _MAX_LINES)])
     figure = Figure(figsize=(9, 4), layout="constrained", facecolor="white")

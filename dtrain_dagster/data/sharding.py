@@ -23,7 +23,7 @@ from dtrain_dagster.data.prices import PricesRef, iter_tickers
 from dtrain_dagster.data.shard_file import Shard, rename_shards, stored_columns
 from dtrain_dagster.data.validation import Mask, Validation, exchange_sessions, gaps
 from dtrain_dagster.support.secrets import redact
-from trainer.data.manifest import DatasetError, load_manifest, read_manifest
+from trainer.data.manifest import DatasetError, load_manifest, read_dataset_manifest
 from trainer.documents.places import PlaceError, inside
 from trainer.storage.open import open_storage
 
@@ -127,7 +127,7 @@ def verify_dataset(uri: str) -> None:
     import pyarrow.parquet as pq
 
     try:
-        manifest = read_manifest(open_storage(uri))
+        manifest = read_dataset_manifest(open_storage(uri))
     except DatasetError as error:
         raise DataError(f"{uri} has no manifest that can be read ({error}); build the dataset anew") from error
     for shard in manifest["shards"]:
@@ -366,7 +366,7 @@ class _Builder:
 
 
 def _ref(folder: Path, built: bool) -> BuiltDataset:
-    manifest = read_manifest(open_storage(str(folder)))
+    manifest = read_dataset_manifest(open_storage(str(folder)))
     return BuiltDataset(
         uri=str(folder),
         dataset_id=manifest["dataset_id"],

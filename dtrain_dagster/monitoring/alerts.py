@@ -42,7 +42,7 @@ class Alert:
     @property
     def text(self) -> str:
         """The message: what is the matter, and what would help, the best first."""
-        return "\n".join([self.sentence, *(f"- {told(item)}" for item in self.strategies)])
+        return "\n".join([self.sentence, *(f"- {describe_strategy(item)}" for item in self.strategies)])
 
 
 def keep(recent: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
@@ -108,7 +108,7 @@ def best(ranked: Iterable[Strategy], count: int = 5) -> tuple[Strategy, ...]:
     return tuple(sorted(useful, key=lambda item: item.order, reverse=True)[:count])
 
 
-def told(item: Strategy) -> str:
+def describe_strategy(item: Strategy) -> str:
     """A strategy in a line: «more accumulation (…): +35 % samples/s, wire 14 %»."""
     gain = f"{item.gain:+.0%} samples/s" if item.gain >= 0.005 else f"{item.cost_gain:+.0%} samples per dollar"
     if item.gain < -0.005:

@@ -352,7 +352,7 @@ def study(points: Sequence[ScalingPoint], cores: float | None) -> Study:
             modelled(model, link, mode, single.micro_batches) for mode in ("weak", "strong") for link in links
         )
     return Study(
-        verdict=verdict(points, checks, cores),
+        verdict=summarize_scaling(points, checks, cores),
         points=tuple(points),
         checks=checks,
         links=links,
@@ -369,7 +369,7 @@ def scaling_document(result: Study) -> dict[str, Any]:
     return asdict(result, dict_factory=finite)
 
 
-def verdict(points: Sequence[ScalingPoint], checks: Sequence[Check], cores: float | None) -> str:
+def summarize_scaling(points: Sequence[ScalingPoint], checks: Sequence[Check], cores: float | None) -> str:
     """How well it scales here, why not better, and how far the model can be trusted; in a few sentences."""
     weak = efficiency(points, "weak")
     base, largest = min(weak), max(weak)

@@ -78,7 +78,7 @@ def _compression(
     present = training.get("communication", "allreduce")
     if world[-1].facts.get("topology") == "star" or present not in ("allreduce", "hierarchical"):
         return []
-    takes_topk = training.get("precision") != "fp16"  # see `trainer.parallel.compression.check`
+    takes_topk = training.get("precision") != "fp16"  # see `trainer.parallel.compression.check_compression`
     size, kept = world[-1].world_size, float(training.get("topk_fraction", KEPT))
     found = []
     for name, setting, left, note in (

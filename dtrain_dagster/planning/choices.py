@@ -22,7 +22,7 @@ from dtrain_dagster.costs.estimate import (
     estimate_cost,
 )
 from dtrain_dagster.costs.prices import LISTED, PriceError, SkuPrice, Tier
-from dtrain_dagster.support.formatting import dollars, duration
+from dtrain_dagster.support.formatting import dollars, format_duration
 
 Origin = Literal["measured", "scaled", "guessed"]
 
@@ -188,7 +188,7 @@ def choose_plan(table: Choices) -> PlanChoice:
     deadline, budget = table.deadline_seconds, table.budget_usd
     in_time = [row for row in table.rows if not misses(row, deadline, None)]
     affordable = [row for row in table.rows if not misses(row, None, budget)]
-    limits = [] if deadline is None else [f"the deadline of {duration(deadline)}"]
+    limits = [] if deadline is None else [f"the deadline of {format_duration(deadline)}"]
     limits += [] if budget is None else [f"the budget of {dollars(budget)}"]
     words = [f"none of {len(table.rows)} choices keeps {' and '.join(limits)}"]
     if in_time and budget is not None:
@@ -216,7 +216,7 @@ def misses(choice: PlanChoice, deadline_seconds: float | None, budget_usd: float
     found = []
     if deadline_seconds is not None and choice.seconds.high > deadline_seconds:
         late = choice.seconds.high - deadline_seconds
-        found.append(f"may take {duration(choice.seconds.high)}, {duration(late)} past the deadline")
+        found.append(f"may take {format_duration(choice.seconds.high)}, {format_duration(late)} past the deadline")
     if budget_usd is not None and choice.usd.high > budget_usd:
         over = choice.usd.high - budget_usd
         found.append(f"may cost {dollars(choice.usd.high)}, {dollars(over)} over the budget")
@@ -308,7 +308,7 @@ def _why_not(
         return "; ".join(missed)
     slower = row.seconds.expected - chosen.seconds.expected
     words = f"{dollars(row.usd.expected - chosen.usd.expected)} more"
-    return f"{words} and {duration(abs(slower))} {'longer' if slower >= 0 else 'shorter'} than the chosen one"
+    return f"{words} and {format_duration(abs(slower))} {'longer' if slower >= 0 else 'shorter'} than the chosen one"
 
 
 def _assumptions(rows: Sequence[PlanChoice], baseline: Baseline, is_stand_in: bool) -> tuple[str, ...]:
@@ -328,7 +328,7 @@ def _assumptions(rows: Sequence[PlanChoice], baseline: Baseline, is_stand_in: bo
     if any(row.tier != "dedicated" for row in rows):
         found.append(
             f"Nodes that can be taken away: {EVICTIONS_PER_NODE_HOUR:.0%} of them in each hour, and "
-            f"{duration(EVICTION_SECONDS)} until each is replaced. Assumed, not measured."
+            f"{format_duration(EVICTION_SECONDS)} until each is replaced. Assumed, not measured."
         )
     if any(row.sku != baseline.price.sku and row.gpus > 1 for row in rows):
         found.append(
@@ -339,7 +339,7 @@ def _assumptions(rows: Sequence[PlanChoice], baseline: Baseline, is_stand_in: bo
 
 
 def _told(choice: PlanChoice) -> str:
-    return f"{choice.name}: up to {duration(choice.seconds.high)} and {dollars(choice.usd.high)}"
+    return f"{choice.name}: up to {format_duration(choice.seconds.high)} and {dollars(choice.usd.high)}"
 
 
 def _rounded_up(value: float) -> str:

@@ -9,7 +9,7 @@ from typing import Protocol
 from dtrain_dagster.costs.estimate import Estimate, Forecast, Interval, estimate_cost
 from dtrain_dagster.costs.prices import SkuPrice, Tier
 from dtrain_dagster.planning.options import price_forecast
-from dtrain_dagster.support.formatting import dollars, duration
+from dtrain_dagster.support.formatting import dollars, format_duration
 
 LEAST_SECONDS = 5.0
 """No training takes less, whatever it trains: its processes start, load their libraries, and end."""
@@ -35,7 +35,7 @@ class PlanFigures(Protocol):
     def seconds(self) -> Interval: ...
 
 
-def objection(estimate: PlanFigures, limits: Limits, at_least: bool = False) -> str | None:
+def explain_excess(estimate: PlanFigures, limits: Limits, at_least: bool = False) -> str | None:
     """What the estimate says against the plan, in words; None where it fits. ``at_least``: only what is beyond doubt
     counts, the lower end of the interval."""
     return _objection(estimate.usd, estimate.seconds, limits, at_least)
@@ -47,7 +47,8 @@ def _objection(usd: Interval, seconds: Interval, limits: Limits, at_least: bool 
         said.append(f"it would cost {_told(usd, dollars, at_least)}, and budget_usd is {dollars(limits.budget_usd)}")
     if limits.deadline_hours and (seconds.low if at_least else seconds.expected) > limits.deadline_hours * 3600:
         said.append(
-            f"it would take {_told(seconds, duration, at_least)}, and deadline_hours is {limits.deadline_hours:g}"
+            f"it would take {_told(seconds, format_duration, at_least)}, "
+            f"and deadline_hours is {limits.deadline_hours:g}"
         )
     return "; ".join(said) or None
 
@@ -69,7 +70,7 @@ def remedies(
         assert option.seconds is not None
         if count != planned and _objection(option.usd, option.seconds, limits) is None:
             found.append(
-                f"{option.change}: about {dollars(option.usd.expected)} and {duration(option.seconds.expected)}"
+                f"{option.change}: about {dollars(option.usd.expected)} and {format_duration(option.seconds.expected)}"
             )
     if epochs := most_epochs(forecast, limits, price, tier, planned):
         found.append(f"epochs={epochs} instead of {forecast.sizes.epochs} on {planned} node(s)")
@@ -83,7 +84,7 @@ def most_epochs(forecast: Forecast, limits: Limits, price: SkuPrice, tier: Tier,
         middle = (fits + too_many) // 2
         fewer = replace(forecast, sizes=replace(forecast.sizes, epochs=middle), totals=())
         estimate = estimate_cost(fewer.seconds_at(node_count), price, tier, node_count)
-        if objection(estimate, limits) is None:
+        if explain_excess(estimate, limits) is None:
             fits = middle
         else:
             too_many = middle

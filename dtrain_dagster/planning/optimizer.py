@@ -25,7 +25,7 @@ from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, MEMORY_TARGET, GPUM
 from dtrain_dagster.monitoring.step_model import step_model
 from dtrain_dagster.monitoring.windows import seconds_of, settled, windows, worlds
 from dtrain_dagster.planning.options import BaseRun, Option, best_of, build_options
-from dtrain_dagster.support.formatting import dollars, duration
+from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.events import EvaluationEvent, read_events
 
 LOW_UTILIZATION = 0.5
@@ -190,7 +190,7 @@ class ResourceOptimizer:
         memory = self.memory
         if isinstance(memory, str) or not option:
             return []
-        saved = f"{dollars(option.saved_usd)} and {duration(max(0.0, -option.lost_seconds))}"
+        saved = f"{dollars(option.saved_usd)} and {format_duration(max(0.0, -option.lost_seconds))}"
         sentence = (
             f"GPU memory is {memory.fraction:.0%} full at its fullest, {_gib(memory.used)} of {_gib(memory.total)}: "
             f"{_gib(memory.state)} for weights, gradients and moments, {memory.bytes_per_sample / 2**20:.3g} MiB for "
@@ -203,7 +203,8 @@ class ResourceOptimizer:
         if not option.is_worth_it(self.usd) or not option.usd:
             return []
         saved, lost = option.saved_usd, option.lost_seconds
-        time = f"{duration(abs(lost))} {'longer' if lost >= 0 else 'shorter'} than {duration(self.wall_seconds)}"
+        longer = "longer" if lost >= 0 else "shorter"
+        time = f"{format_duration(abs(lost))} {longer} than {format_duration(self.wall_seconds)}"
         cost = f"{dollars(option.usd.expected)} instead of {dollars(self.usd)}, {saved / self.usd:.0%} less"
         return [_recommendation(title, f"{why}: {cost} ({self.price_words}), and {time}", option)]
 

@@ -41,7 +41,7 @@ from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, GPUMemory, gpu_memo
 from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, step_model
 from dtrain_dagster.monitoring.strategies import communication_strategies, on_fewer_nodes
 from dtrain_dagster.monitoring.windows import TimingWindow
-from dtrain_dagster.support.formatting import duration
+from dtrain_dagster.support.formatting import format_duration
 
 OptionKind = Literal[
     "as planned", "fewer nodes", "other nodes", "other SKU", "low priority", "larger batch", "smaller model",
@@ -197,7 +197,7 @@ def _priced(
     said = [*assumptions, *_eviction_words(tier)]
     if is_moved and base.restart_seconds:
         undisturbed += base.restart_seconds
-        said.append(f"{duration(base.restart_seconds)} for starting again from the checkpoint are in it")
+        said.append(f"{format_duration(base.restart_seconds)} for starting again from the checkpoint are in it")
     exact = Interval(low=undisturbed, expected=undisturbed, high=undisturbed)
     estimate: Estimate = estimate_cost(exact, price, tier, count)
     usd = estimate.usd.scaled(base.paid_share())
@@ -367,5 +367,5 @@ def _eviction_words(tier: Tier) -> tuple[str, ...]:
         return ()
     return (
         f"nodes may be taken away: {EVICTIONS_PER_NODE_HOUR:.0%} of them in an hour are assumed, and "
-        f"{duration(EVICTION_SECONDS)} for each, all nodes paid, start-up and lost steps included",
+        f"{format_duration(EVICTION_SECONDS)} for each, all nodes paid, start-up and lost steps included",
     )

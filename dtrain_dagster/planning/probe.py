@@ -84,7 +84,7 @@ def forecast(
             tell(f"the probe {short.job_id} was run before")
         else:
             tell(f"probing on {count} node(s): job {short.job_id}")
-            run(manager, short, count, sizes.processes_per_node, env)
+            run_probe(manager, short, count, sizes.processes_per_node, env)
             reused = False
         done = rundir.read_job().training  # an earlier probe may have had more steps
         item = read_measured(list(rundir.events()), rundir.nodes(), count, done.global_batch_size, bool(sizes.cores))
@@ -104,7 +104,7 @@ def forecast(
     )
 
 
-def run(
+def run_probe(
     manager: GPUClusterManager, job: JobConfig, node_count: int, processes_per_node: int, env: dict[str, str]
 ) -> None:
     """Carry out a short job, and wait for its end, unless that was done before.

@@ -9,7 +9,7 @@ from dtrain_dagster.costs.ledger import IN_STEPS, Ledger
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import NodeCost
-from dtrain_dagster.support.formatting import dollars, duration
+from dtrain_dagster.support.formatting import dollars, format_duration
 
 NEGLIGIBLE = 0.01
 """Reasons for less than this share of the estimate are told together."""
@@ -41,7 +41,9 @@ def reasons(
         told.append(Reason(usd=usd - paid * rate, words=words))
     causes = {cause: row.seconds for cause, row in found.causes().items()}
     if lost := causes.get(CostCause.LOST, 0.0):
-        words = f"{duration(lost)} of nodes were lost to failures: redone, noticed, regrouped, or paid for in vain"
+        words = (
+            f"{format_duration(lost)} of nodes were lost to failures: redone, noticed, regrouped, or paid for in vain"
+        )
         told.append(Reason(usd=lost * rate, words=words))
     if 0 < steps != plan.work.steps:
         in_steps = sum(causes.get(cause, 0.0) for cause in IN_STEPS) / steps * (steps - plan.work.steps)
@@ -72,5 +74,5 @@ def explain_variance(told: Sequence[Reason], usd: float, expected: float) -> str
 
 
 def _more(seconds: float) -> str:
-    size = f"{abs(seconds):.1f} s" if abs(seconds) < 60 else duration(abs(seconds))
+    size = f"{abs(seconds):.1f} s" if abs(seconds) < 60 else format_duration(abs(seconds))
     return f"{size} {'longer' if seconds >= 0 else 'less'}"

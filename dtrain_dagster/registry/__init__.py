@@ -5,7 +5,7 @@ tracking server and the registry are addresses.
 """
 
 from dtrain_dagster.registry.base import Registry
-from dtrain_dagster.registry.card import Provenance, model_card
+from dtrain_dagster.registry.card import TrainingProvenance, model_card
 from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint, check_endpoint
 from dtrain_dagster.registry.evaluated import EvaluationError, refuse_false_evaluation
 from dtrain_dagster.registry.local import MLflowRegistry
@@ -43,7 +43,6 @@ __all__ = [
     "Gate",
     "MLflowRegistry",
     "PackedError",
-    "Provenance",
     "RegisteredModel",
     "Registry",
     "RegistryError",
@@ -53,6 +52,7 @@ __all__ = [
     "ServingCheck",
     "ServingError",
     "StagingError",
+    "TrainingProvenance",
     "champion_version",
     "check_answers",
     "check_endpoint",

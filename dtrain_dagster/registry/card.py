@@ -12,7 +12,7 @@ from trainer.evaluation.gate import Gate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Provenance:
+class TrainingProvenance:
     """What only the orchestrator knows of a training."""
 
     nodes: int
@@ -48,7 +48,7 @@ def model_card(
     result: Mapping[str, Any],
     evaluation: Mapping[str, Any],
     manifest: Mapping[str, Any],
-    provenance: Provenance,
+    provenance: TrainingProvenance,
     verdict: Gate,
 ) -> str:
     """Markdown, from the job's files (``result.json``, ``evaluation.json``, the dataset's ``manifest.json``)."""
@@ -152,7 +152,7 @@ def _data(manifest: Mapping[str, Any]) -> str:
     return "\n".join(f"- {line}" for line in lines) + "\n\n" + _table(["split", "first", "last", "windows"], rows)
 
 
-def _training(job: JobConfig, result: Mapping[str, Any], provenance: Provenance) -> str:
+def _training(job: JobConfig, result: Mapping[str, Any], provenance: TrainingProvenance) -> str:
     training = job.training
     link = f" ({provenance.dagster_run_url})" if provenance.dagster_run_url else ""
     lines = [

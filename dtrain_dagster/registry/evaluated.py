@@ -31,13 +31,13 @@ def refuse_false_evaluation(
     as it was ordered; `AnswerError` for predictions that are none."""
     import numpy as np
 
-    from trainer.data.sampler import spread
+    from trainer.data.sampler import spread_positions
     from trainer.data.shards import DataShardManager
     from trainer.evaluation.baselines import baseline_forecasts
     from trainer.evaluation.report import Predictions, build_report
 
     shards = DataShardManager(job.dataset.uri, cache_dir, job.dataset.dataset_id)
-    rows = shards.end_rows("test", spread(shards.count("test")))
+    rows = shards.end_rows("test", spread_positions(shards.count("test")))
     stored = read_predictions(rundir, ("row", "loss", "mu", "sigma", "nu"))
     if not np.array_equal(stored["row"], rows):
         raise EvaluationError(f"{rundir.uri}/{PREDICTIONS} is not of this dataset's test split: train again")

@@ -137,7 +137,7 @@ def compare(
     training wrote. ``own`` and ``its`` are what the candidate and the champion carry as metadata of the model."""
     import numpy as np
 
-    from trainer.data.sampler import spread
+    from trainer.data.sampler import spread_positions
     from trainer.data.shards import DataShardManager
     from trainer.isolation.runner import IsolationError
 
@@ -146,7 +146,7 @@ def compare(
         return _incomparable(version, difference)
     rundir = RunDir(run_dir)
     shards = DataShardManager(ordered_job(rundir, order).dataset.uri, cache_dir, own["dataset_id"])
-    judged = spread(shards.count("test"))
+    judged = spread_positions(shards.count("test"))
     positions = np.unique(np.linspace(0, len(judged) - 1, min(len(judged), MAX_WINDOWS)).astype(np.int64))
     windows, target = shards.gather(shards.end_rows("test", judged[positions]))
     stored = read_predictions(rundir, ("mu", "sigma", "nu"))

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, Order, plain_order
 from dtrain_dagster.support.user_code import stage_for_serving
 from trainer.config import JobConfig
-from trainer.data.manifest import DatasetError, read_manifest
+from trainer.data.manifest import DatasetError, read_dataset_manifest
 from trainer.errors import DamagedError
 from trainer.model.allowed_factories import STOCK, modules_of_settings, refuse_foreign_factories
 from trainer.rundir import RunDir
@@ -145,7 +145,7 @@ def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
     text, weights = _read(rundir.storage, DESCRIPTION), _keep(rundir.storage, WEIGHTS)
     description = _parsed(text, rundir)
     try:
-        spec = spec_of(read_manifest(open_storage(job.dataset.uri), job.dataset.dataset_id))
+        spec = spec_of(read_dataset_manifest(open_storage(job.dataset.uri), job.dataset.dataset_id))
     except DatasetError as error:
         raise RunModelError(str(error)) from None
     except (KeyError, TypeError, ValueError) as error:

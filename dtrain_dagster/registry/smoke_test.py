@@ -61,13 +61,13 @@ def load_sample(run_dir: str, cache_dir: str | None = None, rows: int = 32, orde
     directory's predictions are of another dataset, or no such file."""
     import numpy as np
 
-    from trainer.data.sampler import spread
+    from trainer.data.sampler import spread_positions
     from trainer.data.shards import DataShardManager
 
     rundir = RunDir(run_dir)
     own = load_run_model(rundir, order)
     shards = DataShardManager(own.job.dataset.uri, cache_dir, own.spec.dataset_id)
-    judged = spread(shards.count("test"))
+    judged = spread_positions(shards.count("test"))
     positions = np.unique(np.linspace(0, len(judged) - 1, min(rows, len(judged))).astype(np.int64))
     end_rows = shards.end_rows("test", judged[positions])
     windows = shards.gather(end_rows)[0].numpy()

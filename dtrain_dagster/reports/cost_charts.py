@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dtrain_dagster.planning.choices import Choices, PlanChoice, misses, tier_words
 from dtrain_dagster.reports.drawing import COLOURS, INK, MUTED, label, new_figure, svg
-from dtrain_dagster.support.formatting import dollars, duration
+from dtrain_dagster.support.formatting import dollars, format_duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -99,7 +99,7 @@ def _numbers(axis: Axes, table: Choices) -> None:
         (row for row in table.rows if few or row.is_chosen or row.is_planned or row in front), start=1
     ):
         at = [row.seconds.expected], [row.usd.expected]
-        words = f"{row.name}: {duration(row.seconds.expected)}, {dollars(row.usd.expected)}"
+        words = f"{row.name}: {format_duration(row.seconds.expected)}, {dollars(row.usd.expected)}"
         words += ", this plan" * row.is_planned + ", chosen" * row.is_chosen
         colour, size, edge, front_most = (CHOSEN, 16, 2.4, 2) if row.is_chosen else (INK, 13, 0.9, 0)
         axis.plot(
@@ -114,7 +114,7 @@ def _numbers(axis: Axes, table: Choices) -> None:
 def _limits(axis: Axes, table: Choices) -> None:
     """Both axes' ranges and marks, and the limits in them, with what is beyond shaded."""
     for which, intervals, limit, write, name in (
-        ("x", [row.seconds for row in table.rows], table.deadline_seconds, duration, "deadline"),
+        ("x", [row.seconds for row in table.rows], table.deadline_seconds, format_duration, "deadline"),
         ("y", [row.usd for row in table.rows], table.budget_usd, dollars, "budget"),
     ):
         low, high = min(item.low for item in intervals), max(item.high for item in intervals)

@@ -9,7 +9,7 @@ from dtrain_dagster.costs.ledger import Ledger
 from dtrain_dagster.costs.money import HOUR, SECOND, usd
 from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.reports.drawing import COLOURS, INK, MUTED, label, new_figure, svg
-from dtrain_dagster.support.formatting import dollars, duration
+from dtrain_dagster.support.formatting import dollars, format_duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,11 +42,11 @@ def ledger_chart(found: Ledger, words: str) -> bytes:
     axis.barh([str(cause) for cause in causes], values, color=[CAUSE_COLOURS[cause] for cause in causes], height=0.66)
     for place, row in enumerate(causes.values()):
         share = row.microseconds / whole
-        text = f" {dollars(row.usd)}   {share:.1%}   {duration(row.seconds)}"
+        text = f" {dollars(row.usd)}   {share:.1%}   {format_duration(row.seconds)}"
         axis.text(row.usd, place, text, va="center", fontsize=8, color=INK)
     axis.invert_yaxis()
     axis.set_xlim(0, 1.32 * largest)
-    title = f"What {dollars(usd(found.units))} bought: {duration(whole / SECOND)} of node-time"
+    title = f"What {dollars(usd(found.units))} bought: {format_duration(whole / SECOND)} of node-time"
     label(axis, title, f"US dollars ({words})", "")
     axis.grid(visible=False, axis="y")
     return svg(figure)

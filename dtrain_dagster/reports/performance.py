@@ -11,7 +11,7 @@ from typing import Any
 
 from dtrain_dagster.costs.ledger import IN_STEPS, Ledger, ledger
 from dtrain_dagster.costs.money import SECOND
-from dtrain_dagster.costs.tracker import paid, paid_wall_seconds
+from dtrain_dagster.costs.tracker import bill_usage, paid_wall_seconds
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
 from dtrain_dagster.monitoring.link_model import fit_wire
@@ -143,11 +143,11 @@ def summarise_performance(
     phases["outside the trainer"] = max(0.0, paid_wall_seconds(usage) - sum(phases.values()))
     found = settled(timed)
     diagnosis = diagnose(events)
-    good = goodput(ledger(paid(usage)[0], events, periods=1))
+    good = goodput(ledger(bill_usage(usage)[0], events, periods=1))
     ranks = ranks_at(events, [item["time"] for item in steps], world_size)
     rates = [item["samples_per_second"] for item in steps]
     return Performance(
-        verdict=verdict(diagnosis, good),
+        verdict=summarize_performance(diagnosis, good),
         diagnosis=diagnosis,
         samples_per_second=statistics.median(rates),
         samples_per_second_per_rank=statistics.median(rate / size for rate, size in zip(rates, ranks, strict=True)),
@@ -155,7 +155,7 @@ def summarise_performance(
         step_milliseconds_p95=milliseconds[min(len(milliseconds) - 1, int(0.95 * len(milliseconds)))],
         segment_shares=shares(found),
         communication=_communication(found),
-        scaling=scaling(found),
+        scaling=estimate_scaling(found),
         goodput=good,
         recommendations=tuple(strategies(found, events, training)),
         phase_seconds=phases,
@@ -172,7 +172,7 @@ def ranks_at(events: Sequence[Mapping[str, Any]], times: Sequence[float], final:
     return [max(1, changes[place - 1][1] if place else final) for place in places]
 
 
-def verdict(diagnosis: Diagnosis, good: Goodput) -> str:
+def summarize_performance(diagnosis: Diagnosis, good: Goodput) -> str:
     """The bottleneck and its evidence; and what became of the paid time, where little of it trained."""
     if diagnosis.cause is SlowdownCause.UNKNOWN:
         first = diagnosis.evidence
@@ -202,7 +202,7 @@ def goodput(found: Ledger) -> Goodput:
     )
 
 
-def scaling(found: Sequence[TimingWindow]) -> Scaling:
+def estimate_scaling(found: Sequence[TimingWindow]) -> Scaling:
     """Against one node: measured where the job has trained on one for some time, else bounded by what ranks lose to
     each other."""
     groups = sorted(worlds(found), key=lambda group: len(set(group[-1].nodes)), reverse=True)

@@ -20,7 +20,7 @@ from dtrain_dagster.planning.projection import project as project_cost
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars
-from dtrain_dagster.support.notify import tell
+from dtrain_dagster.support.notify import notify_and_log
 from trainer.documents.reader import EVENTS_BYTES, parse_events
 from trainer.errors import DamagedError
 from trainer.printable import visible
@@ -83,7 +83,9 @@ def build_cost_overrun_sensor(settings: Settings) -> dg.SensorDefinition:
                         check = _check(job_id, item, projection, advice, plan)
                         context.instance.report_runless_asset_event(check)
                     finally:
-                        tell(project.notify_urls(), f"dtrain: {job_id} costs more than estimated", body, context.log)
+                        notify_and_log(
+                            project.notify_urls(), f"dtrain: {job_id} costs more than estimated", body, context.log
+                        )
                         rundir.write_json(COST_TOLD, told)  # last: where it fails, people have been told all the same
             except Exception as error:  # of whatever kind: one job's run directory must not hide the others
                 why = visible(f"{type(error).__name__}: {error}")

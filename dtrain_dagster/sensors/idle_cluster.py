@@ -17,8 +17,8 @@ from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseE
 from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, price_of, tier_of
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings.environment import Settings
-from dtrain_dagster.support.formatting import dollars, duration
-from dtrain_dagster.support.notify import tell
+from dtrain_dagster.support.formatting import dollars, format_duration
+from dtrain_dagster.support.notify import notify_and_log
 
 IDLE_EVERY_SECONDS, BUSY_EVERY_SECONDS = 600.0, 3600.0
 """How often is recorded that nothing has changed: while it costs money for nothing, and while it works."""
@@ -100,7 +100,9 @@ def build_idle_cluster_sensor(settings: Settings) -> dg.SensorDefinition:
                 result = replace(result, idling=replace(result.idling, told=True))
             watched[watched.index(turn)] = result
         for message in messages:
-            tell(project.notify_urls(), f"dtrain: cluster {cluster.cluster_name} stood idle", message, context.log)
+            notify_and_log(
+                project.notify_urls(), f"dtrain: cluster {cluster.cluster_name} stood idle", message, context.log
+            )
         facts = [idle_state_of(item) for item in watched if item.pool.node_count]
         pause = IDLE_EVERY_SECONDS if any(item.idle_nodes for item in watched) else BUSY_EVERY_SECONDS
         late = bool(facts) and abs(now - cursor.recorded_at) >= pause
@@ -149,14 +151,15 @@ def describe_idle_pool(item: Watched, cluster: GPUClusterResource) -> str:
         per_hour, so_far = item.idle_nodes * item.usd_per_node_hour, item.idling.wasted_usd
         money = f"{dollars(per_hour)} per hour, {dollars(so_far)} so far ({_words(cluster)})"
     return (
-        f"{pool.name}: {pool.node_count} x {pool.sku} without work for {duration(item.idling.idle_seconds)}{trouble}, "
+        f"{pool.name}: {pool.node_count} x {pool.sku} without work for "
+        f"{format_duration(item.idling.idle_seconds)}{trouble}, "
         f"{money}; {WORDS[item.idling.outcome]}{reason}"
     )
 
 
 def _gone(name: str, idling: Idling, cluster: GPUClusterResource) -> str:
     money = f" and {dollars(idling.wasted_usd)} for nothing ({_words(cluster)})" if idling.wasted_usd else ""
-    return f"{name}: its nodes are gone now, after {duration(idling.idle_seconds)} without work{money}"
+    return f"{name}: its nodes are gone now, after {format_duration(idling.idle_seconds)} without work{money}"
 
 
 def _words(cluster: GPUClusterResource) -> str:

@@ -22,8 +22,8 @@ from dtrain_dagster.automation.retraining import (
 )
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings.environment import Settings
-from dtrain_dagster.support.formatting import duration
-from dtrain_dagster.support.notify import tell
+from dtrain_dagster.support.formatting import format_duration
+from dtrain_dagster.support.notify import notify_and_log
 from dtrain_dagster.support.secrets import redact
 
 
@@ -56,7 +56,7 @@ def build_new_data_sensor(settings: Settings, job_name: str) -> dg.SensorDefinit
         try:
             watch = seen(watch, source.version(), now)
             if now - watch.since < pause:
-                rest = duration(watch.since + pause - now)
+                rest = format_duration(watch.since + pause - now)
                 return skip(f"{settings.prices} is read once it has stayed as it is for another {rest}")
             if not watch.digest:
                 digest = source.digest()
@@ -69,7 +69,9 @@ def build_new_data_sensor(settings: Settings, job_name: str) -> dg.SensorDefinit
             if now - watch.unreadable_since >= pause and not watch.told:  # it may be about to be replaced
                 context.log.warning(problem)
                 remedy = "DTRAIN_PRICES names the file; once it can be read again, it is watched as before"
-                tell(project.notify_urls(), "dtrain: the prices cannot be read", f"{problem}\n{remedy}", context.log)
+                notify_and_log(
+                    project.notify_urls(), "dtrain: the prices cannot be read", f"{problem}\n{remedy}", context.log
+                )
                 watch = replace(watch, told=True)
             return skip(problem)
         watch = replace(watch, unreadable_since=0.0, told=False)

@@ -19,8 +19,8 @@ from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseE
 from dtrain_dagster.costs.prices import LISTED, STAND_IN, PriceError, price_of, tier_of
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings.environment import Settings
-from dtrain_dagster.support.formatting import dollars, duration
-from dtrain_dagster.support.notify import tell
+from dtrain_dagster.support.formatting import dollars, format_duration
+from dtrain_dagster.support.notify import notify_and_log
 from trainer.printable import visible
 
 LEFT, FOREIGN = "left as it is", "left as it is: its run is not of this Dagster, so it may be somebody else's"
@@ -80,7 +80,7 @@ def build_orphan_sensor(settings: Settings) -> dg.SensorDefinition:
                 facts = describe_orphan(orphan, cluster, done + problem, now - known[key]["since"])
                 message = visible("; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in facts.items()))
                 context.log.warning(message)
-                tell(project.notify_urls(), f"dtrain: nobody waits for {orphan.name}", message, context.log)
+                notify_and_log(project.notify_urls(), f"dtrain: nobody waits for {orphan.name}", message, context.log)
                 events.append(_check(facts))
         if any(item["told"] for item in seen.values()) and not any(item["told"] for item in known.values()):
             events.append(_check({}))
@@ -109,7 +109,7 @@ def describe_orphan(orphan: Orphan, cluster: GPUClusterResource, done: str, alon
         "name": orphan.name,
         "job_id": orphan.job_id,
         "why": orphan.reason,
-        "alone_for": duration(alone_seconds),
+        "alone_for": format_duration(alone_seconds),
         "what_was_done": done,
         "node_count": orphan.node_count,
         "sku": orphan.sku,

@@ -14,8 +14,8 @@ from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.capacity_queue import ATTEMPT_TAG, TICKET_TAG, Ticket, WaitingList, decide_turns
 from dtrain_dagster.resources import ProjectResource
 from dtrain_dagster.settings.environment import Settings
-from dtrain_dagster.support.formatting import duration
-from dtrain_dagster.support.notify import tell
+from dtrain_dagster.support.formatting import format_duration
+from dtrain_dagster.support.notify import notify_and_log
 
 
 def build_queue_sensor(settings: Settings) -> dg.SensorDefinition:
@@ -47,10 +47,10 @@ def build_queue_sensor(settings: Settings) -> dg.SensorDefinition:
         ]:
             waiting.remove(item.ticket)
             context.log.warning(f"ticket {item.ticket} is taken out of the queue: {why}")
-            tell(
+            notify_and_log(
                 project.notify_urls(),
                 "dtrain: a run no longer waits for capacity",
-                f"{why} after {duration(now - item.queued_at)} and {item.attempt - 1} tries; the last refusal: "
+                f"{why} after {format_duration(now - item.queued_at)} and {item.attempt - 1} tries; the last refusal: "
                 f"{item.reason}\n{project.run_url(item.run_id)}",
                 context.log,
             )

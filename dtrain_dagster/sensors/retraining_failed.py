@@ -7,7 +7,7 @@ import dagster as dg
 from dtrain_dagster.automation.capacity_queue import WaitingList
 from dtrain_dagster.automation.retraining import CAUSE_TAG
 from dtrain_dagster.resources import ProjectResource
-from dtrain_dagster.support.notify import tell
+from dtrain_dagster.support.notify import notify_and_log
 from dtrain_dagster.support.secrets import redact
 
 
@@ -28,7 +28,7 @@ def build_retraining_failed_sensor() -> dg.SensorDefinition:
         if latest.run_id != run.run_id or any(item.tags.get(CAUSE_TAG) == cause for item in tickets):
             return dg.SkipReason("it found no capacity: the sensor `queue` says what becomes of it")
         message = redact(f"{cause}: {context.failure_event.message}\n{project.run_url(run.run_id)}")
-        tell(project.notify_urls(), "dtrain: a retraining has failed", message, context.log)
+        notify_and_log(project.notify_urls(), "dtrain: a retraining has failed", message, context.log)
         return None
 
     return retraining_failed

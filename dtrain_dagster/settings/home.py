@@ -132,7 +132,7 @@ def running_jobs(home: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def at_work(home: Path, what: str) -> Iterator[int]:
+def hold_home(home: Path, what: str) -> Iterator[int]:
     """Within, nobody else works on or removes this home; gives the descriptor that holds it, for a child to inherit.
 
     ``what`` is told to whoever comes meanwhile: `HomeError`, with that and the process.

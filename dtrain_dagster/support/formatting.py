@@ -14,7 +14,7 @@ def dollars(usd: float) -> str:
     return f"${usd:.2f}" if abs(usd) >= 1 else f"${usd:.4f}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
     if seconds < 60:
         return f"{seconds:.0f} s"

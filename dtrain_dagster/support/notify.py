@@ -40,7 +40,7 @@ def _struck_out(record: logging.LogRecord) -> bool:
     return record.levelno < logging.WARNING or "URL" not in record.msg
 
 
-def tell(urls: Sequence[str], title: str, body: str, log: logging.Logger) -> None:
+def notify_and_log(urls: Sequence[str], title: str, body: str, log: logging.Logger) -> None:
     """`notify`, and whom it did not reach is said in this log, which the person who looks for the message reads."""
     if lost := notify(urls, title, body):
         log.warning(f"nobody could be told by {', '.join(lost)}; see DTRAIN_NOTIFY")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import trainer
-from trainer.model.allowed_factories import is_allowed, modules_of_settings, remedy
+from trainer.model.allowed_factories import is_module_allowed, modules_of_settings, remedy
 
 _INSTALLED = {"site-packages", "dist-packages"}
 """Folders of installed packages, also of another environment that this one builds on."""
@@ -76,7 +76,7 @@ def own_sources(factories: Iterable[str]) -> dict[Path, Path]:
     for factory in factories:
         module, separator, _ = factory.partition(":")
         if separator:
-            if not is_allowed(module, modules_of_settings()):  # to find a module imports the packages above it
+            if not is_module_allowed(module, modules_of_settings()):  # to find a module imports the packages above it
                 raise StagingError(f"factory {factory!r} is not allowed to be imported; {remedy(module)}")
             found |= _own_files(module, factory)
     return found
@@ -153,7 +153,7 @@ def stage_for_serving(factories: Iterable[str], folder: Path) -> StagedCode:
     """
     shutil.copytree(Path(trainer.__file__).parent, folder / "trainer", ignore=shutil.ignore_patterns("__pycache__"))
     own = [name.partition(":")[0] for name in factories if ":" in name]
-    foreign = [name for name in own if not is_allowed(name, modules_of_settings())]
+    foreign = [name for name in own if not is_module_allowed(name, modules_of_settings())]
     if foreign:
         raise StagingError(f"the module {foreign[0]!r} is not allowed to be packed with a model; {remedy(foreign[0])}")
     if not own:

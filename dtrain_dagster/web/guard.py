@@ -2,8 +2,8 @@
 
 A browser carries a website's requests to servers of the user's own machine, which trust it for where it runs. What
 gives a website away are headers that its scripts cannot change: `Host` (a foreign name that was pointed at this
-machine), `Origin`, and `Sec-Fetch-Site`. `judge` decides, from these alone; `Guard` carries it out around an ASGI
-application. Who sends none of them is no browser, but a program of somebody who is on this machine anyway.
+machine), `Origin`, and `Sec-Fetch-Site`. `judge_request` decides, from these alone; `Guard` carries it out around an
+ASGI application. Who sends none of them is no browser, but a program of somebody who is on this machine anyway.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def rules_for(host: str, names: Sequence[str] = (), **more: object) -> Rules:
     return Rules(names=frozenset(known), **more)  # type: ignore[arg-type]
 
 
-def judge(
+def judge_request(
     rules: Rules, method: str, path: str, query: str, headers: Headers, websocket: bool = False
 ) -> Refused | None:
     """None where the request may pass. ``path`` is decoded, ``query`` what follows the ``?``. Pure."""
@@ -184,7 +184,7 @@ def _first(headers: Headers, name: str) -> str | None:
 
 
 class Guard:
-    """Lets an ASGI application see only what `judge` passes, and puts `HEADERS` on its answers."""
+    """Lets an ASGI application see only what `judge_request` passes, and puts `HEADERS` on its answers."""
 
     def __init__(self, app: ASGIApp, rules: Rules) -> None:
         self.app, self.rules = app, rules
@@ -196,7 +196,7 @@ class Guard:
         websocket = scope["type"] == "websocket"
         headers = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"]]
         query = scope["query_string"].decode("latin-1")
-        refused = judge(self.rules, scope.get("method", "GET"), scope["path"], query, headers, websocket)
+        refused = judge_request(self.rules, scope.get("method", "GET"), scope["path"], query, headers, websocket)
         if refused is None:
             with suppress(ClientDisconnect):  # in the middle of a request: nothing to tell anybody
                 if self.rules.look_through is not None and not websocket and scope["method"] not in READING:

@@ -16,7 +16,7 @@ Address = tuple[str, int]
 """IPv4 address and port."""
 
 
-def owner_of(client: Address, server: Address) -> int | None:
+def find_peer_user(client: Address, server: Address) -> int | None:
     """The user whose process holds the client's end; None where it is not found, or held by nobody any more."""
     return find_owner((Path(path).read_text() for path in TABLES if Path(path).exists()), client, server)
 
@@ -33,12 +33,12 @@ def find_owner(tables: Iterable[str], client: Address, server: Address) -> int |
     return None
 
 
-def is_allowed(client: Address, server: Address, users: frozenset[int]) -> bool:
+def is_peer_allowed(client: Address, server: Address, users: frozenset[int]) -> bool:
     """Is the client one of these users, this one, or root? Where that cannot be told on Linux it is not; elsewhere
     whoever reaches the server is."""
     if sys.platform != "linux":
         return True
-    return owner_of(client, server) in users | {os.getuid(), 0}
+    return find_peer_user(client, server) in users | {os.getuid(), 0}
 
 
 def _hexed(address: Address, mapped: bool) -> str:

@@ -18,7 +18,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from dtrain_dagster.web.peer import is_allowed
+from dtrain_dagster.web.peer import is_peer_allowed
 
 MOST_CONNECTIONS = 512
 """So many are held at once, but for websockets; below the usual limit of 1,024 descriptors."""
@@ -62,7 +62,7 @@ class PatientProtocol(HttpToolsProtocol):
                     self.drop()
                 return
             client, here = (self.transport.get_extra_info(name) for name in ("peername", "sockname"))
-            self._known = bool(client and here) and is_allowed(client[:2], here[:2], self.users)
+            self._known = bool(client and here) and is_peer_allowed(client[:2], here[:2], self.users)
             if not self._known:
                 self.transport.write(STRANGER)
                 self.transport.close()

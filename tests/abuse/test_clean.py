@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.abuse import clean_paths
 from benchmarks.abuse.planted_secrets import CARRIERS, secret_of
-from dtrain_dagster.settings.home import MARKER, HomeError, at_work, make_home, plan_removal, remove
+from dtrain_dagster.settings.home import MARKER, HomeError, hold_home, make_home, plan_removal, remove
 from dtrain_dagster.support.job_lock import acquire
 from dtrain_dagster.support.secrets import SecretError
 from dtrain_dagster.web.stored_secrets import refuse_secret_on_command_line
@@ -216,7 +216,7 @@ def test_nobody_who_can_be_asked_means_nothing_is_removed(filled: Path):
 
 
 def test_a_second_make_run_on_one_home_is_refused_in_words(filled: Path):
-    with at_work(filled, "`dagster asset materialize`"):
+    with hold_home(filled, "`dagster asset materialize`"):
         done = dtrain(filled, "work", "touch", str(filled / "ran"))
         clean = dtrain(filled, "clean", "--yes")
     for refused in (done, clean):

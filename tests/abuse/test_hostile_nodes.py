@@ -23,8 +23,8 @@ from trainer.config import ConfigError, FactoryConfig
 from trainer.documents.factory_arguments import check_arguments
 from trainer.isolation.runner import Isolated, IsolationError
 from trainer.model import losses, stock
-from trainer.model.allowed_factories import STOCK, is_allowed, modules_of_settings, parse_modules, refuse_foreign
-from trainer.model.factories import build
+from trainer.model.allowed_factories import STOCK, is_module_allowed, modules_of_settings, parse_modules, refuse_foreign
+from trainer.model.factories import build_from_factory
 from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
 
 
@@ -43,7 +43,7 @@ class TestFactories:
     def test_nothing_is_imported_that_the_settings_do_not_name(self, target: str) -> None:
         module = target.partition(":")[0]
         with pytest.raises(ConfigError, match=f"set DTRAIN_FACTORY_MODULES={module}"):
-            build("loss", FactoryConfig(factory=target), {})
+            build_from_factory("loss", FactoryConfig(factory=target), {})
 
     def test_what_a_module_has_imported_is_not_its_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "mine_abused.py").write_text(
@@ -61,15 +61,15 @@ class TestFactories:
             "__builtins__": "not something to call",
         }.items():
             with pytest.raises(ConfigError, match=says):
-                build("model", FactoryConfig(factory=f"mine_abused:{name}"), {})
+                build_from_factory("model", FactoryConfig(factory=f"mine_abused:{name}"), {})
 
     def test_a_module_stands_for_itself_and_what_lies_below(self) -> None:
-        assert is_allowed("mine", ("mine",))
-        assert is_allowed("mine.deep.parts", ("mine",))
-        assert not is_allowed("mine_too", ("mine",))
-        assert not is_allowed("min", ("mine",))
-        assert not is_allowed("mine", ("mine.parts",))
-        assert not is_allowed("mine", ())
+        assert is_module_allowed("mine", ("mine",))
+        assert is_module_allowed("mine.deep.parts", ("mine",))
+        assert not is_module_allowed("mine_too", ("mine",))
+        assert not is_module_allowed("min", ("mine",))
+        assert not is_module_allowed("mine", ("mine.parts",))
+        assert not is_module_allowed("mine", ())
         assert modules_of_settings({}) == ()
 
     @pytest.mark.parametrize("text", ["os", "builtins", "subprocess", "a b", "a:b", "../x", "a..b", "*", ".a"])
@@ -93,8 +93,11 @@ class TestFactories:
         monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "mine_hooked")
         for args in ({"hook": "os:system"}, {"kind": "subprocess:Popen"}):
             with pytest.raises(ConfigError, match="takes a function or a class there, and arguments are data"):
-                build("model", FactoryConfig(factory="mine_hooked:make", args=args), {})
-        assert build("model", FactoryConfig(factory="mine_hooked:make", args={"text": "os:system"}), {}) == "os:system"
+                build_from_factory("model", FactoryConfig(factory="mine_hooked:make", args=args), {})
+        assert (
+            build_from_factory("model", FactoryConfig(factory="mine_hooked:make", args={"text": "os:system"}), {})
+            == "os:system"
+        )
 
     @pytest.mark.parametrize(
         "value",

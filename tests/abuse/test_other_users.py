@@ -17,7 +17,7 @@ from starlette.routing import Route
 from benchmarks.abuse.slow_clients import answers
 from benchmarks.abuse.websites import served
 from dtrain_dagster.cli.main import main
-from dtrain_dagster.web.peer import find_owner, owner_of
+from dtrain_dagster.web.peer import find_owner, find_peer_user
 
 NOBODY = 65534
 TCP = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
@@ -51,9 +51,9 @@ def test_a_connection_of_ones_own_is_known(family: int):
         client.connect(("127.0.0.1" if family == socket.AF_INET else "::ffff:127.0.0.1", port))
         accepted, address = server.accept()
         with accepted:
-            assert owner_of(address, accepted.getsockname()) == os.getuid()
+            assert find_peer_user(address, accepted.getsockname()) == os.getuid()
             client.close()
-            assert owner_of(address, accepted.getsockname()) is None, "nobody holds it, so nobody is trusted"
+            assert find_peer_user(address, accepted.getsockname()) is None, "nobody holds it, so nobody is trusted"
 
 
 def ask_as(user: int, port: int, method: str = "GET") -> str:

@@ -32,7 +32,7 @@ from benchmarks.abuse.planted_secrets import CARRIERS, secret_of
 from benchmarks.abuse.websites import JOB, LAUNCH, MUTATION, PARAMETERS, dagster_app, forged, own_page, send, served
 from benchmarks.leaks import leaks
 from dtrain_dagster.web.dagster_ui import ui_rules
-from dtrain_dagster.web.guard import Guard, judge, rules_for
+from dtrain_dagster.web.guard import Guard, judge_request, rules_for
 from dtrain_dagster.web.stored_secrets import secret_posted
 from tests.e2e.chromium import BROWSER_TEST, chromium, patient_page
 from tests.e2e.conftest import BIN, ENDED, ROOT, Dagster, Project, make_project, start_dagster, stop_dagster, wait_for
@@ -111,25 +111,25 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", PASSED)
 def test_own_pages_and_programs_pass(name: str):
-    assert judge(*PASSED[name]) is None
+    assert judge_request(*PASSED[name]) is None
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_websites_are_refused(name: str):
     *request, status = REFUSED[name]
-    refused = judge(*request)
+    refused = judge_request(*request)
     assert refused is not None
     assert (refused.status, len(refused.reason) > 20) == (status, True)
 
 
 def test_a_websocket_needs_the_origin_of_its_own_page():
-    assert judge(UI, "GET", "/graphql", "", [HERE, *SAME], websocket=True) is None
+    assert judge_request(UI, "GET", "/graphql", "", [HERE, *SAME], websocket=True) is None
     for headers in ([HERE], [HERE, ("origin", "http://evil.example")], [HERE, *SAME[:1], FOLLOWED[0]]):
-        assert judge(UI, "GET", "/graphql", "", headers, websocket=True) is not None
+        assert judge_request(UI, "GET", "/graphql", "", headers, websocket=True) is not None
 
 
 def test_a_refusal_says_how_a_name_is_allowed():
-    refused = judge(UI, "GET", "/", "", [("host", "trainer.lan:3000")])
+    refused = judge_request(UI, "GET", "/", "", [("host", "trainer.lan:3000")])
     assert refused is not None
     assert "--allow-host trainer.lan" in refused.reason
 

@@ -42,7 +42,7 @@ from trainer.rundir import RunDir
 from trainer.secrets import azure_token, resolve
 
 WORKSPACE_ID = "/subscriptions/s/resourceGroups/g/providers/Microsoft.MachineLearningServices/workspaces/w"
-PROVENANCE = registry.Provenance(
+PROVENANCE = registry.TrainingProvenance(
     nodes=3,
     node_hours=0.0123,
     cost_usd="$0.0377",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.host import Workplace
-from benchmarks.load import together
+from benchmarks.load import measure_together
 from trainer.config import DatasetRef
 
 from .small_job import write_dataset
@@ -19,7 +19,7 @@ def test_of_jobs_that_start_at_once_nothing_is_lost(tmp_path: Path):
     made by whoever comes first."""
     place = Workplace(tmp_path / "home", DatasetRef(uri=str(write_dataset(tmp_path / "dataset"))))
     try:
-        found = together(place, count=3, steps=4)
+        found = measure_together(place, count=3, steps=4)
     finally:
         place.manager.cleanup_cluster()
     assert found["jobs"]["lacks"] == {}

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.async_writer import Save, Writer
-from trainer.checkpoint.manifest import NO_MANIFEST, read_manifest
+from trainer.checkpoint.manifest import NO_MANIFEST, read_checkpoint_manifest
 from trainer.documents import schemas
 from trainer.documents.reader import MARK_BYTES, parse_document
 from trainer.errors import ConfigError, DamagedError
@@ -163,7 +163,7 @@ class CheckpointManager:
         `CheckpointError` for a damaged one, `ConfigError` for one of another training, OSError where storage fails.
         """
         try:
-            manifest = read_manifest(self.storage, folder)
+            manifest = read_checkpoint_manifest(self.storage, folder)
             fingerprint, expected = manifest["fingerprint"], manifest["files"]["state.pt"]
             expected = expected["bytes"], expected["sha256"]
             file = self._open(f"{folder}/state.pt")
@@ -219,7 +219,7 @@ class CheckpointManager:
     def _write(self, folder: str, save: Save) -> tuple[int, str | None]:
         """Fill a fresh folder, its manifest last; bytes of the state, and the version that the manifest was given."""
         try:
-            manifest = read_manifest(self.storage, folder)
+            manifest = read_checkpoint_manifest(self.storage, folder)
             if manifest.get("writer") != self.id:
                 raise FencedError(f"the checkpoint {folder} is there already, of another writer")
             if _is_whole(self.storage, folder):  # saved as the best before, or all but LATEST went well
@@ -386,7 +386,7 @@ def _order(folder: str | None) -> tuple[int, int]:
 def _is_whole(storage: Storage, folder: str) -> bool:
     """Has it a manifest, and files of the sizes in it? OSError where storage fails: nobody knows then."""
     try:
-        files = read_manifest(storage, folder)["files"]
+        files = read_checkpoint_manifest(storage, folder)["files"]
         return all(storage.size(f"{folder}/{name}") == file["bytes"] for name, file in files.items())
     except NO_MANIFEST:
         return False

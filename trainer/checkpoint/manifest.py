@@ -16,11 +16,11 @@ class NoManifestError(ValueError):
 
 
 NO_MANIFEST = (FileNotFoundError, NoManifestError)
-"""What `read_manifest` raises where there is none. No other ValueError: storage that does not let us in raises one
-(`trainer.storage.base.StorageAccessError`), and what cannot be read must not be taken for missing."""
+"""What `read_checkpoint_manifest` raises where there is none. No other ValueError: storage that does not let us in
+raises one (`trainer.storage.base.StorageAccessError`), and what cannot be read must not be taken for missing."""
 
 
-def read_manifest(storage: Storage, folder: str) -> dict[str, Any]:
+def read_checkpoint_manifest(storage: Storage, folder: str) -> dict[str, Any]:
     """The manifest of a checkpoint. One of `NO_MANIFEST` where there is none; OSError where something is in its place
     that cannot be read, for nobody knows then."""
     name = f"{folder}/manifest.json"

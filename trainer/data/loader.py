@@ -4,7 +4,8 @@ Which samples belong to the next few steps is worked out for all of them togethe
 
 - On a CPU, windows are gathered from the memory map by the step itself. A thread that does it ahead shares the rank's
   core, and every hand-over between the two costs more than the gather (`batches_ahead`).
-- Where features and targets fit into the GPU's memory they are kept there (`fits`), and a batch is one kernel.
+- Where features and targets fit into the GPU's memory they are kept there (`fits_on_device`), and a batch is one
+  kernel.
 - Else a thread gathers into pinned memory, used over and over, from which batches are copied in a stream of their own
   while the GPU computes (`Staging`).
 
@@ -76,14 +77,14 @@ def batches_ahead(given: int | None, device: torch.device, resident: bool, large
     return 1 if device.type != "cpu" or larger_than_memory else 0
 
 
-def fits(data_bytes: int, free_bytes: int) -> bool:
+def fits_on_device(data_bytes: int, free_bytes: int) -> bool:
     """Do features and targets fit well into a device's free memory?"""
     return data_bytes <= RESIDENT_SHARE * free_bytes
 
 
 def keep_on_gpu(shards: DataShardManager, device: torch.device) -> None:
     """Keep the data on this GPU, if it fits."""
-    if device.type == "cuda" and fits(shards.sample_bytes, torch.cuda.mem_get_info(device)[0]):
+    if device.type == "cuda" and fits_on_device(shards.sample_bytes, torch.cuda.mem_get_info(device)[0]):
         shards.keep_on(device)
 
 

@@ -42,7 +42,7 @@ class NoDatasetError(DatasetError):
     """There is no dataset in the folder."""
 
 
-def read_manifest(storage: Storage, expected_id: str | None = None) -> dict[str, Any]:
+def read_dataset_manifest(storage: Storage, expected_id: str | None = None) -> dict[str, Any]:
     """The manifest of the dataset in this folder, checked. `DatasetError` where there is none that can be used, or one
     of another dataset than expected."""
     return checked_manifest(load_manifest(storage), storage, expected_id)

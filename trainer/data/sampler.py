@@ -118,7 +118,7 @@ def _feistel(values: NDArray[np.uint64], keys: list[np.uint64], half_bits: int, 
     return (left << shift) | right
 
 
-def spread(count: int, most: int = MOST_JUDGED) -> NDArray[np.int64]:
+def spread_positions(count: int, most: int = MOST_JUDGED) -> NDArray[np.int64]:
     """Positions 0 … count - 1; where there are more than ``most``, so many of them at even distances."""
     return np.arange(count) if count <= most else np.arange(most) * count // most
 

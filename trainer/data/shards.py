@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data.manifest import DatasetError, content_digest, read_manifest
+from trainer.data.manifest import DatasetError, content_digest, read_dataset_manifest
 from trainer.data.shard_cache import (
     CACHE_VERSION,
     HashedFile,
@@ -51,7 +51,7 @@ class DataShardManager:
         self, uri: str, cache_dir: str | os.PathLike[str] | None = None, expected_id: str | None = None
     ) -> None:
         self.storage = open_storage(uri)
-        self.manifest = read_manifest(self.storage, expected_id)
+        self.manifest = read_dataset_manifest(self.storage, expected_id)
         columns = self.manifest["columns"]
         self._features = [column["name"] for column in columns if column["role"] == "feature"]
         [self._target] = [column["name"] for column in columns if column["role"] == "target"]

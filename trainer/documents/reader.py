@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.documents import schemas
 from trainer.documents.strict_json import name as name_objects
-from trainer.documents.strict_json import parse
+from trainer.documents.strict_json import parse_strict_json
 from trainer.errors import DamagedError
 from trainer.storage.base import Storage
 
@@ -42,7 +42,7 @@ def read_document(
 
 def parse_document(data: bytes, where: str, check: schemas.Check | None) -> Any:
     """A document from its bytes. `DamagedError` where it has not the form."""
-    value = parse(data, where)
+    value = parse_strict_json(data, where)
     name_objects(value, where)
     if check is not None and (wrong := check(value)):
         raise DamagedError(where, f"it is {wrong}")
@@ -61,7 +61,7 @@ def parse_events(data: bytes, where: str = "events") -> tuple[list[dict[str, Any
             left_out += 1
             continue
         try:
-            item = parse(line, where)
+            item = parse_strict_json(line, where)
         except DamagedError:
             item = None
         if is_event(item):

@@ -28,7 +28,7 @@ def flag(value: Any) -> str:
     return "" if isinstance(value, bool) else "neither true nor false"
 
 
-def number(low: float = -1e150, high: float = 1e150) -> Check:
+def number_between(low: float = -1e150, high: float = 1e150) -> Check:
     """A number of that range, whole or not."""
 
     def check(value: Any) -> str:
@@ -110,11 +110,11 @@ def record(needed: Mapping[str, Check] | None = None, /, **fields: Check) -> Che
     return check
 
 
-moment = number(0.0, LATEST)
+moment = number_between(0.0, LATEST)
 """Unix seconds."""
-seconds = number(0.0, 1e12)
+seconds = number_between(0.0, 1e12)
 count = whole()
-figure = optional(number())
+figure = optional(number_between())
 anything: Check = lambda value: ""  # noqa: E731
 obj = mapping(anything)
 
@@ -152,7 +152,7 @@ MANIFEST = record(
     writer=text,
 )
 """``checkpoints/<folder>/manifest.json``"""
-_interval = record(low=number(), expected=number(), high=number())
+_interval = record(low=number_between(), expected=number_between(), high=number_between())
 _past = record(
     launch=count, sku=text, tier=optional(text), job_name=text, compute=text, node_count=count, submitted_at=moment,
     ended_at=optional(moment), studio_url=optional(text), reason=text,
@@ -166,8 +166,8 @@ DOCUMENTS: Mapping[str, Check] = {
         loss=record(factory=text, args=obj),
         training=record(
             world_size=whole(1),
-            peer_timeout_seconds=number(0.0),
-            max_node_seconds=optional(number(0.0)),
+            peer_timeout_seconds=number_between(0.0),
+            max_node_seconds=optional(number_between(0.0)),
             max_steps=optional(count),
             epochs=count,
             batch_size_per_gpu=count,
@@ -241,7 +241,7 @@ DOCUMENTS: Mapping[str, Check] = {
         consumed=many(anything),
         phase_seconds=mapping(figure),
     ),
-    "budget.json": record(max_node_seconds=optional(number(0.0)), stop_at_usd=optional(number(0.0))),
+    "budget.json": record(max_node_seconds=optional(number_between(0.0)), stop_at_usd=optional(number_between(0.0))),
     "tracking.json": record(mlflow_run_id=optional(text)),
     "evaluation.json": record(
         model=record(loss=figure, nll=figure, coverage_90=figure),
@@ -261,8 +261,8 @@ DOCUMENTS: Mapping[str, Check] = {
         price_words=text,
         job=obj,
         work=record(steps=count),
-        estimate=record(usd=_interval, seconds=_interval, usd_per_node_hour=number(), node_count=count),
-        stop_at_usd=optional(number(0.0)),
+        estimate=record(usd=_interval, seconds=_interval, usd_per_node_hour=number_between(), node_count=count),
+        stop_at_usd=optional(number_between(0.0)),
         rests_on=many(text),
     ),
     "provisioning.json": many(record(launch=count, node_count=count, attempts=many(obj))),
@@ -274,7 +274,7 @@ DOCUMENTS: Mapping[str, Check] = {
             complete=flag, candidates=many(record({"group": text, "change": obj, "verdict": text})), gain=optional(obj)
         ),
     ),
-    "reports/cost_breakdown.json": record(metrics=record(total_cost_usd=number())),
+    "reports/cost_breakdown.json": record(metrics=record(total_cost_usd=number_between())),
     "checkpoints/LATEST.json": record(path=optional(text), step=optional(count), generation=count),
     "checkpoints/BEST.json": record(path=optional(text), step=optional(count), generation=count),
 }
@@ -306,8 +306,8 @@ EVENTS: Mapping[str, Check] = {
         reason=text,
         **_step,
     ),
-    "timing": record(nodes=many(count), segments=mapping(many(number())), steps=count, seconds=figure, **_step),
-    "link": record(bytes=count, seconds=many(many(number())), **_step),
+    "timing": record(nodes=many(count), segments=mapping(many(number_between())), steps=count, seconds=figure, **_step),
+    "link": record(bytes=count, seconds=many(many(number_between())), **_step),
     "hang": record(
         _step,
         node_id=count,
@@ -326,6 +326,6 @@ EVENTS: Mapping[str, Check] = {
     "error": record(message=text, fatal=flag, **_who),
     "end": record(status=text, **_who),
     "profile": record(path=text, steps=count, top=many(obj), **_step),
-    "tune": record(elapsed_seconds=number(), budget_seconds=number(), **_who),
+    "tune": record(elapsed_seconds=number_between(), budget_seconds=number_between(), **_who),
 }
 """By kind. Of other kinds, only ``kind`` and ``time`` are known."""

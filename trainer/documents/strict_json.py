@@ -28,7 +28,7 @@ class Document(dict[str, Any]):
         raise DamagedError(getattr(self, "where", "a document"), f"it has no {key!r}")
 
 
-def parse(data: bytes, where: str) -> Any:
+def parse_strict_json(data: bytes, where: str) -> Any:
     """The value of a JSON text; objects are `Document`. ``where``: the file, for messages. `DamagedError` for what is
     no JSON, and for NaN, infinities, numbers out of range, lone surrogates, keys that come twice, and deep nesting."""
     try:

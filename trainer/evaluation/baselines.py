@@ -3,7 +3,7 @@
 All are fitted on the training split alone; the ridge penalty is chosen on the validation split. Each volatility
 forecast becomes a Student-t distribution with mean zero, whose scale factor and degrees of freedom are fitted by
 maximum likelihood on the training split: a baseline loses by its forecast and not by its tails. Of a large split a part
-is used, evenly spread (`trainer.data.sampler.spread`). Numpy only.
+is used, evenly spread (`trainer.data.sampler.spread_positions`). Numpy only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.sampler import spread
+from trainer.data.sampler import spread_positions
 
 if TYPE_CHECKING:
     from trainer.data.shards import DataShardManager
@@ -31,7 +31,7 @@ PENALTIES = tuple(10.0**k for k in range(-4, 3))
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class BaselineForecast:
     """One forecast per sample. ``mu`` (n,); ``sigma`` (n,) is the Student-t scale, None for a forecast of the mean."""
 
     mu: Array
@@ -41,7 +41,7 @@ class Forecast:
 
 def baseline_forecasts(
     shards: DataShardManager, split: str, only: Collection[str] | None = None
-) -> dict[str, Forecast]:
+) -> dict[str, BaselineForecast]:
     """Forecasts for the windows of ``split`` in order of position. Those whose columns are no features are left out.
     ``only``: just these, of the first five, and no ridge, which takes longest.
 
@@ -54,7 +54,7 @@ def baseline_forecasts(
     - ``drift``: the mean of the training targets, mean only;
     - ``ridge_mean``: the return itself regressed on the whole window, mean only.
     """
-    train, judged = (shards.end_rows(part, spread(shards.count(part))) for part in ("train", split))
+    train, judged = (shards.end_rows(part, spread_positions(shards.count(part))) for part in ("train", split))
     target = shards.column(shards.spec.target, train).astype(np.float64)
     volatility = {"constant": _constant(shards, train, judged, target)}
     if "log_rv_5" in shards.spec.features:
@@ -73,11 +73,11 @@ def baseline_forecasts(
             continue
         floor = np.quantile(fitted, 1e-3)  # a dead week has no volatility, and no likelihood survives that
         factor, nu = fit_student_t(target / np.maximum(fitted, floor))
-        forecasts[name] = Forecast(np.zeros(len(judged)), factor * np.maximum(forecast, floor), nu)
+        forecasts[name] = BaselineForecast(np.zeros(len(judged)), factor * np.maximum(forecast, floor), nu)
     if only is not None:
         return forecasts
-    drift = Forecast(np.full(len(judged), target.mean()))
-    return {**forecasts, "drift": drift, "ridge_mean": Forecast(ridge_mean)}
+    drift = BaselineForecast(np.full(len(judged), target.mean()))
+    return {**forecasts, "drift": drift, "ridge_mean": BaselineForecast(ridge_mean)}
 
 
 def fit_student_t(z: Array) -> tuple[float, float]:
@@ -149,7 +149,7 @@ def _regression(
 def _ridge(shards: DataShardManager, train: NDArray, judged: NDArray) -> tuple[tuple[Array, ...], Array]:
     """Ridge on the flattened window for log realised volatility and for the return: their normal equations share the
     Gram matrix, which is summed over chunks, so memory does not grow with the data."""
-    valid = shards.end_rows("valid", spread(shards.count("valid")))
+    valid = shards.end_rows("valid", spread_positions(shards.count("valid")))
     names = ("target_log_rv", shards.spec.target)
     targets = _columns(shards, names, train)
     centre = targets.mean(axis=0)

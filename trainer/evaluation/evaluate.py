@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trainer.data.sampler import spread
+from trainer.data.sampler import spread_positions
 from trainer.evaluation.baselines import baseline_forecasts
 from trainer.evaluation.gate import Gate, gate, suspect_leak
-from trainer.evaluation.report import Predictions, build_report, judge
+from trainer.evaluation.report import Predictions, build_report, score_forecast
 from trainer.model.losses import Predictive, gives_predictive
 from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
 
@@ -41,7 +41,7 @@ _FIELDS = 6  # row, target, loss, mu, sigma, nu
 class Evaluation:
     """``loss`` is the mean per sample and ``metrics`` what could be judged beside it, equal on all ranks;
     ``predictions`` are on rank 0 only, and only where asked for; of a large split a part
-    (`trainer.data.sampler.spread`)."""
+    (`trainer.data.sampler.spread_positions`)."""
 
     samples: int
     loss: float
@@ -71,7 +71,7 @@ def evaluate(
     first, last = (count * part // world.world_size for part in (world.rank, world.rank + 1))
     was_training = model.training
     model.eval()
-    kept = spread(count) if collect else np.arange(0)
+    kept = spread_positions(count) if collect else np.arange(0)
     begin, end = np.searchsorted(kept, (first, last))
     forecasts = np.empty((end - begin, _FIELDS))
     sums = _sums(np.empty((0, _FIELDS)))
@@ -121,7 +121,7 @@ _SUMS = ("samples", "loss", "nll", "pinball", "coverage_90", "squared_error", "z
 def _sums(table: NDArray) -> NDArray:
     """What adds up over ranks; NaN where the loss predicts no such thing."""
     predictions = _predictions(table)
-    judged = {name: values.sum() for name, values in judge(predictions.predictive, predictions.target).items()}
+    judged = {name: values.sum() for name, values in score_forecast(predictions.predictive, predictions.target).items()}
     named = {
         "samples": len(table),
         "loss": predictions.loss.sum(),

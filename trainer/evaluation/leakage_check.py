@@ -29,12 +29,12 @@ from torch import Tensor
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
 from trainer.config import ConfigError, FactoryConfig
-from trainer.data.sampler import spread
+from trainer.data.sampler import spread_positions
 from trainer.evaluation import scores
-from trainer.evaluation.baselines import Forecast, fit_student_t
+from trainer.evaluation.baselines import BaselineForecast, fit_student_t
 from trainer.evaluation.evaluate import evaluate
 from trainer.evaluation.gate import suspect_leak
-from trainer.evaluation.report import judge, predictive_of
+from trainer.evaluation.report import predictive_of, score_forecast
 from trainer.model.losses import StudentTLoss
 from trainer.model.stock import build_model
 
@@ -52,7 +52,7 @@ fall short of it by 0.02 to 0.05, and true labels beat it by 0.11."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
+class LeakageTrial:
     """One short training on the validation split: likelihood, and what its mean forecast knew in each half."""
 
     nll: float
@@ -60,7 +60,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class LeakageVerdict:
     """Per check, why it failed; empty where it passed."""
 
     shuffled_labels_teach_nothing: tuple[str, ...]
@@ -75,7 +75,9 @@ class Verdict:
         return self.shuffled_labels_teach_nothing + self.planted_leak_is_caught
 
 
-def verdict(constant_nll: float, shuffled: Trial, planted: Trial, control: Trial) -> Verdict:
+def judge_leakage(
+    constant_nll: float, shuffled: LeakageTrial, planted: LeakageTrial, control: LeakageTrial
+) -> LeakageVerdict:
     """What the three trials say; ``constant_nll`` is the unconditional distribution's on the same windows."""
     shuffling, alarm = [], []
     gain = constant_nll - shuffled.nll
@@ -89,7 +91,7 @@ def verdict(constant_nll: float, shuffled: Trial, planted: Trial, control: Trial
     leak = suspect_leak(control.halves)
     if leak:
         alarm.append(f"on the data as they are, {leak}")
-    return Verdict(shuffled_labels_teach_nothing=tuple(shuffling), planted_leak_is_caught=tuple(alarm))
+    return LeakageVerdict(shuffled_labels_teach_nothing=tuple(shuffling), planted_leak_is_caught=tuple(alarm))
 
 
 class ShuffledLabels:
@@ -97,7 +99,7 @@ class ShuffledLabels:
 
     def __init__(self, shards: DataShardManager, seed: int) -> None:
         self._shards = shards
-        rows = shards.end_rows("train", spread(shards.count("train")))
+        rows = shards.end_rows("train", spread_positions(shards.count("train")))
         order = np.argsort(rows)
         self._rows = rows[order]
         self._labels = shards.column(shards.spec.target, rows)[np.random.default_rng(seed).permutation(len(rows))]
@@ -129,7 +131,7 @@ class PlantedLeak:
         return windows, target
 
 
-def run_trial(shards: Any, steps: int, seed: int) -> Trial:
+def run_trial(shards: Any, steps: int, seed: int) -> LeakageTrial:
     """Train the default model for ``steps`` batches and judge it on the validation split."""
     torch.manual_seed(seed)
     criterion = StudentTLoss(shards.spec)
@@ -137,7 +139,7 @@ def run_trial(shards: Any, steps: int, seed: int) -> Trial:
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps)
     random = np.random.default_rng(seed)
-    positions = spread(shards.count("train"))
+    positions = spread_positions(shards.count("train"))
     batch = min(BATCH, max(32, MAX_PASSES * len(positions) // steps))
     for _ in range(steps):
         rows = shards.end_rows("train", positions[random.integers(len(positions), size=batch)])
@@ -158,17 +160,17 @@ def run_trial(shards: Any, steps: int, seed: int) -> Trial:
         for part in scores.halves(days)
         if part.any()
     )
-    return Trial(nll=result.metrics["nll"], halves=skill)
+    return LeakageTrial(nll=result.metrics["nll"], halves=skill)
 
 
 def constant_nll(shards: DataShardManager) -> float:
     """NLL on the validation split of the one distribution that fits its labels best: no constant forecast can do
     better, so a model that only guessed a calmer or stormier market than it saw in training cannot beat it by luck."""
-    rows = shards.end_rows("valid", spread(shards.count("valid")))
+    rows = shards.end_rows("valid", spread_positions(shards.count("valid")))
     target = shards.column(shards.spec.target, rows).astype(np.float64)
     sigma, nu = fit_student_t(target)
-    forecast = Forecast(np.zeros(len(target)), np.full(len(target), sigma), nu)
-    return float(judge(predictive_of(forecast), target)["nll"].mean())
+    forecast = BaselineForecast(np.zeros(len(target)), np.full(len(target), sigma), nu)
+    return float(score_forecast(predictive_of(forecast), target)["nll"].mean())
 
 
 def run_canaries(shards: DataShardManager, steps: int = STEPS, seed: int = 0) -> dict[str, Any]:
@@ -180,7 +182,7 @@ def run_canaries(shards: DataShardManager, steps: int = STEPS, seed: int = 0) ->
         "planted": run_trial(PlantedLeak(shards), steps, seed),
         "control": run_trial(shards, steps, seed),
     }
-    judged = verdict(constant, **trials)
+    judged = judge_leakage(constant, **trials)
     return {
         "passed": judged.passed,
         "reasons": judged.reasons,

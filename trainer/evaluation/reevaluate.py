@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from trainer.config import ConfigError
-from trainer.data.sampler import spread
-from trainer.evaluation.baselines import Forecast, baseline_forecasts
-from trainer.evaluation.report import gain, judge, predictive_of
+from trainer.data.sampler import spread_positions
+from trainer.evaluation.baselines import BaselineForecast, baseline_forecasts
+from trainer.evaluation.report import gain, predictive_of, score_forecast
 from trainer.isolation.runner import Isolated, IsolationError
 from trainer.model.losses import Predictive
 from trainer.model.saved_model import BATCH, DESCRIPTION
@@ -75,7 +75,7 @@ def reassess(saved: Forecaster, shards: DataShardManager, after: np.datetime64) 
         own, its = getattr(saved.spec, name), getattr(shards.spec, name)
         if own != its:
             raise ValueError(f"the model's {name} is {own!r}, the dataset's {its!r}: it cannot be judged on it")
-    rows = shards.end_rows("test", spread(shards.count("test")))
+    rows = shards.end_rows("test", spread_positions(shards.count("test")))
     later = np.flatnonzero(shards.dates(rows) > after)
     days = shards.dates(rows[later])
     report: dict[str, Any] = {"windows": len(later), "days": len(np.unique(days)), "nll": None, "baselines": {}}
@@ -91,10 +91,10 @@ def reassess(saved: Forecaster, shards: DataShardManager, after: np.datetime64) 
     if "sigma" not in columns:
         return report
     nu = columns.get("nu", np.full(len(later), np.inf))
-    own = judge(Predictive(*map(torch.from_numpy, (columns["mu"], columns["sigma"], nu))), columns["target"])
+    own = score_forecast(Predictive(*map(torch.from_numpy, (columns["mu"], columns["sigma"], nu))), columns["target"])
     for name, forecast in baseline_forecasts(shards, "test").items():
         if forecast.sigma is not None:
-            other = judge(predictive_of(_part(forecast, later)), columns["target"])
+            other = score_forecast(predictive_of(_part(forecast, later)), columns["target"])
             report["baselines"][name] = {
                 "nll": float(other["nll"].mean()),
                 **gain(own, other, days, shards.spec.horizon),
@@ -102,7 +102,7 @@ def reassess(saved: Forecaster, shards: DataShardManager, after: np.datetime64) 
     return {**report, "nll": float(own["nll"].mean()), "first_date": str(days.min()), "last_date": str(days.max())}
 
 
-def _part(forecast: Forecast, positions: Any) -> Forecast:
+def _part(forecast: BaselineForecast, positions: Any) -> BaselineForecast:
     assert forecast.sigma is not None
     return replace(forecast, mu=forecast.mu[positions], sigma=forecast.sigma[positions])
 

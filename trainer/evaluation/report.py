@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.evaluation import scores
-from trainer.evaluation.baselines import Forecast
+from trainer.evaluation.baselines import BaselineForecast
 from trainer.evaluation.gate import gate, suspect_leak
 from trainer.evaluation.scores import Array
 from trainer.model.losses import Predictive
@@ -39,7 +39,7 @@ class Predictions:
         return Predictive(*(torch.from_numpy(array) for array in (self.mu, self.sigma, self.nu)))
 
 
-def judge(predictive: Predictive | None, target: Array) -> dict[str, Array]:
+def score_forecast(predictive: Predictive | None, target: Array) -> dict[str, Array]:
     """Proper scores per sample (n,): ``nll``, ``pinball`` (mean over `QUANTILES`, in the target's unit) and
     ``coverage_90`` (1 inside the central 90 % interval, 0 outside). Empty where there is no distribution."""
     if predictive is None:
@@ -58,18 +58,18 @@ def judge(predictive: Predictive | None, target: Array) -> dict[str, Array]:
 def build_report(
     predictions: Predictions,
     days: NDArray[np.datetime64],
-    baselines: Mapping[str, Forecast],
+    baselines: Mapping[str, BaselineForecast],
     horizon: int,
     split: str = "test",
 ) -> dict[str, Any]:
     """The content of ``evaluation.json``. ``days`` (n,) are the dates of the windows' ends, datetime64[D]; ``horizon``
     is in days and sets the lag of the t-statistics."""
     target = predictions.target
-    own = judge(predictions.predictive, target)
+    own = score_forecast(predictions.predictive, target)
     has_mean = not np.isnan(predictions.mu).any()
     skill = scores.mean_skill(predictions.mu, target, days, horizon) if has_mean else {}
     parts = [part for part in scores.halves(days) if has_mean and part.any()]
-    judged = {name: judge(predictive_of(forecast), target) for name, forecast in baselines.items()}
+    judged = {name: score_forecast(predictive_of(forecast), target) for name, forecast in baselines.items()}
     reference = judged.get(REFERENCE, {})
     report: dict[str, Any] = {
         "split": split,
@@ -96,7 +96,7 @@ def build_report(
     return report
 
 
-def predictive_of(forecast: Forecast) -> Predictive | None:
+def predictive_of(forecast: BaselineForecast) -> Predictive | None:
     """The distribution of a baseline, None for one of the mean alone."""
     if forecast.sigma is None:
         return None

@@ -42,7 +42,7 @@ def modules_of_settings(environment: Mapping[str, str] | None = None) -> tuple[s
         raise ConfigError(f"{VARIABLE}={text!r}: {error}") from None
 
 
-def is_allowed(module: str, modules: tuple[str, ...]) -> bool:
+def is_module_allowed(module: str, modules: tuple[str, ...]) -> bool:
     """Whether a module is one of these, or lies below one of them."""
     return any(module == name or module.startswith(f"{name}.") for name in modules)
 
@@ -64,7 +64,7 @@ def refuse_foreign(kind: str, factory: str, modules: tuple[str, ...]) -> None:
         )
     if not _MODULE.fullmatch(module) or not attribute.isidentifier():
         raise ConfigError(f"{kind}.factory = {factory!r} is not written as package.module:factory")
-    if not is_allowed(module, modules):
+    if not is_module_allowed(module, modules):
         known = f"{VARIABLE} allows {', '.join(modules)}" if modules else f"{VARIABLE} is not set"
         raise ConfigError(
             f"{kind}.factory = {factory!r}: the module {module!r} is not allowed to be imported ({known}); "

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.config import ConfigError, FactoryConfig
-from trainer.model.allowed_factories import is_allowed, modules_of_settings, refuse_foreign, remedy
+from trainer.model.allowed_factories import is_module_allowed, modules_of_settings, refuse_foreign, remedy
 
 
-def build(
+def build_from_factory(
     kind: str,
     config: FactoryConfig,
     stock: Mapping[str, Callable[..., Any]],
@@ -75,7 +75,7 @@ def _find(
     if not inspect.isfunction(factory) and not inspect.isclass(factory):
         raise ConfigError(f"{kind}.factory = {name!r} is a {type(factory).__name__}; it must be a function or a class")
     home = str(factory.__module__)
-    if not is_allowed(home, modules):  # what a module has imported is not the module's own
+    if not is_module_allowed(home, modules):  # what a module has imported is not the module's own
         raise ConfigError(
             f"{kind}.factory = {name!r} is defined in the module {home!r}, which is not allowed; {remedy(home)}, "
             f"or write a function of your own in {module_name!r} that calls it"

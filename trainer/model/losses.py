@@ -225,7 +225,7 @@ STOCK: dict[str, type[nn.Module]] = {"student_t": StudentTLoss, "gaussian": Gaus
 def build_loss(config: FactoryConfig, spec: DataSpec, modules: tuple[str, ...] | None = None) -> nn.Module:
     """The loss by name (``student_t``, ``gaussian``, ``mse``) or ``package.module:factory``, called with
     ``(spec, **args)`` and tried on two samples. Raises `ConfigError`. ``modules``: as for `build_model`."""
-    loss = factories.build("loss", config, STOCK, spec, modules=modules)
+    loss = factories.build_from_factory("loss", config, STOCK, spec, modules=modules)
     where = f"loss.factory = {config.factory!r}"
     if not isinstance(loss, nn.Module):
         raise ConfigError(f"{where} returned a {type(loss).__name__}; it must return a torch.nn.Module")

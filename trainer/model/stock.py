@@ -163,7 +163,7 @@ def build_model(
 
     Weights come from torch's global random state: seed it before.
     """
-    inner = factories.build("model", config, STOCK, spec, outputs, modules=modules)
+    inner = factories.build_from_factory("model", config, STOCK, spec, outputs, modules=modules)
     where = f"model.factory = {config.factory!r}"
     if not isinstance(inner, nn.Module):
         raise ConfigError(f"{where} returned a {type(inner).__name__}; it must return a torch.nn.Module")

@@ -142,7 +142,7 @@ class CommunicationProfiler:
         step, over all ranks. ``parameters_bytes``: the size of the parameters that are trained.
         """
         return {
-            **summary(window, self.world.topology),
+            **summarize_window(window, self.world.topology),
             "topology": "star" if self.world.topology == "star" else "all-reduce",
             "backend": self.world.backend,
             "device": self.world.device.type,
@@ -211,7 +211,7 @@ def row_of(marks: Sequence[Mark], collectives: Sequence[Collective], samples: in
     return [*durations(marks, when).values(), samples, *pairs]
 
 
-def summary(window: TimingWindow, topology: str) -> dict[str, Any]:
+def summarize_window(window: TimingWindow, topology: str) -> dict[str, Any]:
     """What a window says of each rank: the ``timing`` event's figures."""
     exposed, wire = window.field("exposed"), window.wire
     means = dict(zip(FIELDS, window.values.mean(axis=1).T, strict=False))

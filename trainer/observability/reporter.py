@@ -323,7 +323,7 @@ class MLflowSink:
 
         metrics = []
         for step, name, value, at in self._scalars.of(events):
-            if fits(name, self._names, self._most):
+            if fits_run(name, self._names, self._most):
                 self._names.add(name)
                 metrics.append(Metric(name.replace("/", "."), value, int(at * 1000), step))
         for at in range(0, len(metrics), METRICS_PER_REQUEST):
@@ -339,7 +339,7 @@ class MLflowSink:
         """Nothing is held open."""
 
 
-def fits(name: str, taken: Collection[str], most: int | None) -> bool:
+def fits_run(name: str, taken: Collection[str], most: int | None) -> bool:
     """Does a run of a server that takes so many names (None: all) take this one, besides those it has taken? What does
     not fit is in the events only."""
     if most is None or name in taken:

@@ -203,7 +203,7 @@ def make_comm_hook(name: str, nodes: Sequence[int], fraction: float) -> CommHook
     return Hierarchical(nodes) if name == "hierarchical" and 1 < len(set(nodes)) < len(nodes) else NoCompression()
 
 
-def check(config: DistributedTrainingConfig) -> None:
+def check_compression(config: DistributedTrainingConfig) -> None:
     """`ConfigError` for settings that do not go together."""
     if config.communication == "topk" and config.precision == "fp16":
         raise ConfigError(

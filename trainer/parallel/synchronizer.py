@@ -23,7 +23,7 @@ from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
 from trainer.parallel.auto_compression import Automatic
 from trainer.parallel.buckets import Bucket, Buckets, divide
-from trainer.parallel.compression import CommHook, Computing, NoCompression, check, make_comm_hook
+from trainer.parallel.compression import CommHook, Computing, NoCompression, check_compression, make_comm_hook
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
@@ -56,7 +56,7 @@ class GradientSynchronizer:
         self.on_last_bucket: Callable[[], object] | None = None
         """Called when the last bucket was handed over: what it submits comes right after that, without a wait. By then
         it is known what has no gradient."""
-        check(self.config)
+        check_compression(self.config)
 
     def wrap(self, module: nn.Module, flat: bool = False) -> None:
         """From now on, a backward pass through this module sums its gradients over ranks. Its parameters must be equal

@@ -42,7 +42,7 @@ _SIGNATURE = re.compile(r"(sig|se|sp|skoid)=[^&\s'\")]+", re.IGNORECASE)
 _T = TypeVar("_T")
 
 
-class Verdict(Enum):
+class AccessVerdict(Enum):
     """What an error means for whoever asked."""
 
     MISSING = auto()
@@ -59,34 +59,34 @@ class Verdict(Enum):
     FAILED = auto()
 
 
-def judge(error: BaseException) -> Verdict:
+def judge_access(error: BaseException) -> AccessVerdict:
     """What an error of the SDK, or of what it is built on, means. Pure."""
     if isinstance(error, ClientAuthenticationError):
-        return Verdict.DENIED
+        return AccessVerdict.DENIED
     if isinstance(error, (ServiceRequestError, ServiceResponseError, IncompleteReadError)):
-        return Verdict.AGAIN
+        return AccessVerdict.AGAIN
     if not isinstance(error, HttpResponseError):
         passing = isinstance(error, (requests.RequestException, urllib3.exceptions.HTTPError, ConnectionError))
-        return Verdict.AGAIN if passing else Verdict.FAILED
+        return AccessVerdict.AGAIN if passing else AccessVerdict.FAILED
     code = getattr(error, "error_code", None)
     name, status = str(getattr(code, "value", code)), error.status_code
     if status is None or status in (408, 429) or status >= 500:  # no status: the connection broke within the answer
-        return Verdict.AGAIN
+        return AccessVerdict.AGAIN
     if status in (401, 403):
-        return Verdict.DENIED
+        return AccessVerdict.DENIED
     if status == 404:
-        return Verdict.NO_CONTAINER if name == "ContainerNotFound" else Verdict.MISSING
+        return AccessVerdict.NO_CONTAINER if name == "ContainerNotFound" else AccessVerdict.MISSING
     if name in ("ConditionNotMet", "TargetConditionNotMet", "BlobAlreadyExists"):  # not: 412 for somebody's lease
-        return Verdict.CONFLICT
+        return AccessVerdict.CONFLICT
     if status == 416:
-        return Verdict.BAD_RANGE
-    return Verdict.LOST_BLOCKS if name == "InvalidBlockList" else Verdict.FAILED
+        return AccessVerdict.BAD_RANGE
+    return AccessVerdict.LOST_BLOCKS if name == "InvalidBlockList" else AccessVerdict.FAILED
 
 
 class BlobError(StorageError):
     """A request that failed for good. ``verdict`` says how."""
 
-    def __init__(self, message: str, verdict: Verdict) -> None:
+    def __init__(self, message: str, verdict: AccessVerdict) -> None:
         super().__init__(message)
         self.verdict = verdict
 
@@ -99,11 +99,11 @@ def attempt(what: str, action: Callable[[], _T]) -> _T:
     """
     try:
         return RETRIES.call(
-            what, action, lambda error: judge(error) is Verdict.AGAIN, asked_seconds=_asked_to_wait,
+            what, action, lambda error: judge_access(error) is AccessVerdict.AGAIN, asked_seconds=_asked_to_wait,
             describe=_first_line,
         )  # fmt: skip
     except (AzureError, requests.RequestException, urllib3.exceptions.HTTPError, ConnectionError) as error:
-        raise _translated(what, error, judge(error)) from None  # the SDK's own trace says nothing more
+        raise _translated(what, error, judge_access(error)) from None  # the SDK's own trace says nothing more
 
 
 def service() -> BlobServiceClient:
@@ -154,9 +154,9 @@ def account() -> str:
     return CONNECTION_STRING if os.environ.get(CONNECTION_STRING) else f"{ACCOUNT_URL}={os.environ.get(ACCOUNT_URL)}"
 
 
-def _translated(what: str, error: BaseException, verdict: Verdict) -> OSError:
+def _translated(what: str, error: BaseException, verdict: AccessVerdict) -> OSError:
     said = _first_line(error)
-    if verdict is Verdict.DENIED:
+    if verdict is AccessVerdict.DENIED:
         remedy = (
             f"check the key in {CONNECTION_STRING}, and the account's network rules"
             if os.environ.get(CONNECTION_STRING)
@@ -164,7 +164,7 @@ def _translated(what: str, error: BaseException, verdict: Verdict) -> OSError:
             "account's network rules admit it"
         )
         return StorageAccessError(f"{what}: the storage account ({account()}) does not let us in ({said}): {remedy}")
-    if verdict is Verdict.NO_CONTAINER:
+    if verdict is AccessVerdict.NO_CONTAINER:
         return StorageAccessError(
             f"{what}: the storage account ({account()}) has no such container: create it, or correct the address"
         )

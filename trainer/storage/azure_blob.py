@@ -30,7 +30,7 @@ from azure.core.exceptions import HttpResponseError
 from azure.storage.blob import BlobBlock, BlobClient, BlobPrefix
 
 from trainer.errors import ConfigError
-from trainer.storage.azure_account import BlobError, Verdict, attempt, service
+from trainer.storage.azure_account import AccessVerdict, BlobError, attempt, service
 from trainer.storage.base import Storage, is_litter
 from trainer.storage.regular_files import too_large
 from trainer.storage.transfer_pool import Lanes
@@ -87,7 +87,7 @@ class BlobStorage(Storage):
             try:
                 self._rest(name, first, pieces.__setitem__)
             except BlobError as error:
-                if error.verdict is Verdict.CONFLICT:  # replaced while it was read: from the start
+                if error.verdict is AccessVerdict.CONFLICT:  # replaced while it was read: from the start
                     continue
                 raise
             data = first.data if len(pieces) == 1 else b"".join(pieces[offset] for offset in sorted(pieces))
@@ -132,7 +132,7 @@ class BlobStorage(Storage):
         try:
             return self._put(name, data, {"match_condition": MatchConditions.IfMissing}, [mark])
         except BlobError as error:
-            if error.verdict is not Verdict.CONFLICT:
+            if error.verdict is not AccessVerdict.CONFLICT:
                 raise
         properties = self._properties(name)
         if mark in _marks(properties.metadata):  # it was us: that answer was lost
@@ -160,7 +160,7 @@ class BlobStorage(Storage):
                 self._put(name, data, condition, [*marks[1 - _MARKS :], mark])
                 return True
             except BlobError as error:
-                if error.verdict is not Verdict.CONFLICT:
+                if error.verdict is not AccessVerdict.CONFLICT:
                     raise
 
     def require_swap(self) -> None:
@@ -214,7 +214,7 @@ class BlobStorage(Storage):
         try:
             return attempt(f"{verb} {self._at(name)}", action)
         except BlobError as error:
-            if error.verdict is Verdict.MISSING:
+            if error.verdict is AccessVerdict.MISSING:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._at(name)) from None
             raise
 
@@ -239,7 +239,7 @@ class BlobStorage(Storage):
         try:
             return self._attempt("read", name, get)
         except BlobError as error:
-            if error.verdict is not Verdict.BAD_RANGE or offset:
+            if error.verdict is not AccessVerdict.BAD_RANGE or offset:
                 raise
             properties = self._properties(name)  # it is empty
             return _Part(b"", 0, properties.etag, properties.metadata or {})
@@ -261,7 +261,7 @@ class BlobStorage(Storage):
             try:
                 return self._rest(name, first, lambda offset, data: _write_at(file.fileno(), data, offset))
             except BlobError as error:
-                if error.verdict is not Verdict.CONFLICT:
+                if error.verdict is not AccessVerdict.CONFLICT:
                     raise
 
     def _put(self, name: str, data: bytes, condition: dict[str, Any], marks: Sequence[str]) -> str | None:
@@ -285,7 +285,7 @@ class BlobStorage(Storage):
             try:
                 return self._commit(name, writer.blocks, condition, metadata)
             except BlobError as error:
-                if error.verdict is not Verdict.LOST_BLOCKS or last:
+                if error.verdict is not AccessVerdict.LOST_BLOCKS or last:
                     raise
         raise AssertionError("the last attempt returns or raises")
 

@@ -18,7 +18,7 @@ from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
 from trainer.tuning.search import LEAST_SECONDS
-from trainer.tuning.tuner import tune
+from trainer.tuning.tuner import run_tuning
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError, UnicodeDecodeError) as error:
         parser.error(f"--config {options.config}: {error}")
     with record_presence(job, os.environ) as leaving:
-        leaving.code = tune(job, options.seconds, options.global_batch)
+        leaving.code = run_tuning(job, options.seconds, options.global_batch)
     return leaving.code
 
 

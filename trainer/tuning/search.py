@@ -18,16 +18,16 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.tuning.search_space import LAYOUT, Candidate, Group, TuningContext, groups, layouts, share
+from trainer.tuning.search_space import LAYOUT, SettingsGroup, TrialSettings, TuningContext, groups, layouts, share
 from trainer.tuning.verdict import (
     LEAST_ROUNDS,
     LearningResult,
     Spread,
+    explain_worse_learning,
     gains,
+    measure_spread,
     no_gain,
-    objection,
     pays,
-    spread,
     tolerated,
     untold,
 )
@@ -58,24 +58,24 @@ class TrialRunner(Protocol):
     def elapsed(self) -> float:
         """Seconds of the budget that are gone."""
 
-    def prepare(self, candidate: Candidate) -> str:
+    def prepare(self, candidate: TrialSettings) -> str:
         """Make it ready to run; "" or why it cannot be. One that is ready stays as it is."""
 
-    def measure(self, candidate: Candidate) -> float:
+    def measure(self, candidate: TrialSettings) -> float:
         """Some steps of real training; samples per second, 0 where its numbers are no longer finite."""
 
-    def release(self, candidate: Candidate) -> None:
+    def release(self, candidate: TrialSettings) -> None:
         """Give back what it takes."""
 
-    def learn(self, candidate: Candidate, steps: int) -> LearningResult:
+    def learn(self, candidate: TrialSettings, steps: int) -> LearningResult:
         """Train it from its first weights on as many samples as the configuration has in so many steps, with the whole
         schedule of the learning rate in them."""
 
-    def step_seconds(self, candidate: Candidate) -> float:
+    def step_seconds(self, candidate: TrialSettings) -> float:
         """Of the last measurement."""
 
 
-def better_half(challengers: Sequence[Candidate], rates: dict[Candidate, list[float]]) -> list[Candidate]:
+def better_half(challengers: Sequence[TrialSettings], rates: dict[TrialSettings, list[float]]) -> list[TrialSettings]:
     """Those with the higher medians, in their order; one at least."""
     ranked = sorted(challengers, key=lambda item: statistics.median(rates[item]), reverse=True)
     kept = set(ranked[: -(-len(ranked) // 2)])
@@ -83,14 +83,14 @@ def better_half(challengers: Sequence[Candidate], rates: dict[Candidate, list[fl
 
 
 def compare_throughput(
-    runner: TrialRunner, incumbent: Candidate, challengers: Sequence[Candidate], until: float, limit: float,
+    runner: TrialRunner, incumbent: TrialSettings, challengers: Sequence[TrialSettings], until: float, limit: float,
     rounds: int = MOST_ROUNDS, halves: bool = False,
-) -> dict[Candidate, list[float]]:  # fmt: skip
+) -> dict[TrialSettings, list[float]]:  # fmt: skip
     """Samples per second of each, round by round; the incumbent runs in all of them. It ends when the rounds are over,
     at ``until`` where there were enough of them to tell, and at ``limit`` in any case, but for the first round.
     ``halves``: the slower challengers leave early."""
     racing = list(challengers)
-    rates: dict[Candidate, list[float]] = {item: [] for item in (incumbent, *racing)}
+    rates: dict[TrialSettings, list[float]] = {item: [] for item in (incumbent, *racing)}
     for number in range(rounds):
         before = runner.elapsed
         order = [incumbent, *racing]
@@ -127,8 +127,8 @@ class Search:
     """Told of each thing that is done, in keywords."""
     keep: Callable[[], None] = lambda: None
     """Called when something better may have been found."""
-    baseline: Candidate = field(default_factory=Candidate)
-    best: Candidate = field(default_factory=Candidate)
+    baseline: TrialSettings = field(default_factory=TrialSettings)
+    best: TrialSettings = field(default_factory=TrialSettings)
     rows: list[dict[str, Any]] = field(default_factory=list)
     """A line for each candidate: group, settings, verdict, and figures where there are any."""
     baseline_rate: Spread | None = None
@@ -136,7 +136,7 @@ class Search:
     gain: Spread | None = None
     """Of the best over the baseline, when these two were last compared."""
     is_complete: bool = False
-    _chosen: list[Candidate] = field(default_factory=list)
+    _chosen: list[TrialSettings] = field(default_factory=list)
     """In each group that had something to choose."""
     _judging_seconds: float = 0.0
     _judged_steps: int = 0
@@ -162,7 +162,7 @@ class Search:
         confirming = LEAST_ROUNDS * 2 * self._measurement_seconds + self._entry_seconds
         return min(SEARCHING * self.seconds + self._judging_seconds, self.seconds - confirming)
 
-    def _options(self, group: Group) -> list[Candidate]:
+    def _options(self, group: SettingsGroup) -> list[TrialSettings]:
         now = replace(self.config, **dict(self.best.settings))
         return [self.best.but(changes) for changes in group.options(now, self.facts)]
 
@@ -171,7 +171,7 @@ class Search:
         needed = self._entry_seconds + LEAST_ROUNDS * count * self._measurement_seconds
         return self.runner.elapsed + needed <= self._limit
 
-    def _enter(self, candidate: Candidate) -> str:
+    def _enter(self, candidate: TrialSettings) -> str:
         before = self.runner.elapsed
         why = self.runner.prepare(candidate)
         if not why:
@@ -179,9 +179,9 @@ class Search:
         return why
 
     def _compare(
-        self, incumbent: Candidate, challengers: Sequence[Candidate], until: float, limit: float, rounds: int,
+        self, incumbent: TrialSettings, challengers: Sequence[TrialSettings], until: float, limit: float, rounds: int,
         halves: bool = False,
-    ) -> dict[Candidate, list[float]]:  # fmt: skip
+    ) -> dict[TrialSettings, list[float]]:  # fmt: skip
         before = self.runner.elapsed
         rates = compare_throughput(self.runner, incumbent, challengers, until, limit, rounds, halves)
         mean = (self.runner.elapsed - before) / sum(map(len, rates.values()))
@@ -197,14 +197,14 @@ class Search:
             if changes[LAYOUT[0]] > self.config.batch_size_per_gpu:
                 continue
             self._add("layout", self.baseline, why)
-            self.baseline = self.best = Candidate().but(changes)
+            self.baseline = self.best = TrialSettings().but(changes)
             why = self.runner.prepare(self.baseline)
         if why:
             raise ConfigError(f"the training cannot be run as it is configured ({self.baseline.label}): {why}")
 
-    def _improve(self, group: Group, until: float) -> None:
+    def _improve(self, group: SettingsGroup, until: float) -> None:
         """Search one group; its best becomes the present settings where it pays and learns as much."""
-        challengers: list[Candidate] = []
+        challengers: list[TrialSettings] = []
         if why := self._enter(self.best):  # one that had left, to be compared, or for what others learn
             return self._add(group.name, self.best, why)
         for candidate in self._options(group):
@@ -241,11 +241,11 @@ class Search:
             if candidate != (chosen or self.best):
                 self.runner.release(candidate)
         if chosen is not None:
-            self.gain = spread(found[chosen]) if self.best == self.baseline else None
+            self.gain = measure_spread(found[chosen]) if self.best == self.baseline else None
             self.best = chosen
             self._chosen.append(chosen)
 
-    def _fall_back(self, group: Group, challengers: Sequence[Candidate]) -> None:
+    def _fall_back(self, group: SettingsGroup, challengers: Sequence[TrialSettings]) -> None:
         """To what was chosen before, for the last choice does not train for long."""
         for candidate in (self.best, *challengers):
             self.runner.release(candidate)
@@ -255,7 +255,7 @@ class Search:
         self._add(group.name, broken, "its loss does not stay finite")
 
     def _verdict(
-        self, group: Group, found: Sequence[float], chosen: Candidate | None, candidate: Candidate
+        self, group: SettingsGroup, found: Sequence[float], chosen: TrialSettings | None, candidate: TrialSettings
     ) -> tuple[str, LearningResult | None]:
         if not pays(found):
             return no_gain(found, HALVED_FROM), None
@@ -266,7 +266,7 @@ class Search:
         why, learned = self._judge(candidate)
         return why or "chosen", learned
 
-    def _judge(self, candidate: Candidate) -> tuple[str, LearningResult | None]:
+    def _judge(self, candidate: TrialSettings) -> tuple[str, LearningResult | None]:
         """Why it does not learn as the configuration does, "" if it does. All runs have the same samples."""
         allowed = JUDGING * self.seconds
         if self._learned is None:
@@ -282,7 +282,7 @@ class Search:
         if not (why := untold(self._learned, self._judged_steps)):
             self.say(group="judging", candidate=candidate.label, doing=f"trains {self._judged_steps} steps")
             learned = self.runner.learn(candidate, self._judged_steps)
-            why = objection(learned, self._learned, self._judged_steps)
+            why = explain_worse_learning(learned, self._learned, self._judged_steps)
         self._judging_seconds += self.runner.elapsed - before
         return why, learned
 
@@ -303,7 +303,7 @@ class Search:
             self.baseline, rivals, self.seconds, self.seconds, MOST_FINAL_ROUNDS if rivals else HALVED_FROM
         )
         found = {item: gains(rates[item], rates[self.baseline]) for item in rivals}
-        self.baseline_rate = spread(rates[self.baseline])
+        self.baseline_rate = measure_spread(rates[self.baseline])
         for item in sorted(rivals, key=lambda item: statistics.median(found[item]), reverse=True):
             if not pays(found[item]):
                 verdict = no_gain(found[item], LEAST_ROUNDS)
@@ -311,15 +311,15 @@ class Search:
                 verdict = "confirmed" if self.best == self.baseline else "slower than the confirmed one"
             self._add("confirmation", item, verdict, rates[item], found[item])
             if verdict == "confirmed":
-                self.best, self.gain = item, spread(found[item])
-        self.best_rate = spread(rates[self.best])
+                self.best, self.gain = item, measure_spread(found[item])
+        self.best_rate = measure_spread(rates[self.best])
         if not self._chosen or self.best != self.baseline:
             return True
         return bool(rivals) and len(rates[self.baseline]) >= LEAST_ROUNDS
 
-    def _rivals(self) -> list[Candidate]:
+    def _rivals(self) -> list[TrialSettings]:
         """What was chosen, the last first, as far as there is room, and time for enough rounds; one in any case."""
-        rivals: list[Candidate] = []
+        rivals: list[TrialSettings] = []
         for candidate in reversed(self._chosen[-MOST_AT_ONCE:]):
             needed = LEAST_ROUNDS * (2 + len(rivals)) * self._measurement_seconds + self._entry_seconds
             if rivals and self.runner.elapsed + needed > self.seconds:
@@ -331,7 +331,7 @@ class Search:
         return rivals
 
     def _add(
-        self, group: str, candidate: Candidate, verdict: str, rates: Sequence[float] = (),
+        self, group: str, candidate: TrialSettings, verdict: str, rates: Sequence[float] = (),
         found: Sequence[float] = (), learned: LearningResult | None = None,
     ) -> None:  # fmt: skip
         before = self.baseline if group == "confirmation" else self.best
@@ -340,7 +340,11 @@ class Search:
         row: dict[str, Any] = {"group": group, "change": change, "settings": dict(candidate.settings)}
         row["verdict"] = verdict
         if rates:
-            row |= {"samples_per_second": asdict(spread(rates)), "gain": asdict(spread(found)), "rounds": len(rates)}
+            row |= {
+                "samples_per_second": asdict(measure_spread(rates)),
+                "gain": asdict(measure_spread(found)),
+                "rounds": len(rates),
+            }
         if learned is not None and self._learned is not None:
             row["validation_loss"] = {"candidate": learned.loss, "baseline": self._learned.loss}
             row["validation_loss"] |= {"steps": self._judged_steps, "tolerated": tolerated(self._learned)}

@@ -26,13 +26,13 @@ second besides."""
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class TrialSettings:
     """Settings that differ from the configuration."""
 
     settings: tuple[tuple[str, Any], ...] = ()
 
-    def but(self, changes: Settings) -> Candidate:
-        return Candidate(tuple({**dict(self.settings), **changes}.items()))
+    def but(self, changes: Settings) -> TrialSettings:
+        return TrialSettings(tuple({**dict(self.settings), **changes}.items()))
 
     @property
     def label(self) -> str:
@@ -58,7 +58,7 @@ class TuningContext:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class SettingsGroup:
     """Settings that are searched together."""
 
     name: str
@@ -134,23 +134,23 @@ def _other(name: str, *values: Any) -> Callable[[DistributedTrainingConfig, Tuni
     return options
 
 
-def groups(vary_batch: bool, facts: TuningContext) -> list[Group]:
+def groups(vary_batch: bool, facts: TuningContext) -> list[SettingsGroup]:
     """In the order of what they decide: the layout and the precision decide how long a step computes, and with that
     what all others are worth. Compiling comes last, for nothing else can take up so much of the budget."""
-    batch = Group(name="global batch", options=larger_batches, changes_numbers=True)
+    batch = SettingsGroup(name="global batch", options=larger_batches, changes_numbers=True)
     return [
-        Group(name="layout", options=layouts, changes_numbers=facts.batch_matters),
+        SettingsGroup(name="layout", options=layouts, changes_numbers=facts.batch_matters),
         *([batch] if vary_batch else []),
-        Group(name="precision", options=_other("precision", "fp32", "bf16", "fp16"), changes_numbers=True),
-        Group(name="threads", options=thread_counts),
-        Group(name="device", options=places),
-        Group(name="input", options=depths),
-        Group(name="communication", options=communications, changes_numbers=True),
-        Group(name="compile", options=compilations, changes_numbers=True, least_seconds=COMPILE_SECONDS),
+        SettingsGroup(name="precision", options=_other("precision", "fp32", "bf16", "fp16"), changes_numbers=True),
+        SettingsGroup(name="threads", options=thread_counts),
+        SettingsGroup(name="device", options=places),
+        SettingsGroup(name="input", options=depths),
+        SettingsGroup(name="communication", options=communications, changes_numbers=True),
+        SettingsGroup(name="compile", options=compilations, changes_numbers=True, least_seconds=COMPILE_SECONDS),
     ]
 
 
-def share(parts: Sequence[Group], left: float) -> float:
+def share(parts: Sequence[SettingsGroup], left: float) -> float:
     """Of the seconds that are left for these groups, those for the first one: as many as for each other, beside what is
     held for those that cannot begin without."""
     held = sum(group.least_seconds for group in parts)

@@ -20,7 +20,7 @@ from trainer.engine.lr_schedule import learning_rate
 from trainer.engine.step import StepFlags
 from trainer.engine.workload import Workload, make_sampler, open_shards
 from trainer.runtime.fault_injection import Faults
-from trainer.tuning.search_space import Candidate
+from trainer.tuning.search_space import TrialSettings
 
 JUDGED_SAMPLES, JUDGED_AT_ONCE = 8192, 1024
 """Of the validation split, evenly spread over it; two trainings are compared on the same ones."""
@@ -29,7 +29,7 @@ JUDGED_SAMPLES, JUDGED_AT_ONCE = 8192, 1024
 class TuningTrial:
     """A candidate's training, which has its own data, model and optimizer."""
 
-    def __init__(self, job: JobConfig, candidate: Candidate, world: World, faults: Faults) -> None:
+    def __init__(self, job: JobConfig, candidate: TrialSettings, world: World, faults: Faults) -> None:
         """``world``: that of all ranks, which `enter_world` joins."""
         job = replace(job, training=replace(job.training, **dict(candidate.settings)))
         self.config, self.device = job.training, world.device

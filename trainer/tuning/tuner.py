@@ -33,7 +33,7 @@ from trainer.comm.launcher_env import rank_facts
 from trainer.comm.static_rendezvous import PeersMissingError, join_world
 from trainer.comm.world import World, choose_device
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
-from trainer.data.loader import batches_ahead, fits
+from trainer.data.loader import batches_ahead, fits_on_device
 from trainer.data.shards import DatasetError, DataShardManager
 from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.step import NonFiniteError
@@ -46,7 +46,7 @@ from trainer.runtime.affinity import AVAILABLE
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.malloc import keep_freed_memory
 from trainer.tuning.search import OUT_OF_MEMORY, LearningResult, Search
-from trainer.tuning.search_space import LAYOUT, Candidate, TuningContext
+from trainer.tuning.search_space import LAYOUT, TrialSettings, TuningContext
 from trainer.tuning.trial import TuningTrial
 
 WARM_UP = 2
@@ -108,9 +108,9 @@ class Tuner:
         self.reporter = Reporter(self.rundir, 0, 1, []) if self.world.rank == 0 else None
         gc.freeze()  # what is loaded once need not be looked through at each clean-up
         self._is_untidy = False
-        self._running: dict[Candidate, TuningTrial] = {}
+        self._running: dict[TrialSettings, TuningTrial] = {}
         self._measurement_seconds = min(LONGEST, max(SHORTEST, seconds / MEASUREMENTS))
-        self._step_seconds: dict[Candidate, float] = {}
+        self._step_seconds: dict[TrialSettings, float] = {}
         self.search = Search(
             config=self.job.training, runner=self, seconds=seconds, vary_batch=vary_batch, say=self._say,
             keep=self.write,
@@ -123,7 +123,7 @@ class Tuner:
             ),
         )  # fmt: skip
 
-    def prepare(self, candidate: Candidate) -> str:
+    def prepare(self, candidate: TrialSettings) -> str:
         """First one step alone, which may fail on any rank by itself; then with the others."""
         if candidate in self._running:
             return ""
@@ -153,7 +153,7 @@ class Tuner:
             self._began = time.monotonic()
         return ""
 
-    def _first_step(self, candidate: Candidate, stays: bool = True) -> tuple[TuningTrial | None, str]:
+    def _first_step(self, candidate: TrialSettings, stays: bool = True) -> tuple[TuningTrial | None, str]:
         """A trial that has done one step alone, or why there is none, on all ranks. Unless the step ``stays``, it
         has its first weights again."""
         trial, why = None, ""
@@ -174,7 +174,7 @@ class Tuner:
             trial = None
         return trial, why
 
-    def measure(self, candidate: Candidate) -> float:
+    def measure(self, candidate: TrialSettings) -> float:
         trial, samples, seconds = self._running[candidate], 0, 0.0
         steps = max(2, round(self._measurement_seconds / self._step_seconds[candidate]))
         self.world.barrier()
@@ -191,14 +191,14 @@ class Tuner:
         self._step_seconds[candidate] = slowest / steps
         return samples / slowest
 
-    def release(self, candidate: Candidate) -> None:
+    def release(self, candidate: TrialSettings) -> None:
         trial = self._running.pop(candidate, None)
         if trial is not None:
             trial.close()
         trial = None
         self._is_untidy = True
 
-    def learn(self, candidate: Candidate, steps: int) -> LearningResult:
+    def learn(self, candidate: TrialSettings, steps: int) -> LearningResult:
         if self._is_untidy:
             self._clean_up()
         trial, why = self._first_step(candidate, stays=False)
@@ -226,7 +226,7 @@ class Tuner:
         self._is_untidy = True
         return LearningResult(first=first, loss=loss, is_likelihood=is_likelihood, why=self._agree(why))
 
-    def step_seconds(self, candidate: Candidate) -> float:
+    def step_seconds(self, candidate: TrialSettings) -> float:
         return self._step_seconds[candidate]
 
     def document(self) -> dict[str, Any]:
@@ -319,7 +319,9 @@ class Tuner:
 
     def _fits_gpu(self) -> bool:
         """On every rank, so that all try the same."""
-        here = self.device.type == "cuda" and fits(self.shards.sample_bytes, torch.cuda.mem_get_info(self.device)[0])
+        here = self.device.type == "cuda" and fits_on_device(
+            self.shards.sample_bytes, torch.cuda.mem_get_info(self.device)[0]
+        )
         return all(self.world.all_gather_object(here))
 
     def _say(self, **what: Any) -> None:
@@ -367,7 +369,7 @@ def _cpu() -> str:
     return platform.machine()
 
 
-def tune(job: JobConfig, seconds: float, vary_batch: bool) -> int:
+def run_tuning(job: JobConfig, seconds: float, vary_batch: bool) -> int:
     """Tune in this process, together with its peers; the exit code."""
     tuner = None
     try:

@@ -46,7 +46,7 @@ class Spread:
     high: float
 
 
-def spread(values: Sequence[float]) -> Spread:
+def measure_spread(values: Sequence[float]) -> Spread:
     if len(values) < 2:
         return Spread(*(3 * [values[0]]))
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -97,7 +97,7 @@ def untold(baseline: LearningResult, steps: int) -> str:
     )
 
 
-def objection(found: LearningResult, baseline: LearningResult, steps: int) -> str:
+def explain_worse_learning(found: LearningResult, baseline: LearningResult, steps: int) -> str:
     """Why a candidate does not learn as the baseline does; "" where it does, or learns more."""
     if why := untold(baseline, steps):
         return why

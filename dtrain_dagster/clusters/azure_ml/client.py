@@ -115,7 +115,7 @@ class Service:
             raise
         except Exception as error:
             if not passes(error):
-                raise refused(what, error) from error
+                raise explain_refusal(what, error) from error
             raise ServiceUnreachable(
                 f"{what}: Azure ML cannot be reached, tried for {patience:.0f} s: {words(error)}"
                 f"{request_note(request_id_of(error))}",
@@ -173,7 +173,7 @@ def passes(error: BaseException) -> bool:
     return False
 
 
-def refused(what: str, error: BaseException) -> ServiceError:
+def explain_refusal(what: str, error: BaseException) -> ServiceError:
     """A refusal in our words, with the remedy where one is known."""
     code, status, reason = code_of(error), status_of(error), words(error)
     message = f"{what}: {reason}"

@@ -19,7 +19,7 @@ from dtrain_dagster.clusters.azure_ml.jobs import Jobs, NameTaken, ServiceJob
 from dtrain_dagster.clusters.azure_ml.launch_record import Launches, Record
 from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, Provisioned, Provisioner
 from dtrain_dagster.clusters.azure_ml.sku_chain import SkuChoice, chain
-from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide, phase_of
+from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide_job, phase_of
 from dtrain_dagster.clusters.azure_ml.status_file import StatusFile, job_status_of
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus, NoCapacityError
 from dtrain_dagster.clusters.exit_policy import is_failure
@@ -142,7 +142,7 @@ class JobController:
             facts = self._facts(record, job, status)
         except ServiceError as error:
             return self.status.report_unreachable(record, status, error)
-        decision = decide(facts, self._patience)
+        decision = decide_job(facts, self._patience)
         if job is not None and not record["confirmed"]:
             fields = {"confirmed": True, "studio_url": job.studio_url}
             record = self.launches.change(record["token"], **fields) or record
@@ -192,8 +192,8 @@ class JobController:
             seen=record["confirmed"],
             result=self.rundir.read_json(RESULT),
             heard_at=max((node.last_seen_at or node.started_at for node in nodes), default=None),
-            vanished=tuple(node.node_id for node in presences.latest(nodes) if node.ended_at is None),
-            exit_codes=tuple(code for node in presences.latest(nodes) for code in node.exit_codes),
+            vanished=tuple(node.node_id for node in presences.find_latest_stays(nodes) if node.ended_at is None),
+            exit_codes=tuple(code for node in presences.find_latest_stays(nodes) for code in node.exit_codes),
             cancel_asked=record["cancel_asked_at"] is not None,
             stopping=record["stopping"],
             resubmissions_left=self.options.max_resubmissions - (record["launch"] - record["first_launch"]),

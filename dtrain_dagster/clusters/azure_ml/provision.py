@@ -33,8 +33,8 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
     examine,
     quota_of,
     retry_at,
-    size_of,
     value_of,
+    vm_size_of,
 )
 from dtrain_dagster.clusters.base import ClusterError, NoCapacityError
 from dtrain_dagster.costs.prices import region_of
@@ -296,7 +296,7 @@ class Provisioner:
     def sizes(self) -> dict[str, Size]:
         """What the region lists, by name in small letters."""
         ask = self.service.call("list the sizes", lambda: list(self.service.ml.compute.list_sizes()))
-        return {size.sku.casefold(): size for size in map(size_of, ask)}
+        return {size.sku.casefold(): size for size in map(vm_size_of, ask)}
 
     def quotas(self) -> list[Quota]:
         ask = self.service.call("list the quotas", lambda: list(self.service.ml.compute.list_usage()))

@@ -238,7 +238,7 @@ def value_of(thing: Any, *names: str) -> Any:
     return None
 
 
-def size_of(listed: Any) -> Size:
+def vm_size_of(listed: Any) -> Size:
     """A size as the service's client lists it."""
     return Size(
         sku=listed.name,

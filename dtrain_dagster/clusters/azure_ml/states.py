@@ -106,7 +106,7 @@ def phase_of(look: Look) -> Phase:
     return "paused" if look.status == "Paused" else "silent"  # NotResponding, Unknown, and words that are new
 
 
-def decide(facts: JobFacts, patience: Patience) -> JobDecision:
+def decide_job(facts: JobFacts, patience: Patience) -> JobDecision:
     """What to make of a launch."""
     phase = phase_of(facts.look)
     if _says(facts, "succeeded") and phase in ("ended", "gone"):

@@ -36,7 +36,7 @@ from dtrain_dagster.clusters.local.settle import (
     acquire_job_lock,
     end_supervised,
     observe,
-    settle,
+    settle_status,
     signal_supervisor,
     sweep,
     wait_for_change,
@@ -210,7 +210,7 @@ class LocalClusterManager(GPUClusterManager):
             if lock is None:
                 return
             try:
-                status = settle(rundir)
+                status = settle_status(rundir)
                 if status is None or status["state"] != JobState.SUCCEEDED:
                     self._launch(spec, folder, rundir, lock)
             finally:
@@ -246,7 +246,11 @@ class LocalClusterManager(GPUClusterManager):
             state, message = (JobState.QUEUED, "starting") if running else (JobState.FAILED, NEVER_STARTED)
             return JobStatus(job_id=job_id, state=state, message=message, started_at=launch.get("submitted_at"))
         state = JobState(status["state"])
-        alive = 0 if state.is_final else sum(node.ended_at is None for node in presences.latest(rundir.nodes(True)))
+        alive = (
+            0
+            if state.is_final
+            else sum(node.ended_at is None for node in presences.find_latest_stays(rundir.nodes(True)))
+        )
         return JobStatus(
             job_id=job_id,
             state=state,

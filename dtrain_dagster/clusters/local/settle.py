@@ -53,13 +53,13 @@ def acquire_job_lock(folder: Path, rundir: RunDir) -> int | None:
     return lock
 
 
-def settle(rundir: RunDir) -> dict[str, Any] | None:
+def settle_status(rundir: RunDir) -> dict[str, Any] | None:
     """With the job's lock in hand: if the last supervisor died, write the end that it could not. ``status.json``."""
     status = rundir.read_json(STATUS)
     if status is None or JobState(status["state"]).is_final:
         return status
     sweep(rundir.read_json(LAUNCH) or {}, rundir.storage.local_path())  # its reaper may have died with it
-    left = presences.latest(rundir.nodes())
+    left = presences.find_latest_stays(rundir.nodes())
     ended_at = max(map(presences.end_of, left), default=status["started_at"])
     said = last_lines(rundir.storage.local_path(f"{LOGS}/{SUPERVISOR_LOG}"), 12)
     message = "the supervisor died, and its processes were ended with it" + (f"; it said:\n{said}" if said else "")
@@ -87,7 +87,7 @@ def observe(rundir: RunDir) -> tuple[dict[str, Any] | None, bool]:
         lock = acquire(folder)  # nobody may start it while its end is being written
         if lock is not None:
             try:
-                return settle(rundir), False
+                return settle_status(rundir), False
             finally:
                 os.close(lock)
 

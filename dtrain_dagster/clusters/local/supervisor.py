@@ -23,10 +23,10 @@ from typing import Any
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.exit_policy import (
-    Decision,
+    ExitDecision,
     Failure,
     blame,
-    decide,
+    decide_after_exit,
     decide_plainly,
     exit_code,
     is_failure,
@@ -167,7 +167,7 @@ class Supervisor:
             preexec_fn=partial(_die_with, os.getpid()) if _libc else None,
         )
 
-    def _watch(self) -> Decision | None:
+    def _watch(self) -> ExitDecision | None:
         """Do what the policy says until the job is over: how it is, or None if it was cancelled."""
         deadline: float | None = None
         while True:
@@ -183,7 +183,7 @@ class Supervisor:
                 try:
                     self._relaunch(len(decision.nodes))
                 except (LaunchError, OSError) as error:
-                    return Decision(action="give_up", reason=f"the nodes could not be started again: {error}")
+                    return ExitDecision(action="give_up", reason=f"the nodes could not be started again: {error}")
             elif decision.action in ("fail", "dismiss"):
                 deadline = deadline or time.monotonic() + self.peer_grace
                 if not alive or time.monotonic() > deadline:
@@ -192,12 +192,12 @@ class Supervisor:
                 return decision
             self._pause()
 
-    def _decide(self) -> Decision:
+    def _decide(self) -> ExitDecision:
         facts = [node.facts() for node in self.nodes.values()]
         elastic = self.launch["elastic"]
         if elastic:
             done = 0 in (code for node in facts for code in node.codes) or not any(node.runs for node in facts)
-            decision = decide(
+            decision = decide_after_exit(
                 facts,
                 finished=done and (self.rundir.read_result() or {}).get("status") == "succeeded",
                 replacements_left=self.launch["max_replacements"] - self.replacements,

@@ -10,7 +10,14 @@ import dagster as dg
 import pytest
 
 from dtrain_dagster.assets import training_progress
-from dtrain_dagster.assets.training_progress import MOST_NEWS, TOLD, communication_check, tell_news, tell_of, watch
+from dtrain_dagster.assets.training_progress import (
+    MOST_NEWS,
+    TOLD,
+    communication_check,
+    follow_training,
+    tell_news,
+    tell_of,
+)
 from dtrain_dagster.clusters.base import JobSpec
 from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -114,7 +121,7 @@ def test_a_node_that_does_no_step_shows_what_it_costs(tmp_path: Path, monkeypatc
         manager.provision_cluster(1, "Standard_NC6s_v3")
         command = (sys.executable, "-c", "import time; time.sleep(1)")
         manager.submit_job(JobSpec(job_id="train-1", run_dir=run_dir, command=command, node_count=1))
-        watch(context, manager, RunDir(run_dir), "train-1", plan, [])
+        follow_training(context, manager, RunDir(run_dir), "train-1", plan, [])
 
     try:
         result = dg.materialize([followed])

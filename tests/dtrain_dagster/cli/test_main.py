@@ -21,7 +21,7 @@ from small_job import write_dataset
 
 from dtrain_dagster.cli.job_options import as_begun, dataset_config, plan_job, runnable, total_steps
 from dtrain_dagster.cli.main import main
-from dtrain_dagster.cli.terminal import nodes_table, progress_line
+from dtrain_dagster.cli.terminal import format_progress, nodes_table
 from dtrain_dagster.clusters.azure_ml.job_records import by_node
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
@@ -490,7 +490,7 @@ def test_a_node_that_is_silent_is_not_said_to_be_there():
 def test_a_line_of_progress_says_what_is_known():
     from dtrain_dagster.jobs.progress import JobProgress
 
-    assert progress_line(JobProgress(phase="waiting"), 40) == "waiting · 0 nodes"
+    assert format_progress(JobProgress(phase="waiting"), 40) == "waiting · 0 nodes"
     progress = JobProgress(phase="training", step=20, epoch=1, loss=0.5, samples_per_second=1234.0, eta_seconds=65.0)
     expected = "training · step 20/40 · epoch 2 · loss 0.5000 · 1,234 samples/s · ETA 1 min 05 s · 1 node"
-    assert progress_line(replace(progress, nodes_alive=1), 40) == expected
+    assert format_progress(replace(progress, nodes_alive=1), 40) == expected

@@ -22,7 +22,7 @@ from small_job import write_dataset
 
 from dtrain_dagster.assets.planning import TrainingOptions, job_on
 from dtrain_dagster.cli.main import main
-from dtrain_dagster.cli.train import stated_fields, wanted_job
+from dtrain_dagster.cli.train import job_of_options, stated_fields
 from dtrain_dagster.cli.tune import summary
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.progress import fingerprint
@@ -32,7 +32,7 @@ from dtrain_dagster.settings.environment import Settings
 from trainer.config import ConfigError, DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig
 from trainer.rundir import RunDir
 from trainer.spec import DataSpec
-from trainer.tuning.search_space import Candidate
+from trainer.tuning.search_space import TrialSettings
 from trainer.tuning.trial import TuningTrial
 from trainer.tuning.tuner import Tuner, with_layout
 
@@ -274,10 +274,10 @@ def tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_is_learned_begins_at_the_first_weights_and_has_the_whole_schedule(tuner: Tuner):
-    assert not tuner.prepare(Candidate())
-    short, again, longer = (tuner.learn(Candidate(), steps) for steps in (20, 20, 60))
+    assert not tuner.prepare(TrialSettings())
+    short, again, longer = (tuner.learn(TrialSettings(), steps) for steps in (20, 20, 60))
     assert short == again
-    by_hand = TuningTrial(tuner.job, Candidate(), tuner.world, tuner.faults)
+    by_hand = TuningTrial(tuner.job, TrialSettings(), tuner.world, tuner.faults)
     by_hand.enter_world(tuner.world)
     assert short.first == longer.first == by_hand.validation_loss()
     by_hand.total_steps = 20
@@ -285,16 +285,16 @@ def test_what_is_learned_begins_at_the_first_weights_and_has_the_whole_schedule(
     assert short.loss == by_hand.validation_loss()
     by_hand.close()
     assert short.first > short.loss > longer.loss
-    halves = Candidate((("batch_size_per_gpu", 32), ("gradient_accumulation_steps", 2)))
+    halves = TrialSettings((("batch_size_per_gpu", 32), ("gradient_accumulation_steps", 2)))
     assert tuner.learn(halves, 20).loss == pytest.approx(short.loss, abs=1e-4)
 
 
 def test_what_runs_out_of_memory_while_it_learns_is_told_and_ends_nothing(tuner: Tuner):
     WORN_OUT.append(1)
-    assert tuner.learn(Candidate(), 20).why == "out of memory"
+    assert tuner.learn(TrialSettings(), 20).why == "out of memory"
     WORN_OUT.clear()
-    assert not tuner.learn(Candidate(), 20).why
-    assert not tuner.prepare(Candidate())
+    assert not tuner.learn(TrialSettings(), 20).why
+    assert not tuner.prepare(TrialSettings())
 
 
 def test_a_batch_is_written_as_both_of_its_parts():
@@ -314,7 +314,7 @@ def test_what_is_stated_is_found_in_whole_sections_and_in_the_environment(folder
     for threads, used in ((None, 7), (2, 2)):
         settings = Settings(home=tmp_path / "home", nodes=2, threads_per_rank=threads)
         sets = ('training={"clip_norm": 0.5, "precision": "fp32"}',)
-        job, _ = wanted_job(settings, None, str(tmp_path / "walks"), sets, 2, "j", str(file))
+        job, _ = job_of_options(settings, None, str(tmp_path / "walks"), sets, 2, "j", str(file))
         found = job.training
         assert (found.threads_per_rank, found.clip_norm, found.precision) == (used, 0.5, "fp32")
         assert found.batch_size_per_gpu == 256

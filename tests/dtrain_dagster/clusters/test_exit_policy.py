@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dtrain_dagster.clusters.exit_policy import (
-    Decision,
+    ExitDecision,
     NodeFacts,
-    decide,
+    decide_after_exit,
     decide_plainly,
     exit_code,
     is_failure,
@@ -25,7 +25,7 @@ def facts(*nodes: tuple[int | None, ...], gone: float = 60.0, kept: tuple[int, .
     ]
 
 
-def of(decision: Decision) -> tuple[str, tuple[int, ...]]:
+def of(decision: ExitDecision) -> tuple[str, tuple[int, ...]]:
     return decision.action, decision.nodes
 
 
@@ -67,7 +67,7 @@ def of(decision: Decision) -> tuple[str, tuple[int, ...]]:
     ],
 )
 def test_of_a_job_that_regroups(nodes, action: str, whom: tuple[int, ...]):
-    decision = decide(facts(*nodes), finished=False, replacements_left=6, launches_left=3, delay_seconds=1.0)
+    decision = decide_after_exit(facts(*nodes), finished=False, replacements_left=6, launches_left=3, delay_seconds=1.0)
     assert of(decision) == (action, whom)
 
 
@@ -83,32 +83,41 @@ def test_of_a_job_that_regroups(nodes, action: str, whom: tuple[int, ...]):
     ],
 )
 def test_of_one_whose_result_says_that_the_work_is_done(nodes, action: str):
-    assert decide(facts(*nodes), True, replacements_left=6, launches_left=3, delay_seconds=1.0).action == action
+    assert (
+        decide_after_exit(facts(*nodes), True, replacements_left=6, launches_left=3, delay_seconds=1.0).action == action
+    )
 
 
 def test_a_replacement_waits_for_its_moment_and_for_the_last_of_the_lost():
     lost = [(RUNS,), (KILLED,)]
 
     def action(left: int = 1, **what) -> str:
-        return decide(facts(*lost, **what), False, replacements_left=left, launches_left=3, delay_seconds=5.0).action
+        return decide_after_exit(
+            facts(*lost, **what), False, replacements_left=left, launches_left=3, delay_seconds=5.0
+        ).action
 
     assert action(gone=5.0) == "replace"
     assert action(gone=4.9) == "wait"
     assert action(kept=(1,)) == "wait"
     assert action(left=0) == "wait"
-    immediately = decide(facts(*lost, gone=0.0), False, replacements_left=1, launches_left=3, delay_seconds=0.0)
+    immediately = decide_after_exit(
+        facts(*lost, gone=0.0), False, replacements_left=1, launches_left=3, delay_seconds=0.0
+    )
     assert immediately.action == "replace"
 
 
 def test_no_more_are_replaced_than_may_be():
     nodes = facts((KILLED,), (KILLED,), (RUNS,), (KILLED,))
-    assert of(decide(nodes, False, replacements_left=2, launches_left=3, delay_seconds=0.0)) == ("replace", (0, 1))
+    assert of(decide_after_exit(nodes, False, replacements_left=2, launches_left=3, delay_seconds=0.0)) == (
+        "replace",
+        (0, 1),
+    )
 
 
 def test_nothing_is_concluded_while_a_child_of_a_process_is_left():
     for nodes in ([(LOST_PEERS,), (LOST_PEERS,)], [(KILLED,), (KILLED,)], [(DONE,), (DONE,)]):
         for finished in (True, False):
-            assert decide(facts(*nodes, kept=(1,)), finished, 6, 3, 1.0).action == "wait"
+            assert decide_after_exit(facts(*nodes, kept=(1,)), finished, 6, 3, 1.0).action == "wait"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +132,7 @@ def test_nothing_is_concluded_while_a_child_of_a_process_is_left():
     ],
 )
 def test_why_it_ends_in_words(nodes, words: str):
-    decision = decide(facts(*nodes), False, replacements_left=6, launches_left=0, delay_seconds=1.0)
+    decision = decide_after_exit(facts(*nodes), False, replacements_left=6, launches_left=0, delay_seconds=1.0)
     assert decision.action == "give_up"
     assert words in decision.reason
 

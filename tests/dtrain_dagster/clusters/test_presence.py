@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dtrain_dagster.clusters.presence import Generation, health, newest_generation
+from dtrain_dagster.clusters.presence import NodeGeneration, health, newest_generation
 from trainer.rundir import NodePresence, RunDir
 
 NOW = 1000.0
@@ -14,8 +14,8 @@ def node(node_id: int, started_at: float = 0.0, launch: int = 1) -> NodePresence
     return NodePresence(node_id=node_id, launch=launch, stay=1, started_at=started_at, last_seen_at=NOW - 1)
 
 
-def generation(nodes: set[int], asking: set[int] = frozenset(), launch: int = 1) -> Generation:
-    return Generation(
+def generation(nodes: set[int], asking: set[int] = frozenset(), launch: int = 1) -> NodeGeneration:
+    return NodeGeneration(
         number=3,
         launch=launch,
         formed_at=500.0,

@@ -27,7 +27,7 @@ from dtrain_dagster.costs.estimate import (
     work_of,
 )
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.planning.limits import Limits, least, most_epochs, objection, remedies
+from dtrain_dagster.planning.limits import Limits, explain_excess, least, most_epochs, remedies
 from dtrain_dagster.planning.probe import probe_counts, read_measured
 from dtrain_dagster.planning.scoring import Score, learn, summarise_scores
 from trainer.rundir import NodePresence, event
@@ -252,7 +252,7 @@ def test_learning_shrinks_the_error_of_a_biased_prober(seed, bias):
 )
 def test_a_plan_keeps_to_budget_and_deadline(budget, hours, at_least, said):
     estimate = estimate_cost(forecast(ALONE).seconds_at(1), PRICE, "dedicated", 1)
-    found = objection(estimate, Limits(budget_usd=budget, deadline_hours=hours), at_least)
+    found = explain_excess(estimate, Limits(budget_usd=budget, deadline_hours=hours), at_least)
     if said is None:
         assert found is None
     else:
@@ -263,13 +263,13 @@ def test_what_would_fit_is_said():
     made = forecast(ALONE, TWO)
     limits = Limits(budget_usd=0.040)  # 47 s of one node
     two = estimate_cost(made.seconds_at(2), PRICE, "dedicated", 2)
-    assert objection(two, limits)
+    assert explain_excess(two, limits)
     fits = remedies(made, limits, PRICE, "dedicated", range(1, 5), 2)
     assert "DTRAIN_NODES=1" in fits[0]
     assert not any("DTRAIN_NODES=2" in text for text in fits)
     epochs = most_epochs(made, limits, PRICE, "dedicated", 2)
     fewer = forecast(ALONE, TWO, sizes=replace(SIZES, epochs=epochs)).seconds_at(2)
-    assert objection(estimate_cost(fewer, PRICE, "dedicated", 2), limits) is None
+    assert explain_excess(estimate_cost(fewer, PRICE, "dedicated", 2), limits) is None
     assert f"epochs={epochs} instead of 4" in fits[-1]
     assert most_epochs(made, Limits(budget_usd=0.001), PRICE, "dedicated", 2) == 0
-    assert objection(least(PRICE, "dedicated", 2), Limits(budget_usd=0.001), at_least=True)
+    assert explain_excess(least(PRICE, "dedicated", 2), Limits(budget_usd=0.001), at_least=True)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dtrain_dagster.costs import export
 from dtrain_dagster.costs.ledger import Ledger, ledger
 from dtrain_dagster.costs.money import SECOND, digits_of, shown, split, total_shown
-from dtrain_dagster.costs.tracker import CostTracker, edges, paid, utc
+from dtrain_dagster.costs.tracker import CostTracker, bill_usage, edges, utc
 from dtrain_dagster.costs.usage import NodeUsage
 
 SPRING, AUTUMN = 1774746000.0, 1792890000.0
@@ -136,7 +136,7 @@ def test_no_cost_is_negative_and_one_more_node_never_lowers_the_bill(usage, more
 @given(histories)
 def test_each_node_is_paid_once_for_each_moment(usage):
     """Against counting moment by moment between all starts and ends."""
-    stretches, notes = paid(usage)
+    stretches, notes = bill_usage(usage)
     valid = [item for item in usage if item.ended_at >= item.started_at]
     bounds = sorted({round(at * SECOND) for item in valid for at in (item.started_at, item.ended_at)})
     expected = sum(

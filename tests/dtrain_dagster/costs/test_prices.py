@@ -48,7 +48,9 @@ def listed():
 
 def ask(listed: PriceList, home: Path, *names: str, regions: tuple[str, ...] = ("eastus",)) -> retail.Refreshed:
     waits: list[float] = []
-    done = retail.refresh(home / "prices.json", regions, names or (T4,), listed.url, NOW, pause=waits.append)
+    done = retail.refresh_price_table(
+        home / "prices.json", regions, names or (T4,), listed.url, NOW, pause=waits.append
+    )
     listed.waits = waits  # type: ignore[attr-defined]
     return done
 

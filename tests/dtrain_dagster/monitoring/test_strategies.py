@@ -13,8 +13,8 @@ from dtrain_dagster.monitoring.alerts import (
     KEPT_WINDOWS,
     alerts,
     communication_alert,
+    describe_strategy,
     keep,
-    told,
 )
 from dtrain_dagster.monitoring.gpu_memory import GPUMemory
 from dtrain_dagster.monitoring.step_model import Strategy, step_model
@@ -198,7 +198,7 @@ def test_waiting_for_a_slow_rank_is_no_alert_about_communication():
     found = alerts(keep((), events), (), TRAINING)
     assert [item.key for item in found] == ["slow compute 10"]
     assert found[0].strategies[0].name == "replace node 10"
-    assert "samples/s" in told(found[0].strategies[0])
+    assert "samples/s" in describe_strategy(found[0].strategies[0])
     assert shares(windows(events))["waiting"] > COMMUNICATION_LIMIT
 
 

@@ -30,7 +30,7 @@ from trainer.observability import mlflow_sqlite
 from trainer.rundir import RunDir
 
 PASSED, REFUSED = Gate(True, ()), Gate(False, ("NLL 1.0 is not below ewma's 0.9",))
-PROVENANCE = registry.Provenance(
+PROVENANCE = registry.TrainingProvenance(
     nodes=3,
     node_hours=0.0123,
     cost_usd="$0.0377 (stand-in price, nothing was billed)",

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.costs.ledger import ledger
-from dtrain_dagster.costs.tracker import paid
+from dtrain_dagster.costs.tracker import bill_usage
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.diagnosis import SlowdownCause
 from dtrain_dagster.monitoring.windows import windows
 from dtrain_dagster.reports import time_charts
-from dtrain_dagster.reports.performance import Goodput, goodput, scaling, summarise_performance
+from dtrain_dagster.reports.performance import Goodput, estimate_scaling, goodput, summarise_performance
 from tests.dtrain_dagster.simulated_timing import STEPS_PER_WINDOW, Simulation
 from trainer.rundir import event
 
@@ -44,7 +44,7 @@ def whole(events: list[dict[str, Any]], nodes: int) -> list[NodeUsage]:
 
 
 def performance_of(events: list[dict[str, Any]], usage: list[NodeUsage]) -> Goodput:
-    return goodput(ledger(paid(usage)[0], events))
+    return goodput(ledger(bill_usage(usage)[0], events))
 
 
 def test_the_report_of_a_job_with_a_slow_node():
@@ -127,11 +127,11 @@ def test_scaling_is_measured_where_one_node_has_trained_alone():
     alone = Simulation(ranks=1, windows=5, micro_batches=(6,)).events()
     later = three[-1]["time"]
     both = [*three, *(item | {"time": item["time"] + later, "generation": 2} for item in alone)]
-    found = scaling(windows(both))
+    found = estimate_scaling(windows(both))
     assert found.nodes == 3
     assert found.efficiency == pytest.approx(0.9, abs=0.1)
     assert found.basis.startswith("measured")
-    unknown = scaling(windows(three))
+    unknown = estimate_scaling(windows(three))
     assert unknown.efficiency is None
     assert "at most 9" in unknown.basis
 

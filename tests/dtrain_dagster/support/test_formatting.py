@@ -5,12 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from dtrain_dagster.support.formatting import dollars, duration
+from dtrain_dagster.support.formatting import dollars, format_duration
 
 
 def test_figures_have_as_many_digits_as_tell_something():
     assert [dollars(usd) for usd in (0.00421, 1.234, -0.5, 1234.4)] == ["$0.0042", "$1.23", "$-0.5000", "$1,234"]
-    assert [duration(seconds) for seconds in (42, 185, 7800)] == ["42 s", "3 min 05 s", "2 h 10 min"]
+    assert [format_duration(seconds) for seconds in (42, 185, 7800)] == ["42 s", "3 min 05 s", "2 h 10 min"]
 
 
 def test_the_dashboard_runs_where_dagster_is_not_loaded():

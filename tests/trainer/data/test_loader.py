@@ -10,7 +10,7 @@ import torch
 
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
-from trainer.data.loader import PLANNED, BatchLoader, batches_ahead, fits
+from trainer.data.loader import PLANNED, BatchLoader, batches_ahead, fits_on_device
 from trainer.data.sampler import Sampler
 from trainer.data.shards import DataShardManager
 from trainer.runtime.fault_injection import Faults
@@ -78,5 +78,5 @@ def test_what_is_gathered_ahead_and_what_fits() -> None:
     assert batches_ahead(None, GPU, resident=False, larger_than_memory=False) == 1
     assert batches_ahead(3, CPU, resident=False, larger_than_memory=False) == 3
     assert batches_ahead(3, GPU, resident=True, larger_than_memory=False) == 0
-    assert fits(250, 1000)
-    assert not fits(251, 1000)
+    assert fits_on_device(250, 1000)
+    assert not fits_on_device(251, 1000)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.documents.reader import EVENTS_LINES, parse_events, read_document
-from trainer.documents.strict_json import Document, parse
+from trainer.documents.strict_json import Document, parse_strict_json
 from trainer.errors import ConfigError, DamagedError
 from trainer.printable import visible
 from trainer.rundir import EVENTS, FOLLOW_BYTES, RunDir, SeenFiles, event
@@ -28,13 +28,13 @@ values = st.recursive(
 
 @given(values)
 def test_what_json_can_say_is_read_as_python_reads_it(value: Any):
-    assert parse(json.dumps(value).encode(), "x") == value
+    assert parse_strict_json(json.dumps(value).encode(), "x") == value
 
 
 @given(st.binary(max_size=60) | st.text('[]{}":,0123456789.eE+-\\udNaInfty ', max_size=60).map(str.encode))
 def test_any_bytes_are_a_value_that_can_be_written_again_or_damage(data: bytes):
     try:
-        value = parse(data, "x")
+        value = parse_strict_json(data, "x")
     except DamagedError:
         return
     json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
@@ -52,7 +52,7 @@ def test_any_bytes_are_a_value_that_can_be_written_again_or_damage(data: bytes):
 )  # fmt: skip
 def test_what_others_cannot_hold_is_refused(data: bytes, wrong: str):
     with pytest.raises(DamagedError, match=f"^here is damaged: .*{wrong}"):
-        parse(data, "here")
+        parse_strict_json(data, "here")
 
 
 def test_a_key_that_is_missing_names_the_file(tmp_path: Path):

@@ -10,7 +10,7 @@ from scipy import stats
 
 from trainer.evaluation import baselines
 from trainer.evaluation.baselines import baseline_forecasts, fit_student_t
-from trainer.evaluation.report import judge, predictive_of
+from trainer.evaluation.report import predictive_of, score_forecast
 
 NAMES = {"constant", "last_value", "ewma", "har", "har_x", "ridge", "drift", "ridge_mean"}
 
@@ -40,7 +40,7 @@ def nll(market: Market) -> dict[str, float]:
     target = market.column("target_return", rows)
     forecasts = baseline_forecasts(market, "test")
     assert set(forecasts) == NAMES
-    judged = {name: judge(predictive_of(forecast), target) for name, forecast in forecasts.items()}
+    judged = {name: score_forecast(predictive_of(forecast), target) for name, forecast in forecasts.items()}
     return {name: values["nll"].mean() for name, values in judged.items() if values}
 
 

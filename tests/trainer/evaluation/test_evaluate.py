@@ -20,7 +20,7 @@ from worlds import free_port
 
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
-from trainer.data.sampler import spread
+from trainer.data.sampler import spread_positions
 from trainer.evaluation.evaluate import evaluate, final_report
 from trainer.evaluation.gate import better_baselines
 from trainer.evaluation.reevaluate import reassess
@@ -107,13 +107,13 @@ def test_of_a_large_split_all_counts_and_a_part_is_kept(market: Market, monkeypa
     model, criterion = forecaster(market)
     whole = evaluate(model, criterion, market, "valid", ALONE, 64, CPU, collect=True)
     monkeypatch.setattr("trainer.evaluation.evaluate.CHUNK", 150)
-    monkeypatch.setattr("trainer.evaluation.evaluate.spread", partial(spread, most=101))
+    monkeypatch.setattr("trainer.evaluation.evaluate.spread_positions", partial(spread_positions, most=101))
     part = evaluate(model, criterion, market, "valid", ALONE, 64, CPU, collect=True)
     assert (part.samples, part.loss) == (whole.samples, pytest.approx(whole.loss, rel=1e-9))
     assert part.metrics == pytest.approx(whole.metrics, rel=1e-9)
     assert whole.predictions is not None
     assert part.predictions is not None
-    positions = spread(whole.samples, 101)
+    positions = spread_positions(whole.samples, 101)
     steps = np.diff(positions)
     assert (len(positions), positions[0]) == (101, 0)
     assert steps.max() - steps.min() <= 1

@@ -7,14 +7,21 @@ import pytest
 import torch
 from market import Market
 
-from trainer.evaluation.leakage_check import PlantedLeak, ShuffledLabels, Trial, main, run_canaries, verdict
+from trainer.evaluation.leakage_check import (
+    LeakageTrial,
+    PlantedLeak,
+    ShuffledLabels,
+    judge_leakage,
+    main,
+    run_canaries,
+)
 
 KNOWS = {"rank_ic": 0.9, "rank_ic_t": 30.0, "balanced_accuracy": 0.9, "balanced_accuracy_t": 30.0}
 BLIND = {"rank_ic": 0.0, "rank_ic_t": 0.1, "balanced_accuracy": 0.5, "balanced_accuracy_t": 0.0}
 
 
-def trial(nll: float, half: dict[str, float | None]) -> Trial:
-    return Trial(nll=nll, halves=(half, half))
+def trial(nll: float, half: dict[str, float | None]) -> LeakageTrial:
+    return LeakageTrial(nll=nll, halves=(half, half))
 
 
 @pytest.mark.parametrize(
@@ -26,8 +33,8 @@ def trial(nll: float, half: dict[str, float | None]) -> Trial:
         (trial(-1.90, BLIND), trial(-4.0, KNOWS), trial(-4.0, KNOWS), "on the data as they are, rank_ic"),
     ],
 )
-def test_verdict(shuffled: Trial, planted: Trial, control: Trial, reason: str | None) -> None:
-    decision = verdict(-1.9, shuffled, planted, control)
+def test_verdict(shuffled: LeakageTrial, planted: LeakageTrial, control: LeakageTrial, reason: str | None) -> None:
+    decision = judge_leakage(-1.9, shuffled, planted, control)
     assert decision.passed == (reason is None)
     assert len(decision.reasons) == (reason is not None)
     assert reason is None or reason in decision.reasons[0]

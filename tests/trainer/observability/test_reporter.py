@@ -23,7 +23,7 @@ from trainer.observability.reporter import (
     Sink,
     StepWindow,
     TensorBoardSink,
-    fits,
+    fits_run,
     sinks_of,
 )
 from trainer.observability.scalars import NODE, Scalars
@@ -254,14 +254,14 @@ def test_azure_gets_the_curves_of_the_whole_first_and_of_nodes_what_fits() -> No
     events.append(event("step", 0, 1, step=1, epoch=0, loss=1.0, **STEP))
     names: set[str] = set()
     for item in Scalars().of(events):
-        if fits(item.name, names, AZURE_NAMES):
+        if fits_run(item.name, names, AZURE_NAMES):
             names.add(item.name)
     assert len(names) <= 40
     assert {"train/loss", "time/waiting_milliseconds", "communication/share", "cluster/gpu_utilization"} <= names
     assert {"node_0/gpu_utilization", "node_2/samples_per_second"} <= names
     assert sum(name.startswith("node_") for name in names) == 10
-    assert fits("valid/loss", names, AZURE_NAMES)
-    assert fits("node_19/loss", names, None), "elsewhere there is room for all"
+    assert fits_run("valid/loss", names, AZURE_NAMES)
+    assert fits_run("node_19/loss", names, None), "elsewhere there is room for all"
 
 
 @pytest.mark.slow

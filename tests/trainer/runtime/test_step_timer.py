@@ -28,7 +28,7 @@ from trainer.observability.comm_profiler import (
     name_of,
     next_probe,
     row_of,
-    summary,
+    summarize_window,
 )
 from trainer.runtime.step_timer import SEGMENTS, Mark, StepTimer, computed_at, durations, moments
 
@@ -50,7 +50,9 @@ def window(exposed: list[list[float]], collectives: Any = (), own: Any = None, *
 
 def test_a_slow_rank_makes_the_others_wait_and_the_network_is_not_to_blame() -> None:
     """Rank 1 takes 50 ms longer: the others' own clocks would blame the network for it."""
-    found = summary(window([[WIRE + 0.05] * 4, [WIRE] * 4, [WIRE + 0.05] * 4], forward=[0.2, 0.25, 0.2]), "mesh")
+    found = summarize_window(
+        window([[WIRE + 0.05] * 4, [WIRE] * 4, [WIRE + 0.05] * 4], forward=[0.2, 0.25, 0.2]), "mesh"
+    )
     assert found["segments"]["communication"] == pytest.approx([WIRE] * 3)
     assert found["segments"]["waiting"] == pytest.approx([0.05, 0, 0.05])
     assert found["typical"]["late"] == pytest.approx([0, 0.05, 0])
@@ -65,14 +67,14 @@ def test_the_wire_is_the_least_of_each_step_though_ranks_take_turns_in_being_lat
     exposed = np.full((3, 6), WIRE + 0.09)
     for step in range(6):
         exposed[step % 3, step] = WIRE
-    found = summary(window(exposed.tolist()), "mesh")
+    found = summarize_window(window(exposed.tolist()), "mesh")
     assert found["segments"]["communication"] == pytest.approx([WIRE] * 3), "a minimum of means would be 0.08"
     assert found["segments"]["waiting"] == pytest.approx([0.06] * 3)
     assert found["typical"]["late"] == pytest.approx([0] * 3), "no rank is late as a rule"
 
 
 def test_a_network_that_is_slow_for_all_is_no_rank_s_fault() -> None:
-    found = summary(window([[0.4] * 3] * 2), "mesh")
+    found = summarize_window(window([[0.4] * 3] * 2), "mesh")
     assert found["segments"]["communication"] == pytest.approx([0.4] * 2)
     assert found["segments"]["waiting"] == found["typical"]["late"] == pytest.approx([0, 0])
 
@@ -80,14 +82,14 @@ def test_a_network_that_is_slow_for_all_is_no_rank_s_fault() -> None:
 def test_ranks_with_more_work_are_late_by_it() -> None:
     """Three micro-batches on two ranks: one has two of them."""
     slow, fast = 0.4, 0.2
-    found = summary(window([[WIRE] * 5, [WIRE + 0.5] * 5], forward=[slow, fast], samples=[128, 64]), "mesh")
+    found = summarize_window(window([[WIRE] * 5, [WIRE + 0.5] * 5], forward=[slow, fast], samples=[128, 64]), "mesh")
     assert found["samples"] == [640, 320]
     assert found["typical"]["late"] == pytest.approx([0.5, 0])
     assert found["segments"]["waiting"] == pytest.approx([0, 0.5])
 
 
 def test_a_single_rank_neither_communicates_nor_waits() -> None:
-    found = summary(window([[0.001] * 2]), "mesh")
+    found = summarize_window(window([[0.001] * 2]), "mesh")
     assert found["segments"]["communication"] == found["segments"]["waiting"] == found["typical"]["late"] == [0.0]
     assert found["segments"]["other"] == pytest.approx([0.011])
     assert found["collectives"] == []
@@ -102,7 +104,7 @@ def test_each_collective_has_its_wire_its_waiting_and_what_the_backward_pass_hid
         [[0.2, 0.2, 0.36, 0.0], [0.1, 0.1, gone, gone], [0.9, 0.3, 0.20, 0.0]],
         [[0.2, 0.1, 0.30, 0.2], [0.1, 0.0, gone, gone], [0.1, 0.1, 0.23, 0.0]],
     ])  # fmt: skip
-    first, second = summary(window([[0.1] * 3] * 3, sizes, own), "mesh")["collectives"]
+    first, second = summarize_window(window([[0.1] * 3] * 3, sizes, own), "mesh")["collectives"]
     wire = (0.2 + 0.1 + 0.1) / 3
     assert (first["name"], first["bytes"]) == sizes[0]
     assert first["wire_seconds"] == pytest.approx(wire, abs=1e-6)
@@ -111,7 +113,7 @@ def test_each_collective_has_its_wire_its_waiting_and_what_the_backward_pass_hid
     assert first["bandwidth_bytes_per_second"] == pytest.approx(2 * 2 / 3 * 1000 / wire, rel=1e-3)
     assert second["wire_seconds"] == pytest.approx(0.25)
     assert second["waiting_seconds"] == pytest.approx([0, 0.03, 0.015])
-    star, _ = summary(window([[0.1] * 3] * 3, sizes, own), "star")["collectives"]
+    star, _ = summarize_window(window([[0.1] * 3] * 3, sizes, own), "star")["collectives"]
     assert star == {**first, "bandwidth_bytes_per_second": None}
 
 

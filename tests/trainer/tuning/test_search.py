@@ -15,7 +15,7 @@ from trainer.tuning.search import OUT_OF_MEMORY, Search, compare_throughput
 from trainer.tuning.search_space import (
     COMPILE_SECONDS,
     KNOBS,
-    Candidate,
+    TrialSettings,
     TuningContext,
     compilations,
     depths,
@@ -24,7 +24,7 @@ from trainer.tuning.search_space import (
     share,
     thread_counts,
 )
-from trainer.tuning.verdict import LEAST_GAIN, LearningResult, gains, objection, pays, tolerated
+from trainer.tuning.verdict import LEAST_GAIN, LearningResult, explain_worse_learning, gains, pays, tolerated
 
 FACTS = TuningContext(world_size=2, local_world_size=1, cores=8, ranks_per_host=2)
 CONFIG = DistributedTrainingConfig(world_size=2, batch_size_per_gpu=64, gradient_accumulation_steps=4)
@@ -41,10 +41,10 @@ class Machine:
     loss: Callable[[dict], float] = lambda settings: 1.0
     is_likelihood: bool = True
     elapsed: float = 0.0
-    inside: set[Candidate] = field(default_factory=set)
+    inside: set[TrialSettings] = field(default_factory=set)
     most_inside: int = 0
 
-    def prepare(self, candidate: Candidate) -> str:
+    def prepare(self, candidate: TrialSettings) -> str:
         if candidate not in self.inside:
             self.elapsed += ENTRY
             if why := self.refuses(dict(candidate.settings)):
@@ -53,19 +53,19 @@ class Machine:
             self.most_inside = max(self.most_inside, len(self.inside))
         return ""
 
-    def measure(self, candidate: Candidate) -> float:
+    def measure(self, candidate: TrialSettings) -> float:
         assert candidate in self.inside
         self.elapsed += MEASUREMENT
         return self.speed(dict(candidate.settings))
 
-    def release(self, candidate: Candidate) -> None:
+    def release(self, candidate: TrialSettings) -> None:
         self.inside.discard(candidate)
 
-    def learn(self, candidate: Candidate, steps: int) -> LearningResult:
+    def learn(self, candidate: TrialSettings, steps: int) -> LearningResult:
         self.elapsed += 0.01 * steps
         return LearningResult(first=2.0, loss=self.loss(dict(candidate.settings)), is_likelihood=self.is_likelihood)
 
-    def step_seconds(self, candidate: Candidate) -> float:
+    def step_seconds(self, candidate: TrialSettings) -> float:
         return 0.01
 
 
@@ -81,14 +81,14 @@ def verdicts(search: Search, group: str) -> dict[tuple, str]:
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=9, unique=True))
 def test_a_comparison_without_noise_never_drops_the_fastest_and_lets_the_incumbent_stay(speeds: list[float]):
-    challengers = [Candidate((("precision", number),)) for number in range(len(speeds))]
+    challengers = [TrialSettings((("precision", number),)) for number in range(len(speeds))]
     machine = Machine(lambda settings: speeds[settings["precision"]] if settings else 1.0)
-    for candidate in (Candidate(), *challengers):
+    for candidate in (TrialSettings(), *challengers):
         machine.prepare(candidate)
-    rates = compare_throughput(machine, Candidate(), challengers, until=1e9, limit=1e9, halves=True)
+    rates = compare_throughput(machine, TrialSettings(), challengers, until=1e9, limit=1e9, halves=True)
     fastest = challengers[speeds.index(max(speeds))]
-    assert len(rates[fastest]) == len(rates[Candidate()]) == max(map(len, rates.values()))
-    assert machine.inside >= {Candidate(), fastest}
+    assert len(rates[fastest]) == len(rates[TrialSettings()]) == max(map(len, rates.values()))
+    assert machine.inside >= {TrialSettings(), fastest}
     assert len(machine.inside) <= 1 + 2  # 9, 5, 3, 2 challengers: who has left takes no time any more
 
 
@@ -162,7 +162,7 @@ def test_what_cannot_be_judged_in_time_is_not_taken():
     machine = Machine(lambda settings: 200.0 if "precision" in settings else 100.0)
     machine.step_seconds = lambda candidate: 10.0  # type: ignore[method-assign]
     search = searched(machine)
-    assert search.best == Candidate()
+    assert search.best == TrialSettings()
     assert "no time to see whether it learns as much" in str(verdicts(search, "precision"))
 
 
@@ -172,7 +172,7 @@ def test_nothing_is_recommended_that_the_last_comparison_does_not_confirm():
     search = searched(machine)
     assert "chosen" in {row["verdict"] for row in search.rows}
     assert search.rows[-1]["verdict"] == "no gain"
-    assert (search.best, search.gain.median) == (Candidate(), 1.0)
+    assert (search.best, search.gain.median) == (TrialSettings(), 1.0)
 
 
 def test_a_choice_that_was_none_does_not_take_an_earlier_one_with_it():
@@ -191,7 +191,7 @@ def test_a_choice_that_was_none_does_not_take_an_earlier_one_with_it():
 
 def test_what_does_not_stay_finite_never_wins_and_a_configuration_that_does_not_is_refused():
     search = searched(Machine(lambda settings: 0.0 if "precision" in settings else 100.0))
-    assert search.best == Candidate()
+    assert search.best == TrialSettings()
     with pytest.raises(ConfigError, match="lower training"):
         searched(Machine(lambda settings: 0.0))
 
@@ -208,10 +208,10 @@ def test_a_gain_counts_where_it_is_large_enough_and_in_most_rounds():
 def test_losses_are_compared_by_what_they_are_measured_in():
     nats = LearningResult(first=-1.0, loss=-2.001, is_likelihood=True)
     assert tolerated(nats) == 0.005  # whatever the unit of the target makes of its value
-    assert not objection(replace(nats, loss=-1.9961), nats, 100)
-    assert objection(replace(nats, loss=-1.9959), nats, 100)
-    assert objection(replace(nats, loss=math.nan), nats, 100)
-    assert not objection(replace(nats, loss=-9.0), nats, 100)  # better is better
+    assert not explain_worse_learning(replace(nats, loss=-1.9961), nats, 100)
+    assert explain_worse_learning(replace(nats, loss=-1.9959), nats, 100)
+    assert explain_worse_learning(replace(nats, loss=math.nan), nats, 100)
+    assert not explain_worse_learning(replace(nats, loss=-9.0), nats, 100)  # better is better
     near_zero = LearningResult(first=2.0, loss=0.001, is_likelihood=False)
     assert tolerated(near_zero) == pytest.approx(0.01, rel=1e-3)
     assert tolerated(replace(near_zero, first=0.9, loss=0.8)) == pytest.approx(0.004)
@@ -219,11 +219,11 @@ def test_losses_are_compared_by_what_they_are_measured_in():
 
 def test_where_the_baseline_learns_nothing_nobody_is_taken_to_learn_as_much():
     nothing = LearningResult(first=2.0, loss=1.997, is_likelihood=True)
-    assert "not compared" in objection(replace(nothing, loss=2.0), nothing, 20)
-    assert "not compared" in objection(nothing, replace(nothing, loss=math.nan), 20)
+    assert "not compared" in explain_worse_learning(replace(nothing, loss=2.0), nothing, 20)
+    assert "not compared" in explain_worse_learning(nothing, replace(nothing, loss=math.nan), 20)
     machine = Machine(lambda settings: 200.0 if "precision" in settings else 100.0, loss=lambda settings: 1.997)
     search = searched(machine)
-    assert search.best == Candidate()
+    assert search.best == TrialSettings()
     assert "from 2.00000 to 1.99700 only" in verdicts(search, "precision")["bf16",]
 
 
@@ -231,7 +231,7 @@ def test_what_fails_while_it_is_judged_is_dropped_and_has_the_memory_to_itself()
     machine = Machine(lambda settings: {"bf16": 300.0, "fp16": 200.0}.get(settings.get("precision", ""), 100.0))
     trains, beside = machine.learn, []
 
-    def learn(candidate: Candidate, steps: int) -> LearningResult:
+    def learn(candidate: TrialSettings, steps: int) -> LearningResult:
         beside.append(len(machine.inside))
         if dict(candidate.settings).get("precision") == "bf16":
             return LearningResult(first=math.nan, loss=math.nan, is_likelihood=True, why=OUT_OF_MEMORY)
@@ -257,7 +257,7 @@ def test_the_last_comparison_makes_room_and_says_where_it_could_not_be_made():
     machine.inside.clear()
     search = searched(machine)
     assert search.rows[-1]["verdict"] == f"nothing is confirmed: {OUT_OF_MEMORY}"
-    assert (search.best, search.is_complete) == (Candidate(), False)
+    assert (search.best, search.is_complete) == (TrialSettings(), False)
 
 
 @given(st.floats(30, 200), st.floats(1.1, 3))
@@ -276,7 +276,7 @@ def test_a_confirmation_that_had_too_few_rounds_is_no_result():
     machine = Machine(lambda settings: 130.0 if settings.get("precision") == "bf16" else 100.0)
     measure = machine.measure
 
-    def slow(candidate: Candidate) -> float:  # the machine is busy with something else in the end
+    def slow(candidate: TrialSettings) -> float:  # the machine is busy with something else in the end
         machine.elapsed += 20.0 if "chosen" in {row["verdict"] for row in search.rows} else 0.0
         return measure(candidate)
 
@@ -284,7 +284,7 @@ def test_a_confirmation_that_had_too_few_rounds_is_no_result():
     search = Search(config=replace(CONFIG, prefetch_batches=0), facts=FACTS, runner=machine, seconds=200.0)
     search.run()
     assert search.rows[-1]["verdict"] == "too few rounds to tell"
-    assert (search.best, search.is_complete) == (Candidate(), False)
+    assert (search.best, search.is_complete) == (TrialSettings(), False)
 
 
 def test_compiling_gets_the_time_that_it_needs_where_there_is_any():
@@ -331,7 +331,7 @@ def test_a_larger_global_batch_is_tried_only_on_request():
         each = settings.get("batch_size_per_gpu", 64) * settings.get("gradient_accumulation_steps", 4)
         return 100.0 * each / 256
 
-    assert searched(Machine(speed)).best == Candidate()
+    assert searched(Machine(speed)).best == TrialSettings()
     free = searched(Machine(speed), vary_batch=True)
     assert dict(free.best.settings)["batch_size_per_gpu"] == 256
 

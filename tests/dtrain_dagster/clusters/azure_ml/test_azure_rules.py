@@ -31,7 +31,7 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
     examine,
     retry_at,
 )
-from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide, loss
+from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide_job, loss
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState
 from dtrain_dagster.support.audit import AuditError, AuditLog, note_request_id, noted_request_id
 from dtrain_dagster.support.user_code import StagingError, stage_for_nodes
@@ -216,7 +216,7 @@ def facts(status: str, **fields: Any) -> JobFacts:
 
 
 def decided(status: str, **fields: Any) -> tuple[str, JobState]:
-    decision: JobDecision = decide(facts(status, **fields), PATIENCE)
+    decision: JobDecision = decide_job(facts(status, **fields), PATIENCE)
     return decision.action, decision.state
 
 
@@ -229,7 +229,7 @@ class TestStates:
     def test_one_that_has_spent_its_budget_is_not_submitted_again(self, why: dict[str, Any]) -> None:
         spent = {"status": "budget", "launch": 2, "error": "stopped at its budget"}
         for status in ("Failed", "Canceled", "Completed"):
-            found = decide(facts(status, result=spent, exit_codes=(77, 75), **why), PATIENCE)
+            found = decide_job(facts(status, result=spent, exit_codes=(77, 75), **why), PATIENCE)
             assert found == JobDecision(action="settle", state=JobState.FAILED, message="stopped at its budget")
         before = {**spent, "launch": 1}
         assert decided("Failed", result=before, error="node was preempted") == ("next", JobState.QUEUED)

@@ -14,7 +14,7 @@ from dtrain_dagster.clusters.local.environment import LaunchError, choose_port, 
 from dtrain_dagster.clusters.local.line_log import LineLog, last_lines, text_of
 from dtrain_dagster.clusters.local.processes import MARK
 from dtrain_dagster.clusters.local.submit import with_package
-from dtrain_dagster.clusters.presence import STALE_SECONDS, health, latest, usage
+from dtrain_dagster.clusters.presence import STALE_SECONDS, find_latest_stays, health, usage
 from trainer.rundir import NodePresence
 
 LAUNCH = {
@@ -129,10 +129,10 @@ def test_each_second_of_each_stay_is_paid_once():
     also = NodePresence(node_id=1, launch=2, stay=9, started_at=100.0, last_seen_at=190.0)
     unwritten = NodePresence(node_id=1, launch=1, started_at=10.0, last_seen_at=50.0)  # its end: the disk was full
     nodes = [unwritten, here, lost, also]
-    assert latest(nodes) == [here, also]
+    assert find_latest_stays(nodes) == [here, also]
     assert [use.ended_at for use in usage(nodes, "sku", running=True, now=200.0)] == [50.0, 200.0, 120.0, 200.0]
     assert [use.ended_at for use in usage(nodes, "sku", running=False, now=999.0)] == [50.0, 190.0, 120.0, 190.0]
-    assert latest([]) == usage([], "sku", running=True, now=1.0) == []
+    assert find_latest_stays([]) == usage([], "sku", running=True, now=1.0) == []
 
 
 def test_the_project_is_found_and_the_users_own_path_comes_first():
