@@ -64,7 +64,7 @@ def show(sku: str) -> None:
 @click.option("--sku", "skus", multiple=True, metavar="SKU", help="May be repeated.  [default: all that are known]")
 @click.option("--url", help="Another address of the price list.  [default: https://prices.azure.com/api/retail/prices]")
 @refuses
-def refresh_price_table(regions: tuple[str, ...], skus: tuple[str, ...], url: str | None) -> None:
+def refresh(regions: tuple[str, ...], skus: tuple[str, ...], url: str | None) -> None:
     """Ask Azure's public price list for newer ones.
 
     It needs no account. What it says is kept in DTRAIN_HOME/prices.json, and counts from then on where it is newer than
@@ -78,8 +78,7 @@ def refresh_price_table(regions: tuple[str, ...], skus: tuple[str, ...], url: st
     """
     from dtrain_dagster.costs.prices import refreshed_path, region_of
     from dtrain_dagster.costs.prices import skus as known_skus
-    from dtrain_dagster.costs.retail import RETAIL_URL
-    from dtrain_dagster.costs.retail import refresh_price_table as ask
+    from dtrain_dagster.costs.retail import RETAIL_URL, refresh_price_table
 
     settings = read_settings()
     by_name = {sku.casefold(): sku for sku in known_skus()}
@@ -95,7 +94,7 @@ def refresh_price_table(regions: tuple[str, ...], skus: tuple[str, ...], url: st
         if not region.isalnum():
             raise Refusal(f"{region!r} is no region of Azure; names are like eastus")
     path = refreshed_path(settings.home)
-    _print_refreshed(ask(path, where, asked, url or RETAIL_URL))
+    _print_refreshed(refresh_price_table(path, where, asked, url or RETAIL_URL))
     click.echo(f"written to {path}")
 
 
