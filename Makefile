@@ -74,10 +74,10 @@ TEST_WORKERS ?= 4
 test: setup  ## the tests (browser tests want Chromium: installed where that is possible); out/tests.json has their figures
 	@command -v chromium >/dev/null || ./tests/install_chromium.sh
 	@python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --repeat-alone \
-	  --results out/tests.json -m "not long"
+	  --results=out/tests.json -m "not long"
 
 test-all: test  ## the tests, then the long ones: repetitions of proofs, loads of minutes, many examples of Hypothesis
-	@python -m pytest --hypothesis-profile thorough --results out/tests-long.json -m "long or hypothesis"
+	@python -m pytest --hypothesis-profile thorough --results=out/tests-long.json -m "long or hypothesis"
 
 test-fast: setup  ## tests that start no world of processes and no browser
 	@python -m pytest -m "not slow and not browser and not long"
