@@ -23,6 +23,7 @@ from typing import Any
 
 from dtrain_dagster.costs.prices import hardware_of, region_of
 from dtrain_dagster.costs.usage import NodeUsage
+from trainer.documents.events import NodeEvent, read_events
 
 HOLD_SECONDS = 120.0
 """A sample speaks for the time since the one before it, though for no longer than that."""
@@ -180,14 +181,11 @@ def _watts(machine: Machine, told: Sequence[_Sample | None], usual_load: float) 
 def _samples(events: Iterable[Mapping[str, Any]]) -> dict[int, list[_Sample]]:
     """By node, in order of time, one for each point of time."""
     found: dict[int, dict[float, _Sample]] = defaultdict(dict)
-    for event in events:
-        time = _number(event.get("time"))
-        if event.get("kind") != "node" or time is None or event.get("node_id") is None:
-            continue
-        load, utilization = _number(event.get("cpu_percent")), _number(event.get("gpu_utilization"))
-        found[event["node_id"]][time] = _Sample(
-            time=time,
-            gpu_watts=_number(event.get("gpu_power_watts")),
+    for event in read_events(NodeEvent, events):
+        load, utilization = _number(event.cpu_percent), _number(event.gpu_utilization)
+        found[event.node_id][event.time] = _Sample(
+            time=event.time,
+            gpu_watts=_number(event.gpu_power_watts),
             gpu_utilization=None if utilization is None else min(1.0, utilization / 100),
             load=None if load is None else min(1.0, load / 100),
         )

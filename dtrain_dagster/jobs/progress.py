@@ -256,18 +256,22 @@ def _after(progress: JobProgress, item: Mapping[str, Any]) -> JobProgress:
     """Progress after one event; one of `UNREADABLE` where that was written to another contract."""
     if item["kind"] == "phase":
         return _after_phase(progress, item)
-    if item["kind"] == "step":
+    from trainer.documents import events  # not above: only who follows a job has events
+
+    if item["kind"] == events.StepEvent.kind:
+        told = events.read_event(events.StepEvent, item)
         return replace(
             progress,
             phase="training",
-            step=item["step"],
-            epoch=item["epoch"],
-            loss=item["loss"],
-            samples_per_second=item["samples_per_second"],
-            eta_seconds=item["eta_seconds"],
+            step=told.step,
+            epoch=told.epoch or 0,
+            loss=told.loss,
+            samples_per_second=told.samples_per_second,
+            eta_seconds=told.eta_seconds,
         )
-    if item["kind"] == "evaluation" and item["split"] == "valid":
-        return replace(progress, valid_loss=item["loss"])
+    if item["kind"] == events.EvaluationEvent.kind:
+        judged = events.read_event(events.EvaluationEvent, item)
+        return replace(progress, valid_loss=judged.loss) if judged.split == "valid" else progress
     return progress
 
 

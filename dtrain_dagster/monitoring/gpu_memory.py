@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtrain_dagster.monitoring.windows import TimingWindow
+from trainer.documents.events import NodeEvent, OutOfMemoryEvent, read_events
 
 MEMORY_LOW, MEMORY_TARGET = 0.70, 0.85
 """Of a GPU's memory: below the first a larger batch is recommended, one that needs the second."""
@@ -54,20 +55,20 @@ def gpu_memory(
 ) -> GPUMemory | str:
     """From the ``node`` events of a job; where it cannot be told, or a larger batch would not help, why."""
     batch = training.get("batch_size_per_gpu") or world[-1].facts.get("local_samples_per_micro_batch")
-    looks = [(item, gpu) for item in events if item.get("kind") == "node" for gpu in item.get("gpus") or ()]
+    samples = read_events(NodeEvent, events)
+    looks = [(item, gpu) for item in samples for gpu in item.gpus]
     looks = [(item, gpu) for item, gpu in looks if gpu.get("memory_used_bytes") and gpu.get("memory_total_bytes")]
     if not looks:
         return "no GPU's memory was measured on these nodes"
     if not batch:
         return "the size of a micro-batch is not known"
-    if any(item.get("kind") == "out_of_memory" for item in events):
+    if read_events(OutOfMemoryEvent, events):
         return (
             "memory ran out in this job: its micro-batches went through the model in parts, and do not fit as they are"
         )
     item, gpu = max(looks, key=lambda look: look[1]["memory_used_bytes"] / look[1]["memory_total_bytes"])
-    neighbours = {_machine(other) for other in events if other.get("kind") == "node"}
-    here = {node for host, node in neighbours if host == _machine(item)[0]}
-    ranks = max(1, math.ceil(sum(node in here for node in world[-1].nodes) / len(item["gpus"])))
+    here = {other.node_id for other in samples if other.machine == item.machine}
+    ranks = max(1, math.ceil(sum(node in here for node in world[-1].nodes) / len(item.gpus)))
     used = int(gpu["memory_used_bytes"])
     state = STATE * ranks * float(world[-1].facts.get("parameters_bytes") or 0)
     return GPUMemory(
@@ -77,8 +78,3 @@ def gpu_memory(
         batch=int(batch),
         ranks=ranks,
     )
-
-
-def _machine(item: Mapping[str, Any]) -> tuple[str, int]:
-    """Several nodes may be one machine, as on a local cluster: (its name, the node)."""
-    return str(item.get("hostname", item.get("node_id"))), int(item.get("node_id", -1))

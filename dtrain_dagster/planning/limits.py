@@ -8,7 +8,6 @@ from typing import Protocol
 
 from dtrain_dagster.costs.estimate import Estimate, Forecast, Interval, estimate_cost
 from dtrain_dagster.costs.prices import SkuPrice, Tier
-from dtrain_dagster.planning.options import price_forecast
 from dtrain_dagster.support.formatting import dollars, format_duration
 
 LEAST_SECONDS = 5.0
@@ -63,6 +62,8 @@ def remedies(
     forecast: Forecast, limits: Limits, price: SkuPrice, tier: Tier, node_counts: Iterable[int], planned: int
 ) -> list[str]:
     """What would fit, in words: another number of nodes, fewer epochs."""
+    from dtrain_dagster.planning.options import price_forecast  # it brings the analysis of steps, which limits need not
+
     found = []
     for count in node_counts:
         option = price_forecast(forecast, price, tier, count, planned)

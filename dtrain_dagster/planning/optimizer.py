@@ -26,7 +26,7 @@ from dtrain_dagster.monitoring.step_model import step_model
 from dtrain_dagster.monitoring.windows import seconds_of, settled, windows, worlds
 from dtrain_dagster.planning.options import BaseRun, Option, best_of, build_options
 from dtrain_dagster.support.formatting import dollars, format_duration
-from trainer.documents.events import EvaluationEvent, read_events
+from trainer.documents.events import EvaluationEvent, NodeEvent, OutOfMemoryEvent, read_events
 
 LOW_UTILIZATION = 0.5
 """Below it, less is recommended."""
@@ -82,7 +82,7 @@ class ResourceOptimizer:
     ) -> None:
         self.price, self.tier, self.training, self.price_words = price, tier, training, price_words
         self._prices, self._today = tuple(prices), today
-        self._events = [item for item in events if item.get("kind") in ("node", "out_of_memory")]
+        self._events = [item for item in events if item.get("kind") in (NodeEvent.kind, OutOfMemoryEvent.kind)]
         found = settled(windows(events))
         groups = worlds(found)
         self._world = groups[0] if groups else []
@@ -222,13 +222,13 @@ def _recommendation(title: str, sentence: str, option: Option) -> Recommendation
 def utilization(events: Iterable[Mapping[str, Any]]) -> Utilization | None:
     """From the ``node`` events: of GPUs where there are some, else of processors. Several nodes may be one machine, as
     on a local cluster: each tells its own share of the processors, and they add up; of GPUs each tells the same."""
-    looks = [item for item in events if item.get("kind") == "node"]
-    has_gpu = any(item.get("gpu_utilization") is not None for item in looks)
-    field = "gpu_utilization" if has_gpu else "cpu_percent"
+    looks = read_events(NodeEvent, events)
+    has_gpu = any(item.gpu_utilization is not None for item in looks)
     machines: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for item in looks:
-        if item.get(field) is not None:
-            machines[str(item.get("hostname", item["node_id"]))][int(item["node_id"])].append(item[field] / 100)
+        percent = item.gpu_utilization if has_gpu else item.cpu_percent
+        if percent is not None:
+            machines[item.machine][item.node_id].append(percent / 100)
     if not machines:
         return None
     over_nodes = statistics.fmean if has_gpu else math.fsum

@@ -42,6 +42,7 @@ from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, step_model
 from dtrain_dagster.monitoring.strategies import communication_strategies, on_fewer_nodes
 from dtrain_dagster.monitoring.windows import TimingWindow
 from dtrain_dagster.support.formatting import format_duration
+from trainer.documents.events import OutOfMemoryEvent, read_events
 
 OptionKind = Literal[
     "as planned", "fewer nodes", "other nodes", "other SKU", "low priority", "larger batch", "smaller model",
@@ -317,7 +318,7 @@ def _price_larger_batch(
         why = "max_steps is fixed: a larger batch would be more work"
     elif isinstance(memory, GPUMemory) and (memory.fraction >= MEMORY_LOW or memory.batch_at() == memory.batch):
         why = f"GPU memory is {memory.fraction:.0%} full"
-    elif any(item.get("kind") == "out_of_memory" for item in events):
+    elif read_events(OutOfMemoryEvent, events):
         why = "memory ran out in this job"
     if why or now is None:
         return [_refused(base, "larger batch", change, why)]

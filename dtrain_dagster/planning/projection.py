@@ -16,10 +16,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from dtrain_dagster.costs.estimate import MINIMUM_MARGIN, Interval
 from dtrain_dagster.costs.tracker import CostTracker
+from trainer.documents.events import CheckpointEvent, EvaluationEvent, StepEvent, read_events
 
 KEPT_REPORTS, KEPT_PAUSES = 20, 5
 COUNTS_FROM_SHARE, COUNTS_FROM_REPORTS = 0.05, 3
@@ -39,16 +40,18 @@ class ProgressRate:
     def after(self, events: Iterable[Mapping[str, Any]]) -> ProgressRate:
         """With these events, in order of time. What another trainer wrote differently is left out."""
         pace = self
-        for item in events:
-            kind = item.get("kind")
-            if kind == "step" and _is_positive(item.get("step_seconds")) and isinstance(item.get("step"), int):
-                report = float(item["time"]), float(item["step_seconds"]), item["step"]
-                pace = replace(pace, step=item["step"], reports=(*pace.reports, report)[-KEPT_REPORTS:])
-            elif kind == "evaluation" and item.get("split") == "valid" and _is_positive(item.get("seconds")):
-                took = (*pace.evaluation_seconds, float(item["seconds"]))
+        rows = list(events)
+        for step in read_events(StepEvent, rows):
+            if _is_positive(step.step_seconds):
+                report = float(step.time), float(step.step_seconds), step.step
+                pace = replace(pace, step=step.step, reports=(*pace.reports, report)[-KEPT_REPORTS:])
+        for evaluation in read_events(EvaluationEvent, rows):
+            if evaluation.split == "valid" and _is_positive(evaluation.seconds):
+                took = (*pace.evaluation_seconds, float(evaluation.seconds))
                 pace = replace(pace, evaluation_seconds=took[-KEPT_PAUSES:])
-            elif kind == "checkpoint" and _is_positive(item.get("stall_seconds")):
-                took = (*pace.checkpoint_seconds, float(item["stall_seconds"]))
+        for checkpoint in read_events(CheckpointEvent, rows):
+            if _is_positive(checkpoint.stall_seconds):
+                took = (*pace.checkpoint_seconds, float(checkpoint.stall_seconds))
                 pace = replace(pace, checkpoint_seconds=took[-KEPT_PAUSES:])
         return pace
 
@@ -216,5 +219,5 @@ def _usd_per_second(tracker: CostTracker, first: float, last: float) -> float:
     return 0.0
 
 
-def _is_positive(value: Any) -> bool:
+def _is_positive(value: float | None) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from dtrain_dagster.monitoring.windows import (
     windows,
     worlds,
 )
-from trainer.documents.events import MembershipEvent, read_events
+from trainer.documents.events import MembershipEvent, NodeEvent, StepEvent, read_events
 
 PHASES = ("startup", "data", "training", "evaluation", "checkpoint", "regroup", "finalise")
 LOW_GOODPUT = 0.5
@@ -127,14 +127,13 @@ def summarise_performance(
 ) -> Performance:
     """`Performance` of a job, from its records. ``usage``: the paid stays of its nodes; ``training``: its trainer's
     configuration."""
-    steps = [item for item in events if item["kind"] == "step"]
+    steps = read_events(StepEvent, events)
     if not steps:
         raise ValueError("the job recorded no step: there is nothing to report on")
-    by_node: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
-    for item in events:
-        if item["kind"] == "node":
-            by_node[int(item["node_id"])].append(item)
-    milliseconds = sorted(1000 * item["step_seconds"] for item in steps)
+    by_node: dict[int, list[NodeEvent]] = defaultdict(list)
+    for sample in read_events(NodeEvent, events):
+        by_node[sample.node_id].append(sample)
+    milliseconds = sorted(1000 * step.step_seconds for step in steps if step.step_seconds is not None)
     timed = windows(events)
     phases = {name: float(phase_seconds.get(name, 0.0)) for name in PHASES}
     # They are those of the process that was rank 0 at the end; others, of earlier launches as well, trained before it.
@@ -144,8 +143,9 @@ def summarise_performance(
     found = settled(timed)
     diagnosis = diagnose(events)
     good = goodput(ledger(bill_usage(usage)[0], events, periods=1))
-    ranks = ranks_at(events, [item["time"] for item in steps], world_size)
-    rates = [item["samples_per_second"] for item in steps]
+    rated = [(step.time, step.samples_per_second) for step in steps if step.samples_per_second is not None]
+    rates = [rate for _, rate in rated]
+    ranks = ranks_at(events, [time for time, _ in rated], world_size)
     return Performance(
         verdict=summarize_performance(diagnosis, good),
         diagnosis=diagnosis,
@@ -271,19 +271,19 @@ def _rate(found: Sequence[TimingWindow]) -> float | None:
     return samples / seconds if seconds and samples else None
 
 
-def _node(node_id: int, rows: Sequence[Mapping[str, Any]]) -> NodePerformance:
-    memory = _mean(rows, "memory_used_bytes")
+def _node(node_id: int, rows: Sequence[NodeEvent]) -> NodePerformance:
+    memory = _mean(row.memory_used_bytes for row in rows)
     return NodePerformance(
         node_id=node_id,
         samples=len(rows),
-        samples_per_second=_mean([row for row in rows if row.get("samples_per_second")], "samples_per_second"),
-        cpu_percent=_mean(rows, "cpu_percent"),
+        samples_per_second=_mean(row.samples_per_second or None for row in rows),
+        cpu_percent=_mean(row.cpu_percent for row in rows),
         memory_used_gib=memory / 2**30 if memory is not None else None,
-        gpu_utilization=_mean(rows, "gpu_utilization"),
-        gpu_memory_percent=_mean(rows, "gpu_memory_percent"),
+        gpu_utilization=_mean(row.gpu_utilization for row in rows),
+        gpu_memory_percent=_mean(row.gpu_memory_percent for row in rows),
     )
 
 
-def _mean(rows: Sequence[Mapping[str, Any]], field: str) -> float | None:
-    values = [row[field] for row in rows if row.get(field) is not None]
+def _mean(figures: Iterable[float | None]) -> float | None:
+    values = [figure for figure in figures if figure is not None]
     return statistics.fmean(values) if values else None

@@ -2,7 +2,7 @@
 
 A row is what `trainer.rundir.RunDir.events` yields, whose fields `trainer.documents.schemas` has held against their
 types. What may be missing there, in a file of an older version, has a default here. ``timing`` is not among them:
-`dtrain_dagster.monitoring.windows` reads it; nor is ``node``, whose fields are what a machine has to measure.
+`dtrain_dagster.monitoring.windows` reads it.
 What a reader makes of an event does not belong here.
 """
 
@@ -86,6 +86,32 @@ class MembershipEvent(Event):
     def has_parameter_server(self) -> bool:
         """Whether gradients are summed by one rank rather than by all."""
         return self.topology == "star"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeEvent(Event):
+    """A node's own figures at one moment, of those that its machine can measure."""
+
+    kind: ClassVar[str] = "node"
+    node_id: int
+    hostname: str | None = None
+    """Several nodes of a local cluster share one."""
+    samples_per_second: float | None = None
+    cpu_percent: float | None = None
+    """Of all processors of the machine, used by this node's ranks."""
+    memory_used_bytes: int | None = None
+    gpus: Sequence[Mapping[str, Any]] = ()
+    """One mapping per GPU: ``memory_used_bytes``, ``memory_total_bytes`` and more."""
+    gpu_utilization: float | None = None
+    """Percent, mean over GPUs."""
+    gpu_memory_percent: float | None = None
+    gpu_power_watts: float | None = None
+    """Sum over GPUs."""
+
+    @property
+    def machine(self) -> str:
+        """The name of the machine that the node is on; the node's number where it did not tell."""
+        return self.hostname or str(self.node_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ def step(number: int, **more: Any) -> dict[str, Any]:
 
 
 def test_every_kind_has_a_type_and_no_field_that_the_reader_of_files_does_not_know() -> None:
-    assert set(schemas.EVENTS) - set(KINDS) == {"timing", "node", "hang", "profile", "tune"}
+    assert set(schemas.EVENTS) - set(KINDS) == {"timing", "hang", "profile", "tune"}
     assert set(KINDS) <= set(schemas.EVENTS)
 
 
