@@ -21,7 +21,6 @@ from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, price_table
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.monitoring.alerts import describe_strategy
 from dtrain_dagster.monitoring.windows import WireTime, windows
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.support.formatting import format_duration
@@ -130,7 +129,7 @@ def _figures(performance: "Performance") -> dict[str, Any]:
 
 def _pictures(performance: "Performance", usage: Sequence[NodeUsage], events: Sequence[dict[str, Any]]) -> str:
     """All pictures in one piece of Markdown, below the verdict and what to change."""
-    from dtrain_dagster.monitoring.alerts import best
+    from dtrain_dagster.monitoring.alerts import best, describe_strategy
     from dtrain_dagster.reports import time_charts, training_charts
 
     def of(kind: str) -> list[dict[str, Any]]:
