@@ -6,6 +6,8 @@ the default model on a CPU, torch's own takes about a tenth of a step.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +18,20 @@ from trainer.runtime.step_timer import traced
 
 UPDATE = "Optimizer.step#FlatAdamW.step"
 """In traces: as torch calls an update."""
+
+
+def _undecorated(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of torch's optimizers without what it does for graphs that contain an optimizer. Its decorators
+    load ``torch._dynamo``, which takes as long as half of torch itself (0.9 s of 2.2 s of a rank's imports); no graph
+    here contains an optimizer. Where torch does not tell, the method comes back as it is."""
+    return inspect.unwrap(method)
+
+
+_ADD_PARAM_GROUP = _undecorated(torch.optim.Optimizer.add_param_group)
+_ZERO_GRAD = _undecorated(torch.optim.Optimizer.zero_grad)
+_STATE_DICT = _undecorated(torch.optim.Optimizer.state_dict)
+_LOAD_STATE_DICT = _undecorated(torch.optim.Optimizer.load_state_dict)
+_STEP = _undecorated(torch.optim.AdamW.step)
 
 
 class FlatAdamW(torch.optim.AdamW):
@@ -64,8 +80,21 @@ class FlatAdamW(torch.optim.AdamW):
         else:
             self._update_all(gradient)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as `torch.optim.Optimizer.add_param_group` does."""
+        _ADD_PARAM_GROUP(self, param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Remove all gradients, as `torch.optim.Optimizer.zero_grad` does."""
+        _ZERO_GRAD(self, set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `torch.optim.AdamW.state_dict` returns."""
+        return dict(_STATE_DICT(self))
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
+        """Take over what `state_dict` of this class or of `torch.optim.AdamW` has returned."""
+        _LOAD_STATE_DICT(self, state_dict)
         self._moments, self._apart = None, False
 
     def _update_all(self, gradient: Tensor) -> None:
@@ -91,7 +120,8 @@ class FlatAdamW(torch.optim.AdamW):
             for name in _MOMENTS:
                 if name in of_one:
                     of_one[name] = _as(parameter, of_one[name])
-        self.step()
+        with torch.no_grad(), traced(UPDATE):
+            _STEP(self)
 
     def _is_of_all(self, gradient: Tensor) -> bool:
         """A parameter that has been frozen is in no bucket that was made since."""
