@@ -26,7 +26,7 @@ class Guarded:
         self._rest = b""
         self._kill_at: float | None = None
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(GUARD)],
+            [sys.executable, "-I", str(GUARD)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={},
