@@ -1,11 +1,11 @@
-"""A script of one's own under torchrun: its model, its data loader, and either `train_epoch` or its own loop.
+"""Train your own model under torchrun, with your own data loader and either `train_epoch` or your own loop.
 
     torchrun --nproc-per-node 2 examples/torchrun_script.py --config job.json
     torchrun --nproc-per-node 2 examples/torchrun_script.py --config job.json --own-loop
 
-``job.json`` is that of ``python -m trainer``: its dataset, loss and training settings are used, its model is not. This
-way there are no checkpoints and no recovery from a lost node; for those, name the model in ``job.json``
-(``examples/own_model``).
+``job.json`` is the file that ``python -m trainer`` takes: the script uses its dataset, loss and training settings, but
+not its model. There are no checkpoints and no recovery from a lost node here; for those, name the model in
+``job.json`` (``examples/own_model``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer.run import DistributedTrainer
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Training samples one by one: a window (days, features) and its target (). Any other dataset will do."""
+    """A dataset of single training samples: a window (days, features) and its target (). Any other dataset works."""
 
     def __init__(self, shards: DataShardManager) -> None:
         self.shards = shards
@@ -42,8 +42,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def make_model(shards: DataShardManager, outputs: int) -> nn.Module:
-    """A small network from windows (batch, days, features) to (batch, outputs). It need not begin with the same weights
-    on all ranks: `setup_data_parallel` gives all of them those of rank 0."""
+    """Return a small network from windows (batch, days, features) to (batch, outputs). Its initial weights may differ
+    between ranks: `setup_data_parallel` gives all ranks those of rank 0."""
     inputs = shards.spec.window * len(shards.spec.features)
     return nn.Sequential(
         nn.Flatten(), nn.LayerNorm(inputs), nn.Linear(inputs, 32), nn.GELU(), nn.Linear(32, outputs)
@@ -54,8 +54,8 @@ def train_by_hand(
     trainer: DistributedTrainer, model: nn.Module, optimizer: torch.optim.Optimizer, criterion: nn.Module,
     loader: DataLoader[tuple[Tensor, Tensor]],
 ) -> dict[str, float]:  # fmt: skip
-    """An epoch of a loop of one's own. Gradients are *summed* over ranks in each backward pass, so the loss is divided
-    by the samples of all ranks."""
+    """Train one epoch with your own loop, and return the sums of loss and samples over all ranks. Each backward pass
+    *sums* gradients over ranks, so the loss is divided by the number of samples of all ranks."""
     device, totals = next(model.parameters()).device, {"loss_sum": 0.0, "samples": 0.0}
     for windows, target in loader:
         everywhere = trainer.synchronize_metrics({"batch": float(len(target))})["batch"]
@@ -69,7 +69,7 @@ def train_by_hand(
 
 
 def train_epochs(trainer: DistributedTrainer, job: JobConfig, epochs: int, own_loop: bool) -> None:
-    """The four steps in their order: join the peers, share the model, train, and add up what ranks have measured."""
+    """Carry out the four steps in their order: join the peers, share the model, train, sum the metrics of all ranks."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     trainer.initialize_distributed(world_size, rank)
     shards = DataShardManager(job.dataset.uri)
@@ -78,7 +78,7 @@ def train_epochs(trainer: DistributedTrainer, job: JobConfig, epochs: int, own_l
     criterion.to(next(model.parameters()).device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.training.learning_rate)
     data = Windows(shards)
-    # Every rank has as many batches as the others: the sampler repeats some samples where that is needed.
+    # All ranks must have equally many batches: the sampler repeats some samples if necessary.
     sampler: DistributedSampler[tuple[Tensor, Tensor]]
     sampler = DistributedSampler(data, world_size, rank, shuffle=True, seed=job.training.seed)
     loader = DataLoader(data, batch_size=job.training.batch_size_per_gpu, sampler=sampler)
@@ -95,7 +95,7 @@ def train_epochs(trainer: DistributedTrainer, job: JobConfig, epochs: int, own_l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a model of one's own under torchrun.")
+    parser = argparse.ArgumentParser(description="Train your own model under torchrun.")
     parser.add_argument("--config", required=True, type=Path, help="job.json")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--own-loop", action="store_true", help="write the loop here instead of calling train_epoch")

@@ -12,6 +12,8 @@ from trainer.spec import DataSpec
 
 
 class VolatilityLoss(nn.Module):
+    """The negative log likelihood of a Student-t distribution with zero mean and ``nu`` degrees of freedom."""
+
     outputs = 1
     """One number per sample: the log of the scale, relative to that of all training targets."""
 
@@ -21,17 +23,18 @@ class VolatilityLoss(nn.Module):
         self.log_scale = math.log(spec.target_std * math.sqrt((nu - 2) / nu))
 
     def predictive(self, outputs: Tensor) -> Predictive:
-        """What the outputs mean, in the unit of the target: with this the loss is judged against the baselines."""
+        """Return the distributions that the outputs mean, in the unit of the target. With this method the loss is
+        judged against the baselines."""
         sigma = torch.exp(self.log_scale + outputs.float()[:, 0].clamp(-8, 8))
         return Predictive(mu=torch.zeros_like(sigma), sigma=sigma, nu=torch.full_like(sigma, self.nu))
 
     def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """One loss per sample, (batch,): the trainer divides by the global batch."""
+        """Return one loss per sample, (batch,). The trainer divides by the global batch."""
         return self.predictive(outputs).nll(target)
 
 
 def make_loss(spec: DataSpec, nu: float = 5.0) -> nn.Module:
-    """What ``loss.factory`` names."""
+    """Return the loss; ``loss.factory`` names this function. Raise `ValueError` if ``nu`` is not above 2."""
     if nu <= 2:
         raise ValueError(f"nu = {nu} must be above 2, where the variance is finite")
     return VolatilityLoss(spec, nu)
