@@ -25,17 +25,16 @@ from trainer.parallel.auto_compression import (
     REST,
     SUMS,
     Automatic,
-    Link,
     Means,
     Step,
     choose,
     expect,
     exposed,
     is_settled,
-    link_of,
     rest_of,
 )
 from trainer.parallel.compression import LoopbackTransport
+from trainer.performance.link import Link
 
 SLOW, FAST = (
     Link(latency_seconds=2e-4, seconds_per_byte=1.33 * 8 / rate) for rate in (100e6, 10e9)
@@ -104,12 +103,6 @@ def test_what_was_measured_with_one_counts_more_than_what_was_expected_of_it() -
     assert expect(LARGE, SLOW, KNOWN, {PLAIN: 0.01})["fp16"] == pytest.approx(
         0.11 + exposed(LARGE, SLOW, KNOWN["fp16"])
     ), "what plain sums take beyond the model, others are expected to take as well"
-
-
-def test_latency_and_bandwidth_are_told_apart() -> None:
-    link = link_of([(56, 0.0003), (1_000_056, 0.1003), (56, 0.0003)])
-    assert (link.latency_seconds, link.seconds_per_byte) == pytest.approx((0.0003, 1e-7))
-    assert link_of([(56, 0.0003)]).seconds_per_byte == 0
 
 
 def test_one_window_is_enough_where_plain_sums_cost_most_else_two_must_agree() -> None:
