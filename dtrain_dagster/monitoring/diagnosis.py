@@ -10,7 +10,6 @@ from enum import StrEnum
 from typing import Any
 
 from dtrain_dagster.monitoring.hangs import hang_verdict, unresolved
-from dtrain_dagster.monitoring.link_model import fit_wire
 from dtrain_dagster.monitoring.stragglers import (
     FEWEST_WINDOWS,
     LATE_SHARE,
@@ -22,6 +21,8 @@ from dtrain_dagster.monitoring.stragglers import (
 from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
     TimingWindow,
+    collective_link,
+    latency_share,
     seconds_of,
     settled,
     shares,
@@ -183,8 +184,8 @@ def _wire(world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]]) ->
     """Is it the network, and what of it?"""
     part, typical, step = shares(world), typical_share(world, "communication"), _step(world)
     collectives = typical_collectives(world)
-    fit = fit_wire(collectives)
-    latency = fit.latency_share(collectives, typical * step) if fit else 0.0
+    fit = collective_link(collectives)
+    latency = latency_share(fit, collectives, typical * step) if fit else 0.0
     slow = _slow_link(world, events)
     if slow and slow.share >= LATE_SHARE:  # looked at one by one, links need not be above the limit to be told apart
         return [slow]

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from dtrain_dagster.monitoring.link_model import non_negative_fit
+from trainer.performance.link import Link, bytes_carried, fit_link, ring_messages
 
 Mode = Literal["weak", "strong"]
 WARM_UP = 1
@@ -68,39 +68,37 @@ class ScalingPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingLink:
-    """What an all-reduce goes over. ``inner``: a faster link among ``group`` ranks of one machine; the sums of machines
-    then go over this one."""
+    """A link with its name. ``inner``: a faster one among ``group`` ranks of one machine; the sums of machines then go
+    over this one."""
 
     name: str
-    latency_seconds: float
-    bytes_per_second: float
+    message: Link
+    """What one message takes."""
     source: str
     inner: ScalingLink | None = None
     group: int = 1
 
 
-_NVLINK = ScalingLink(
-    name="NVLink 2", latency_seconds=3e-6, bytes_per_second=150e9, source="V100: 300 GB/s, both ways together"
-)
+def _stated(latency_seconds: float, bytes_per_second: float) -> Link:
+    return Link(latency_seconds=latency_seconds, seconds_per_byte=1 / bytes_per_second)
+
+
 LINKS = (
     ScalingLink(
         name="Ethernet, 24 Gbit/s",
-        latency_seconds=30e-6,
-        bytes_per_second=24e9 / 8,
+        message=_stated(30e-6, 24e9 / 8),
         source="bandwidth that Azure states for NC24s_v3; 30 us is usual for TCP with accelerated networking",
     ),
     ScalingLink(
         name="InfiniBand EDR, 100 Gbit/s",
-        latency_seconds=5e-6,
-        bytes_per_second=100e9 / 8,
+        message=_stated(5e-6, 100e9 / 8),
         source="NC24rs_v3; nominal",
     ),
     ScalingLink(
         name="NVLink of 8, InfiniBand HDR 200 Gbit/s between",
-        latency_seconds=5e-6,
-        bytes_per_second=200e9 / 8,
+        message=_stated(5e-6, 200e9 / 8),
         source="nominal",
-        inner=_NVLINK,
+        inner=ScalingLink(name="NVLink 2", message=_stated(3e-6, 150e9), source="V100: 300 GB/s, both ways together"),
         group=8,
     ),
 )
@@ -178,30 +176,16 @@ def efficiency(points: Iterable[ScalingPoint], mode: Mode) -> dict[int, float]:
     return {point.world_size: point.samples_per_second / point.world_size / base for point in mine}
 
 
-def fit_link(observed: Sequence[tuple[int, int, float]], name: str) -> ScalingLink:
-    """Latency and bandwidth from all-reduces that were measured: (world size, bytes, seconds on the wire).
-
-    Least squares on relative errors, so that small messages count as much as large ones. `ValueError` without any.
-    """
+def fit_scaling_link(observed: Sequence[tuple[int, int, float]], name: str) -> ScalingLink:
+    """Returns the link from all-reduces that were measured, taken for rings: (world size, bytes, seconds on the wire).
+    Raises ValueError without any."""
     rows = [
-        (_messages(world) / seconds, _share(world) * size / seconds) for world, size, seconds in observed
+        (ring_messages(world), bytes_carried(world) * size, seconds) for world, size, seconds in observed
         if world > 1 and seconds > 0
     ]  # fmt: skip
     if not rows:
         raise ValueError("no all-reduce was measured: a link can only be fitted to runs of two ranks or more")
-    latency, per_byte = non_negative_fit(rows)
-    speed = 1 / per_byte if per_byte > 1e-15 else math.inf  # a petabyte a second is what rounding leaves of nothing
-    return ScalingLink(
-        name=name, latency_seconds=latency, bytes_per_second=speed, source=f"fitted to {len(rows)} measured all-reduces"
-    )
-
-
-def _messages(world: int) -> float:
-    return 2.0 * (world - 1)
-
-
-def _share(world: int) -> float:
-    return 2.0 * (world - 1) / world
+    return ScalingLink(name=name, message=fit_link(rows), source=f"fitted to {len(rows)} measured all-reduces")
 
 
 def all_reduce_seconds(size: int, world: int, link: ScalingLink) -> float:
@@ -210,12 +194,9 @@ def all_reduce_seconds(size: int, world: int, link: ScalingLink) -> float:
         return 0.0
     if link.inner is not None and link.group > 1:
         group = min(link.group, world)
-        inner = link.inner
-        within = _messages(group) * inner.latency_seconds + _share(group) * size / inner.bytes_per_second
+        within = link.inner.message.over_ring(group).seconds(size)
         return within + all_reduce_seconds(-(-size // group), -(-world // group), replace(link, inner=None))
-    ring = _messages(world) * link.latency_seconds + _share(world) * size / link.bytes_per_second
-    tree = 2 * math.ceil(math.log2(world)) * (link.latency_seconds + size / link.bytes_per_second)
-    return min(ring, tree)
+    return min(way.seconds(size) for way in (link.message.over_ring(world), link.message.over_tree(world)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -271,7 +252,8 @@ def modelled(
     """Efficiency against one rank. Weak: each rank keeps its micro-batches. Strong: the largest world has one
     micro-batch for each rank, smaller ones do the same step with more each."""
     rows = []
-    slow = replace(link, bytes_per_second=link.bytes_per_second * WORST_BANDWIDTH)
+    per_byte = link.message.seconds_per_byte / WORST_BANDWIDTH
+    slow = replace(link, message=replace(link.message, seconds_per_byte=per_byte))
     for world in sizes:
         total = micro_batches_per_rank * world if mode == "weak" else max(sizes)
         alone = model.micro_batch_seconds * total
@@ -310,7 +292,7 @@ def check_prediction(
         return None
     seen = [point for point in points if 1 < point.world_size < worlds[-1]]
     observed = [(point.world_size, size, seconds) for point in seen for size, seconds in point.all_reduces]
-    link = fit_link(observed, "the link here")
+    link = fit_scaling_link(observed, "the link here")
     model = model_of(single, seen[0].buckets, cores)
     checks = tuple(
         Check(
@@ -363,10 +345,21 @@ def study(points: Sequence[ScalingPoint], cores: float | None) -> Study:
 def scaling_document(result: Study) -> dict[str, Any]:
     """The study as JSON knows it: null for the bandwidth of a link that bytes do not slow down."""
 
-    def finite(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {name: None if value == math.inf else value for name, value in fields}
+    def written(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in fields:
+            if name == "message":  # the document has said it so from the first
+                rate = Link(**value).bytes_per_second
+                found |= {"latency_seconds": value["latency_seconds"], "bytes_per_second": _or_none(rate)}
+            else:
+                found[name] = _or_none(value)
+        return found
 
-    return asdict(result, dict_factory=finite)
+    return asdict(result, dict_factory=written)
+
+
+def _or_none(value: Any) -> Any:
+    return None if value == math.inf else value
 
 
 def summarize_scaling(points: Sequence[ScalingPoint], checks: Sequence[Check], cores: float | None) -> str:

@@ -14,11 +14,19 @@ from typing import Any
 
 from dtrain_dagster.monitoring.diagnosis import INPUT_SHARE, too_much_communication
 from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, MEMORY_TARGET, gpu_memory
-from dtrain_dagster.monitoring.link_model import WireFit, fit_wire
 from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, Strategy, step_model
 from dtrain_dagster.monitoring.stragglers import Straggler, stragglers
-from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, TimingWindow, seconds_of, typical_collectives, worlds
+from dtrain_dagster.monitoring.windows import (
+    COMMUNICATION_LIMIT,
+    TimingWindow,
+    collective_link,
+    latency_share,
+    seconds_of,
+    typical_collectives,
+    worlds,
+)
 from trainer.documents.events import CheckpointEvent, read_events
+from trainer.performance.link import Link, bytes_carried, ring_messages
 
 CHECKPOINT_BUDGET = 0.01
 """Share of training time that checkpoints may cost."""
@@ -47,7 +55,7 @@ def communication_strategies(world: Sequence[TimingWindow], training: Mapping[st
     now = step_model(world)
     if not now.samples:
         return []
-    fit = fit_wire(typical_collectives(world))
+    fit = collective_link(typical_collectives(world))
     ranked = [*_more_work(now, training), *_fewer_nodes(now, world)]
     if fit:
         ranked += _compression(now, world, fit, training) + _buckets(now, world, fit)
@@ -71,7 +79,7 @@ def _more_work(now: StepModel, training: Mapping[str, Any]) -> list[Strategy]:
 
 
 def _compression(
-    now: StepModel, world: Sequence[TimingWindow], fit: WireFit, training: Mapping[str, Any]
+    now: StepModel, world: Sequence[TimingWindow], fit: Link, training: Mapping[str, Any]
 ) -> list[Strategy]:  # fmt: skip
     """Fewer bytes: gains on the part that bandwidth decides, and only on what the backward pass does not hide. Nothing
     of what a run does already, nor where gradients go through one host: that mode does not compress."""
@@ -97,7 +105,7 @@ def _compression(
     return found
 
 
-def _buckets(now: StepModel, world: Sequence[TimingWindow], fit: WireFit) -> list[Strategy]:
+def _buckets(now: StepModel, world: Sequence[TimingWindow], fit: Link) -> list[Strategy]:
     """Another number of buckets: few pay latency less often, many begin earlier. The best of some."""
     buckets = _buckets_of(world)
     total = sum(item.bytes for item in buckets)
@@ -111,7 +119,7 @@ def _buckets(now: StepModel, world: Sequence[TimingWindow], fit: WireFit) -> lis
         backward = max(backward, hidden * len(buckets) / (len(buckets) - 1))
 
     def exposed(count: int) -> float:
-        wire = count * fit.latency_seconds + total * fit.seconds_per_byte
+        wire = fit.seconds(total, count)
         return commit + max(wire / count, wire - backward * (count - 1) / count)
 
     def then(count: int) -> StepModel:
@@ -129,18 +137,15 @@ def _buckets(now: StepModel, world: Sequence[TimingWindow], fit: WireFit) -> lis
 
 
 def _hierarchy(
-    now: StepModel, world: Sequence[TimingWindow], fit: WireFit, training: Mapping[str, Any]
+    now: StepModel, world: Sequence[TimingWindow], fit: Link, training: Mapping[str, Any]
 ) -> list[Strategy]:  # fmt: skip
     """Sum within nodes first: only one rank of each node talks to other nodes."""
     size, nodes = world[-1].world_size, now.nodes
     present = training.get("communication", "allreduce")
     if nodes in (1, size) or present != "allreduce" or world[-1].facts.get("topology") == "star":
         return []
-    latency, bandwidth = (nodes - 1) / (size - 1), ((nodes - 1) / nodes) / ((size - 1) / size)
-    saved = sum(
-        (1 - latency) * fit.latency_seconds + (1 - bandwidth) * item.bytes * fit.seconds_per_byte
-        for item in _buckets_of(world)
-    )
+    between = fit.message_of_ring(size).over_ring(nodes)
+    saved = sum(fit.seconds(item.bytes) - between.seconds(item.bytes) for item in _buckets_of(world))
     change = f"training.communication = hierarchical (now {present})"
     note = f"sums within each of the {nodes} nodes, then between them; at best: sums within a node are free"
     return [now.to(_less_wire(now, world, saved), "hierarchical all-reduce", change, note)]
@@ -151,7 +156,7 @@ def on_fewer_nodes(world: Sequence[TimingWindow]) -> list[StepModel]:
     now = step_model(world)
     if now.nodes < 2 or world[-1].world_size % now.nodes:
         return []
-    per_node, fit = world[-1].world_size // now.nodes, fit_wire(typical_collectives(world))
+    per_node, fit = world[-1].world_size // now.nodes, collective_link(typical_collectives(world))
     return [_with_ranks(now, world, fit, count * per_node, count) for count in range(1, now.nodes)]
 
 
@@ -171,14 +176,13 @@ def _fewer_nodes(now: StepModel, world: Sequence[TimingWindow]) -> list[Strategy
     return found
 
 
-def _with_ranks(
-    now: StepModel, world: Sequence[TimingWindow], fit: WireFit | None, ranks: int, nodes: int
-) -> StepModel:
+def _with_ranks(now: StepModel, world: Sequence[TimingWindow], fit: Link | None, ranks: int, nodes: int) -> StepModel:
     size = world[-1].world_size
     work = size / ranks
     collectives = typical_collectives(world)
-    latency = fit.latency_share(collectives, now.communication) if fit else 0.0
-    ratio = latency * (ranks - 1) / (size - 1) + (1 - latency) * ((ranks - 1) / ranks) / ((size - 1) / size)
+    latency = latency_share(fit, collectives, now.communication) if fit else 0.0
+    moving = (1 - latency) * bytes_carried(ranks) / bytes_carried(size)
+    ratio = latency * ring_messages(ranks) / ring_messages(size) + moving
     then = replace(now.with_work(work), communication=now.communication * ratio, nodes=nodes)
     return replace(then, waiting=0.0) if ranks == 1 else then
 

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.performance.link import Link, fit_collective
+
 SEGMENTS = ("input", "forward", "backward", "communication", "waiting", "optimizer", "checkpoint", "other")
 """Parts of a step, in the order in which they are drawn; they sum to a rank's step time."""
 COMMUNICATION_LIMIT = 0.20
@@ -126,6 +128,18 @@ def typical_collectives(found: Sequence[TimingWindow]) -> list[WireTime]:
         for item in window.collectives:
             by_name[item.name].append(item)
     return [_typical(items) for items in by_name.values()]
+
+
+def collective_link(collectives: Iterable[WireTime]) -> Link | None:
+    """What a collective takes in the world that has these; None where their sizes are too much alike to tell."""
+    return fit_collective((item.bytes, item.wire_seconds) for item in collectives)
+
+
+def latency_share(link: Link, collectives: Iterable[WireTime], exposed_seconds: float) -> float:
+    """Of the wire time of a step that nothing hides, how much is there however few bytes are moved: latency of the
+    network, and handing over from thread to thread."""
+    moving = sum(item.bytes * link.seconds_per_byte * (1 - item.overlap) for item in collectives)
+    return 1 - min(1.0, moving / exposed_seconds) if exposed_seconds > 0 else 0.0
 
 
 def _typical(items: Sequence[WireTime]) -> WireTime:

@@ -14,13 +14,13 @@ from dtrain_dagster.costs.money import SECOND
 from dtrain_dagster.costs.tracker import bill_usage, paid_wall_seconds
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
-from dtrain_dagster.monitoring.link_model import fit_wire
 from dtrain_dagster.monitoring.step_model import Strategy
 from dtrain_dagster.monitoring.strategies import strategies
 from dtrain_dagster.monitoring.windows import (
     SEGMENTS,
     TimingWindow,
     WireTime,
+    collective_link,
     seconds_of,
     settled,
     shares,
@@ -228,7 +228,7 @@ def _communication(found: Sequence[TimingWindow]) -> Communication | None:
     if not groups or groups[0][-1].world_size < 2:
         return None
     part, collectives = shares(found), typical_collectives(groups[0])
-    fit = fit_wire(collectives)
+    fit = collective_link(collectives)
     buckets = [item for item in collectives if "bucket" in item.name]
     wire = sum(item.wire_seconds for item in buckets)
     largest = max(collectives, key=lambda item: item.bytes, default=None)
