@@ -2,7 +2,7 @@
 
 The model of a step of W ranks:
 
-    step = compute + noise x sqrt(2 ln W) + exposed communication
+    step = compute + noise x sqrt(2 ln W) + exposed communication (`trainer.performance.step`)
     exposed = last bucket + commit + what the other buckets take beyond the backward pass
     all-reduce of b bytes = min(2 (W-1) a + 2 (W-1)/W b/B, 2 ceil(log2 W) (a + b/B)), a ring or a tree
 
@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from trainer.performance.link import Link, bytes_carried, fit_link, ring_messages
+from trainer.performance.step import StepParts
 
 Mode = Literal["weak", "strong"]
 WARM_UP = 1
@@ -188,7 +189,7 @@ def fit_scaling_link(observed: Sequence[tuple[int, int, float]], name: str) -> S
     return ScalingLink(name=name, message=fit_link(rows), source=f"fitted to {len(rows)} measured all-reduces")
 
 
-def all_reduce_seconds(size: int, world: int, link: ScalingLink) -> float:
+def all_reduce_seconds(size: float, world: int, link: ScalingLink) -> float:
     """One all-reduce of that many bytes over ``world`` ranks: by ring or tree, whichever is faster."""
     if world < 2:
         return 0.0
@@ -231,10 +232,13 @@ def predict(model: ScalingModel, world: int, link: ScalingLink, micro_batches: i
     crowded = max(1.0, world / model.cores) if model.cores else 1.0
     compute = model.micro_batch_seconds * each * crowded
     noise = noise_factor * model.noise_seconds * math.sqrt(each) * math.sqrt(2 * math.log(world))
-    *early, last = [all_reduce_seconds(size, world, link) for size in model.buckets] or [0.0]
-    behind = compute / each * model.backward_share  # only the last micro-batch's backward pass has buckets to hide
-    exposed = last + max(0.0, sum(early) - behind) + all_reduce_seconds(COMMIT_BYTES, world, link)
-    return compute + noise + exposed
+    step = StepParts(
+        computing_seconds=compute + noise,
+        hiding_seconds=compute / each * model.backward_share,  # only the last micro-batch's backward pass has buckets
+        buckets=model.buckets,
+    )
+    seconds = step.predict_seconds(lambda size: all_reduce_seconds(size, world, link))
+    return seconds + all_reduce_seconds(COMMIT_BYTES, world, link)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

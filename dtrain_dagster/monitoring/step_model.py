@@ -1,7 +1,8 @@
 """A training step as its parts, measured, and what a change of them would gain. Pure.
 
 Which changes are worth considering is in `strategies`; what they do to the dollars of a job, in `planning`. How a step
-grows with the number of ranks, from measurements at several sizes, is `scaling`'s model.
+grows with the number of ranks, from measurements at several sizes, is in `scaling`. What the backward pass hides of its
+communication is `trainer.performance.step`'s, for all of them.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from dtrain_dagster.monitoring.windows import (
 )
 from trainer.documents.events import CheckpointEvent, read_events
 from trainer.performance.link import Link, bytes_carried, ring_messages
+from trainer.performance.step import exposed_seconds
 
 CHECKPOINT_BUDGET = 0.01
 """Share of training time that checkpoints may cost."""
@@ -119,8 +120,8 @@ def _buckets(now: StepModel, world: Sequence[TimingWindow], fit: Link) -> list[S
         backward = max(backward, hidden * len(buckets) / (len(buckets) - 1))
 
     def exposed(count: int) -> float:
-        wire = fit.seconds(total, count)
-        return commit + max(wire / count, wire - backward * (count - 1) / count)
+        hiding = backward * (count - 1) / count  # the last bucket is full when the pass is done
+        return commit + exposed_seconds([fit.seconds(total / count)] * count, hiding)
 
     def then(count: int) -> StepModel:
         """By the change that the model predicts, so that what it gets wrong about now does not count as a gain."""

@@ -27,6 +27,7 @@ from trainer.comm.torch_transport import Transport
 from trainer.comm.world import World
 from trainer.parallel.compression import CommHook, CompressionTransport, LoopbackTransport, make_comm_hook
 from trainer.performance.link import Link, bytes_carried, link_of
+from trainer.performance.step import StepParts
 
 if TYPE_CHECKING:
     from trainer.observability.comm_profiler import TimingWindow
@@ -66,27 +67,21 @@ class Means:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """What was measured of a step with the present means."""
+class MeasuredStep(StepParts):
+    """What was measured of a step with the present means. What it hides is that of when all was sent as it is."""
 
-    computing_seconds: float
     exposed_seconds: float
     """Of wire; with what the present means compute after the backward pass."""
-    hiding_seconds: float
-    """Of wire that the backward pass hid when all was sent as it is."""
-    buckets: tuple[int, ...]
-    """Bytes of gradients, in order of sending."""
 
 
-def exposed(step: Step, link: Link, means: Means) -> float:
+def exposed(step: MeasuredStep, link: Link, means: Means) -> float:
     """Seconds that sums are expected to hold up a step. Compressing hides behind nothing: it comes after the backward
-    pass, or takes its time from it. The last bucket's wire never hides either."""
-    wires = [link.seconds(means.bytes_share * size, means.latencies) for size in step.buckets]
-    hidden = min(step.hiding_seconds, sum(wires[:-1]))
-    return sum(wires) - hidden + means.cost_per_byte * sum(step.buckets)
+    pass, or takes its time from it."""
+    wire = step.predict_exposed(lambda size: link.seconds(means.bytes_share * size, means.latencies))
+    return wire + means.cost_per_byte * sum(step.buckets)
 
 
-def expect(step: Step, link: Link, known: Mapping[str, Means], off: Mapping[str, float]) -> dict[str, float]:
+def expect(step: MeasuredStep, link: Link, known: Mapping[str, Means], off: Mapping[str, float]) -> dict[str, float]:
     """Seconds of a step with each of the known means. ``off``: what was measured beyond `exposed` with those that have
     been used; of others the same is expected as of the plain ones."""
     usual = max(0.0, off.get(PLAIN, 0.0))
@@ -148,7 +143,7 @@ class Automatic:
             if len(self._known) == 1 and held_up > WORTH_A_LOOK * seconds:
                 self._known |= self._try(largest, self._link)
         self._age += window.seconds * window.values.shape[1]
-        step = Step(
+        step = MeasuredStep(
             computing_seconds=seconds - held_up,
             exposed_seconds=held_up,
             hiding_seconds=self._hiding,
@@ -180,7 +175,7 @@ class Automatic:
             else None,
         }
 
-    def _expect(self, step: Step) -> dict[str, float]:
+    def _expect(self, step: MeasuredStep) -> dict[str, float]:
         """Seconds of a step with each; with the present one, what was measured."""
         self._off[self.present] = step.exposed_seconds - exposed(step, self._link, self._known[self.present])
         return expect(step, self._link, self._known, self._off)
@@ -266,7 +261,7 @@ def _finish(tensor: Tensor) -> None:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
-def _reason(choice: str, step: Step, expected: Mapping[str, float]) -> str:
+def _reason(choice: str, step: MeasuredStep, expected: Mapping[str, float]) -> str:
     share = step.exposed_seconds / (step.computing_seconds + step.exposed_seconds)
     others = ", ".join(
         f"{1000 * seconds:.3g} ms with {name}"

@@ -26,7 +26,7 @@ from trainer.parallel.auto_compression import (
     SUMS,
     Automatic,
     Means,
-    Step,
+    MeasuredStep,
     choose,
     expect,
     exposed,
@@ -44,14 +44,14 @@ KNOWN = {
     "fp16": Means(bytes_share=0.5, cost_per_byte=1e-9),
     "topk": Means(bytes_share=0.03, cost_per_byte=4e-9),
 }
-LARGE = Step(computing_seconds=0.1, exposed_seconds=0.0, hiding_seconds=0.0, buckets=(1_000_000, 8_000_000))
+LARGE = MeasuredStep(computing_seconds=0.1, exposed_seconds=0.0, hiding_seconds=0.0, buckets=(1_000_000, 8_000_000))
 
 
-def measured(step: Step, link: Link, name: str = PLAIN) -> Step:
+def measured(step: MeasuredStep, link: Link, name: str = PLAIN) -> MeasuredStep:
     return replace(step, exposed_seconds=exposed(step, link, KNOWN[name]))
 
 
-def choice(step: Step, link: Link, present: str = PLAIN) -> str:
+def choice(step: MeasuredStep, link: Link, present: str = PLAIN) -> str:
     return choose(present, expect(step, link, KNOWN, {}))
 
 
@@ -70,7 +70,7 @@ def test_wire_that_is_hidden_is_no_reason_to_compress() -> None:
         last, first = random.integers(1, 2000), random.integers(1, 10**8)
         computing = first * link.seconds_per_byte + 1e3 * (link.latency_seconds + 2000 * link.seconds_per_byte)
         buckets = int(first), int(last)
-        step = Step(computing_seconds=computing, exposed_seconds=0.0, hiding_seconds=1e9, buckets=buckets)
+        step = MeasuredStep(computing_seconds=computing, exposed_seconds=0.0, hiding_seconds=1e9, buckets=buckets)
         assert choice(measured(step, link), link) == PLAIN
 
 
