@@ -18,6 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from dtrain_dagster.monitoring.windows import typical_collectives, windows
+from trainer.documents.events import StepEvent, read_events
 from trainer.performance.link import Link, bytes_carried, fit_link, ring_messages
 from trainer.performance.step import StepParts
 
@@ -119,16 +121,16 @@ def read_point(
 ) -> ScalingPoint:  # fmt: skip
     """What a short run showed. ``training``: the job's section of that name; ``samples``: of an epoch. `ValueError`
     where the run has no figures to read."""
-    steps = [item for item in events if item["kind"] == "step"][WARM_UP:]
-    timings = [item for item in events if item["kind"] == "timing"][WARM_UP:]
-    if not steps or not timings:
+    told = [item.step_seconds for item in read_events(StepEvent, events) if item.step_seconds is not None]
+    seconds, timings = told[WARM_UP:], windows(events)[WARM_UP:]
+    if not seconds or not timings:
         raise ValueError("the run is too short: it has logged no step after its warm-up")
-    seconds = [item["step_seconds"] for item in steps]
     step = statistics.median(seconds)
-    world = len(timings[0]["nodes"])
+    world = timings[0].world_size
     micro_batches = training["gradient_accumulation_steps"] * training["world_size"]
     batch = training["batch_size_per_gpu"] * micro_batches
-    compute, collectives = [_compute(item) for item in timings], _collectives(timings)
+    compute = [item.mean("forward", "backward", "optimizer") for item in timings]
+    collectives = typical_collectives(timings)
     return ScalingPoint(
         mode=mode,
         nodes=nodes,
@@ -139,33 +141,20 @@ def read_point(
         step_seconds_low=min(seconds),
         step_seconds_high=max(seconds),
         compute_seconds=statistics.median(compute),
-        backward_seconds=statistics.median(statistics.fmean(item["segments"]["backward"]) for item in timings),
-        wire_seconds=statistics.median(statistics.fmean(item["segments"]["communication"]) for item in timings),
-        waiting_seconds=statistics.median(statistics.fmean(item["segments"]["waiting"]) for item in timings),
-        noise_seconds=_spread(compute) * math.sqrt(timings[0]["steps"] * world),
-        all_reduces=tuple(collectives.values()),
-        buckets=tuple(size for name, (size, _) in collectives.items() if "bucket" in name),
+        backward_seconds=statistics.median(item.mean("backward") for item in timings),
+        wire_seconds=statistics.median(item.mean("communication") for item in timings),
+        waiting_seconds=statistics.median(item.mean("waiting") for item in timings),
+        noise_seconds=_spread(compute) * math.sqrt(timings[0].steps * world),
+        all_reduces=tuple((item.bytes, item.wire_seconds) for item in collectives),
+        buckets=tuple(item.bytes for item in collectives if "bucket" in item.name),
         usd_per_epoch=nodes * usd_per_node_hour / 3600 * step * math.ceil(samples / batch),
     )
-
-
-def _compute(timing: Mapping[str, Any]) -> float:
-    return sum(statistics.fmean(timing["segments"][name]) for name in ("forward", "backward", "optimizer"))
 
 
 def _spread(values: Sequence[float]) -> float:
     """Standard deviation, as the median of absolute deviations shows it: one stretch with a hiccup does not count."""
     middle = statistics.median(values)
     return 1.4826 * statistics.median(abs(value - middle) for value in values)
-
-
-def _collectives(timings: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, float]]:
-    """Bytes and seconds on the wire, by name."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for item in timings:
-        for entry in item["collectives"]:
-            found.setdefault(entry["name"], []).append((entry["bytes"], entry["wire_seconds"]))
-    return {name: (rows[0][0], statistics.median(seconds for _, seconds in rows)) for name, rows in found.items()}
 
 
 def efficiency(points: Iterable[ScalingPoint], mode: Mode) -> dict[int, float]:

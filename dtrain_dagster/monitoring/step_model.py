@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dtrain_dagster.monitoring.windows import TimingWindow
+from trainer.documents.events import TimingEvent
 
 WORTH_IT = 0.01
 """A gain below this is none."""
@@ -87,7 +87,7 @@ class StepModel:
         )
 
 
-def step_model(world: Sequence[TimingWindow]) -> StepModel:
+def step_model(world: Sequence[TimingEvent]) -> StepModel:
     """The mean step of windows of one world."""
     steps = sum(window.steps for window in world)
 

@@ -61,10 +61,11 @@ def run_of(world: int, mode: str, seed: int = 0, crowded: float = 1.0) -> list[d
             {"name": name, "bytes": size, "wire_seconds": seconds}
             for name, size, seconds in zip(("bucket 0", "bucket 1", "commit"), (*BUCKETS, 304), wires, strict=True)
         ]
-        events.append({"kind": "step", "step_seconds": slow * (compute + exposed)})
+        at = {"time": 1.7e9 + stretch, "step": 2 * stretch + 2}
+        events.append({"kind": "step", "step_seconds": slow * (compute + exposed)} | at)
         events.append({
             "kind": "timing", "steps": 2, "nodes": list(range(world)), "collectives": collectives if world > 1 else [],
-            "segments": {name: [slow * value] * world for name, value in segments.items()},
+            "segments": {name: [slow * value] * world for name, value in segments.items()}, **at,
         })  # fmt: skip
     return events
 
