@@ -31,6 +31,7 @@ from dtrain_dagster.monitoring.windows import (
     worlds,
 )
 from trainer.documents.events import CheckpointEvent, LinkEvent, OutOfMemoryEvent, TimingEvent, read_events
+from trainer.performance.link import bytes_carried
 
 INPUT_SHARE = 0.05
 """Of the step, on all ranks. Batches are gathered while the step before computes: input costs next to nothing."""
@@ -249,7 +250,7 @@ def _slow_link(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]]
             # All of its links, either way: one slow transfer says more of the machine's other work than of a link.
             is_slow = ratio >= SLOW_LINK and min(own) > max(others)
             # In a ring each link carries 2 (W - 1) / W of what is summed.
-            carried = 2 * (len(nodes) - 1) / len(nodes) * statistics.median(own)
+            carried = bytes_carried(len(nodes)) * statistics.median(own)
             is_slow = is_slow and carried > LINK_EXPLAINS * exposed
             if is_slow and (best is None or ratio > best[0]):
                 best = (ratio, rank, statistics.median(own), statistics.median(others))
