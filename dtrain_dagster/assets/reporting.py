@@ -21,9 +21,10 @@ from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of, price_table
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.monitoring.windows import WireTime, windows
+from dtrain_dagster.monitoring.windows import windows
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.support.formatting import format_duration
+from trainer.documents.events import WireTime
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtrain_dagster.costs.money import SECOND, is_finite, microseconds
-from dtrain_dagster.monitoring.windows import TimingWindow, windows
-from trainer.documents.events import EndEvent, MembershipEvent, PhaseEvent, StepEvent, read_event
+from trainer.documents.events import EndEvent, MembershipEvent, PhaseEvent, StepEvent, TimingEvent, read_event
 
 LARGEST = 10**12
 """Steps, or seconds: more than this is no figure."""
@@ -27,7 +26,7 @@ class EventFacts:
     """By generation."""
     phases: dict[int, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
     """Of rank 0: (time, what it had done until then)."""
-    windows: dict[int, list[TimingWindow]] = field(default_factory=lambda: defaultdict(list))
+    windows: dict[int, list[TimingEvent]] = field(default_factory=lambda: defaultdict(list))
     links: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     """When a probe of the links was done, which follows a window."""
     hangs: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
@@ -89,9 +88,9 @@ def _membership(event: MembershipEvent, time: int) -> dict[str, Any]:
     return {"nodes": nodes, "joined": joined, "time": time, "began": began, "step": _count(event.step)}
 
 
-def _window(item: Mapping[str, Any]) -> TimingWindow:
+def _window(item: Mapping[str, Any]) -> TimingEvent:
     """ValueError, and others, for one that cannot be used."""
-    [window] = windows([item])
+    window = read_event(TimingEvent, item)
     _positive(window.seconds)
     if _count(window.steps) == 0 or _count(window.step) < window.steps:
         raise ValueError("no window")
@@ -100,9 +99,9 @@ def _window(item: Mapping[str, Any]) -> TimingWindow:
     return window
 
 
-def _windows_of_steps(rows: Sequence[tuple[int, int, float]], told: Mapping[str, Any] | None) -> list[TimingWindow]:
+def _windows_of_steps(rows: Sequence[tuple[int, int, float]], told: Mapping[str, Any] | None) -> list[TimingEvent]:
     """Windows without segments, of a trainer that does not time them."""
-    found: list[TimingWindow] = []
+    found: list[TimingEvent] = []
     before = told["step"] if told else None
     typical = statistics.median_low([b[1] - a[1] for a, b in itertools.pairwise(rows)] or [1])
     for time, step, seconds in sorted(rows):
@@ -110,7 +109,7 @@ def _windows_of_steps(rows: Sequence[tuple[int, int, float]], told: Mapping[str,
         before = step
         if steps > 0:
             nodes = tuple(sorted(told["nodes"])) if told else ()
-            known = TimingWindow(time=time / SECOND, step=step, steps=steps, seconds=seconds, nodes=nodes, **_UNKNOWN)
+            known = TimingEvent(time=time / SECOND, step=step, steps=steps, seconds=seconds, nodes=nodes, **_UNKNOWN)
             found.append(known)
     return found
 

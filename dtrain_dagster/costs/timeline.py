@@ -17,7 +17,7 @@ from typing import Any
 
 from dtrain_dagster.costs.event_facts import EventFacts, read_facts
 from dtrain_dagster.costs.money import SECOND, microseconds
-from dtrain_dagster.monitoring.windows import TimingWindow
+from trainer.documents.events import TimingEvent
 
 
 class CostCause(StrEnum):
@@ -202,7 +202,7 @@ def _phases(
     return [*found, (at, until, name)] if until > at else found
 
 
-def _divide(term: Term, window: TimingWindow, pieces: Sequence[tuple[int, int, str]], kept: int, hung: int) -> None:
+def _divide(term: Term, window: TimingEvent, pieces: Sequence[tuple[int, int, str]], kept: int, hung: int) -> None:
     """The training time that a window measured, by what its ranks did. What is more than its steps took is not
     explained; steps that were done again later are lost, and so is the time in which nothing moved."""
     timed = bool(window.segments)
@@ -248,9 +248,7 @@ def _hung(mix: Mix, share: float) -> Mix:
     return result
 
 
-def _rest(
-    term: Term, after: Term | None, found: Sequence[TimingWindow], pieces: Sequence[tuple[int, int, str]]
-) -> None:
+def _rest(term: Term, after: Term | None, found: Sequence[TimingEvent], pieces: Sequence[tuple[int, int, str]]) -> None:
     """Training time after the last window of a term. Steps that count though no window tells of them took as long as
     those before; the rest went into noticing that a node was lost, or is lost itself."""
     mixes = node_mixes(found[-1]) if found else {}
@@ -272,7 +270,7 @@ def _rest(
             term.spans.append(Span(middle, ended, {CostCause.LOST: 1.0}))
 
 
-def merge_spans(together: Sequence[TimingWindow]) -> TimingWindow:
+def merge_spans(together: Sequence[TimingEvent]) -> TimingEvent:
     """Consecutive windows of one world as one: seconds are means over all their steps."""
     if len(together) == 1:
         return together[0]
@@ -292,7 +290,7 @@ def merge_spans(together: Sequence[TimingWindow]) -> TimingWindow:
     return replace(last, steps=steps, seconds=mean(window.seconds for window in together), segments=segments)
 
 
-def _batches(found: Sequence[TimingWindow]) -> Iterator[Sequence[TimingWindow]]:
+def _batches(found: Sequence[TimingEvent]) -> Iterator[Sequence[TimingEvent]]:
     """Neighbours of the same nodes, in batches of which there are not too many."""
     size = -(-len(found) // MOST_WINDOWS)
     for _, world in itertools.groupby(found, key=lambda window: window.nodes):
@@ -300,7 +298,7 @@ def _batches(found: Sequence[TimingWindow]) -> Iterator[Sequence[TimingWindow]]:
         yield from (mine[place : place + size] for place in range(0, len(mine), size))
 
 
-def node_mixes(window: TimingWindow) -> dict[int, Mix]:
+def node_mixes(window: TimingEvent) -> dict[int, Mix]:
     """Of each node, mean over its ranks. Who waited for a rank that saved waited for the checkpoint."""
     if not window.segments:
         return {}
@@ -317,7 +315,7 @@ def node_mixes(window: TimingWindow) -> dict[int, Mix]:
     return {node: mix for node, mix in by_node.items() if sum(mix.values()) > 0}
 
 
-def _kept_steps(terms: Sequence[Term], found: Mapping[int, Sequence[TimingWindow]]) -> dict[int, int]:
+def _kept_steps(terms: Sequence[Term], found: Mapping[int, Sequence[TimingEvent]]) -> dict[int, int]:
     """Of each window, by its identity, the steps that were not done again later."""
     kept, earliest = {}, None
     for term in reversed(terms):

@@ -169,7 +169,7 @@ def _segments(job: OpenJob) -> Iterator[Value]:
 
 def _lateness(job: OpenJob) -> Iterator[Value]:
     for window in list(job.dashboard.windows)[-1:]:
-        for rank, (node, late) in enumerate(zip(window.nodes, window.late, strict=False)):
+        for rank, (node, late) in enumerate(zip(window.nodes, window.typical.get("late", ()), strict=False)):
             yield (str(node), str(rank)), late
 
 

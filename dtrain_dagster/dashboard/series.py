@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dtrain_dagster.jobs.progress import JobProgress, advance, news
@@ -26,9 +26,12 @@ from dtrain_dagster.monitoring.windows import SEGMENTS, settled, windows
 from trainer.documents.events import (
     CheckpointEvent,
     EvaluationEvent,
+    EventError,
     LinkEvent,
     MembershipEvent,
     StepEvent,
+    TimingEvent,
+    WireTime,
     read_event,
 )
 
@@ -112,18 +115,6 @@ def merged(row: Row, sample: Row, weight: int, x: str) -> Row:
     return {**row, **sample, **mean, x: sample[x]}
 
 
-@dataclass(frozen=True, slots=True)
-class SeriesWindow:
-    """One ``timing`` event: seconds per step of each rank, by segment."""
-
-    steps: int
-    ranks: tuple[str, ...]
-    nodes: tuple[int, ...]
-    seconds: float
-    segments: Mapping[str, Sequence[float]]
-    late: Sequence[float]
-
-
 class PerformanceDashboard:
     """One job. `take` its events; everything else reads."""
 
@@ -145,7 +136,7 @@ class PerformanceDashboard:
         """Nodes that train, as the newest generation has it."""
         self.lost: set[int] = set()
         self.has_gpus = False
-        self.windows: deque[SeriesWindow] = deque(maxlen=LATEST_WINDOWS)
+        self.windows: deque[TimingEvent] = deque(maxlen=LATEST_WINDOWS)
         self.collectives: tuple[dict[str, Any], ...] = ()
         self.link: dict[str, Any] | None = None
         self.news: deque[dict[str, Any]] = deque(maxlen=NEWS)
@@ -189,17 +180,18 @@ class PerformanceDashboard:
         if not self.windows:
             return None
         last = self.windows[-1]
-        windows = [window for window in self.windows if window.ranks == last.ranks]
+        labels = rank_labels(last.nodes)
+        windows = [window for window in self.windows if window.nodes == last.nodes]
         steps = sum(window.steps for window in windows)
         segments = {
             name: [
                 1000 * sum(window.segments[name][rank] * window.steps for window in windows) / steps
-                for rank in range(len(last.ranks))
+                for rank in range(last.world_size)
             ]
             for name in SEGMENTS
             if all(name in window.segments for window in windows)
         }
-        return {"labels": list(last.ranks), "nodes": list(last.nodes), "steps": steps, "milliseconds": segments}
+        return {"labels": list(labels), "nodes": list(last.nodes), "steps": steps, "milliseconds": segments}
 
     def verdict(self, training: Mapping[str, Any]) -> dict[str, Any] | None:
         """What holds the latest steps up, and what would help, the best first; None while that is not known."""
@@ -289,19 +281,16 @@ class PerformanceDashboard:
                 self._add(ALL_NODES, "time", {"time": row["time"], **all_nodes})
 
     def _take_timing(self, item: dict[str, Any]) -> None:
-        nodes = tuple(int(node) for node in item["nodes"])
-        segments = {name: [float(v) for v in values] for name, values in item["segments"].items() if name in SEGMENTS}
-        if any(len(values) != len(nodes) for values in segments.values()):
-            raise ValueError("a segment needs a value of each rank")
-        if (steps := int(item["steps"])) < 1:
-            raise ValueError("a window has at least one step")
-        late = (item.get("typical") or {}).get("late") or ()
-        ranks = rank_labels(nodes)
-        self.windows.append(SeriesWindow(steps, ranks, nodes, float(item["seconds"]), segments, late))
-        self.collectives = tuple(collective(entry) for entry in item.get("collectives") or ())
-        place = {"step": item["step"], "time": item["time"]}
-        means = {name: 1000 * statistics.fmean(values) for name, values in segments.items()}
+        window = read_event(TimingEvent, item)
+        segments = {name: values for name, values in window.segments.items() if name in SEGMENTS}
+        if not segments:
+            raise EventError("a 'timing' event without segments")
+        self.windows.append(replace(window, segments=segments))
+        self.collectives = tuple(collective(entry) for entry in window.collectives)
+        place = {"step": window.step, "time": window.time}
+        means = {name: 1000 * window.mean(name) for name in segments}
         self._add("timing", "step", {**place, **means})
+        ranks, late = rank_labels(window.nodes), window.typical.get("late", ())
         lateness = {rank: 1000 * value for rank, value in zip(ranks, late, strict=False) if is_number(value)}
         if lateness:
             self._add("late", "step", {**place, **lateness}, VALUES // len(ranks))
@@ -354,16 +343,15 @@ def rank_labels(nodes: Sequence[int]) -> tuple[str, ...]:
     return tuple(labels)
 
 
-def collective(entry: Mapping[str, Any]) -> dict[str, Any]:
+def collective(entry: WireTime) -> dict[str, Any]:
     """One collective as figures per step: times in milliseconds, means over ranks but for the wire."""
-    waiting, overlapped = (entry.get(f"{name}_seconds") or [0.0] for name in ("waiting", "overlapped"))
     return {
-        "name": str(entry["name"]),
-        "bytes": entry.get("bytes"),
-        "wire_milliseconds": 1000 * float(entry["wire_seconds"]),
-        "waiting_milliseconds": 1000 * statistics.fmean(waiting),
-        "overlapped_milliseconds": 1000 * statistics.fmean(overlapped),
-        "bandwidth_bytes_per_second": entry.get("bandwidth_bytes_per_second"),
+        "name": entry.name,
+        "bytes": entry.bytes,
+        "wire_milliseconds": 1000 * entry.wire_seconds,
+        "waiting_milliseconds": 1000 * statistics.fmean(entry.waiting_seconds or (0.0,)),
+        "overlapped_milliseconds": 1000 * statistics.fmean(entry.overlapped_seconds or (0.0,)),
+        "bandwidth_bytes_per_second": entry.bandwidth_bytes_per_second,
     }
 
 

@@ -10,15 +10,8 @@ from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose, too_muc
 from dtrain_dagster.monitoring.step_model import Strategy
 from dtrain_dagster.monitoring.stragglers import FEWEST_WINDOWS, LEAST_SECONDS
 from dtrain_dagster.monitoring.strategies import communication_strategies, waiting_strategies
-from dtrain_dagster.monitoring.windows import (
-    COMMUNICATION_LIMIT,
-    TimingWindow,
-    seconds_of,
-    settled,
-    shares,
-    windows,
-    worlds,
-)
+from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, seconds_of, settled, shares, windows, worlds
+from trainer.documents.events import TimingEvent
 
 KINDS = ("timing", "link", "checkpoint")
 """Events that tell what holds steps up."""
@@ -78,12 +71,12 @@ def alerts(
     return due
 
 
-def _against(node_id: int | None, found: Sequence[TimingWindow]) -> list[Strategy]:
+def _against(node_id: int | None, found: Sequence[TimingEvent]) -> list[Strategy]:
     """What would help against this straggler, in the world that trained longest of those in which it is one."""
     return next(filter(None, (waiting_strategies(world, node_id) for world in worlds(found))), [])
 
 
-def communication_alert(found: Sequence[TimingWindow], training: Mapping[str, Any] | None = None) -> Alert | None:
+def communication_alert(found: Sequence[TimingEvent], training: Mapping[str, Any] | None = None) -> Alert | None:
     """Does exposed wire take more than its limit of the time of these windows? Waiting for a slow rank does not
     count: the network has no part in it."""
     if len(found) < FEWEST_WINDOWS or not too_much_communication(found):

@@ -10,7 +10,6 @@ from enum import StrEnum
 from typing import Any
 
 from dtrain_dagster.monitoring.hangs import hang_verdict, unresolved
-from dtrain_dagster.monitoring.link_model import fit_wire
 from dtrain_dagster.monitoring.stragglers import (
     FEWEST_WINDOWS,
     LATE_SHARE,
@@ -21,7 +20,8 @@ from dtrain_dagster.monitoring.stragglers import (
 )
 from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
-    TimingWindow,
+    collective_link,
+    latency_share,
     seconds_of,
     settled,
     shares,
@@ -30,7 +30,8 @@ from dtrain_dagster.monitoring.windows import (
     windows,
     worlds,
 )
-from trainer.documents.events import CheckpointEvent, LinkEvent, OutOfMemoryEvent, read_events
+from trainer.documents.events import CheckpointEvent, LinkEvent, OutOfMemoryEvent, TimingEvent, read_events
+from trainer.performance.link import bytes_carried
 
 INPUT_SHARE = 0.05
 """Of the step, on all ranks. Batches are gathered while the step before computes: input costs next to nothing."""
@@ -105,7 +106,7 @@ def diagnose(events: Iterable[Mapping[str, Any]]) -> Diagnosis:
     return replace(ranked[0], also=tuple(ranked[1:]))
 
 
-def _nothing_found(found: Sequence[TimingWindow]) -> Diagnosis:
+def _nothing_found(found: Sequence[TimingEvent]) -> Diagnosis:
     if not found:
         return Diagnosis(
             cause=SlowdownCause.UNKNOWN, share=0.0, evidence="The trainer recorded no timing of its steps."
@@ -126,14 +127,14 @@ def _nothing_found(found: Sequence[TimingWindow]) -> Diagnosis:
     return Diagnosis(cause=SlowdownCause.HEALTHY, share=0.0, evidence=text)
 
 
-def _of_world(world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
+def _of_world(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
     late = stragglers(world)
     found = [_straggler(item, world) for item in late]
     found += _input(world, late) + _uneven(world) + _wire(world, events)
     return found + _checkpoint(world, events)
 
 
-def _straggler(item: Straggler, world: Sequence[TimingWindow]) -> Diagnosis:
+def _straggler(item: Straggler, world: Sequence[TimingEvent]) -> Diagnosis:
     cause = {"input": SlowdownCause.SLOW_INPUT, "compute": SlowdownCause.SLOW_COMPUTE}.get(
         item.why, SlowdownCause.SLOW_RANK
     )
@@ -155,7 +156,7 @@ def _straggler(item: Straggler, world: Sequence[TimingWindow]) -> Diagnosis:
     return Diagnosis(cause=cause, share=share, evidence=text, rank=item.rank, node_id=item.node_id, since_step=since)
 
 
-def _input(world: Sequence[TimingWindow], late: Sequence[Straggler]) -> list[Diagnosis]:
+def _input(world: Sequence[TimingEvent], late: Sequence[Straggler]) -> list[Diagnosis]:
     """Input that holds up every rank: what even the quickest one waits for."""
     rows = [window.typical.get("input") or window.segments.get("input") or (0.0,) for window in world]
     share = statistics.median(min(row) / window.seconds for row, window in zip(rows, world, strict=True))
@@ -166,7 +167,7 @@ def _input(world: Sequence[TimingWindow], late: Sequence[Straggler]) -> list[Dia
     return [Diagnosis(cause=SlowdownCause.INPUT, share=share, evidence=text)]
 
 
-def _uneven(world: Sequence[TimingWindow]) -> list[Diagnosis]:
+def _uneven(world: Sequence[TimingEvent]) -> list[Diagnosis]:
     window = world[-1]
     extra = [dealt_seconds(item) for item in world]
     share = statistics.median(
@@ -179,12 +180,12 @@ def _uneven(world: Sequence[TimingWindow]) -> list[Diagnosis]:
     return [Diagnosis(cause=SlowdownCause.UNEVEN, share=share, evidence=text)]
 
 
-def _wire(world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
+def _wire(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
     """Is it the network, and what of it?"""
     part, typical, step = shares(world), typical_share(world, "communication"), _step(world)
     collectives = typical_collectives(world)
-    fit = fit_wire(collectives)
-    latency = fit.latency_share(collectives, typical * step) if fit else 0.0
+    fit = collective_link(collectives)
+    latency = latency_share(fit, collectives, typical * step) if fit else 0.0
     slow = _slow_link(world, events)
     if slow and slow.share >= LATE_SHARE:  # looked at one by one, links need not be above the limit to be told apart
         return [slow]
@@ -209,12 +210,12 @@ def _wire(world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]]) ->
     return []
 
 
-def too_much_communication(found: Sequence[TimingWindow], limit: float = COMMUNICATION_LIMIT) -> bool:
+def too_much_communication(found: Sequence[TimingEvent], limit: float = COMMUNICATION_LIMIT) -> bool:
     """Does exposed wire take more of the time than the limit, and not just because of one window that hung?"""
     return shares(found).get("communication", 0.0) > limit and typical_share(found, "communication") > limit / 2
 
 
-def _shares_of(world: Sequence[TimingWindow], segments: Sequence[str]) -> list[float]:
+def _shares_of(world: Sequence[TimingEvent], segments: Sequence[str]) -> list[float]:
     """Of each window, the share that these segments have."""
     return [sum(map(window.mean, segments)) / window.seconds for window in world]
 
@@ -227,7 +228,7 @@ def _is_steadily_above(limit: float, values: Sequence[float]) -> bool:
     return middle - NOISE_FACTOR * 1.2533 * spread / math.sqrt(len(values)) > limit
 
 
-def _slow_link(world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]]) -> Diagnosis | None:
+def _slow_link(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]]) -> Diagnosis | None:
     """The rank whose links take much longer than those that it has no part in, by the trainer's own probes."""
     nodes = world[-1].nodes
     began, ended = world[0].time - world[0].total_seconds, world[-1].time
@@ -249,7 +250,7 @@ def _slow_link(world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]
             # All of its links, either way: one slow transfer says more of the machine's other work than of a link.
             is_slow = ratio >= SLOW_LINK and min(own) > max(others)
             # In a ring each link carries 2 (W - 1) / W of what is summed.
-            carried = 2 * (len(nodes) - 1) / len(nodes) * statistics.median(own)
+            carried = bytes_carried(len(nodes)) * statistics.median(own)
             is_slow = is_slow and carried > LINK_EXPLAINS * exposed
             if is_slow and (best is None or ratio > best[0]):
                 best = (ratio, rank, statistics.median(own), statistics.median(others))
@@ -264,7 +265,7 @@ def _slow_link(world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]
     return Diagnosis(cause=SlowdownCause.SLOW_LINK, share=share, evidence=text, rank=rank, node_id=nodes[rank])
 
 
-def _checkpoint(world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
+def _checkpoint(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
     """What saves cost: they hold a rank up, and steps are slower while one is written in the background."""
     began, ended = world[0].time - world[0].total_seconds, world[-1].time
     saves = [(save.began_at, save.time) for save in read_events(CheckpointEvent, events) if began <= save.time]
@@ -283,7 +284,7 @@ def _checkpoint(world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any
     return [Diagnosis(cause=SlowdownCause.CHECKPOINT, share=stall_share + slower, evidence=evidence)]
 
 
-def _slower_while_writing(world: Sequence[TimingWindow], writes: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _slower_while_writing(world: Sequence[TimingEvent], writes: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """(share of training time lost because writes slow the steps, share of the time in which there is a write); the
     first is 0 unless it stands out from the noise."""
     overlaps = []
@@ -305,7 +306,7 @@ def _slower_while_writing(world: Sequence[TimingWindow], writes: Sequence[tuple[
     return excess * total / _step(world), total
 
 
-def _undisturbed(window: TimingWindow) -> float:
+def _undisturbed(window: TimingEvent) -> float:
     """A step without what happens in few of them: medians over steps, where the trainer has recorded them."""
     if "compute" not in window.typical:
         return window.seconds - max(window.segments.get("checkpoint") or (0.0,))
@@ -344,7 +345,7 @@ def _memory(events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
     return [Diagnosis(cause=SlowdownCause.MEMORY, share=0.0, evidence=text)]
 
 
-def _step(world: Sequence[TimingWindow]) -> float:
+def _step(world: Sequence[TimingEvent]) -> float:
     return statistics.median(window.seconds for window in world)
 
 

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain_dagster.monitoring.windows import TimingWindow
-from trainer.documents.events import NodeEvent, OutOfMemoryEvent, read_events
+from trainer.documents.events import NodeEvent, OutOfMemoryEvent, TimingEvent, read_events
 
 MEMORY_LOW, MEMORY_TARGET = 0.70, 0.85
 """Of a GPU's memory: below the first a larger batch is recommended, one that needs the second."""
@@ -51,7 +50,7 @@ class GPUMemory:
 
 
 def gpu_memory(
-    world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
+    world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
 ) -> GPUMemory | str:
     """From the ``node`` events of a job; where it cannot be told, or a larger batch would not help, why."""
     batch = training.get("batch_size_per_gpu") or world[-1].facts.get("local_samples_per_micro_batch")

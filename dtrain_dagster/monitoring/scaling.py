@@ -2,7 +2,7 @@
 
 The model of a step of W ranks:
 
-    step = compute + noise x sqrt(2 ln W) + exposed communication
+    step = compute + noise x sqrt(2 ln W) + exposed communication (`trainer.performance.step`)
     exposed = last bucket + commit + what the other buckets take beyond the backward pass
     all-reduce of b bytes = min(2 (W-1) a + 2 (W-1)/W b/B, 2 ceil(log2 W) (a + b/B)), a ring or a tree
 
@@ -18,7 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from dtrain_dagster.monitoring.link_model import non_negative_fit
+from dtrain_dagster.monitoring.windows import typical_collectives, windows
+from trainer.documents.events import StepEvent, read_events
+from trainer.performance.link import Link, bytes_carried, fit_link, ring_messages
+from trainer.performance.step import StepParts
 
 Mode = Literal["weak", "strong"]
 WARM_UP = 1
@@ -68,39 +71,37 @@ class ScalingPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingLink:
-    """What an all-reduce goes over. ``inner``: a faster link among ``group`` ranks of one machine; the sums of machines
-    then go over this one."""
+    """A link with its name. ``inner``: a faster one among ``group`` ranks of one machine; the sums of machines then go
+    over this one."""
 
     name: str
-    latency_seconds: float
-    bytes_per_second: float
+    message: Link
+    """What one message takes."""
     source: str
     inner: ScalingLink | None = None
     group: int = 1
 
 
-_NVLINK = ScalingLink(
-    name="NVLink 2", latency_seconds=3e-6, bytes_per_second=150e9, source="V100: 300 GB/s, both ways together"
-)
+def _stated(latency_seconds: float, bytes_per_second: float) -> Link:
+    return Link(latency_seconds=latency_seconds, seconds_per_byte=1 / bytes_per_second)
+
+
 LINKS = (
     ScalingLink(
         name="Ethernet, 24 Gbit/s",
-        latency_seconds=30e-6,
-        bytes_per_second=24e9 / 8,
+        message=_stated(30e-6, 24e9 / 8),
         source="bandwidth that Azure states for NC24s_v3; 30 us is usual for TCP with accelerated networking",
     ),
     ScalingLink(
         name="InfiniBand EDR, 100 Gbit/s",
-        latency_seconds=5e-6,
-        bytes_per_second=100e9 / 8,
+        message=_stated(5e-6, 100e9 / 8),
         source="NC24rs_v3; nominal",
     ),
     ScalingLink(
         name="NVLink of 8, InfiniBand HDR 200 Gbit/s between",
-        latency_seconds=5e-6,
-        bytes_per_second=200e9 / 8,
+        message=_stated(5e-6, 200e9 / 8),
         source="nominal",
-        inner=_NVLINK,
+        inner=ScalingLink(name="NVLink 2", message=_stated(3e-6, 150e9), source="V100: 300 GB/s, both ways together"),
         group=8,
     ),
 )
@@ -120,16 +121,16 @@ def read_point(
 ) -> ScalingPoint:  # fmt: skip
     """What a short run showed. ``training``: the job's section of that name; ``samples``: of an epoch. `ValueError`
     where the run has no figures to read."""
-    steps = [item for item in events if item["kind"] == "step"][WARM_UP:]
-    timings = [item for item in events if item["kind"] == "timing"][WARM_UP:]
-    if not steps or not timings:
+    told = [item.step_seconds for item in read_events(StepEvent, events) if item.step_seconds is not None]
+    seconds, timings = told[WARM_UP:], windows(events)[WARM_UP:]
+    if not seconds or not timings:
         raise ValueError("the run is too short: it has logged no step after its warm-up")
-    seconds = [item["step_seconds"] for item in steps]
     step = statistics.median(seconds)
-    world = len(timings[0]["nodes"])
+    world = timings[0].world_size
     micro_batches = training["gradient_accumulation_steps"] * training["world_size"]
     batch = training["batch_size_per_gpu"] * micro_batches
-    compute, collectives = [_compute(item) for item in timings], _collectives(timings)
+    compute = [item.mean("forward", "backward", "optimizer") for item in timings]
+    collectives = typical_collectives(timings)
     return ScalingPoint(
         mode=mode,
         nodes=nodes,
@@ -140,33 +141,20 @@ def read_point(
         step_seconds_low=min(seconds),
         step_seconds_high=max(seconds),
         compute_seconds=statistics.median(compute),
-        backward_seconds=statistics.median(statistics.fmean(item["segments"]["backward"]) for item in timings),
-        wire_seconds=statistics.median(statistics.fmean(item["segments"]["communication"]) for item in timings),
-        waiting_seconds=statistics.median(statistics.fmean(item["segments"]["waiting"]) for item in timings),
-        noise_seconds=_spread(compute) * math.sqrt(timings[0]["steps"] * world),
-        all_reduces=tuple(collectives.values()),
-        buckets=tuple(size for name, (size, _) in collectives.items() if "bucket" in name),
+        backward_seconds=statistics.median(item.mean("backward") for item in timings),
+        wire_seconds=statistics.median(item.mean("communication") for item in timings),
+        waiting_seconds=statistics.median(item.mean("waiting") for item in timings),
+        noise_seconds=_spread(compute) * math.sqrt(timings[0].steps * world),
+        all_reduces=tuple((item.bytes, item.wire_seconds) for item in collectives),
+        buckets=tuple(item.bytes for item in collectives if "bucket" in item.name),
         usd_per_epoch=nodes * usd_per_node_hour / 3600 * step * math.ceil(samples / batch),
     )
-
-
-def _compute(timing: Mapping[str, Any]) -> float:
-    return sum(statistics.fmean(timing["segments"][name]) for name in ("forward", "backward", "optimizer"))
 
 
 def _spread(values: Sequence[float]) -> float:
     """Standard deviation, as the median of absolute deviations shows it: one stretch with a hiccup does not count."""
     middle = statistics.median(values)
     return 1.4826 * statistics.median(abs(value - middle) for value in values)
-
-
-def _collectives(timings: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, float]]:
-    """Bytes and seconds on the wire, by name."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for item in timings:
-        for entry in item["collectives"]:
-            found.setdefault(entry["name"], []).append((entry["bytes"], entry["wire_seconds"]))
-    return {name: (rows[0][0], statistics.median(seconds for _, seconds in rows)) for name, rows in found.items()}
 
 
 def efficiency(points: Iterable[ScalingPoint], mode: Mode) -> dict[int, float]:
@@ -178,44 +166,27 @@ def efficiency(points: Iterable[ScalingPoint], mode: Mode) -> dict[int, float]:
     return {point.world_size: point.samples_per_second / point.world_size / base for point in mine}
 
 
-def fit_link(observed: Sequence[tuple[int, int, float]], name: str) -> ScalingLink:
-    """Latency and bandwidth from all-reduces that were measured: (world size, bytes, seconds on the wire).
-
-    Least squares on relative errors, so that small messages count as much as large ones. `ValueError` without any.
-    """
+def fit_scaling_link(observed: Sequence[tuple[int, int, float]], name: str) -> ScalingLink:
+    """Returns the link from all-reduces that were measured, taken for rings: (world size, bytes, seconds on the wire).
+    Raises ValueError without any."""
     rows = [
-        (_messages(world) / seconds, _share(world) * size / seconds) for world, size, seconds in observed
+        (ring_messages(world), bytes_carried(world) * size, seconds) for world, size, seconds in observed
         if world > 1 and seconds > 0
     ]  # fmt: skip
     if not rows:
         raise ValueError("no all-reduce was measured: a link can only be fitted to runs of two ranks or more")
-    latency, per_byte = non_negative_fit(rows)
-    speed = 1 / per_byte if per_byte > 1e-15 else math.inf  # a petabyte a second is what rounding leaves of nothing
-    return ScalingLink(
-        name=name, latency_seconds=latency, bytes_per_second=speed, source=f"fitted to {len(rows)} measured all-reduces"
-    )
+    return ScalingLink(name=name, message=fit_link(rows), source=f"fitted to {len(rows)} measured all-reduces")
 
 
-def _messages(world: int) -> float:
-    return 2.0 * (world - 1)
-
-
-def _share(world: int) -> float:
-    return 2.0 * (world - 1) / world
-
-
-def all_reduce_seconds(size: int, world: int, link: ScalingLink) -> float:
+def all_reduce_seconds(size: float, world: int, link: ScalingLink) -> float:
     """One all-reduce of that many bytes over ``world`` ranks: by ring or tree, whichever is faster."""
     if world < 2:
         return 0.0
     if link.inner is not None and link.group > 1:
         group = min(link.group, world)
-        inner = link.inner
-        within = _messages(group) * inner.latency_seconds + _share(group) * size / inner.bytes_per_second
+        within = link.inner.message.over_ring(group).seconds(size)
         return within + all_reduce_seconds(-(-size // group), -(-world // group), replace(link, inner=None))
-    ring = _messages(world) * link.latency_seconds + _share(world) * size / link.bytes_per_second
-    tree = 2 * math.ceil(math.log2(world)) * (link.latency_seconds + size / link.bytes_per_second)
-    return min(ring, tree)
+    return min(way.seconds(size) for way in (link.message.over_ring(world), link.message.over_tree(world)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,10 +221,13 @@ def predict(model: ScalingModel, world: int, link: ScalingLink, micro_batches: i
     crowded = max(1.0, world / model.cores) if model.cores else 1.0
     compute = model.micro_batch_seconds * each * crowded
     noise = noise_factor * model.noise_seconds * math.sqrt(each) * math.sqrt(2 * math.log(world))
-    *early, last = [all_reduce_seconds(size, world, link) for size in model.buckets] or [0.0]
-    behind = compute / each * model.backward_share  # only the last micro-batch's backward pass has buckets to hide
-    exposed = last + max(0.0, sum(early) - behind) + all_reduce_seconds(COMMIT_BYTES, world, link)
-    return compute + noise + exposed
+    step = StepParts(
+        computing_seconds=compute + noise,
+        hiding_seconds=compute / each * model.backward_share,  # only the last micro-batch's backward pass has buckets
+        buckets=model.buckets,
+    )
+    seconds = step.predict_seconds(lambda size: all_reduce_seconds(size, world, link))
+    return seconds + all_reduce_seconds(COMMIT_BYTES, world, link)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -271,7 +245,8 @@ def modelled(
     """Efficiency against one rank. Weak: each rank keeps its micro-batches. Strong: the largest world has one
     micro-batch for each rank, smaller ones do the same step with more each."""
     rows = []
-    slow = replace(link, bytes_per_second=link.bytes_per_second * WORST_BANDWIDTH)
+    per_byte = link.message.seconds_per_byte / WORST_BANDWIDTH
+    slow = replace(link, message=replace(link.message, seconds_per_byte=per_byte))
     for world in sizes:
         total = micro_batches_per_rank * world if mode == "weak" else max(sizes)
         alone = model.micro_batch_seconds * total
@@ -310,7 +285,7 @@ def check_prediction(
         return None
     seen = [point for point in points if 1 < point.world_size < worlds[-1]]
     observed = [(point.world_size, size, seconds) for point in seen for size, seconds in point.all_reduces]
-    link = fit_link(observed, "the link here")
+    link = fit_scaling_link(observed, "the link here")
     model = model_of(single, seen[0].buckets, cores)
     checks = tuple(
         Check(
@@ -363,10 +338,21 @@ def study(points: Sequence[ScalingPoint], cores: float | None) -> Study:
 def scaling_document(result: Study) -> dict[str, Any]:
     """The study as JSON knows it: null for the bandwidth of a link that bytes do not slow down."""
 
-    def finite(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {name: None if value == math.inf else value for name, value in fields}
+    def written(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in fields:
+            if name == "message":  # the document has said it so from the first
+                rate = Link(**value).bytes_per_second
+                found |= {"latency_seconds": value["latency_seconds"], "bytes_per_second": _or_none(rate)}
+            else:
+                found[name] = _or_none(value)
+        return found
 
-    return asdict(result, dict_factory=finite)
+    return asdict(result, dict_factory=written)
+
+
+def _or_none(value: Any) -> Any:
+    return None if value == math.inf else value
 
 
 def summarize_scaling(points: Sequence[ScalingPoint], checks: Sequence[Check], cores: float | None) -> str:

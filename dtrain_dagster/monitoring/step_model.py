@@ -1,7 +1,8 @@
 """A training step as its parts, measured, and what a change of them would gain. Pure.
 
 Which changes are worth considering is in `strategies`; what they do to the dollars of a job, in `planning`. How a step
-grows with the number of ranks, from measurements at several sizes, is `scaling`'s model.
+grows with the number of ranks, from measurements at several sizes, is in `scaling`. What the backward pass hides of its
+communication is `trainer.performance.step`'s, for all of them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dtrain_dagster.monitoring.windows import TimingWindow
+from trainer.documents.events import TimingEvent
 
 WORTH_IT = 0.01
 """A gain below this is none."""
@@ -86,7 +87,7 @@ class StepModel:
         )
 
 
-def step_model(world: Sequence[TimingWindow]) -> StepModel:
+def step_model(world: Sequence[TimingEvent]) -> StepModel:
     """The mean step of windows of one world."""
     steps = sum(window.steps for window in world)
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from dtrain_dagster.monitoring.windows import TimingWindow, seconds_of
+from dtrain_dagster.monitoring.windows import seconds_of
+from trainer.documents.events import TimingEvent
 
 LATE_SHARE = 0.03
 """Of the step: who is later than that, and well above noise, is called a straggler."""
@@ -58,7 +59,7 @@ class Straggler:
     """Wall seconds that its lateness has cost."""
 
 
-def stragglers(windows: Sequence[TimingWindow]) -> list[Straggler]:
+def stragglers(windows: Sequence[TimingEvent]) -> list[Straggler]:
     """Ranks that hold the others up, the costliest first. ``windows`` of one world, in order of time."""
     if len(windows) < FEWEST_WINDOWS or windows[0].world_size < 2:
         return []
@@ -75,7 +76,7 @@ def stragglers(windows: Sequence[TimingWindow]) -> list[Straggler]:
     return sorted(found.values(), key=lambda item: item.lost_seconds, reverse=True)
 
 
-def dealt_seconds(window: TimingWindow) -> list[float]:
+def dealt_seconds(window: TimingEvent) -> list[float]:
     """Seconds per step by which each rank is expected to be later than the one with least work, for its samples."""
     if len(window.samples) != window.world_size or len(set(window.samples)) == 1:
         return [0.0] * window.world_size
@@ -86,7 +87,7 @@ def dealt_seconds(window: TimingWindow) -> list[float]:
 
 
 def _judge(
-    windows: Sequence[TimingWindow], rank: int, series: Sequence[float], noise: float, typically: bool
+    windows: Sequence[TimingEvent], rank: int, series: Sequence[float], noise: float, typically: bool
 ) -> Straggler | None:
     """Is this rank late for a stretch of windows that counts? ``series``: its seconds in each, ``noise`` relative."""
     late = [seconds / window.seconds for seconds, window in zip(series, windows, strict=True)]
@@ -124,9 +125,9 @@ def _judge(
     )
 
 
-def _reason(windows: Sequence[TimingWindow], rank: int, late: float, typically: bool) -> tuple[Why, float, float]:
+def _reason(windows: Sequence[TimingEvent], rank: int, late: float, typically: bool) -> tuple[Why, float, float]:
     """What explains the lateness best, with the rank's own seconds and those of the others."""
-    looks: dict[Why, Callable[[TimingWindow], list[float]]] = {"input": _input, "compute": _compute}
+    looks: dict[Why, Callable[[TimingEvent], list[float]]] = {"input": _input, "compute": _compute}
     if not typically:
         looks = {
             "input": lambda window: _segments(window, "input"),
@@ -145,18 +146,18 @@ def _reason(windows: Sequence[TimingWindow], rank: int, late: float, typically: 
     return best
 
 
-def _typically_late(window: TimingWindow) -> list[float]:
+def _typically_late(window: TimingEvent) -> list[float]:
     late = window.typical.get("late")
     return _explained(window, late) if late else _late_on_average(window)
 
 
-def _late_on_average(window: TimingWindow) -> list[float]:
+def _late_on_average(window: TimingEvent) -> list[float]:
     """Lateness from means: who waits least is late."""
     waiting = _segments(window, "waiting")
     return _explained(window, [max(waiting) - value for value in waiting])
 
 
-def _explained(window: TimingWindow, late: Sequence[float]) -> list[float]:
+def _explained(window: TimingEvent, late: Sequence[float]) -> list[float]:
     """Without what more samples and saves account for: neither is the rank's fault. Saves that are in the mean and not
     in the median must not make the rank look early, and the others late."""
     late = _without(late, dealt_seconds(window))
@@ -164,17 +165,17 @@ def _explained(window: TimingWindow, late: Sequence[float]) -> list[float]:
     return [value - min(save, max(0.0, value)) for value, save in zip(late, saving, strict=True)]
 
 
-def _input(window: TimingWindow) -> list[float]:
+def _input(window: TimingEvent) -> list[float]:
     return list(window.typical.get("input") or _segments(window, "input"))
 
 
-def _compute(window: TimingWindow) -> list[float]:
+def _compute(window: TimingEvent) -> list[float]:
     """As if all had the samples of the rank with least work."""
     seconds = window.typical.get("compute") or _segments(window, "forward", "backward", "optimizer")
     return _without(seconds, dealt_seconds(window))
 
 
-def _segments(window: TimingWindow, *names: str) -> list[float]:
+def _segments(window: TimingEvent, *names: str) -> list[float]:
     empty = (0.0,) * window.world_size
     return [sum(values) for values in zip(*(window.segments.get(name, empty) for name in names), strict=True)]
 

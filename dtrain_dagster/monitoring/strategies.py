@@ -14,11 +14,19 @@ from typing import Any
 
 from dtrain_dagster.monitoring.diagnosis import INPUT_SHARE, too_much_communication
 from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, MEMORY_TARGET, gpu_memory
-from dtrain_dagster.monitoring.link_model import WireFit, fit_wire
 from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, Strategy, step_model
 from dtrain_dagster.monitoring.stragglers import Straggler, stragglers
-from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, TimingWindow, seconds_of, typical_collectives, worlds
-from trainer.documents.events import CheckpointEvent, read_events
+from dtrain_dagster.monitoring.windows import (
+    COMMUNICATION_LIMIT,
+    collective_link,
+    latency_share,
+    seconds_of,
+    typical_collectives,
+    worlds,
+)
+from trainer.documents.events import CheckpointEvent, TimingEvent, read_events
+from trainer.performance.link import Link, bytes_carried, ring_messages
+from trainer.performance.step import exposed_seconds
 
 CHECKPOINT_BUDGET = 0.01
 """Share of training time that checkpoints may cost."""
@@ -27,7 +35,7 @@ KEPT = 0.01
 
 
 def strategies(
-    found: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]] = (), training: Mapping[str, Any] | None = None
+    found: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]] = (), training: Mapping[str, Any] | None = None
 ) -> list[Strategy]:
     """What would help the world that trained longest in these windows, the largest gain first; those that would gain
     nothing come last. ``training``: the trainer's configuration, for the present values of settings."""
@@ -42,12 +50,12 @@ def strategies(
     return sorted(ranked, key=lambda item: item.order, reverse=True)
 
 
-def communication_strategies(world: Sequence[TimingWindow], training: Mapping[str, Any]) -> list[Strategy]:
+def communication_strategies(world: Sequence[TimingEvent], training: Mapping[str, Any]) -> list[Strategy]:
     """Against wire time. Waiting for a slow rank is another matter: none of these helps against it."""
     now = step_model(world)
     if not now.samples:
         return []
-    fit = fit_wire(typical_collectives(world))
+    fit = collective_link(typical_collectives(world))
     ranked = [*_more_work(now, training), *_fewer_nodes(now, world)]
     if fit:
         ranked += _compression(now, world, fit, training) + _buckets(now, world, fit)
@@ -71,7 +79,7 @@ def _more_work(now: StepModel, training: Mapping[str, Any]) -> list[Strategy]:
 
 
 def _compression(
-    now: StepModel, world: Sequence[TimingWindow], fit: WireFit, training: Mapping[str, Any]
+    now: StepModel, world: Sequence[TimingEvent], fit: Link, training: Mapping[str, Any]
 ) -> list[Strategy]:  # fmt: skip
     """Fewer bytes: gains on the part that bandwidth decides, and only on what the backward pass does not hide. Nothing
     of what a run does already, nor where gradients go through one host: that mode does not compress."""
@@ -97,7 +105,7 @@ def _compression(
     return found
 
 
-def _buckets(now: StepModel, world: Sequence[TimingWindow], fit: WireFit) -> list[Strategy]:
+def _buckets(now: StepModel, world: Sequence[TimingEvent], fit: Link) -> list[Strategy]:
     """Another number of buckets: few pay latency less often, many begin earlier. The best of some."""
     buckets = _buckets_of(world)
     total = sum(item.bytes for item in buckets)
@@ -111,8 +119,8 @@ def _buckets(now: StepModel, world: Sequence[TimingWindow], fit: WireFit) -> lis
         backward = max(backward, hidden * len(buckets) / (len(buckets) - 1))
 
     def exposed(count: int) -> float:
-        wire = count * fit.latency_seconds + total * fit.seconds_per_byte
-        return commit + max(wire / count, wire - backward * (count - 1) / count)
+        hiding = backward * (count - 1) / count  # the last bucket is full when the pass is done
+        return commit + exposed_seconds([fit.seconds(total / count)] * count, hiding)
 
     def then(count: int) -> StepModel:
         """By the change that the model predicts, so that what it gets wrong about now does not count as a gain."""
@@ -129,33 +137,30 @@ def _buckets(now: StepModel, world: Sequence[TimingWindow], fit: WireFit) -> lis
 
 
 def _hierarchy(
-    now: StepModel, world: Sequence[TimingWindow], fit: WireFit, training: Mapping[str, Any]
+    now: StepModel, world: Sequence[TimingEvent], fit: Link, training: Mapping[str, Any]
 ) -> list[Strategy]:  # fmt: skip
     """Sum within nodes first: only one rank of each node talks to other nodes."""
     size, nodes = world[-1].world_size, now.nodes
     present = training.get("communication", "allreduce")
     if nodes in (1, size) or present != "allreduce" or world[-1].facts.get("topology") == "star":
         return []
-    latency, bandwidth = (nodes - 1) / (size - 1), ((nodes - 1) / nodes) / ((size - 1) / size)
-    saved = sum(
-        (1 - latency) * fit.latency_seconds + (1 - bandwidth) * item.bytes * fit.seconds_per_byte
-        for item in _buckets_of(world)
-    )
+    between = fit.message_of_ring(size).over_ring(nodes)
+    saved = sum(fit.seconds(item.bytes) - between.seconds(item.bytes) for item in _buckets_of(world))
     change = f"training.communication = hierarchical (now {present})"
     note = f"sums within each of the {nodes} nodes, then between them; at best: sums within a node are free"
     return [now.to(_less_wire(now, world, saved), "hierarchical all-reduce", change, note)]
 
 
-def on_fewer_nodes(world: Sequence[TimingWindow]) -> list[StepModel]:
+def on_fewer_nodes(world: Sequence[TimingEvent]) -> list[StepModel]:
     """The same global batch on one node, two and so on: more computing for each, less or no wire."""
     now = step_model(world)
     if now.nodes < 2 or world[-1].world_size % now.nodes:
         return []
-    per_node, fit = world[-1].world_size // now.nodes, fit_wire(typical_collectives(world))
+    per_node, fit = world[-1].world_size // now.nodes, collective_link(typical_collectives(world))
     return [_with_ranks(now, world, fit, count * per_node, count) for count in range(1, now.nodes)]
 
 
-def _fewer_nodes(now: StepModel, world: Sequence[TimingWindow]) -> list[Strategy]:
+def _fewer_nodes(now: StepModel, world: Sequence[TimingEvent]) -> list[Strategy]:
     """The best number of them."""
     options = on_fewer_nodes(world)
     if not options:
@@ -171,19 +176,18 @@ def _fewer_nodes(now: StepModel, world: Sequence[TimingWindow]) -> list[Strategy
     return found
 
 
-def _with_ranks(
-    now: StepModel, world: Sequence[TimingWindow], fit: WireFit | None, ranks: int, nodes: int
-) -> StepModel:
+def _with_ranks(now: StepModel, world: Sequence[TimingEvent], fit: Link | None, ranks: int, nodes: int) -> StepModel:
     size = world[-1].world_size
     work = size / ranks
     collectives = typical_collectives(world)
-    latency = fit.latency_share(collectives, now.communication) if fit else 0.0
-    ratio = latency * (ranks - 1) / (size - 1) + (1 - latency) * ((ranks - 1) / ranks) / ((size - 1) / size)
+    latency = latency_share(fit, collectives, now.communication) if fit else 0.0
+    moving = (1 - latency) * bytes_carried(ranks) / bytes_carried(size)
+    ratio = latency * ring_messages(ranks) / ring_messages(size) + moving
     then = replace(now.with_work(work), communication=now.communication * ratio, nodes=nodes)
     return replace(then, waiting=0.0) if ranks == 1 else then
 
 
-def waiting_strategies(world: Sequence[TimingWindow], node_id: int | None = None) -> list[Strategy]:
+def waiting_strategies(world: Sequence[TimingEvent], node_id: int | None = None) -> list[Strategy]:
     """Against a straggler: another node in its place, less work for it, or none. ``node_id``: against this one, and not
     the costliest."""
     ranked, now = stragglers(world), step_model(world)
@@ -223,7 +227,7 @@ def _on_time(now: StepModel, item: Straggler, saved: float, size: int) -> StepMo
     return replace(now, computing=max(0.0, now.computing - own))
 
 
-def _deal_less(now: StepModel, world: Sequence[TimingWindow], item: Straggler) -> list[Strategy]:
+def _deal_less(now: StepModel, world: Sequence[TimingEvent], item: Straggler) -> list[Strategy]:
     """The deal of whole micro-batches with which all ranks are done soonest."""
     count, size = int(world[-1].facts.get("micro_batches") or 0), world[-1].world_size
     if not count or count <= size or not item.other_seconds:
@@ -247,7 +251,7 @@ def _deal_less(now: StepModel, world: Sequence[TimingWindow], item: Straggler) -
     ]  # fmt: skip
 
 
-def _input(world: Sequence[TimingWindow]) -> list[Strategy]:
+def _input(world: Sequence[TimingEvent]) -> list[Strategy]:
     now = step_model(world)
     common = statistics.median(min(window.segments.get("input") or (0.0,)) for window in world)
     if common / now.seconds < INPUT_SHARE:  # what one rank waits for beyond that is this rank's matter
@@ -258,7 +262,7 @@ def _input(world: Sequence[TimingWindow]) -> list[Strategy]:
 
 
 def _checkpoint(
-    world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
+    world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
 ) -> list[Strategy]:
     """As seldom as it takes for saves to cost less than the budget. Both what they cost and how many there were is
     that of these windows: a job has saves in other worlds as well."""
@@ -283,7 +287,7 @@ def _checkpoint(
 
 
 def _memory(
-    world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
+    world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
 ) -> list[Strategy]:
     """A batch size from measured memory, where the GPU is less than 70 % full at its fullest."""
     memory = gpu_memory(world, events, training)
@@ -299,7 +303,7 @@ def _memory(
     return [now.to(now.with_batch(larger / memory.batch), "use the GPU's memory", change, note)]
 
 
-def _less_wire(now: StepModel, world: Sequence[TimingWindow], saved: float) -> StepModel:
+def _less_wire(now: StepModel, world: Sequence[TimingEvent], saved: float) -> StepModel:
     """So many seconds less of wire come off what is exposed; the commit and a last bucket always are."""
     buckets = _buckets_of(world)
     wire = sum(item.wire_seconds for item in buckets)
@@ -308,11 +312,11 @@ def _less_wire(now: StepModel, world: Sequence[TimingWindow], saved: float) -> S
     return replace(now, communication=max(floor, now.communication - saved))
 
 
-def _buckets_of(world: Sequence[TimingWindow]) -> list[Any]:
+def _buckets_of(world: Sequence[TimingEvent]) -> list[Any]:
     return [item for item in typical_collectives(world) if "bucket" in item.name]
 
 
-def _micro_batches(world: Sequence[TimingWindow]) -> int:
+def _micro_batches(world: Sequence[TimingEvent]) -> int:
     count = world[-1].facts.get("micro_batches")
     return -(-int(count) // world[-1].world_size) if count else 1
 

@@ -40,9 +40,8 @@ from dtrain_dagster.costs.prices import PriceError, SkuPrice, Tier
 from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, GPUMemory, gpu_memory
 from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, step_model
 from dtrain_dagster.monitoring.strategies import communication_strategies, on_fewer_nodes
-from dtrain_dagster.monitoring.windows import TimingWindow
 from dtrain_dagster.support.formatting import format_duration
-from trainer.documents.events import OutOfMemoryEvent, read_events
+from trainer.documents.events import OutOfMemoryEvent, TimingEvent, read_events
 
 OptionKind = Literal[
     "as planned", "fewer nodes", "other nodes", "other SKU", "low priority", "larger batch", "smaller model",
@@ -147,7 +146,7 @@ def price_forecast(forecast: Forecast, price: SkuPrice, tier: Tier, node_count: 
 
 def build_options(
     base: BaseRun,
-    world: Sequence[TimingWindow],
+    world: Sequence[TimingEvent],
     events: Sequence[Mapping[str, Any]],
     training: Mapping[str, Any],
     prices: Iterable[SkuPrice],
@@ -234,7 +233,7 @@ def _refused(
 
 
 def _price_fewer_nodes(
-    base: BaseRun, world: Sequence[TimingWindow], now: StepModel | None, training: Mapping[str, Any]
+    base: BaseRun, world: Sequence[TimingEvent], now: StepModel | None, training: Mapping[str, Any]
 ) -> list[Option]:
     if now is None:
         return [_refused(base, "fewer nodes", "fewer nodes (DTRAIN_NODES)", "no timing of its steps is known")]
@@ -253,7 +252,7 @@ def _price_fewer_nodes(
     ]
 
 
-def _nodes_setting(count: int, now: StepModel, world: Sequence[TimingWindow], training: Mapping[str, Any]) -> str:
+def _nodes_setting(count: int, now: StepModel, world: Sequence[TimingEvent], training: Mapping[str, Any]) -> str:
     steps = int(training.get("gradient_accumulation_steps") or 0) * now.nodes
     if steps and steps % count == 0:
         return f"DTRAIN_NODES = {count}, gradient_accumulation_steps = {steps // count}: the global batch stays"
@@ -303,7 +302,7 @@ def _price_low_priority(base: BaseRun) -> list[Option]:
 
 def _price_larger_batch(
     base: BaseRun,
-    world: Sequence[TimingWindow],
+    world: Sequence[TimingEvent],
     now: StepModel | None,
     memory: GPUMemory | str,
     events: Sequence[Mapping[str, Any]],

@@ -17,7 +17,7 @@ from dtrain_dagster.costs.estimate import Forecast, Learned, Measured, Sizes
 from dtrain_dagster.jobs.progress import follow_job, start_job
 from dtrain_dagster.monitoring.windows import settled, shares, windows
 from trainer.config import JobConfig, TrackingConfig
-from trainer.documents.events import EvaluationEvent, PhaseEvent, StepEvent, read_events
+from trainer.documents.events import EvaluationEvent, PhaseEvent, StepEvent, TimingEvent, read_events
 from trainer.rundir import RESULT, NodePresence, RunDir
 
 LEAST_STEPS, MOST_STEPS, SHARE_OF_TRAINING = 24, 120, 0.1
@@ -161,9 +161,10 @@ def read_measured(
     evaluation = statistics.fmean(judged[1:] or judged or [0.0])
     training, judging, saving = (seconds.get(name, 0.0) for name in ("training", "evaluation", "checkpoint"))
 
-    parts = shares(settled(windows(events)))
+    timed = windows(events)
+    parts = shares(settled(timed))
     growing = sum(parts[name] for name in ("input", "forward", "backward")) if parts else 1.0
-    stretches = _stretches(events, global_batch_size)
+    stretches = _stretches(events, timed, global_batch_size)
     sizes = [1 - growing + growing * fill for _, _, fill in stretches]
     full = [each / size for (_, each, _), size in zip(stretches, sizes, strict=True)]
     full = full[len(full) // 2 if len(full) >= SETTLED_FROM else 1 :] or full
@@ -187,13 +188,11 @@ def read_measured(
     )
 
 
-def _stretches(events: Sequence[Mapping[str, Any]], global_batch_size: int) -> list[tuple[int, float, float]]:
+def _stretches(
+    events: Sequence[Mapping[str, Any]], timed: Sequence[TimingEvent], global_batch_size: int
+) -> list[tuple[int, float, float]]:
     """(steps, seconds of each, how full their batches were) from one ``step`` event to the next."""
-    fills = {
-        item["step"]: sum(item["samples"]) / (item["steps"] * global_batch_size)
-        for item in events
-        if item["kind"] == "timing"
-    }
+    fills = {item.step: sum(item.samples) / (item.steps * global_batch_size) for item in timed if item.samples}
     found, before = [], 0
     for item in read_events(StepEvent, events):
         count = item.step - before

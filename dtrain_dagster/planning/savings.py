@@ -15,10 +15,11 @@ from typing import Any
 from dtrain_dagster.costs.prices import SkuPrice, Tier, tier_of
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.step_model import step_model
-from dtrain_dagster.monitoring.windows import TimingWindow, worlds
+from dtrain_dagster.monitoring.windows import worlds
 from dtrain_dagster.planning.options import BaseRun, Option, OptionKind, best_of, build_options
 from dtrain_dagster.planning.projection import ProgressRate, Projection
 from dtrain_dagster.support.formatting import dollars
+from trainer.documents.events import TimingEvent
 
 LEFT, ANOTHER = "of what is left, from the checkpoint", "in another run like this one"
 STILL_THERE_SECONDS = 60.0
@@ -92,7 +93,7 @@ def rest_and_whole(
 def savings(
     rest: BaseRun,
     whole: BaseRun,
-    found: Sequence[TimingWindow],
+    found: Sequence[TimingEvent],
     events: Sequence[Mapping[str, Any]],
     training: Mapping[str, Any],
     table: Mapping[str, SkuPrice],

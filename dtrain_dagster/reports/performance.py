@@ -14,13 +14,11 @@ from dtrain_dagster.costs.money import SECOND
 from dtrain_dagster.costs.tracker import bill_usage, paid_wall_seconds
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
-from dtrain_dagster.monitoring.link_model import fit_wire
 from dtrain_dagster.monitoring.step_model import Strategy
 from dtrain_dagster.monitoring.strategies import strategies
 from dtrain_dagster.monitoring.windows import (
     SEGMENTS,
-    TimingWindow,
-    WireTime,
+    collective_link,
     seconds_of,
     settled,
     shares,
@@ -28,7 +26,7 @@ from dtrain_dagster.monitoring.windows import (
     windows,
     worlds,
 )
-from trainer.documents.events import MembershipEvent, NodeEvent, StepEvent, read_events
+from trainer.documents.events import MembershipEvent, NodeEvent, StepEvent, TimingEvent, WireTime, read_events
 
 PHASES = ("startup", "data", "training", "evaluation", "checkpoint", "regroup", "finalise")
 LOW_GOODPUT = 0.5
@@ -202,7 +200,7 @@ def goodput(found: Ledger) -> Goodput:
     )
 
 
-def estimate_scaling(found: Sequence[TimingWindow]) -> Scaling:
+def estimate_scaling(found: Sequence[TimingEvent]) -> Scaling:
     """Against one node: measured where the job has trained on one for some time, else bounded by what ranks lose to
     each other."""
     groups = sorted(worlds(found), key=lambda group: len(set(group[-1].nodes)), reverse=True)
@@ -223,12 +221,12 @@ def estimate_scaling(found: Sequence[TimingWindow]) -> Scaling:
     return Scaling(nodes=nodes, efficiency=None, one_node_samples_per_second=None, basis=words)
 
 
-def _communication(found: Sequence[TimingWindow]) -> Communication | None:
+def _communication(found: Sequence[TimingEvent]) -> Communication | None:
     groups = worlds(found)
     if not groups or groups[0][-1].world_size < 2:
         return None
     part, collectives = shares(found), typical_collectives(groups[0])
-    fit = fit_wire(collectives)
+    fit = collective_link(collectives)
     buckets = [item for item in collectives if "bucket" in item.name]
     wire = sum(item.wire_seconds for item in buckets)
     largest = max(collectives, key=lambda item: item.bytes, default=None)
@@ -242,7 +240,7 @@ def _communication(found: Sequence[TimingWindow]) -> Communication | None:
     )
 
 
-def _ranks(found: Sequence[TimingWindow]) -> tuple[RankPerformance, ...]:
+def _ranks(found: Sequence[TimingEvent]) -> tuple[RankPerformance, ...]:
     groups = worlds(found)
     if not groups:
         return ()
@@ -265,7 +263,7 @@ def _ranks(found: Sequence[TimingWindow]) -> tuple[RankPerformance, ...]:
     )
 
 
-def _rate(found: Sequence[TimingWindow]) -> float | None:
+def _rate(found: Sequence[TimingEvent]) -> float | None:
     """Samples per second over windows."""
     seconds, samples = seconds_of(found), sum(sum(window.samples) for window in found)
     return samples / seconds if seconds and samples else None

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, SEGMENTS, TimingWindow
+from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, SEGMENTS
 from dtrain_dagster.reports.drawing import COLOURS, GRID, INK, MUTED, label, line, new_figure, svg
 from dtrain_dagster.reports.performance import Communication, RankPerformance
-from trainer.documents.events import MembershipEvent, StepEvent, read_events
+from trainer.documents.events import MembershipEvent, StepEvent, TimingEvent, read_events
 
 SEGMENT_COLOURS = {
     "input": "#9a6700",
@@ -57,7 +57,7 @@ def step_chart(ranks: Sequence[RankPerformance]) -> bytes:
     return svg(figure)
 
 
-def communication_chart(windows: Sequence[TimingWindow], communication: Communication) -> bytes:
+def communication_chart(windows: Sequence[TimingEvent], communication: Communication) -> bytes:
     """Wire and waiting as shares of the step over the job; below, each collective, and how much of it is hidden."""
     collectives = communication.collectives[:MOST_RANKS]
     figure = new_figure(9, 3.3 + 0.9 + 0.26 * len(collectives))

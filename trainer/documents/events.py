@@ -1,17 +1,18 @@
 """The kinds of events of a run directory, each as a type with its fields, and the one way to read one from its row.
 
 A row is what `trainer.rundir.RunDir.events` yields, whose fields `trainer.documents.schemas` has held against their
-types. What may be missing there, in a file of an older version, has a default here. ``timing`` is not among them:
-`dtrain_dagster.monitoring.windows` reads it.
-What a reader makes of an event does not belong here.
+types. What may be missing there, in a file of an older version, has a default here. What a reader makes of an event
+does not belong here.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar, Self, TypeVar
 
 _E = TypeVar("_E", bound="Event")
 
@@ -29,6 +30,18 @@ class Event:
     """Unix seconds."""
     rank: int = 0
     generation: int = 0
+
+    @classmethod
+    def read_row(cls, row: Mapping[str, Any]) -> Self:
+        """Returns the event of a row of this kind; raises `EventError`, see `read_event`."""
+        found = {}
+        for name, is_needed in _names_of(cls):  # type: ignore[arg-type]  # to mypy a class has the hash of its objects
+            value = row.get(name)
+            if value is not None:
+                found[name] = value
+            elif is_needed:
+                raise EventError(f"a {cls.kind!r} event without {name!r}")
+        return cls(**found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,19 +201,113 @@ class EndEvent(Event):
     status: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WireTime:
+    """One collective of a step, by name: means over the steps of a window, or medians over windows."""
+
+    name: str
+    bytes: int
+    wire_seconds: float
+    waiting_seconds: tuple[float, ...] = ()
+    """Of each rank, for the last one to come."""
+    overlapped_seconds: tuple[float, ...] = ()
+    """Of each rank: what the backward pass hid."""
+    bandwidth_bytes_per_second: float | None = None
+
+    @property
+    def overlap(self) -> float:
+        """Share of its own duration that the backward pass hid, mean over ranks."""
+        own = self.wire_seconds * max(1, len(self.overlapped_seconds)) + sum(self.waiting_seconds)
+        return min(1.0, sum(self.overlapped_seconds) / own) if own > 0 else 0.0
+
+    @classmethod
+    def read_row(cls, row: Mapping[str, Any]) -> Self:
+        """Returns the collective of a ``timing`` event's row."""
+        return cls(
+            name=str(row.get("name", "")),
+            bytes=int(row.get("bytes") or 0),
+            wire_seconds=float(row.get("wire_seconds") or 0.0),
+            waiting_seconds=tuple(map(float, row.get("waiting_seconds") or ())),
+            overlapped_seconds=tuple(map(float, row.get("overlapped_seconds") or ())),
+            bandwidth_bytes_per_second=row.get("bandwidth_bytes_per_second"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimingEvent(Event):
+    """What the ranks of one world did in a window of consecutive steps; ``time``: when it ended. Seconds are means per
+    step, one for each rank."""
+
+    kind: ClassVar[str] = "timing"
+    step: int
+    steps: int
+    seconds: float
+    """Of one step, mean over ranks: what the segments sum to."""
+    nodes: tuple[int, ...]
+    """Of each rank."""
+    samples: tuple[int, ...]
+    segments: Mapping[str, tuple[float, ...]]
+    typical: Mapping[str, tuple[float, ...]]
+    """Medians over the window's steps: ``input``, ``compute`` (forward, backward, optimizer), ``late``."""
+    collectives: tuple[WireTime, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """``topology``, ``backend``, ``device``, ``micro_batches``, ``local_samples_per_micro_batch``…"""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return len(self.nodes)
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of the whole window."""
+        return self.seconds * self.steps
+
+    def mean(self, *segments: str) -> float:
+        """Returns seconds per step of these segments together, mean over ranks; 0 of what was not measured."""
+        rows = (self.segments.get(name) for name in segments)
+        return sum((statistics.fmean(values) for values in rows if values), 0.0)
+
+    @classmethod
+    def read_row(cls, row: Mapping[str, Any]) -> Self:
+        """Returns the event of a row; raises `EventError` for one that is damaged or says too little to be of use.
+        Figures that are not one for each rank are left out."""
+        try:
+            nodes = tuple(int(node) for node in row.get("nodes") or ())
+            segments, typical = (_by_rank(row.get(name), len(nodes)) for name in ("segments", "typical"))
+            # What the segments of the ranks sum to, so that shares add up; the wall clock where there are none.
+            sums = [sum(values) for values in zip(*segments.values(), strict=True)]
+            seconds = statistics.fmean(sums) if sums else float(row.get("seconds") or 0.0)
+            if not nodes or not 0 < seconds < math.inf or not row.get("steps"):
+                raise EventError("a 'timing' event without ranks, steps or seconds")
+            return cls(
+                time=float(row.get("time", 0.0)),
+                rank=int(row.get("rank", 0)),
+                generation=int(row.get("generation", 0)),
+                step=int(row.get("step", 0)),
+                steps=int(row["steps"]),
+                seconds=seconds,
+                nodes=nodes,
+                samples=tuple(map(int, row.get("samples") or ())),
+                segments=segments,
+                typical=typical,
+                collectives=tuple(WireTime.read_row(item) for item in row.get("collectives") or ()),
+                facts={name: value for name, value in row.items() if isinstance(value, int | float | str)},
+            )
+        except (TypeError, AttributeError, ValueError, OverflowError) as error:
+            raise EventError(f"a damaged 'timing' event: {error}") from error
+
+
+def _by_rank(values: Mapping[str, Any] | None, size: int) -> dict[str, tuple[float, ...]]:
+    return {name: tuple(map(float, row)) for name, row in (values or {}).items() if len(row) == size}
+
+
 def read_event(kind: type[_E], row: Mapping[str, Any]) -> _E:
     """The event that a row holds. `EventError` where it is of another kind, or lacks what that kind has in all
     versions. Fields of a newer version are left out; a field that is None counts as missing, where it has a default."""
     if row.get("kind") != kind.kind:
         raise EventError(f"a {row.get('kind')!r} event is no {kind.kind!r} event")
-    found = {}
-    for name, is_needed in _names_of(kind):  # type: ignore[arg-type]  # to mypy a class has the hash of its objects
-        value = row.get(name)
-        if value is not None:
-            found[name] = value
-        elif is_needed:
-            raise EventError(f"a {kind.kind!r} event without {name!r}")
-    return kind(**found)
+    return kind.read_row(row)
 
 
 @functools.cache

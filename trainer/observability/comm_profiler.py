@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from trainer.comm.group import Collective, GroupError
 from trainer.comm.torch_transport import TorchTransport, Transport
 from trainer.comm.world import World
+from trainer.performance.link import bytes_carried
 from trainer.runtime.step_timer import SEGMENTS, Mark, StepTimer, computed_at, durations, moments
 
 FIELDS = (*SEGMENTS, "samples")
@@ -243,7 +244,7 @@ def collectives_of(window: TimingWindow, topology: str) -> list[dict[str, Any]]:
     wire = np.where(had, wires, 0.0).sum(axis=0) / counts
     waiting = np.where(had, own - wires, 0.0).sum(axis=1) / counts
     overlapped = np.where(had, hidden, 0.0).sum(axis=1) / counts
-    carried = 2 * (len(own) - 1) / len(own)
+    carried = bytes_carried(len(own))
     return [
         {
             "name": name,

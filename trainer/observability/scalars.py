@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from trainer.documents.events import TimingEvent, read_events
+
 TRAIN = ("loss", "learning_rate", "grad_norm", "samples_per_second", "step_seconds", "epoch")
 NODE = (
     "gpu_utilization", "gpu_memory_percent", "samples_per_second", "loss", "cpu_percent", "memory_percent",
@@ -65,7 +67,8 @@ class Scalars:
                 step = item.get("step", self._step)
                 rows += [(step, f"node_{item['node_id']}/{name}", item.get(name), at) for name in NODE]
             elif item["kind"] == "timing":
-                rows += [(item["step"], name, value, at) for name, value in _timing(item)]
+                for timing in read_events(TimingEvent, [item]):
+                    rows += [(timing.step, name, value, at) for name, value in _timing(timing)]
             elif item["kind"] == "membership":
                 self._nodes = {node: sample for node, sample in self._nodes.items() if node in item["nodes"]}
         if sampled is not None:
@@ -79,13 +82,12 @@ class Scalars:
                 yield name, merge(values)
 
 
-def _timing(item: dict[str, Any]) -> Iterable[tuple[str, float]]:
+def _timing(timing: TimingEvent) -> Iterable[tuple[str, float]]:
     """Where a step's time goes, as a mean over ranks; how much of it is spent on the wire; who waits how long."""
-    segments = {name: seconds for name, seconds in (item.get("segments") or {}).items() if seconds}
-    for name, seconds in segments.items():
+    for name, seconds in timing.segments.items():
         yield f"time/{name}_milliseconds", 1000 * mean(seconds)
-    if segments.get("communication") and item.get("seconds"):
-        yield "communication/share", mean(segments["communication"]) / item["seconds"]
-    ranks = list(zip(item.get("nodes") or [], segments.get("waiting", []), strict=False))
+    if "communication" in timing.segments:
+        yield "communication/share", mean(timing.segments["communication"]) / timing.seconds
+    ranks = list(zip(timing.nodes, timing.segments.get("waiting", ()), strict=False))
     for node in dict.fromkeys(node for node, _ in ranks):
         yield f"node_{node}/waiting_milliseconds", 1000 * mean([seconds for at, seconds in ranks if at == node])

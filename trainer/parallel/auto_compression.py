@@ -1,8 +1,8 @@
 """What ``training.communication = "auto"`` sums gradients by: a decision from measured times, the same on all ranks.
 
 What ranks know of a window is the same on each (`trainer.observability.comm_profiler.TimingWindow`), and so is what
-they decide from it. `link_of`, `exposed`, `expect`, `choose`, `is_settled` and `rest_of` are pure; `Automatic`
-remembers, tries what compressing takes, and sounds the link.
+they decide from it. `exposed`, `expect`, `choose`, `is_settled` and `rest_of` are pure; `Automatic` remembers, tries
+what compressing takes, and sounds the link.
 
 Small messages say nothing of large ones: what is left of a gradient by top-k takes a latency, and passes within the
 burst that many links allow. So what larger messages would take is never taken from them: it is what plain sums took
@@ -26,6 +26,8 @@ from torch import Tensor
 from trainer.comm.torch_transport import Transport
 from trainer.comm.world import World
 from trainer.parallel.compression import CommHook, CompressionTransport, LoopbackTransport, make_comm_hook
+from trainer.performance.link import Link, bytes_carried, link_of
+from trainer.performance.step import StepParts
 
 if TYPE_CHECKING:
     from trainer.observability.comm_profiler import TimingWindow
@@ -56,14 +58,6 @@ TRIALS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
-    """What a sum takes: ``latency_seconds + bytes * seconds_per_byte``."""
-
-    latency_seconds: float
-    seconds_per_byte: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Means:
     """One way to sum: what it sends for each byte of gradients, and how long it computes for that."""
 
@@ -73,39 +67,21 @@ class Means:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """What was measured of a step with the present means."""
+class MeasuredStep(StepParts):
+    """What was measured of a step with the present means. What it hides is that of when all was sent as it is."""
 
-    computing_seconds: float
     exposed_seconds: float
     """Of wire; with what the present means compute after the backward pass."""
-    hiding_seconds: float
-    """Of wire that the backward pass hid when all was sent as it is."""
-    buckets: tuple[int, ...]
-    """Bytes of gradients, in order of sending."""
 
 
-def link_of(times: Sequence[tuple[int, float]]) -> Link:
-    """From (bytes, wire seconds) of collectives of several sizes: the smallest tells the latency, the others the
-    rest."""
-    least, latency = min(times)
-    moved = sum(bytes_ - least for bytes_, _ in times)
-    took = sum(max(0.0, seconds - latency) for _, seconds in times)
-    return Link(latency_seconds=latency, seconds_per_byte=took / moved if moved else 0.0)
-
-
-def exposed(step: Step, link: Link, means: Means) -> float:
+def exposed(step: MeasuredStep, link: Link, means: Means) -> float:
     """Seconds that sums are expected to hold up a step. Compressing hides behind nothing: it comes after the backward
-    pass, or takes its time from it. The last bucket's wire never hides either."""
-    wires = [
-        means.latencies * link.latency_seconds + means.bytes_share * size * link.seconds_per_byte
-        for size in step.buckets
-    ]
-    hidden = min(step.hiding_seconds, sum(wires[:-1]))
-    return sum(wires) - hidden + means.cost_per_byte * sum(step.buckets)
+    pass, or takes its time from it."""
+    wire = step.predict_exposed(lambda size: link.seconds(means.bytes_share * size, means.latencies))
+    return wire + means.cost_per_byte * sum(step.buckets)
 
 
-def expect(step: Step, link: Link, known: Mapping[str, Means], off: Mapping[str, float]) -> dict[str, float]:
+def expect(step: MeasuredStep, link: Link, known: Mapping[str, Means], off: Mapping[str, float]) -> dict[str, float]:
     """Seconds of a step with each of the known means. ``off``: what was measured beyond `exposed` with those that have
     been used; of others the same is expected as of the plain ones."""
     usual = max(0.0, off.get(PLAIN, 0.0))
@@ -132,7 +108,7 @@ def is_settled(present: str, verdicts: Sequence[str], expected: Mapping[str, flo
 
 def rest_of(link: Link, bytes_: int, looks: int) -> float:
     """Seconds until all is looked at anew, after so many looks. ``bytes_``: what a sounding sums."""
-    first = max(SHORTEST_REST, REST * SUMS * (link.latency_seconds + bytes_ * link.seconds_per_byte))
+    first = max(SHORTEST_REST, REST * SUMS * link.seconds(bytes_))
     return max(first, min(LONGEST_REST, first * 2.0 ** min(looks, 20)))
 
 
@@ -167,7 +143,7 @@ class Automatic:
             if len(self._known) == 1 and held_up > WORTH_A_LOOK * seconds:
                 self._known |= self._try(largest, self._link)
         self._age += window.seconds * window.values.shape[1]
-        step = Step(
+        step = MeasuredStep(
             computing_seconds=seconds - held_up,
             exposed_seconds=held_up,
             hiding_seconds=self._hiding,
@@ -194,12 +170,12 @@ class Automatic:
             "reason": _reason(self.present, step, expected),
             "step_seconds": expected,
             "latency_seconds": self._link.latency_seconds,
-            "bandwidth_bytes_per_second": carried(len(self.nodes)) / self._link.seconds_per_byte
+            "bandwidth_bytes_per_second": bytes_carried(len(self.nodes)) / self._link.seconds_per_byte
             if self._link.seconds_per_byte
             else None,
         }
 
-    def _expect(self, step: Step) -> dict[str, float]:
+    def _expect(self, step: MeasuredStep) -> dict[str, float]:
         """Seconds of a step with each; with the present one, what was measured."""
         self._off[self.present] = step.exposed_seconds - exposed(step, self._link, self._known[self.present])
         return expect(step, self._link, self._known, self._off)
@@ -234,15 +210,10 @@ class Automatic:
             share, latencies = hook.bytes_of(bucket) / bucket.nbytes, 1.0
             if name == "hierarchical":  # what it took beyond the wire between nodes is what it takes within them
                 latencies = BY_NODE_LATENCIES
-                seconds -= latencies * link.latency_seconds + share * bucket.nbytes * link.seconds_per_byte
+                seconds -= link.seconds(share * bucket.nbytes, latencies)
             cost = max(0.0, seconds) / bucket.nbytes
             found[name] = Means(bytes_share=share, latencies=latencies, cost_per_byte=cost)
         return found
-
-
-def carried(ranks: int) -> float:
-    """Of each byte that is all-reduced, how many each rank's link carries."""
-    return 2 * (ranks - 1) / ranks
 
 
 def _time(hooks: Mapping[str, CommHook], bucket: Tensor, transport: Any) -> list[float]:
@@ -290,7 +261,7 @@ def _finish(tensor: Tensor) -> None:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
-def _reason(choice: str, step: Step, expected: Mapping[str, float]) -> str:
+def _reason(choice: str, step: MeasuredStep, expected: Mapping[str, float]) -> str:
     share = step.exposed_seconds / (step.computing_seconds + step.exposed_seconds)
     others = ", ".join(
         f"{1000 * seconds:.3g} ms with {name}"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.performance.link import bytes_carried
 
 Computing = Callable[[], AbstractContextManager[None]]
 SAMPLED, SPARE = 8192, 1.3
@@ -65,7 +66,7 @@ class Hierarchical:
         """``nodes``: of each rank."""
         self.nodes = nodes
         ranks, count = len(nodes), len(set(nodes))
-        self._share = ((count - 1) / count) / ((ranks - 1) / ranks)
+        self._share = bytes_carried(count) / bytes_carried(ranks)
 
     def bytes_of(self, buffer: Tensor) -> int:
         return round(self._share * buffer.nbytes)

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose
-from dtrain_dagster.monitoring.link_model import fit_wire
 from dtrain_dagster.monitoring.stragglers import stragglers
-from dtrain_dagster.monitoring.windows import settled, windows
+from dtrain_dagster.monitoring.windows import collective_link, settled, windows
 from tests.dtrain_dagster.simulated_timing import Simulation
 from trainer.rundir import event
 
@@ -246,7 +245,7 @@ def test_the_first_window_of_a_generation_does_not_count_where_others_are_there(
 
 def test_latency_and_bandwidth_are_found_again():
     [*_, last] = Simulation(noise=0.0, outliers=0.0, buckets=(100_000, 5_000_000)).events()
-    fit = fit_wire(windows([last])[0].collectives)
+    fit = collective_link(windows([last])[0].collectives)
     assert fit is not None
     assert fit.latency_seconds == pytest.approx(0.0004, rel=0.05)
     assert 1 / fit.seconds_per_byte == pytest.approx(1.2e9, rel=0.05)

@@ -24,7 +24,7 @@ from dtrain_dagster.monitoring.scaling import (
     ScalingPoint,
     all_reduce_seconds,
     efficiency,
-    fit_link,
+    fit_scaling_link,
     modelled,
     predict,
     read_point,
@@ -36,8 +36,9 @@ from dtrain_dagster.reports.scaling_charts import measured_chart
 from dtrain_dagster.resources import GPUClusterResource, build_resources
 from dtrain_dagster.settings.environment import Settings
 from trainer.config import DatasetRef, JobConfig
+from trainer.performance.link import Link
 
-SLOW = ScalingLink(name="slow", latency_seconds=2e-4, bytes_per_second=1e8, source="made up")
+SLOW = ScalingLink(name="slow", message=Link(latency_seconds=2e-4, seconds_per_byte=1e-8), source="made up")
 BUCKETS = (1_000_000, 400_000)
 TRAINING = {"gradient_accumulation_steps": 2, "batch_size_per_gpu": 128}
 
@@ -60,10 +61,11 @@ def run_of(world: int, mode: str, seed: int = 0, crowded: float = 1.0) -> list[d
             {"name": name, "bytes": size, "wire_seconds": seconds}
             for name, size, seconds in zip(("bucket 0", "bucket 1", "commit"), (*BUCKETS, 304), wires, strict=True)
         ]
-        events.append({"kind": "step", "step_seconds": slow * (compute + exposed)})
+        at = {"time": 1.7e9 + stretch, "step": 2 * stretch + 2}
+        events.append({"kind": "step", "step_seconds": slow * (compute + exposed)} | at)
         events.append({
             "kind": "timing", "steps": 2, "nodes": list(range(world)), "collectives": collectives if world > 1 else [],
-            "segments": {name: [slow * value] * world for name, value in segments.items()},
+            "segments": {name: [slow * value] * world for name, value in segments.items()}, **at,
         })  # fmt: skip
     return events
 
@@ -97,21 +99,21 @@ def test_efficiency_is_the_pace_of_a_rank_against_that_of_one_alone() -> None:
 
 @pytest.mark.parametrize("sizes", [(48, 400_000, 1_000_000), (48, 40_000_000)])
 def test_a_link_is_found_from_what_it_did(sizes: tuple[int, ...]) -> None:
-    true = ScalingLink(name="true", latency_seconds=50e-6, bytes_per_second=3e9, source="made up")
+    true = Link(latency_seconds=50e-6, seconds_per_byte=1 / 3e9)
     observed = [
         (world, size, 2 * (world - 1) * 50e-6 + 2 * (world - 1) / world * size / 3e9) for world in (2, 3)
         for size in sizes
     ]  # fmt: skip
-    found = fit_link(observed, "found")
+    found = fit_scaling_link(observed, "found").message
     assert found.latency_seconds == pytest.approx(true.latency_seconds, rel=1e-6)
     assert found.bytes_per_second == pytest.approx(true.bytes_per_second, rel=1e-6)
 
 
 def test_one_size_alone_is_explained_by_one_cause() -> None:
-    found = fit_link([(2, 1_000_000, 0.01)], "found")
+    found = fit_scaling_link([(2, 1_000_000, 0.01)], "found")
     assert all_reduce_seconds(1_000_000, 2, found) == pytest.approx(0.01)
     with pytest.raises(ValueError, match="no all-reduce was measured"):
-        fit_link([(1, 1_000_000, 0.01)], "found")
+        fit_scaling_link([(1, 1_000_000, 0.01)], "found")
 
 
 def test_the_model_predicts_the_world_that_it_has_not_seen() -> None:
@@ -180,7 +182,7 @@ def test_a_study_is_json_where_bytes_do_not_slow_the_link_down() -> None:
     points = [point_of(world, "weak") for world in (1, 2, 3)]
     flat = [replace(point, all_reduces=tuple((size, 0.001) for size, _ in point.all_reduces)) for point in points]
     result = study(flat, cores=None)
-    assert result.links[0].bytes_per_second == math.inf
+    assert result.links[0].message.bytes_per_second == math.inf
     again = json.loads(json.dumps(scaling_document(result), allow_nan=False))
     assert [link["bytes_per_second"] for link in again["links"][:2]] == [None, 3e9]
 

@@ -250,7 +250,7 @@ def test_azure_gets_the_curves_of_the_whole_first_and_of_nodes_what_fits() -> No
     sample = dict.fromkeys(NODE, 1.0)
     segments = {name: [0.1] for name in ("input", "forward", "backward", "communication", "waiting", "optimizer")}
     events = [event("node", 0, 1, node_id=number, step=1, **sample) for number in range(20)]
-    events.append(event("timing", 0, 1, step=1, seconds=1.0, nodes=[0], segments=segments))
+    events.append(event("timing", 0, 1, step=1, steps=1, seconds=1.0, nodes=[0], segments=segments))
     events.append(event("step", 0, 1, step=1, epoch=0, loss=1.0, **STEP))
     names: set[str] = set()
     for item in Scalars().of(events):

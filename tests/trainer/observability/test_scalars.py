@@ -48,10 +48,12 @@ def test_nodes_are_drawn_one_by_one_and_as_a_whole_without_those_that_are_lost()
 def test_where_a_step_spends_its_time() -> None:
     timing = event(
         "timing", 0, 1, step=20, steps=10, seconds=0.2, nodes=[0, 0, 3],
-        segments={"forward": [0.1, 0.1, 0.1], "waiting": [0.05, 0.07, 0.0], "communication": [0.05, 0.05, 0.05]},
+        segments={
+            "forward": [0.11, 0.11, 0.11], "waiting": [0.05, 0.07, 0.0], "communication": [0.05, 0.05, 0.05],
+        },
     )  # fmt: skip
     assert drawn(Scalars(), timing, event("timing", 0, 1, step=30)) == {
-        "time/forward_milliseconds": (20, 100),
+        "time/forward_milliseconds": (20, 110),
         "time/waiting_milliseconds": (20, 40),
         "time/communication_milliseconds": (20, 50),
         "communication/share": (20, 0.25),

@@ -25,17 +25,16 @@ from trainer.parallel.auto_compression import (
     REST,
     SUMS,
     Automatic,
-    Link,
     Means,
-    Step,
+    MeasuredStep,
     choose,
     expect,
     exposed,
     is_settled,
-    link_of,
     rest_of,
 )
 from trainer.parallel.compression import LoopbackTransport
+from trainer.performance.link import Link
 
 SLOW, FAST = (
     Link(latency_seconds=2e-4, seconds_per_byte=1.33 * 8 / rate) for rate in (100e6, 10e9)
@@ -45,14 +44,14 @@ KNOWN = {
     "fp16": Means(bytes_share=0.5, cost_per_byte=1e-9),
     "topk": Means(bytes_share=0.03, cost_per_byte=4e-9),
 }
-LARGE = Step(computing_seconds=0.1, exposed_seconds=0.0, hiding_seconds=0.0, buckets=(1_000_000, 8_000_000))
+LARGE = MeasuredStep(computing_seconds=0.1, exposed_seconds=0.0, hiding_seconds=0.0, buckets=(1_000_000, 8_000_000))
 
 
-def measured(step: Step, link: Link, name: str = PLAIN) -> Step:
+def measured(step: MeasuredStep, link: Link, name: str = PLAIN) -> MeasuredStep:
     return replace(step, exposed_seconds=exposed(step, link, KNOWN[name]))
 
 
-def choice(step: Step, link: Link, present: str = PLAIN) -> str:
+def choice(step: MeasuredStep, link: Link, present: str = PLAIN) -> str:
     return choose(present, expect(step, link, KNOWN, {}))
 
 
@@ -71,7 +70,7 @@ def test_wire_that_is_hidden_is_no_reason_to_compress() -> None:
         last, first = random.integers(1, 2000), random.integers(1, 10**8)
         computing = first * link.seconds_per_byte + 1e3 * (link.latency_seconds + 2000 * link.seconds_per_byte)
         buckets = int(first), int(last)
-        step = Step(computing_seconds=computing, exposed_seconds=0.0, hiding_seconds=1e9, buckets=buckets)
+        step = MeasuredStep(computing_seconds=computing, exposed_seconds=0.0, hiding_seconds=1e9, buckets=buckets)
         assert choice(measured(step, link), link) == PLAIN
 
 
@@ -104,12 +103,6 @@ def test_what_was_measured_with_one_counts_more_than_what_was_expected_of_it() -
     assert expect(LARGE, SLOW, KNOWN, {PLAIN: 0.01})["fp16"] == pytest.approx(
         0.11 + exposed(LARGE, SLOW, KNOWN["fp16"])
     ), "what plain sums take beyond the model, others are expected to take as well"
-
-
-def test_latency_and_bandwidth_are_told_apart() -> None:
-    link = link_of([(56, 0.0003), (1_000_056, 0.1003), (56, 0.0003)])
-    assert (link.latency_seconds, link.seconds_per_byte) == pytest.approx((0.0003, 1e-7))
-    assert link_of([(56, 0.0003)]).seconds_per_byte == 0
 
 
 def test_one_window_is_enough_where_plain_sums_cost_most_else_two_must_agree() -> None:

@@ -1,0 +1,119 @@
+"""What a link takes for a message, and for a sum over ranks: the latency, and the bytes by what each takes. Pure.
+
+Which sums there are and what hides them does not belong here, see `trainer.performance.step`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+SIZES_APART = 4
+"""The largest of some collectives must have so many times the bytes of the smallest, or their latency and what their
+bytes take cannot be told apart."""
+LEAST_PER_BYTE = 1e-15
+"""Seconds per byte. A petabyte a second is what rounding leaves of nothing: bytes cost nothing then."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """What a link takes: of one message, or of one collective of a world that stays the same.
+
+    It has seconds per byte rather than bytes per second because the two round differently, and ranks that decide
+    alike must do so from the same bits.
+    """
+
+    latency_seconds: float
+    seconds_per_byte: float
+
+    def seconds(self, bytes_: float, messages: float = 1.0) -> float:
+        """Returns the seconds that so many bytes take in so many messages, one after the other."""
+        return messages * self.latency_seconds + bytes_ * self.seconds_per_byte
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The bandwidth; infinite where bytes cost nothing."""
+        return 1 / self.seconds_per_byte if self.seconds_per_byte else math.inf
+
+    def over_ring(self, ranks: int) -> Link:
+        """Returns what an all-reduce takes around a ring of so many ranks, where this link takes one message. A single
+        rank has nothing to send."""
+        return Link(
+            latency_seconds=ring_messages(ranks) * self.latency_seconds,
+            seconds_per_byte=bytes_carried(ranks) * self.seconds_per_byte,
+        )
+
+    def over_tree(self, ranks: int) -> Link:
+        """Returns what an all-reduce takes up and down a tree of so many ranks, where this link takes one message."""
+        floors = 2 * math.ceil(math.log2(ranks))
+        return Link(latency_seconds=floors * self.latency_seconds, seconds_per_byte=floors * self.seconds_per_byte)
+
+    def message_of_ring(self, ranks: int) -> Link:
+        """Returns what one message takes, where this link takes an all-reduce around a ring of so many ranks: the
+        reverse of `over_ring`. Raises ValueError for less than two ranks, which send none."""
+        if ranks < 2:
+            raise ValueError("a ring has at least two ranks")
+        return Link(
+            latency_seconds=self.latency_seconds / ring_messages(ranks),
+            seconds_per_byte=self.seconds_per_byte / bytes_carried(ranks),
+        )
+
+
+def link_of(times: Sequence[tuple[int, float]]) -> Link:
+    """Returns the link that took these (bytes, wire seconds) for collectives of several sizes. The smallest tells the
+    latency, the others the rest; where nothing larger was seen, bytes cost nothing.
+
+    It is for decisions during training: no library has to be loaded, and nothing iterates. Of noisy sizes `fit_link`
+    makes more.
+    """
+    least, latency = min(times)
+    moved = sum(bytes_ - least for bytes_, _ in times)
+    took = sum(max(0.0, seconds - latency) for _, seconds in times)
+    return Link(latency_seconds=latency, seconds_per_byte=took / moved if moved else 0.0)
+
+
+def fit_link(observed: Iterable[tuple[float, float, float]]) -> Link:
+    """Returns the link that comes closest to these (messages, bytes, seconds), neither of its parts below 0.
+
+    Least squares on relative errors: a bucket of megabytes must not drown what a few bytes say about latency. What has
+    no duration is left out; ValueError where nothing is left. It loads scipy on first use, which takes a moment: not
+    for use between the steps of a training.
+    """
+    rows = [(messages / seconds, bytes_ / seconds) for messages, bytes_, seconds in observed if seconds > 0]
+    if not rows:
+        raise ValueError("nothing was measured that a link could be fitted to")
+    latency, per_byte = _fit_non_negative(rows)
+    return Link(latency_seconds=latency, seconds_per_byte=per_byte if per_byte > LEAST_PER_BYTE else 0.0)
+
+
+def fit_collective(times: Iterable[tuple[int, float]]) -> Link | None:
+    """Returns what a collective of one world takes, from (bytes, wire seconds) of several; None where their sizes are
+    too much alike to tell latency from bytes (see `SIZES_APART`)."""
+    points = [(1.0, float(bytes_), seconds) for bytes_, seconds in times if bytes_ > 0 and seconds > 0]
+    sizes = [bytes_ for _, bytes_, _ in points]
+    if not points or max(sizes) < SIZES_APART * min(sizes):
+        return None
+    return fit_link(points)
+
+
+def _fit_non_negative(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Returns the two coefficients, neither below 0, with which the sums of all rows come closest to 1."""
+    import numpy as np
+    from scipy.optimize import nnls  # here, not above: loading it takes time, and few fits are asked for
+
+    matrix = np.array(rows)
+    scale = np.linalg.norm(matrix, axis=0)  # latencies and bytes are many orders of magnitude apart
+    scale[scale == 0] = 1.0
+    found = nnls(matrix / scale, np.ones(len(rows)))[0] / scale
+    return float(found[0]), float(found[1])
+
+
+def ring_messages(ranks: int) -> float:
+    """Returns how many messages follow each other in an all-reduce around a ring of so many ranks."""
+    return 2.0 * (ranks - 1)
+
+
+def bytes_carried(ranks: int) -> float:
+    """Returns how many bytes each rank's link carries for each byte that a ring of so many ranks all-reduces."""
+    return 2 * (ranks - 1) / ranks
