@@ -43,8 +43,8 @@ TRIES, PAUSE_SECONDS = 3, 6 * 3600.0
 """Runs of one cause, and the pause between them, where each failed before it trained."""
 _HELD = schemas.record({"key": schemas.text, "at": schemas.moment}, clock=schemas.obj)
 CLAIM, CLAIM_SECONDS = "claim.json", 180.0
-"""The claim's file names the latest requester of a run. A sensor has a minute, then seconds pass until the run is
-seen."""
+"""The file that names the latest requester of a run, and its lifetime. A sensor has a minute, and seconds more pass
+until the run can be seen."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""The liveness of Dagster runs. A run that died with its machine is marked as failed by nobody and seems to run for
-ever."""
+"""The liveness of Dagster runs. Dagster does not mark a run that died with its machine as failed: it stays
+"started"."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LEFT_SECONDS = 60.0
-"""The age of its newest entry after which a folder without a builder is removed: a newer one may be about to be
+"""The least age, in seconds since the last new entry, of a folder that is swept: a younger one may be about to be
 locked."""
 
 

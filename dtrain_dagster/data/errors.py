@@ -2,5 +2,5 @@
 
 
 class DataError(ValueError):
-    """An error of data that cannot be used. The message names the file or setting, the place in it, its value, and the
+    """A refusal of data that cannot be used. The message names the file or setting, the place in it, its value, and the
     remedy."""

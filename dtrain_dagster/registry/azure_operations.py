@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class DeploymentError(ClusterError):
-    """An error of a deployment that failed. The message says what went wrong, what is left, and what to do."""
+    """A failure to deploy a model. The message says what went wrong, what is left, and what to do."""
 
     def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)

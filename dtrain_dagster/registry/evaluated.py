@@ -21,7 +21,7 @@ TOLERANCE = 1e-4
 
 
 class EvaluationError(ValueError):
-    """An error of a node's report that does not follow from its model's predictions. The message names the figure."""
+    """A contradiction between a node's report and its model's predictions. The message names the figure."""
 
 
 def refuse_false_evaluation(

@@ -17,7 +17,7 @@ _ADDED = {"registered_model_meta"}
 
 
 class PackedError(ValueError):
-    """An error of a registered model that cannot be used. The message names it and says why."""
+    """A refusal of a registered model that cannot be used. The message names it and says why."""
 
 
 def folder_digest(folder: Path) -> str:

@@ -43,7 +43,7 @@ _BLOCK = 1 << 20
 
 
 class RunModelError(ValueError):
-    """An error of a run directory's model that cannot be used. The message says which file, what is wrong, and the
+    """A refusal of a run directory's model that cannot be used. The message says which file, what is wrong, and the
     remedy."""
 
 

@@ -39,11 +39,11 @@ PORT_RETRIES = RetryPolicy(first_pause_seconds=0.0, max_attempts=3)
 
 
 class ServingError(RuntimeError):
-    """An error of a scoring server that did not start or did not answer. The message has the end of its log."""
+    """A scoring server's failure to start or to answer. The message has the end of its log."""
 
 
 class _PortTakenError(ServingError):
-    """An error of a port that another process took between the choice of it and the server's start."""
+    """A failure because another process took the port between the choice of it and the server's start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,7 @@ TRAINING_TOLERANCE = 1e-3
 
 
 class AnswerError(ValueError):
-    """An error of an answer in the wrong form. The message continues «the scoring server …»."""
+    """A served answer in the wrong form. The message continues «the scoring server …»."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

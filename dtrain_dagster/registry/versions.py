@@ -41,7 +41,7 @@ DESCRIPTION_LIMIT = 5000
 
 
 class RegistryError(ValueError):
-    """An error of a job's model that cannot be registered. The message says what is missing and the remedy."""
+    """A refusal of a job's model that cannot be registered. The message says what is missing and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
