@@ -76,7 +76,7 @@ def champion_holds(
             )
     except (ValueError, OSError) as error:  # its files are gone, or are not what was ordered and registered
         return _not_judged(redact(str(error))[-1000:], **facts)
-    except subprocess.TimeoutExpired:  # what is not known yet must not end the run
+    except subprocess.TimeoutExpired:  # a verdict that is not known yet must not end the run
         return _not_judged(f"its forecasts of the new days took longer than {REASSESS_SECONDS} s", **facts)
     if done.returncode != 0:
         return _not_judged(redact(done.stderr.decode(errors="replace")).strip()[-1000:], **facts)

@@ -204,7 +204,7 @@ def measure_pace(
     count = planned.node_count
     got = provision(context, manager, cluster, project, cluster.gpu_type, count)
     price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.first_tier)
-    price.usd_per_hour(tier)  # the probe runs on them: what has no price is refused before
+    price.usd_per_hour(tier)  # the probe runs on them: nodes without a price are refused before
     planned = replace(planned, price=price, tier=tier)
     forecast = history.forecast(planned.sizes, count, price.sku)
     if forecast is not None and knows(forecast, count):

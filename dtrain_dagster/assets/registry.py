@@ -63,7 +63,7 @@ def registered_model(
 
     job = trained_checkpoint
     rundir = RunDir(job.run_dir)
-    order = order_of(project.home, rundir)  # nodes write the run directory: what it says must be what was ordered
+    order = order_of(project.home, rundir)  # nodes write the run directory: it must agree with the order
     plan = plan_of(rundir, cost_estimate)
     result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
     provenance = provenance_of(context, cluster, project, job, plan)

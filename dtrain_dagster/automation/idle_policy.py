@@ -14,7 +14,7 @@ from dtrain_dagster.clusters.base import NodePool
 LONGEST_LOOK_SECONDS = 180.0
 """The longest time between two looks that is counted; the sensor looks each minute."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 60.0, 1800.0
-"""Before a scale-down that failed is tried again."""
+"""The pause after a failed scale-down: the first one, and the bound up to which it doubles."""
 LEAVING_SECONDS = 300.0
 """The time that nodes may take to go after a scale-down was asked for."""
 GENTLE_TRIES = 2

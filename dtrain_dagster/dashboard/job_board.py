@@ -67,7 +67,7 @@ class OpenJob:
         self._end: dict[str, Any] | None = None
         """The cluster's record of the end, once everything until then has been read."""
         self.lock = threading.Lock()
-        """Held while several of the figures are read together, or changed."""
+        """The lock for reading several of the figures together, and for changing them."""
         self.looked_at = 0.0
 
     def refresh(self, now: float) -> OpenJob:

@@ -52,7 +52,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All jobs at one moment, newest first."""
+    """The list of all jobs at one moment, newest first."""
 
     version: int = 0
     """A number that changes with any of the rows."""
@@ -81,7 +81,7 @@ class _Known:
     mark: Mark
     read_at: float
     fresh: bool
-    """It was read within `FRESH_SECONDS` of the newest mark: a later write may have had the same time."""
+    """Whether it was read within `FRESH_SECONDS` of the newest mark: a later write may have had the same time."""
 
 
 def page_of(rows: Iterable[JobRow], state: str = "", text: str = "", number: int = 0, size: int = 50) -> Page:

@@ -194,7 +194,7 @@ def _load(database: duckdb.DuckDBPyConnection, given: GivenFile, memory_limit: i
     database.execute(f'CREATE VIEW raw AS SELECT row_number() OVER () AS "__line", * FROM {reader}')
     names = [row[0] for row in database.execute("DESCRIBE raw").fetchall() if row[0] != "__line"]
     for place, name in enumerate(names[1:], 1):
-        if name == f"column{place}" and not given.is_parquet:  # what the engine calls a column without a name
+        if name == f"column{place}" and not given.is_parquet:  # the engine's name of a column without a name
             found = database.execute(f'SELECT min("__line") FROM raw WHERE {name} IS NOT NULL').fetchall()[0][0]
             if found:
                 raise DataError(f"{origin}: {_place(found, True)} has a cell in column {place + 1}, which has no name")
@@ -328,7 +328,7 @@ def _write_sorted(database: duckdb.DuckDBPyConnection, extra: list[str], target:
         held: list[pa.Table] = []
 
         def flush() -> bool:
-            """Is the ticker in order?"""
+            """Return whether the ticker is in order."""
             nonlocal rows, tickers
             if not held:
                 return True

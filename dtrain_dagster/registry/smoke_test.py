@@ -22,7 +22,7 @@ column's root mean square: the same float32 arithmetic in batches of another siz
 MOST_BYTES = 1 << 30
 """The greatest size of ``predictions.npz``."""
 TRAINING_TOLERANCE = 1e-3
-"""The same for the difference from training's own predictions, perhaps made on a GPU with other kernels."""
+"""The same bound for training's own predictions, perhaps made on a GPU with other kernels."""
 
 
 class AnswerError(ValueError):

@@ -52,8 +52,8 @@ def measured_chart(points: Sequence[ScalingPoint]) -> bytes:
 
 
 def modelled_chart(curves: Sequence[Curve], points: Sequence[ScalingPoint]) -> bytes:
-    """Return an SVG of efficiency over ranks: modelled for stated links with its range, measured here, and the
-    targets."""
+    """Return an SVG of efficiency over ranks: modelled for stated links with its range, measured here, and as
+    claimed."""
     picture = new_figure(9, 4.0)
     axes = dict(zip(MODES, picture.subplots(1, 2, sharey=True), strict=True))
     for mode, axis in axes.items():

@@ -34,8 +34,9 @@ COST_TOLD = "cost_alerts.json"
 """The file in a run directory that lists the cost alerts that were sent, and when. It is separate from
 `training_progress.TOLD`, which the run that follows the job holds in memory and writes as a whole."""
 ENOUGH_STEPS, MOST_FILES, FILES_AT_ONCE = 20, 400, 40
-"""Of the newest events, this many reports of steps are read, from this many files at most. A job whose steps take long
-writes dozens of files, of samples, between two of these; therefore the learned pace is in the cursor."""
+"""The reports of steps that are read from the newest events, the most files for them, and the files read at once. A job
+whose steps take long writes dozens of files, of samples, between two such reports; therefore the learned pace is in the
+cursor."""
 _OF_RANK_0 = re.compile(r"g\d{1,12}-r0+-\d{1,12}\.jsonl")
 KEPT_PACES = 200
 """The most jobs whose pace is in the cursor: about 1 kB each. For others, it is read back at each look."""

@@ -27,7 +27,7 @@ WORDS: dict[Outcome, str] = {
     "scaled down": "scaled down",
     "asked for": "the service was told to remove them",
     "failed": "could not be scaled down, and is tried again",
-    "in use": "left as it is: somebody is about to use it",
+    "in use": "left as it is: it is about to be used",
 }
 
 

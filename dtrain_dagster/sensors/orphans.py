@@ -24,8 +24,8 @@ from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.notify import notify_and_log
 from trainer.printable import visible
 
-LEFT, FOREIGN = "left as it is", "left as it is: its run is not of this Dagster, so it may be somebody else's"
-BUSY = "left as it is: somebody else's work is on its nodes"
+LEFT, FOREIGN = "left as it is", "left as it is: its run is not of this Dagster, so it may be another user's"
+BUSY = "left as it is: another user's work is on its nodes"
 ENDED, ENDING, FAILED = "ended", "its end was asked for", "could not be ended"
 
 
@@ -82,7 +82,7 @@ def build_orphan_sensor(settings: Settings) -> dg.SensorDefinition:
                 facts = describe_orphan(orphan, cluster, done + problem, now - known[key]["since"])
                 message = visible("; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in facts.items()))
                 context.log.warning(message)
-                notify_and_log(project.notify_urls(), f"dtrain: nobody waits for {orphan.name}", message, context.log)
+                notify_and_log(project.notify_urls(), f"dtrain: no run waits for {orphan.name}", message, context.log)
                 events.append(_check(facts))
         if any(item["told"] for item in seen.values()) and not any(item["told"] for item in known.values()):
             events.append(_check({}))

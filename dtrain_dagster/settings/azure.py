@@ -49,7 +49,7 @@ class AzureSettings(BaseSettings):
         default=False, description="Buy nothing in a workspace without a customer-managed encryption key"
     )
     queue_deadline_seconds: float = Field(
-        default=3600, gt=0, description="A job that Azure keeps queued for longer is moved to the next size or tier"
+        default=3600, gt=0, description="A job that Azure keeps queued for longer is cancelled and tried elsewhere"
     )
     silence_seconds: float = Field(
         default=900, gt=0, description="A job that is silent for longer counts as lost (NotResponding)"

@@ -151,7 +151,7 @@ def hold_home(home: Path, what: str) -> Iterator[int]:
         except BlockingIOError:
             said = os.pread(descriptor, 200, 0).decode(errors="replace").split("\n")[0]
             raise HomeError(
-                f"{said or 'somebody else'} is at work on {home}: wait until it has ended, or set DTRAIN_HOME (and "
+                f"{said or 'another process'} is at work on {home}: wait until it has ended, or set DTRAIN_HOME (and "
                 "DAGSTER_HOME) to another folder"
             ) from None
         with contextlib.suppress(OSError):  # a full disk: the lock holds all the same

@@ -58,7 +58,7 @@ def run_ui(workspace: Path, bound: socket, names: Sequence[str], users: frozense
     signal.signal(signal.SIGTERM, _end)
     # The sockets of code servers lie in the folder for temporary files, and a user who may write to one may run code.
     os.umask(os.umask(0o022) | 0o022)
-    os.environ["DAGSTER_IS_DEV_CLI"] = "1"  # as `dagster dev` does: errors of user code are told in short
+    os.environ["DAGSTER_IS_DEV_CLI"] = "1"  # as `dagster dev` does: errors of user code are shortened
     with ExitStack() as stack:
         # First of all, since it makes the databases: several processes at once would get in each other's way.
         instance = stack.enter_context(DagsterInstance.get())
