@@ -313,7 +313,7 @@ def _undo(
             _set_traffic(client, config, before, audit)
     except Exception as error:  # the caller must get the first error; this one is added to it
         return (
-            f"The traffic could NOT be given back to {dict(before) or 'no deployment'} ({redact(str(error))[:200]}): set "
+            f"The traffic could NOT be given back to {dict(before) or 'none'} ({redact(str(error))[:200]}): set "
             f"it by hand, then delete {config.name}/{name}"
         )
     kept = f"the traffic is on {', '.join(before)} as before" if before else "the endpoint has no traffic, as before"
