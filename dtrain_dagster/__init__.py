@@ -1,7 +1,7 @@
 """The orchestrator: a Dagster asset graph, and the command line `dtrain`, that train models on GPU clusters.
 
-Its folders stand on each other in this order, and none imports one above it: `support` and `monitoring`; `settings`;
-`costs`; `clusters`; `jobs`; `registry`; `data`, `automation` and `planning`; `reports` and `web`; `dashboard`;
-`assets`; `sensors`; `cli` and `definitions`. What runs on nodes belongs to the package `trainer`, which never imports
-this one.
+Its packages are layers in this order, and none imports one above it: `support` and `monitoring`; `settings`; `costs`;
+`clusters`; `jobs`; `registry`; `data`, `automation` and `planning`; `reports` and `web`; `dashboard`; `assets`;
+`sensors`; `cli` and `definitions`. Code that runs on nodes belongs to the package `trainer`, which never imports this
+one.
 """

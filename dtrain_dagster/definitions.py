@@ -1,4 +1,4 @@
-"""What there is: assets, checks, jobs, schedules, sensors, resources. No I/O and no heavy import happens here."""
+"""The code location: assets, checks, jobs, schedules, sensors, resources. No I/O and no heavy import happens here."""
 
 # ruff: noqa: E402
 import gc
@@ -49,8 +49,8 @@ ASSETS: list[dg.AssetsDefinition | dg.AssetSpec] = [
 def build_defs(
     settings: Settings | None = None, resource_overrides: Mapping[str, dg.ConfigurableResource] | None = None
 ) -> dg.Definitions:
-    """The code location. Raises `dtrain_dagster.settings.environment.SettingsError` for an environment that cannot be
-    used."""
+    """Return the code location. Raise `dtrain_dagster.settings.environment.SettingsError` for an unusable
+    environment."""
     settings = settings or load_settings()
     retraining = dg.define_asset_job(
         RETRAINING,
@@ -84,6 +84,8 @@ def build_defs(
 
 
 def weekly_retraining(settings: Settings) -> dg.ScheduleDefinition:
+    """Return the schedule, switched off by default, that asks for a weekly retraining."""
+
     @dg.schedule(
         name="weekly_retraining",
         job_name=RETRAINING,

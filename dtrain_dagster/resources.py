@@ -1,4 +1,4 @@
-"""The resources of the graph: the cluster that trains, and the project's folders and registry. Thin: they configure."""
+"""The resources of the graph: the cluster that trains, and the project's folders and registry. They only configure."""
 
 from __future__ import annotations
 
@@ -25,63 +25,67 @@ if TYPE_CHECKING:
     from dtrain_dagster.settings.data_lake import DataLakeFolder
 
 NODE_CACHE = "/tmp/dtrain-cache"
-"""Of shards, on a node of the cloud: its temporary disk."""
+"""The cache of shards on a node of the cloud: its temporary disk."""
 
 
 def allowed_modules() -> dict[str, str]:
-    """What tells nodes which modules of one's own they may import. Of this process's environment and no resource:
-    whoever may write in a launchpad must not decide what is imported."""
+    """Return the environment variable that lists the user's modules which nodes may import. It comes from this
+    process's environment and no resource: a user of the launchpad must not decide what is imported."""
     value = os.environ.get(VARIABLE)
     return {VARIABLE: value} if value else {}
 
 
 class ProjectResource(dg.ConfigurableResource):
-    """Where things are: folders, tracking server, names."""
+    """The project's places: folders, tracking server, names."""
 
     home: str
     shared_uri: str
-    """What nodes can reach: run directories, and the datasets that they read."""
+    """The storage that nodes reach: run directories, and the datasets that they read."""
     tracking_uri: str
     tracks_in_workspace: bool
-    """On Azure ML: in the workspace's own experiments and registry, not at ``tracking_uri``."""
+    """Whether, on Azure ML, the workspace's own experiments and registry are used instead of ``tracking_uri``."""
     experiment: str
     model_name: str
     dagster_url: str
     notify: str
     queue_deadline_hours: float
     endpoint: str
-    """Scoring endpoint that models have to suit: an address, or a name in the workspace; empty: none."""
+    """The scoring endpoint with which models must be compatible: an address, or a name in the workspace; empty:
+    none."""
     endpoint_dialect: str
     endpoint_token: str
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:
-        """`dagster.Failure` where the launchpad has put a secret into a field: Dagster has stored it by then."""
+        """Raise `dagster.Failure` where the launchpad has put a secret into a field: Dagster has stored it by then."""
         refuse_secrets_of(self, "project")
 
     @property
     def storage_uri(self) -> str:
-        """Where prices and datasets are built, on this machine."""
+        """The folder of this machine in which prices and datasets are built."""
         return f"{self.home}/storage"
 
     @property
     def jobs_uri(self) -> str:
+        """The folder of run directories."""
         return f"{self.shared_uri}/jobs"
 
     @property
     def cache_dir(self) -> str:
-        """Node-local cache of shards."""
+        """The node-local cache of shards."""
         return f"{self.home}/cache"
 
     def notify_urls(self) -> tuple[str, ...]:
-        """Apprise addresses of whoever is told of alerts, or references to them (`dtrain_dagster.support.secrets`)."""
+        """Return the Apprise addresses that receive alerts, or references to them
+        (`dtrain_dagster.support.secrets`)."""
         return tuple(self.notify.split())
 
     def run_url(self, run_id: str) -> str:
-        """A Dagster run in the UI."""
+        """Return the address of a Dagster run in the UI."""
         return f"{self.dagster_url}/runs/{run_id}"
 
     def trainer_env(self) -> dict[str, str]:
-        """What the trainer's processes get: the shard cache, and the folder that holds a user's own modules."""
+        """Return the environment of the trainer's processes: the shard cache, and the folder that holds a user's own
+        modules."""
         paths = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         return {
             "DTRAIN_CACHE": self.cache_dir,
@@ -105,24 +109,24 @@ class GPUClusterResource(dg.ConfigurableResource):
     tier: str
     shared_uri: str
     azure: dict[str, Any]
-    """`dtrain_dagster.settings.azure.read_azure_options`; empty on another kind of cluster."""
+    """The options of `dtrain_dagster.settings.azure.read_azure_options`; empty on another kind of cluster."""
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:
-        """`dagster.Failure` where the launchpad has put a secret into a field: Dagster has stored it by then."""
+        """Raise `dagster.Failure` where the launchpad has put a secret into a field: Dagster has stored it by then."""
         refuse_secrets_of(self, "cluster")
 
     @property
     def first_tier(self) -> str:
-        """The tier that nodes are asked for on first: the first of DTRAIN_TIER."""
+        """The tier on which nodes are requested first: the first of DTRAIN_TIER."""
         return next(iter(self.azure.get("tiers") or ()), "dedicated") if self.kind == "azure_ml" else self.tier
 
     def node_env(self, project: ProjectResource) -> dict[str, str]:
-        """What the trainer finds in its environment on the nodes, besides what the kind of cluster gives it."""
+        """Return the trainer's environment on the nodes, besides the variables that the kind of cluster adds."""
         return project.trainer_env() if self.kind == "local" else {"DTRAIN_CACHE": NODE_CACHE, **allowed_modules()}
 
     def registry(self, project: ProjectResource, run_id: str | None = None) -> Registry:
-        """Where models and metrics go: on Azure ML to the workspace, unless DTRAIN_MLFLOW_TRACKING_URI is set.
-        ``run_id``: the Dagster run that it works for."""
+        """Return the registry of models and metrics: on Azure ML the workspace, unless DTRAIN_MLFLOW_TRACKING_URI is
+        set. ``run_id``: the Dagster run that it works for."""
         if self.kind == "azure_ml" and project.tracks_in_workspace:
             from dtrain_dagster.registry.azure import AzureMLRegistry
             from dtrain_dagster.support.audit import AuditLog
@@ -133,8 +137,8 @@ class GPUClusterResource(dg.ConfigurableResource):
         return MLflowRegistry(project.tracking_uri)
 
     def endpoint(self, project: ProjectResource) -> ScoringEndpoint:
-        """What ``DTRAIN_ENDPOINT`` names. `ClusterError` where the workspace cannot be asked or has none of that name,
-        `SecretError` where there is no token."""
+        """Return the endpoint that ``DTRAIN_ENDPOINT`` names. Raise `ClusterError` where the workspace cannot be asked
+        or has none of that name, `SecretError` where there is no token."""
         from dtrain_dagster.registry.endpoint import ScoringEndpoint, authorisation
 
         name, dialect = project.endpoint, cast(Any, project.endpoint_dialect)
@@ -150,14 +154,14 @@ class GPUClusterResource(dg.ConfigurableResource):
         return replace(found, headers=authorisation(project.endpoint_token)) if project.endpoint_token else found
 
     def service(self) -> Service:
-        """The workspace of Azure ML, with what `azure_options` raises."""
+        """Return the workspace of Azure ML. Raise as `azure_options` does."""
         from dtrain_dagster.clusters.azure_ml.client import Service
 
         return Service(self.azure_options())
 
     def azure_options(self) -> AzureMLOptions:
-        """Checked: `ClusterError` for what cannot be used, `PriceError` for what may be bought at a price that nobody
-        knows."""
+        """Return the checked options. Raise `ClusterError` for unusable ones, `PriceError` for a purchase without a
+        known price."""
         from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
         from dtrain_dagster.clusters.azure_ml.sku_chain import chain
 
@@ -180,8 +184,9 @@ class GPUClusterResource(dg.ConfigurableResource):
         return options
 
     def manager(self, run_id: str | None = None, tends: bool = False) -> GPUClusterManager:
-        """The cluster behind the settings. ``run_id``: the Dagster run that it works for; None: one that only looks, as
-        sensors do, and leaves jobs to those who follow them, unless a person does so with it (``tends``)."""
+        """Return the cluster behind the settings. ``run_id``: the Dagster run that it works for. With None it only
+        looks, as sensors do, and leaves jobs to the runs that follow them, unless a person acts through it
+        (``tends``)."""
         if self.kind == "azure_ml":
             from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
 
@@ -201,7 +206,7 @@ class GPUClusterResource(dg.ConfigurableResource):
 
 
 def refuse_secrets_of(resource: dg.ConfigurableResource, key: str) -> None:
-    """`dagster.Failure` for a field of a resource that carries a secret. It names the field, not what it holds."""
+    """Raise `dagster.Failure` for a field of a resource that carries a secret. It names the field, not its content."""
     for field in type(resource).model_fields:
         value = getattr(resource, field)
         refuse = refuse_inline_secret if field == "notify" else refuse_secret
@@ -218,7 +223,7 @@ STORED = "The configuration of this run is stored already: withdraw that key or 
 def build_value_store(folder: DataLakeFolder) -> dg.IOManagerDefinition:
     """Return the IO manager that keeps values of assets in a folder of ADLS Gen2, opened by this machine's identity.
 
-    It has no field for a launchpad: values are pickles, so whoever chose the account would choose what runs here.
+    It has no field for a launchpad: values are pickles, so a user who chose the account would choose what runs here.
     """
 
     @dg.io_manager(
@@ -239,10 +244,10 @@ def build_value_store(folder: DataLakeFolder) -> dg.IOManagerDefinition:
 
 
 def build_resources(settings: Settings) -> dict[str, Any]:
-    """Resource key → resource, from the environment's settings; each field can be changed in the launchpad.
+    """Return resource key → resource, from the environment's settings; each field can be changed in the launchpad.
 
-    `dtrain_dagster.settings.environment.SettingsError` where what Azure needs is missing or cannot be used; nobody is
-    asked.
+    Raise `dtrain_dagster.settings.environment.SettingsError` where Azure's settings are missing or unusable; no service
+    is asked.
     """
     on_azure, azure, folder = settings.cluster == "azure_ml", {}, None
     if on_azure:

@@ -1,4 +1,5 @@
-"""Is the champion still good enough? Asked whenever there is a newer dataset, answered on days that came after it."""
+"""The check that the champion is still good enough. It judges a newer dataset, by the days that came after its own
+data."""
 
 import json
 import os
@@ -17,7 +18,7 @@ from trainer.rundir import RunDir
 
 REASSESS_SECONDS = 300
 DAYS_ENOUGH = 20
-"""New days below which chance decides."""
+"""The number of new days below which chance decides."""
 
 
 @dg.asset_check(
@@ -31,6 +32,8 @@ DAYS_ENOUGH = 20
 def champion_holds(
     context: dg.AssetCheckExecutionContext, project: ProjectResource, sharded_dataset: BuiltDataset
 ) -> dg.AssetCheckResult:
+    """Compare the champion with the baselines on the days since its own data; pass where there is nothing to judge
+    by."""
     # Here, not above: the registry's package loads what the code location does not need.
     from dtrain_dagster.registry.run_model import load_run_model, refuse_change
     from trainer.runtime.scratch import scratch_folder
@@ -73,7 +76,7 @@ def champion_holds(
             )
     except (ValueError, OSError) as error:  # its files are gone, or are not what was ordered and registered
         return _not_judged(redact(str(error))[-1000:], **facts)
-    except subprocess.TimeoutExpired:  # what is not known yet must not end the run
+    except subprocess.TimeoutExpired:  # a verdict that is not known yet must not end the run
         return _not_judged(f"its forecasts of the new days took longer than {REASSESS_SECONDS} s", **facts)
     if done.returncode != 0:
         return _not_judged(redact(done.stderr.decode(errors="replace")).strip()[-1000:], **facts)
@@ -100,5 +103,5 @@ def champion_holds(
 
 
 def _not_judged(why: str, **facts: Any) -> dg.AssetCheckResult:
-    """Nothing speaks against the champion."""
+    """Return a passed check with the reason why the champion was not judged."""
     return dg.AssetCheckResult(passed=True, metadata={**facts, "not_judged": why})

@@ -1,4 +1,4 @@
-"""What all assets share: owners, code version, and what metadata is made of.
+"""Parts that all assets share: owners, code version, and helpers that build metadata.
 
 Assets that pass a value on have no return annotation: Dagster takes a bare ``MaterializeResult`` for one without a
 value, and a parametrised one does not go together with check specs.
@@ -23,23 +23,25 @@ if TYPE_CHECKING:
 
 OWNERS = ["team:ml-platform"]
 CODE_VERSION = "1"
-"""Raise it when an asset's meaning changes: Dagster then marks what was made before as out of date."""
+"""The version of the assets' code. Raise it when an asset's meaning changes: Dagster then marks older results as out of
+date."""
 
 
 def hardware_mark(cluster: GPUClusterResource, gpu_type: str) -> str:
-    """What the id of a short run says of the nodes that it measures: "-nc6sv3"; nothing where all are this machine."""
+    """Return the part of a short run's id that names the measured nodes, such as "-nc6sv3"; "" on a local cluster."""
     if cluster.kind == "local":
         return ""
     return "-" + price_of(gpu_type).sku.removeprefix("Standard_").replace("_", "").lower()
 
 
 def round_figures(value: Any) -> Any:
-    """A figure as metadata shows it; anything else as it is."""
+    """Return a figure as metadata shows it, and anything else unchanged."""
     return round(value, 6) if isinstance(value, float) else value
 
 
 def read_finished(rundir: RunDir, name: str) -> dict[str, Any]:
-    """A document of a job that has succeeded. `dagster.Failure` where it is missing: the folder was changed since."""
+    """Return a document of a job that has succeeded. Raise `dagster.Failure` where it is missing: the folder was
+    changed."""
     document = rundir.read_json(name)
     if document is None:
         raise dg.Failure(f"{rundir.uri} has no {name}: its job did not finish; materialize trained_checkpoint again")
@@ -47,8 +49,8 @@ def read_finished(rundir: RunDir, name: str) -> dict[str, Any]:
 
 
 def plan_of(rundir: RunDir, cost_estimate: TrainingPlan) -> TrainingPlan:
-    """The plan that a job carried out: `cost_estimate` may have been made again since, for another training. It counts
-    where the run directory has no plan. `dagster.Failure` where it has one that cannot be read."""
+    """Return the plan that a job carried out. `cost_estimate` may since have been made again for another training; it
+    counts only where the run directory has no plan. Raise `dagster.Failure` where the plan there cannot be read."""
     try:
         document = rundir.read_json(PLAN)
         return parse_plan(document, f"{rundir.uri}/{PLAN}") if document is not None else cost_estimate
@@ -57,9 +59,9 @@ def plan_of(rundir: RunDir, cost_estimate: TrainingPlan) -> TrainingPlan:
 
 
 def strategy_table(strategies: Iterable[Strategy]) -> str:
-    """What to change as a Markdown table, in the order given, with what it is expected to gain."""
+    """Return the strategies as a Markdown table, in the order given, with the gain that each is expected to bring."""
     rows = [
-        "| what | change | samples/s | per dollar | step | wire then | mind |",
+        "| what | change | samples/s | per dollar | step | network then | note |",
         "|---|---|---|---|---|---|---|",
     ]
     for item in strategies:
@@ -70,7 +72,7 @@ def strategy_table(strategies: Iterable[Strategy]) -> str:
 
 
 def optimization_table(found: Optimization) -> str:
-    """What the next run should be given, as Markdown, and what nothing can be said of."""
+    """Return the recommendations for the next run as Markdown, and the settings for which none can be made."""
     rows = [f"| **{item.title}** | {item.setting} | {item.sentence} |" for item in found.recommendations]
     head = ["| what | change | what it would do |", "|---|---|---|"]
     text = ["\n".join([*head, *rows]) if rows else "Nothing that these figures speak for."]
@@ -80,7 +82,7 @@ def optimization_table(found: Optimization) -> str:
 
 
 def table_schema(rows: list[dg.TableRecord]) -> dg.TableSchema:
-    """The columns of the first row; text where a value is not a number."""
+    """Return the columns of the first row; a value that is not a number makes a text column."""
     kinds = {int: "int", float: "float"}
     first = rows[0].data if rows else {}
     return dg.TableSchema(

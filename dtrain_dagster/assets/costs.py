@@ -1,4 +1,4 @@
-"""What the training cost: by node, by time, by cause, against the estimate."""
+"""The asset `cost_breakdown` and its checks: a training's cost by node, by time and by cause, against the estimate."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 REPORTS = "reports"
 COST_REPORT = f"{REPORTS}/cost_breakdown.json"
 MOST_NODES = 32
-"""In the table over time; the CSV file has them all."""
+"""The most nodes in the table over time; the CSV file has them all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bill:
-    """What is known of a job's cost, once it has ended."""
+    """An ended job's cost and the records that it rests on."""
 
     job: FinishedJob
     plan: TrainingPlan
@@ -47,22 +47,23 @@ class Bill:
     metrics: CostMetrics
     samples_seen: int
     told: "Sequence[Reason]"
-    """Why it is not what was estimated, in dollars."""
+    """The reasons for the difference to the estimate, in dollars."""
     why: str
-    """The same as a sentence."""
+    """The same reasons as a sentence."""
 
     @property
     def above(self) -> float:
-        """How far it is above the estimate, as a fraction of it."""
+        """The excess over the estimate, as a fraction of the estimate."""
         return overrun(self.metrics.total_cost_usd, self.metrics.estimated_total_cost)
 
     @property
     def usd_per_1000_samples(self) -> float:
+        """The dollars that 1000 samples cost."""
         return 1000 * self.metrics.total_cost_usd / max(1, self.samples_seen)
 
     @property
     def digits(self) -> int:
-        """Decimals in which the dollars of a table add up."""
+        """The number of decimals with which the dollars of a table add up."""
         return digits_of(self.tracker.total_units)
 
 
@@ -89,6 +90,8 @@ class Bill:
 def cost_breakdown(
     cluster: GPUClusterResource, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob
 ) -> dg.MaterializeResult:
+    """Bill a finished training, write the report and its tables, and check the bill against the ledger and the
+    estimate."""
     from dtrain_dagster.costs.carbon import job_footprint
     from dtrain_dagster.costs.ledger import ledger
     from dtrain_dagster.planning.variance import explain_variance, reasons
@@ -121,7 +124,7 @@ def cost_breakdown(
 
 
 def _write_reports(rundir: RunDir, bill: Bill) -> None:
-    """The report as JSON, and each of its tables as CSV, in the run directory."""
+    """Write the report as JSON, and each of its tables as CSV, into the run directory."""
     from dtrain_dagster.costs import export
 
     estimated, reasons = bill.plan.estimate.usd.expected, list(map(asdict, bill.told))
@@ -140,7 +143,7 @@ def _write_reports(rundir: RunDir, bill: Bill) -> None:
 
 
 def _figures(rundir: RunDir, bill: Bill) -> dict[str, Any]:
-    """As metadata: dollars and hours, against the estimate, and what was got for them."""
+    """Return metadata: dollars and hours, against the estimate, and the work that they bought."""
     from dtrain_dagster.planning.history import JobCourse
 
     estimate = bill.plan.estimate
@@ -164,7 +167,7 @@ def _figures(rundir: RunDir, bill: Bill) -> dict[str, Any]:
 
 
 def _tables(rundir: RunDir, bill: Bill) -> dict[str, Any]:
-    """As metadata: the dollars by cause, by node and by time, as tables and as pictures, and what they rest on."""
+    """Return metadata: the dollars by cause, by node and by time, as tables and pictures, and their basis."""
     from dtrain_dagster.costs import export
     from dtrain_dagster.reports import ledger_charts
 
@@ -197,7 +200,7 @@ def _estimate_check(bill: Bill) -> dg.AssetCheckResult:
 
 
 def _identity(job: FinishedJob, plan: TrainingPlan, tracker: CostTracker) -> dict[str, Any]:
-    """As metadata: which job this was, as it was planned and on what it really ran."""
+    """Return metadata: the job, as it was planned and on which nodes it ran."""
     return {
         "job_id": job.job_id,
         "fingerprint": plan.fingerprint,
@@ -211,14 +214,14 @@ def _identity(job: FinishedJob, plan: TrainingPlan, tracker: CostTracker) -> dic
 
 
 def _energy(found: "Footprint") -> dict[str, Any]:
-    """As metadata: electricity and, where the grid is known, its carbon; on what both rest."""
+    """Return metadata: electricity and, where the grid is known, its carbon, and the basis of both."""
     carbon = {} if found.kg_co2e is None else {"kg_co2e": float(f"{found.kg_co2e:.3g}")}
     rests_on = dg.MarkdownMetadataValue(f"- {found.basis}\n- {found.source}")
     return {"kwh": float(f"{found.kwh:.3g}"), **carbon, "energy_rests_on": rests_on}
 
 
 def _probe(cluster: GPUClusterResource, plan: TrainingPlan, rundir: RunDir) -> "Ledger | None":
-    """The ledger of the probe that the estimate rests on; None where there is none any more, or was none."""
+    """Return the ledger of the probe that the estimate rests on; None where it is gone or there was none."""
     from dtrain_dagster.costs.ledger import ledger
 
     if plan.basis_kind != "probe" or not plan.rests_on:
@@ -229,8 +232,8 @@ def _probe(cluster: GPUClusterResource, plan: TrainingPlan, rundir: RunDir) -> "
         return None
     try:
         usage, events = cluster.manager().node_usage(job_id), list(short.events(strict=True))
-    except (ClusterError, DamagedError):  # of a cluster that has another name by now, or damaged: it only serves to
-        return None  # explain a difference
+    except (ClusterError, DamagedError):  # the cluster has another name by now, or the record is damaged: it only
+        return None  # serves to explain a difference
     return ledger(bill_usage(usage)[0], events, periods=1)
 
 

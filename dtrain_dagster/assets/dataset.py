@@ -1,4 +1,4 @@
-"""Data: prices that were checked, and the shards that every node reads."""
+"""The data assets: checked prices, and the shards that every node reads."""
 
 import json
 import os
@@ -23,19 +23,19 @@ CANARY_SECONDS = 300
 
 
 class PricesConfig(dg.Config):
-    """Which prices."""
+    """The choice of prices in the launchpad of `stock_prices`."""
 
     source: str | None = None
     """sp500_panel, us_ohlcv, yfinance:AAPL,MSFT, or the address of a file; unset: DTRAIN_PRICES."""
 
 
 class DatasetConfig(dg.Config):
-    """What a sample is, and which days train."""
+    """The form of a sample and the split of the days, in the launchpad of `sharded_dataset`."""
 
     window: int = DatasetParams().window
-    """Days that a sample looks back on."""
+    """The number of past days in a sample."""
     horizon: int = DatasetParams().horizon
-    """Days ahead that its target looks."""
+    """The number of days from a sample's last day to its target."""
     train_last: str | None = None
     """Last day of training labels; unset: 2009-12-31 for the panel, else after 70 % of the days."""
     valid_last: str | None = None
@@ -57,6 +57,7 @@ class DatasetConfig(dg.Config):
 def stock_prices(
     context: dg.AssetExecutionContext, config: PricesConfig, project: ProjectResource
 ):  # no annotation, see assets.common
+    """Read prices from their source into one shape, validate them, and return them with their checks."""
     from dtrain_dagster.data.sources import price_source
 
     settings = load_settings()
@@ -103,6 +104,7 @@ def _asset_check(check: CheckResult) -> dg.AssetCheckResult:
 def sharded_dataset(
     context: dg.AssetExecutionContext, config: DatasetConfig, project: ProjectResource, stock_prices: PricesRef
 ):  # no annotation, see assets.common
+    """Build the dataset of the prices, unless it exists, and publish it to the storage that the nodes read."""
     from dtrain_dagster.data.preview import dataset_picture, preview_rows
     from dtrain_dagster.data.publish import publish_dataset
     from dtrain_dagster.reports.training_charts import markdown_image
@@ -167,7 +169,7 @@ def _text_schema(rows: list[dg.TableRecord]) -> dg.TableSchema:
     ],
 )
 def canaries(project: ProjectResource, sharded_dataset: BuiltDataset) -> Iterable[dg.AssetCheckResult]:
-    """Three short trainings (about 10 s); run once per dataset and version of the trainer."""
+    """Run the leakage checks: three short trainings (about 10 s), once per dataset and version of the trainer."""
     storage = open_storage(sharded_dataset.uri)
     name = f"canaries-{code_version()}.json"
     if not storage.exists(name):
@@ -180,7 +182,8 @@ def canaries(project: ProjectResource, sharded_dataset: BuiltDataset) -> Iterabl
 
 
 def _run_canaries(project: ProjectResource, uri: str) -> bytes:
-    """In a process of its own: torch stays out of this one."""
+    """Return the JSON report of the leakage checks, which run in a process of their own: torch stays out of this
+    one."""
     command = [sys.executable, "-m", "trainer.evaluation.leakage_check", "--dataset", uri]
     environment = os.environ | project.trainer_env()
     done = subprocess.run(command, capture_output=True, timeout=CANARY_SECONDS, env=environment, check=False)

@@ -1,4 +1,4 @@
-"""Every estimate is scored: how far off it was, and whether its interval can be believed."""
+"""The check that scores every estimate: how far off it was, and whether its interval can be believed."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     "SKU or tier than planned has no score.",
 )
 def estimate_scored(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
+    """Judge this run's estimate against what the run took, and all past estimates together."""
     from dtrain_dagster.planning.history import latest_score, past_scores
 
     scores = [past.score for past in past_scores(context.instance)]
@@ -27,7 +28,7 @@ def estimate_scored(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResu
 
 
 def judged(latest: "tuple[str, Score | str] | None", scores: "Sequence[Score]") -> dg.AssetCheckResult:
-    """A job by its own score, or why it has none; and all scores together, the oldest first."""
+    """Return the check's result: a job's own score, or why it has none; and all scores together, the oldest first."""
     from dtrain_dagster.planning.scoring import learn, summarise_scores
     from dtrain_dagster.reports.score_charts import history_chart
     from dtrain_dagster.reports.training_charts import markdown_image

@@ -1,4 +1,4 @@
-"""The choices in the metadata of `cost_estimate`: a table, a picture, and where each figure comes from."""
+"""The choices in the metadata of `cost_estimate`: a table, a picture, and the source of each figure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def choices_metadata(table: Choices) -> dict[str, Any]:
-    """``choices`` (table), ``choices_picture``, ``choice`` (in words), ``choices_rest_on``, ``choices_not_available``:
-    those of them that there is something to say of."""
+    """Return ``choices`` (table), ``choices_picture``, ``choice`` (in words), ``choices_rest_on`` and
+    ``choices_not_available``, each only where it is not empty."""
     from dtrain_dagster.planning.choices import tier_words
     from dtrain_dagster.reports.cost_charts import choices_chart
     from dtrain_dagster.reports.training_charts import markdown_image
@@ -39,7 +39,8 @@ def choices_metadata(table: Choices) -> dict[str, Any]:
 
 
 def in_words(choice: PlanChoice) -> str:
-    """``2 × NC6s_v3 (dedicated): 3 h 10 min (2 h 50 min to 3 h 40 min), $19.38 ($17.34 to $22.44); scaled from …``"""
+    """Return ``2 × NC6s_v3 (dedicated): 3 h 10 min (2 h 50 min to 3 h 40 min), $19.38 ($17.34 to $22.44); scaled from
+    …``"""
     seconds, usd = choice.seconds, choice.usd
     return (
         f"{choice.name}: {format_duration(seconds.expected)} "

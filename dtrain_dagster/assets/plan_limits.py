@@ -1,4 +1,5 @@
-"""Does a plan fit its budget and its deadline? If not, nothing starts, and a person is told what would."""
+"""A plan's limits: budget and deadline. A plan that does not fit starts nothing, and a person is told what would
+fit."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def limits_of(config: Any) -> Limits:
-    """Of the launchpad of `cost_estimate`. `dagster.Failure` for what is no limit."""
+    """Return the limits in the launchpad of `cost_estimate`. Raise `dagster.Failure` for a value that cannot be a
+    limit."""
     for name in ("budget_usd", "deadline_hours", "stop_at_usd"):
         value = getattr(config, name)
         if not 0 <= value < float("inf"):
@@ -35,8 +37,8 @@ def limits_of(config: Any) -> Limits:
 def sure_objection(
     past: Forecast | None, price: SkuPrice, tier: Tier, node_count: int, limits: Limits, choose_nodes: bool
 ) -> str | None:
-    """What is wrong with the plan beyond doubt, before anything is run: by past runs, or as no training takes less.
-    Where nodes may be chosen, none of them would do."""
+    """Return a sentence on why the plan cannot fit its limits, before anything is run; None where it may fit. It rests
+    on past runs, or on the least that any training takes. Where nodes may be chosen, no number of them would fit."""
     said = None
     for count in range(1, node_count + 1) if choose_nodes else [node_count]:
         bound = estimate_cost(past.seconds_at(count), price, tier, count) if past else least(price, tier, count)
@@ -57,7 +59,7 @@ def refuse_plan(
     node_count: int,
     table: Choices | None = None,
 ) -> dg.Failure:
-    """Tell a person that nothing is started, and what would fit."""
+    """Tell a person that nothing is started and what would fit; return the `dagster.Failure` to raise."""
     counts = range(1, 2 * node_count + 1)
     fits = remedies(forecast, limits, price, tier, counts, node_count) if forecast else []
     nearest = ""
@@ -84,7 +86,7 @@ def refuse_plan(
 
 
 def warnings_of(plan: TrainingPlan, limits: Limits) -> list[str]:
-    """What may still happen to a plan that fits."""
+    """Return sentences on the limits that a plan which fits may still exceed."""
     usd, seconds, said = plan.estimate.usd, plan.estimate.seconds, []
     if 0 < limits.budget_usd < usd.high:
         said.append(f"it may cost up to {dollars(usd.high)}, which is over budget_usd = {dollars(limits.budget_usd)}")
@@ -101,8 +103,8 @@ def warnings_of(plan: TrainingPlan, limits: Limits) -> list[str]:
 
 
 def cheapest_here(table: Choices, sku: str, tier: Tier, most: int) -> PlanChoice | None:
-    """Of the choices that this cluster can carry out as it is, the cheapest that fits: surely, else as expected, else
-    the cheapest, which is refused."""
+    """Return the cheapest choice that this cluster can carry out as it is and that surely fits; else the cheapest that
+    fits as expected; else the cheapest of all, which is refused. None where this cluster can carry out no choice."""
     from dtrain_dagster.planning.choices import misses
 
     here = [row for row in table.rows if (row.sku, row.tier) == (sku, tier) and row.node_count <= most]
@@ -115,15 +117,16 @@ def cheapest_here(table: Choices, sku: str, tier: Tier, most: int) -> PlanChoice
 def refuse_dearer_nodes(
     context: dg.AssetExecutionContext, project: ProjectResource, plan: TrainingPlan, got: ClusterConfig
 ) -> None:
-    """Others than planned were to be had. Told, and refused where on these the plan no longer fits: nothing runs yet.
-    Their time is that of the plan by the table of speeds, the fixed costs too: it is no more than a guess."""
+    """Raise `dagster.Failure` where the nodes that were got differ from the planned ones and the plan does not fit on
+    them. The difference is logged in any case, before anything runs. Times on these nodes are the plan's, scaled by the
+    table of speeds, fixed costs too: a rough guess."""
     price, tier = price_of(got.gpu_type), tier_of(got.tier or plan.tier)
     if (price.sku, tier) == (plan.sku, plan.tier):
         return
     told = f"planned on {plan.sku} ({plan.tier}), got {price.sku} ({tier})"
     context.log.warning(f"{told}: prices differ; see cost_breakdown")
     limits = Limits(budget_usd=plan.budget_usd, deadline_hours=plan.deadline_hours)
-    undisturbed = without_evictions(plan.estimate.seconds, plan.tier, plan.node_count)  # those of the nodes got count
+    undisturbed = without_evictions(plan.estimate.seconds, plan.tier, plan.node_count)  # the new nodes' are added
     seconds = undisturbed.scaled(hardware_of(plan.sku).speed / price.speed)
     estimate = estimate_cost(seconds, price, tier, plan.node_count)
     if said := explain_excess(estimate, limits):

@@ -1,4 +1,4 @@
-"""Planning: what a training will cost, known before anything is bought."""
+"""The asset `cost_estimate`: a training's plan and its cost, known before anything is bought."""
 
 import json
 from dataclasses import asdict, fields, replace
@@ -29,13 +29,14 @@ _DEFAULT = DistributedTrainingConfig()
 
 
 class TrainingOptions(dg.Config):
-    """What is trained and how. Every other field of the trainer's configuration can be given under ``more``."""
+    """The training, its limits and its probe, in the launchpad. Any other field of the trainer's configuration goes
+    into ``more``."""
 
     model: str = "tcn"
-    """tcn, lstm, transformer, or your own as package.module:factory."""
+    """tcn, lstm, transformer, or a factory of your own as package.module:factory."""
     model_args: dict[str, Any] = {}
     loss: str = "student_t"
-    """student_t, gaussian, mse, or your own as package.module:factory."""
+    """student_t, gaussian, mse, or a factory of your own as package.module:factory."""
     loss_args: dict[str, Any] = {}
     epochs: int = _DEFAULT.epochs
     batch_size_per_gpu: int = _DEFAULT.batch_size_per_gpu
@@ -49,26 +50,28 @@ class TrainingOptions(dg.Config):
     more: dict[str, Any] = {}
     """Any other field of DistributedTrainingConfig, such as {"early_stopping_patience": 3}."""
     settings_file: str = ""
-    """What `dtrain tune` has written for this training. What is stated here, other than its default or under ``more``,
-    wins."""
+    """The file that `dtrain tune` has written for this training. A value stated here, other than its default or under
+    ``more``, takes precedence."""
     budget_usd: float = 0.0
-    """What it may be expected to cost at most; else nothing starts. 0: any sum."""
+    """The highest expected cost in dollars; above it nothing starts. 0: no limit."""
     deadline_hours: float = 0.0
-    """How long it may be expected to take at most; else nothing starts. 0: any time."""
+    """The longest expected time in hours; above it nothing starts. 0: no limit."""
     stop_at_usd: float = 0.0
-    """At so many dollars it saves a checkpoint and stops, whatever was expected. 0: never."""
+    """The cost in dollars at which the training saves a checkpoint and stops, whatever was expected. 0: never."""
     choose_nodes: bool = False
-    """Take as many nodes, up to DTRAIN_NODES, as cost least within budget and deadline; each rank keeps its batch."""
+    """Take the number of nodes, up to DTRAIN_NODES, that costs least within budget and deadline; each rank keeps its
+    batch."""
     probe: bool = True
     """Run a short probe where no past run tells the pace. False: nothing runs before the plan is known."""
 
     def training(self, world_size: int, threads_per_rank: int | None) -> dict[str, Any]:
+        """Return the trainer's configuration: the fields named here, then those of ``more``."""
         known = {field.name for field in fields(DistributedTrainingConfig)}
         named = {name: getattr(self, name) for name in type(self).model_fields if name in known}
         return {"world_size": world_size, "threads_per_rank": threads_per_rank, **named, **self.more}
 
     def stated(self) -> set[str]:
-        """Fields of the training that somebody has chosen."""
+        """Return the fields of the training that the user has set."""
         default = type(self)()
         changed = {name for name in type(self).model_fields if getattr(self, name) != getattr(default, name)}
         return changed | set(self.more)
@@ -92,6 +95,8 @@ def cost_estimate(
     project: ProjectResource,
     sharded_dataset: BuiltDataset,
 ):  # no annotation, see assets.common
+    """Plan the training: estimate its time and cost from past runs or a probe, and refuse it where it exceeds a
+    limit."""
     from dtrain_dagster.planning.build_plan import assemble_plan, compare_choices, mark_planned
     from dtrain_dagster.planning.history import knows
 
@@ -144,7 +149,8 @@ def cost_estimate(
 def plan_of_launchpad(
     config: TrainingOptions, cluster: GPUClusterResource, project: ProjectResource, dataset: BuiltDataset
 ) -> "PlannedJob":
-    """The training as the launchpad and the settings ask for it. What has no price is refused before it is bought."""
+    """Return the training as the launchpad and the settings ask for it. Raise `dagster.Failure` for options that
+    exclude each other, and `PriceError` for a SKU without a price, before anything is bought."""
     from dtrain_dagster.planning.build_plan import size_up_job
 
     price, tier = price_of(cluster.gpu_type), tier_of(cluster.first_tier)
@@ -164,7 +170,7 @@ def plan_of_launchpad(
 
 
 def read_history(context: dg.AssetExecutionContext, planned: "PlannedJob") -> "History":
-    """What past runs of this training, or at this pace, have recorded in this Dagster instance."""
+    """Return the records of past runs of this training, or at this pace, in this Dagster instance."""
     from dtrain_dagster.planning.history import History
 
     return History.read(context.instance, planned.fingerprint, planned.pace, keeps_cache=planned.is_local)
@@ -179,8 +185,11 @@ def measure_pace(
     planned: "PlannedJob",
     history: "History",
 ) -> "tuple[PlannedJob, Forecast]":
-    """A short probe on the nodes that are to be had, unless past runs on just these tell enough; without a probe, what
-    past runs on others tell. These may be other nodes than those asked for: the plan goes on with them."""
+    """Return the plan and its forecast on the nodes that are available, which may be others than those asked for.
+
+    The forecast comes from a short probe, unless past runs on these very nodes tell enough; without a probe, it comes
+    from past runs on other nodes. Raise `dagster.Failure` where the probe is switched off and no past run is known.
+    """
     from dtrain_dagster.planning import probe
     from dtrain_dagster.planning.history import knows
 
@@ -195,7 +204,7 @@ def measure_pace(
     count = planned.node_count
     got = provision(context, manager, cluster, project, cluster.gpu_type, count)
     price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.first_tier)
-    price.usd_per_hour(tier)  # the probe runs on them: what has no price is refused before
+    price.usd_per_hour(tier)  # the probe runs on them: nodes without a price are refused before
     planned = replace(planned, price=price, tier=tier)
     forecast = history.forecast(planned.sizes, count, price.sku)
     if forecast is not None and knows(forecast, count):
@@ -213,7 +222,7 @@ def measure_pace(
 
 
 def plan_metadata(plan: TrainingPlan, forecast: Forecast) -> dict[str, Any]:
-    """What Dagster shows of a plan: figures, their basis, and the plan as a table."""
+    """Return what Dagster shows of a plan: its figures, their basis, and the plan as a table."""
     estimate = plan.estimate
     return {
         "estimated_usd": round(estimate.usd.expected, 4),
@@ -239,7 +248,8 @@ def job_on(
     project: ProjectResource,
     dataset: BuiltDataset,
 ) -> JobConfig:
-    """The training as it would be on so many nodes. Settings of a file are a part of it, and of its fingerprint."""
+    """Return the training as it would run on ``node_count`` nodes. A file's settings are part of it and of its
+    fingerprint."""
     training = config.training(node_count * cluster.processes_per_node, cluster.threads_per_rank)
     sections: dict[str, Any] = {
         "dataset": {"uri": dataset.shared_uri, "dataset_id": dataset.dataset_id},
@@ -261,15 +271,15 @@ def job_on(
 
 
 def job_config(sections: dict[str, Any], **fields: Any) -> JobConfig:
-    """A checked `JobConfig`; `trainer.config.ConfigError` names each launchpad field that cannot be used, and the
-    setting that would allow a model or loss of one's own."""
+    """Return a checked `JobConfig`. `trainer.config.ConfigError` names each launchpad field that cannot be used, and
+    the setting that would allow a model or loss of the user's own."""
     job = parse_job(json.dumps({**sections, **fields}), source="launchpad")
     refuse_foreign_factories(job)
     return job
 
 
 def plan_table(plan: TrainingPlan) -> str:
-    """The plan as a Markdown table."""
+    """Return the plan as a Markdown table."""
     estimate: Estimate = plan.estimate
     training = plan.job["training"]
     batch = training["batch_size_per_gpu"] * training["gradient_accumulation_steps"] * training["world_size"]

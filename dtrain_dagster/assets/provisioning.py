@@ -1,4 +1,4 @@
-"""A cluster for an asset, or a place in the queue for its run."""
+"""Provisioning for an asset: it gets the cluster's nodes, or its run gets a place in the queue."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def provision(
     sku: str,
     node_count: int,
 ) -> ClusterConfig:
-    """Have the cluster's nodes ready. Where nothing is to be had, the run gets a place in the queue and fails with a
-    message that says so (`dagster.Failure`); the sensor ``queue`` starts it again."""
+    """Get the cluster's nodes ready and return them. Raise `dagster.Failure` where there is no capacity: the run gets a
+    place in the queue, and the sensor ``queue`` starts it again."""
     waiting = WaitingList(project.shared_uri)
     mine = waiting.find(context.run.tags[TICKET_TAG]) if TICKET_TAG in context.run.tags else None
     try:
@@ -49,7 +49,8 @@ def provision(
 
 
 def provisioning(manager: GPUClusterManager) -> dict[str, dg.MetadataValue]:
-    """As metadata of an asset: what was tried to get nodes, with the cloud's codes and messages."""
+    """Return metadata of an asset: the tries to get nodes, with the cloud's codes and messages; empty if there were
+    none."""
     tried = [asdict(attempt) for attempt in manager.attempts]
     return {"provisioning": dg.JsonMetadataValue(tried)} if tried else {}
 

@@ -1,4 +1,4 @@
-"""Registration: the checkpoint becomes a version, proven by a real scoring server, promoted by a gate."""
+"""Registration: the checkpoint becomes a version, a real scoring server proves it, and a gate promotes it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,12 +57,13 @@ def registered_model(
     cost_estimate: TrainingPlan,
     trained_checkpoint: FinishedJob,
 ):  # no annotation, see assets.common
+    """Register the trained model as a version, check it with a scoring server, and give it an alias."""
     # Here, not above: these load MLflow.
     from dtrain_dagster import registry
 
     job = trained_checkpoint
     rundir = RunDir(job.run_dir)
-    order = order_of(project.home, rundir)  # nodes write the run directory: what it says must be what was ordered
+    order = order_of(project.home, rundir)  # nodes write the run directory: it must agree with the order
     plan = plan_of(rundir, cost_estimate)
     result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
     provenance = provenance_of(context, cluster, project, job, plan)
@@ -122,7 +123,7 @@ def provenance_of(
     job: FinishedJob,
     plan: TrainingPlan,
 ) -> "TrainingProvenance":
-    """What a version says of its making: nodes, hours, dollars, code, and the Dagster run."""
+    """Return a version's record of its making: nodes, hours, dollars, code, and the Dagster run."""
     from dtrain_dagster.registry import TrainingProvenance
 
     usage = cluster.manager().node_usage(job.job_id)
@@ -143,7 +144,7 @@ def provenance_of(
 
 
 def check_results(gate: "Gate", evaluation: dict[str, Any], serving: "ServingCheck") -> list[dg.AssetCheckResult]:
-    """Both blocking checks of a version: is it good enough, and does a real server answer with its numbers?"""
+    """Return both blocking checks of a version: the gate's, and that of a real server's answers."""
     return [
         dg.AssetCheckResult(
             check_name="promotion_gate",
@@ -159,7 +160,8 @@ def check_results(gate: "Gate", evaluation: dict[str, Any], serving: "ServingChe
 
 
 def cost_of(usage: Sequence[NodeUsage], sku: str, plan: TrainingPlan, cluster_name: str) -> tuple[float | None, str]:
-    """Dollars of a training, as a number and in words. It is paid by now: a price that nobody knows fails nothing."""
+    """Return a training's dollars as a number (None without a known price) and in words. An unknown price raises
+    nothing: the training is already paid for."""
     try:
         total = CostTracker(cluster_name, usage, plan.tier).total_usd
     except PriceError as error:
@@ -177,6 +179,7 @@ def cost_of(usage: Sequence[NodeUsage], sku: str, plan: TrainingPlan, cluster_na
 def endpoint_compatible(
     cluster: GPUClusterResource, project: ProjectResource, registered_model: dict[str, str]
 ) -> dg.AssetCheckResult:
+    """Check that the endpoint of DTRAIN_ENDPOINT answers with this model's numbers; an error only for a wrong form."""
     from dtrain_dagster.registry import check_endpoint
 
     model = {name: registered_model[name] for name in ("name", "version")}

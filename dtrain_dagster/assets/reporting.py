@@ -1,4 +1,4 @@
-"""How fast the nodes were, and what held them up."""
+"""The asset `performance_report`: how fast the nodes were, and what held them up."""
 
 import statistics
 from collections.abc import Sequence
@@ -43,6 +43,7 @@ PERFORMANCE_REPORT = "reports/performance_report.json"
 def performance_report(
     cluster: GPUClusterResource, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob
 ) -> dg.MaterializeResult:
+    """Summarise a finished training's performance, write the report's page, and recommend changes for the next run."""
     from dtrain_dagster.costs.tracker import paid_wall_seconds
     from dtrain_dagster.dashboard.page import write_report
     from dtrain_dagster.planning.optimizer import ResourceOptimizer
@@ -97,7 +98,7 @@ def performance_report(
 
 
 def _figures(performance: "Performance") -> dict[str, Any]:
-    """What Dagster plots from run to run. What is not known is left out."""
+    """Return the figures that Dagster plots from run to run. Unknown ones are left out."""
     figures: dict[str, Any] = {
         "cause": performance.diagnosis.where,
         "cause_percent": 100 * performance.diagnosis.share,
@@ -129,7 +130,7 @@ def _figures(performance: "Performance") -> dict[str, Any]:
 
 
 def _pictures(performance: "Performance", usage: Sequence[NodeUsage], events: Sequence[dict[str, Any]]) -> str:
-    """All pictures in one piece of Markdown, below the verdict and what to change."""
+    """Return all pictures in one piece of Markdown, below the verdict and the recommended changes."""
     from dtrain_dagster.monitoring.alerts import best, describe_strategy
     from dtrain_dagster.reports import time_charts, training_charts
 

@@ -1,4 +1,5 @@
-"""How this training scales on this cluster: measured with one node up to all, modelled beyond."""
+"""The asset `scaling_study`: how this training scales on this cluster, measured from one node to all, modelled
+beyond."""
 
 import json
 import os
@@ -23,18 +24,18 @@ if TYPE_CHECKING:
     from dtrain_dagster.monitoring.scaling import Mode, ScalingPoint, Study
 
 STUDIES = "studies"
-"""Folder beside the jobs where studies are kept."""
+"""The folder beside the jobs in which studies are kept."""
 GROUP = "studies"
 STEPS, LOG_EVERY = 96, 4
 TOLERANCE = 0.2
-"""How far a prediction of the model may be off."""
+"""The largest relative error of a prediction that passes the check."""
 
 
 class ScalingOptions(dg.Config):
-    """What is measured."""
+    """The node counts and steps of the measurements, in the launchpad."""
 
     nodes: list[int] = []
-    """Node counts; empty: from one to all that the plan has."""
+    """Node counts; empty: from one to the plan's number of nodes."""
     steps: int = STEPS
     """Optimizer steps of each short run."""
 
@@ -64,6 +65,8 @@ def scaling_study(
     sharded_dataset: BuiltDataset,
     cost_estimate: TrainingPlan,
 ):  # no annotation, see assets.common
+    """Measure weak and strong scaling with short runs, fit a model to them, and check it on a world that it has not
+    seen."""
     from dtrain_dagster.monitoring import scaling
     from dtrain_dagster.planning import probe
     from dtrain_dagster.reports import scaling_charts, training_charts
@@ -123,8 +126,9 @@ def scaling_study(
 
 
 def short_runs(counts: Sequence[int], accumulation: int) -> "list[tuple[Mode, int]]":
-    """What to measure with these node counts. Strong scaling has only those that share out the step of all nodes
-    evenly: a smaller step would not be the same work. With all nodes the two are one and the same run."""
+    """Return the (mode, nodes) pairs to measure with these node counts. Strong scaling has only counts that divide
+    the largest count's step evenly: a smaller step would not be the same work. With all nodes both modes are the
+    same run."""
     runs: list[tuple[Mode, int]] = [("weak", count) for count in counts]
     return runs + [("strong", count) for count in counts[:-1] if accumulation * counts[-1] % count == 0]
 
@@ -133,8 +137,9 @@ def short_job(
     plan: TrainingPlan, jobs_uri: str, mark: str, mode: "Mode", nodes: int, most: int, steps: int,
     shares_machine: bool,
 ) -> JobConfig:  # fmt: skip
-    """The planned training, cut to some steps and as many nodes. Weak: each rank does what it would do in the plan.
-    Strong: the step of ``most`` nodes is shared out among fewer. ``mark``: of the training and what it runs on."""
+    """Return the planned training, cut to ``steps`` and ``nodes``. Weak: each rank does what it would do in the
+    plan. Strong: the step of ``most`` nodes is shared by fewer. ``mark`` names the training and its hardware in the
+    job's id."""
     training = dict(plan.job["training"])
     if mode == "strong":
         training["gradient_accumulation_steps"] = training["gradient_accumulation_steps"] * most // nodes
@@ -153,7 +158,7 @@ def short_job(
 
 
 def row(point: "ScalingPoint") -> dict[str, Any]:
-    """A measured point as people read it."""
+    """Return a measured point as a table's row for people."""
     return {
         "scaling": point.mode,
         "nodes": point.nodes,
@@ -168,7 +173,7 @@ def row(point: "ScalingPoint") -> dict[str, Any]:
 
 
 def model_check(study: "Study") -> dg.AssetCheckResult:
-    """Did the model predict the world that it was not fitted on?"""
+    """Return the check that the model predicts the world that it was not fitted on."""
     errors = [abs(item.error) for item in study.checks]
     return dg.AssetCheckResult(
         check_name="model_predicts_what_it_has_not_seen",

@@ -1,4 +1,5 @@
-"""Training: the plan is carried out on the cluster, through failures of whoever watches it."""
+"""The asset `trained_checkpoint`: the plan is carried out on the cluster, and survives the death of the run that
+watches."""
 
 import json
 import time
@@ -53,7 +54,7 @@ gpu_cluster = dg.AssetSpec(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedJob:
-    """A training that succeeded: what every asset after it reads."""
+    """A training that succeeded, as all later assets read it."""
 
     job_id: str
     run_dir: str
@@ -111,6 +112,7 @@ def trained_checkpoint(
     project: ProjectResource,
     cost_estimate: TrainingPlan,
 ):  # no annotation, see assets.common
+    """Run the planned training on the cluster, or attach to the job that already does, and follow it to its end."""
     plan = cost_estimate
     manager = cluster.manager(context.run.run_id)
     got = provision(context, manager, cluster, project, plan.sku, plan.node_count)
@@ -157,7 +159,7 @@ def trained_checkpoint(
             _baselines_check(evaluation),
         ],
     )
-    # The very last thing: whatever raises above leaves a job that the next run can adopt, not train again.
+    # This comes last: where a line above raises, the next run can adopt the job instead of training again.
     rundir.write_json(CLAIM, {"dagster_run_id": context.run.run_id, "claimed_at": time.time()})
     return outcome
 
@@ -169,7 +171,7 @@ def planned_job(
     project: ProjectResource,
     run_id: str,
 ) -> JobConfig:
-    """The `JobConfig` that carries out the plan."""
+    """Return the `JobConfig` that carries out the plan."""
     run_dir = f"{project.jobs_uri}/{choice.job_id}"
     tracking = TrackingConfig(
         mlflow_tracking_uri=cluster.registry(project).tracking_uri,
@@ -182,7 +184,7 @@ def planned_job(
 
 
 def node_seconds(plan: TrainingPlan, choice: JobChoice, manager: GPUClusterManager, got: ClusterConfig) -> float | None:
-    """The plan's hard budget, on these nodes from now on; None where it has none."""
+    """Return the plan's hard budget in seconds of these nodes from now on; None where it has none."""
     if not plan.stop_at_usd:
         return None
     usage = [] if choice.action == "start" else manager.node_usage(choice.job_id)
@@ -192,7 +194,7 @@ def node_seconds(plan: TrainingPlan, choice: JobChoice, manager: GPUClusterManag
 def hand_over_budget(
     rundir: RunDir, plan: TrainingPlan, choice: JobChoice, manager: GPUClusterManager, got: ClusterConfig
 ) -> str:
-    """Give a job that runs the plan's hard budget, if it has one; what holds now, in words."""
+    """Give a running job the plan's hard budget, if there is one; return a sentence on the budget that holds now."""
     launch = rundir.read_json(LAUNCH) or {}
     runs_on = replace(got, gpu_type=launch.get("sku", got.gpu_type), tier=launch.get("tier", got.tier))
     seconds, before = node_seconds(plan, choice, manager, runs_on), rundir.read_json(LIMIT) or {}
@@ -242,7 +244,7 @@ def _metadata(
 
 
 def membership_table(history: "Sequence[Generation]") -> str:
-    """Who trained when, as a Markdown table: one row per generation."""
+    """Return the members of each generation as a Markdown table, one row per generation."""
     rows = ["| generation | at | from step | nodes | mode | why |", "|---|---|---|---|---|---|"]
     for item in history:
         at = datetime.fromtimestamp(item.formed_at, UTC).strftime("%H:%M:%S")
@@ -261,7 +263,7 @@ def _weights_check(result: dict[str, Any]) -> dg.AssetCheckResult:
 
 
 def _samples_check(result: dict[str, Any], plan: TrainingPlan) -> dg.AssetCheckResult:
-    """The dataset's manifest says how many samples there are; the trainer's records must add up to just these."""
+    """Return the check that the trainer's records add up to the number of samples in the dataset's manifest."""
     from trainer.data.coverage import unproven  # numpy, which the code location does not need to load
     from trainer.data.manifest import load_manifest
     from trainer.storage.open import open_storage

@@ -1,4 +1,4 @@
-"""A job that runs, as people see it in Dagster: observations, news, and what they are told of its speed."""
+"""Progress of a running job in Dagster: observations, news, and alerts about its speed."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ RAISE_BUDGET = (
 )
 OBSERVE_EVERY_SECONDS = 5.0
 TOLD = "alerts.json"
-"""In a run directory: of what people have been told, and when."""
+"""The file in a run directory that lists what people have been told, and when."""
 NEWS = "news: "
 MOST_NEWS = 20
-"""Messages of lost nodes, hangs and the like that are sent of one job: after these, the log has them."""
+"""The most messages on lost nodes, hangs and the like that are sent for one job; later ones are only in the log."""
 
 
 def follow_training(
@@ -47,7 +47,8 @@ def follow_training(
     plan: TrainingPlan,
     notify_urls: Sequence[str],
 ) -> None:
-    """Follow the job to its end, with an observation every few seconds. `dagster.Failure` if it does not succeed."""
+    """Follow the job to its end, with an observation every few seconds. Raise `dagster.Failure` if it does not
+    succeed."""
     from dtrain_dagster.planning.projection import ProgressRate, project
 
     observed_at, phase = 0.0, ""
@@ -74,12 +75,12 @@ def follow_training(
             if time.monotonic() - observed_at >= OBSERVE_EVERY_SECONDS:
                 observed_at = time.monotonic()
                 usage = manager.node_usage(job_id)
-                if usage or progress.step:  # from the first node on: it is paid for, whether or not it does a step
+                if usage or progress.step:  # from the first node on: a node is paid for even before its first step
                     cost = project(CostTracker("", usage, plan.tier), planned, pace)
                     metadata = progress_metadata(progress, plan, cost)
                     context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
                     context.log.info(describe_progress(progress, plan, cost))
-        except Exception:  # of whatever kind: what people are told of a job must not end the run that follows it
+        except Exception:  # of any kind: a failed message about a job must not end the run that follows it
             error = traceback.format_exc()  # in the message: Dagster keeps no other part of a record
             told_error = visible(error, keep_lines=True)
             context.log.warning(f"{job_id}: how it does could not be told; it is followed further\n{told_error}")
@@ -95,7 +96,7 @@ def follow_training(
 
 
 def log_of(manager: GPUClusterManager, job_id: str) -> str:
-    """The end of a job's logs, as text that may be shown anywhere."""
+    """Return the end of a job's logs, as text that may be shown anywhere."""
     try:
         return visible(manager.job_logs(job_id, tail=40), keep_lines=True)
     except DamagedError as error:
@@ -109,7 +110,7 @@ def tell_news(
     rundir: RunDir,
     notify_urls: Sequence[str],
 ) -> None:
-    """Send people what is out of the ordinary, such as lost nodes and hangs: each once per job, as `tell_of` does."""
+    """Send people unusual events, such as lost nodes and hangs: each once per job, as `tell_of` does."""
     job_id = rundir.uri.rsplit("/", 1)[-1]
     for sentence in news:
         key = f"{NEWS}{sentence}"
@@ -130,8 +131,8 @@ def tell_of(
     training: Mapping[str, Any],
     notify_urls: Sequence[str],
 ) -> None:
-    """Tell people what holds the job up, if something does: once per job, whoever follows it and how often. ``told``:
-    the content of `TOLD`, which is added to."""
+    """Tell people of a bottleneck, if there is one: once per job, however many runs follow it. ``told`` is the content
+    of `TOLD`; it is extended."""
     from dtrain_dagster.monitoring.alerts import COMMUNICATION, alerts
 
     job_id = rundir.uri.rsplit("/", 1)[-1]
@@ -150,11 +151,11 @@ def tell_of(
             )
             context.log_event(check)
         notify_and_log(notify_urls, f"dtrain: {job_id}: {alert.title}", text, context.log)
-        rundir.write_json(TOLD, told)  # last: where it fails, people have been told all the same
+        rundir.write_json(TOLD, told)  # last: where this fails, people have still been told
 
 
 def progress_metadata(progress: JobProgress, plan: TrainingPlan, cost: Projection) -> dict[str, Any]:
-    """What an observation of the running asset carries, as far as it is known; numbers, so that the UI plots them."""
+    """Return the known figures of an observation of the running asset, as numbers, so that the UI plots them."""
     over = cost.over_at_end
     fields = {
         "phase": progress.phase,
@@ -178,7 +179,7 @@ def progress_metadata(progress: JobProgress, plan: TrainingPlan, cost: Projectio
 
 
 def describe_progress(progress: JobProgress, plan: TrainingPlan, cost: Projection) -> str:
-    """The same in one line of the log."""
+    """Return the same figures as one line of the log."""
     share = progress.step / plan.work.steps if plan.work.steps else 0
     steps = [f"step {progress.step}/{plan.work.steps} ({share:.0%})", f"epoch {progress.epoch}"]
     parts = steps if progress.step else [progress.phase]
@@ -189,7 +190,7 @@ def describe_progress(progress: JobProgress, plan: TrainingPlan, cost: Projectio
     if progress.eta_seconds is not None:
         parts.append(f"ETA {format_duration(progress.eta_seconds)}")
     if shares := progress.shares():
-        parts.append(f"wire {shares['communication']:.0%}, waiting {shares['waiting']:.0%}")
+        parts.append(f"network {shares['communication']:.0%}, waiting {shares['waiting']:.0%}")
     told = [f"{dollars(cost.so_far)} so far"]
     if cost.at_end and cost.over_at_end is not None:
         told.append(f"{dollars(cost.at_end.expected)} at the end, {cost.over_at_end:+.0%} to the estimate")
@@ -197,7 +198,7 @@ def describe_progress(progress: JobProgress, plan: TrainingPlan, cost: Projectio
 
 
 def cost_check(manager: GPUClusterManager, job_id: str, plan: TrainingPlan) -> dg.AssetCheckResult:
-    """The whole job's cost against its estimate."""
+    """Return the check of the whole job's cost against its estimate."""
     limit, estimated = load_settings().overrun_fraction, plan.estimate.usd.expected
     try:
         usd = CostTracker("", manager.node_usage(job_id), plan.tier).total_usd
@@ -219,7 +220,7 @@ def cost_check(manager: GPUClusterManager, job_id: str, plan: TrainingPlan) -> d
 
 
 def communication_check(events: Sequence[dict[str, Any]], training: Mapping[str, Any]) -> dg.AssetCheckResult:
-    """The whole job's communication against its limit, with what would help."""
+    """Return the check of the whole job's communication against its limit, with the changes that would help."""
     from dtrain_dagster.monitoring.alerts import communication_alert
 
     found = settled(windows(events))
@@ -238,5 +239,5 @@ def communication_check(events: Sequence[dict[str, Any]], training: Mapping[str,
 
 
 def _shares(shares: Mapping[str, float]) -> dict[str, float]:
-    """The two shares that are easily mixed up, in percent."""
+    """Return the shares of communication and of waiting, in percent: the two are easily mixed up."""
     return {f"{name}_percent": round(100 * shares[name], 2) for name in ("communication", "waiting") if name in shares}

@@ -1,10 +1,9 @@
-"""Runs that wait for capacity: a queue in storage, so that it survives whoever put them there.
+"""The queue of runs that wait for capacity. It is kept in storage, so it survives the process that filled it.
 
-    queue/<ticket>.json     one run that waits; the ticket's number begins with the time when it came, so names sort
+    queue/<ticket>.json     one waiting run; a ticket's name begins with its time of arrival, so names sort by it
 
 A run that finds no capacity leaves a ticket and ends. A sensor starts it again when it is due, first come, first
-served; the run gives its ticket back once it has a cluster. Which to start is decided by `decide_turns`, a pure
-function.
+served. The run deletes its ticket once it has a cluster. `decide_turns`, a pure function, decides which run starts.
 """
 
 from __future__ import annotations
@@ -22,48 +21,49 @@ from trainer.storage.open import open_storage
 TICKET_TAG = "dtrain/ticket"
 ATTEMPT_TAG = "dtrain/attempt"
 LOOK_SECONDS = 120.0
-"""Between two looks of the sensor at most, as a rule."""
+"""The usual upper bound of the time between two looks of the sensor."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 300.0, 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ticket:
-    """A run that waits. Times are Unix seconds."""
+    """A waiting run's entry in the queue. Times are Unix seconds."""
 
     ticket: str
     queued_at: float
     deadline_at: float
     retry_at: float
-    """Not to be tried before."""
+    """The earliest time of the next try."""
     attempt: int
-    """The next try, counted from 1; a run that is refused raises it."""
+    """The number of the next try, counted from 1; each refusal raises it."""
     run_id: str
     """The Dagster run that was refused last."""
     reason: str
     assets: tuple[str, ...]
-    """What the run materializes; empty: everything."""
+    """The assets that the run materializes; empty for all."""
     run_config: Mapping[str, Any] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
-    """What each of its runs is tagged with besides: why it was asked for."""
+    """Further tags of each of its runs, such as the cause of the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """What the sensor has to do now."""
+    """The sensor's next actions: the ticket to start, and the tickets to remove."""
 
     start: Ticket | None = None
     expired: tuple[Ticket, ...] = ()
-    """Their deadline has passed."""
+    """Tickets whose deadline has passed."""
     ended: tuple[Ticket, ...] = ()
-    """Their run ended without asking for a cluster, for another reason: it will not get one by waiting."""
+    """Tickets whose run ended for another reason, without asking for a cluster. Waiting would not help them."""
 
 
 def decide_turns(
     tickets: Sequence[Ticket], running: frozenset[str], finished: frozenset[tuple[str, int]], now: float
 ) -> Due:
-    """``running``: tickets with a run that has not ended; ``finished``: (ticket, attempt) of runs that have.
+    """Return the ticket to start now, and those that expired or ended. Pure.
 
-    One run is tried at a time, the oldest ticket first: two would ask for the same nodes.
+    ``running`` holds tickets with a run that has not ended, ``finished`` (ticket, attempt) of runs that have. One run
+    is tried at a time, the oldest ticket first: two would ask for the same nodes.
     """
     at_rest = [item for item in tickets if item.ticket not in running]
     ended = tuple(item for item in at_rest if (item.ticket, item.attempt) in finished)
@@ -74,12 +74,13 @@ def decide_turns(
 
 
 def pause_seconds(refusals: int) -> float:
-    """Before the next try: 5, 10, 20 … 60 minutes."""
+    """Return the seconds to wait before the next try: 5, 10, 20 … 60 minutes."""
     return min(FIRST_PAUSE_SECONDS * 2 ** (refusals - 1), LONGEST_PAUSE_SECONDS)
 
 
 def is_older_than_setting(queued_at: float, seconds: float, now: float) -> bool:
-    """Was this written before the clock was set by so many seconds, within the last look of a sensor? Pure."""
+    """Return whether a ticket was written before the clock was set by ``seconds`` within the sensor's last look.
+    Pure."""
     if seconds > 0:
         return queued_at + seconds <= now + LOOK_SECONDS
     return not now - LOOK_SECONDS <= queued_at <= now
@@ -93,13 +94,13 @@ _TICKET = schemas.record(
 
 
 class WaitingList:
-    """The queue, in ``<storage>/queue``."""
+    """The queue's storage: tickets as files in ``<storage>/queue``."""
 
     def __init__(self, storage_uri: str) -> None:
         self.storage = open_storage(f"{storage_uri}/queue")
 
     def tickets(self) -> list[Ticket]:
-        """In the order in which they came."""
+        """Return all tickets, in order of arrival. A damaged ticket is left out with a warning."""
         found = []
         for name in self.storage.list():
             try:
@@ -113,13 +114,13 @@ class WaitingList:
         return found
 
     def put(self, ticket: Ticket) -> int:
-        """Write a ticket, or say it anew; its position in the queue, counted from 1."""
+        """Write or replace a ticket; return its position in the queue, counted from 1."""
         self.storage.write(f"{ticket.ticket}.json", json.dumps(asdict(ticket), indent=1).encode())
         return [item.ticket for item in self.tickets()].index(ticket.ticket) + 1
 
     def shift(self, tickets: Sequence[Ticket], seconds: float, now: float) -> list[Ticket]:
-        """After the clock was set by so many seconds: each ticket goes on waiting for as long as before. Those that
-        came since, by the clock as it is ``now``, are left as they are."""
+        """Return the tickets after the clock was set by ``seconds``: each goes on waiting for as long as before.
+        Tickets that came since, by the clock as it is ``now``, are left as they are."""
         shifted = []
         for item in tickets:
             if is_older_than_setting(item.queued_at, seconds, now):
@@ -130,9 +131,11 @@ class WaitingList:
         return shifted
 
     def find(self, ticket: str) -> Ticket | None:
+        """Return the ticket of this name, or None."""
         return next((item for item in self.tickets() if item.ticket == ticket), None)
 
     def remove(self, ticket: str) -> None:
+        """Delete the ticket of this name, if it is there."""
         self.storage.delete(f"{ticket}.json")
 
 
@@ -140,7 +143,8 @@ def new_ticket(
     run_id: str, assets: Sequence[str], run_config: Mapping[str, Any], reason: str, now: float,
     deadline_seconds: float, not_before: float = 0.0, tags: Mapping[str, str] | None = None,
 ) -> Ticket:  # fmt: skip
-    """The ticket of a run that was refused for the first time. ``not_before``: when the cloud says to come back."""
+    """Return the ticket of a run that was refused for the first time. ``not_before``: the cloud's time for the next
+    try."""
     return Ticket(
         ticket=f"{int(now * 1000):014d}-{run_id[:8]}",
         queued_at=now,
@@ -156,6 +160,6 @@ def new_ticket(
 
 
 def refused_again(ticket: Ticket, run_id: str, reason: str, now: float, not_before: float = 0.0) -> Ticket:
-    """The ticket after one more try: its place in the queue stays."""
+    """Return the ticket after one more refused try. Its place in the queue stays."""
     retry_at = max(now + pause_seconds(ticket.attempt), not_before)
     return replace(ticket, attempt=ticket.attempt + 1, run_id=run_id, reason=reason, retry_at=retry_at)

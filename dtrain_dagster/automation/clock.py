@@ -1,7 +1,7 @@
-"""Was the machine's clock set between two looks of a sensor? What waits since a moment then waits since another.
+"""Detection of a machine clock that was set between two looks of a sensor, so that waiting times can be corrected.
 
-Hours that pass while nobody looks, or while the machine is switched off, are time that has passed; a clock that is set
-is not. The two are told apart by the kernel's own count of seconds, which a sensor keeps in its cursor beside the time.
+Hours that pass while nothing looks, or while the machine is switched off, are time that has passed; a clock that is set
+is not. The kernel's own count of seconds, which a sensor keeps in its cursor beside the time, tells the two apart.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ from typing import Any
 from trainer.runtime import clock
 
 NOTICEABLE_SECONDS = 60.0
-"""By less a clock is corrected, now and then."""
+"""The smallest change that counts as a setting. Smaller ones are ordinary corrections."""
 
 
 def reading() -> dict[str, Any]:
-    """For a cursor: which start of the machine this is, and the time at which its count was 0."""
+    """Return the clock's state for a cursor: the boot id, and the Unix time at which the kernel's count was 0."""
     return {"boot": _boot(), "origin": time.time() - clock.elapsed()}
 
 
 def count() -> float:
-    """Seconds since the machine was started, whatever its clock was set to."""
+    """Return the seconds since the machine was started, whatever its clock was set to."""
     return clock.elapsed()
 
 
 def set_by(before: Any, now: Mapping[str, Any]) -> float:
-    """By how many seconds the clock was set between two readings, negative for back; 0 where that cannot be told,
-    since the machine was started in between, or the cursor is of an older version. Pure."""
+    """Return by how many seconds the clock was set between two readings, negative for back. Pure.
+
+    Return 0 where that cannot be told: the machine was started in between, or the cursor is of an older version.
+    """
     if not isinstance(before, Mapping) or before.get("boot") != now["boot"] or not now["boot"]:
         return 0.0
     origin = before.get("origin")

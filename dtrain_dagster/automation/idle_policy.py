@@ -1,7 +1,7 @@
-"""How long nodes have stood without work, what that has cost, and when to have them scaled down. Pure.
+"""The idle policy: how long nodes have stood without work, what that has cost, and when to scale them down. Pure.
 
-Time is added up from look to look, never taken from the clock alone: so it survives a restart of whoever looks, and a
-clock that is set forward or back shifts it by `LONGEST_LOOK_SECONDS` at most. What nobody has watched is not counted.
+Time is added up from look to look, never taken from the clock alone. So the sum survives a restart of the observer, and
+a clock that is set forward or back shifts it by `LONGEST_LOOK_SECONDS` at most. Unobserved time is not counted.
 """
 
 from __future__ import annotations
@@ -12,38 +12,39 @@ from typing import Literal
 from dtrain_dagster.clusters.base import NodePool
 
 LONGEST_LOOK_SECONDS = 180.0
-"""What may have passed between two looks at most; the sensor looks each minute."""
+"""The longest time between two looks that is counted; the sensor looks each minute."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 60.0, 1800.0
-"""Before a scale-down that failed is tried again."""
+"""The pause after a failed scale-down: the first one, and the bound up to which it doubles."""
 LEAVING_SECONDS = 300.0
-"""For so long nodes may take to go after it was asked for."""
+"""The time that nodes may take to go after a scale-down was asked for."""
 GENTLE_TRIES = 2
 
 Outcome = Literal["", "scaled down", "asked for", "failed", "in use"]
-"""What came of the last try; "" before the first. "in use": it is not idle, though it looks so."""
+"""The result of the last try; "" before the first. "in use": the pool is not idle, though it looks so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Idling:
-    """What is remembered of a pool from one look to the next."""
+    """A pool's idle state, kept from one look to the next."""
 
     seen_at: float
-    """The last look; Unix seconds."""
+    """The time of the last look; Unix seconds."""
     used_at: float | None
-    """`NodePool.used_at`, as it was then."""
+    """`NodePool.used_at` at the last look."""
     idle_seconds: float = 0.0
     wasted_usd: float = 0.0
     tries: int = 0
-    """Scale-downs that were not refused for work."""
+    """The number of scale-downs that were not refused because of work."""
     next_try_seconds: float = 0.0
-    """Not before it has idled for so long."""
+    """The idle time before which no further try is made."""
     outcome: Outcome = ""
     told: bool = False
-    """Has a person been told of this stretch?"""
+    """Whether a person has been told of this idle interval."""
 
 
 def look(before: Idling | None, pool: NodePool, usd_per_node_hour: float, now: float) -> Idling:
-    """A pool after one more look. A job that began and ended since the last one ends a stretch as well."""
+    """Return a pool's idle state after one more look. A job that began and ended since the last look ends the interval
+    too."""
     fresh = Idling(seen_at=now, used_at=pool.used_at)
     if before is None or pool.work or not pool.node_count:
         return fresh
@@ -57,22 +58,22 @@ def look(before: Idling | None, pool: NodePool, usd_per_node_hour: float, now: f
 
 
 def is_over(idling: Idling, pool: NodePool, limit_seconds: float) -> bool:
-    """Has it stood without work for longer than the limit, and nobody else takes care of it?"""
+    """Return whether the pool has idled for longer than the limit and its own grace time."""
     return bool(pool.node_count) and not pool.work and idling.idle_seconds >= limit_seconds + pool.grace_seconds
 
 
 def is_pool_due(idling: Idling, pool: NodePool, limit_seconds: float) -> bool:
-    """Is it to be scaled down now?"""
+    """Return whether the pool is to be scaled down now."""
     return is_over(idling, pool, limit_seconds) and idling.idle_seconds >= idling.next_try_seconds
 
 
 def takes_force(idling: Idling) -> bool:
-    """Was it asked for in vain?"""
+    """Return whether gentle scale-downs have failed, so that the next one must not be gentle."""
     return idling.outcome == "asked for" or idling.tries >= GENTLE_TRIES
 
 
 def tried(idling: Idling, outcome: Outcome) -> Idling:
-    """After a try, whatever came of it."""
+    """Return the idle state after a try with this outcome."""
     pause = LEAVING_SECONDS
     if outcome == "failed":
         pause = min(FIRST_PAUSE_SECONDS * 2**idling.tries, LONGEST_PAUSE_SECONDS)

@@ -1,7 +1,7 @@
-"""Training again: what is a cause, and that one cause starts one run, whoever notices it and however often.
+"""Retraining: the causes, and the rule that one cause starts one run, however often and by whom it is noticed.
 
-What is known comes from where it outlives a daemon: from the instance (which runs were asked for, which models were
-registered) and from the manifests of datasets. A sensor's cursor only says since when something is as it is.
+What is known comes from places that outlive a daemon: the instance (which runs were asked for, which models were
+registered) and the manifests of datasets. A sensor's cursor only holds since when something is as it is.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ from trainer.storage.open import open_storage
 RETRAINING = "retraining"
 CAUSE_TAG = "dtrain/cause"
 CHAMPION_CHECK = "champion_holds"
-"""Of ``sharded_dataset``, see `assets.champion_check`."""
+"""The name of the check of ``sharded_dataset`` in `assets.champion_check`."""
 TRAINED = dg.AssetKey("trained_checkpoint")
 _REGISTRATIONS = 200
-"""Materializations of ``registered_model`` among which the champion is looked for."""
+"""The number of materializations of ``registered_model`` that are searched for the champion."""
 DAY = 86400.0
 TRIES, PAUSE_SECONDS = 3, 6 * 3600.0
 """Runs of one cause, and the pause between them, where each failed before it trained."""
 _HELD = schemas.record({"key": schemas.text, "at": schemas.moment}, clock=schemas.obj)
 CLAIM, CLAIM_SECONDS = "claim.json", 180.0
-"""Who has asked for a run last. A sensor has a minute, and then it takes seconds until the run can be seen."""
+"""The file that names the latest requester of a run, and its lifetime. A sensor has a minute, and seconds more pass
+until the run can be seen."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetrainingCause:
-    """Why to train again. The same cause has the same key, whoever finds it."""
+    """A reason to train again. The same cause has the same key, whichever sensor or schedule finds it."""
 
     key: str
     words: str
@@ -64,7 +65,7 @@ class Registered:
     at: float
     run_dir: str = ""
     digests: Mapping[str, str] = field(default_factory=dict)
-    """Of its model's files, as they were registered (`orders.MODEL_DIGESTS`); empty for models of older versions."""
+    """The sha256 of its model's files at registration (`orders.MODEL_DIGESTS`); empty for models of older versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +76,7 @@ class Judgement:
     dataset_id: str
     passed: bool
     better: tuple[str, ...]
-    """Baselines that were better."""
+    """The baselines that were better than the champion."""
     at: float
 
 
@@ -89,39 +90,40 @@ class Prices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watch:
-    """What is remembered of a file between two looks at it. Times are Unix seconds; 0: not so."""
+    """A sensor's record of a file between two looks. Times are Unix seconds; 0 means never."""
 
     version: str = ""
     since: float = 0.0
-    """When it first had this version."""
+    """The time at which it first had this version."""
     digest: str = ""
-    """Of its content, once that was read."""
+    """The sha256 of its content, once that was read."""
     unreadable_since: float = 0.0
     told: bool = False
-    """Somebody was told that it cannot be read."""
+    """Whether a person was told that it cannot be read."""
     clock: Mapping[str, Any] = field(default_factory=dict)
-    """How the clock stood (`automation.clock`)."""
+    """The clock's state (`automation.clock`)."""
 
 
 def at_clock(watch: Watch, reading: Mapping[str, Any]) -> Watch:
-    """The watch by the clock as it stands now: where it was set, the file has its version for as long as before."""
+    """Return the watch by the clock as it stands now: after a setting, the file has its version for as long as
+    before."""
     seconds = clock.set_by(watch.clock, reading)
     unreadable_since = watch.unreadable_since and watch.unreadable_since + seconds
     return replace(watch, since=watch.since + seconds, unreadable_since=unreadable_since, clock=dict(reading))
 
 
 def seen(watch: Watch, version: str, now: float) -> Watch:
-    """The watch after one more look: another version counts from now."""
+    """Return the watch after one more look: another version counts from now."""
     return watch if watch.version == version else replace(watch, version=version, since=now, digest="")
 
 
 def unreadable(watch: Watch, now: float) -> Watch:
-    """The watch after a look that failed. What was known stays: the file may come back as it was."""
+    """Return the watch after a look that failed. What was known stays: the file may come back as it was."""
     return replace(watch, unreadable_since=watch.unreadable_since or now)
 
 
 def read_watch(cursor: str | None) -> Watch:
-    """From a sensor's cursor; an empty watch where there is none, or none of this form."""
+    """Return the watch in a sensor's cursor; an empty one where the cursor is empty or of another form."""
     try:
         return Watch(**json.loads(cursor or "{}"))
     except (ValueError, TypeError):
@@ -129,6 +131,7 @@ def read_watch(cursor: str | None) -> Watch:
 
 
 def new_data(sha256: str) -> RetrainingCause:
+    """Return the cause "the prices have changed", with a key made of their sha256."""
     return RetrainingCause(f"data-{sha256[:16]}", f"the prices have changed (sha256 {sha256[:12]}…)")
 
 
@@ -141,11 +144,11 @@ def staleness(
     now: float,
     max_age_days: float,
 ) -> list[RetrainingCause] | str:
-    """All that speaks for training the champion again, or why nothing does.
+    """Return every cause for training the champion again, or one sentence that says why there is none.
 
-    ``latest``: the model that was registered last, of any alias, and ``trained_on`` its prices: a challenger shows that
-    training again was tried, and what is tried again with the same data ends alike. ``newest``: the prices that were
-    read last. ``judged``: how the champion did on days that came after it.
+    ``latest`` is the model that was registered last, under any alias, and ``trained_on`` its prices: a challenger shows
+    that retraining was tried, and a further try with the same data ends alike. ``newest``: the prices that were read
+    last. ``judged``: the champion's evaluation on days that came after it.
     """
     if champion is None or latest is None:
         return "no champion was registered yet: nothing can grow old"
@@ -168,6 +171,7 @@ def staleness(
 
 
 def weekly(when: datetime) -> RetrainingCause:
+    """Return the cause of the weekly schedule at this time."""
     return RetrainingCause(f"weekly-{when.astimezone(UTC):%Y%m%dT%H%MZ}", "it is time for the weekly retraining")
 
 
@@ -178,9 +182,10 @@ def ask(
     cluster: GPUClusterResource,
     budget_usd: float,
 ) -> dg.RunRequest | dg.SkipReason:
-    """The one run of this cause, or why there is none: it had its run, or a training is under way.
+    """Return the one run of this cause, or the reason to skip: it had its run, or a training is under way.
 
-    Sensors are evaluated one after the other, and schedules beside them: whoever asks has taken the claim before.
+    Sensors are evaluated one after the other, schedules beside them. The caller must hold the claim
+    (`claim_retraining`).
     """
     now = time.time()
     live = _trainings(context, project, cluster, now)
@@ -189,7 +194,7 @@ def ask(
         for item in WaitingList(project.shared_uri).tickets()
         if not item.assets or TRAINED.to_user_string() in item.assets
     ]
-    if queued:  # its run has ended in a failure, which is none
+    if queued:  # its run ended as a failure, but only waits for capacity
         return dg.SkipReason(f"{cause.words}; waits for run {queued[0].run_id[:8]}, which waits for capacity")
     key = next_try(context.instance, cause, now)
     if isinstance(key, dg.SkipReason):
@@ -202,7 +207,8 @@ def ask(
 
 
 def next_try(instance: dg.DagsterInstance, cause: RetrainingCause, now: float) -> str | dg.SkipReason:
-    """The key of the cause's next run: its first, or a further one after runs that failed before they trained."""
+    """Return the key of the cause's next run, the first or one after runs that failed before they trained; or a
+    skip."""
     keys = [cause.key, *(f"{cause.key}-{number}" for number in range(2, TRIES + 1))]
     records = instance.get_run_records(dg.RunsFilter(tags={CAUSE_TAG: keys}))
     if not records:
@@ -220,15 +226,16 @@ def next_try(instance: dg.DagsterInstance, cause: RetrainingCause, now: float) -
 
 
 def has_trained(instance: dg.DagsterInstance, run_id: str) -> bool:
-    """Whether the run came so far that a training may have been paid for."""
+    """Return whether the run came so far that a training may have been paid for."""
     steps = instance.get_run_step_stats(run_id, [TRAINED.to_python_identifier()])
     return any(step.start_time is not None for step in steps)
 
 
 def claim_retraining(storage: Storage, key: str, now: float) -> str:
-    """Take the right to ask for a run, which nobody else has until that run can be seen; "", or who holds it.
+    """Take the exclusive right to ask for a run until that run can be seen; return "" or the present holder.
 
-    It lasts longer than a tick: whoever has looked at the runs before it was taken, and asks after, finds it held.
+    The claim lasts longer than a tick. A process that looked at the runs before it was taken, and asks after, finds it
+    held.
     """
     try:
         known = storage.read_bounded(CLAIM, MARK_BYTES)
@@ -238,7 +245,7 @@ def claim_retraining(storage: Storage, key: str, now: float) -> str:
     if known is not None:
         try:
             held = parse_document(known, CLAIM, _HELD)
-        except DamagedError as error:  # whoever holds it cannot be told: it is taken
+        except DamagedError as error:  # its holder cannot be told: it is taken
             warn_once(str(error))
     reading = clock.reading()
     held_at = held["at"] + clock.set_by(held.get("clock"), reading)
@@ -254,8 +261,8 @@ def _trainings(
     cluster: GPUClusterResource,
     now: float,
 ) -> list[dg.DagsterRun]:
-    """Runs that train or are about to. One that has died is ended, so that it is told once and holds no place in the
-    queue of runs, whatever it was to make."""
+    """Return the runs that train or are about to. A run that has died is marked as failed, so that it is told once and
+    holds no place in the queue of runs."""
     found = []
     for record in context.instance.get_run_records(dg.RunsFilter(statuses=LIVE)):
         run = record.dagster_run
@@ -266,7 +273,7 @@ def _trainings(
             )
             context.instance.report_run_failed(run, why)
             context.log.warning(why)
-            if CAUSE_TAG not in run.tags:  # else it is told as every retraining that fails
+            if CAUSE_TAG not in run.tags:  # else it is reported like every failed retraining
                 notify_and_log(
                     project.notify_urls(),
                     "dtrain: a run has died",
@@ -279,23 +286,25 @@ def _trainings(
 
 
 def trains(selection: Set[dg.AssetKey] | None) -> bool:
-    """Whether a run of this selection, None for everything, pays for a training."""
+    """Return whether a run of this selection (None for all assets) pays for a training."""
     return selection is None or TRAINED in selection
 
 
 def run_config(budget_usd: float) -> dict[str, Any]:
-    """The launchpad of a run that nobody looks at before it starts: a plan over the budget is refused."""
+    """Return the launchpad of a run that starts unattended: a plan over the budget is refused."""
     return {"ops": {"cost_estimate": {"config": {"budget_usd": budget_usd}}}} if budget_usd else {}
 
 
 def budget_words(budget_usd: float) -> str:
+    """Return a sentence that tells the budget of an unattended run."""
     if not budget_usd:
         return "No budget is set (DTRAIN_RETRAIN_BUDGET_USD): a run costs what its plan says."
     return f"A plan above {dollars(budget_usd)} (DTRAIN_RETRAIN_BUDGET_USD) is refused, and a person is told."
 
 
 def registrations(instance: dg.DagsterInstance) -> tuple[Registered | None, Registered | None]:
-    """The champion and the model that was registered last, by the records of ``registered_model``."""
+    """Return the champion and the model that was registered last, by the records of ``registered_model``; None if
+    none."""
     latest = None
     for record in itertools.islice(_records(instance, dg.AssetKey("registered_model")), _REGISTRATIONS):
         values, tags = _metadata(record.asset_materialization), {}
@@ -316,7 +325,7 @@ def registrations(instance: dg.DagsterInstance) -> tuple[Registered | None, Regi
 
 
 def _records(instance: dg.DagsterInstance, asset: dg.AssetKey) -> Iterator[dg.EventLogRecord]:
-    """Materializations, newest first, a few at a time: each holds a whole model card."""
+    """Yield materializations, newest first, a few at a time: each holds a whole model card."""
     page = instance.fetch_materializations(asset, limit=10)
     yield from page.records
     while page.has_more:
@@ -325,6 +334,7 @@ def _records(instance: dg.DagsterInstance, asset: dg.AssetKey) -> Iterator[dg.Ev
 
 
 def judgement(instance: dg.DagsterInstance) -> Judgement | None:
+    """Return the latest evaluation of `CHAMPION_CHECK`; None where there is none."""
     key = dg.AssetCheckKey(dg.AssetKey("sharded_dataset"), CHAMPION_CHECK)
     record = instance.event_log_storage.get_latest_asset_check_execution_by_key([key]).get(key)
     evaluation = record.event.asset_check_evaluation if record and record.event else None
@@ -341,18 +351,19 @@ def judgement(instance: dg.DagsterInstance) -> Judgement | None:
 
 
 def newest_prices(instance: dg.DagsterInstance) -> Prices | None:
-    """What was read last, whether or not something was trained on it."""
+    """Return the prices that were read last, whether or not a model was trained on them; None where none were read."""
     values = _latest(instance, dg.AssetKey("stock_prices"))
     return Prices(sha256=str(values["sha256"]), last_date=str(values["last_date"])) if "sha256" in values else None
 
 
 def trained_dataset(instance: dg.DagsterInstance) -> str | None:
-    """The id of the dataset that the latest training ran on."""
+    """Return the id of the dataset of the latest training; None where there was none."""
     return _latest(instance, TRAINED).get("dataset_id")
 
 
 def prices_of(shared_uri: str, dataset_id: str) -> Prices | None:
-    """The prices that a dataset was made of; None where it is no more. `DatasetError` where it is damaged."""
+    """Return the prices that a dataset was made of; None where the dataset is gone. Raise `DatasetError` where it is
+    damaged."""
     try:
         folder = open_storage(f"{shared_uri}/datasets/{checked_id(dataset_id, 'the dataset')}")
         source = load_manifest(folder)["source"]
@@ -362,7 +373,7 @@ def prices_of(shared_uri: str, dataset_id: str) -> Prices | None:
 
 
 def _latest(instance: dg.DagsterInstance, asset: dg.AssetKey) -> dict[str, Any]:
-    """The metadata of an asset's latest materialization; empty where there is none."""
+    """Return the metadata of an asset's latest materialization; empty where there is none."""
     event = instance.get_latest_materialization_event(asset)
     return _metadata(event.asset_materialization if event else None)
 

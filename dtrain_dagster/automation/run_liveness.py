@@ -1,4 +1,5 @@
-"""Is a Dagster run at work, or has it died with its machine? Nobody marks it as failed then: it is started for ever."""
+"""The liveness of Dagster runs. Dagster does not mark a run that died with its machine as failed: it stays
+"started"."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from trainer.rundir import RunDir
 LIVE = [status for status in dg.DagsterRunStatus if status.name not in ("SUCCESS", "FAILURE", "CANCELED")]
 """The states of a run that has not ended."""
 ALIVE_SECONDS = 1800.0
-"""A Dagster run that has said nothing for longer, though it never ended, is not at work."""
+"""The longest silence of a live Dagster run. One that never ended and is silent for longer is not at work."""
 CLOCK = "dtrain/clock"
-"""In the instance's store of cursors: how the clock stood, and when it was noticed that it had been set."""
+"""The key in the instance's store of cursors for the clock's state, and the time when a setting was noticed."""
 
 
 def is_heard(instance: dg.DagsterInstance, record: dg.RunRecord, now: float) -> bool:
-    """Has it said something lately? Times before a clock was set tell nothing of times after: silence counts from when
-    the setting was noticed, then."""
+    """Return whether the run has written an event lately. Times from before a clock was set tell nothing about times
+    after it, so silence then counts from when the setting was noticed."""
     latest = instance.get_records_for_run(record.dagster_run.run_id, limit=1, ascending=False).records
     heard_at = latest[0].timestamp if latest else record.create_timestamp.timestamp()
     is_ahead = heard_at > now + clock.NOTICEABLE_SECONDS
@@ -34,8 +35,8 @@ def is_heard(instance: dg.DagsterInstance, record: dg.RunRecord, now: float) -> 
 
 
 def seconds_since_setting(instance: dg.DagsterInstance, is_ahead: bool = False) -> float:
-    """By the kernel's count, since it was noticed that the machine's clock had been set; infinite where it was not,
-    since the machine was started. ``is_ahead``: something was written by a clock that was set back since, perhaps
+    """Return the seconds, by the kernel's count, since a setting of the machine's clock was noticed; infinite if none
+    was since the machine started. ``is_ahead``: a record is later than the clock, which was set back since, perhaps
     between two looks."""
     store, reading = instance.daemon_cursor_storage, clock.reading()
     known: dict[str, Any] = json.loads(store.get_cursor_values({CLOCK}).get(CLOCK) or "{}")
@@ -52,30 +53,31 @@ def seconds_since_setting(instance: dg.DagsterInstance, is_ahead: bool = False) 
 def has_died(
     instance: dg.DagsterInstance, record: dg.RunRecord, cluster: GPUClusterResource, jobs_uri: str, now: float
 ) -> bool:
-    """A run that was started, has gone silent and has no job that goes on: who follows one that waits for nodes has
-    nothing to say. A run in the queue is silent, and alive."""
+    """Return whether a run was started, has gone silent and has no job that goes on: a run that follows a job which
+    waits for nodes has nothing to write. A run in the queue is silent and alive."""
     run = record.dagster_run
     if run.status is not dg.DagsterRunStatus.STARTED or is_heard(instance, record, now):
         return False
     try:
         owners = [read_owning_run(RunDir(f"{jobs_uri}/{job.job_id}")) for job in cluster.manager().active_jobs()]
-    except (ClusterError, OSError):  # not now: it counts as alive
+    except (ClusterError, OSError):  # the cluster cannot be asked now: the run counts as alive
         return False
     return run.run_id not in owners
 
 
 def read_owning_run(rundir: RunDir) -> str | None:
-    """The Dagster run that follows a job; None where none does, or none can be told: a damaged job is nobody's."""
+    """Return the id of the Dagster run that follows a job; None where there is none, or the job's file is damaged."""
     try:
         found = rundir.read_json(OWNER)
         return found["dagster_run_id"] if found else None
     except DamagedError as error:
-        warn_once(f"whose job it is cannot be told: {error}")
+        warn_once(f"the run that owns a job cannot be told: {error}")
         return None
 
 
 def run_at_work(instance: dg.DagsterInstance, now: float) -> str:
-    """A run that may be about to use the nodes, between getting them and submitting its job; "" for none."""
+    """Return the id of a run that may be about to use the nodes, between getting them and submitting its job; "" for
+    none."""
     for record in instance.get_run_records(dg.RunsFilter(statuses=LIVE)):
         if is_heard(instance, record, now):
             return record.dagster_run.run_id

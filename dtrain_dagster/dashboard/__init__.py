@@ -1,4 +1,4 @@
-"""The live page of running jobs: how they are read from run directories, kept, and served.
+"""The live page of running jobs: the code that reads jobs from run directories, keeps their figures and serves them.
 
-Pictures and reports of jobs that have ended belong to `reports`; how HTTP is served at all, to `web`.
+Pictures and reports of jobs that have ended belong to `reports`; HTTP serving in general belongs to `web`.
 """

@@ -1,4 +1,4 @@
-"""The jobs of a storage and how each of them does, from run directories alone, whoever started them and wherever."""
+"""The jobs of a storage and the state of each, from run directories alone, wherever and by whom they were started."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ from trainer.storage.base import Storage
 from trainer.storage.open import open_storage
 
 RECENT_JOBS = 16
-"""So many are told of at once under ``/metrics``."""
+"""The most jobs under ``/metrics``."""
 OPEN_JOBS = RECENT_JOBS + 8
-"""So many are held in memory, for pages show others besides; the one that nobody has looked at for longest makes
-room."""
+"""The most jobs held in memory, as pages show others besides; the one that was looked at longest ago makes room."""
 RECENT_SECONDS = 3600.0
 SILENT_SECONDS = 60.0
-"""Who trains says something more often, unless a report takes longer to come."""
+"""The silence after which a training job counts as silent; it usually writes more often."""
 CANNOT_READ = (*UNREADABLE, OSError, RecursionError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
+    """A running or ended job's cost so far."""
+
     usd: float
     words: str
-    """What the dollars are."""
+    """The basis of the dollars."""
     at_end: str = ""
-    """What the job is projected to cost, against its estimate; "" where it has none."""
+    """The projected cost at the end, against the estimate; "" where the job has none."""
 
 
 class OpenJob:
-    """A job that somebody looks at: its run directory, folded as far as it was written."""
+    """A job that a page shows: its run directory, folded as far as it was written."""
 
     def __init__(self, rundir: RunDir, tier: Tier) -> None:
         self.rundir = rundir
@@ -62,15 +63,16 @@ class OpenJob:
         self._seen = SeenFiles()
         self._read_at = -1e9
         self._details: tuple[int, dict[str, Any]] = (-1, {})
-        """Of a version of the dashboard: the same for everybody who asks."""
+        """The details of a version of the dashboard, shared by all readers."""
         self._end: dict[str, Any] | None = None
-        """What the cluster said of the end, once everything until then has been read."""
+        """The cluster's record of the end, once everything until then has been read."""
         self.lock = threading.Lock()
-        """Held by whoever reads several of the figures, or changes them."""
+        """The lock for reading several of the figures together, and for changing them."""
         self.looked_at = 0.0
 
     def refresh(self, now: float) -> OpenJob:
-        """Read what was written since, at most once a second, or in ten where storage is remote."""
+        """Read the events written since the last call, at most once a second, on remote storage once in ten; return
+        this job."""
         with self.lock:
             self.looked_at = time.monotonic()
             if time.monotonic() - self._read_at < refresh_seconds(self.rundir.storage):
@@ -92,23 +94,23 @@ class OpenJob:
 
     @property
     def settled(self) -> bool:
-        """Has it ended, as far as its cluster says, and was everything read?"""
+        """Whether the cluster says that the job has ended, and everything was read."""
         return self._end is not None
 
     @property
     def is_behind(self) -> bool:
-        """Of a long job, what was written so far is read in several looks."""
+        """Whether more was written than was read: a long job is read in several looks."""
         return self._seen.is_behind
 
     def read_more(self) -> None:
-        """Take the next part of what was written so far, at once."""
+        """Read the next part of the events at once."""
         with self.lock:
             events = self.rundir.follow(self._seen)
             self.dashboard.take(events)
             self._pace = self._pace.after(events)
 
     def nodes_alive(self, now: float) -> int:
-        """Nodes that are there, as they say themselves."""
+        """Return the number of nodes that are present, by their own records."""
         stale = stale_seconds(self.rundir.storage)
         return (
             sum(presences.is_here(stay, now, stale) for stay in presences.find_latest_stays(self.stays))
@@ -116,7 +118,7 @@ class OpenJob:
         )
 
     def snapshot(self, version: int, token: str, now: float) -> dict[str, Any]:
-        """What the page shows of it: tracks from a version on, and everything small as a whole."""
+        """Return the page's data of this job: the tracks' rows after ``version``, and all small parts as a whole."""
         with self.lock:
             stays = [asdict(stay) for stay in self.stays]
             if self._details[0] != self.dashboard.version:
@@ -132,7 +134,7 @@ class OpenJob:
 
 
 class JobBoard:
-    """All jobs in ``jobs_uri``. Any number of threads may ask."""
+    """The board of all jobs in ``jobs_uri``. Safe for any number of threads."""
 
     def __init__(self, jobs_uri: str, tier: Tier) -> None:
         self.jobs_uri, self.tier = jobs_uri, tier
@@ -143,20 +145,23 @@ class JobBoard:
         self._token = uuid.uuid4().hex[:8]
 
     def jobs(self) -> Sequence[JobRow]:
-        """Every training, newest first. OSError where storage cannot be listed."""
+        """Return a row for every training, newest first. Raise OSError where storage cannot be listed."""
         return self.listing().rows
 
     def listing(self, wait_seconds: float | None = None) -> Listing:
-        """Every training, and a version that changes with them. So long, at most, it waits for all to be read."""
+        """Return a row for every training, and a version that changes with them. ``wait_seconds``: the longest wait
+        until all are read."""
         return self._index.listing(wait_seconds)
 
     def tag(self, job_id: str) -> str | None:
-        """The same as long as nothing can have changed in a job that has ended; None where that is not known."""
+        """Return a tag that is the same as long as nothing can have changed in an ended job; None where that is not
+        known."""
         mark = self._index.mark(job_id)
         return f'"{self._token}-{"-".join(map(str, mark))}"' if mark else None
 
     def open(self, job_id: str, now: float) -> OpenJob | None:
-        """A job, as it stands now; None where there is none of that name. One of `CANNOT_READ` where it is damaged."""
+        """Return a job as it stands now; None where there is none of that name. Raise one of `CANNOT_READ` if it is
+        damaged."""
         if not JOB_ID.fullmatch(job_id):
             return None
         with self._lock:
@@ -178,7 +183,7 @@ class JobBoard:
             return None
 
     def recent(self, now: float) -> list[OpenJob]:
-        """Jobs that run, or that ended within the last hour; the newest `RECENT_JOBS`."""
+        """Return the jobs that run or ended within the last hour, at most the newest `RECENT_JOBS`."""
         rows = [row for row in self.jobs() if row.running or (row.ended_at or 0.0) > now - RECENT_SECONDS]
         found = []
         for row in rows[:RECENT_JOBS]:
@@ -187,7 +192,7 @@ class JobBoard:
         return [job for job in found if job is not None]
 
     def _seen(self, name: str) -> Seen:
-        """What a folder is in the list."""
+        """Return the list's entry of a folder."""
         rundir = RunDir(f"{self.jobs_uri}/{name}")
         try:
             status = rundir.read_json(STATUS) or {}
@@ -200,20 +205,20 @@ class JobBoard:
 
 
 def refresh_seconds(storage: Storage) -> float:
-    """Between two looks; remote ones are paid for."""
+    """Return the seconds between two looks; on remote storage each look is paid for."""
     return 1.0 if storage.is_local else 10.0
 
 
 def read_row(rundir: RunDir) -> JobRow:
-    """A run directory as a line of the list. FileNotFoundError where it is none, one of `CANNOT_READ` where it is
-    damaged."""
+    """Return a run directory's row in the list. Raise FileNotFoundError where it is no run directory, one of
+    `CANNOT_READ` where it is damaged."""
     if (job := rundir.read_json(JOB)) is None:
         raise FileNotFoundError(f"{rundir.uri}/{JOB}")
     launch, here = rundir.read_json(LAUNCH), False
     status = rundir.read_json(STATUS) or {}
     if launch and rundir.storage.is_local and status.get("state") not in ENDED:
         here = is_held(rundir.storage.local_path())  # then it is its supervisor that says how it ends
-        # Read again after the lock was looked at: an end in between is no death.
+        # Read again after the lock was looked at: an end recorded in between is no death.
         status = rundir.read_json(STATUS) or {}
         if not here and status.get("state") not in ENDED:
             status = {**status, "state": JobState.FAILED, "ended_at": status.get("ended_at")}
@@ -223,7 +228,7 @@ def read_row(rundir: RunDir) -> JobRow:
         step = last[0]
     state = state_of(status, {} if here else result, launch)
     ended_at = status.get("ended_at")
-    if ended_at is None and state in ENDED:  # nobody was there to say
+    if ended_at is None and state in ENDED:  # no process was left to record it
         ended_at = max(map(presences.end_of, rundir.nodes()), default=None)
     started_at = status.get("started_at") or (launch or {}).get("submitted_at") or rundir.first_event_at()
     for figure in (started_at, ended_at, step):
@@ -240,10 +245,13 @@ def read_row(rundir: RunDir) -> JobRow:
 
 
 def state_of(status: Mapping[str, Any], result: Mapping[str, Any], launch: Mapping[str, Any] | None) -> str:
-    """What the cluster says counts where it says that the job has ended. Else what the trainer says of its end: there
-    may be no cluster, or nobody who looks after the job any more. Pure."""
+    """Return the job's state. Pure.
+
+    The cluster's record counts where it says that the job has ended; else the trainer's record of its end counts: there
+    may be no cluster any more, or no process that looks after the job.
+    """
     said = str(status.get("state", JobState.RUNNING if launch is None else JobState.QUEUED))
-    # One of an earlier launch says nothing of this one; trainers that do not regroup know of no launches.
+    # A result of an earlier launch tells nothing about this one; trainers that do not regroup know of no launches.
     counts = launch is None or result.get("launch") in (None, launch.get("launch"))
     ended = JobState.FAILED if result.get("status") == "budget" else result.get("status")
     return str(ended) if said not in ENDED and ended in ENDED and counts else said
@@ -252,8 +260,9 @@ def state_of(status: Mapping[str, Any], result: Mapping[str, Any], launch: Mappi
 def cost_so_far(
     rundir: RunDir, stays: Sequence[NodePresence], running: bool, default_tier: Tier, now: float, pace: ProgressRate
 ) -> Cost | None:
-    """What the nodes have cost, and how that will go on; None where their price is not known. On Azure with what each
-    launch was given. A silent node has cost until it was last heard of: nobody may be there to write its end."""
+    """Return the nodes' cost so far and its projection; None where their price is not known. On Azure each launch
+    counts with the nodes that it was given. A silent node has cost until it was last heard of: there may be no process
+    left to record its end."""
     launch, plan = rundir.read_json(LAUNCH) or {}, rundir.read_json(PLAN) or {}
     given = {item["launch"]: item for item in [*launch.get("history", ()), launch] if "launch" in item}
     usage, seen = [], presences.usage(stays, "", running, now, stale_seconds(rundir.storage))
@@ -279,7 +288,7 @@ def _at_end(tracker: CostTracker, plan: Mapping[str, Any], pace: ProgressRate) -
 
 
 def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
-    """The figures at the top of the page: label, value, and a note under it."""
+    """Return the figures at the top of the page: label, value, and a note under it."""
     board, row = job.dashboard, job.row
     progress, phase = board.progress, board.progress.phase
     end = row.ended_at if not row.running else now
@@ -313,4 +322,5 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
 
 
 def format_number(value: float | None, digits: int) -> str:
+    """Return a number with ``digits`` decimals and thousands separators; a dash for None."""
     return "–" if value is None else f"{value:,.{digits}f}"

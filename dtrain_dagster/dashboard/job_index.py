@@ -1,8 +1,9 @@
-"""The list of all jobs, kept up to date by looking only at what has changed; for any number of readers.
+"""The list of all jobs, kept up to date by looking only at what has changed, for any number of readers.
 
-One thread at a time makes a round over the run directories, when somebody asks and the list is old. On this machine a
-round costs two `stat` calls per job, and a job is read where they differ from the last time: everything that matters
-is written into a run directory by renaming. What a job is, is told by the function that is given; it must not raise.
+One thread at a time makes a round over the run directories, when a reader asks and the list is old. On this machine a
+round costs two `stat` calls per job, and a job is read where they differ from the last time: everything that matters is
+written into a run directory by renaming. The function ``read``, which is given, turns a folder into a row; it must not
+raise.
 """
 
 from __future__ import annotations
@@ -22,56 +23,56 @@ from trainer.rundir import EVENTS, STATUS
 from trainer.storage.base import Storage, is_litter
 
 READERS = 16
-"""Run directories on remote storage that are read side by side."""
+"""The number of run directories on remote storage that are read in parallel."""
 MOST_STALE_SECONDS = 15.0
-"""An older list is given to nobody: who asks waits for the next one."""
+"""The greatest age of a list that a reader gets; for a newer one the reader waits."""
 PUBLISH_SECONDS = 1.0
-"""So often a round that takes long shows what it has read so far."""
+"""The interval at which a long round publishes what it has read so far."""
 SETTLED_SECONDS = 300.0
-"""On remote storage, between two looks at a job that has ended: somebody may have started it again."""
+"""The time between two looks at an ended job on remote storage: it may have been started again."""
 QUIET_SHARE, MOST_QUIET_SECONDS = 1 / 20, 600.0
 """A job whose files have not changed for an hour is read every three minutes; see `keeps_seconds`."""
 FRESH_SECONDS = 2.0
-"""Longer than the steps in which any file system counts time."""
+"""A time longer than the resolution of any file system's timestamps."""
 MOST_PAGE = 200
 
 Mark = tuple[int, ...]
-"""When what a row is read from was written, in nanoseconds, and its size."""
+"""Times of writing, in nanoseconds, and size of the files that a row is read from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was found in a run directory."""
+    """A run directory's entry, as it was read."""
 
     row: JobRow | None
-    """None where it is no training."""
+    """The job's row; None where the folder is no training."""
     settled: bool = False
-    """The cluster has told its end: nothing changes unless it is started again."""
+    """Whether the cluster has recorded the end: nothing changes unless the job is started again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All jobs at one moment, newest first."""
+    """The list of all jobs at one moment, newest first."""
 
     version: int = 0
-    """Another one where anything is different."""
+    """A number that changes with any of the rows."""
     rows: tuple[JobRow, ...] = ()
     unread: int = 0
-    """Run directories that were not read yet: the first round takes a while where there are thousands."""
+    """The number of run directories not read yet: with thousands of them the first round takes a while."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Some of the jobs that were asked for."""
+    """One page of the jobs that match a query."""
 
     rows: tuple[JobRow, ...]
     number: int
-    """From 0; the last one there is where a later one was asked for."""
+    """The page's number, from 0; the last page where a later one was asked for."""
     pages: int
     total: int
-    """Jobs on all pages."""
+    """The number of jobs on all pages."""
     states: dict[str, int]
-    """How many of all jobs are in each state."""
+    """The number of jobs in each state, over all jobs."""
 
 
 @dataclass(slots=True)
@@ -80,11 +81,12 @@ class _Known:
     mark: Mark
     read_at: float
     fresh: bool
-    """It was read within `FRESH_SECONDS` of the newest mark: another write may have had the same time."""
+    """Whether it was read within `FRESH_SECONDS` of the newest mark: a later write may have had the same time."""
 
 
 def page_of(rows: Iterable[JobRow], state: str = "", text: str = "", number: int = 0, size: int = 50) -> Page:
-    """Jobs in this state (any where it is "") whose id or model has this text in it, in the order given. Pure."""
+    """Return the jobs in ``state`` (any where it is "") whose id or model contains ``text``, in the order given.
+    Pure."""
     rows, wanted, size = tuple(rows), text.casefold(), max(1, min(size, MOST_PAGE))
     found = [
         row
@@ -99,10 +101,10 @@ def page_of(rows: Iterable[JobRow], state: str = "", text: str = "", number: int
 
 
 def keeps_seconds(seen: Seen, is_local: bool, quiet_seconds: float) -> float:
-    """How long a row holds whose files have the same marks as when it was read. Pure.
+    """Return the seconds for which a row stays valid while its files keep their marks. Pure.
 
-    Not for ever where the cluster has not told an end: that a supervisor was killed is in no file.
-    ``quiet_seconds``: since the newest of them was written; on remote storage nothing is known of that.
+    It is finite where the cluster has not recorded an end: no file tells that a supervisor was killed.
+    ``quiet_seconds``: the time since the newest file was written; on remote storage it is not known.
     """
     if not is_local:
         return 0.0 if seen.row is not None and not seen.settled else SETTLED_SECONDS
@@ -112,10 +114,11 @@ def keeps_seconds(seen: Seen, is_local: bool, quiet_seconds: float) -> float:
 
 
 class JobIndex:
-    """The list of a storage. Any number of threads may ask."""
+    """The index of a storage's jobs. Safe for any number of threads."""
 
     def __init__(self, storage: Storage, read: Callable[[str], Seen], every_seconds: float) -> None:
-        """``read``: what is in the run directory of that name. A list younger than ``every_seconds`` is new enough."""
+        """``read`` returns the entry of the run directory of that name. A list younger than ``every_seconds`` is new
+        enough."""
         self._storage, self._read, self._every = storage, read, every_seconds
         self._known: dict[str, _Known] = {}
         self._listing = Listing()
@@ -125,8 +128,8 @@ class JobIndex:
         self._lock = threading.Lock()
 
     def listing(self, wait_seconds: float | None = None) -> Listing:
-        """The list as it is, or is after the round that this may start. Waits so long where there is none that is
-        recent; None: until the round is over. OSError where storage cannot be listed."""
+        """Return the present list, or the one after the round that this call may start. Where no list is recent, wait
+        ``wait_seconds``; None: until the round is over. Raise OSError where storage cannot be listed."""
         with self._lock:
             age = time.monotonic() - self._done_at
             if age < self._every and self._error is None:
@@ -144,8 +147,8 @@ class JobIndex:
             return self._listing
 
     def mark(self, name: str) -> Mark | None:
-        """Of a job that has ended, when that was told: the same as long as it was not started again. None for others,
-        and on remote storage."""
+        """Return the mark of an ended job's files, which is the same until the job is started again. Return None for
+        other jobs, and on remote storage."""
         known = self._known.get(name)
         return known.mark if known and known.mark and known.seen.settled else None
 
@@ -153,7 +156,7 @@ class JobIndex:
         try:
             self._look()
             error = None
-        except Exception as failed:  # whoever waits is told; the next one who asks starts another round
+        except Exception as failed:  # waiting readers get the error; the next reader starts another round
             error = failed
         with self._lock:
             self._error, self._round = error, None
@@ -165,7 +168,7 @@ class JobIndex:
         gone = self._known.keys() - marks.keys()
         for name in gone:
             del self._known[name]
-        # The newest first: they are what is looked at, should this take long.
+        # The newest first: readers look at these, should this take long.
         names = sorted((name for name, mark in marks.items() if self._is_due(name, mark)), key=lambda name: marks[name])
         names.reverse()
         if not names and not gone:
@@ -191,7 +194,7 @@ class JobIndex:
             self._listing = Listing(before.version + 1, tuple(rows), unread)
 
     def _marks(self) -> dict[str, Mark]:
-        """Every run directory, with the mark of what is in it; without where storage is remote."""
+        """Return every run directory with the mark of its files; on remote storage without marks."""
         if not self._storage.is_local:
             return {name: () for name in self._storage.list() if JOB_ID.fullmatch(name)}
         found: dict[str, Mark] = {}
@@ -216,7 +219,7 @@ class JobIndex:
 
 
 def _mark(path: str) -> Mark:
-    """(written at, size) of a file or folder; zeros where there is none that can be looked at."""
+    """Return (written at, size) of a file or folder; zeros where it cannot be looked at."""
     try:
         found = os.stat(path)
     except (OSError, ValueError):

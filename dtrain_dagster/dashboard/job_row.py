@@ -1,6 +1,6 @@
-"""One row in the list of jobs, as the index keeps it and as pages print it.
+"""The row of a job in the list, as the index keeps it and as pages print it.
 
-How a row is read from a run directory is `job_board`'s business, and how long it holds is `job_index`'s.
+`job_board` reads a row from a run directory; `job_index` decides how long it stays valid.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dtrain_dagster.clusters.base import JobState
 ENDED = frozenset(state.value for state in JobState if state.is_final)
 
 DAMAGED = "damaged"
-"""In place of a `JobState`: of a run directory that is not as its contract has it."""
+"""The state, in place of a `JobState`, of a run directory that breaks its contract."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRow:
-    """One job in the list. Times are Unix seconds."""
+    """A job's row in the list. Times are Unix seconds."""
 
     job_id: str
     state: str
@@ -26,10 +26,11 @@ class JobRow:
     ended_at: float | None
     model: str
     step: int | None
-    """The last one that was reported."""
+    """The last reported step."""
     reason: str = ""
-    """What is wrong with a damaged one."""
+    """The fault of a damaged run directory."""
 
     @property
     def running(self) -> bool:
+        """Whether the job is neither ended nor damaged."""
         return self.state not in ENDED and self.state != DAMAGED

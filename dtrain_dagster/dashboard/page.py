@@ -19,7 +19,7 @@ from trainer.rundir import RunDir
 
 REPORT = "reports/performance_report.html"
 BASE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
-"""Of the page's content: plotly.js writes its own style sheet; nothing may be asked of anybody else."""
+"""The page's Content-Security-Policy: plotly.js writes its own style sheet; no other server may be asked."""
 LIVE_POLICY = (
     BASE_POLICY.replace("style-src", "style-src 'self'")
     + "; script-src 'self'; connect-src 'self'; frame-ancestors 'none'"
@@ -28,18 +28,18 @@ LIVE_POLICY = (
 
 @cache
 def static(name: str) -> str:
-    """A file of the page: ``dashboard.html``, ``dashboard.css``, ``dashboard.js``."""
+    """Return a file of the page: ``dashboard.html``, ``dashboard.css`` or ``dashboard.js``."""
     return resources.files("dtrain_dagster.dashboard").joinpath("static", name).read_text()
 
 
 @cache
 def plotly_js() -> str:
-    """plotly.js, as it comes with the package plotly."""
+    """Return plotly.js from the package plotly."""
     return resources.files("plotly").joinpath("package_data", "plotly.min.js").read_text()
 
 
 def live_page() -> str:
-    """The page that asks its server for jobs and figures."""
+    """Return the page that asks its server for jobs and figures."""
     return Template(static("dashboard.html")).substitute(
         head='<link rel="stylesheet" href="dashboard.css">',
         data=data_block("panels-data", [asdict(panel) for panel in PANELS]),
@@ -48,7 +48,7 @@ def live_page() -> str:
 
 
 def saved_page(snapshot: dict[str, Any]) -> str:
-    """The page with a job's figures and everything else in it. Only its own two scripts may run."""
+    """Return the page with a job's figures, scripts and styles in it. Only its own two scripts may run."""
     scripts = (plotly_js(), static("dashboard.js"))
     hashes = " ".join(f"'sha256-{script_hash(script)}'" for script in scripts)
     policy = f'<meta http-equiv="Content-Security-Policy" content="{BASE_POLICY}; script-src {hashes}">'
@@ -60,20 +60,21 @@ def saved_page(snapshot: dict[str, Any]) -> str:
 
 
 def data_block(name: str, value: Any) -> str:
-    """Data that the page's script reads; a browser never runs it, whatever is in it."""
+    """Return data as an HTML block that the page's script reads; a browser never runs it, whatever it contains."""
     text = json.dumps(value, allow_nan=False).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{text}</script>\n'
 
 
 def script_hash(script: str) -> str:
-    """As a Content-Security-Policy names a script; a browser reads line ends of any kind as a newline."""
+    """Return a script's sha256 as a Content-Security-Policy states it; browsers read line ends of any kind as a
+    newline."""
     unified = script.replace("\r\n", "\n").replace("\r", "\n")
     return base64.b64encode(hashlib.sha256(unified.encode()).digest()).decode()
 
 
 def report_page(rundir: RunDir, tier: Tier) -> str:
-    """A job as it stands now, as a page of its own (about 5 MB, most of it plotly.js). ``tier``: of the price of a
-    job without a plan."""
+    """Return a job's present state as a page of its own (about 5 MB, most of it plotly.js). ``tier`` sets the price of
+    a job without a plan."""
     now = time.time()
     job = OpenJob(rundir, tier).refresh(now)
     while job.is_behind:
@@ -82,6 +83,6 @@ def report_page(rundir: RunDir, tier: Tier) -> str:
 
 
 def write_report(rundir: RunDir, tier: Tier) -> str:
-    """Write `report_page` into the run directory; its address."""
+    """Write `report_page` into the run directory; return its address."""
     rundir.storage.write(REPORT, report_page(rundir, tier).encode())
     return f"{rundir.uri}/{REPORT}"

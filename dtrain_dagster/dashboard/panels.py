@@ -1,4 +1,4 @@
-"""The panels of the dashboard, as data: which track's columns are drawn how. ``static/dashboard.js`` draws them."""
+"""The panels of the dashboard, as data: the columns of each chart and its form. ``static/dashboard.js`` draws them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dtrain_dagster.dashboard.series import ALL_NODES
 from dtrain_dagster.monitoring.windows import SEGMENTS
 
 EACH_NODE = "node *"
-"""In place of a track's name: that of every node, each a line of its own."""
+"""A placeholder for a track's name that stands for every node, each as a line of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChartLine:
-    """A column of a track. An empty ``label`` is the name of the track."""
+    """A line of a chart: a column of a track. An empty ``label`` stands for the track's name."""
 
     track: str
     column: str
@@ -21,18 +21,18 @@ class ChartLine:
     dash: str = "solid"
     marker: bool = False
     right: bool = False
-    """On the axis at the right side."""
+    """Whether it is drawn on the axis at the right side."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
-    """One chart. ``kind``: lines, stack (lines that add up), ranks, heatmap, collectives, links, timeline."""
+    """A chart. ``kind``: lines, stack (lines that add up), ranks, heatmap, collectives, links, timeline."""
 
     key: str
     title: str
     unit: str
     about: str
-    """What it shows, in a sentence, for who does not know."""
+    """A sentence on what it shows, for readers who do not know."""
     kind: str = "lines"
     x: str = "step"
     lines: tuple[ChartLine, ...] = ()
@@ -40,7 +40,7 @@ class Panel:
     wide: bool = False
     section: str
     optional: bool = False
-    """Only shown where there is something to show."""
+    """Whether the panel is hidden while it has no data."""
 
 
 PANELS = (
@@ -65,12 +65,12 @@ PANELS = (
     Panel(
         key="breakdown", section="Where the time goes", title="A step, by what it was spent on", unit="ms per step",
         kind="stack", wide=True,
-        about="Mean over ranks. Communication: on the wire, hidden by no computation. Waiting: for slower ranks.",
+        about="Mean over ranks. Communication: on the network, not hidden by computation. Waiting: for slower ranks.",
         lines=tuple(ChartLine("timing", name, name) for name in SEGMENTS),
     ),
     Panel(
         key="ranks", section="Where the time goes", title="A step, by rank", unit="ms per step", kind="ranks",
-        about="Over the newest reports. Who waits least is who the others wait for.",
+        about="Over the newest reports. The others wait for the rank that waits least.",
     ),
     Panel(
         key="late", section="Where the time goes", title="Who is late, and when", unit="ms late", kind="heatmap",
@@ -81,7 +81,7 @@ PANELS = (
     Panel(
         key="collectives", section="Where the time goes", title="Communication, by collective", unit="ms per step",
         kind="collectives",
-        about="Newest report. Wire: what the fastest rank took. Overlapped: the part that computation hides.",
+        about="Newest report. Network: the fastest rank's time. Overlapped: the part that computation hides.",
     ),
     Panel(
         key="links", section="Where the time goes", title="Links between ranks", unit="ms", kind="links", optional=True,
@@ -94,7 +94,7 @@ PANELS = (
     ),
     Panel(
         key="memory", section="Nodes", title="Memory", unit="%", x="time",
-        about="Of the GPUs; without GPUs, what the ranks hold of the machine's.",
+        about="Share of the GPUs' memory; without GPUs, the ranks' share of the machine's.",
         lines=(ChartLine(ALL_NODES, "memory", "mean"), ChartLine(EACH_NODE, "memory")),
     ),
     Panel(

@@ -1,7 +1,7 @@
-"""``/metrics``: how jobs do, for Prometheus. Jobs that run or that ended within the last hour.
+"""``/metrics`` for Prometheus: figures of the jobs that run or that ended within the last hour.
 
-Names follow its conventions: base units, ratios instead of percents, ``_total`` for what only grows. Nothing is kept
-between two scrapes but what `JobBoard` has folded.
+Names follow its conventions: base units, ratios instead of percents, ``_total`` for counters that only grow. Nothing is
+kept between two scrapes except the figures in `JobBoard`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Value = tuple[tuple[str, ...], Any]
 JOB: dict[str, tuple[str, Callable[[OpenJob], Any]]] = {
     "dtrain_job_running": ("1 while the job has not ended", lambda job: int(job.row.running)),
     "dtrain_job_start_timestamp_seconds": ("When it was started", lambda job: job.row.started_at),
-    "dtrain_last_event_timestamp_seconds": ("When it was last heard of", lambda job: job.dashboard.heard_at),
+    "dtrain_last_event_timestamp_seconds": ("Time of the newest event", lambda job: job.dashboard.heard_at),
     "dtrain_step": ("Last optimizer step that was reported", lambda job: job.dashboard.progress.step),
-    "dtrain_planned_steps": ("Optimizer steps that it will take", lambda job: job.dashboard.total_steps),
+    "dtrain_planned_steps": ("Planned optimizer steps", lambda job: job.dashboard.total_steps),
     "dtrain_epoch": ("Epoch, counted from 0", lambda job: job.dashboard.progress.epoch),
     "dtrain_loss": ("Training loss per sample", lambda job: job.dashboard.progress.loss),
     "dtrain_validation_loss": ("Validation loss per sample", lambda job: job.dashboard.progress.valid_loss),
@@ -61,7 +61,7 @@ GPU: dict[str, tuple[str, str, float]] = {
     "dtrain_gpu_power_watts": ("Power", "power_watts", 1.0),
 }
 COUNTERS = {
-    "dtrain_nodes_lost_total": ("Nodes that the others went on without", "nodes_lost"),
+    "dtrain_nodes_lost_total": ("Nodes that were lost while the others went on", "nodes_lost"),
     "dtrain_hangs_total": ("Times that a rank was found hanging", "hang"),
     "dtrain_checkpoint_failures_total": ("Tries to save a checkpoint that failed", "checkpoint_failed"),
     "dtrain_communication_errors_total": ("Failures of communication, as ranks saw them", "communication_error"),
@@ -70,19 +70,20 @@ COUNTERS = {
 
 
 def exposition(board: JobBoard) -> bytes:
-    """The metrics in Prometheus' text format."""
+    """Return the metrics in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(JobCollector(board))
     return generate_latest(registry)
 
 
 class JobCollector(Collector):
-    """Asks the jobs when it is scraped."""
+    """A collector that reads the jobs' figures at each scrape."""
 
     def __init__(self, board: JobBoard) -> None:
         self.board = board
 
     def collect(self) -> Iterator[Family]:
+        """Yield every metric with a sample for each recent job."""
         jobs = self.board.recent(time.time())
         info = GaugeMetricFamily("dtrain_job_info", "A job and how it stands", labels=("job", "model", "state"))
         for job in jobs:
@@ -119,7 +120,7 @@ class JobCollector(Collector):
 def _gauge(
     name: str, about: str, labels: tuple[str, ...], jobs: Iterable[OpenJob], read: Callable[[OpenJob], Iterable[Value]]
 ) -> Family:
-    """A gauge of what is known of each job; what is not, or cannot be understood, is absent."""
+    """Return a gauge with each job's known figures; unknown or unreadable ones are absent."""
     gauge = GaugeMetricFamily(name, about, labels=("job", *labels))
     for job in jobs:
         with suppress(*UNREADABLE), job.lock:  # events that come meanwhile change what is read
@@ -155,7 +156,7 @@ def _of_gpus(job: OpenJob, column: str, unit: float) -> Iterator[Value]:
 
 
 def _samples(job: OpenJob) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The newest of each node that the others have not gone on without."""
+    """Yield the newest sample of each node that was not lost."""
     board = job.dashboard
     return ((node, sample) for node, sample in board.nodes.items() if node not in board.lost)
 

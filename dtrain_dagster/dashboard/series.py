@@ -1,8 +1,8 @@
-"""What a job's events come to, for whoever shows it: the page, the report, Prometheus and the terminal.
+"""The time series and summaries of a job's events, as the page, the report, Prometheus and the terminal show them.
 
 `PerformanceDashboard` is a fold: it takes events as they come and keeps a bounded amount of them, so that a training of
-a week costs no more to look at than one of an hour. Of an event that it does not understand (an older or a newer
-trainer wrote it) it takes nothing.
+a week costs no more to look at than one of an hour. It ignores an event that it does not understand (an older or a
+newer trainer wrote it).
 """
 
 from __future__ import annotations
@@ -36,42 +36,43 @@ from trainer.documents.events import (
 )
 
 POINTS = 1000
-"""Rows of a track at most."""
+"""The most rows of a track."""
 VALUES = 60_000
-"""Rows times columns of all tracks of one kind at most: with many nodes, each has fewer rows."""
+"""The most rows times columns of all tracks of one kind: with many nodes, each has fewer rows."""
 LATEST_WINDOWS = 20
-"""So many of the newest windows make the breakdown per rank."""
+"""The number of the newest windows in the breakdown per rank."""
 NEWS, MARKS = 60, 200
 ALL_NODES = "nodes"
-"""The track of the mean over nodes. Rates are in none: nodes that share a machine would be counted twice."""
+"""The track of the mean over nodes. It has no rates: nodes that share a machine would be counted twice."""
 MEANS = ("busy", "memory")
 TOGETHER_SECONDS, FRESH_SECONDS = 1.0, 10.0
-"""Between two rows of that track; and how old a node's sample may be to count in it."""
+"""Seconds between two rows of that track, and the greatest age of a node's sample in it."""
 MOST_NODES = 2048
-"""So many are kept; of further ones, which no training has, nothing is."""
+"""The most nodes that are kept. No training has more; further ones are ignored."""
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
-"""What comes of an event that was written to another contract."""
+"""The errors that an event written to another contract raises."""
 
 Row = dict[str, float]
 
 
 @dataclass(slots=True)
 class Track:
-    """Rows over ``x`` (``step`` or ``time``). When there are too many, neighbours are merged into their means.
+    """The rows of a series over ``x`` (``step`` or ``time``). When there are too many, neighbours are merged into
+    means.
 
-    With each row goes the version of the dashboard that changed it last, so that a reader can ask for what is new.
+    Each row has the version of the dashboard that changed it last, so that a reader can ask for the new rows.
     """
 
     x: str
     rows: list[Row] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     stride: int = 1
-    """Samples that make one row."""
+    """The number of samples in a row."""
     filled: int = 0
-    """Samples in the last row."""
+    """The number of samples in the last row."""
 
     def add(self, values: Mapping[str, Any], version: int, most: int) -> None:
-        """Take a sample. Steps that are done anew take the place of those that were; what is no number is left out."""
+        """Add a sample. A repeated step replaces its earlier sample; a value that is not a number is left out."""
         sample = {name: float(value) for name, value in values.items() if is_number(value)}
         while self.x == "step" and self.rows and self.rows[-1]["step"] >= sample["step"]:
             self.rows.pop()
@@ -89,7 +90,8 @@ class Track:
             self._halve(version)
 
     def since(self, version: int) -> dict[str, Any] | None:
-        """What has changed after that version: rows from an index on, which take the place of all from there."""
+        """Return the rows that changed after ``version``, from an index on; they replace all rows from there. None if
+        none did."""
         first = bisect_right(self.versions, version)
         return {"from": first, "rows": self.rows[first:]} if first < len(self.rows) else None
 
@@ -102,7 +104,7 @@ class Track:
 
 
 def is_number(value: Any) -> bool:
-    """One that a float can hold."""
+    """Return whether a value is a number that a float can hold."""
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
@@ -110,17 +112,17 @@ def is_number(value: Any) -> bool:
 
 
 def merged(row: Row, sample: Row, weight: int, x: str) -> Row:
-    """The mean of a row of ``weight`` samples and one more; its place is that of the last."""
+    """Return the mean of a row of ``weight`` samples and one more; its position is that of the last."""
     mean = {name: row[name] + (sample[name] - row[name]) / (weight + 1) for name in row.keys() & sample.keys()}
     return {**row, **sample, **mean, x: sample[x]}
 
 
 class PerformanceDashboard:
-    """One job. `take` its events; everything else reads."""
+    """The fold of one job's events: `take` adds events, all other methods read."""
 
     def __init__(self) -> None:
         self.token = uuid.uuid4().hex
-        """Of this fold: versions of another one mean nothing here."""
+        """The fold's identity: versions of another fold mean nothing here."""
         self.version = 0
         self.progress = JobProgress()
         self.total_steps: int | None = None
@@ -128,12 +130,12 @@ class PerformanceDashboard:
         self.heard_at: float | None = None
         self.tracks: dict[str, Track] = {}
         self.nodes: dict[int, dict[str, Any]] = {}
-        """The latest ``node`` event of each."""
+        """The latest ``node`` event of each node."""
         self._samples: dict[int, dict[str, Any]] = {}
-        """Node → its latest row."""
+        """The latest row of each node."""
         self._together_at = -math.inf
         self.members: tuple[int, ...] = ()
-        """Nodes that train, as the newest generation has it."""
+        """The nodes of the newest generation."""
         self.lost: set[int] = set()
         self.has_gpus = False
         self.windows: deque[TimingEvent] = deque(maxlen=LATEST_WINDOWS)
@@ -142,10 +144,10 @@ class PerformanceDashboard:
         self.news: deque[dict[str, Any]] = deque(maxlen=NEWS)
         self.marks: deque[dict[str, Any]] = deque(maxlen=MARKS)
         self.counts: Counter[str] = Counter()
-        """Events so far, by kind; ``nodes_lost`` besides."""
+        """The number of events by kind, and ``nodes_lost``."""
 
     def take(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Fold in events, in order of time."""
+        """Add events, in order of time."""
         events = list(events)
         self.version += bool(events)
         for item in events:
@@ -153,7 +155,8 @@ class PerformanceDashboard:
                 self._take(dict(item))
 
     def changes(self, version: int, token: str) -> dict[str, Any]:
-        """Rows of every track that are newer than a version; all of them where the token is not this fold's."""
+        """Return the rows of every track that are newer than ``version``; all rows where the token is another
+        fold's."""
         version = version if token == self.token else 0
         found = {name: track.since(version) for name, track in self.tracks.items()}
         return {
@@ -163,8 +166,8 @@ class PerformanceDashboard:
         }
 
     def details(self, training: Mapping[str, Any]) -> dict[str, Any]:
-        """What is small and changes as a whole: the breakdown per rank, collectives, links, verdict, news, marks.
-        ``training``: the job's configuration."""
+        """Return the small parts that change as a whole: ranks, collectives, links, verdict, news, marks. ``training``:
+        the job's configuration."""
         return {
             "has_gpus": self.has_gpus,
             "ranks": self.ranks(),
@@ -176,7 +179,7 @@ class PerformanceDashboard:
         }
 
     def ranks(self) -> dict[str, Any] | None:
-        """Milliseconds per step of each rank by segment, over the newest windows of the ranks that train now."""
+        """Return the milliseconds per step of each rank by segment, over the newest windows of the present ranks."""
         if not self.windows:
             return None
         last = self.windows[-1]
@@ -194,7 +197,8 @@ class PerformanceDashboard:
         return {"labels": list(labels), "nodes": list(last.nodes), "steps": steps, "milliseconds": segments}
 
     def verdict(self, training: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What holds the latest steps up, and what would help, the best first; None while that is not known."""
+        """Return the bottleneck of the latest steps and the changes that would help, the best first; None if it is not
+        known."""
         recent = [*self.progress.recent, *self.progress.hang]
         try:
             found = diagnose(recent)
@@ -213,7 +217,7 @@ class PerformanceDashboard:
         }
 
     def shares(self, segment: str) -> dict[int, float]:
-        """Node → share of the step that its ranks spent on a segment, over the newest windows."""
+        """Return each node's share of the step that its ranks spent in a segment, over the newest windows."""
         ranks = self.ranks()
         if ranks is None or segment not in ranks["milliseconds"]:
             return {}
@@ -232,7 +236,7 @@ class PerformanceDashboard:
         take = getattr(self, f"_take_{kind}", None)
         if take is not None:
             take(item)
-        if kind != "node":  # most events are, and tell nothing of progress
+        if kind != "node":  # most events are of this kind, and tell nothing of progress
             self.progress = advance(self.progress, [item])
         if kind == "hang":
             self._tell_hang(item)
@@ -311,7 +315,7 @@ class PerformanceDashboard:
         self._mark(item, f"checkpoint of step {read_event(CheckpointEvent, item).step}")
 
     def _tell_hang(self, item: dict[str, Any]) -> None:
-        """Who keeps the others waiting, as far as ranks have reported: what the next one says may change it."""
+        """Note the rank that keeps the others waiting, as far as ranks have reported: a later report may change it."""
         said = {"time": item["time"], "kind": "hang", "step": item["step"], "text": hang_verdict(self.progress.hang)}
         for entries in (self.news, self.marks):
             before = [entry for entry in entries if (entry["kind"], entry.get("step")) == ("hang", item["step"])]
@@ -328,14 +332,15 @@ class PerformanceDashboard:
 
 
 def mean_of_latest(samples: Iterable[Mapping[str, Any]], now: float) -> dict[str, float]:
-    """The mean of the latest samples, without those of nodes that have gone; nothing where there is only one."""
+    """Return the mean of the latest samples, without those of nodes that have gone; empty where there is only one."""
     fresh = [row for row in samples if now - row["time"] < FRESH_SECONDS]
     values = {name: [row[name] for row in fresh if is_number(row[name])] for name in MEANS}
     return {name: statistics.fmean(row) for name, row in values.items() if len(row) > 1}
 
 
 def rank_labels(nodes: Sequence[int]) -> tuple[str, ...]:
-    """A name of each rank that stays when ranks are dealt anew: its node, and its place there if it is not alone."""
+    """Return a label for each rank that stays when ranks are numbered again: its node, and its place there if not
+    alone."""
     several, seen, labels = len(set(nodes)) < len(nodes), Counter[int](), []
     for node in nodes:
         labels.append(f"node {node}.{seen[node]}" if several else f"node {node}")
@@ -344,7 +349,8 @@ def rank_labels(nodes: Sequence[int]) -> tuple[str, ...]:
 
 
 def collective(entry: WireTime) -> dict[str, Any]:
-    """One collective as figures per step: times in milliseconds, means over ranks but for the wire."""
+    """Return one collective's figures per step: times in milliseconds, means over ranks except the time on the
+    network."""
     return {
         "name": entry.name,
         "bytes": entry.bytes,
@@ -356,8 +362,8 @@ def collective(entry: WireTime) -> dict[str, Any]:
 
 
 def sentences(item: dict[str, Any]) -> tuple[str, ...]:
-    """What a person should know of an event: the news of `dtrain_dagster.jobs.progress`, and what only whoever looks
-    closer asks for. Pure."""
+    """Return the sentences that tell people of an event: the news of `dtrain_dagster.jobs.progress`, and details for
+    the page's reader. Pure."""
     known = news([item])
     if known:
         return known

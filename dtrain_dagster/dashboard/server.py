@@ -1,8 +1,8 @@
-"""The live dashboard: one page, its figures as JSON, and ``/metrics``. It reads, and changes nothing.
+"""The live dashboard's server: one page, its figures as JSON, and ``/metrics``. It reads, and changes nothing.
 
 It is meant for this machine: it listens on loopback, answers only to the names it knows (a foreign site that resolves
 its own name to 127.0.0.1 gets nothing), and lets no other site read its answers. Many pages may ask every two seconds:
-what all of them see is made once, and who has it already is told so.
+a shared answer is made once, and a browser that has it already gets "not modified".
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from dtrain_dagster.dashboard.job_index import Listing, page_of
 from dtrain_dagster.web.guard import Guard, rules_for
 
 LIST_WAIT_SECONDS = 2.0
-"""So long a page waits for the list to be read; then it shows what was read until then."""
+"""The longest wait of a page for the list to be read; then it shows what was read until then."""
 PAGE_SIZE = 50
 MOST_TEXT = 200
 MOST_LISTS = 64
-"""Pages of the list that are kept as they were sent."""
+"""The most pages of the list that are kept in their encoded form."""
 COMPRESSED_BYTES = 16 * 2**10
-"""Answers from this size on are compressed."""
+"""The least size of an answer that is compressed."""
 CHUNK_BYTES = 64 * 2**10
 HEADERS = {
     "content-security-policy": page.LIVE_POLICY,
@@ -48,7 +48,7 @@ HEADERS = {
 
 
 def build_app(board: JobBoard, hosts: Sequence[str] = ()) -> Starlette:
-    """The web application, with its guard. ``hosts``: names that it answers to, besides loopback's."""
+    """Return the web application, with its guard. ``hosts``: names that it answers to, besides loopback's."""
     lists = Lists()
 
     def index(request: Request) -> Response:
@@ -110,7 +110,7 @@ def build_app(board: JobBoard, hosts: Sequence[str] = ()) -> Starlette:
 
 
 class Lists:
-    """Pages of the list as they are sent, each made once for all browsers that ask for it."""
+    """A cache of encoded pages of the list, each made once for all browsers that ask for it."""
 
     def __init__(self, kept: int = MOST_LISTS) -> None:
         self._made: OrderedDict[tuple[str, str, int], tuple[Listing, bytes]] = OrderedDict()
@@ -118,7 +118,7 @@ class Lists:
         self._kept = kept
 
     def get(self, listing: Listing, state: str, text: str, number: int) -> tuple[bytes, str]:
-        """The body, and a tag that is the same as long as the body is."""
+        """Return the body, and a tag that is the same as long as the body is."""
         asked = (state, text, number)
         with self._lock:
             made = self._made.get(asked)
@@ -144,7 +144,7 @@ def _list(listing: Listing, state: str, text: str, number: int) -> dict[str, obj
 
 
 def _json(request: Request, body: bytes, tag: str | None) -> Response:
-    """An answer with this tag, or that the one who asks has it already."""
+    """Return an answer with this tag, or "not modified" for a browser that has it already."""
     headers = {"etag": tag} if tag else {}
     if tag and request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
@@ -177,7 +177,7 @@ async def _pieces(data: bytes) -> AsyncIterator[bytes]:
 
 
 class SecurityHeaders:
-    """Puts `HEADERS` on every answer, refusals included."""
+    """Middleware that puts `HEADERS` on every answer, refusals included."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""From prices to shards: sources, checks, features and the files that nodes read.
+"""The way from prices to shards: sources, checks, features and the files that nodes read.
 
-How nodes read them belongs to `trainer.data`.
+The nodes' reading of these files belongs to `trainer.data`.
 """

@@ -1,4 +1,4 @@
-"""A folder in which something is built before it gets its name, and what killed builders have left of theirs."""
+"""Folders in which something is built before it gets its name, and the removal of those that killed builders left."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LEFT_SECONDS = 60.0
-"""A folder without a builder is swept once nothing has been made in it for so long: it may be about to be locked."""
+"""The least age, in seconds since the last new entry, of a folder that is swept: a younger one may be about to be
+locked."""
 
 
 @contextmanager
 def building_in(parent: Path) -> Iterator[Path]:
-    """A new folder ``building-….tmp`` in ``parent``, which is made where it is missing. What is left of it at the end
-    is removed; where this process is killed, whoever builds next does that."""
+    """Yield a new folder ``building-….tmp`` in ``parent``, which is made where it is missing. The folder is removed at
+    the end; where this process is killed, the next builder removes it."""
     parent.mkdir(parents=True, exist_ok=True)
     sweep_leftovers(parent)
     folder = parent / f"building-{uuid.uuid4().hex[:8]}.tmp"
     folder.mkdir()
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with suppress(OSError):  # a file system without locks: there nobody sweeps
+        with suppress(OSError):  # on a file system without locks nothing is swept
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield folder
     finally:
@@ -34,7 +35,7 @@ def building_in(parent: Path) -> Iterator[Path]:
 
 
 def sweep_leftovers(parent: Path) -> None:
-    """Remove the folders of builders that were killed. What is built by a process that lives is locked by it."""
+    """Remove the folders of builders that were killed. A live builder holds a lock on its folder."""
     for folder in parent.glob("building-*.tmp"):
         with suppress(OSError):
             if abs(time.time() - folder.stat(follow_symlinks=False).st_mtime) < LEFT_SECONDS:

@@ -1,5 +1,6 @@
-"""What is wrong with data."""
+"""The error that the modules of this package raise for unusable data."""
 
 
 class DataError(ValueError):
-    """Data cannot be used. The message names the file or setting, the place in it, what it holds, and the remedy."""
+    """A refusal of data that cannot be used. The message names the file or setting, the place in it, its value, and the
+    remedy."""

@@ -1,4 +1,5 @@
-"""Features and target of one ticker, from its adjusted closes and the index. Each looks at its day and before only.
+"""Features and target of one ticker, from its adjusted closes and the index. Features look at their day and before
+only.
 
 Definitions (r: daily log return, RV_k: realised volatility over k days, in units of a daily return):
 
@@ -31,19 +32,19 @@ AUXILIARY = {
 }
 TARGET = "target_return"
 WARM_UP = 22
-"""Returns that the slowest feature needs."""
+"""The number of returns that the slowest feature needs."""
 _FLOOR = 1e-8
 
 
 def log_rv(returns: pd.Series, days: int) -> pd.Series:
-    """Log realised volatility over the last ``days`` days; NaN until there are that many."""
+    """Return the log realised volatility over the last ``days`` days; NaN until there are that many."""
     import numpy as np
 
     return 0.5 * np.log((returns**2).rolling(days).mean() + _FLOOR)
 
 
 def index_features(index_returns: pd.Series) -> pd.DataFrame:
-    """Features of the index by date, from its daily log returns (indexed by date, sorted)."""
+    """Return the features of the index by date, from its daily log returns (indexed by date, sorted)."""
     import pandas as pd
 
     return pd.DataFrame(
@@ -56,10 +57,10 @@ def index_features(index_returns: pd.Series) -> pd.DataFrame:
 
 
 def ticker_features(frame: pd.DataFrame, index: pd.DataFrame, horizon: int) -> pd.DataFrame:
-    """Features, auxiliary columns and target of one stretch without gaps or masked days.
+    """Return features, auxiliary columns and target of one segment without gaps or masked days.
 
-    ``frame``: ``ticker``, ``date``, ``adj_close`` in order of date; ``index``: `index_features`. Returns the same rows
-    with the new columns, NaN where they are not defined: during warm-up, and targets beyond the end.
+    ``frame``: ``ticker``, ``date``, ``adj_close`` in order of date; ``index``: `index_features`. The result has the
+    same rows with the new columns, NaN where they are not defined: during warm-up, and targets beyond the end.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""A look at a dataset: a few rows, and one picture."""
+"""The preview of a dataset: a few rows, and one picture."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from trainer.documents.places import inside
 from trainer.storage.open import open_storage
 
 _MAX_LINES = 60
-"""With more tickers than this, an even selection is drawn."""
+"""The most tickers that are drawn; of more, an even selection is taken."""
 _POINTS = 500
 
 
 def preview_rows(uri: str, count: int = 10) -> list[dict[str, Any]]:
-    """The first rows of the first shard, as text for a table."""
+    """Return the first ``count`` rows of the first shard, as text for a table."""
     import pyarrow.parquet as pq
 
     manifest = read_dataset_manifest(open_storage(uri))
@@ -32,7 +32,8 @@ def _first_rows(file: Any, count: int) -> list[dict[str, Any]]:
 
 
 def dataset_picture(uri: str) -> bytes:
-    """SVG: prices of all tickers on one scale (log of price over its first), the splits shaded, masked days marked."""
+    """Return an SVG of all tickers' prices on one scale (log of price over its first), splits shaded, masked days
+    marked."""
     import numpy as np
     import pyarrow.parquet as pq
     from matplotlib import rc_context
@@ -83,6 +84,6 @@ def dataset_picture(uri: str) -> bytes:
     axis.margins(x=0.01)
     figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=4)
     buffer = io.BytesIO()
-    with rc_context({"svg.fonttype": "none"}):  # letters as letters: their outlines take as much as all else
+    with rc_context({"svg.fonttype": "none"}):  # letters as text: their outlines would double the size
         figure.savefig(buffer, format="svg", dpi=90, metadata={"Date": None})
     return buffer.getvalue()

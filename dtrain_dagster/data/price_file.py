@@ -1,4 +1,4 @@
-"""A price file that somebody gave, opened once: what it is, what its digest is, and whether it may be read at all.
+"""A user's price file, opened once: its format, its digest, and the checks that it is safe to read.
 
 Everything after this works with the file that was opened, not with its name: the engine takes names for patterns, and a
 name may lead to another file a moment later.
@@ -23,36 +23,36 @@ if TYPE_CHECKING:
     import duckdb
 
 _MOST_UNPACKED, _UNPACKED_TIMES = 1 << 28, 200
-"""A packed file may hold so many bytes, or so many times its own size: what unpacks to more was made to fill a disk."""
+"""The most bytes of a packed file's content, or its size times this: a file beyond both was made to fill a disk."""
 _MOST_ROWS, _ROWS_PER_BYTE = 10_000_000, 20
-"""Rows that a Parquet file may claim, or so many for each of its bytes: values that repeat take next to nothing."""
+"""The most rows that a Parquet file may claim, or this per byte of it: repeated values take next to no space."""
 _BLOCK = 1 << 20
 _PACKINGS = {".gz": "gzip", ".zst": "zstd"}
 
 
 @dataclass(frozen=True, slots=True)
 class GivenFile:
-    """A price file that is open. ``origin``: what errors call it."""
+    """An open price file. ``origin`` is its name in errors."""
 
     handle: BufferedReader
     origin: str
     packing: str
-    """As the engine calls it: ``gzip``, ``zstd`` or ``none``."""
+    """The engine's name of its compression: ``gzip``, ``zstd`` or ``none``."""
     is_parquet: bool
     before: tuple[int, int, int]
 
     @property
     def engine_path(self) -> str:
-        """Where the engine finds this very file: a path without a character that means anything to it."""
+        """The path under which the engine opens this very file; no character in it is special to the engine."""
         return f"/dev/fd/{self.handle.fileno()}"
 
     def digest(self) -> str:
-        """The sha256 of its content."""
+        """Return the sha256 of its content."""
         self.handle.seek(0)
         return hashlib.file_digest(self.handle, "sha256").hexdigest()
 
     def refuse_unusable(self) -> None:
-        """`DataError` for a file that is empty, cut short, or made to fill memory or disk."""
+        """Raise `DataError` for a file that is empty, cut short, or made to fill memory or disk."""
         if not os.fstat(self.handle.fileno()).st_size:
             raise DataError(f"{self.origin} is empty: no header and no rows")
         if self.is_parquet:
@@ -61,12 +61,12 @@ class GivenFile:
             self._refuse_cut_short()
 
     def refuse_changed(self) -> None:
-        """`DataError` where it was written since it was opened: its digest would belong to other rows."""
+        """Raise `DataError` where it was written since it was opened: its digest would belong to other rows."""
         if _state(self.handle) != self.before:
             raise DataError(f"{self.origin} was written while it was read; try again once it is complete")
 
     def _refuse_cut_short(self) -> None:
-        """Unless the whole file unpacks: the engine would take what is there of half a file for all of it."""
+        """Raise `DataError` unless the whole file unpacks: the engine would take half a file for a whole one."""
         self.handle.seek(0)
         unpacked, most = 0, max(_MOST_UNPACKED, _UNPACKED_TIMES * os.fstat(self.handle.fileno()).st_size)
         try:
@@ -99,11 +99,11 @@ class GivenFile:
             reason = str(error).splitlines()[0]
             raise DataError(f"{self.origin} cannot be read as CSV or Parquet: {reason}") from error
         if rows > max(_MOST_ROWS, _ROWS_PER_BYTE * size):
-            raise DataError(f"{self.origin} claims {rows:,} rows in {size:,} bytes, which no price file holds")
+            raise DataError(f"{self.origin} claims {rows:,} rows in {size:,} bytes, more than a price file can hold")
 
 
 class _Lent:
-    """A file of which whoever reads it closes nothing."""
+    """A file that its reader cannot close."""
 
     closed = False
 
@@ -116,8 +116,8 @@ class _Lent:
 
 @contextmanager
 def opened(file: Path, origin: str) -> Iterator[GivenFile]:
-    """Open a price file for as long as it is read. `DataError` for what is no regular file."""
-    if not file.is_file():  # before it is opened: opening a pipe waits for who writes to it
+    """Yield a price file, open while it is read. Raise `DataError` for anything but a regular file."""
+    if not file.is_file():  # before it is opened: opening a pipe would wait for its writer
         raise DataError(f"{origin} is no regular file")
     with open(file, "rb") as handle:
         packing = _PACKINGS.get(file.suffix, "none")
@@ -126,7 +126,8 @@ def opened(file: Path, origin: str) -> Iterator[GivenFile]:
 
 @contextmanager
 def engine(given: GivenFile, scratch: Path) -> Iterator[duckdb.DuckDBPyConnection]:
-    """A database engine in ``scratch`` that can open this one file, nothing else of this machine or of the network."""
+    """Yield a database engine in ``scratch`` that can open this one file, nothing else of this machine or of the
+    network."""
     import duckdb
 
     settings: dict[str, Any] = {

@@ -1,8 +1,8 @@
-"""Any price file in one shape: Parquet, sorted by ticker and date, one row group per ticker, named after its content.
+"""The conversion of any price file into one shape: Parquet, sorted by ticker and date, one row group per ticker.
 
-The file is read, unpivoted and sorted by a database engine that spills to disk, so it may be larger than memory:
-`MEMORY_LIMIT` bounds the engine. What else is held is one ticker's history, which the range of dates that is taken
-bounds, and the header of a wide file.
+The folder is named after the content. A database engine that spills to disk reads, unpivots and sorts the file, so the
+file may be larger than memory: `MEMORY_LIMIT` bounds the engine. The rest of the memory holds one ticker's history,
+which the accepted range of dates bounds, and the header of a wide file.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ SCHEMA_VERSION = 1
 MEMORY_LIMIT = 256
 """Megabytes that the engine may take for a file of a few columns."""
 COLUMN_MEMORY = 0.75
-"""Megabytes for each column besides: of a wide file it holds a part of each at a time."""
+"""Further megabytes for each column: of a wide file the engine holds a part of each column at a time."""
 FIRST_DAY, LAST_DAY = datetime.date(1800, 1, 1), datetime.date(2200, 1, 1)
 MOST_DAYS = (LAST_DAY - FIRST_DAY).days + 1
-"""Rows that a ticker can have."""
+"""The most rows of a ticker."""
 MOST_COLUMNS = 50_000
-"""More are no market; the engine holds a part of each."""
+"""The most columns of a file. No market has more tickers; the engine holds a part of each."""
 _LONGEST_TICKER = 64
 _MANY_COLUMNS = 100
-"""From here on one thread reads: each holds such a part."""
+"""The number of columns from which on one thread reads, since each thread holds a part of each column."""
 _DATE = ("date", "day", "timestamp", "datetime")
 _TICKER = ("ticker", "symbol")
 _PRICE = ("adj_close", "adjclose", "adjusted_close", "adj_price")
@@ -58,32 +58,34 @@ _MANIFEST = record(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PricesRef:
-    """Prices in the one shape, by reference."""
+    """A reference to prices in the one shape."""
 
     uri: str
-    """Folder with ``prices.parquet`` and ``manifest.json``."""
+    """The folder with ``prices.parquet`` and ``manifest.json``."""
     prices_id: str
     rows: int
     tickers: int
     first_date: str
     last_date: str
     built: bool
-    """False: the same content was already there."""
+    """False where the same content already existed."""
 
     @property
     def path(self) -> Path:
+        """The Parquet file."""
         return Path(self.uri) / "prices.parquet"
 
     def manifest(self) -> dict[str, Any]:
-        """`DataError` where there is none, `DamagedError` where it is damaged."""
+        """Return the manifest. Raise `DataError` where there is none, `DamagedError` where it is damaged."""
         return _manifest(self.uri)
 
 
 def write_prices(source: PriceSource, storage_uri: str, memory_limit: int = MEMORY_LIMIT) -> PricesRef:
-    """Bring prices into the one shape under ``<storage>/prices/<id>``, or find that they are there already.
+    """Convert prices into the one shape under ``<storage>/prices/<id>``, unless they exist there; return a reference.
 
-    `DataError` for a file that cannot be read as prices: empty, a missing column, text or nothing where a price should
-    be, a row twice, a date out of order. `OSError` where the disk is full. Nothing half-written is left behind.
+    Raise `DataError` for a file that cannot be read as prices: empty, a missing column, text or nothing in place of a
+    price, a row twice, a date out of order. Raise `OSError` where the disk is full. Nothing half-written is left
+    behind.
     """
     folder = Path(storage_uri) / "prices"
     with building_in(folder) as scratch:
@@ -107,13 +109,14 @@ def write_prices(source: PriceSource, storage_uri: str, memory_limit: int = MEMO
         try:
             building.rename(target)
         except OSError:
-            if not (target / "manifest.json").exists():  # else somebody else was as quick
+            if not (target / "manifest.json").exists():  # else another process has built it meanwhile
                 raise
         return _ref(target, built=True)
 
 
 def iter_tickers(ref: PricesRef) -> Iterator[tuple[str, pd.DataFrame]]:
-    """(ticker, its rows in order of date), one ticker in memory at a time. ``date`` is datetime64, prices float64."""
+    """Yield (ticker, its rows in order of date), one ticker in memory at a time. ``date`` is datetime64, prices
+    float64."""
     import pyarrow.parquet as pq
 
     file = pq.ParquetFile(ref.path)  # a Path: a text could be taken for an address
@@ -137,7 +140,7 @@ def _ref(folder: Path, built: bool) -> PricesRef:
 
 
 def _convert_on_disk(given: GivenFile, target: Path, scratch: Path, memory_limit: int) -> dict[str, Any]:
-    """`_convert`; `OSError` where the disk cannot hold what the engine writes."""
+    """Call `_convert`; raise `OSError` where the disk cannot hold the engine's files."""
     import duckdb
 
     try:
@@ -150,7 +153,7 @@ def _convert_on_disk(given: GivenFile, target: Path, scratch: Path, memory_limit
 
 
 def _convert(given: GivenFile, target: Path, scratch: Path, memory_limit: int) -> dict[str, Any]:
-    """Write the Parquet file; rows, tickers and dates."""
+    """Write the Parquet file; return the number of rows and tickers, and the dates."""
     import duckdb
 
     origin, is_csv = given.origin, not given.is_parquet
@@ -173,7 +176,8 @@ def _convert(given: GivenFile, target: Path, scratch: Path, memory_limit: int) -
 
 
 def _load(database: duckdb.DuckDBPyConnection, given: GivenFile, memory_limit: int) -> dict[str, str]:
-    """View ``raw`` of texts, with ``line`` counting rows from 1; normalised name → name in the file."""
+    """Create the view ``raw`` of texts, with ``line`` counting rows from 1; return normalised name → name in the
+    file."""
     origin, path = given.origin, given.engine_path  # made here: nothing in it needs quoting
     reader = (
         f"read_parquet('{path}')"
@@ -190,7 +194,7 @@ def _load(database: duckdb.DuckDBPyConnection, given: GivenFile, memory_limit: i
     database.execute(f'CREATE VIEW raw AS SELECT row_number() OVER () AS "__line", * FROM {reader}')
     names = [row[0] for row in database.execute("DESCRIBE raw").fetchall() if row[0] != "__line"]
     for place, name in enumerate(names[1:], 1):
-        if name == f"column{place}" and not given.is_parquet:  # what the engine calls a column without a name
+        if name == f"column{place}" and not given.is_parquet:  # the engine's name of a column without a name
             found = database.execute(f'SELECT min("__line") FROM raw WHERE {name} IS NOT NULL').fetchall()[0][0]
             if found:
                 raise DataError(f"{origin}: {_place(found, True)} has a cell in column {place + 1}, which has no name")
@@ -202,7 +206,7 @@ def _load(database: duckdb.DuckDBPyConnection, given: GivenFile, memory_limit: i
 
 
 def _quoted(name: str) -> str:
-    """A column's name in SQL."""
+    """Return a column's name in SQL."""
     return '"' + name.replace('"', '""') + '"'
 
 
@@ -211,7 +215,8 @@ def _normalise(name: str) -> str:
 
 
 def _to_long(database: duckdb.DuckDBPyConnection, columns: dict[str, str], origin: str) -> list[str]:
-    """View ``long`` of texts: line, date, ticker, adj_close and what OHLCV columns there are; their names."""
+    """Create the view ``long`` of texts (line, date, ticker, adj_close, OHLCV columns); return the names of the
+    numbers."""
     date = next((columns[name] for name in _DATE if name in columns), None)
     if date is None:
         raise DataError(f"{origin}: there is no column 'date' among {_few(columns)}; name the column of dates so")
@@ -255,7 +260,7 @@ _AS_DATE = "coalesce(TRY_CAST(date AS DATE), TRY_CAST(date AS TIMESTAMP)::DATE)"
 
 
 def _refuse_bad_cells(database: duckdb.DuckDBPyConnection, numbers: list[str], origin: str, is_csv: bool) -> None:
-    """`DataError` for the first cell that is not what its column should hold."""
+    """Raise `DataError` for the first cell that its column must not hold."""
     checks = {
         "date": f"NOT coalesce({_AS_DATE} BETWEEN DATE '{FIRST_DAY}' AND DATE '{LAST_DAY}', false)",
         "ticker": f"coalesce(ticker, '') = '' OR length(ticker) > {_LONGEST_TICKER} "
@@ -281,7 +286,7 @@ def _refuse_bad_cells(database: duckdb.DuckDBPyConnection, numbers: list[str], o
 
 
 def _refuse_bad_rows(database: duckdb.DuckDBPyConnection, origin: str, is_csv: bool) -> None:
-    """`DataError` for the first row that is there twice or out of order."""
+    """Raise `DataError` for the first row that is repeated or out of order."""
     order = (
         "SELECT line, ticker, date, lag(date) OVER before AS earlier FROM clean "
         "WINDOW before AS (PARTITION BY ticker ORDER BY line)"
@@ -306,7 +311,7 @@ def _place(line: int, is_csv: bool) -> str:
 
 
 def _write_sorted(database: duckdb.DuckDBPyConnection, extra: list[str], target: Path) -> dict[str, Any] | None:
-    """One row group per ticker; rows, tickers and dates. None where a row is there twice or out of order.
+    """Write one row group per ticker; return rows, tickers and dates, or None where a row is repeated or out of order.
 
     Batches come sorted; a ticker's rows are held until the next ticker begins, or there are more of them than days.
     """
@@ -323,7 +328,7 @@ def _write_sorted(database: duckdb.DuckDBPyConnection, extra: list[str], target:
         held: list[pa.Table] = []
 
         def flush() -> bool:
-            """Is the ticker in order?"""
+            """Return whether the ticker is in order."""
             nonlocal rows, tickers
             if not held:
                 return True

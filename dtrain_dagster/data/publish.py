@@ -1,4 +1,4 @@
-"""A dataset where the nodes of the cluster can read it: copied once, never changed."""
+"""The copy of a dataset that the nodes of the cluster read: made once, never changed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ BLOCK = 1 << 20
 
 
 def publish_dataset(uri: str, dataset_id: str, shared_uri: str) -> tuple[str, int]:
-    """Copy a dataset's folder of this machine to ``<shared>/datasets/<id>``: (its address there, bytes copied).
+    """Copy a dataset's folder from this machine to ``<shared>/datasets/<id>``; return (its address there, bytes
+    copied).
 
     The manifest goes last, so that a dataset is there as a whole or not at all; shards that an earlier, interrupted
-    call has copied are not copied again. `DataError` where a shard is not what its manifest says, `DatasetError` where
-    that is damaged or another dataset's.
+    call has copied are not copied again. Raise `DataError` where a shard differs from its manifest, `DatasetError`
+    where the manifest is damaged or another dataset's.
     """
     try:
         checked_id(dataset_id, f"dataset_id in {uri}/manifest.json")

@@ -1,4 +1,4 @@
-"""One Parquet file of a dataset, and what the manifest says of it."""
+"""One Parquet file of a dataset, and its entry in the manifest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Shard:
-    """One Parquet file in the making: one row group per ticker."""
+    """A Parquet file that is being written: one row group per ticker."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self.path = folder / "data" / f"part-{number:05d}.parquet"
@@ -25,7 +25,7 @@ class Shard:
         self._pending = 0
 
     def add_segment(self, ticker: str, rows: int, samples: dict[str, list[int]]) -> None:
-        """Register a segment of the rows that `write` gets next; its sample ranges count from its own first row."""
+        """Register a segment of the rows that the next `write` gets; its sample ranges count from its own first row."""
         start = self.rows + self._pending
         self._pending += rows
         shifted = {
@@ -34,6 +34,7 @@ class Shard:
         self._segments.append({"ticker": ticker, "rows": [start, start + rows], "samples": shifted})
 
     def write(self, frame: pd.DataFrame) -> None:
+        """Append one ticker's rows as a row group."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -50,7 +51,7 @@ class Shard:
         self._dates += [str(frame["date"].min().date()), str(frame["date"].max().date())]
 
     def close(self) -> dict[str, Any]:
-        """Finish the file; its entry in the manifest."""
+        """Finish the file; return its entry in the manifest."""
         self._writer.close()
         with open(self.path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -67,7 +68,7 @@ class Shard:
 
 
 def rename_shards(folder: Path, shards: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give the files their final names, now that their number is known."""
+    """Give the files their final names, now that their number is known; return their entries with these names."""
     for number, shard in enumerate(shards):
         path = f"data/shard-{number:05d}-of-{len(shards):05d}.parquet"
         (folder / "data" / shard["path"]).rename(folder / path)
@@ -76,7 +77,7 @@ def rename_shards(folder: Path, shards: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def stored_columns() -> list[dict[str, str]]:
-    """Every stored column: name, type, role, description."""
+    """Return every stored column: name, type, role, description."""
     rows = [
         ("ticker", "string", "key", "symbol"),
         ("date", "date32", "key", "trading day"),

@@ -1,8 +1,8 @@
-"""From prices to a dataset that nodes read: Parquet shards of features, and a manifest that is written last.
+"""The builder of datasets that nodes read: Parquet shards of features, and a manifest that is written last.
 
 Two streaming passes over the tickers (the index, then the features) keep memory bounded by one ticker's history; the
-manifest, which is held besides, has an entry for each uninterrupted stretch of a ticker. The folder is named after what
-goes in, so the same input is never built twice, and it appears whole or not at all.
+manifest, which is held besides, has an entry for each uninterrupted segment of a ticker. The folder is named after its
+inputs, so the same input is never built twice, and it appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 CODE_VERSION = 3
-"""Raise it when the same prices would give other rows: datasets made before are then not taken for these."""
+"""The version of the builder. Raise it when the same prices would give other rows: older datasets are then not
+reused."""
 SPLITS = ("train", "valid", "test")
 PANEL_TRAIN_LAST, PANEL_VALID_LAST = "2009-12-31", "2013-12-31"
 TRAIN_SHARE, VALID_SHARE = 0.70, 0.15
@@ -42,12 +43,12 @@ TRAIN_SHARE, VALID_SHARE = 0.70, 0.15
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetParams:
-    """What decides a dataset besides its prices."""
+    """The parameters of a dataset besides its prices."""
 
     window: int = 60
-    """Days that a sample looks back on."""
+    """The number of past days in a sample."""
     horizon: int = 5
-    """Days ahead that its target looks."""
+    """The number of days from a sample's last day to its target."""
     train_last: str | None = None
     """Last day of training labels; None: 2009-12-31 where the history spans it well, else after 70 % of the days."""
     valid_last: str | None = None
@@ -62,21 +63,21 @@ class DatasetParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltDataset:
-    """A dataset by reference."""
+    """A reference to a dataset."""
 
     uri: str
     dataset_id: str
     rows: int
     samples: dict[str, int]
     excluded: dict[str, str]
-    """Tickers that are not in it, and why."""
+    """The tickers that were left out, each with the reason."""
     built: bool
-    """False: it was already there."""
+    """False where it already existed."""
     shared_uri: str = ""
-    """Where nodes read it (`dtrain_dagster.data.publish`)."""
+    """The address where nodes read it (`dtrain_dagster.data.publish`)."""
 
     def manifest(self) -> dict[str, Any]:
-        """`DatasetError` where it is damaged."""
+        """Return the manifest. Raise `DatasetError` where it is damaged."""
         return load_manifest(open_storage(self.uri))
 
 
@@ -87,10 +88,10 @@ def build_dataset(
     params: DatasetParams = DatasetParams(),
     calendar: str | None = "XNYS",
 ) -> BuiltDataset:
-    """Build ``<storage>/datasets/<id>``, or find it there.
+    """Build ``<storage>/datasets/<id>``, unless it exists; return a reference.
 
-    `DataError` where a check of severity "error" failed, a window is longer than the history, a split has no samples
-    or a feature does not vary, and where the one that is there is damaged.
+    Raise `DataError` where a check of severity "error" failed, a window is longer than the history, a split has no
+    samples, a feature does not vary, or the existing dataset is damaged.
     """
     failed = [check.name for check in validation.checks if check.severity == "error" and not check.passed]
     if failed:
@@ -115,7 +116,7 @@ def build_dataset(
             try:
                 building.rename(target)
             except OSError:
-                if not (target / "manifest.json").exists():  # else somebody else was as quick
+                if not (target / "manifest.json").exists():  # else another process has built it meanwhile
                     raise
         return _ref(target, built=True)
     verify_dataset(str(target))
@@ -123,7 +124,8 @@ def build_dataset(
 
 
 def verify_dataset(uri: str) -> None:
-    """Do all shards hold what the manifest says, and is there one? `DataError` names the first fault."""
+    """Check that there is a manifest and that all shards agree with it. Raise `DataError` that names the first
+    fault."""
     import pyarrow.parquet as pq
 
     try:
@@ -146,7 +148,8 @@ def verify_dataset(uri: str) -> None:
 
 
 def split_dates(dates: NDArray[np.datetime64], params: DatasetParams) -> dict[str, dict[str, str]]:
-    """First and last day of each split, from all days there are (sorted, distinct)."""
+    """Return the first and last day of each split, from all days (sorted, distinct). Raise `DataError` for a wrong
+    order."""
     import numpy as np
 
     first, last = str(dates[0]), str(dates[-1])
@@ -201,7 +204,7 @@ class _Moments:
 
 @dataclass(slots=True)
 class _Builder:
-    """One building of one dataset."""
+    """A single build of a dataset."""
 
     prices: PricesRef
     validation: Validation
@@ -216,7 +219,7 @@ class _Builder:
     excluded: dict[str, str] = field(default_factory=dict)
 
     def build(self, dataset_id: str) -> dict[str, Any]:
-        """Write the shards; the manifest."""
+        """Write the shards; return the manifest."""
         for mask in self.validation.masks:
             self.masks[mask.ticker].append(mask)
         source = self.prices.manifest()["source"]
@@ -244,9 +247,10 @@ class _Builder:
         }
 
     def _stretches(self, frame: pd.DataFrame, sessions: NDArray[np.datetime64] | None) -> Iterator[pd.DataFrame]:
-        """The parts of a ticker's history that no gap and no mask interrupts.
+        """Yield the segments of a ticker's history that no gap and no mask interrupts.
 
-        The first return after either is no daily return and belongs to none: a stretch begins with its first price.
+        The first return after either is no daily return and belongs to no segment: a segment begins with its first
+        price.
         """
         import numpy as np
 
@@ -261,7 +265,7 @@ class _Builder:
             yield frame.iloc[rows[0] : rows[-1] + 1].reset_index(drop=True)
 
     def _index(self, sessions: NDArray[np.datetime64] | None) -> pd.DataFrame:
-        """Features of the equal-weighted index, by date."""
+        """Return the features of the equal-weighted index, by date."""
         import numpy as np
         import pandas as pd
 
@@ -277,7 +281,8 @@ class _Builder:
         return index_features((total / count).sort_index())
 
     def _write_shards(self, index: pd.DataFrame, sessions: NDArray[np.datetime64] | None) -> list[dict[str, Any]]:
-        """Tickers go into shards in order, each shard with about the same number of rows."""
+        """Write tickers into shards in order, each shard with about the same number of rows; return the shards'
+        entries."""
         shards: list[dict[str, Any]] = []
         open_shard: Shard | None = None
         longest = seen = 0

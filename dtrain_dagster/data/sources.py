@@ -1,6 +1,6 @@
-"""Where prices come from: panels that come with packages, a file of the user's own, or a download.
+"""The sources of prices: panels that come with packages, a file of the user's own, or a download.
 
-A source yields one CSV or Parquet file on this machine; `dtrain_dagster.data.prices` makes one shape of it.
+A source yields one CSV or Parquet file on this machine; `dtrain_dagster.data.prices` converts it into one shape.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
-    """Where prices are from and what may be done with them; travels with everything made of them."""
+    """The origin and licence of prices; everything made of them carries it."""
 
     name: str
     title: str
@@ -39,13 +39,14 @@ class Provenance:
 
 
 class PriceSource(Protocol):
-    """Anything that can put a price file on this machine."""
+    """A source that can put a price file on this machine."""
 
     @property
-    def provenance(self) -> Provenance: ...
+    def provenance(self) -> Provenance:
+        """The origin and licence of its prices."""
 
     def local_file(self, scratch: Path) -> Path:
-        """A CSV (``.csv``, ``.csv.gz``) or Parquet file; one that has to be fetched goes into ``scratch``."""
+        """Return a CSV (``.csv``, ``.csv.gz``) or Parquet file; one that has to be fetched goes into ``scratch``."""
         ...
 
 
@@ -59,6 +60,7 @@ class BundledFile:
     sha256: str
 
     def local_file(self, scratch: Path) -> Path:
+        """Return the file. Raise `DataError` where its package is missing or of another version."""
         try:
             path = Path(str(importlib.metadata.distribution(self.distribution).locate_file(self.path)))
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -81,11 +83,11 @@ class PriceFile:
 
     address: str
     """A path, an address, or a reference to one (``env:NAME``, ``keyvault://…``), which is resolved at each use and
-    kept nowhere."""
+    stored nowhere."""
 
     @property
     def provenance(self) -> Provenance:
-        """What is stored of it: the reference where it is one."""
+        """Its origin, without secrets: the reference where the address is one."""
         origin = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", redact(self.address))
         name = origin if is_reference(origin) else origin.partition("?")[0].rstrip("/").rsplit("/", 1)[-1]
         return Provenance(
@@ -94,9 +96,10 @@ class PriceFile:
         )  # fmt: skip
 
     def version(self) -> str:
-        """What changes when the file does, without reading it; of a server that says nothing of the kind, `digest`.
+        """Return a text that changes when the file does, without reading it; `digest` where a server states no such
+        mark.
 
-        Raises OSError, or whatever the file system raises, where it cannot be asked.
+        Raise OSError, or the file system's own error, where it cannot be asked.
         """
         with _told(self.address):
             filesystem, path = _opened(self.address)
@@ -108,13 +111,15 @@ class PriceFile:
         return f"size={info.get('size')}; {'; '.join(marks)}" if marks else self.digest()
 
     def digest(self) -> str:
-        """The sha256 of its content, which is read for that."""
+        """Return the sha256 of its content, which is read for that."""
         with _told(self.address):
             filesystem, path = _opened(self.address)
             with filesystem.open(path, "rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
 
     def local_file(self, scratch: Path) -> Path:
+        """Return the file, fetched into ``scratch`` unless it is on this machine. Raise `DataError` where it is no
+        file."""
         with _told(self.address):
             filesystem, path = _opened(self.address)
             if not filesystem.isfile(path):
@@ -129,8 +134,8 @@ class PriceFile:
 
 
 def _opened(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """File system and path of an address, or of what it refers to; `DataError` for a kind of address that is not known
-    here. A path of this machine is taken as it is, whatever characters it has."""
+    """Return the file system and path of an address, or of the address it refers to. A path of this machine is taken
+    literally. Raise `DataError` for an unknown kind of address."""
     plain = resolve(address)
     if "://" not in plain:
         return LocalFileSystem(), str(Path(plain).expanduser().absolute())
@@ -142,7 +147,7 @@ def _opened(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 @contextmanager
 def _told(address: str) -> Iterator[None]:
-    """Within, errors repeat nothing of what an address refers to: file systems put the whole of it into theirs."""
+    """Within the block, remove the resolved address from errors: file systems put the whole of it into theirs."""
     try:
         yield
     except (DataError, SecretError):
@@ -158,7 +163,7 @@ def _told(address: str) -> Iterator[None]:
 
 
 def _suffixes(path: str) -> str:
-    """``.csv.gz`` of the path of an address, which may have a query."""
+    """Return the suffixes, such as ``.csv.gz``, of an address's path, which may have a query."""
     name = urlsplit(path).path.rsplit("/", 1)[-1] if "://" in path else path.rsplit("/", 1)[-1]
     found = _SUFFIXES.search(name)
     return found[0] if found else ""
@@ -166,12 +171,14 @@ def _suffixes(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class YFinance:
-    """Live daily prices by the optional package yfinance. Never the default: for personal use, and it may refuse."""
+    """A download of daily prices by the optional package yfinance. Never the default: for personal use, and it may
+    refuse."""
 
     tickers: tuple[str, ...]
 
     @property
     def provenance(self) -> Provenance:
+        """The download's origin and terms."""
         return Provenance(
             name="yfinance",
             title=f"Daily prices of {', '.join(self.tickers)}",
@@ -181,6 +188,7 @@ class YFinance:
         )
 
     def local_file(self, scratch: Path) -> Path:
+        """Return the downloaded prices as a CSV file. Raise `DataError` without the package, or where nothing came."""
         try:
             import yfinance
         except ImportError as error:
@@ -231,8 +239,8 @@ KNOWN = {
 
 
 def price_source(name_or_address: str) -> PriceSource:
-    """A bundled panel by name, ``yfinance:AAPL,MSFT``, or the address of a file. `DataError` for an address that
-    carries a secret: what prices are from is stored with everything that is made of them."""
+    """Return the source for a bundled panel's name, ``yfinance:AAPL,MSFT``, or the address of a file. Raise `DataError`
+    for an address that carries a secret: the origin of prices is stored with everything that is made of them."""
     try:
         refuse_secret(
             "the source of prices (DTRAIN_PRICES, or source in the launchpad)", name_or_address, _BY_REFERENCE

@@ -1,6 +1,6 @@
-"""Can these prices be trained on? One pass over the tickers; faults are refused, masked, or told.
+"""The checks that prices can be trained on. One pass over the tickers; faults are refused, masked, or reported.
 
-An *error* would make training on the data wrong. A *warning* is something a person should know. A *mask* is a stretch
+An *error* would make training on the data wrong. A *warning* is something a person should know. A *mask* is a segment
 of one ticker that no window may touch.
 """
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 STALE_DAYS = 5
 MASKED_STALE_DAYS = 20
-"""A price that stands still for longer is no price; a halt of a week may be real."""
+"""The days of an unchanged price from which on it is masked as no real price; a halt of a week may be real."""
 LARGE_MOVE = 0.35
 SPLIT_TOLERANCE = 0.02
 ROUNDING = 1e-3
 GAP_DAYS_WITHOUT_CALENDAR = 7
 _RULES = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
-"""Changes with this file, so that what earlier rules found is not taken for what these would find."""
+"""A digest of this file, so that results of earlier rules are not reused for these."""
 
 CHECKS = {
     "schema": ("error", "Every row has a ticker, a date and a finite adjusted close, of the right type."),
@@ -56,6 +56,8 @@ CHECKS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
+    """The result of one check: pass or fail, severity, and its findings as metadata."""
+
     name: str
     passed: bool
     severity: str
@@ -65,7 +67,7 @@ class CheckResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mask:
-    """A stretch of one ticker, first and last day included, that no window may touch."""
+    """A segment of one ticker, first and last day included, that no window may touch."""
 
     ticker: str
     first: str
@@ -75,13 +77,15 @@ class Mask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Validation:
+    """The results of all checks, and the masks that follow from them."""
+
     checks: tuple[CheckResult, ...]
     masks: tuple[Mask, ...]
 
 
 @dataclass(slots=True)
 class _Findings:
-    """What was found, by check; only the first few of each are kept, all are counted."""
+    """The findings by check; only the first few of each are kept, all are counted."""
 
     count: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     examples: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -92,8 +96,8 @@ class _Findings:
 
 
 def validated(ref: PricesRef, calendar: str | None = "XNYS") -> Validation:
-    """`validate_prices`, once for the same prices, calendar, version of the calendars and rules: what was found
-    is kept beside the prices."""
+    """Return `validate_prices`, computed once for the same prices, calendar, version of the calendars and rules; the
+    result is kept beside the prices."""
     calendar = None if calendar is None or calendar.lower() == "none" else calendar
     sessions = f"{calendar}-{version('exchange_calendars')}" if calendar else "none"
     path = Path(ref.uri) / f"validation-{sessions}-{_RULES}.json"
@@ -110,7 +114,7 @@ def validated(ref: PricesRef, calendar: str | None = "XNYS") -> Validation:
 
 
 def validate_prices(ref: PricesRef, calendar: str | None = "XNYS") -> Validation:
-    """Evaluate every check of `CHECKS`, always all of them. ``calendar``: an exchange's code, or None / "none"."""
+    """Evaluate every check of `CHECKS` and return all results. ``calendar``: an exchange's code, or None / "none"."""
     sessions = exchange_sessions(calendar, ref.first_date, ref.last_date)
     findings, masks, ends = _Findings(), [], []
     for ticker, frame in iter_tickers(ref):
@@ -137,7 +141,8 @@ def validate_prices(ref: PricesRef, calendar: str | None = "XNYS") -> Validation
 
 
 def exchange_sessions(calendar: str | None, first: str, last: str) -> NDArray[np.datetime64] | None:
-    """Trading days of an exchange between two dates; None where no calendar applies."""
+    """Return the trading days of an exchange between two dates; None where no calendar applies. Raise `DataError` for
+    an unknown calendar or one that does not cover the dates."""
     if calendar is None or calendar.lower() == "none":
         return None
     import exchange_calendars as xc
@@ -157,7 +162,8 @@ def exchange_sessions(calendar: str | None, first: str, last: str) -> NDArray[np
 
 
 def gaps(dates: NDArray[np.datetime64], sessions: NDArray[np.datetime64] | None) -> NDArray[np.bool_]:
-    """For each of a ticker's days (n,): were sessions missed since the day before? False for the first."""
+    """Return for each of a ticker's days (n,) whether sessions were missed since the day before; False for the
+    first."""
     import numpy as np
 
     if sessions is None:
@@ -168,7 +174,7 @@ def gaps(dates: NDArray[np.datetime64], sessions: NDArray[np.datetime64] | None)
 
 
 def _is_whole(frame: pd.DataFrame) -> bool:
-    """Does the frame certainly suit `_schema`? That takes far longer to say so, and is asked what is wrong."""
+    """Return whether the frame certainly suits `_schema`, which takes far longer and is only asked for the faults."""
     import numpy as np
 
     given = [frame[name] for name in frame if name not in ("ticker", "date")]
@@ -212,7 +218,7 @@ def _check_calendar(
 
     dates = frame["date"].to_numpy().astype("datetime64[D]")
     if (np.diff(dates).astype(int) <= 0).any():
-        findings.add("unique_sorted_rows", [f"{ticker}: a date is there twice or out of order"])
+        findings.add("unique_sorted_rows", [f"{ticker}: a date is repeated or out of order"])
     if sessions is not None:
         closed = dates[~np.isin(dates, sessions)]
         findings.add("trading_sessions", [f"{ticker} {date}" for date in closed])
@@ -237,7 +243,7 @@ def _check_order(findings: _Findings, ticker: str, frame: pd.DataFrame) -> None:
 
 
 def _check_moves(findings: _Findings, ticker: str, frame: pd.DataFrame) -> list[Mask]:
-    """Stale stretches and jumps; masks for the stretches too long to be a halt, with the jump that ends them."""
+    """Find stale segments and jumps; return masks for segments too long to be a halt, with the jump that ends them."""
     import numpy as np
 
     dates = frame["date"].to_numpy().astype("datetime64[D]")
@@ -281,7 +287,7 @@ def _check_quality(findings: _Findings, ticker: str, frame: pd.DataFrame) -> Non
 
 
 def _near_whole_ratio(moves: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Is exp(move), or its inverse, within 2 % of 2, 3, 4 …?"""
+    """Return whether exp(move), or its inverse, is within 2 % of 2, 3, 4 …"""
     import numpy as np
 
     ratio = np.exp(np.minimum(np.abs(np.nan_to_num(moves)), 50))
@@ -290,7 +296,7 @@ def _near_whole_ratio(moves: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def _runs(flags: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """(first, last) of each run of True."""
+    """Return (first, last) of each run of True."""
     import numpy as np
 
     edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(int), [0]])))

@@ -1,4 +1,4 @@
-"""An Azure ML workspace as the `Registry`: model versions with how they were trained, in tags.
+"""An Azure ML workspace as the `Registry`: model versions, with tags that tell how they were trained.
 
 Azure ML's registry knows no aliases, so ``champion`` and ``challenger`` are tags of versions. Of MLflow only runs and
 metrics are used (plain REST, see `trainer.secrets.azure_token`); files of a model go to the workspace through its own
@@ -36,23 +36,25 @@ if TYPE_CHECKING:
 
 WEIGHTS_TAG, ALIAS_TAG, SINCE_TAG, RUN_TAG = "weights_sha256", "alias", "alias_since", "mlflow_run_id"
 MAX_TAGS, MAX_KEY, MAX_VALUE = 50, 100, 1000
-"""Azure ML's documented limits, in characters (service limits of runs; those of assets are not stated apart)."""
+"""Azure ML's documented limits of tags, in characters (those of runs; limits of assets are not stated separately)."""
 _IDENTITY = (JOB_TAG, WEIGHTS_TAG, "dataset_id", "code_version")
-"""Tags that are properties as well: properties of a version cannot be changed afterwards."""
+"""The tags that are properties as well: properties of a version cannot be changed afterwards."""
 _NUMBER_RETRIES = RetryPolicy(first_pause_seconds=0.0, max_attempts=3)
-"""Of taking the next version's number."""
+"""The retries of taking the next version's number."""
 
 
 @dataclass(frozen=True)
 class AzureMLRegistry:
-    """Models of one workspace. ``client`` is an ``azure.ai.ml.MLClient``; what is changed there goes into ``audit``."""
+    """The registry of one workspace. ``client`` is an ``azure.ai.ml.MLClient``; ``audit`` records the changes made
+    there."""
 
     client: MLClient
     audit: AuditLog
 
     @cached_property
     def tracking_uri(self) -> str:
-        """The workspace's MLflow address, ``azureml://…``; for the job's ``tracking`` section too."""
+        """The workspace's MLflow address, ``azureml://…``, also for the job's ``tracking`` section. Raises
+        `RegistryError` without one."""
         with _explained("looking at the workspace"):
             workspace = self.client.workspaces.get(self.client.workspace_name)
         if not workspace.mlflow_tracking_uri:
@@ -72,10 +74,11 @@ class AzureMLRegistry:
         cache_dir: str | None,
         order: Order | None = None,
     ) -> RegisteredModel:
-        """Register the model of a succeeded job, with its training as tags, see `versions.job_tags`.
+        """Register the model of a succeeded job, with its training as tags, see `versions.job_tags`; return its
+        version.
 
-        The same job, or the same weights, makes one version, whoever registers them and however often, also at the
-        same time. `RegistryError` if the job has no result or no model, or the service refuses.
+        The same job, or the same weights, makes one version, however many processes register them, also at the same
+        time. Raise `RegistryError` if the job has no result or no model, or the service refuses.
         """
         rundir = RunDir(run_dir)
         job = versions.ordered_job(rundir, order)
@@ -106,14 +109,14 @@ class AzureMLRegistry:
     def check_serving(
         self, run_dir: str, model: RegisteredModel, *, cache_dir: str | None, order: Order | None = None
     ) -> ServingCheck:
-        """`server.check_serving` of the files that the workspace gives back, not of those that were sent."""
+        """Return `server.check_serving` of the files that the workspace gives back, not of the files that were sent."""
         with self._files(model.name, model.version) as folder:
             return server.check_serving(run_dir, str(folder), "", cache_dir=cache_dir, order=order)
 
     def judge_champion(
         self, run_dir: str, candidate: RegisteredModel, *, cache_dir: str | None, order: Order | None = None
     ) -> Comparison | None:
-        """`promotion.judge_champion` on the files of both versions."""
+        """Return `promotion.judge_champion` on the files of both versions."""
         from mlflow.models import Model as SavedMLflowModel
 
         version = self.champion_version(candidate.name)
@@ -131,8 +134,8 @@ class AzureMLRegistry:
             )
 
     def promote(self, model: RegisteredModel, decision: AliasDecision) -> str | None:
-        """Tag the version, and take the alias from the former champion, in this order: whoever looks in between, or
-        after a crash in between, sees two champions, of which the later counts."""
+        """Tag the version, then take the alias from the former champion; return that one's version, or None. A reader
+        in between, or after a crash in between, sees two champions, of which the later counts."""
         with _explained(f"tagging {model.name} {model.version} as {decision.alias}"):
             before = self.champion_version(model.name)
             tags = {ALIAS_TAG: decision.alias, "alias_reason": decision.reason, SINCE_TAG: _now()}
@@ -143,13 +146,13 @@ class AzureMLRegistry:
         return before
 
     def champion_version(self, model_name: str) -> str | None:
-        """The version that is champion, or None."""
+        """Return the champion's version, or None."""
         champions = [item for item in self._versions(model_name) if (item.tags or {}).get(ALIAS_TAG) == "champion"]
         newest = max(champions, key=lambda item: ((item.tags or {}).get(SINCE_TAG, ""), _number(item)), default=None)
         return str(newest.version) if newest is not None else None
 
     def _versions(self, model_name: str) -> list[Model]:
-        """All versions that are not archived; none where the model is new."""
+        """Return all versions that are not archived; none where the model is new."""
         from azure.core.exceptions import ResourceNotFoundError
 
         try:
@@ -158,7 +161,7 @@ class AzureMLRegistry:
             return []
 
     def _find(self, model_name: str, job_id: str, weights: str) -> RegisteredModel | None:
-        """The oldest version of this job or of these weights."""
+        """Return the oldest version of this job or of these weights, or None."""
         found = [
             item
             for item in self._versions(model_name)
@@ -168,7 +171,8 @@ class AzureMLRegistry:
         return self._registered(oldest, created=False) if oldest is not None else None
 
     def _create(self, model_name: str, folder: Path, tags: Mapping[str, str], card: str) -> Model:
-        """The next free version. The client takes the number before it uploads, so another may have used it then."""
+        """Create the next free version. The client takes the number before it uploads, so another process may have used
+        it by then."""
         from azure.ai.ml.entities import Model
         from azure.ai.ml.exceptions import AssetPathException
         from azure.core.exceptions import ResourceExistsError
@@ -188,7 +192,8 @@ class AzureMLRegistry:
         return _NUMBER_RETRIES.call(f"a version of {model_name}", create, lambda error: isinstance(error, was_taken))
 
     def _settle(self, created: Model, job_id: str, weights: str) -> RegisteredModel:
-        """Where another process has registered the same at the same time, the older version stays."""
+        """Return the version that stays: the older one, where another process has registered the same at the same
+        time."""
         first = self._find(str(created.name), job_id, weights)
         if first is None or first.version == str(created.version):
             return self._registered(created, created=True)
@@ -220,8 +225,8 @@ class AzureMLRegistry:
         result: Mapping[str, Any],
         evaluation: Mapping[str, Any],
     ) -> str:
-        """Put the tags, and the figures of the test split, on the trainer's run in the experiment, or on a new one; its
-        id."""
+        """Put the tags, and the figures of the test split, on the trainer's run in the experiment, or on a new one;
+        return its id."""
         from mlflow.entities import Metric, RunTag
 
         address = tracking_address(self.tracking_uri)
@@ -238,7 +243,7 @@ class AzureMLRegistry:
 
     @contextmanager
     def _files(self, name: str, version: str) -> Iterator[Path]:
-        """The folder of a version's MLflow model, as the workspace gives it out."""
+        """Yield the folder of a version's MLflow model, as the workspace gives it out."""
         with scratch_folder("model") as scratch:
             with _explained(f"downloading {name} {version}"):
                 self.client.models.download(name=name, version=version, download_path=str(scratch))
@@ -255,7 +260,7 @@ class AzureMLRegistry:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """The service's refusals as `RegistryError`, with its words and the remedy."""
+    """Within the block, turn the service's refusals into `RegistryError`, with its words and the remedy."""
     from azure.ai.ml.exceptions import MlException
     from azure.core.exceptions import AzureError
 
@@ -270,8 +275,8 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def fit_tags(tags: Mapping[str, Any], max_value: int = MAX_VALUE) -> dict[str, str]:
-    """Tags within Azure's limits: values that are too long end with «…», known secrets are struck out, empty ones left
-    out. `RegistryError` for too many, or for a name that is too long: those must not vanish."""
+    """Return tags within Azure's limits: values that are too long end with «…», known secrets are removed, empty values
+    left out. Raise `RegistryError` for too many tags or a name that is too long: those must not vanish."""
     fitted = {name: redact(str(value)) for name, value in tags.items() if value not in (None, "")}
     long = [name for name in fitted if len(name) > MAX_KEY]
     if long or len(fitted) > MAX_TAGS:
@@ -287,5 +292,5 @@ def _number(model: Model) -> int:
 
 
 def _now() -> str:
-    """Sortable, to the microsecond."""
+    """Return the time as sortable text, to the microsecond."""
     return f"{time.time():017.6f}"

@@ -1,8 +1,8 @@
-"""A registered model on a managed online endpoint of Azure ML: put beside what is there, tried, then switched.
+"""The deployment of a registered model on a managed online endpoint of Azure ML: added, tried, then given the traffic.
 
-`deploy` never takes away what works: a new deployment gets no traffic until it has answered real requests correctly,
-and what was there before keeps its traffic if anything fails. Every deployment is billed from when it exists until it
-is deleted, whether it is asked or not; `delete` ends that.
+`deploy` never takes away a deployment that works: a new one gets no traffic until it has answered real requests
+correctly, and the old one keeps its traffic if anything fails. Every deployment is billed from its creation to its
+deletion, used or not; `delete` ends that.
 """
 
 from __future__ import annotations
@@ -25,34 +25,35 @@ if TYPE_CHECKING:
     from azure.ai.ml.entities import Environment, OnlineDeployment, OnlineEndpoint
 
 MAX_RESOURCE_TAG = 256
-"""Characters of a tag's value on an endpoint or a deployment: Azure's limit for resources."""
+"""Azure's limit of a tag's value on resources such as endpoints and deployments, in characters."""
 SERVING_PORT = 5001
-"""Where a serving image listens, see ``deploy/azure/serving.Dockerfile``."""
+"""The port on which a serving image listens, see ``deploy/azure/serving.Dockerfile``."""
 _NAME = re.compile(r"[a-z][a-z0-9-]{1,30}[a-z0-9]")
 _LOG_LINES = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndpointConfig:
-    """An endpoint and what answers behind it."""
+    """The settings of an endpoint and of the deployment behind it."""
 
     name: str
-    """Unique in the region: it becomes the host's name. 3 to 32 lower-case letters, digits and hyphens."""
+    """The endpoint's name, unique in the region: it becomes the host's name. 3 to 32 lower-case letters, digits and
+    hyphens."""
     instance_type: str = "Standard_DS3_v2"
     instance_count: int = 1
     auth_mode: Literal["aad_token", "key"] = "aad_token"
-    """Callers' identities, with the role to score; or keys, for those that have none."""
+    """"aad_token": callers' identities, with the role to score; "key": keys, for callers without an identity."""
     image: str | None = None
     """A serving image in a registry that the endpoint's identity may pull from; None: Azure ML installs the model's
     packages by itself, for which the deployment needs the internet."""
     identity: str | None = None
-    """Resource id of a user-assigned identity; None: Azure gives the endpoint one of its own."""
+    """The resource id of a user-assigned identity; None: Azure gives the endpoint one of its own."""
     public_network_access: bool = False
-    """Whether callers from outside the virtual network are let in."""
+    """Whether callers from outside the virtual network are admitted."""
     keep_previous: bool = False
-    """Leave the deployments that lost their traffic, for a quick way back; they go on costing."""
+    """Whether deployments that lost their traffic are kept, for a quick way back; they go on costing."""
     deadline_seconds: float = 3600.0
-    """For each operation of the service."""
+    """The longest time for each operation of the service."""
     tags: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,21 +68,22 @@ class EndpointConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deployed:
-    """What answers now."""
+    """The deployment that answers now."""
 
     endpoint: str
     deployment: str
     scoring_url: str
     created: bool
-    """False where this version was there already."""
+    """False where this version was deployed before."""
     removed: tuple[str, ...]
     kept: tuple[str, ...]
-    """Deployments without traffic that go on costing."""
+    """The deployments without traffic that go on costing."""
     check: EndpointCheck
     usd_per_hour: float | None
-    """Of all deployments of this config that exist now; None where the instance type's price is not known."""
+    """The cost of all present deployments of this config; None where the instance type's price is not known."""
 
     def cost_note(self) -> str:
+        """Return the cost and the command that ends it, as the end of a sentence."""
         price = "an unknown price" if self.usd_per_hour is None else f"{self.usd_per_hour:.2f} USD per hour"
         return f"costs {price} until it is deleted, used or not: dtrain endpoint delete --name {self.endpoint}" + (
             f"; also for {', '.join(self.kept)}" if self.kept else ""
@@ -89,7 +91,7 @@ class Deployed:
 
 
 def deployment_name(model: RegisteredModel) -> str:
-    """One for each version of a model, so that deploying twice finds what is there."""
+    """Return a name that is one per version of a model, so that deploying twice finds the first deployment."""
     return f"version-{model.version}"[:32]
 
 
@@ -100,11 +102,12 @@ def deploy(
     check: Callable[[ScoringEndpoint], EndpointCheck],
     audit: Audit | None = None,
 ) -> Deployed:
-    """Put a registered version behind the endpoint, which is made where it is missing.
+    """Put a registered version behind the endpoint, which is created where it is missing; return what answers now.
 
     ``check`` asks a scoring address for the model's numbers (`endpoint.check_endpoint` with a run directory). It is
-    asked twice: of the new deployment alone, before it gets traffic, and of the endpoint, afterwards. `DeploymentError`
-    if anything fails; the traffic is then what it was, and a deployment that was made here is deleted again.
+    called twice: on the new deployment alone, before it gets traffic, and on the endpoint, afterwards. Raise
+    `DeploymentError` if anything fails; the traffic is then as before, and a deployment that was made here is deleted
+    again.
     """
     endpoint = _ensure_endpoint(client, config, audit)
     before = {name: share for name, share in (endpoint.traffic or {}).items() if share}
@@ -121,7 +124,7 @@ def deploy(
             raise DeploymentError(
                 f"with the traffic on {name}, the endpoint does not answer as it should: {live.message}"
             )
-    except BaseException as error:  # also an interruption: what was there must answer again
+    except BaseException as error:  # also an interruption: the former deployment must answer again
         left = _undo(client, config, name, before, created, audit)
         if isinstance(error, DeploymentError):
             raise DeploymentError(f"{error}. {left}") from None
@@ -143,15 +146,15 @@ def deploy(
 
 
 def scoring_endpoint(client: MLClient, config: EndpointConfig, deployment: str | None = None) -> ScoringEndpoint:
-    """What `deploy` makes of a config, as something to ask; see `named_endpoint`."""
+    """Return the endpoint that `deploy` makes of a config, as an address to ask; see `named_endpoint`."""
     return named_endpoint(client, config.name, "mlflow" if config.image else "azureml", deployment)
 
 
 def named_endpoint(
     client: MLClient, name: str, dialect: Literal["mlflow", "azureml"] = "azureml", deployment: str | None = None
 ) -> ScoringEndpoint:
-    """An endpoint of the workspace as something to ask, with its key or this machine's identity. ``deployment`` names
-    one, whatever traffic it has. `DeploymentError` where there is no such endpoint."""
+    """Return an endpoint of the workspace as an address to ask, with its key or this machine's identity. ``deployment``
+    names one, whatever traffic it has. Raise `DeploymentError` where there is no such endpoint."""
     from azure.core.exceptions import AzureError, ResourceNotFoundError
 
     try:
@@ -178,7 +181,7 @@ def named_endpoint(
 
 
 def delete(client: MLClient, name: str, audit: Audit | None = None, deadline_seconds: float = 3600.0) -> bool:
-    """Delete an endpoint with all its deployments: nothing of it costs any more. False where there is none."""
+    """Delete an endpoint with all its deployments, so that it costs nothing more. Return False where there is none."""
     from azure.core.exceptions import ResourceNotFoundError
 
     try:
@@ -224,7 +227,8 @@ def _ensure_endpoint(client: MLClient, config: EndpointConfig, audit: Audit | No
 def _ensure_deployment(
     client: MLClient, config: EndpointConfig, name: str, model: RegisteredModel, audit: Audit | None
 ) -> bool:
-    """Whether it was made here. One of the same version that works is taken as it is; one that failed is made anew."""
+    """Return whether the deployment was made here. A working one of the same version is reused; a failed one is
+    replaced."""
     from azure.ai.ml.entities import ManagedOnlineDeployment
 
     known = {item.name: item for item in _deployments(client, config.name)}
@@ -264,13 +268,15 @@ def _ensure_deployment(
 
 
 def _is_of(deployment: OnlineDeployment, model: RegisteredModel) -> bool:
-    """The service answers with the id of the model as a resource, ``…/models/<name>/versions/<version>``."""
+    """Return whether a deployment is of this model. The service states the model's resource id,
+    ``…/models/<name>/versions/<version>``."""
     text = str(deployment.model)
     return text.endswith((f"/models/{model.name}/versions/{model.version}", f"azureml:{model.name}:{model.version}"))
 
 
 def _environment(image: str) -> Environment:
-    """An image that serves by itself: MLflow's own scoring server, see ``deploy/azure/serving.Dockerfile``."""
+    """Return the environment of an image that serves by itself: MLflow's own scoring server, see
+    ``deploy/azure/serving.Dockerfile``."""
     from azure.ai.ml.entities import Environment
 
     return Environment(
@@ -298,16 +304,16 @@ def _set_traffic(client: MLClient, config: EndpointConfig, traffic: Mapping[str,
 def _undo(
     client: MLClient, config: EndpointConfig, name: str, before: Mapping[str, int], created: bool, audit: Audit | None
 ) -> str:
-    """Give the traffic back and delete what was made; what is left, in words."""
+    """Give the traffic back and delete the new deployment; return a sentence on what is left."""
     try:
         now = {
             other: share for other, share in (client.online_endpoints.get(config.name).traffic or {}).items() if share
         }
         if now != before:
             _set_traffic(client, config, before, audit)
-    except Exception as error:  # the first error is what the caller must hear; this one is added to it
+    except Exception as error:  # the caller must get the first error; this one is added to it
         return (
-            f"The traffic could NOT be given back to {dict(before) or 'nobody'} ({redact(str(error))[:200]}): set "
+            f"The traffic could NOT be given back to {dict(before) or 'none'} ({redact(str(error))[:200]}): set "
             f"it by hand, then delete {config.name}/{name}"
         )
     kept = f"the traffic is on {', '.join(before)} as before" if before else "the endpoint has no traffic, as before"
@@ -319,7 +325,7 @@ def _undo(
 
 
 def _delete(client: MLClient, config: EndpointConfig, name: str, audit: Audit | None) -> bool:
-    """Whether the deployment is gone."""
+    """Delete a deployment; return whether it is gone."""
     from azure.core.exceptions import ResourceNotFoundError
 
     begin = lambda: client.online_deployments.begin_delete(name=name, endpoint_name=config.name)  # noqa: E731
@@ -333,9 +339,9 @@ def _delete(client: MLClient, config: EndpointConfig, name: str, audit: Audit | 
 
 
 def _log(client: MLClient, endpoint: str, name: str) -> str:
-    """The end of a deployment's log, where there is one."""
+    """Return the end of a deployment's log, or "" where there is none."""
     try:
         text = client.online_deployments.get_logs(name=name, endpoint_name=endpoint, lines=_LOG_LINES)
-    except Exception:  # of a deployment that never came up; it would hide what the caller must hear
+    except Exception:  # the deployment never came up; this error would hide the one that the caller must get
         return ""
     return f"\nIts log:\n{redact(str(text))[-4000:]}" if text else ""

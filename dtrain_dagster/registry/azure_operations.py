@@ -1,4 +1,4 @@
-"""Long operations on an endpoint: done, waited for, recorded, and their refusals in words for a person."""
+"""Long operations on an endpoint: they are started, awaited and recorded, and refusals become words for a person."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ if TYPE_CHECKING:
 
 
 class DeploymentError(ClusterError):
-    """The model was not deployed. The message says what went wrong, what is left, and what to do."""
+    """A failure to deploy a model. The message says what went wrong, what is left, and what to do."""
 
     def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)
         self.code = code
-        """The service's word for it, where it has one."""
+        """The service's code of the error; "" where it has none."""
 
 
 class Audit(Protocol):
-    """Records an operation that creates, changes, deletes or spends, and how it ended;
+    """A log that records an operation which creates, changes, deletes or spends, and its end;
     `dtrain_dagster.support.audit.AuditLog` is one."""
 
-    def operation(self, operation: str, target: str, **details: Any) -> AbstractContextManager[Any]: ...
+    def operation(self, operation: str, target: str, **details: Any) -> AbstractContextManager[Any]:
+        """Return a context that records the operation on ``target`` and how the block ended."""
 
 
 def finish(
     begin: Callable[[], Any], deadline_seconds: float, operation: str, target: str, audit: Audit | None, **details: Any
 ) -> None:
-    """Do a long operation and wait for its end. `DeploymentError` if it fails or takes too long; what is not there is
-    left to the caller."""
+    """Do a long operation and wait for its end. Raise `DeploymentError` if it fails or takes too long; a missing target
+    is left to the caller."""
     from azure.core.exceptions import AzureError, ResourceNotFoundError
 
     with audit.operation(operation, target, **details) if audit else nullcontext():
@@ -60,7 +61,7 @@ def finish(
 
 
 def _hint(words: str) -> str:
-    """The remedy for what is refused most often."""
+    """Return the remedy for the most frequent refusals."""
     lower = words.lower()
     if "quota" in lower:
         return " (ask for quota of this instance type for the endpoint's region, or choose a smaller one)"
@@ -70,8 +71,8 @@ def _hint(words: str) -> str:
 
 
 def usd_per_hour(client: MLClient, instance_type: str) -> float | None:
-    """The list price of an instance, Linux and not preemptible, as the workspace's region states it; None if it does
-    not. A managed endpoint costs its instances and nothing else."""
+    """Return the list price in dollars per hour of an instance, Linux and not preemptible, as the workspace's region
+    states it; None without one. A managed endpoint costs its instances and nothing else."""
     for size in client.compute.list_sizes():
         if str(size.name).lower() != instance_type.lower():
             continue
@@ -87,7 +88,8 @@ def usd_per_hour(client: MLClient, instance_type: str) -> float | None:
 
 
 def _get(value: Any, *names: str) -> Any:
-    """The first of several spellings: the client gives some answers as objects and some as they came."""
+    """Return the first of several spellings: the client gives some answers as objects and some as the service sent
+    them."""
     for name in names:
         found = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
         if found is not None:

@@ -1,4 +1,4 @@
-"""The border to where models are kept: MLflow by default, an Azure ML workspace in production."""
+"""The protocol of a model registry: MLflow by default, an Azure ML workspace in production."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dtrain_dagster.registry.versions import RegisteredModel
 
 
 class Registry(Protocol):
-    """From the run directory of a succeeded job to a version that serves, and to its alias."""
+    """A registry that takes the run directory of a succeeded job to a version that serves, and to its alias."""
 
     @property
     def tracking_uri(self) -> str:
-        """Where trainings report to: what belongs into ``tracking.mlflow_tracking_uri`` of a job."""
+        """The address to which trainings report, for ``tracking.mlflow_tracking_uri`` of a job."""
         ...
 
     def register_model(
@@ -47,5 +47,6 @@ class Registry(Protocol):
         ...
 
     def promote(self, model: RegisteredModel, decision: AliasDecision) -> str | None:
-        """Give the version its alias; the former champion's version where this one takes its place."""
+        """Give the version its alias; return the former champion's version where this one takes its place, else
+        None."""
         ...

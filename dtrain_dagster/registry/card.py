@@ -1,4 +1,4 @@
-"""The model card: what the model is, what it was made of and for how much, how good it is, and what it cannot do."""
+"""The model card: what the model is, its data and cost, how good it is, and what it cannot do."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from trainer.evaluation.gate import Gate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingProvenance:
-    """What only the orchestrator knows of a training."""
+    """The facts of a training that only the orchestrator knows."""
 
     nodes: int
     node_hours: float
     cost_usd: str
-    """For people, with what the price is: «$0.0042, a stand-in price, nothing was billed»."""
+    """The dollars in words, with the basis of the price: «$0.0042, a stand-in price, nothing was billed»."""
     code_version: str
     dagster_run_id: str
     dagster_run_url: str | None = None
     sku: str = ""
-    """What the nodes were; several, separated by commas, where they were not all the same."""
+    """The SKU of the nodes; several, separated by commas, where they differed."""
     cost_usd_total: float | None = None
     """The same dollars as ``cost_usd``, as a number."""
 
     def tags(self) -> dict[str, str]:
-        """As tags of a model version; see `versions.register_model`."""
+        """Return these facts as tags of a model version; see `versions.register_model`."""
         values = {
             "nodes": self.nodes,
             "node_hours": f"{self.node_hours:.6f}",
@@ -51,7 +51,8 @@ def model_card(
     provenance: TrainingProvenance,
     verdict: Gate,
 ) -> str:
-    """Markdown, from the job's files (``result.json``, ``evaluation.json``, the dataset's ``manifest.json``)."""
+    """Return the card in Markdown, from the job's files (``result.json``, ``evaluation.json``, the dataset's
+    ``manifest.json``)."""
     sections = [
         f"# {model_name}",
         _what(job, evaluation, manifest),
@@ -86,7 +87,7 @@ _COLUMNS = (("nll", "NLL", ".4f"), ("pinball", "pinball × 10⁴", ".2f"), ("cov
 
 
 def _judgement(evaluation: Mapping[str, Any], verdict: Gate) -> str:
-    """Verdict, the model beside every baseline, and calibration by fifths of the predicted volatility."""
+    """Return the verdict, the model beside every baseline, and calibration by fifths of the predicted volatility."""
     model, baselines = evaluation["model"], evaluation["baselines"]
     gate = "passed" if verdict.passed else f"**not passed**: {'; '.join(map(in_markdown, verdict.reasons))}"
     parts = [
@@ -105,7 +106,8 @@ def _judgement(evaluation: Mapping[str, Any], verdict: Gate) -> str:
 
 
 def _scores(model: Mapping[str, Any], baselines: Mapping[str, Mapping[str, Any]]) -> str:
-    """Lower is better but for coverage, which should be 0.900; the gain is the model's, with its t-statistic."""
+    """Return the table of scores. Lower is better except for coverage, which should be 0.900; the gain is the model's,
+    with its t-statistic."""
     order = sorted(baselines, key=lambda name: (baselines[name].get("nll") is None, baselines[name].get("nll") or 0.0))
     rows = [["**this model**", *_figures(model), ""]]
     for name in order:
@@ -127,7 +129,7 @@ def _figures(row: Mapping[str, Any]) -> list[str]:
 
 
 def _limits(evaluation: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
-    """The evaluation's own computed sentences, and what no evaluation shows."""
+    """Return the evaluation's own computed sentences, and the limits that no evaluation shows."""
     lines = [in_markdown(note) for note in evaluation["notes"]]
     source = manifest["source"]
     lines += ["It knows daily prices and nothing else: no news, no order book, no costs of trading."]
@@ -169,7 +171,7 @@ def _training(job: JobConfig, result: Mapping[str, Any], provenance: TrainingPro
 
 
 def _usage(model_name: str, evaluation: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
-    """Loading and calling; the request's body is the model's own example."""
+    """Return how to load and call the model; the request's body is the model's own example."""
     features = sum(column["role"] == "feature" for column in manifest["columns"])
     if evaluation["model"].get("nll") is not None:
         answer = (

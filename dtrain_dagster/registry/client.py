@@ -1,4 +1,4 @@
-"""MLflow's client, for whoever reads or writes versions; those are in `dtrain_dagster.registry.versions`."""
+"""MLflow's client for code that reads or writes versions; that code is in `dtrain_dagster.registry.versions`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def open_client(tracking_uri: str) -> MlflowClient:
-    """A client of the tracking server, which is the registry too."""
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # nobody watches a bar in a log
+    """Return a client of the tracking server, which is the registry too."""
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # a progress bar is noise in a log
     from mlflow import MlflowClient
 
     with opening(tracking_uri):

@@ -1,7 +1,7 @@
-"""Is a scoring endpoint compatible with the model that a job trained?
+"""The check that a scoring endpoint is compatible with the model that a job trained.
 
-One check for any scoring address: MLflow's own server, a managed online endpoint of Azure ML, whatever speaks as one of
-them. It sends real windows of the job's test split and judges what comes back.
+One check serves any scoring address: MLflow's own server, a managed online endpoint of Azure ML, any server with one of
+their protocols. It sends real windows of the job's test split and judges the answers.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ENDPOINT_TOLERANCE = 1e-4
-"""Largest difference from the job's weights computed here, as a fraction of a column's root mean square: float32 on
-another processor, with other kernels."""
+"""The largest allowed difference from the job's weights computed here, as a fraction of a column's root mean square:
+float32 on another processor, with other kernels."""
 SCORING_SCOPE = "https://ml.azure.com/.default"
 _SINGLES = 5
-"""Windows that are sent once more, one by one."""
+"""The number of windows that are sent once more, one by one."""
 _BUSY = (408, 424, 429, 502, 503, 504)
-"""What an endpoint answers while a deployment has only just come up, or is asked too much; Azure ML says 424 then."""
+"""The statuses of an endpoint whose deployment has only just come up or is overloaded; Azure ML answers 424 then."""
 _NOT_ASKED = (401, 403, 404, *_BUSY)
-"""Of the statuses of requests that are refused: those that say nothing about what was in it."""
+"""The statuses of refusals that say nothing about the request's content."""
 
 
 class _BusyError(Exception):
-    """It asks to come back later; its answer, which counts where patience is at its end."""
+    """An answer that asks to come back later; it counts where patience is at its end."""
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"status {status}")
@@ -54,27 +54,29 @@ class _BusyError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoringEndpoint:
-    """An address that takes windows and gives forecasts."""
+    """An address that takes windows and returns forecasts."""
 
     url: str = field(repr=False)
-    """The whole of it, ``https://…/score`` or ``http://…/invocations``."""
+    """The complete address, ``https://…/score`` or ``http://…/invocations``."""
     dialect: Literal["mlflow", "azureml"] = "mlflow"
-    """How a request says what is in it: ``inputs``, or ``input_data`` where Azure ML made the scoring script itself."""
+    """The protocol: a request's content is ``inputs``, or ``input_data`` where Azure ML made the scoring script
+    itself."""
     headers: Callable[[], Mapping[str, str]] = field(default=dict, repr=False)
-    """Asked for each request, since tokens expire: authorisation, and which deployment is meant."""
+    """A function called for each request, since tokens expire: authorisation, and the deployment that is meant."""
     public_headers: Mapping[str, str] = field(default_factory=dict)
-    """Those that every request carries, also one that tries without authorisation."""
+    """The headers of every request, also of one without authorisation."""
     timeout_seconds: float = 60.0
 
     def predict(self, windows: NDArray[Any]) -> list[Any]:
-        """Windows (n, window, features) → rows. `ServingError` if it refuses, `AnswerError` for another shape."""
+        """Return the rows for windows (n, window, features). Raise `ServingError` if it refuses, `AnswerError` for
+        another shape."""
         status, body = self.post(windows)
         if status != 200:
             raise ServingError(f"{redact(self.url)} refused the request ({status}): {_words(body)}")
         return parse_predictions(body)
 
     def post(self, windows: NDArray[Any], authorised: bool = True) -> tuple[int, bytes]:
-        """(status, body) of one request. `ServingError` where there is nobody."""
+        """Send one request; return (status, body). Raise `ServingError` where nothing answers."""
         import requests
 
         name = "inputs" if self.dialect == "mlflow" else "input_data"
@@ -89,8 +91,8 @@ class ScoringEndpoint:
 
 
 def authorisation(token: str) -> Callable[[], dict[str, str]]:
-    """The headers of each request, from where the token is: a reference to a secret, or ``identity`` for this machine's
-    own. `SecretError` for anything else, and for a secret that cannot be had."""
+    """Return a function that gives the headers of each request. ``token`` is a reference to a secret, or ``identity``
+    for this machine's own. Raise `SecretError` for anything else, and for a secret that cannot be read."""
     check_token(token)
     if token == IDENTITY:
         return lambda: {"Authorization": f"Bearer {_own_token()}"}
@@ -109,7 +111,7 @@ def _own_token() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One question to an endpoint, and how it was answered."""
+    """The result of one question to an endpoint."""
 
     name: str
     passed: bool
@@ -118,39 +120,40 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndpointCheck:
-    """What was found, in the order in which it was asked; it ends at the first thing without which the rest makes no
-    sense."""
+    """The findings in the order of the questions. The list ends at the first failure that makes the rest
+    meaningless."""
 
     url: str
     findings: tuple[Finding, ...]
     status: int | None = None
-    """Of the first answer; None where nobody answered."""
+    """The status of the first answer; None where nothing answered."""
     rows: int = 0
     max_relative_difference: float | None = None
-    """From the job's weights; judged by the tolerance."""
+    """The largest difference from the job's weights; the tolerance judges it."""
     latency_seconds: float | None = None
-    """Median time of a request with one window."""
+    """The median time of a request with one window."""
 
     @property
     def passed(self) -> bool:
+        """Whether every finding passed, and there is one."""
         return bool(self.findings) and all(item.passed for item in self.findings)
 
     @property
     def speaks_against_model(self) -> bool:
-        """Whether what failed is the form of this model's requests and answers. It is not where the endpoint could not
-        be asked at all, and not where it gives the numbers of another model in the right form."""
+        """Whether the form of this model's requests and answers failed. False where the endpoint could not be asked at
+        all, or gives the numbers of another model in the right form."""
         failed = {item.name for item in self.findings if not item.passed}
         refused = self.status is not None and 400 <= self.status < 500 and self.status not in _NOT_ASKED
         return bool(failed - {"answers", "equality"}) or ("answers" in failed and refused)
 
     @property
     def message(self) -> str:
-        """What failed, or that nothing did."""
+        """The failures, or a sentence that there are none."""
         failed = [f"{item.name}: {item.message}" for item in self.findings if not item.passed]
         return "; ".join(failed) or f"{self.url} passed: {', '.join(item.name for item in self.findings)}"
 
     def figures(self) -> dict[str, int | float | str]:
-        """For metadata: the message, what was found, every figure that was measured."""
+        """Return metadata: the message, the findings, every measured figure."""
         values = {
             "message": self.message,
             "url": self.url,
@@ -172,17 +175,17 @@ def check_endpoint(
     patience_seconds: float = 0.0,
     order: Order | None = None,
 ) -> EndpointCheck:
-    """Ask the endpoint for the model of a run directory:
+    """Ask the endpoint for the model of a run directory; return the findings:
 
     - ``answers``: it takes real windows, authorisation included
     - ``schema``: a row of named, finite numbers for each window
     - ``equality``: the numbers of the job's weights, within ``tolerance``, and those that training itself wrote
     - ``one_by_one``: a window gives the same alone as among others
     - ``refusal``: windows of a wrong shape, or with a value that is not finite, are refused, not answered
-    - ``authorisation``: who brings no credentials is turned away (where credentials are used at all)
+    - ``authorisation``: a request without credentials is refused (where credentials are used at all)
 
-    ``patience_seconds``: how long a busy or not yet ready endpoint is asked again. Whatever it does is a finding, not
-    an exception; what is wrong with the run directory is one.
+    ``patience_seconds``: how long a busy or not yet ready endpoint is asked again. A fault of the endpoint is a
+    finding; only a fault of the run directory raises (`RunModelError`, `AnswerError`).
     """
     sample = load_sample(run_dir, cache_dir, rows, order)
     findings: list[Finding] = []
@@ -221,7 +224,7 @@ def check_endpoint(
 
 
 def _ask(endpoint: ScoringEndpoint, windows: NDArray[np.float32], patience_seconds: float) -> tuple[int, bytes]:
-    """The first answer that is not «come back later», or the last of those."""
+    """Return the first answer that is not «come back later», or the last of those."""
 
     def ask() -> tuple[int, bytes]:
         status, body = endpoint.post(windows)
@@ -242,7 +245,7 @@ def _one_by_one(
     served: Mapping[str, NDArray[np.float64]],
     note: Callable[[str, bool, str], bool],
 ) -> float:
-    """Median seconds of a request with one window."""
+    """Note whether windows give the same alone; return the median seconds of a request with one window."""
     seconds, odd = [], None
     for number, window in enumerate(sample.windows[:_SINGLES]):
         began = time.monotonic()
@@ -271,7 +274,7 @@ def _refusals(endpoint: ScoringEndpoint, windows: NDArray[np.float32], note: Cal
 
 
 def _words(body: bytes) -> str:
-    """What an error answer says, without a traceback and without secrets."""
+    """Return an error answer's message, without a traceback and without secrets."""
     text = body.decode(errors="replace")
     try:
         document = json.loads(text)

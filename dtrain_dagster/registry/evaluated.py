@@ -1,6 +1,6 @@
-"""Is ``evaluation.json`` what follows from the run directory's predictions and the dataset's own targets?
+"""The check that ``evaluation.json`` follows from the run directory's predictions and the dataset's own targets.
 
-Nodes write both files. Who changes one of them is found out here, before the gate reads it.
+Nodes write both files. A change to one of them is found here, before the gate reads it.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from trainer.evaluation.gate import MUST_BEAT
 from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
 
 FIGURES = ("windows", "days", "first_date", "last_date", "model", "halves")
-"""What the gate and the model card read, besides the baselines that a model has to beat."""
+"""The figures that the gate and the model card read, besides the baselines that a model has to beat."""
 TOLERANCE = 1e-4
-"""Relative: the same arithmetic in double precision, perhaps on another kind of processor."""
+"""The relative tolerance: the same arithmetic in double precision, perhaps on another kind of processor."""
 
 
 class EvaluationError(ValueError):
-    """What a node reports of its model does not follow from its predictions. The message names the figure."""
+    """A contradiction between a node's report and its model's predictions. The message names the figure."""
 
 
 def refuse_false_evaluation(
     rundir: RunDir, job: JobConfig, evaluation: Mapping[str, Any], cache_dir: str | None = None
 ) -> None:
-    """`EvaluationError` for a report with other figures than the predictions beside it give on the dataset of the job,
-    as it was ordered; `AnswerError` for predictions that are none."""
+    """Raise `EvaluationError` where the report's figures differ from those that the predictions beside it give on the
+    ordered job's dataset; raise `AnswerError` for a file that holds no predictions."""
     import numpy as np
 
     from trainer.data.sampler import spread_positions

@@ -16,10 +16,10 @@ from trainer.observability.mlflow_sqlite import authorised
 
 @dataclass(frozen=True, slots=True)
 class MLflowRegistry:
-    """The functions of this package for one address."""
+    """The registry at one MLflow address; it calls the functions of this package."""
 
     tracking_uri: str
-    """As it was set; a reference to a secret is resolved in each call, and stored as a reference."""
+    """The address as it was set; a reference to a secret is resolved in each call, and stored as a reference."""
 
     def register_model(
         self,
@@ -32,6 +32,8 @@ class MLflowRegistry:
         cache_dir: str | None,
         order: Order | None = None,
     ) -> RegisteredModel:
+        """Register the model of a succeeded job, once, without secrets in its tags and card; see
+        `versions.register_model`."""
         return versions.register_model(
             run_dir,
             authorised(self.tracking_uri),
@@ -46,14 +48,17 @@ class MLflowRegistry:
     def check_serving(
         self, run_dir: str, model: RegisteredModel, *, cache_dir: str | None, order: Order | None = None
     ) -> ServingCheck:
+        """Serve the version on this machine and compare its answers; see `server.check_serving`."""
         return server.check_serving(run_dir, model.uri, authorised(self.tracking_uri), cache_dir=cache_dir, order=order)
 
     def judge_champion(
         self, run_dir: str, candidate: RegisteredModel, *, cache_dir: str | None, order: Order | None = None
     ) -> Comparison | None:
+        """Score the current champion on the candidate's test windows; see `promotion.judge_champion`."""
         return promotion.judge_champion(
             run_dir, candidate, authorised(self.tracking_uri), cache_dir=cache_dir, order=order
         )
 
     def promote(self, model: RegisteredModel, decision: AliasDecision) -> str | None:
+        """Give the version its alias; see `promotion.promote`."""
         return promotion.promote(model, decision, authorised(self.tracking_uri))

@@ -1,7 +1,7 @@
-"""One job becomes one version, whoever registers it, how often, and however many at the same time.
+"""The rule that one job becomes one version, however often and by however many processes it is registered.
 
-Here is who may register, and which of the versions of one training counts. How a version is made is in
-`dtrain_dagster.registry.versions`.
+This module decides which process may register, and which version of a training counts.
+`dtrain_dagster.registry.versions` makes the version.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ JOB_TAG = "job_id"
 WEIGHTS_TAG = "weights_sha256"
 LOCK = "registration.lock"
 PATIENCE_SECONDS = 600.0
-"""Whoever registers for longer is frozen, and not waited for: of two versions, the older one stays."""
+"""The longest wait for another registration. One that takes longer is frozen; of two versions, the older one stays."""
 
 
 @contextmanager
 def registering(rundir: RunDir) -> Iterator[None]:
-    """Within, no other process of this machine registers the job. It ends with its process, however that ends. A run
-    directory in the cloud has none: there the older of two versions stays, see `older`."""
+    """Within the block, no other process of this machine registers the job. The lock ends with its process, however
+    that ends. A run directory in the cloud has no lock: there the older of two versions stays, see `older`."""
     if not rundir.storage.is_local:
         yield
         return
@@ -35,14 +35,14 @@ def registering(rundir: RunDir) -> Iterator[None]:
 
 
 def is_same(tags: dict[str, str], job_id: str, weights: str | None) -> bool:
-    """Is a version with these tags of this job and of these weights? A version that does not say which weights it has
-    (an older one), and a question that names none, are of the job."""
+    """Return whether a version with these tags is of this job and of these weights. A version without a record of its
+    weights (an older one), and a call without weights, match on the job alone."""
     return tags.get(JOB_TAG) == job_id and (weights is None or tags.get(WEIGHTS_TAG, weights) == weights)
 
 
 def older(client: MlflowClient, model_name: str, version: str, job_id: str, weights: str | None) -> str | None:
-    """The first version of the same training where another was made at the same time; ``version``, made second, is
-    then deleted. None where it is the first."""
+    """Return the first version of the same training where another process made one at the same time, and delete
+    ``version``, the second. Return None where ``version`` is the first."""
     numbers = [
         int(item.version)
         for item in client.search_model_versions(f"name = '{model_name}'")

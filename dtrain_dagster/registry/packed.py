@@ -1,4 +1,4 @@
-"""A packed model's files: their digest, written down at registration, and the files as a registry gives them back."""
+"""The files of a packed model: their digest, recorded at registration, and the files as a registry gives them back."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 from trainer.runtime.scratch import scratch_folder
 
 PACKED_TAG = "packed_sha256"
-"""Tag of a version: the digest of all files that were registered. Nodes report metrics; they change no versions."""
+"""The version's tag with the digest of all registered files. Nodes report metrics; they change no versions."""
 _ADDED = {"registered_model_meta"}
-"""What MLflow itself puts beside a model that it gives out."""
+"""Files that MLflow itself adds to a model that it gives out."""
 
 
 class PackedError(ValueError):
-    """A registered model cannot be used. The message names it and says why."""
+    """A refusal of a registered model that cannot be used. The message names it and says why."""
 
 
 def folder_digest(folder: Path) -> str:
-    """sha256 over the names and the contents of all files in a folder."""
+    """Return the sha256 over the names and the contents of all files in a folder."""
     digest = hashlib.sha256()
     for path in sorted(item for item in folder.rglob("*") if item.is_file() and item.name not in _ADDED):
         content = hashlib.sha256()
@@ -33,7 +33,7 @@ def folder_digest(folder: Path) -> str:
 
 
 def refuse_changed_files(what: str, folder: Path, expected: str | None) -> None:
-    """`PackedError` where the files are not those that were registered. Versions of before have no digest."""
+    """Raise `PackedError` where the files are not the registered ones. Versions of older releases have no digest."""
     if expected and (found := folder_digest(folder)) != expected:
         raise PackedError(
             f"{what}: its files have the digest {found[:12]}…, registered was {expected[:12]}…: they were changed "
@@ -43,8 +43,8 @@ def refuse_changed_files(what: str, folder: Path, expected: str | None) -> None:
 
 @contextmanager
 def packed_files(name: str, version: str, tracking_uri: str) -> Iterator[Path]:
-    """The folder of a version, as the registry gives it out, checked. `PackedError` where it is not as registered; and
-    whatever MLflow raises where it has none."""
+    """Yield the folder of a version, as the registry gives it out, checked. Raise `PackedError` where it is not as
+    registered, and MLflow's own error where there is none."""
     from dtrain_dagster.registry.client import open_client
 
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")

@@ -1,4 +1,4 @@
-"""Which version is the champion: pure decisions, and the comparison on the same windows that they rest on."""
+"""The choice of the champion: pure decisions, and the comparison on the same windows on which they rest."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 Alias = Literal["champion", "challenger"]
 MAX_WINDOWS = 50_000
-"""Test windows that candidate and champion are compared on at most, spread evenly over the split."""
+"""The most test windows of a comparison of candidate and champion, spread evenly over the split."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Candidate and champion on the same windows; lower is better."""
+    """The scores of candidate and champion on the same windows; lower is better."""
 
     champion_version: str
     metric: str
@@ -36,20 +36,22 @@ class Comparison:
     champion: float | None
     windows: int
     note: str
-    """Why they cannot be compared, or what the reader should know of the comparison; may be empty."""
+    """The reason why they cannot be compared, or a remark on the comparison; may be empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AliasDecision:
+    """The alias that a version gets, and the reason."""
+
     alias: Alias
     reason: str
 
 
 def promotion_gate(evaluation: Mapping[str, Any]) -> Gate:
-    """Whether a model may be champion at all, from ``evaluation.json``.
+    """Return whether a model may be champion at all, from ``evaluation.json``, with the reasons.
 
     A distribution is judged by `trainer.evaluation.gate.gate`. A point forecast has to beat the squared error of
-    forecasting zero, without a suspicion of leakage; a loss that says neither cannot be judged and does not pass.
+    forecasting zero, without a suspicion of leakage; a loss that gives neither cannot be judged and does not pass.
     """
     model = evaluation["model"]
     if model.get("nll") is not None:
@@ -63,10 +65,10 @@ def promotion_gate(evaluation: Mapping[str, Any]) -> Gate:
 
 
 def choose_alias(verdict: Gate, champion: Comparison | None) -> AliasDecision:
-    """``champion`` only for a model that passed the gate and beats the current champion on the same windows.
+    """Return ``champion`` only for a model that passed the gate and beats the current champion on the same windows.
 
-    ``champion`` is None where there is none yet. Where the two cannot be compared, the gate decides, and the reason
-    says so.
+    The argument ``champion`` is None where there is none yet. Where the two cannot be compared, the gate decides, and
+    the reason says so.
     """
     if not verdict.passed:
         return AliasDecision(alias="challenger", reason="the gate did not pass: " + "; ".join(verdict.reasons))
@@ -99,7 +101,8 @@ def judge_champion(
     timeout_seconds: float = 300.0,
     order: Order | None = None,
 ) -> Comparison | None:
-    """Score the current champion on the candidate's test windows; None if there is no champion, or it is the candidate.
+    """Score the current champion on the candidate's test windows; return None if there is no champion, or it is the
+    candidate.
 
     The champion is loaded by ``mlflow.pyfunc`` with the code it was registered with, in a process of its own. Where its
     input means something else, or it does not load, the comparison says why.
@@ -134,7 +137,8 @@ def compare(
     order: Order | None = None,
 ) -> Comparison:
     """Score the champion, ``version``, on the test windows of a run directory, against the predictions that its
-    training wrote. ``own`` and ``its`` are what the candidate and the champion carry as metadata of the model."""
+    training wrote. ``own`` and ``its`` are the candidate's and the champion's metadata of the model. Raise
+    `AnswerError` for predictions of another dataset."""
     import numpy as np
 
     from trainer.data.sampler import spread_positions
@@ -173,7 +177,7 @@ def compare(
 
 
 def champion_version(model_name: str, tracking_uri: str) -> str | None:
-    """The version that carries the alias ``champion``, or None."""
+    """Return the version with the alias ``champion``, or None."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -186,8 +190,8 @@ def champion_version(model_name: str, tracking_uri: str) -> str | None:
 
 
 def promote(model: RegisteredModel, decision: AliasDecision, tracking_uri: str) -> str | None:
-    """Give the version its alias, with the reason as a tag, and take the other alias from it; the former champion's
-    version, where this one takes its place."""
+    """Give the version its alias, with the reason as a tag, and take the other alias from it; return the former
+    champion's version where this one takes its place, else None."""
     client = open_client(tracking_uri)
     before = champion_version(model.name, tracking_uri)
     other: Alias = "challenger" if decision.alias == "champion" else "champion"
@@ -200,7 +204,7 @@ def promote(model: RegisteredModel, decision: AliasDecision, tracking_uri: str) 
 
 
 def input_difference(own: Mapping[str, Any], its: Mapping[str, Any]) -> str:
-    """Why two models cannot take the same windows or forecast another thing; "" if they can and do not."""
+    """Return why two models cannot take the same windows or forecast different things; "" where they agree."""
     for name in ("window", "features", "target", "horizon"):
         if own.get(name) != its.get(name):
             return f"its {name} is {its.get(name)!r}, not {own.get(name)!r}"
@@ -212,7 +216,7 @@ def _incomparable(version: str, why: str) -> Comparison:
 
 
 def _overlap(its: Mapping[str, Any], test_first: str) -> str:
-    """A warning where the champion was fitted or chosen on days that are now tested."""
+    """Return a warning where the champion was fitted or chosen on days that are now tested, else ""."""
     seen = its.get("valid_last") or its.get("train_last")
     if seen is None or str(seen) < test_first:
         return ""
@@ -220,7 +224,7 @@ def _overlap(its: Mapping[str, Any], test_first: str) -> str:
 
 
 def _metadata(folder: Path) -> dict[str, Any]:
-    """What `versions.register_model` wrote beside the signature."""
+    """Return the metadata that `versions.register_model` wrote beside the signature."""
     from mlflow.models import Model
 
     return Model.load(str(folder)).metadata or {}
@@ -229,14 +233,15 @@ def _metadata(folder: Path) -> dict[str, Any]:
 def predict_in_isolation(
     folder: Path, windows: NDArray[np.float32], timeout_seconds: float
 ) -> dict[str, NDArray[np.float64]]:
-    """What a packed model answers, loaded with its own code in a process of its own (`trainer.isolation.runner`)."""
+    """Return a packed model's answers, computed with its own code in a process of its own
+    (`trainer.isolation.runner`)."""
     from trainer.isolation.runner import Isolated
 
     return Isolated(folder=folder, kind="mlflow", seconds=timeout_seconds).predict(windows)
 
 
 def _nll(columns: Mapping[str, NDArray], target: NDArray) -> float | None:
-    """Mean NLL; None for columns without a distribution. A missing ``nu`` is that of a normal distribution."""
+    """Return the mean NLL; None for columns without a distribution. A missing ``nu`` means a normal distribution."""
     import numpy as np
     import torch
 

@@ -1,7 +1,7 @@
-"""The model of a run directory, held against what was ordered, and asked in a process of its own.
+"""The model of a run directory, checked against its order, and run in a process of its own.
 
-Nodes have written it: its description must be that of the order, its weights must be those that were registered, and
-no code of it runs in this process (`trainer.isolation.runner`).
+Nodes have written it: its description must be that of the order, its weights must be those that were registered, and no
+code of it runs in this process (`trainer.isolation.runner`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION, WEIGHTS = "model.json", "weights.pt"
 FACTORIES = "factories.json"
-"""In a packed model, beside its files: the modules that its factories may be of (`trainer.model.mlflow_model`)."""
+"""The file beside a packed model that lists the modules its factories may come from (`trainer.model.mlflow_model`)."""
 MOST_BYTES = {DESCRIPTION: 1 << 20, WEIGHTS: 16 << 30}
 ASK_SECONDS = 300.0
 _FOLDER = "model"
@@ -43,14 +43,15 @@ _BLOCK = 1 << 20
 
 
 class RunModelError(ValueError):
-    """The model of a run directory cannot be used. The message says which file, what is wrong, and the remedy."""
+    """A refusal of a run directory's model that cannot be used. The message says which file, what is wrong, and the
+    remedy."""
 
 
 class KeptFile:
-    """A nameless copy of a file, on disk, which nobody else can change. It goes with this object."""
+    """A nameless copy of a file, on disk, which no other process can change. It vanishes with this object."""
 
     def __init__(self, source: IO[bytes], where: str, most_bytes: int) -> None:
-        """`DamagedError` for more bytes. OSError where the disk is full."""
+        """Copy ``source``. Raise `DamagedError` for more than ``most_bytes``, OSError where the disk is full."""
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __del__
         digest, size = hashlib.sha256(), 0
         while piece := source.read(_BLOCK):
@@ -65,6 +66,7 @@ class KeptFile:
         self._file.close()
 
     def write(self, path: Path) -> None:
+        """Copy the content to ``path``."""
         self._file.seek(0)
         with open(path, "wb") as file:
             shutil.copyfileobj(self._file, file, _BLOCK)
@@ -72,27 +74,28 @@ class KeptFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunModel:
-    """A model as it was read once, and checked."""
+    """A model that was read once, and checked."""
 
     job: JobConfig
-    """As it was ordered; of a run directory that was never ordered here, its own."""
+    """The job as it was ordered; for a run directory that was never ordered here, its own record."""
     spec: DataSpec
     description: bytes
     weights: KeptFile
     digests: Mapping[str, str]
-    """`MODEL_DIGESTS` of the files."""
+    """The digests of the files in `MODEL_DIGESTS`."""
 
     def factories(self) -> tuple[str, str]:
+        """Return the factories of the model and of the loss."""
         return self.job.model.factory, self.job.loss.factory
 
     def write(self, folder: Path) -> None:
-        """Put its files, and which modules its factories may be of, into a folder."""
+        """Write its files, and the list of modules for its factories, into a folder."""
         (folder / DESCRIPTION).write_bytes(self.description)
         self.weights.write(folder / WEIGHTS)
         (folder / FACTORIES).write_text(json.dumps({"modules": list(self.modules())}))
 
     def unpack(self, scratch: Path) -> tuple[Path, Path]:
-        """The folder of its files, and one with the modules of its own code, both made in this empty one."""
+        """Return the folder of its files, and the folder of its own code's modules, both made in this empty one."""
         folder, code = scratch / "model", scratch / "code"
         folder.mkdir()
         code.mkdir()
@@ -102,11 +105,12 @@ class RunModel:
         return folder, code
 
     def modules(self) -> tuple[str, ...]:
+        """Return the modules that may be imported for a model or loss of the user's own; none for stock parts."""
         return modules_of_settings() if is_own(self.job) else ()
 
     def predict(self, windows: NDArray[np.float32], seconds: float = ASK_SECONDS) -> dict[str, NDArray[np.float64]]:
-        """Windows (n, window, features) → named columns (n,), from a process of its own. `RunModelError` where it does
-        not answer, or not with just that."""
+        """Return named columns (n,) for windows (n, window, features), from a process of its own. Raise `RunModelError`
+        where it does not answer, or not with just that."""
         from trainer.isolation.runner import Isolated, IsolationError
 
         with scratch_folder("model") as scratch:
@@ -119,13 +123,13 @@ class RunModel:
 
 
 def is_own(job: JobConfig) -> bool:
-    """Whether the model or the loss is a user's own."""
+    """Return whether the model or the loss is a user's own."""
     return job.model.factory not in STOCK["model"] or job.loss.factory not in STOCK["loss"]
 
 
 def ordered_job(rundir: RunDir, order: Order | None) -> JobConfig:
-    """The job of a run directory: as ordered, or, where it was never ordered from here, as it says, as long as it names
-    stock parts only. `RunModelError` for one that names code."""
+    """Return the job of a run directory: as ordered, or, where it was never ordered from here, by its own record. Raise
+    `RunModelError` for such a record that names other than stock parts."""
     if order is not None:
         refuse_foreign_factories(order.job)
         return order.job
@@ -139,8 +143,9 @@ def ordered_job(rundir: RunDir, order: Order | None) -> JobConfig:
 
 
 def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
-    """The model of a run directory, checked: of the ordered factories, arguments and data, undamaged, and unchanged
-    since it was registered. Nothing of it is imported or unpickled. `RunModelError` says what is wrong."""
+    """Return the model of a run directory, checked: of the ordered factories, arguments and data, undamaged, and
+    unchanged since it was registered. Nothing of it is imported or unpickled. Raise `RunModelError` for a model that
+    fails a check."""
     job = ordered_job(rundir, order)
     text, weights = _read(rundir.storage, DESCRIPTION), _keep(rundir.storage, WEIGHTS)
     description = _parsed(text, rundir)
@@ -172,7 +177,7 @@ def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
 
 
 def refuse_change(where: str, found: Mapping[str, str], registered: Mapping[str, str]) -> None:
-    """`RunModelError` where files are not those that were registered. Pure."""
+    """Raise `RunModelError` where files differ from the registered ones. Pure."""
     for name, digest in found.items():
         if name in registered and registered[name] != digest:
             raise RunModelError(
@@ -187,14 +192,14 @@ def _read(storage: Storage, name: str) -> bytes:
 
 
 def _keep(storage: Storage, name: str) -> KeptFile:
-    """Of any size up to its bound, and never in memory as a whole."""
+    """Return a file of any size up to its bound, never held in memory as a whole."""
     with _told(storage, name) as path, storage.open(path) as file:
         return KeptFile(file, f"{storage.uri}/{path}", MOST_BYTES[name])
 
 
 @contextlib.contextmanager
 def _told(storage: Storage, name: str) -> Iterator[str]:
-    """The path of a file of the model. `RunModelError` where it is missing, or something else is there."""
+    """Yield the path of a file of the model. Raise `RunModelError` where it is missing or is no regular file."""
     path = f"{_FOLDER}/{name}"
     try:
         yield path

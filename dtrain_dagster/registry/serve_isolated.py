@@ -1,9 +1,10 @@
-"""``mlflow models serve`` without identity, secrets or network: ``python -I`` this file with a JSON order.
+"""``mlflow models serve`` without identity, secrets or network: ``python -I`` runs this file with a JSON order.
 
-The model's own code runs in the server. Its process is in a network namespace with a loopback of its own, which nobody
-else reaches and from which nothing is reached; what is asked comes through one socket, made outside, whose connections
-a small process carries in. Where the kernel has no such namespaces the server listens by itself, and the parent warns.
-Only the standard library is imported before the namespace is entered, which needs a process with one thread.
+The model's own code runs in the server. Its process is in a network namespace with a loopback of its own, which no
+other process reaches and from which nothing is reached. Requests come through one socket, made outside, whose
+connections a small process carries in. Where the kernel has no such namespaces the server listens by itself, and the
+parent warns. Only the standard library is imported before the namespace is entered, which needs a process with one
+thread.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _SIOCGIFFLAGS, _SIOCSIFFLAGS, _UP = 0x8913, 0x8914, 1
 
 
 def main(order_file: str) -> None:
+    """Confine this process as ``order_file`` says, then run the server in it."""
     order = json.loads(Path(order_file).read_text())
     spec = importlib.util.spec_from_file_location("_dtrain_sandbox", order["sandbox"])
     assert spec is not None

@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 SERVER_CPU_SECONDS = 3600
 ANSWER_SECONDS, ANSWER_BYTES = 60.0, 64 << 20
-"""For an answer as a whole, and its size: the server runs the model's own code, which may go on answering for ever."""
+"""The longest time and the greatest size of an answer: the server runs the model's own code, which may never end it."""
 IN_USE = "address already in use"
 PORT_RETRIES = RetryPolicy(first_pause_seconds=0.0, max_attempts=3)
-"""A port that is free when it is looked for may be taken by any connection before the server, seconds later, is up."""
+"""The retries with another port: a free port may be taken by any connection before the server, seconds later, is up."""
 
 
 class ServingError(RuntimeError):
-    """The scoring server did not start or did not answer. The message carries the end of its log."""
+    """A scoring server's failure to start or to answer. The message has the end of its log."""
 
 
 class _PortTakenError(ServingError):
-    """Somebody else took the port between the choice of it and the server's start."""
+    """A failure because another process took the port between the choice of it and the server's start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoringServer:
-    """A running server."""
+    """A running scoring server."""
 
     port: int
     log_path: Path
@@ -56,11 +56,13 @@ class ScoringServer:
 
     @property
     def url(self) -> str:
+        """The server's address on loopback."""
         return f"http://{HOST}:{self.port}"
 
     def predict(self, windows: NDArray[Any]) -> list[Any]:
-        """POST windows (n, window, features) to ``/invocations``; one dict of columns per window, as `as_columns`
-        checks them. `ServingError` if it refuses, with its words, `AnswerError` for an answer that is none."""
+        """POST windows (n, window, features) to ``/invocations``; return one dict of columns per window, as
+        `as_columns` checks them. Raise `ServingError` if it refuses, with its words, `AnswerError` for an answer of
+        another form."""
         status, body = _request(self.port, "POST", "/invocations", json.dumps({"inputs": windows.tolist()}))
         if status != 200:
             raise ServingError(f"the scoring server refused the request ({status}): {_words(body)}")
@@ -69,33 +71,33 @@ class ScoringServer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingCheck:
-    """What a served model was found to answer; figures are None where it did not come to measuring them."""
+    """The result of asking a served model; figures are None where they were not measured."""
 
     passed: bool
     message: str
     rows: int = 0
     max_abs_difference: float | None = None
-    """Of these three figures, see `answers.Agreement`."""
+    """The largest difference; for these three figures see `smoke_test.Agreement`."""
     max_relative_difference: float | None = None
     max_relative_difference_to_training: float | None = None
     latency_seconds: float | None = None
-    """Median time of a request with one window."""
+    """The median time of a request with one window."""
     start_seconds: float | None = None
-    """From starting the server to its first answer."""
+    """The time from starting the server to its first answer."""
 
     def figures(self) -> dict[str, int | float | str]:
-        """The message and every figure that was measured, for metadata."""
+        """Return the message and every measured figure, for metadata."""
         return {name: value for name, value in asdict(self).items() if name != "passed" and value is not None}
 
 
 @contextlib.contextmanager
 def scoring_server(model_uri: str, tracking_uri: str, *, timeout_seconds: float = 120.0) -> Iterator[ScoringServer]:
-    """``mlflow models serve`` on a free port of loopback, until the block ends; then no process of it is left.
+    """Run ``mlflow models serve`` on a free port of loopback until the block ends; then no process of it is left.
 
     ``model_uri``: a folder, or ``models:/NAME/VERSION``, whose files are fetched first and have to be those that were
     registered. The server runs in an empty folder, without ``PYTHONPATH``, and without identity, secrets or network
     (`serve_isolated`): a model that finds its code only on this machine fails here rather than where it is deployed.
-    `ServingError` if it ends or does not answer in time, or there is no such model.
+    Raise `ServingError` if it ends or does not answer in time, or there is no such model.
     """
     with _local_files(model_uri, tracking_uri) as folder, contextlib.ExitStack() as running:
 
@@ -117,7 +119,7 @@ def scoring_server(model_uri: str, tracking_uri: str, *, timeout_seconds: float 
 
 @contextlib.contextmanager
 def _local_files(model_uri: str, tracking_uri: str) -> Iterator[Path]:
-    """The folder of a model on this machine."""
+    """Yield the folder of a model on this machine."""
     if not model_uri.startswith("models:/"):
         yield Path(model_uri)
         return
@@ -134,7 +136,7 @@ def _local_files(model_uri: str, tracking_uri: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _started(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
-    """The process of a server, its port, and its log."""
+    """Yield a server's process, its port, and the path of its log."""
     from trainer.isolation import runner
 
     with scratch_folder("serve") as scratch, socket.socket() as outside:
@@ -191,8 +193,8 @@ def check_serving(
     timeout_seconds: float = 120.0,
     order: Order | None = None,
 ) -> ServingCheck:
-    """Serve the registered model and `check_answers`. A server that does not start or refuses gives a failed check,
-    not an exception."""
+    """Serve the registered model and return `check_answers` of it. A server that does not start or refuses gives a
+    failed check, not an exception."""
     try:
         with scoring_server(model_uri, tracking_uri, timeout_seconds=timeout_seconds) as server:
             return check_answers(server, run_dir, cache_dir=cache_dir, rows=rows, order=order)
@@ -208,8 +210,9 @@ def check_answers(
     rows: int = 32,
     order: Order | None = None,
 ) -> ServingCheck:
-    """Send the server ``rows`` real test windows, spread over the split, and compare its answers with those of the run
-    directory's weights, computed here, and with the predictions that training wrote. `ServingError` if it refuses."""
+    """Send the server ``rows`` real test windows, spread over the split; compare its answers with those of the run
+    directory's weights, computed here, and with the predictions that training wrote. Raise `ServingError` if it
+    refuses."""
     try:
         sample = load_sample(run_dir, cache_dir, rows, order)
         found = compare_answers(sample, as_columns(server.predict(sample.windows), len(sample.windows)))
@@ -247,8 +250,8 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log_path: Pat
 def _request(
     port: int, method: str, path: str, body: str | None = None, timeout: float = ANSWER_SECONDS
 ) -> tuple[int, bytes]:
-    """(status, body). http.client goes straight to loopback, whatever proxies the environment names. `ServingError` for
-    an answer that does not end in time, or is too long."""
+    """Return (status, body). http.client connects straight to loopback and ignores proxies in the environment. Raise
+    `ServingError` for an answer that does not end in time, or is too long."""
     connection = http.client.HTTPConnection(HOST, port, timeout=timeout)
     late = threading.Event()
     connection.connect()
@@ -259,7 +262,7 @@ def _request(
         with contextlib.suppress(OSError):
             own.shutdown(socket.SHUT_RDWR)
 
-    timer = threading.Timer(timeout, give_up)  # the connection's own timeout is one for each piece
+    timer = threading.Timer(timeout, give_up)  # the connection's own timeout applies to each piece alone
     timer.start()
     try:
         connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
@@ -280,7 +283,7 @@ def _request(
 
 
 def _words(body: bytes) -> str:
-    """What an error answer says, without the traceback."""
+    """Return an error answer's message, without the traceback."""
     try:
         return str(json.loads(body)["message"])
     except (ValueError, KeyError, TypeError):
@@ -292,7 +295,7 @@ def _tail(log_path: Path, lines: int = 20) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server's process group: asked first, then killed. Returns when none of it runs."""
+    """End the server's process group, with a termination signal, then a kill. Return when none of it runs."""
     for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -305,7 +308,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _runs(group: int) -> bool:
-    """Whether any process of the group is more than a zombie."""
+    """Return whether any process of the group is more than a zombie."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:

@@ -1,4 +1,4 @@
-"""What a served model has to answer: real windows of a run, their right answers, and the comparison. No network."""
+"""The right answers of a served model: real windows of a run, their answers, and the comparison. No network."""
 
 from __future__ import annotations
 
@@ -17,48 +17,49 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SAME_WEIGHTS_TOLERANCE = 1e-5
-"""Largest difference between the server and the run directory's weights on this machine, as a fraction of a column's
-root mean square: the same float32 arithmetic in batches of another size."""
+"""The largest allowed difference between the server and the run directory's weights on this machine, as a fraction of a
+column's root mean square: the same float32 arithmetic in batches of another size."""
 MOST_BYTES = 1 << 30
-"""Of ``predictions.npz``."""
+"""The greatest size of ``predictions.npz``."""
 TRAINING_TOLERANCE = 1e-3
-"""The same against what training wrote, perhaps on a GPU with other kernels."""
+"""The same bound for training's own predictions, perhaps made on a GPU with other kernels."""
 
 
 class AnswerError(ValueError):
-    """An answer has not the shape that it must have. The message goes on after «the scoring server …»."""
+    """A served answer in the wrong form. The message continues «the scoring server …»."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """Windows of the test split, spread over it, with what a server of the model has to answer."""
+    """Windows of the test split, spread over it, with the answers that a server of the model must give."""
 
     windows: NDArray[np.float32]
-    """(n, window, features), raw."""
+    """Raw features, (n, window, features)."""
     expected: Mapping[str, NDArray[np.float64]]
     """Column → (n,), from the run directory's weights, computed here."""
     trained: Mapping[str, NDArray[Any]]
-    """The columns that training itself wrote of these windows; none for a loss that gives raw outputs."""
+    """The columns that training itself wrote for these windows; empty for a loss that gives raw outputs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """How far answers are from what they should be."""
+    """The differences between answers and their expected values."""
 
     passed: bool
     message: str
-    """Goes on after «the scoring server …»."""
+    """A text that continues «the scoring server …»."""
     max_abs_difference: float
-    """Largest difference from the run directory's weights, in the columns' own units."""
+    """The largest difference from the run directory's weights, in the columns' own units."""
     max_relative_difference: float
     """The same as a fraction of each column's root mean square; judged by the tolerance for the same weights."""
     max_relative_difference_to_training: float
-    """From ``predictions.npz``; judged by `TRAINING_TOLERANCE`. 0 where training wrote no such column."""
+    """The largest difference from ``predictions.npz``; judged by `TRAINING_TOLERANCE`. 0 where training wrote no such
+    column."""
 
 
 def load_sample(run_dir: str, cache_dir: str | None = None, rows: int = 32, order: Order | None = None) -> Sample:
-    """``rows`` windows at most. ``order``: see `run_model.load_run_model`, which raises. `AnswerError` where the run
-    directory's predictions are of another dataset, or no such file."""
+    """Return ``rows`` windows at most, with their answers. ``order``: see `run_model.load_run_model`, which raises
+    `RunModelError`. Raise `AnswerError` where the run directory's predictions are of another dataset, or unreadable."""
     import numpy as np
 
     from trainer.data.sampler import spread_positions
@@ -88,7 +89,8 @@ def load_sample(run_dir: str, cache_dir: str | None = None, rows: int = 32, orde
 
 
 def read_predictions(rundir: RunDir, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-    """Columns of a run directory's ``predictions.npz``, all of one length. `AnswerError` for a file that is none."""
+    """Return columns of a run directory's ``predictions.npz``, all of one length. Raise `AnswerError` for a file of
+    another form."""
     from trainer.documents.arrays import ArraysError, read_arrays
 
     try:
@@ -103,8 +105,8 @@ def read_predictions(rundir: RunDir, names: Sequence[str]) -> dict[str, NDArray[
 
 
 def parse_predictions(body: bytes | str) -> list[Any]:
-    """The rows of an answer: ``{"predictions": […]}`` of an MLflow server, or the bare list of Azure ML's, which comes
-    as a JSON text inside JSON from some scoring scripts. `AnswerError` for anything else."""
+    """Return the rows of an answer: ``{"predictions": […]}`` of an MLflow server, or the bare list of Azure ML's, which
+    comes as a JSON text inside JSON from some scoring scripts. Raise `AnswerError` for anything else."""
     try:
         value = json.loads(body)
         value = json.loads(value) if isinstance(value, str) else value
@@ -118,8 +120,8 @@ def parse_predictions(body: bytes | str) -> list[Any]:
 
 
 def as_columns(rows: Sequence[Any], count: int) -> dict[str, NDArray[np.float64]]:
-    """Rows of named numbers → column → (count,). `AnswerError` for another number of rows, for rows with different
-    columns, and for values that are not finite numbers."""
+    """Return column → (count,) from rows of named numbers. Raise `AnswerError` for another number of rows, for rows
+    with different columns, and for values that are not finite numbers."""
     import numpy as np
 
     if len(rows) != count:
@@ -144,8 +146,8 @@ def as_columns(rows: Sequence[Any], count: int) -> dict[str, NDArray[np.float64]
 def compare_answers(
     sample: Sample, served: Mapping[str, NDArray[np.float64]], tolerance: float = SAME_WEIGHTS_TOLERANCE
 ) -> Agreement:
-    """``tolerance`` is for the difference from the run directory's weights, see `SAME_WEIGHTS_TOLERANCE`; a server with
-    other hardware needs more. `AnswerError` for other columns."""
+    """Return how far the served columns agree. ``tolerance`` bounds the difference from the run directory's weights,
+    see `SAME_WEIGHTS_TOLERANCE`; a server with other hardware needs more. Raise `AnswerError` for other columns."""
     import numpy as np
 
     expected = sample.expected
@@ -169,7 +171,7 @@ def compare_answers(
 
 
 def _relative_difference(served: Mapping[str, NDArray], expected: Mapping[str, NDArray]) -> float:
-    """Largest difference in any column of ``expected``, as a fraction of that column's root mean square.
+    """Return the largest difference in any column of ``expected``, as a fraction of that column's root mean square.
 
     ``mu`` is measured by ``sigma``, where there is one: it is close to zero and in the same unit.
     """

@@ -2,7 +2,7 @@
 
 MLflow's client and plain artifacts are used rather than ``mlflow.pyfunc.log_model``: that one needs the server's
 logged-models API, which Azure ML's MLflow endpoint does not have, sets global state, and loads the model once more to
-validate what the serving check proves on a real server.
+validate it, which the serving check does on a real server.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 MODEL_PATH = "model"
 CARD = "model_card.md"
 DESCRIPTION_LIMIT = 5000
-"""Characters that a registry keeps of a description; the whole card is an artifact of the run."""
+"""The number of characters that a registry keeps of a description; the whole card is an artifact of the run."""
 
 
 class RegistryError(ValueError):
-    """The job's model cannot be registered. The message says what is missing and the remedy."""
+    """A refusal of a job's model that cannot be registered. The message says what is missing and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,8 @@ class RegisteredModel:
 
     @property
     def uri(self) -> str:
-        """Of MLflow's registry, what ``mlflow models serve -m`` and ``mlflow.pyfunc.load_model`` take."""
+        """The version's address; in MLflow's registry one that ``mlflow models serve -m`` and
+        ``mlflow.pyfunc.load_model`` take."""
         return self.asset_uri or f"models:/{self.name}/{self.version}"
 
 
@@ -75,17 +76,17 @@ def register_model(
     cache_dir: str | None = None,
     order: Order | None = None,
 ) -> RegisteredModel:
-    """Register the model of a succeeded job; the existing version where the same weights of the job were registered
-    before, or are at this moment.
+    """Register the model of a succeeded job; return its version. Where the same weights of the job were registered
+    before, or are at this moment, return that version.
 
-    ``order``: what was ordered (`dtrain_dagster.jobs.orders`); what the run directory says must be that. Without one,
+    ``order``: the job as ordered (`dtrain_dagster.jobs.orders`); the run directory must agree with it. Without one,
     only a model of stock parts is registered.
 
-    ``tags`` (node-hours, dollars, code version, Dagster run…) are added to those that the run directory tells, see
-    `job_tags`; ``card`` is the model card in Markdown. The version belongs to the MLflow run that the trainer reported
-    to, or to a new one in ``experiment``. ``cache_dir`` is the node-local cache of shards.
+    ``tags`` (node-hours, dollars, code version, Dagster run…) are added to those of the run directory, see `job_tags`;
+    ``card`` is the model card in Markdown. The version belongs to the MLflow run that the trainer reported to, or to a
+    new one in ``experiment``. ``cache_dir`` is the node-local cache of shards.
 
-    Raises `RegistryError` if the job has no result or no model, and whatever MLflow raises for a server that refuses.
+    Raise `RegistryError` if the job has no result or no model, and MLflow's own error where the server refuses.
     """
     rundir = RunDir(run_dir)
     job = ordered_job(rundir, order)
@@ -106,7 +107,8 @@ def _register(
     cache_dir: str | None,
     order: Order | None,
 ) -> RegisteredModel:
-    """See `register_model`. Everything up to the version can be done again after a kill, and is then written over."""
+    """Do the work of `register_model`. Everything up to the version can be repeated after a kill, and is then written
+    over."""
     weights = (rundir.read_json(RESULT) or {}).get("weights_sha256")
     known = find_version(client, model_name, job.job_id, weights)
     if known is not None:
@@ -143,7 +145,7 @@ def _register(
 
 
 def read_succeeded(rundir: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``result.json`` and ``evaluation.json``; `RegistryError` for a training that did not succeed."""
+    """Return ``result.json`` and ``evaluation.json``. Raise `RegistryError` for a training that did not succeed."""
     result, evaluation = rundir.read_json(RESULT), rundir.read_json(EVALUATION)
     if result is None or evaluation is None or result.get("status") != "succeeded":
         status = f"status {result.get('status')!r}" if result else f"no {RESULT}"
@@ -154,8 +156,8 @@ def read_succeeded(rundir: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
 def find_version(
     client: MlflowClient, model_name: str, job_id: str, weights: str | None = None
 ) -> RegisteredModel | None:
-    """The first version that this job became, with these weights where they are given, or None. Filtered here: not
-    every registry can search by tag."""
+    """Return the first version of this job, with these weights where they are given, or None. The filter is applied
+    here: not every registry can search by tag."""
     same = [
         version
         for version in client.search_model_versions(f"name = '{model_name}'")
@@ -176,7 +178,7 @@ def find_version(
 def job_tags(
     rundir: RunDir, result: Mapping[str, Any], evaluation: Mapping[str, Any], job: JobConfig
 ) -> dict[str, str]:
-    """What a run directory tells about its model, as tags of the version. ``job``: as it was ordered."""
+    """Return the facts of a run directory as tags of the version. ``job``: as it was ordered."""
     manifest = load_manifest(open_storage(job.dataset.uri))
     history = generations(rundir.storage)
     sizes = [len(item.members) for item in history] or [result["world_size"]]
@@ -204,16 +206,16 @@ def job_tags(
 def tracking_run(
     client: MlflowClient, rundir: RunDir, tracking_uri: str, experiment: str, job_id: str, weights: str | None = None
 ) -> str:
-    """The trainer's run where it is still there, else one that an earlier registration of these weights has made, else
-    a new one that is finished at once. Never one that other weights were registered from: its model would be written
-    over, and the version that is made of it would be these."""
+    """Return the id of the MLflow run for a version: the trainer's where it still exists, else one that an earlier
+    registration of these weights has made, else a new one that is finished at once. A run that other weights were
+    registered from is never used: its model would be written over, and that version would then hold these weights."""
     from mlflow.exceptions import MlflowException
 
     run_id = (rundir.read_json("tracking.json") or {}).get("mlflow_run_id")
     if run_id:
         try:
             run = client.get_run(run_id)
-            is_own = run.data.tags.get(JOB_TAG) == job_id  # nodes say which run it is, and may name another job's
+            is_own = run.data.tags.get(JOB_TAG) == job_id  # nodes name the run, and may name another job's
             if run.info.lifecycle_stage == "active" and is_own and _is_free(client, run, weights):
                 return run_id
         except MlflowException as error:
@@ -232,9 +234,9 @@ def tracking_run(
 
 
 def _is_free(client: MlflowClient, run: Run, weights: str | None) -> bool:
-    """Whether no model lies in this run yet: another one, or the same under another name, whose version says which
-    digest its files have. They would be written over, and that version be refused from then on. What a registration has
-    left that was killed before it had made its version may be written over."""
+    """Return whether no model lies in this run yet, neither another one nor the same under another name, whose version
+    records the digest of its files. Such files would be written over, and that version be refused from then on. Files
+    of a registration that was killed before it had made its version may be written over."""
     tags = run.data.tags
     if weights is not None and tags.get(WEIGHTS_TAG, weights) != weights:
         return False
@@ -242,8 +244,8 @@ def _is_free(client: MlflowClient, run: Run, weights: str | None) -> bool:
 
 
 def _clear(client: MlflowClient, run_id: str, tracking_uri: str) -> None:
-    """Remove the model files of a registration that was killed: where the code has changed since, some are of no file
-    that is written now, and the version would be refused for them."""
+    """Remove the model files of a registration that was killed: where the code has changed since, some of them would
+    not be overwritten, and the version would be refused for them."""
     from mlflow.exceptions import MlflowException
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
@@ -252,7 +254,7 @@ def _clear(client: MlflowClient, run_id: str, tracking_uri: str) -> None:
     place = str(client.get_run(run_id).info.artifact_uri).removeprefix("file://")
     by_server = place.startswith("mlflow-artifacts:/") and not place.startswith("mlflow-artifacts://")
     if not by_server and place != f"{artifact_location(tracking_uri)}/{run_id}/artifacts":
-        return  # whoever made the run may have named any folder
+        return  # the run's maker may have named any folder
     with suppress(MlflowException, OSError):  # a store that deletes nothing: most files are written over
         get_artifact_repository(place, tracking_uri=tracking_uri).delete_artifacts(MODEL_PATH)
 
@@ -268,8 +270,8 @@ def _ensure_registered_model(client: MlflowClient, name: str) -> None:
 
 
 def save_pyfunc(own: RunModel, folder: Path, scratch: Path, run_id: str, cache_dir: str | None) -> None:
-    """Write the MLflow model: `trainer/model/mlflow_model.py` as code, the job's two files as artifacts, real
-    windows."""
+    """Write the MLflow model: `trainer/model/mlflow_model.py` as code, the job's two files as artifacts, real windows
+    as the example."""
     import mlflow.pyfunc
     import numpy as np
     from mlflow.models import Model
@@ -299,7 +301,7 @@ def save_pyfunc(own: RunModel, folder: Path, scratch: Path, run_id: str, cache_d
 
 
 def _signature(spec: DataSpec, columns: Iterable[str]) -> ModelSignature:
-    """Tensor in, named columns out."""
+    """Return the signature: a tensor in, named columns out."""
     import numpy as np
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
@@ -312,7 +314,7 @@ def _signature(spec: DataSpec, columns: Iterable[str]) -> ModelSignature:
 
 
 def _metadata(spec: DataSpec, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """In the model's ``MLmodel`` file: what its input means, and on what it was trained."""
+    """Return the metadata of the model's ``MLmodel`` file: the meaning of its input, and the data of its training."""
     return {
         "dataset_id": spec.dataset_id,
         "features": list(spec.features),
@@ -325,6 +327,7 @@ def _metadata(spec: DataSpec, manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def description(card: str) -> str:
+    """Return the card, cut at a line's end to `DESCRIPTION_LIMIT` with a note on where the whole card is."""
     if len(card) <= DESCRIPTION_LIMIT:
         return card
     note = f"\n\n… the whole card is the artifact `{CARD}` of the run."

@@ -1,4 +1,4 @@
-"""What is said of a job that was trained: its performance report, and charts of time, costs and scaling.
+"""The reports on a trained job: its performance report, and charts of time, costs and scaling.
 
 The live page belongs to `dashboard`. Nothing is computed here that a decision depends on.
 """

@@ -1,4 +1,4 @@
-"""The picture of the choices: dollars against time, which of them no other beats, and the one that is taken."""
+"""The chart of the choices: dollars against time, the Pareto front, and the choice that is taken."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_NUMBERED = 12
-"""Choices that get a number and a line in the list beside the picture."""
+"""The most choices that get a number and a line in the list beside the chart."""
 MANY = 40
-"""Of more choices, only those of the front, the chosen and the planned one show their intervals."""
+"""The number of choices above which only the front, the chosen and the planned one show their intervals."""
 CHOSEN, LIMIT = "#1a7f37", "#cf222e"
 ROOM, LEAST_SPAN = 1.4, 4.0
-"""Factors: around the outermost figures, and from the lowest to the highest that an axis shows at least."""
+"""Factors: the room around the outermost figures, and the least ratio of an axis's highest to its lowest figure."""
 FAR = 5.0
-"""A limit that is so many times beyond all choices is told of and not drawn."""
+"""The factor beyond all choices from which on a limit is stated in words and not drawn."""
 HOUR, DAY = 3600, 86400
 TIMES = (
     *(1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800),
     *(hours * HOUR for hours in (1, 2, 4, 8, 12)),
     *(days * DAY for days in (1, 2, 4, 7, 14, 30, 60, 120, 365)),
 )
-"""Where an axis of time may have its marks: powers of ten are no times that people think in."""
+"""The possible marks of an axis of time: powers of ten are not times that people think in."""
 
 
 def choices_chart(table: Choices) -> bytes:
-    """Cost against time of every choice, both on log scales. A line through a point is its interval: dollars follow
-    time. Pale is what may not keep the deadline or the budget."""
+    """Return an SVG of cost against time of every choice, both on log scales. A line through a point is its interval:
+    dollars follow time. Pale points may miss the deadline or the budget."""
     figure = new_figure(11, 4.8)
     axis = figure.subplots()
     axis.set_xscale("log")
@@ -50,7 +50,7 @@ def choices_chart(table: Choices) -> bytes:
     numbers = [pair[len(kinds[0]) :] for pair in axis.get_legend_handles_labels()]
     label(axis, _title(table), "time until trained (log scale)", "US dollars (log scale)")
     axis.grid(visible=False, which="minor")
-    # One legend each for what a number and what a colour means.
+    # One legend for the numbers and one for the colours.
     listed = figure.legend(*numbers, frameon=False, fontsize=8, loc="outside right upper", handletextpad=0.2)
     for text in listed.get_texts():
         if text.get_text().endswith("chosen"):
@@ -83,13 +83,13 @@ def _points(axis: Axes, table: Choices) -> None:
 
 
 def _kind(row: PlanChoice) -> str:
-    """``A100`` of ``A100 SXM4 80GB``: there are more makes of a GPU than colours that can be told apart."""
+    """Return ``A100`` of ``A100 SXM4 80GB``: there are more makes of a GPU than colours that can be told apart."""
     return row.gpu.split()[0]
 
 
 def _numbers(axis: Axes, table: Choices) -> None:
-    """A number on the chosen one, the planned one and those of the front, thinned out where it is long; on all where
-    they are few."""
+    """Number the chosen choice, the planned one and those of the front, thinned out where it is long; all, where they
+    are few."""
     front = [row for row in table.pareto if not (row.is_chosen or row.is_planned)]
     kept = MOST_NUMBERED - 2
     if len(front) > kept:
@@ -112,7 +112,7 @@ def _numbers(axis: Axes, table: Choices) -> None:
 
 
 def _limits(axis: Axes, table: Choices) -> None:
-    """Both axes' ranges and marks, and the limits in them, with what is beyond shaded."""
+    """Set both axes' ranges and marks, and draw the limits, with the region beyond them shaded."""
     for which, intervals, limit, write, name in (
         ("x", [row.seconds for row in table.rows], table.deadline_seconds, format_duration, "deadline"),
         ("y", [row.usd for row in table.rows], table.budget_usd, dollars, "budget"),

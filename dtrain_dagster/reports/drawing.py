@@ -1,4 +1,4 @@
-"""How every picture looks: colours, labels, grid, and SVG at the end."""
+"""The common look of every chart: colours, labels, grid, and the conversion to SVG."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ COLOURS = ("#0969da", "#bf5700", "#1a7f37", "#8250df", "#cf222e", "#9a6700", "#0
 
 
 def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of this size in inches."""
     # Figure, not pyplot: no global state and no display, so any thread of any process may draw.
     from matplotlib.figure import Figure
 
@@ -29,11 +30,13 @@ def line(
     marker: str | None = None,
     width: float = 1.5,
 ) -> None:
+    """Draw a labelled line through ``points`` (x, y)."""
     horizontal, vertical = ([point[index] for point in points] for index in (0, 1))
     axis.plot(horizontal, vertical, label=text, color=colour, linewidth=width, marker=marker, markersize=4)
 
 
 def label(axis: Axes, title: str, horizontal: str, vertical: str) -> None:
+    """Set an axis's title and labels, in the common style."""
     axis.set_title(title, fontsize=10, color=INK, loc="left", fontweight="bold")
     axis.set_xlabel(horizontal, fontsize=9, color=MUTED)
     axis.set_ylabel(vertical, fontsize=9, color=MUTED)
@@ -47,6 +50,7 @@ def label(axis: Axes, title: str, horizontal: str, vertical: str) -> None:
 
 
 def svg(figure: Figure) -> bytes:
+    """Return the figure as SVG."""
     buffer = io.BytesIO()
     # No date in the file: the same figures give the same bytes.
     figure.savefig(buffer, format="svg", metadata={"Date": None})

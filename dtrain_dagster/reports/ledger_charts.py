@@ -1,4 +1,4 @@
-"""Pictures of a bill: what it bought, and when each node spent it."""
+"""Charts of a bill: what it bought, and when each node spent it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ CAUSE_COLOURS = {
     CostCause.UNEXPLAINED: "#e85aad",
 }
 MOST_NODES = 8
-"""Areas that can be told apart."""
+"""The most areas that can be told apart."""
 
 
 def ledger_chart(found: Ledger, words: str) -> bytes:
-    """One bar per cause: dollars, share and time. ``words``: what the dollars are, for the axis."""
+    """Return an SVG with a bar per cause: dollars, share and time. ``words``: the basis of the dollars, for the
+    axis."""
     causes = found.causes()
     figure = new_figure(9, 1.1 + 0.34 * len(causes))
     axis = figure.subplots()
@@ -53,8 +54,8 @@ def ledger_chart(found: Ledger, words: str) -> bytes:
 
 
 def over_time_chart(found: Ledger, estimate: tuple[float, float, float] | None, words: str) -> bytes:
-    """Above, what is spent per hour, by cause; below, what was spent so far, by node, against the estimate (low,
-    expected, high)."""
+    """Return an SVG of the dollars per hour, by cause, and below it of the sum so far, by node, against the estimate
+    (low, expected, high)."""
     figure = new_figure(9, 5.6)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1.15, 1))
     length = found.edges[-1] - found.edges[0]

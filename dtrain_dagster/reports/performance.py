@@ -1,4 +1,4 @@
-"""What a job's records say about its speed: pure functions from events to figures, one verdict, and what to change."""
+"""A job's performance from its records: pure functions from events to figures, one verdict, and recommended changes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from trainer.documents.events import MembershipEvent, NodeEvent, StepEvent, Timi
 
 PHASES = ("startup", "data", "training", "evaluation", "checkpoint", "regroup", "finalise")
 LOW_GOODPUT = 0.5
-"""Share of paid node-time below which the verdict says so."""
+"""The share of paid node-time below which the verdict mentions it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodePerformance:
-    """One node over the whole job. GPU figures are None where the node has none."""
+    """A node's mean figures over the whole job. GPU figures are None where the node has none."""
 
     node_id: int
     samples: int
@@ -48,7 +48,7 @@ class NodePerformance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPerformance:
-    """One rank of the world that trained longest: milliseconds per step of each segment, mean over the steps."""
+    """A rank of the world that trained longest: milliseconds per step of each segment, mean over the steps."""
 
     rank: int
     node_id: int
@@ -58,55 +58,56 @@ class RankPerformance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Communication:
-    """Of the world that trained longest; shares are of training time, over all worlds. None: not known."""
+    """The communication of the world that trained longest; shares are of training time, over all worlds. None: not
+    known."""
 
     wire_share: float
     waiting_share: float
     overlap: float | None
-    """Share of the gradients' way that the backward pass hid."""
+    """The share of the gradients' time on the network that the backward pass hid."""
     bandwidth_bytes_per_second: float | None
-    """Of the bus, in the largest collective."""
+    """The bandwidth of the bus, in the largest collective."""
     latency_milliseconds: float | None
-    """Of one collective, however few bytes it moves."""
+    """The latency of one collective, however few bytes it moves."""
     collectives: tuple[WireTime, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaling:
-    """How many times as fast as one node, per node: 1.0 is as good as it gets."""
+    """The speed-up over one node, divided by the number of nodes: 1.0 is perfect."""
 
     nodes: int
     efficiency: float | None
     one_node_samples_per_second: float | None
     basis: str
-    """Where the figure comes from, in words."""
+    """The source of the figure, in words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goodput:
-    """What share of the paid node-time trained. Steps that were done again count once."""
+    """The share of the paid node-time that trained. Repeated steps count once."""
 
     share: float
     trained_node_seconds: float
     paid_node_seconds: float
     elsewhere: dict[str, float]
-    """Node-seconds that did not train, by what they did."""
+    """The node-seconds that did not train, by cause."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Performance:
-    """One job."""
+    """The performance of one job."""
 
     verdict: str
     """The bottleneck in one sentence, with its evidence."""
     diagnosis: Diagnosis
     samples_per_second: float
-    """Over all nodes, in the training phase: median over the logged stretches."""
+    """The rate over all nodes, in the training phase: median over the logged intervals."""
     samples_per_second_per_rank: float
     step_milliseconds_median: float
     step_milliseconds_p95: float
     segment_shares: dict[str, float]
-    """Of training time, mean over ranks; empty where the trainer recorded no timing."""
+    """Each segment's share of training time, mean over ranks; empty where the trainer recorded no timing."""
     communication: Communication | None
     scaling: Scaling
     goodput: Goodput
@@ -123,8 +124,8 @@ def summarise_performance(
     usage: Sequence[NodeUsage],
     training: Mapping[str, Any] | None = None,
 ) -> Performance:
-    """`Performance` of a job, from its records. ``usage``: the paid stays of its nodes; ``training``: its trainer's
-    configuration."""
+    """Return a job's `Performance`, from its records. ``usage``: the paid stays of its nodes; ``training``: its
+    trainer's configuration. Raise ValueError for a job without a recorded step."""
     steps = read_events(StepEvent, events)
     if not steps:
         raise ValueError("the job recorded no step: there is nothing to report on")
@@ -163,7 +164,7 @@ def summarise_performance(
 
 
 def ranks_at(events: Sequence[Mapping[str, Any]], times: Sequence[float], final: int) -> list[int]:
-    """How many ranks there were at each of these times; ``final`` where no change was recorded before it."""
+    """Return the number of ranks at each of these times; ``final`` where no change was recorded before it."""
     changes = sorted((item.time, item.world_size or 1) for item in read_events(MembershipEvent, events))
     since = [time for time, _ in changes]
     places = [bisect_right(since, time) for time in times]
@@ -171,7 +172,8 @@ def ranks_at(events: Sequence[Mapping[str, Any]], times: Sequence[float], final:
 
 
 def summarize_performance(diagnosis: Diagnosis, good: Goodput) -> str:
-    """The bottleneck and its evidence; and what became of the paid time, where little of it trained."""
+    """Return the bottleneck and its evidence in words, and the largest other use of the paid time, where little of it
+    trained."""
     if diagnosis.cause is SlowdownCause.UNKNOWN:
         first = diagnosis.evidence
     elif diagnosis.cause is SlowdownCause.HEALTHY:
@@ -190,7 +192,7 @@ def summarize_performance(diagnosis: Diagnosis, good: Goodput) -> str:
 
 
 def goodput(found: Ledger) -> Goodput:
-    """Of the ledger: what was spent in steps that counted, and what on every other cause."""
+    """Return the goodput of a ledger: the time of steps that counted, and of every other cause."""
     causes = {cause: row.seconds for cause, row in found.causes().items()}
     return Goodput(
         share=found.goodput,
@@ -201,8 +203,8 @@ def goodput(found: Ledger) -> Goodput:
 
 
 def estimate_scaling(found: Sequence[TimingEvent]) -> Scaling:
-    """Against one node: measured where the job has trained on one for some time, else bounded by what ranks lose to
-    each other."""
+    """Return the efficiency against one node: measured where the job has trained on one for some time, else bounded by
+    the time that ranks lose to each other."""
     groups = sorted(worlds(found), key=lambda group: len(set(group[-1].nodes)), reverse=True)
     nodes = len(set(groups[0][-1].nodes)) if groups else 0
     alone = [window for window in found if len(set(window.nodes)) == 1]
@@ -217,7 +219,7 @@ def estimate_scaling(found: Sequence[TimingEvent]) -> Scaling:
         return Scaling(nodes=nodes, efficiency=rate / (nodes * one), one_node_samples_per_second=one, basis=words)
     part = shares(groups[0])
     bound = 1 - part["communication"] - part["waiting"]
-    words = f"one node was not measured; wire and waiting leave at most {bound:.0%}"
+    words = f"one node was not measured; network and waiting leave at most {bound:.0%}"
     return Scaling(nodes=nodes, efficiency=None, one_node_samples_per_second=None, basis=words)
 
 
@@ -264,7 +266,7 @@ def _ranks(found: Sequence[TimingEvent]) -> tuple[RankPerformance, ...]:
 
 
 def _rate(found: Sequence[TimingEvent]) -> float | None:
-    """Samples per second over windows."""
+    """Return the samples per second over windows."""
     seconds, samples = seconds_of(found), sum(sum(window.samples) for window in found)
     return samples / seconds if seconds and samples else None
 

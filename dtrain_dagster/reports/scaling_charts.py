@@ -1,4 +1,4 @@
-"""Pictures of scaling: what was measured, and what is modelled beyond it; SVG, each with axes, units and a legend."""
+"""Charts of scaling: the measured points, and the model beyond them; SVG, each with axes, units and a legend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ TITLES = {"weak": "Weak scaling", "strong": f"Strong scaling (modelled: a step o
 
 
 def measured_chart(points: Sequence[ScalingPoint]) -> bytes:
-    """Speed-up over ranks beside the ideal; what a step of each world is made of; dollars of an epoch."""
+    """Return an SVG of the speed-up over ranks beside the ideal, the parts of a step in each world, and an epoch's
+    dollars."""
     picture = new_figure(9, 3.4)
     speed, parts, cost = picture.subplots(1, 3, width_ratios=(1.1, 1.3, 1))
     worlds = sorted({point.world_size for point in points})
@@ -51,7 +52,8 @@ def measured_chart(points: Sequence[ScalingPoint]) -> bytes:
 
 
 def modelled_chart(curves: Sequence[Curve], points: Sequence[ScalingPoint]) -> bytes:
-    """Efficiency over ranks: modelled for stated links with its range, measured here, and claimed by the checklist."""
+    """Return an SVG of efficiency over ranks: modelled for stated links with its range, measured here, and as
+    claimed."""
     picture = new_figure(9, 4.0)
     axes = dict(zip(MODES, picture.subplots(1, 2, sharey=True), strict=True))
     for mode, axis in axes.items():

@@ -1,4 +1,4 @@
-"""The picture of how good estimates were: SVG, with axes, units and a legend."""
+"""The chart of the quality of past estimates: SVG, with axes, units and a legend."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dtrain_dagster.reports.drawing import COLOURS, MUTED, label, new_figure, sv
 
 INSIDE, OUTSIDE = COLOURS[0], COLOURS[4]
 ROLLING = 10
-"""Runs that a point of the lower picture looks back on."""
+"""The number of runs that a point of the lower chart covers."""
 
 
 def history_chart(scores: Sequence[Score]) -> bytes:
-    """What each run cost, as a share of its estimate, over the 90 % interval it was given; below, how large the error
-    of the latest runs typically was. The oldest first."""
+    """Return an SVG of each run's cost, as a share of its estimate, over the 90 % interval it was given, and below it
+    of the median error of the latest runs. The oldest run comes first."""
     figure = new_figure(9, 4.6)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     numbers = range(1, len(scores) + 1)

@@ -1,4 +1,4 @@
-"""Pictures of where time goes: in a step, on the wire, and on the nodes over the whole job."""
+"""Charts of where time goes: in a step, on the network, and on the nodes over the whole job."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SEGMENT_COLOURS = {
     "other": "#afb8c1",
 }
 MOST_RANKS = 24
-"""Bars that can be told apart."""
+"""The most bars that can be told apart."""
 SMALLEST_RATED = 10_000
-"""Bytes of a collective whose bandwidth means anything."""
+"""The least bytes of a collective for which a bandwidth is meaningful."""
 
 
 def step_chart(ranks: Sequence[RankPerformance]) -> bytes:
-    """One bar per rank: where the milliseconds of a step go."""
+    """Return an SVG with a bar per rank: the milliseconds of a step by segment."""
     shown = ranks[:MOST_RANKS]
     figure = new_figure(9, 1.5 + 0.36 * len(shown))
     axis = figure.subplots()
@@ -58,15 +58,16 @@ def step_chart(ranks: Sequence[RankPerformance]) -> bytes:
 
 
 def communication_chart(windows: Sequence[TimingEvent], communication: Communication) -> bytes:
-    """Wire and waiting as shares of the step over the job; below, each collective, and how much of it is hidden."""
+    """Return an SVG of network time and waiting as shares of the step over the job, and below it of each collective
+    with its hidden share."""
     collectives = communication.collectives[:MOST_RANKS]
     figure = new_figure(9, 3.3 + 0.9 + 0.26 * len(collectives))
     upper, lower = figure.subplots(2, 1, height_ratios=(3.3, 0.9 + 0.26 * len(collectives)))
-    for segment, name in (("communication", "wire"), ("waiting", "waiting for slower ranks")):
+    for segment, name in (("communication", "network"), ("waiting", "waiting for slower ranks")):
         points = [(window.step, 100 * window.mean(segment) / window.seconds) for window in windows]
         line(upper, points, name, SEGMENT_COLOURS[segment], width=1.4)
     limit = 100 * COMMUNICATION_LIMIT
-    upper.axhline(limit, color=INK, linewidth=1, linestyle="--", label=f"limit for wire, {limit:.0f} %")
+    upper.axhline(limit, color=INK, linewidth=1, linestyle="--", label=f"limit for network, {limit:.0f} %")
     upper.set_ylim(0, 1.25 * max(limit, upper.dataLim.ymax))  # room for the legend
     label(upper, "Communication that nothing hides", "optimizer step", "% of the step")
     upper.legend(frameon=False, fontsize=8, ncols=3, loc="upper right")
@@ -74,7 +75,7 @@ def communication_chart(windows: Sequence[TimingEvent], communication: Communica
     wire = [1000 * item.wire_seconds for item in collectives]
     waits = [1000 * sum(item.waiting_seconds) / max(1, len(item.waiting_seconds)) for item in collectives]
     longest = max((a + b for a, b in zip(wire, waits, strict=True)), default=1.0) or 1.0
-    lower.barh(names, wire, color=SEGMENT_COLOURS["communication"], label="wire", height=0.62)
+    lower.barh(names, wire, color=SEGMENT_COLOURS["communication"], label="network", height=0.62)
     lower.barh(names, waits, left=wire, color=SEGMENT_COLOURS["waiting"], label="waiting, mean over ranks", height=0.62)
     for row, item in enumerate(collectives):
         is_large = item.bytes >= SMALLEST_RATED
@@ -89,7 +90,8 @@ def communication_chart(windows: Sequence[TimingEvent], communication: Communica
 
 
 def timeline_chart(usage: Sequence[NodeUsage], events: Iterable[Mapping[str, Any]]) -> bytes:
-    """One row per node: when it was paid for, and when it trained in which generation; below, what happened when."""
+    """Return an SVG with a row per node: the time that was paid for, and the generations in which it trained; below,
+    events."""
     events = list(events)
     nodes = sorted({stay.node_id for stay in usage})
     start, end = min(stay.started_at for stay in usage), max(stay.ended_at for stay in usage)
@@ -149,7 +151,8 @@ def timeline_chart(usage: Sequence[NodeUsage], events: Iterable[Mapping[str, Any
 
 
 def throughput_chart(steps: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> bytes:
-    """Samples per second over all ranks, along the optimizer steps; changes of generation as dotted lines."""
+    """Return an SVG of samples per second over all ranks, along the optimizer steps; generations change at dotted
+    lines."""
     figure = new_figure(9, 2.6)
     axis = figure.subplots()
     line(axis, [(row["step"], row["samples_per_second"]) for row in steps], "all ranks", COLOURS[0])
@@ -163,7 +166,7 @@ def throughput_chart(steps: Sequence[Mapping[str, Any]], events: Iterable[Mappin
 
 
 def _trained_until(events: Sequence[Mapping[str, Any]], end: float) -> float:
-    """The last step's time: what comes after it is judged and written, not trained."""
+    """Return the last step's time: after it the job evaluates and writes, and does not train."""
     return max((item.time for item in read_events(StepEvent, events)), default=end)
 
 

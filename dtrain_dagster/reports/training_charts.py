@@ -1,4 +1,4 @@
-"""The pictures in the assets' metadata: plain rows in, SVG out, each with axes, units and a legend."""
+"""The charts in the assets' metadata: plain rows in, SVG out, each with axes, units and a legend."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from dtrain_dagster.reports.drawing import COLOURS, INK, label, line, new_figure
 
 
 def markdown_image(svg: bytes, title: str) -> str:
-    """Markdown that shows the picture in Dagster's UI without any request for it."""
+    """Return Markdown that shows the chart in Dagster's UI without any request for it."""
     return f"![{title}](data:image/svg+xml;base64,{base64.b64encode(svg).decode()})"
 
 
 def training_curves(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> bytes:
-    """Loss of training and validation over optimizer steps, learning rate and gradient norm below."""
+    """Return an SVG of the loss of training and validation over optimizer steps, with learning rate and gradient norm
+    below."""
     figure = new_figure(9, 5.6)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
     line(upper, [(row["step"], row["loss"]) for row in steps], "training", COLOURS[0], width=1.1)
@@ -46,7 +47,8 @@ def training_curves(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Ma
 
 
 def node_charts(samples: Iterable[Mapping[str, Any]]) -> bytes:
-    """Utilisation, memory and throughput of each node over time. GPU figures where there are GPUs, else CPU."""
+    """Return an SVG of utilisation, memory and throughput of each node over time; GPU figures where there are GPUs,
+    else CPU."""
     by_node: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for sample in samples:
         by_node[int(sample["node_id"])].append(sample)
@@ -73,7 +75,8 @@ def node_charts(samples: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def skill_chart(model: Mapping[str, float], baselines: Mapping[str, Mapping[str, float]]) -> bytes:
-    """Negative log-likelihood and 90 % coverage on the test split: the model against every baseline."""
+    """Return an SVG of negative log-likelihood and 90 % coverage on the test split: the model against every
+    baseline."""
     rows = [(name, metrics) for name, metrics in baselines.items() if metrics.get("nll") is not None]
     rows = sorted([*rows, ("this model", model)], key=lambda row: row[1]["nll"], reverse=True)
     names = [name for name, _ in rows]
@@ -99,7 +102,7 @@ def skill_chart(model: Mapping[str, float], baselines: Mapping[str, Mapping[str,
 
 
 def calibration_chart(quintiles: Sequence[Mapping[str, float]]) -> bytes:
-    """Coverage of the 90 % interval within each fifth of the predicted scale, calm to stormy."""
+    """Return an SVG of the coverage of the 90 % interval within each fifth of the predicted scale, calm to stormy."""
     figure = new_figure(6, 3)
     axis = figure.subplots()
     labels = [f"{index + 1}" for index in range(len(quintiles))]
@@ -113,7 +116,7 @@ def calibration_chart(quintiles: Sequence[Mapping[str, float]]) -> bytes:
 
 
 def phase_chart(seconds: Mapping[str, float]) -> bytes:
-    """One bar: where the job's wall-clock time went."""
+    """Return an SVG with one bar: the job's wall-clock time by phase."""
     figure = new_figure(9, 2.0)
     axis = figure.subplots()
     total = sum(seconds.values()) or 1.0

@@ -1,4 +1,4 @@
-"""What Dagster calls on a clock: each sensor looks, asks `automation` or a cluster what is due, and tells people.
+"""The sensors that Dagster calls on a clock. Each looks, asks `automation` or a cluster what is due, and tells people.
 
-What can be decided without a tick does not belong here.
+Decisions that need no tick do not belong here.
 """

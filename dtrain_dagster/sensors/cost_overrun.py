@@ -1,4 +1,5 @@
-"""A running job that costs more than was estimated, or will, is noticed while it runs, not on the bill."""
+"""The sensor ``cost_overrun``: it reports a running job that costs more than estimated, or will, before the bill
+does."""
 
 import json
 import re
@@ -30,17 +31,19 @@ if TYPE_CHECKING:
     from dtrain_dagster.planning.savings import Saving
 
 COST_TOLD = "cost_alerts.json"
-"""In a run directory: what people have been told of its cost, and when. Beside `training_progress.TOLD`, which whoever
-follows the job holds in memory and writes as a whole."""
+"""The file in a run directory that lists the cost alerts that were sent, and when. It is separate from
+`training_progress.TOLD`, which the run that follows the job holds in memory and writes as a whole."""
 ENOUGH_STEPS, MOST_FILES, FILES_AT_ONCE = 20, 400, 40
-"""Of the newest events, so many reports of steps are read, from so many files at most. A job whose steps take long
-writes dozens of files, of samples, between two of these: what was learned of its pace is in the cursor therefore."""
+"""The reports of steps that are read from the newest events, the most files for them, and the files read at once. A job
+whose steps take long writes dozens of files, of samples, between two such reports; therefore the learned pace is in the
+cursor."""
 _OF_RANK_0 = re.compile(r"g\d{1,12}-r0+-\d{1,12}\.jsonl")
 KEPT_PACES = 200
-"""Jobs of which it is: about 1 kB each. Of others, it is read back at each look."""
+"""The most jobs whose pace is in the cursor: about 1 kB each. For others, it is read back at each look."""
 
 
 def build_cost_overrun_sensor(settings: Settings) -> dg.SensorDefinition:
+    """Return the sensor that fails the cost check and notifies people, once per job and threshold."""
     limit = settings.overrun_fraction
     levels = ", ".join(f"{level:.0%}" for level in thresholds(limit))
 
@@ -79,15 +82,15 @@ def build_cost_overrun_sensor(settings: Settings) -> dg.SensorDefinition:
                     context.log.warning(sentence)
                     advice = _advice(context, plan, usage, rundir, projection)
                     body = "\n".join([sentence, *(f"- {saving.text}" for saving in advice)])
-                    try:  # recorded now, not with the result of this tick: whatever follows may fail or hang
+                    try:  # recorded now, not with the result of this tick: later steps may fail or hang
                         check = _check(job_id, item, projection, advice, plan)
                         context.instance.report_runless_asset_event(check)
                     finally:
                         notify_and_log(
                             project.notify_urls(), f"dtrain: {job_id} costs more than estimated", body, context.log
                         )
-                        rundir.write_json(COST_TOLD, told)  # last: where it fails, people have been told all the same
-            except Exception as error:  # of whatever kind: one job's run directory must not hide the others
+                        rundir.write_json(COST_TOLD, told)  # last: where this fails, people have still been told
+            except Exception as error:  # of any kind: one job's run directory must not hide the others
                 why = visible(f"{type(error).__name__}: {error}")
                 context.log.warning(f"{job_id}: its cost could not be judged: {why}")
                 looks.setdefault(job_id, look)
@@ -102,11 +105,11 @@ def build_cost_overrun_sensor(settings: Settings) -> dg.SensorDefinition:
 def judge_cost(
     rundir: RunDir, plan: Mapping[str, Any], tracker: CostTracker, look: Mapping[str, Any], limit: float
 ) -> tuple[Projection, list[Overrun], dict[str, Any]]:
-    """What a job costs, what of it is to be told, and what to know at the next look, as JSON. ``look``: what the look
-    before left, and in ``told`` the keys of all that has been told."""
+    """Return a job's projection, the overruns to report, and the state for the next look, as JSON. ``look``: the last
+    look's state, with ``told``, the keys of all reported overruns."""
     try:
         pace, read = ProgressRate.restored(look["pace"]), str(look["read"])
-    except (KeyError, TypeError, ValueError):  # none, or of another version: from what was told lately
+    except (KeyError, TypeError, ValueError):  # none, or of another version: start from the latest events
         pace, read = ProgressRate(), ""
     events, read = recent_events(rundir, after=read)
     pace = pace.after(events)
@@ -123,7 +126,7 @@ def _advice(
     rundir: RunDir,
     projection: Projection,
 ) -> "tuple[Saving, ...]":
-    """What would save; nothing where that cannot be told, for the alert must not wait for it."""
+    """Return what would save money; empty where that cannot be computed, for the alert must not wait for it."""
     from dtrain_dagster.planning.savings import paid_nodes, rest_and_whole, savings
 
     try:
@@ -133,14 +136,14 @@ def _advice(
         rest, whole = rest_and_whole(nodes, projection, plan, ProgressRate().after(events))
         today = datetime.now(UTC).date()
         return savings(rest, whole, settled(windows(events)), events, training, table, today)
-    except Exception as error:  # of whatever kind: events and plans of other versions, prices that are not known
-        context.log.warning(f"what would save cannot be told: {type(error).__name__}: {error}")
+    except Exception as error:  # of any kind: events and plans of other versions, unknown prices
+        context.log.warning(f"possible savings cannot be computed: {type(error).__name__}: {error}")
         return ()
 
 
 def recent_events(rundir: RunDir, after: str = "") -> tuple[list[dict[str, Any]], str]:
-    """What rank 0 has told lately, in order of time, in files that come after this one; and the newest file. A job of a
-    week costs no more to look at than one of an hour."""
+    """Return rank 0's latest events, in order of time, from files that come after ``after``, and the newest file. A job
+    of a week costs no more to look at than one of an hour."""
     names = [name for name in rundir.storage.list(EVENTS) if _OF_RANK_0.fullmatch(name) and name > after]
     found: list[dict[str, Any]] = []
     for end in range(len(names), max(0, len(names) - MOST_FILES), -FILES_AT_ONCE):
@@ -193,7 +196,7 @@ def _check(
 
 
 def _told(rundir: RunDir) -> dict[str, Any]:
-    """Key of an `Overrun` → what was said; nothing where the record is damaged."""
+    """Return the sentence and time of each reported `Overrun` by its key; empty where the record is damaged."""
     try:
         told = rundir.read_json(COST_TOLD)
     except ValueError:
@@ -202,7 +205,7 @@ def _told(rundir: RunDir) -> dict[str, Any]:
 
 
 def _read(cursor: str | None) -> Mapping[str, dict[str, Any]]:
-    """The look before; nothing where there was none, or an older version took it."""
+    """Return the last look's state; empty where there was none, or another version wrote it."""
     try:
         found = json.loads(cursor or "{}")
     except ValueError:

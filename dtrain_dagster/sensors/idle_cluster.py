@@ -1,4 +1,4 @@
-"""A cluster that stands idle costs money: say so, and give it back."""
+"""The sensor ``idle_cluster``: it records what the cluster does, reports idle nodes, and gives them back."""
 
 from __future__ import annotations
 
@@ -21,49 +21,51 @@ from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.notify import notify_and_log
 
 IDLE_EVERY_SECONDS, BUSY_EVERY_SECONDS = 600.0, 3600.0
-"""How often is recorded that nothing has changed: while it costs money for nothing, and while it works."""
+"""The intervals at which an unchanged state is recorded: while the cluster idles, and while it works."""
 WORDS: dict[Outcome, str] = {
     "": "nothing was done",
     "scaled down": "scaled down",
     "asked for": "the service was told to remove them",
     "failed": "could not be scaled down, and is tried again",
-    "in use": "left as it is: somebody is about to use it",
+    "in use": "left as it is: it is about to be used",
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watched:
-    """A pool at this tick."""
+    """A pool's state at this tick."""
 
     pool: NodePool
     idling: Idling
     usd_per_node_hour: float | None
-    """None where the price table does not know."""
+    """The price; None where the price table has none."""
     is_over: bool
-    """Has it idled beyond the limit?"""
+    """Whether it has idled beyond the limit."""
     reason: str = ""
-    """Why the last try came to nothing."""
+    """The reason why the last try failed."""
 
     @property
     def idle_nodes(self) -> int:
-        """Nodes that cost money for nothing."""
+        """The number of nodes that cost money without work."""
         return 0 if self.pool.work else self.pool.node_count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cursor:
-    """What a tick leaves to the next one."""
+    """The state that a tick leaves for the next one."""
 
     pools: Mapping[str, Idling] = field(default_factory=dict)
     facts: Sequence[Any] = ()
-    """What was recorded last, see `idle_state_of`."""
+    """The last recorded states, see `idle_state_of`."""
     recorded_at: float = 0.0
 
     def written(self) -> str:
+        """Return the cursor as text."""
         return json.dumps(asdict(self))
 
 
 def build_idle_cluster_sensor(settings: Settings) -> dg.SensorDefinition:
+    """Return the sensor that records the cluster's state and scales down pools that have idled for too long."""
     limit_seconds = settings.idle_minutes * 60
 
     @dg.sensor(
@@ -80,7 +82,7 @@ def build_idle_cluster_sensor(settings: Settings) -> dg.SensorDefinition:
         before = cursor.pools
         try:
             pools = manager.pools()
-        except (ClusterError, OSError) as error:  # how long it idles is kept
+        except (ClusterError, OSError) as error:  # the idle time so far is kept
             return dg.SensorResult(skip_reason=f"the nodes cannot be seen now: {error}", cursor=context.cursor)
         watched = []
         for pool in pools:
@@ -121,7 +123,7 @@ def build_idle_cluster_sensor(settings: Settings) -> dg.SensorDefinition:
 
 
 def read_cursor(text: str | None) -> Cursor:
-    """What the last tick has left; nothing where that was another version's."""
+    """Return the last tick's state; an empty one where another version wrote it."""
     try:
         found = json.loads(text or "{}")
         return Cursor(**{**found, "pools": {name: Idling(**fields) for name, fields in found["pools"].items()}})
@@ -130,19 +132,20 @@ def read_cursor(text: str | None) -> Cursor:
 
 
 def gone(before: Mapping[str, Idling], pools: Sequence[NodePool]) -> list[str]:
-    """Pools whose nodes have gone at last, after it was told that they had not."""
+    """Return the pools whose nodes have gone at last, after it was reported that they had not."""
     there = {pool.name for pool in pools if pool.node_count}
     return [name for name, old in before.items() if old.told and old.outcome != "scaled down" and name not in there]
 
 
 def idle_state_of(item: Watched) -> list[Any]:
-    """What is worth a record when it changes: all but times and dollars, which always do."""
+    """Return the parts of a pool's state whose change is recorded: all except times and dollars, which always
+    change."""
     states = sorted([state, count] for state, count in item.pool.states.items() if count)
     return [item.pool.name, states, bool(item.pool.work), item.is_over, item.idling.outcome]
 
 
 def describe_idle_pool(item: Watched, cluster: GPUClusterResource) -> str:
-    """What was done about idle nodes, and what they cost."""
+    """Return a sentence on what was done about idle nodes, and what they cost."""
     pool = item.pool
     trouble = f" ({pool.trouble})" if pool.trouble else ""
     reason = f": {item.reason}" if item.reason else ""
@@ -167,7 +170,7 @@ def _words(cluster: GPUClusterResource) -> str:
 
 
 def _usd_per_node_hour(pool: NodePool, cluster: GPUClusterResource) -> float | None:
-    """None where the price table does not know: it is given back all the same."""
+    """Return the price; None where the price table has none: the pool is given back all the same."""
     try:
         return price_of(pool.sku).usd_per_hour(tier_of(pool.tier or cluster.tier))
     except PriceError:
@@ -175,7 +178,7 @@ def _usd_per_node_hour(pool: NodePool, cluster: GPUClusterResource) -> float | N
 
 
 def _scale_down(manager: GPUClusterManager, item: Watched, run_id: str) -> Watched:
-    """Have it scaled down, unless this run or anybody else is about to use it; what came of it."""
+    """Scale the pool down, unless this run or another user is about to use it; return its state with the outcome."""
     outcome: Outcome = "in use"
     reason = f"Dagster run {run_id} is at work" if run_id else ""
     if not run_id:
@@ -218,5 +221,5 @@ def _events(watched: Sequence[Watched], cluster: GPUClusterResource) -> list[Any
 
 
 def _states(pool: NodePool) -> str:
-    """``dtrain-nc6sv3: 2 idle, 1 running``."""
+    """Return ``dtrain-nc6sv3: 2 idle, 1 running``."""
     return f"{pool.name}: " + ", ".join(f"{count} {state}" for state, count in pool.states.items() if count)

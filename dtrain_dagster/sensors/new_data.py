@@ -1,4 +1,4 @@
-"""When the price file that the project trains on has new content, train again."""
+"""The sensor ``new_data``: it retrains when the project's price file has new content."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from dtrain_dagster.support.secrets import redact
 
 
 def build_new_data_sensor(settings: Settings, job_name: str) -> dg.SensorDefinition:
+    """Return the sensor, switched off by default, that asks for a run of ``job_name`` when the prices have changed."""
+
     @dg.sensor(
         name="new_data",
         job_name=job_name,
@@ -46,7 +48,7 @@ def build_new_data_sensor(settings: Settings, job_name: str) -> dg.SensorDefinit
 
         source = price_source(settings.prices)
         if not isinstance(source, PriceFile):
-            return dg.SensorResult(skip_reason=f"{settings.prices!r} is no file of yours: it is not watched")
+            return dg.SensorResult(skip_reason=f"{settings.prices!r} is not a file of your own: it is not watched")
         now, pause, watch = time.time(), settings.retrain_debounce_minutes * 60, read_watch(context.cursor)
         watch = at_clock(watch, clock.reading())
 

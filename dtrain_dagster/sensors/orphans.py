@@ -1,7 +1,8 @@
-"""What nobody waits for any more still costs money: say so, or end it.
+"""The sensor ``orphans``: it reports or ends jobs and nodes that no run waits for any more, since they still cost
+money.
 
-The cluster says which jobs and computes no live run owns; here is decided what becomes of them. Several Dagster
-instances may share a cluster: what belongs to a run that this one does not know is told, and never ended from here.
+The cluster says which jobs and computes no live run owns; this module decides what becomes of them. Several Dagster
+instances may share a cluster: an orphan whose run this instance does not know is reported, and never ended from here.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.notify import notify_and_log
 from trainer.printable import visible
 
-LEFT, FOREIGN = "left as it is", "left as it is: its run is not of this Dagster, so it may be somebody else's"
-BUSY = "left as it is: somebody else's work is on its nodes"
+LEFT, FOREIGN = "left as it is", "left as it is: its run is not of this Dagster, so it may be another user's"
+BUSY = "left as it is: another user's work is on its nodes"
 ENDED, ENDING, FAILED = "ended", "its end was asked for", "could not be ended"
 
 
 def build_orphan_sensor(settings: Settings) -> dg.SensorDefinition:
+    """Return the sensor that finds orphans and, after a grace time, reports or ends them, as the settings say."""
     grace, cancels = settings.orphan_minutes * 60, settings.orphan_policy == "cancel"
     what = "ends" if cancels else "reports"
 
@@ -47,11 +49,11 @@ def build_orphan_sensor(settings: Settings) -> dg.SensorDefinition:
         seen: dict[str, Any] = before.get("orphans", {})
         if seconds := clock.set_by(before.get("clock"), reading):  # they have been alone for as long as before
             seen = {key: item | {"since": item["since"] + seconds} for key, item in seen.items()}
-        seconds_since_setting(context.instance)  # noticed within a minute, for whoever asks later
+        seconds_since_setting(context.instance)  # so that a setting is noticed within a minute, for later callers
         live = {run.run_id for run in context.instance.get_runs(dg.RunsFilter(statuses=LIVE))}
         try:
             found = {_key(orphan): orphan for orphan in manager.find_orphans(live)}
-        except (ClusterError, OSError) as error:  # what was seen is kept, and so is since when
+        except (ClusterError, OSError) as error:  # the orphans seen so far, and their times, are kept
             return dg.SensorResult(skip_reason=f"orphans cannot be looked for now: {error}", cursor=context.cursor)
         known = {key: seen.get(key, {"since": now, "tried": 0.0, "told": ""}) for key in found}
         due = {key: found[key] for key in found if now - known[key]["since"] >= grace}
@@ -63,7 +65,7 @@ def build_orphan_sensor(settings: Settings) -> dg.SensorDefinition:
             may_end = [key for key in may_end if key not in computes]
         turn = choose_orphan({key: known[key]["tried"] for key in may_end})
         outcome = (LEFT, "")
-        if turn is not None:  # before anything is told, which takes seconds: nobody shall take it over meanwhile
+        if turn is not None:  # before any message, which takes seconds: no run shall take the orphan over meanwhile
             known[turn]["tried"] = now
             try:
                 outcome = _end(manager, due[turn])
@@ -80,7 +82,7 @@ def build_orphan_sensor(settings: Settings) -> dg.SensorDefinition:
                 facts = describe_orphan(orphan, cluster, done + problem, now - known[key]["since"])
                 message = visible("; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in facts.items()))
                 context.log.warning(message)
-                notify_and_log(project.notify_urls(), f"dtrain: nobody waits for {orphan.name}", message, context.log)
+                notify_and_log(project.notify_urls(), f"dtrain: no run waits for {orphan.name}", message, context.log)
                 events.append(_check(facts))
         if any(item["told"] for item in seen.values()) and not any(item["told"] for item in known.values()):
             events.append(_check({}))
@@ -94,13 +96,13 @@ def build_orphan_sensor(settings: Settings) -> dg.SensorDefinition:
 
 
 def choose_orphan(tried: Mapping[str, float]) -> str | None:
-    """Which one to end at this tick: what was not tried yet, else what was tried longest ago. One only, right after it
-    was seen: it may take half of the minute that a sensor has."""
+    """Return the orphan to end at this tick: one not tried yet, else the one tried longest ago; None for none. Only
+    one, right after it was seen: it may take half of the minute that a sensor has."""
     return min(tried, key=lambda key: tried[key], default=None)
 
 
 def describe_orphan(orphan: Orphan, cluster: GPUClusterResource, done: str, alone_seconds: float) -> dict[str, Any]:
-    """What a person needs to know of it, in order; each value is a figure or a few words."""
+    """Return the facts that a person needs, in order; each value is a figure or a few words."""
     remedy = "delete it in the studio, or let the sensor end it: DTRAIN_ORPHAN_POLICY=cancel"
     if orphan.kind == "job":
         remedy = f"materialize trained_checkpoint again to take it over, or `dtrain cancel {orphan.job_id}`"
@@ -122,7 +124,7 @@ def describe_orphan(orphan: Orphan, cluster: GPUClusterResource, done: str, alon
 
 
 def _cost_per_hour(orphan: Orphan, cluster: GPUClusterResource) -> str:
-    """Of the nodes that it has, or waits for; "" where the price table does not know."""
+    """Return the cost of the nodes that it has, or waits for; "" where the price table has none."""
     try:
         usd = orphan.node_count * price_of(orphan.sku).usd_per_hour(tier_of(orphan.tier or cluster.tier))
     except PriceError:
@@ -131,22 +133,23 @@ def _cost_per_hour(orphan: Orphan, cluster: GPUClusterResource) -> str:
 
 
 def _key(orphan: Orphan) -> str:
-    """Who follows it belongs to it: a run that takes it over, and ends too, starts the clock anew."""
+    """Return the orphan's key, with the run that follows it: a run that takes it over, and ends too, starts a new grace
+    time."""
     return f"{orphan.kind} {orphan.name} {orphan.dagster_run_id or ''}"
 
 
 def _is_own(instance: dg.DagsterInstance, orphan: Orphan) -> bool:
-    """May it be ended from here? What has no run was made by hand, under this cluster's name."""
+    """Return whether it may be ended from here. An orphan without a run was made by hand, under this cluster's name."""
     return orphan.dagster_run_id is None or instance.has_run(orphan.dagster_run_id)
 
 
 def why_spared(orphan: Orphan, is_own: bool) -> str:
-    """Why it is told and never ended from here; "" if it may be ended."""
+    """Return why an orphan is reported and never ended from here; "" if it may be ended."""
     return BUSY if orphan.is_busy else "" if is_own else FOREIGN
 
 
 def _end(manager: GPUClusterManager, orphan: Orphan) -> tuple[str, str]:
-    """What was done, and what went wrong. `InUseError` where somebody wants it by now."""
+    """End the orphan; return what was done, and what went wrong. Raise `InUseError` where a run wants it by now."""
     try:
         return (ENDED if manager.end_orphan(orphan) else ENDING), ""
     except InUseError:
@@ -156,7 +159,7 @@ def _end(manager: GPUClusterManager, orphan: Orphan) -> tuple[str, str]:
 
 
 def _check(facts: Mapping[str, Any]) -> dg.AssetCheckEvaluation:
-    """Passed where there is nothing to say any more."""
+    """Return the check's evaluation; it passes once there is nothing more to report."""
     metadata = {name: dg.MetadataValue.url(value) if name == "studio" else value for name, value in facts.items()}
     return dg.AssetCheckEvaluation(
         asset_key=dg.AssetKey("gpu_cluster"),

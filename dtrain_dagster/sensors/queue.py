@@ -1,4 +1,4 @@
-"""Runs that wait for capacity are started when they are due, and somebody is told."""
+"""The sensor ``queue``: it starts runs that wait for capacity when they are due, and tells people."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from dtrain_dagster.support.notify import notify_and_log
 
 
 def build_queue_sensor(settings: Settings) -> dg.SensorDefinition:
+    """Return the sensor that starts due runs, removes expired ones from the queue, and records the queue when it
+    changes."""
+
     @dg.sensor(
         name="queue",
         target=dg.AssetSelection.all(),
@@ -32,7 +35,7 @@ def build_queue_sensor(settings: Settings) -> dg.SensorDefinition:
         reading = clock.reading()
         tickets = waiting.tickets()
         if seconds := clock.set_by(said.get("clock"), reading):
-            context.log.warning(f"the clock was set by {seconds:,.0f} s: who waits goes on waiting as long as before")
+            context.log.warning(f"the clock was set by {seconds:,.0f} s: runs go on waiting for as long as before")
             tickets = waiting.shift(tickets, seconds, now)
         names = [item.ticket for item in tickets]
         runs = context.instance.get_runs(filters=dg.RunsFilter(tags={TICKET_TAG: names})) if names else []
@@ -94,7 +97,8 @@ def _request(ticket: Ticket) -> dg.RunRequest:
 
 
 def queue_table(tickets: Sequence[Ticket]) -> str:
-    """Who waits, since when, for what, as a Markdown table. Moments, not durations: it is written when it changes."""
+    """Return the waiting runs as a Markdown table: since when, for what. It shows moments, not durations: it is written
+    when it changes."""
     rows = ["| position | waits since | tries | next try | gives up | why |", "|---|---|---|---|---|---|"]
     for position, item in enumerate(tickets, 1):
         queued, following, ends = map(_moment, (item.queued_at, item.retry_at, item.deadline_at))

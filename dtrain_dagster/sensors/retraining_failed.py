@@ -1,4 +1,4 @@
-"""A retraining that nobody started fails before nobody's eyes: say so."""
+"""The sensor ``retraining_failed``: it reports a failed retraining, which no person started and so none watches."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from dtrain_dagster.support.secrets import redact
 
 
 def build_retraining_failed_sensor() -> dg.SensorDefinition:
+    """Return the sensor that notifies people of a failed run with a retraining's cause."""
+
     @dg.run_failure_sensor(
         name="retraining_failed",
         minimum_interval_seconds=60,

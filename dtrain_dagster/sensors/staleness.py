@@ -1,4 +1,4 @@
-"""When the champion has grown old, or is no longer good enough, train again."""
+"""The sensor ``staleness``: it retrains when the champion has grown old, or is no longer good enough."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from dtrain_dagster.settings.environment import Settings
 
 
 def build_staleness_sensor(settings: Settings, job_name: str) -> dg.SensorDefinition:
+    """Return the sensor, switched off by default, that asks for a run of ``job_name`` when the champion is stale."""
     days = settings.retrain_max_age_days
 
     @dg.sensor(
@@ -51,7 +52,7 @@ def build_staleness_sensor(settings: Settings, job_name: str) -> dg.SensorDefini
         if isinstance(found, str):
             return dg.SkipReason(found)
         why = []
-        for cause in found:  # one that had its run hides no other
+        for cause in found:  # a cause that had its run does not hide the others
             asked = ask(context, cause, project, cluster, settings.retrain_budget_usd)
             if isinstance(asked, dg.RunRequest):
                 return asked

@@ -1,4 +1,4 @@
-"""What this project reads from its environment (`environment`, `azure`), and the folder that it writes (`home`).
+"""The project's settings from the environment (`environment`, `azure`), and the folder that it writes (`home`).
 
 Settings of a training belong to `trainer.config`.
 """

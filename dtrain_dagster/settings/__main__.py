@@ -1,4 +1,4 @@
-"""``python -m dtrain_dagster.settings`` writes the documents' tables of settings anew from the fields that are read."""
+"""``python -m dtrain_dagster.settings`` rewrites the documents' tables of settings from the fields that are read."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dtrain_dagster.settings.azure import AzureSettings
 from dtrain_dagster.settings.environment import Settings
 
 TABLES: dict[str, type[BaseSettings]] = {"README.md": Settings, "docs/azure.md": AzureSettings}
-"""Document, from the repository's root → the settings whose table it holds."""
+"""The settings whose table each document holds; paths from the repository's root."""
 _ROWS = re.compile(r"(?:^\| `DTRAIN_[A-Z_]+` \|.*\n)+", flags=re.MULTILINE)
 
 
 def settings_rows(kind: type[BaseSettings]) -> str:
-    """The rows of a Markdown table, one per variable: its name, its default, its meaning."""
+    """Return the rows of a Markdown table, one per variable: its name, its default, its meaning."""
     rows = []
     for name, field in kind.model_fields.items():
         default = "required" if field.is_required() else ""
@@ -28,7 +28,7 @@ def settings_rows(kind: type[BaseSettings]) -> str:
 
 
 def with_settings_rows(text: str, kind: type[BaseSettings]) -> str:
-    """The document with the rows of its table as they have to be. `ValueError` where it has not exactly one."""
+    """Return the document with up-to-date rows in its table. Raise `ValueError` where it has not exactly one table."""
     written, count = _ROWS.subn(lambda _: settings_rows(kind), text)
     if count != 1:
         raise ValueError(f"{count} tables of settings where one belongs")
@@ -36,6 +36,7 @@ def with_settings_rows(text: str, kind: type[BaseSettings]) -> str:
 
 
 def main(root: Path) -> None:
+    """Rewrite the tables of all documents in `TABLES` below ``root``."""
     for name, kind in TABLES.items():
         document = root / name
         document.write_text(with_settings_rows(document.read_text(), kind))

@@ -1,4 +1,4 @@
-"""What ``DTRAIN_CLUSTER=azure_ml`` needs to know: ``DTRAIN_AZURE_*`` environment variables. No secret is among them."""
+"""The settings of ``DTRAIN_CLUSTER=azure_ml``: ``DTRAIN_AZURE_*`` environment variables. None of them is a secret."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ REPLACED = {
     f"{PREFIX}TIERS": "set DTRAIN_TIER instead, which takes several tiers, separated by commas",
     f"{PREFIX}IDLE_SECONDS": "set DTRAIN_IDLE_MINUTES instead, in minutes",
 }
-"""Variables that asked what another one asks, and what to set instead. They are refused and not ignored: who had set
-them would otherwise pay for other nodes, or for longer, without a word."""
+"""Variables that another one has replaced, and that other one. They are refused and not ignored: a user who had set
+them would otherwise pay for other nodes, or for longer, without a warning."""
 
 
 class AzureSettings(BaseSettings):
-    """Every field is the environment variable of that name in capitals after ``DTRAIN_AZURE_``."""
+    """The settings of Azure ML. Every field is the environment variable of that name in capitals after
+    ``DTRAIN_AZURE_``."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", env_ignore_empty=True)
 
@@ -36,29 +37,31 @@ class AzureSettings(BaseSettings):
     chain: str = Field(
         default="", description="Sizes to try after DTRAIN_GPU_TYPE, separated by commas; unset: one GPU of each kind"
     )
-    max_nodes: int | None = Field(default=None, ge=1, description="A compute grows to so many; unset: as many as asked")
+    max_nodes: int | None = Field(
+        default=None, ge=1, description="Most nodes of a compute; unset: as many as asked for"
+    )
     vnet: str | None = Field(default=None, description="Virtual network of the nodes")
     subnet: str | None = Field(default=None, description="Its subnet, or the resource id of one")
-    public_ip: bool = Field(default=False, description="May nodes have public addresses?")
+    public_ip: bool = Field(default=False, description="Whether nodes may have public addresses")
     identity: str | None = Field(default=None, description="Resource id of the nodes' identity; unset: system-assigned")
     identity_client_id: str | None = Field(default=None, description="Client id of that identity")
     require_own_key: bool = Field(
         default=False, description="Buy nothing in a workspace without a customer-managed encryption key"
     )
     queue_deadline_seconds: float = Field(
-        default=3600, gt=0, description="A job that Azure keeps queued for longer goes on elsewhere"
+        default=3600, gt=0, description="A job that Azure keeps queued for longer is cancelled and tried elsewhere"
     )
     silence_seconds: float = Field(
-        default=900, gt=0, description="A job of which nothing is heard for longer is lost (NotResponding)"
+        default=900, gt=0, description="A job that is silent for longer counts as lost (NotResponding)"
     )
     job_timeout_seconds: float = Field(default=604800, gt=0, description="Azure ends a job that runs for longer")
-    poll_seconds: float = Field(default=5, gt=0, description="Between two looks at a job that is followed")
+    poll_seconds: float = Field(default=5, gt=0, description="Seconds between two looks at a job that is followed")
     max_resubmissions: int = Field(
-        default=6, ge=0, description="How often a job that lost its nodes is submitted again"
+        default=6, ge=0, description="Number of times that a job that lost its nodes is submitted again"
     )
     dagster_storage: str | None = Field(
         default=None,
-        description="Where Dagster keeps outputs of runs and values of assets: abfss://filesystem@account.dfs.core."
+        description="Folder for outputs of runs and values of assets of Dagster: abfss://filesystem@account.dfs.core."
         "windows.net/path; unset: in DAGSTER_HOME",
     )
 
@@ -84,21 +87,21 @@ class AzureSettings(BaseSettings):
         return address
 
     def dagster_folder(self) -> DataLakeFolder | None:
-        """Return where Dagster keeps outputs and values; None: on this machine."""
+        """Return the folder in which Dagster keeps outputs and values; None: on this machine."""
         return DataLakeFolder.parse(self.dagster_storage) if self.dagster_storage else None
 
     def options(self) -> dict[str, Any]:
-        """As `dtrain_dagster.clusters.azure_ml.options.AzureMLOptions` takes them, in JSON's types; what is unset is
-        left out."""
+        """Return the arguments of `dtrain_dagster.clusters.azure_ml.options.AzureMLOptions`, in JSON's types, without
+        unset ones."""
         given = self.model_dump(exclude_none=True, exclude={"dagster_storage"})
         sizes = _words(given.pop("chain"))
         return {**given, **({"chain": sizes} if sizes else {})}
 
 
 def read_azure_options(settings: Settings) -> dict[str, Any]:
-    """The environment's options for Azure ML, with what the cluster of any kind is told too: the order of tiers, and
-    the seconds after which an idle node is given back. `SettingsError` for what is missing or cannot be used, and for
-    a variable that another one has replaced."""
+    """Return the environment's options for Azure ML, with two that every kind of cluster gets: the order of tiers, and
+    the seconds after which an idle node is given back. Raise `SettingsError` for missing or unusable values, and for a
+    variable that another one has replaced."""
     for name, remedy in REPLACED.items():
         if os.environ.get(name):
             raise SettingsError(f"{name} is not read any more: {remedy}")

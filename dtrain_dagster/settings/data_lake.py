@@ -1,6 +1,6 @@
-"""Where Dagster's own files lie on the Azure path: the outputs of runs and the values of assets, in ADLS Gen2.
+"""The place of Dagster's own files on the Azure path: the outputs of runs and the values of assets, in ADLS Gen2.
 
-The address, and what `dagster.yaml` says of it, belong here; pure, nobody is asked. The clients are dagster-azure's,
+The address, and its section of `dagster.yaml`, belong here; pure, no service is asked. The clients are dagster-azure's,
 and take this machine's identity: no key, token or other secret is taken here, so none can be written.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 UPLOAD_SECONDS = 30
-"""Between two uploads of the output of a step that still runs."""
+"""The seconds between two uploads of the output of a step that still runs."""
 _ADDRESS = re.compile(
     r"abfss://(?P<file_system>[a-z0-9](?:-?[a-z0-9]){2,62})@(?P<account>[a-z0-9]{3,24})\.dfs\."
     r"(?P<suffix>[a-z0-9.-]+(?::\d+)?)(?:/(?P<prefix>[\w./-]*))?"
@@ -33,7 +33,8 @@ class DataLakeFolder:
 
     @classmethod
     def parse(cls, address: str) -> DataLakeFolder:
-        """Return what ``abfss://<file system>@<account>.dfs.<suffix>[/<path>]`` names; `ValueError` for other text."""
+        """Return the folder at ``abfss://<file system>@<account>.dfs.<suffix>[/<path>]``. Raise `ValueError` for other
+        text."""
         found = _ADDRESS.fullmatch(address)
         if not found:
             raise ValueError(
@@ -61,8 +62,8 @@ def refuse_folder_of_nodes(folder: DataLakeFolder, storage: str, account_url: st
 
 
 def compute_log_section(folder: DataLakeFolder, local_dir: Path) -> str:
-    """Return ``compute_logs`` of `dagster.yaml`, as YAML: outputs of runs go to the folder. ``local_dir`` is where they
-    are written while a step runs, and read where they lie already."""
+    """Return ``compute_logs`` of `dagster.yaml`, as YAML: outputs of runs go to the folder. In ``local_dir`` they are
+    written while a step runs, and older ones are read."""
     config = {
         "storage_account": folder.account,
         "container": folder.file_system,
@@ -82,9 +83,9 @@ def compute_log_section(folder: DataLakeFolder, local_dir: Path) -> str:
 
 def with_compute_logs(text: str, section: str) -> str:
     """Return the text of `dagster.yaml` with this section, between two comments that mark it, and no earlier one; with
-    an empty section, without it. What stands elsewhere in the text is kept.
+    an empty section, without it. Other parts of the text are kept.
 
-    `ValueError` where the text has ``compute_logs`` of its own, which somebody else wrote.
+    Raise `ValueError` where the text has a ``compute_logs`` that the user wrote.
     """
     own = _BLOCK.sub("\n", text)
     if not section:

@@ -1,6 +1,7 @@
-"""Which cluster, storage, registry and prices: from ``DTRAIN_*`` environment variables, checked before anything starts.
+"""The settings of cluster, storage, registry and prices: ``DTRAIN_*`` environment variables, checked before any start.
 
-What a person changes from run to run (epochs, learning rate, window…) is not here but in the launchpad of its asset.
+Values that a person changes from run to run (epochs, learning rate, window…) are not here but in the launchpad of their
+asset.
 """
 
 from __future__ import annotations
@@ -20,27 +21,28 @@ from trainer.model.allowed_factories import parse_modules
 
 PREFIX = "DTRAIN_"
 _BY_REFERENCE = ("prices", "notify", "mlflow_tracking_uri", "endpoint_token")
-"""Settings that may say where their value is (``env:NAME``, ``keyvault://vault/secret``)."""
+"""The settings whose value may be a reference (``env:NAME``, ``keyvault://vault/secret``)."""
 _NO_SECRET = {
     "storage": "nodes and this machine authorise themselves by identity, or by Azure's own variables "
     "(AZURE_STORAGE_CONNECTION_STRING and the like)",
     "dagster_url": "give the address alone, as people open it in a browser",
 }
-"""What to do instead, where a reference is not taken."""
+"""The remedy for each setting that takes no reference."""
 _UNUSABLE = re.compile(r"[\x00-\x1f\x7f?%]")
-"""In the home: the address of an SQLite file ends at ``?``, and ``%41`` in it is another letter, so that the databases
-of Dagster and MLflow would lie elsewhere; control characters break lines of logs and lists."""
+"""Characters that a home's path must not have: the address of an SQLite file ends at ``?``, and ``%41`` in it is
+another letter, so that the databases of Dagster and MLflow would lie elsewhere; control characters break lines of logs
+and lists."""
 _ENDPOINT = re.compile(r"https?://[^\s@?#]+|[a-z][a-z0-9-]{1,30}[a-z0-9]")
 S = TypeVar("S", bound=BaseSettings)
 TierName = Literal["dedicated", "low_priority"]
 
 
 class SettingsError(ValueError):
-    """An environment variable cannot be used. The message names it, its value and the remedy."""
+    """A refusal of an environment variable that cannot be used. The message names it, its value and the remedy."""
 
 
 class Settings(BaseSettings):
-    """Every field is the environment variable of that name in capitals after ``DTRAIN_``."""
+    """The project's settings. Every field is the environment variable of that name in capitals after ``DTRAIN_``."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", env_ignore_empty=True)
 
@@ -49,7 +51,7 @@ class Settings(BaseSettings):
     storage: str | None = Field(
         default=None,
         pattern=r"^az://[a-z0-9](-?[a-z0-9]){2,62}(/.*)?$",
-        description="Where nodes of the cloud find datasets and run directories: az://container/path",
+        description="Storage of datasets and run directories that nodes of the cloud reach: az://container/path",
     )
     cluster: Literal["local", "azure_ml"] = Field(default="local", description="Kind of cluster")
     cluster_name: str = Field(
@@ -62,13 +64,13 @@ class Settings(BaseSettings):
     threads_per_rank: int | None = Field(default=None, ge=1, description="CPU threads per rank; unset: cores / ranks")
     max_replacements: int = Field(default=6, ge=0, description="Lost nodes that are replaced while a job runs")
     replacement_delay_seconds: float = Field(
-        default=1.0, ge=0, lt=float("inf"), description="How long a node is gone before another takes its place"
+        default=1.0, ge=0, lt=float("inf"), description="Seconds that a node is gone before another takes its place"
     )
     gpu_type: str = Field(default="Standard_NC6s_v3", description="SKU; on the local cluster its price stands in")
     tier: str = Field(
         default="dedicated",
-        description="Tiers that nodes are asked for on, in order, separated by commas: dedicated, low_priority; the "
-        "first one's price is planned with",
+        description="Tiers on which nodes are requested, in order, separated by commas: dedicated, low_priority; plans "
+        "use the first one's price",
     )
     region: str = Field(
         default="eastus",
@@ -102,24 +104,24 @@ class Settings(BaseSettings):
 
     endpoint: str | None = Field(
         default=None,
-        description="Scoring endpoint that models have to suit: its address, or its name in the workspace",
+        description="Scoring endpoint with which models must be compatible: its address, or its name in the workspace",
     )
     endpoint_dialect: Literal["mlflow", "azureml"] | None = Field(
         default=None, description="mlflow or azureml, as for `dtrain endpoint check`; unset: azureml for a name"
     )
     endpoint_token: str | None = Field(
-        default=None, description="Where its key or token is: env:NAME, keyvault://vault/secret, or identity"
+        default=None, description="Reference to its key or token: env:NAME, keyvault://vault/secret, or identity"
     )
 
     retrain_cron: str = Field(
-        default="0 6 * * 6", description="When the weekly retraining runs, once it is switched on"
+        default="0 6 * * 6", description="Schedule of the weekly retraining, once it is switched on"
     )
     retrain_timezone: str = Field(default="America/New_York", description="Time zone of that schedule")
     retrain_budget_usd: float = Field(
-        default=0, ge=0, lt=float("inf"), description="What a retraining may cost that nobody looks at; 0: no limit"
+        default=0, ge=0, lt=float("inf"), description="Budget of an unattended retraining in dollars; 0: no limit"
     )
     retrain_debounce_minutes: float = Field(
-        default=10, ge=0, lt=float("inf"), description="How long a changed price file has to stay as it is"
+        default=10, ge=0, lt=float("inf"), description="Minutes that a changed price file has to stay unchanged"
     )
     retrain_max_age_days: float = Field(
         default=30, gt=0, lt=float("inf"), description="Age at which the champion, or its data, is stale"
@@ -128,17 +130,17 @@ class Settings(BaseSettings):
     overrun_fraction: float = Field(default=0.25, gt=0, description="Cost above the estimate that raises an alert")
 
     queue_deadline_hours: float = Field(
-        default=24, gt=0, description="How long a run waits for capacity before it is given up"
+        default=24, gt=0, description="Hours that a run waits for capacity before it is given up"
     )
     notify: str = Field(
         default="",
-        description="Apprise addresses that are told of alerts, separated by spaces; those that hold a token or "
+        description="Apprise addresses that receive alerts, separated by spaces; those that hold a token or "
         "password by reference: keyvault://vault/secret, env:NAME",
     )
     orphan_policy: Literal["notify", "cancel"] = Field(
-        default="notify", description="What happens to jobs and computes whose Dagster run has ended"
+        default="notify", description="Treatment of jobs and computes whose Dagster run has ended: notify or cancel"
     )
-    orphan_minutes: float = Field(default=30, gt=0, description="How long they may go on before that")
+    orphan_minutes: float = Field(default=30, gt=0, description="Minutes that they may go on before that")
 
     @field_validator("home")
     @classmethod
@@ -221,37 +223,38 @@ class Settings(BaseSettings):
 
     @property
     def tiers(self) -> tuple[TierName, ...]:
-        """The tiers that nodes are asked for on, in order; at least one."""
+        """The tiers on which nodes are requested, in order; at least one."""
         return cast("tuple[TierName, ...]", tuple(self.tier.split(",")))
 
     @property
     def storage_uri(self) -> str:
-        """Where prices and datasets are built, on this machine."""
+        """The folder of this machine in which prices and datasets are built."""
         return str(self.home / "storage")
 
     @property
     def shared_uri(self) -> str:
-        """What the nodes of the cluster can reach: run directories, and the datasets that they read."""
+        """The storage that the cluster's nodes reach: run directories, and the datasets that they read."""
         return self.storage.rstrip("/") if self.storage else self.storage_uri
 
     @property
     def jobs_uri(self) -> str:
+        """The folder of run directories."""
         return f"{self.shared_uri}/jobs"
 
     @property
     def cache_dir(self) -> Path:
-        """Node-local cache of shards."""
+        """The node-local cache of shards."""
         return self.home / "cache"
 
     @property
     def tracking_uri(self) -> str:
-        """As it was set: it may be a reference, which is resolved where it is used."""
+        """The MLflow address as it was set: it may be a reference, which is resolved where it is used."""
         return self.mlflow_tracking_uri or f"sqlite:///{self.home / 'mlflow.db'}"
 
 
 def without_secret(kind: type[BaseSettings], name: str, value: object) -> object:
-    """The value of a setting, which carries no secret; `SecretError` for one that does, or for a reference where none
-    is taken. Settings are kept in run snapshots, logs and manifests. Endpoints have checks of their own."""
+    """Return the value of a setting, which carries no secret. Raise `SecretError` for one that does, or for a reference
+    where none is taken. Settings are kept in run snapshots, logs and manifests. Endpoints have checks of their own."""
     if not isinstance(value, str) or name in ("endpoint", "endpoint_token"):
         return value
     setting = f"{kind.model_config['env_prefix']}{name.upper()}"
@@ -263,17 +266,17 @@ def without_secret(kind: type[BaseSettings], name: str, value: object) -> object
 
 
 def load_settings() -> Settings:
-    """Read and check the environment. Raises `SettingsError` with one line per variable that cannot be used."""
+    """Read and check the environment. Raise `SettingsError` with one line per variable that cannot be used."""
     return read_environment(Settings)
 
 
 def setting(name: str) -> str:
-    """One setting as the environment has it, not checked: for what is asked often."""
+    """Return one setting as the environment has it, not checked: for values that are read often."""
     return os.environ.get(f"{PREFIX}{name.upper()}") or str(Settings.model_fields[name].get_default())
 
 
 def read_environment(kind: type[S]) -> S:
-    """Settings of this kind from the environment; raises as `load_settings` does."""
+    """Return settings of this kind from the environment; raise as `load_settings` does."""
     try:
         return kind()
     except ValidationError as error:
@@ -296,6 +299,6 @@ def read_environment(kind: type[S]) -> S:
 
 
 def _is_secret(item: ErrorDetails) -> bool:
-    """Was this refused because of a secret, or may there be one in what was given?"""
+    """Return whether the value was refused because of a secret, or may have one in it."""
     refused = (item.get("ctx") or {}).get("error")
     return isinstance(refused, SecretError) or (isinstance(item["input"], str) and secret_in(item["input"]) is not None)

@@ -1,7 +1,7 @@
 """The folder that this project writes on this machine (DTRAIN_HOME): made, marked as its own, and removed again.
 
-Removal is the only operation here that can destroy what belongs to somebody else, so it takes away names that this
-project is known to write and nothing more, and refuses wherever it cannot be sure.
+Removal is the only operation here that can destroy a user's own files, so it takes away names that this project is
+known to write and nothing more, and refuses wherever it cannot be sure.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from pathlib import Path
 from dtrain_dagster.support.job_lock import LOCK, is_held
 
 MARKER = ".dtrain-home"
-"""A file that says that the folder is this project's. Without it nothing is removed."""
+"""The file that marks the folder as this project's. Without it nothing is removed."""
 MARKER_TEXT = "This folder was made by dtrain, which keeps everything here that it writes. `make clean` removes it.\n"
 WORK_LOCK = "work.lock"
-"""Held while `make run` is at work on the home."""
+"""The lock that `make run` holds while it is at work on the home."""
 OURS = (
     MARKER, WORK_LOCK, "storage", "clusters", "orders", "secrets", "cache", "dagster", "audit", "mlartifacts",
     "mlflow.db", "mlflow.db-*", "mlflow.db.*", "prices.json", "prices.json.*",
 )  # fmt: skip
-"""What this project writes directly below its home, as patterns."""
+"""Patterns of the names that this project writes directly below its home."""
 
 
 class HomeError(ValueError):
-    """The home cannot be used or removed. The message names it and the remedy."""
+    """A refusal of a home that cannot be used or removed. The message names it and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What `plan_removal` has found in a home."""
+    """The entries of a home that `plan_removal` has found."""
 
     home: Path
     ours: tuple[str, ...]
-    """Entries that are removed."""
+    """The entries that are removed."""
     others: tuple[str, ...]
-    """Entries that somebody else has put there: they stay, and the folder with them."""
+    """The entries of other origin: they stay, and the folder with them."""
 
 
 def is_ours(name: str) -> bool:
-    """Is this a name that this project writes directly below its home?"""
+    """Return whether this is a name that this project writes directly below its home."""
     return any(fnmatch(name, pattern) for pattern in OURS)
 
 
 def make_home(home: Path) -> Path:
-    """Make the home where it is missing, and mark it; its path.
+    """Make the home where it is missing, and mark it; return its path.
 
-    A folder that holds anything else than this project's own is used, but not marked: it is somebody's, and
-    `make clean` must not take it away. `HomeError` where it cannot be written, in one sentence.
+    A folder with other entries than this project's own is used, but not marked: it belongs to a user, and `make clean`
+    must not take it away. Raise `HomeError` where it cannot be written, in one sentence.
     """
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def make_home(home: Path) -> Path:
 
 
 def unwritable(home: Path | str, error: OSError) -> str:
-    """The sentence for a home that cannot be written: where, why, and what to do about it."""
+    """Return the sentence for a home that cannot be written: where, why, and the remedy."""
     return (
         f"{home} cannot be written ({error.strerror or error}); make room there, or set DTRAIN_HOME to a folder that "
         "can be written"
@@ -77,7 +77,8 @@ def unwritable(home: Path | str, error: OSError) -> str:
 
 
 def plan_removal(home: Path, protected: Sequence[Path]) -> Removal:
-    """What would be removed of this home. `HomeError`, with the reason and the remedy, for a folder that must not be.
+    """Return what would be removed of this home. Raise `HomeError`, with the reason and the remedy, for a folder that
+    must stay.
 
     ``protected``: folders that must outlast it, such as the repository; neither they nor a parent of them is removed.
     """
@@ -105,13 +106,14 @@ def plan_removal(home: Path, protected: Sequence[Path]) -> Removal:
             f"`dtrain cancel {busy[0]}`"
         )
     others = tuple(name for name in names if not is_ours(name))
-    stays = (MARKER, WORK_LOCK) if others else ()  # it goes on being the home of what is left
+    stays = (MARKER, WORK_LOCK) if others else ()  # it stays the home of the entries that are left
     return Removal(home, tuple(name for name in names if name not in others + stays), others)
 
 
 def remove(removal: Removal) -> None:
-    """Remove what was planned, and the folder where nothing else is in it. Links are removed, never followed. The
-    marker goes last: what was interrupted can be done again. `HomeError` where the file system refuses."""
+    """Remove the planned entries, and the folder where nothing else is in it. Links are removed, never followed. The
+    marker goes last, so that an interrupted removal can be repeated. Raise `HomeError` where the file system
+    refuses."""
     names = sorted(removal.ours, key=lambda name: name == MARKER)
     try:
         for name in names:
@@ -127,15 +129,17 @@ def remove(removal: Removal) -> None:
 
 
 def running_jobs(home: Path) -> list[str]:
-    """Jobs of the local cluster in this home that a supervisor looks after now; an unfinished start is one too."""
+    """Return the jobs of the local cluster in this home that a supervisor looks after now, unfinished starts
+    included."""
     return sorted(path.parent.name for path in home.glob(f"storage/jobs/*/{LOCK}") if is_held(path.parent))
 
 
 @contextlib.contextmanager
 def hold_home(home: Path, what: str) -> Iterator[int]:
-    """Within, nobody else works on or removes this home; gives the descriptor that holds it, for a child to inherit.
+    """Within the block, no other process works on or removes this home; yield the lock's descriptor, for a child to
+    inherit.
 
-    ``what`` is told to whoever comes meanwhile: `HomeError`, with that and the process.
+    Raise `HomeError` where the home is held, with the holder's ``what`` and its process.
     """
     try:
         descriptor = os.open(home / WORK_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -147,7 +151,7 @@ def hold_home(home: Path, what: str) -> Iterator[int]:
         except BlockingIOError:
             said = os.pread(descriptor, 200, 0).decode(errors="replace").split("\n")[0]
             raise HomeError(
-                f"{said or 'somebody else'} is at work on {home}: wait until it has ended, or set DTRAIN_HOME (and "
+                f"{said or 'another process'} is at work on {home}: wait until it has ended, or set DTRAIN_HOME (and "
                 "DAGSTER_HOME) to another folder"
             ) from None
         with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
@@ -159,7 +163,7 @@ def hold_home(home: Path, what: str) -> Iterator[int]:
 
 
 def _mount_points() -> list[Path]:
-    """Where file systems are mounted; nothing where the kernel does not say."""
+    """Return the mount points of file systems; empty where the kernel does not say."""
     try:
         with open("/proc/self/mountinfo", "rb") as file:
             fields = [line.split(b" ")[4] for line in file]

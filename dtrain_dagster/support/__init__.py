@@ -1,1 +1,2 @@
-"""What any folder may use and what knows none of them: secrets, the audit log, notices, locks, words for people."""
+"""Tools that any package may use and that know none of them: secrets, the audit log, notices, locks, words for
+people."""

@@ -1,7 +1,7 @@
-"""The audit log: one line for each operation that creates, changes, deletes or spends, whoever asked for it.
+"""The audit log: one line for each operation that creates, changes, deletes or spends, whatever asked for it.
 
-``<home>/audit/YYYY-MM.jsonl``, only ever appended to, by any number of processes at once. What is secret is struck out
-before it is written.
+``<home>/audit/YYYY-MM.jsonl`` is only ever appended to, by any number of processes at once. Secrets are removed before
+a line is written.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _log = logging.getLogger(__name__)
 
 
 class AuditError(ConfigError):
-    """The audit log cannot be written, so that nothing may be done that belongs in it."""
+    """A failure to write the audit log, so that no operation that belongs in it may be done."""
 
 
 @dataclass(slots=True)
 class AuditEntry:
-    """What the caller may still add to the line while the operation goes on."""
+    """The parts of a line that the caller may add while the operation goes on."""
 
     request_id: str | None = None
     """The service's own number of the operation's last request that changes something, to be found in its logs."""
@@ -45,20 +45,20 @@ _current: ContextVar[AuditEntry | None] = ContextVar("current", default=None)
 
 
 def note_request_id(request_id: str) -> None:
-    """For clients of the service: belongs to the operation that goes on in this thread, if any."""
+    """Note a request's number in the operation that goes on in this thread, if any. Clients of the service call it."""
     if entry := _current.get():
         entry.request_id = request_id
 
 
 def noted_request_id() -> str | None:
-    """What the operation that goes on in this thread was told last."""
+    """Return the number noted last in the operation that goes on in this thread; None without one."""
     entry = _current.get()
     return entry.request_id if entry else None
 
 
 @dataclass(frozen=True, slots=True)
 class AuditLog:
-    """Appends to the log below ``home``. ``who``: None is the user of this process on this machine."""
+    """The audit log below ``home``. ``who``: None is the user of this process on this machine."""
 
     home: Path
     dagster_run_id: str | None = None
@@ -66,8 +66,8 @@ class AuditLog:
 
     @contextmanager
     def operation(self, operation: str, target: str, **details: Any) -> Iterator[AuditEntry]:
-        """Around one operation: its line is written when it has ended, well or with an error. `AuditError`, before
-        anything is done, where the log cannot be written."""
+        """Record the operation of the block: its line is written when it has ended, well or with an error. Raise
+        `AuditError`, before anything is done, where the log cannot be written."""
         now = datetime.now(UTC)
         path = self.home / "audit" / f"{now:%Y-%m}.jsonl"
         try:
@@ -90,7 +90,7 @@ class AuditLog:
         try:
             yield entry
             line["result"] = DONE
-        except BaseException as error:  # an interruption too is a result that somebody will want to know of
+        except BaseException as error:  # an interruption is a result too, and is recorded
             line |= {"result": FAILED, "code": error_code(error), "message": redact(str(error))[:_LONGEST]}
             entry.request_id = entry.request_id or getattr(error, "request_id", None)
             raise
@@ -106,13 +106,13 @@ class AuditLog:
                 os.close(file)
 
     def lines(self) -> list[dict[str, Any]]:
-        """All lines, oldest first."""
+        """Return all lines, oldest first."""
         files = sorted((self.home / "audit").glob("*.jsonl"))
         return [json.loads(line) for path in files for line in path.read_text().splitlines()]
 
 
 def error_code(error: BaseException) -> str:
-    """The service's word for an error, where it has one, else its type."""
+    """Return the service's code of an error, where it has one, else its type."""
     code = getattr(error, "code", None) or getattr(getattr(error, "error", None), "code", None)
     return str(code) if code else type(error).__name__
 

@@ -1,21 +1,21 @@
-"""How figures and foreign texts are written for people: in Dagster, in the terminal and on pages alike."""
+"""The format of figures and foreign texts for people: in Dagster, in the terminal and on pages alike."""
 
 import re
 
 _MARKUP = re.compile(r"[\\`*_\[\]<>&|!#~]")
 _MOST = 2000
-"""Characters of one foreign text."""
+"""The most characters of one foreign text."""
 
 
 def dollars(usd: float) -> str:
-    """``$0.0042``, ``$1.23``, ``$1,234``: enough digits to be a figure, not more."""
+    """Return ``$0.0042``, ``$1.23``, ``$1,234``: enough digits to be a figure, not more."""
     if abs(usd) >= 1000:
         return f"${usd:,.0f}"
     return f"${usd:.2f}" if abs(usd) >= 1 else f"${usd:.4f}"
 
 
 def format_duration(seconds: float) -> str:
-    """``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    """Return ``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -25,15 +25,15 @@ def format_duration(seconds: float) -> str:
 
 
 def in_markdown(text: object, most: int = _MOST) -> str:
-    """A text that nodes have written, as Markdown that shows it and does nothing: one line, no markup, no HTML, no
-    links, no control characters, at most so many characters."""
+    """Return a text that nodes have written, as inert Markdown: one line, no markup, no HTML, no links, no control
+    characters, at most ``most`` characters."""
     line = " ".join(str(text)[:most].split())
     line = "".join(letter if letter.isprintable() else "\ufffd" for letter in line)
     return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", line).replace("://", "&#58;//")
 
 
 def in_block(text: object, most: int = 100_000) -> str:
-    """A text that nodes have printed, as a block of Markdown which it cannot end."""
+    """Return a text that nodes have printed, as a block of Markdown which it cannot end."""
     shown = str(text)[-most:]
     longest = max(map(len, re.findall(r"`+", shown)), default=0)
     fence = "`" * max(3, longest + 1)

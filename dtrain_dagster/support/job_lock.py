@@ -1,7 +1,7 @@
-"""Who has a run directory: a lock that is held as long as a supervisor, or what it started, lives.
+"""The lock of a run directory, which is held as long as a supervisor, or a process that it started, lives.
 
 Process ids are used again, and a file that says «running» outlives its writer; a lock does neither. It belongs to an
-open file, which the submitter hands over to the supervisor it starts, so that there is no moment in between.
+open file, which the submitter hands over to the supervisor it starts, so that there is no gap in between.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOCK = "supervisor.lock"
 
 
 def acquire(folder: Path) -> int | None:
-    """A descriptor that holds the lock until every copy of it is closed; None if a supervisor holds it."""
+    """Return a descriptor that holds the lock until every copy of it is closed; None if a supervisor holds it."""
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644)
     while True:
         if _lock(descriptor, fcntl.LOCK_EX):
@@ -28,20 +28,21 @@ def acquire(folder: Path) -> int | None:
         if not _lock(descriptor, fcntl.LOCK_SH):
             os.close(descriptor)
             return None
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # only someone who asks `is_held`: over in a moment
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # only a caller of `is_held`: over in a moment
         time.sleep(0.001)
 
 
 def is_held(folder: Path) -> bool:
-    """Does a supervisor, or a submitter about to start one, hold the lock? Askers do not disturb each other."""
+    """Return whether a supervisor, or a submitter about to start one, holds the lock. Callers do not disturb each
+    other."""
     with undisturbed(folder) as is_free:
         return not is_free
 
 
 @contextmanager
 def undisturbed(folder: Path) -> Iterator[bool]:
-    """Is the lock free? As long as the block lasts nobody gets it, and who tries waits; askers are not disturbed.
-    `DamagedError` where a link stands in its place."""
+    """Yield whether the lock is free. While the block lasts nothing can acquire it, and a process that tries waits;
+    other callers of this function are not disturbed. Raise `DamagedError` where a link stands in its place."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError):

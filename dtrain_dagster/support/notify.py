@@ -1,4 +1,4 @@
-"""Tell a person, wherever that person wants to be told: Apprise addresses (mail, Slack, Teams, a webhook…)."""
+"""Notices to people by Apprise addresses (mail, Slack, Teams, a webhook…)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ _REMEDY = "put it into an environment variable or a vault, and write {0}=env:NAM
 
 
 def refuse_inline_secret(setting: str, address: str) -> None:
-    """`SecretError` for an address that holds a token or password itself, as Apprise knows its parts, or that Apprise
-    cannot read, since a mistyped one may hold one as well. References pass. The message repeats nothing of it."""
+    """Raise `SecretError` for an address that holds a token or password itself, as Apprise knows its parts, or that
+    Apprise cannot read, since a mistyped one may hold one as well. References pass. The message repeats nothing of
+    it."""
     refuse_secret(setting, address)
     if is_reference(address):
         return
@@ -35,22 +36,22 @@ def refuse_inline_secret(setting: str, address: str) -> None:
 
 
 def _struck_out(record: logging.LogRecord) -> bool:
-    """A filter for Apprise's own log, in which it repeats addresses that it cannot read."""
+    """Remove the text of a record of Apprise's own log, in which it repeats addresses that it cannot read."""
     record.msg, record.args = redact(record.getMessage()), ()
     return record.levelno < logging.WARNING or "URL" not in record.msg
 
 
 def notify_and_log(urls: Sequence[str], title: str, body: str, log: logging.Logger) -> None:
-    """`notify`, and whom it did not reach is said in this log, which the person who looks for the message reads."""
+    """Call `notify`, and log the kinds of address that it did not reach, for readers of this log."""
     if lost := notify(urls, title, body):
         log.warning(f"nobody could be told by {', '.join(lost)}; see DTRAIN_NOTIFY")
 
 
 def notify(urls: Sequence[str], title: str, body: str) -> tuple[str, ...]:
-    """Send a message to every address; the kinds of those that it did not reach (``slack``, ``mailto``…). An address
-    may be a reference to a secret, ``keyvault://…`` or ``env:…``.
+    """Send a message to every address; return the kinds of those that it did not reach (``slack``, ``mailto``…). An
+    address may be a reference to a secret, ``keyvault://…`` or ``env:…``.
 
-    It never raises: who cannot be told must not stop what there is to tell. Addresses hold tokens, so only their kind
+    It never raises: a failed notice must not stop the work that it tells of. Addresses hold tokens, so only their kind
     appears in logs.
     """
     if not urls:
@@ -64,7 +65,7 @@ def notify(urls: Sequence[str], title: str, body: str) -> tuple[str, ...]:
         sender = apprise.Apprise()
         try:
             reached = bool(sender.add(resolve(url))) and bool(sender.notify(title=redact(title), body=redact(body)))
-        except Exception as error:  # a plug-in's own errors, of any kind; a secret that cannot be had
+        except Exception as error:  # a plug-in's own errors, of any kind; a secret that cannot be read
             _log.warning("notification by %s failed: %s", kind, type(error).__name__)
             reached = False
         if not reached:

@@ -1,5 +1,4 @@
-"""Secrets by reference, as the orchestrator uses them: the functions of `trainer.secrets.resolve`, which nodes need as
-well."""
+"""Secrets by reference for the orchestrator: the functions of `trainer.secrets.resolve`, which nodes need as well."""
 
 from trainer.secrets.addresses import refuse_secret, secret_in
 from trainer.secrets.redaction import STRUCK, redact, remember

@@ -1,4 +1,5 @@
-"""How pages are served, this project's and Dagster's: sockets, the guard in front of them, secrets that pages hide.
+"""The serving of pages, this project's and Dagster's: sockets, the guard in front of them, protection of stored
+secrets.
 
-What a page shows belongs to who makes it, such as `dashboard`.
+A page's content belongs to the package that makes it, such as `dashboard`.
 """

@@ -1,8 +1,8 @@
 """Dagster's UI as `dtrain ui` runs it: webserver, daemon and code server, like ``dagster dev``, behind the guard.
 
 ``dagster dev`` starts a webserver that takes mutations from any website. Here the same web application runs in this
-process with `web_guard.Guard` around it, so no unguarded port exists, not even on loopback. Code servers are asked
-over Unix sockets that only this user may open.
+process with `guard.Guard` around it, so no unguarded port exists, not even on loopback. Code servers are asked over
+Unix sockets that only this user may open.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dtrain_dagster.web.server import address, server
 from dtrain_dagster.web.stored_secrets import secret_posted
 
 POLL_MILLISECONDS = 2000
-"""How often the page asks for what is new."""
+"""The interval at which the page asks for news."""
 GRACE_SECONDS = 30.0
 GRAPHQL = "/graphql"
 _DAEMON = """
@@ -40,25 +40,25 @@ runpy.run_module("dagster._daemon", run_name="__main__")
 
 
 def ui_rules(names: Sequence[str] = ()) -> Rules:
-    """What Dagster's UI answers. It starts runs: all that is posted is JSON, and ``/graphql`` takes nothing by GET. It
-    stores what runs are given, so what carries a secret does not reach it. (Over its websocket nothing can be changed.)
-    """
+    """Return the guard's rules for Dagster's UI. It starts runs: every POST is JSON, and ``/graphql`` takes nothing by
+    GET. It stores the inputs of runs, so a request with a secret does not reach it. (Over its websocket nothing can be
+    changed.)"""
     pages = frozenset({GRAPHQL})
     return rules_for("127.0.0.1", names, json_only=True, pages=pages, look_through=secret_posted)
 
 
 def run_ui(workspace: Path, bound: socket, names: Sequence[str], users: frozenset[int] | None) -> int:
-    """Serve Dagster's UI on this socket until SIGINT or SIGTERM; returns the exit code. ``DAGSTER_HOME`` is set.
-    ``names``: further names that browsers ask it by; ``users``: as for `web_server.server`. It is 1
-    where the daemon ends first."""
+    """Serve Dagster's UI on this socket until SIGINT or SIGTERM; return the exit code, 1 where the daemon ends first.
+    ``DAGSTER_HOME`` is set. ``names``: further names in the ``Host`` of requests; ``users``: as for
+    `web.server.server`."""
     from dagster import DagsterInstance
     from dagster._cli.proxy_server_manager import ProxyServerManager
     from dagster._core.workspace.load_target import WorkspaceFileTarget
 
     signal.signal(signal.SIGTERM, _end)
-    # The sockets of code servers lie in the folder for temporary files, and whoever may write to one may run code.
+    # The sockets of code servers lie in the folder for temporary files, and a user who may write to one may run code.
     os.umask(os.umask(0o022) | 0o022)
-    os.environ["DAGSTER_IS_DEV_CLI"] = "1"  # as `dagster dev` does: errors of user code are told in short
+    os.environ["DAGSTER_IS_DEV_CLI"] = "1"  # as `dagster dev` does: errors of user code are shortened
     with ExitStack() as stack:
         # First of all, since it makes the databases: several processes at once would get in each other's way.
         instance = stack.enter_context(DagsterInstance.get())
@@ -77,7 +77,7 @@ def run_ui(workspace: Path, bound: socket, names: Sequence[str], users: frozense
 
 @contextmanager
 def web_app(instance: Any, workspace: Path) -> Iterator[ASGIApp]:
-    """Dagster's web application over the code locations of a workspace file, without any guard."""
+    """Yield Dagster's web application over the code locations of a workspace file, without any guard."""
     from dagster import __version__
     from dagster._core.workspace.context import WorkspaceProcessContext
     from dagster._core.workspace.load_target import WorkspaceFileTarget
@@ -96,7 +96,7 @@ def web_app(instance: Any, workspace: Path) -> Iterator[ASGIApp]:
 
 
 def _write_workspace(folder: Path, specs: Sequence[Any]) -> Path:
-    """A workspace file that names the code servers that run."""
+    """Write a workspace file that names the running code servers; return its path."""
     path = folder / "workspace.yaml"
     path.write_text(yaml.safe_dump({"load_from": [dict(spec) for spec in specs]}))
     return path
@@ -104,7 +104,7 @@ def _write_workspace(folder: Path, specs: Sequence[Any]) -> Path:
 
 @contextmanager
 def _daemon(workspace: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Dagster's daemon as a process, ended in order with the block."""
+    """Yield Dagster's daemon as a process, which ends in order with the block."""
     process = subprocess.Popen([sys.executable, "-c", _DAEMON, "run", "--workspace", str(workspace)])
     try:
         yield process
@@ -118,7 +118,7 @@ def _daemon(workspace: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _stop_after(daemon: subprocess.Popen[bytes], web: Any) -> None:
-    """Without its daemon the UI would show runs that nobody starts."""
+    """Stop the server when the daemon has ended: the UI would show runs that nothing starts."""
     daemon.wait()
     web.should_exit = True
 

@@ -1,9 +1,9 @@
-"""Which requests a web server of this project answers: its own pages' and programs', never another website's.
+"""The guard of this project's web servers: they answer their own pages and programs, never another website.
 
-A browser carries a website's requests to servers of the user's own machine, which trust it for where it runs. What
-gives a website away are headers that its scripts cannot change: `Host` (a foreign name that was pointed at this
-machine), `Origin`, and `Sec-Fetch-Site`. `judge_request` decides, from these alone; `Guard` carries it out around an
-ASGI application. Who sends none of them is no browser, but a program of somebody who is on this machine anyway.
+A browser carries a website's requests to servers of the user's own machine, which trust it because of where it runs.
+Headers that a website's scripts cannot change give it away: `Host` (a foreign name that was pointed at this machine),
+`Origin`, and `Sec-Fetch-Site`. `judge_request` decides, from these alone; `Guard` carries it out around an ASGI
+application. A client without any of them is no browser, but a program of a user who is on this machine anyway.
 """
 
 from __future__ import annotations
@@ -28,43 +28,45 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "x-content-type-options": "nosniff",
 }
-"""On every answer that does not have its own: no other site frames a page, embeds a file or holds its window."""
+"""Headers of every answer without its own: no other site frames a page, embeds a file or holds its window."""
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::([0-9]{1,5}))?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _PORTS = {"http": 80, "https": 443}
 
 Headers = Sequence[tuple[str, str]]
-"""Names in lower case, in the order in which they came; a name may be there twice."""
+"""Pairs of a name in lower case and a value, in order of arrival; a name may be there twice."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """What differs from server to server."""
+    """The settings in which guarded servers differ."""
 
     names: frozenset[str] = frozenset(LOOPBACK)
-    """Names and addresses that `Host` may have, in lower case; IPv6 without brackets."""
+    """The names and addresses that `Host` may have, in lower case; IPv6 without brackets."""
     option: str = "--allow-host"
-    """How a user adds one, for the refusal."""
+    """The command's option that adds a name, for the refusal."""
     json_only: bool = False
-    """Whatever is posted is ``application/json``, which a form of a website cannot send; no method but POST changes."""
+    """Whether every POST must be ``application/json``, which a form of a website cannot send; no other method changes
+    anything."""
     pages: frozenset[str] = frozenset()
-    """Paths that a GET may ask for as a page only, with nothing after a ``?``: what answers there would act on it."""
+    """Paths that a GET may ask for as a page only, with nothing after a ``?``: a query there would have effects."""
     most_body_bytes: int | None = MOST_BODY_BYTES
-    """A longer body is refused unread; None for no limit."""
+    """The longest body; a longer one is refused unread; None for no limit."""
     look_through: Callable[[str, str, bytes], str | None] | None = None
-    """Is given path, query and body of each POST, and says why it is refused, if it is; None where none is read."""
+    """A function of path, query and body of each POST, which returns why it is refused, or None; None: no body is
+    read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An answer instead of the application's: an HTTP status, and a sentence for whoever asked."""
+    """An answer instead of the application's: an HTTP status, and a sentence for the client."""
 
     status: int
     reason: str
 
 
 def rules_for(host: str, names: Sequence[str] = (), **more: object) -> Rules:
-    """Rules of a server that listens on ``host`` and is also asked by ``names``."""
+    """Return the rules of a server that listens on ``host`` and also answers to ``names``."""
     known = {name.strip("[]").lower() for name in (*LOOPBACK, host, *names)}
     return Rules(names=frozenset(known), **more)  # type: ignore[arg-type]
 
@@ -72,7 +74,8 @@ def rules_for(host: str, names: Sequence[str] = (), **more: object) -> Rules:
 def judge_request(
     rules: Rules, method: str, path: str, query: str, headers: Headers, websocket: bool = False
 ) -> Refused | None:
-    """None where the request may pass. ``path`` is decoded, ``query`` what follows the ``?``. Pure."""
+    """Return the refusal of a request, or None where it may pass. ``path`` is decoded, ``query`` follows the ``?``.
+    Pure."""
     for name in ("host", "origin", "sec-fetch-site", "content-type", "content-length"):
         if len(_all(headers, name)) > 1:
             return Refused(400, f"the request has more than one {name} header")
@@ -114,7 +117,7 @@ def _judge_site(method: str, path: str, query: str, headers: Headers, websocket:
         return None
     followed = (_first(headers, "sec-fetch-mode"), _first(headers, "sec-fetch-dest")) == ("navigate", "document")
     if followed and method in READING and not websocket and not query and path.rstrip("/") not in rules.pages:
-        return None  # somebody follows a link to a page: it changes nothing, and the other site cannot read it
+        return None  # a user follows a link to a page: it changes nothing, and the other site cannot read it
     return Refused(
         403,
         "the request was sent by another website. If you followed a link that you trust, copy its address into the "
@@ -154,7 +157,7 @@ def _is_json(content_type: str) -> bool:
 
 
 def _same_origin(origin: str, host: str) -> bool:
-    """Is this the origin of a page that came from the server of that name? The scheme is not compared: of a server
+    """Return whether this is the origin of a page from the server of that name. The scheme is not compared: of a server
     behind one that ends TLS only the browser knows it."""
     try:
         parts = urlsplit(origin)
@@ -170,7 +173,7 @@ def _same_origin(origin: str, host: str) -> bool:
 
 
 def _authority(text: str) -> tuple[str, int | None] | None:
-    """(name in lower case, port) of ``name:port``; None for anything else."""
+    """Return (name in lower case, port) of ``name:port``; None for anything else."""
     match = _AUTHORITY.fullmatch(text)
     return (match[1].strip("[]").lower(), int(match[2]) if match[2] else None) if match else None
 
@@ -184,7 +187,8 @@ def _first(headers: Headers, name: str) -> str | None:
 
 
 class Guard:
-    """Lets an ASGI application see only what `judge_request` passes, and puts `HEADERS` on its answers."""
+    """An ASGI application around another, which sees only requests that `judge_request` passes; it adds `HEADERS` to
+    answers."""
 
     def __init__(self, app: ASGIApp, rules: Rules) -> None:
         self.app, self.rules = app, rules
@@ -198,7 +202,7 @@ class Guard:
         query = scope["query_string"].decode("latin-1")
         refused = judge_request(self.rules, scope.get("method", "GET"), scope["path"], query, headers, websocket)
         if refused is None:
-            with suppress(ClientDisconnect):  # in the middle of a request: nothing to tell anybody
+            with suppress(ClientDisconnect):  # in the middle of a request: there is no one to answer
                 if self.rules.look_through is not None and not websocket and scope["method"] not in READING:
                     body = await _body(receive)
                     if reason := await run_in_threadpool(self.rules.look_through, scope["path"], query, body):
@@ -216,13 +220,13 @@ class Guard:
 async def _refuse(refused: Refused, send: Send) -> None:
     body = f"{refused.reason}.\n".encode()
     head = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
-    # What was sent with the request is not read: the connection could not be used for another one.
+    # The request's body is not read, so the connection cannot be used for another request.
     await send({"type": "http.response.start", "status": refused.status, "headers": [*head, (b"connection", b"close")]})
     await send({"type": "http.response.body", "body": body})
 
 
 async def _refuse_in_json(reason: str, send: Send) -> None:
-    """As GraphQL tells errors: the page shows the message."""
+    """Refuse in the form of GraphQL's errors: the page shows the message."""
     body = json.dumps({"data": None, "errors": [{"message": reason}]}).encode()
     head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 400, "headers": head})
@@ -230,7 +234,7 @@ async def _refuse_in_json(reason: str, send: Send) -> None:
 
 
 async def _body(receive: Receive) -> bytes:
-    """The whole body of a request; how long it may be was judged by its headers."""
+    """Return the whole body of a request; its length was judged by its headers."""
     parts, more = [], True
     while more:
         message = await receive()
@@ -242,7 +246,7 @@ async def _body(receive: Receive) -> bytes:
 
 
 def _after(body: bytes, receive: Receive) -> Receive:
-    """What an application receives whose request's body was read already."""
+    """Return a ``receive`` that gives an application a body which was read already."""
     left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Message:

@@ -1,6 +1,8 @@
-"""The web applications of MLflow and TensorBoard, without their own servers: `dtrain mlflow` and `dtrain tensorboard`
-put the guard around them. MLflow's own one takes requests from pages of any port of this machine, and has an assistant
-that runs shell commands; TensorBoard has none.
+"""The web applications of MLflow and TensorBoard without their own servers, for `dtrain mlflow` and `dtrain
+tensorboard`.
+
+The commands put the guard around them. MLflow's own guard takes requests from pages of any port of this machine, and
+MLflow has an assistant that runs shell commands; TensorBoard has no guard.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from trainer.observability.mlflow_sqlite import opening
 
 
 def mlflow_app(tracking_uri: str, artifacts: Path, names: Sequence[str] = ()) -> ASGIApp:
-    """MLflow's tracking server over a database. ``artifacts``: where what clients send it goes; ``names``: as for the
-    guard, since MLflow has one of its own, which stays on. One for a process: MLflow reads all of it from the
-    environment, some of it when it is imported, so nothing of its server may have been imported before."""
+    """Return MLflow's tracking server over a database. ``artifacts``: the folder for files that clients send;
+    ``names``: as for the guard, since MLflow has one of its own, which stays on. Only one fits in a process: MLflow
+    reads its settings from the environment, some of them when it is imported, so nothing of its server may have been
+    imported before."""
     if names:
         hosts = [name + port for name in (*LOOPBACK[:2], *names) for port in ("", ":*")]
         origins = [f"{scheme}://{host}" for scheme in ("http", "https") for host in hosts]
@@ -45,8 +48,8 @@ def mlflow_app(tracking_uri: str, artifacts: Path, names: Sequence[str] = ()) ->
 
 
 def tensorboard_app(folder: Path) -> ASGIApp:
-    """TensorBoard over a folder of runs, which need not be there yet. Read in this process: its faster reader is a
-    process that listens on a port without any guard."""
+    """Return TensorBoard over a folder of runs, which may still be missing. Runs are read in this process: its faster
+    reader is a process that listens on a port without any guard."""
     from tensorboard import default, program
 
     with warnings.catch_warnings():
@@ -67,4 +70,4 @@ def tensorboard_app(folder: Path) -> ASGIApp:
 
 
 class _Taken(Exception):
-    """TensorBoard's application is made, and is served by us."""
+    """The signal that TensorBoard's application is made; this project serves it."""

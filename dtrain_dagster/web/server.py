@@ -1,8 +1,8 @@
-"""How this project serves HTTP: on a socket that is bound first, and to whoever keeps pace.
+"""The HTTP server of this project: it serves a socket that is bound first, and drops clients that do not keep pace.
 
 uvicorn waits for ever for a request that is begun and never completed, and for ever for a client that reads nothing of
 its answer. Here such a client has `REQUEST_SECONDS`, and makes room earlier where there are more than
-`MOST_CONNECTIONS`: the one that has waited longest goes first, so that whoever sends a whole request is answered.
+`MOST_CONNECTIONS`: the one that has waited longest goes first, so that a client that sends a whole request is answered.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from dtrain_dagster.web.peer import is_peer_allowed
 
 MOST_CONNECTIONS = 512
-"""So many are held at once, but for websockets; below the usual limit of 1,024 descriptors."""
+"""The most connections at once, websockets not counted; below the usual limit of 1,024 descriptors."""
 REQUEST_SECONDS = 20.0
-"""From the first byte to the last of a request, and between two pieces that a client takes of its answer."""
+"""The longest time from the first byte to the last of a request, and between two reads of its answer by a client."""
 DESCRIPTORS = 65_536
 BACKLOG = 2048
 MOST_HELD_BYTES = 64 * 2**10
@@ -34,28 +34,29 @@ STRANGER = (
 
 
 class PatientProtocol(HttpToolsProtocol):
-    """uvicorn's, with an end to its patience. One object is one connection; all belong to one event loop."""
+    """uvicorn's protocol with limits on waiting. One object is one connection; all belong to one event loop."""
 
     users: frozenset[int] | None = None
-    """Who may connect besides this user and root; None for anybody."""
+    """The users that may connect besides this user and root; None for all."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._turn_at = time.monotonic()
-        """When it became the client's turn, or ours."""
+        """The time when the present turn, the client's or the server's, began."""
         self._asking = True
-        """It is the client's turn: no request of it is whole."""
+        """Whether it is the client's turn: no request of it is complete."""
         self._unread, self._took_at = 0, 0.0
-        """Bytes of answers that the client has not taken yet at the last look, and when they last changed."""
+        """The bytes of answers that the client had not read at the last look, and when they last changed."""
         self._timer: asyncio.TimerHandle | None = None
         self._known = self.users is None
-        """The client is one that may use this server."""
+        """Whether the client is known to be allowed."""
         self._held = b""
-        """What has come before that was known."""
+        """The bytes that came before that was known."""
 
     def data_received(self, data: bytes) -> None:
+        """Pass received bytes on, once the client's user is known to be allowed; refuse other users."""
         if not self._known and self.users is not None:
-            # Only of who has asked something whole: the answer costs more than half a request.
+            # Only for a complete request: the look-up costs more than half a request does.
             self._held = data = self._held + data
             if b"\r\n\r\n" not in data:
                 if len(data) > MOST_HELD_BYTES:
@@ -71,6 +72,8 @@ class PatientProtocol(HttpToolsProtocol):
         super().data_received(data)
 
     def connection_made(self, transport: Any) -> None:
+        """Start the clock of a new connection; where there are too many, drop the one that keeps the server waiting
+        longest."""
         super().connection_made(transport)
         self._begin(asking=True)
         self._look_later()
@@ -80,30 +83,34 @@ class PatientProtocol(HttpToolsProtocol):
                 min(waiting, key=lambda one: one._turn_at).drop()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clock."""
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
+        """Note that the client's turn began."""
         self._begin(asking=True)
         super().on_message_begin()
 
     def on_message_complete(self) -> None:
+        """Note that the client's turn ended."""
         self._begin(asking=False)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        """Note that the client's turn began again, unless its next request is there already."""
         if not self.pipeline:  # uvicorn ends the wait for the next request after 5 s, if nothing of it comes
             self._begin(asking=True)
         super().on_response_complete()
 
     @property
     def keeps_waiting(self) -> bool:
-        """Is it the client that has to do something: complete a request, or take its answer?"""
+        """Whether the server waits for the client, to complete a request or to read its answer."""
         return self._asking or self.transport.get_write_buffer_size() > 0
 
     def drop(self) -> None:
-        """End the connection now; what was not sent yet is lost."""
+        """End the connection now; unsent bytes are lost."""
         self.connections.discard(self)
         self.transport.abort()
 
@@ -114,7 +121,7 @@ class PatientProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(REQUEST_SECONDS / 4, self._look)
 
     def _look(self) -> None:
-        """Is the client as far as it should be?"""
+        """Drop a client that is behind its time, else look again later."""
         if self not in self.connections:  # it has become a websocket, or has ended
             return
         now, unread = time.monotonic(), self.transport.get_write_buffer_size()
@@ -128,12 +135,12 @@ class PatientProtocol(HttpToolsProtocol):
 
 
 def listener(host: str, port: int) -> socket.socket:
-    """A socket that is bound to this address; OSError where that is taken. Port 0 takes a free one."""
+    """Return a socket that is bound to this address. Raise OSError where that is taken. Port 0 takes a free one."""
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((host, port))
-        made.listen(BACKLOG)  # who connects before the server is up waits
+        made.listen(BACKLOG)  # a client that connects before the server is up waits
     except OSError:
         made.close()
         raise
@@ -141,22 +148,22 @@ def listener(host: str, port: int) -> socket.socket:
 
 
 def address(bound: socket.socket) -> str:
-    """Where a browser finds it."""
+    """Return the socket's address as a URL for a browser."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def server(app: ASGIApp, *, websockets: bool = False, users: frozenset[int] | None = None) -> uvicorn.Server:
-    """A server of this application, which brings its `web_guard.Guard`. `uvicorn.Server.run` it with a `listener`. It
-    ends on SIGINT and SIGTERM, which it then raises anew, or when its ``should_exit`` is set. ``users``: who may
-    connect over loopback besides this user and root; None for anybody."""
+    """Return a server of this application, which brings its `guard.Guard`. Call `uvicorn.Server.run` with a `listener`.
+    It ends on SIGINT and SIGTERM, which it then raises again, or when its ``should_exit`` is set. ``users``: the users
+    that may connect over loopback besides this user and root; None for all."""
     raise_descriptors()
     config = uvicorn.Config(
         app,
         http=type("Protocol", (PatientProtocol,), {"users": users}),
         ws="auto" if websockets else "none",
         ws_max_size=2**20,
-        log_level="error",  # what clients do wrong is not told: there may be thousands of them
+        log_level="error",  # clients' mistakes are not logged: there may be thousands of them
         access_log=False,
         proxy_headers=False,
         server_header=False,
@@ -167,7 +174,7 @@ def server(app: ASGIApp, *, websockets: bool = False, users: frozenset[int] | No
 
 
 def raise_descriptors() -> None:
-    """Take as many descriptors as this process may have."""
+    """Raise this process's limit of descriptors to the highest that it may have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:

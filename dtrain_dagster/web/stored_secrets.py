@@ -1,8 +1,9 @@
-"""Secrets in what Dagster stores before code of ours sees it: the configuration and tags of a run, reported metadata.
+"""Secrets in the texts that Dagster stores before this project sees them: a run's configuration and tags, asset
+metadata.
 
-Pure, but for the files that a command line names. Found is what `trainer.secrets.addresses.secret_in` knows, wherever
-it stands in nested documents, also in YAML or JSON that is given as a text. What is said names where, and repeats
-nothing of it.
+Pure, except for the files that a command line names. It finds the secrets that `trainer.secrets.addresses.secret_in`
+knows, wherever they are in nested documents, also in YAML or JSON that is given as a text. Messages name the place, and
+repeat nothing of the secret.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ REMEDY = (
     "of dtrain or into a vault, and write env:NAME or keyvault://VAULT/SECRET in its place"
 )
 _RUN_CONFIG = "runConfigData"
-"""What GraphQL calls the configuration of a run; paths in it are named from there on."""
+"""GraphQL's name of a run's configuration; paths in it are named from there on."""
 _MOST_NESTED = 4
-"""Texts within texts that are taken for documents; a text further in is read as it stands."""
+"""The most levels of texts within texts that are parsed as documents; a text further in is read literally."""
 _LONGEST_DOCUMENT = 2**20
-"""A longer text is read as it stands: YAML is slow."""
+"""The longest text that is parsed; a longer one is read literally: YAML is slow."""
 _LONGEST_NAME = 60
 _TOO_DEEP = "the request is nested too deeply to be looked through for secrets"
 
 
 def secret_within(value: object, where: str = "", nested: int = 0) -> str | None:
-    """Where in a document there is a secret, and of what kind, in words; None where none is known. ``where``: what is
-    said of its root."""
+    """Return in words where in a document there is a secret, and of what kind; None where none is known. ``where``: the
+    root's name in these words."""
     seen: dict[int, object] = {}  # aliases of YAML lead to one thing often, or round in a ring
     left = [(where, value)]
     while left:
@@ -75,7 +76,8 @@ def _below(at: str, name: str) -> str:
 
 
 def document(text: str) -> Any:
-    """The mapping or list that a text is as JSON or YAML, every scalar of YAML as its text; None for any other text."""
+    """Return the mapping or list that a text is as JSON or YAML, every YAML scalar as its text; None for any other
+    text."""
     import yaml
 
     if len(text) > _LONGEST_DOCUMENT or not any(sign in text for sign in ":{["):
@@ -91,11 +93,11 @@ def document(text: str) -> Any:
 
 
 def secret_posted(path: str, query: str, body: bytes) -> str | None:
-    """Why a POST to Dagster's web server is refused: a secret in a GraphQL mutation, its variables or its literals, or
-    in what is reported of an asset. None where it may pass.
+    """Return why a POST to Dagster's web server is refused, or None where it may pass. The reason is a secret in a
+    GraphQL mutation, its variables or its literals, or in an asset's reported metadata.
 
-    Questions pass, since they store nothing: the launchpad asks whether a configuration is valid while it is typed.
-    What cannot be read passes as well, since Dagster reads it the same way and refuses it.
+    Queries pass, since they store nothing: the launchpad asks whether a configuration is valid while it is typed. An
+    unreadable request passes as well, since Dagster reads it the same way and refuses it.
     """
     try:
         found = secret_in(path) and "the address of the request carries a secret"
@@ -140,7 +142,7 @@ def _secret_in_graphql(query: str, variables: object) -> str | None:
 
 
 def _texts(left: list[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
-    """The texts among literals of GraphQL, and where they stand."""
+    """Yield the texts among GraphQL's literals, and where they are."""
     from graphql.language.ast import ListValueNode, ObjectValueNode, StringValueNode
 
     while left:
@@ -154,7 +156,8 @@ def _texts(left: list[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def refuse_secret_on_command_line(command: Sequence[str]) -> None:
-    """`SecretError` where a command's arguments, or files that it names by ``--config`` or ``-c``, carry a secret."""
+    """Raise `SecretError` where a command's arguments, or files that it names by ``--config`` or ``-c``, carry a
+    secret."""
     previous = ""
     for given in command:
         name, equals, value = given.partition("=")
@@ -172,7 +175,7 @@ def refuse_secret_on_command_line(command: Sequence[str]) -> None:
 
 def _refuse(source: str, text: str, of_file: bool = False) -> None:
     try:
-        parsed = document(text) if of_file else None  # what a file says beside its document is not stored
+        parsed = document(text) if of_file else None  # a file's text outside its document is not stored
         found = secret_within(text if parsed is None else parsed)
     except RecursionError:
         found = _TOO_DEEP

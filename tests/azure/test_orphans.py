@@ -82,7 +82,7 @@ def test_orphans_are_found_told_once_and_ended(tmp_path: Path, monkeypatch: pyte
         assert found["dtrain-kept"]["cost_per_hour"].startswith("$7.35 ")
         assert all(facts["studio"].startswith("https://ml.azure.com/") for facts in found.values())
         assert "it is Failed" in found["dtrain-left"]["why"]
-        assert "somebody else's" in found[f"{OF_OTHERS}-l1"]["what_was_done"]
+        assert "another user's" in found[f"{OF_OTHERS}-l1"]["what_was_done"]
         assert not tick(told, seen.cursor).asset_events, "once is enough"
         assert {states()[job_id] for job_id in (LEFT_ALONE, OF_NOBODY, OF_OTHERS)} == {"Running"}
 

@@ -104,7 +104,7 @@ def test_a_cluster_at_work_is_not_idle_even_if_its_mark_is_lost(
     manager.active.leave(mark)
     assert not manager.pools()[0].work
     recorded = daemon.ticks(12)
-    assert "somebody is about to use it" in recorded[-2]["idle"]
+    assert "it is about to be used" in recorded[-2]["idle"]
     assert manager.pools()[0].work == (job_id,), "it has its mark again"
     assert not daemon.told
     manager.cancel_job(job_id)
