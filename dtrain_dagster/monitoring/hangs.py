@@ -48,7 +48,7 @@ def hang_verdict(reports: Sequence[Report]) -> str:
     furthest = max(_sequence(item) for item in reports)
     there = [item for item in reports if _sequence(item) == furthest]
     behind = [item for item in reports if _sequence(item) < furthest]
-    # A rank that waits in an earlier one is no culprit as long as there is another: in a broadcast some are done before others.
+    # A rank that waits in an earlier one is no culprit if there is another: in a broadcast some end before others.
     missing = [item for item in behind if _is_busy(item)] or ([] if silent else behind)
     waiting = [item for item in reports if item not in missing]
     step = f"step {reports[0]['step']}"
