@@ -152,7 +152,7 @@ class Jobs:
 
     def _variables(self, record: Record) -> dict[str, str]:
         own = {**own_environment(), "DTRAIN_PRESENCE": "1", "PYTHONUNBUFFERED": "1"}
-        own[SECRET_URI] = "/".join(self._secret_of(record))  # only where it is: a user who may look at jobs can read variables
+        own[SECRET_URI] = "/".join(self._secret_of(record))  # only where: job variables are readable
         if record["elastic"]:
             own["DTRAIN_LAUNCH"] = str(record["launch"])
         if self.options.identity_client_id:
