@@ -136,7 +136,7 @@ class Sizes:
 
         micro_batches = ranks * self.micro_batches_per_rank
         if self.train_samples < micro_batches:
-            return 1  # the trainer refuses so many ranks; here it is a row of a table
+            return 1  # the trainer refuses this number of ranks; here it is a row of a table
         return steps_per_epoch(self.train_samples, ranks * self.batch_size_per_rank, micro_batches)
 
 

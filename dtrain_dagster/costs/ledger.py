@@ -25,7 +25,7 @@ CLOSING = 60 * SECOND
 (`trainer.engine.trainer.DistributedTrainer.close`)."""
 MEANINGS = {
     CostCause.PRODUCTIVE: "forward, backward, optimizer, and the votes and reports that a step has",
-    CostCause.COMMUNICATION: "the wire, where no computation hides it",
+    CostCause.COMMUNICATION: "communication that no computation hides",
     CostCause.WAITING: "for a slower node, in a step",
     CostCause.INPUT: "for the next batch",
     CostCause.CHECKPOINT: "held up by a save, or waiting for the rank that saved",
@@ -146,7 +146,7 @@ def ledger(
 def _pieces(
     stretch: NodeCost, stretches: Sequence[NodeCost], line: Timeline, longest: int
 ) -> Iterator[tuple[int, int, Mix]]:  # fmt: skip
-    """A paid stretch without gaps: what its node did when, as far as is known, and what the gaps mean."""
+    """Return a paid stay without gaps: what its node did when, as far as is known, and what the gaps mean."""
     at = stretch.began
     for span in _spans(stretch, line):
         began, ended = max(at, span.began), min(stretch.ended, span.ended)

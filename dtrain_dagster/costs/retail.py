@@ -56,7 +56,7 @@ class RetailError(PriceError):
 
 
 class _PassingError(Exception):
-    """The list did not answer, or asks to come back after so many seconds."""
+    """The list did not answer, or asked for a pause."""
 
     def __init__(self, problem: str, asked_seconds: float = 0.0) -> None:
         super().__init__(problem)
@@ -100,7 +100,7 @@ def refresh_price_table(
         known = refreshed_prices(path)
     except PriceError as error:
         known = {}
-        notes.append(f"started anew, without what was there: {error}")
+        notes.append(f"started again, without the previous table: {error}")
     before = merge([packaged, known])
     found: Prices = {}
     for region in regions:

@@ -184,7 +184,7 @@ def start_job(
     keep_order(manager.home, job, rundir.read_job() if known is not None else None)
     if known is None:
         rundir.write_job(job)
-    elif known["training"].get(BUDGET) != limit:  # all that may change when a job is gone on with
+    elif known["training"].get(BUDGET) != limit:  # the only change allowed when a job continues
         rundir.write_json(JOB, known | {"training": known["training"] | {BUDGET: limit}})
     write_limit(rundir, limit, stop_at_usd)
     spent = sum(node.seconds(node.last_seen_at or node.started_at) for node in rundir.nodes()) if limit else 0.0

@@ -120,7 +120,8 @@ def _nothing_found(found: Sequence[TimingWindow]) -> Diagnosis:
     part = shares(found)
     own = part["forward"] + part["backward"] + part["optimizer"]
     text = (
-        f"{own:.0%} of training time is computation; wire takes {part['communication']:.0%}, waiting for slower ranks "
+        f"{own:.0%} of training time is computation; communication takes {part['communication']:.0%}, "
+        f"waiting for slower ranks "
         f"{part['waiting']:.0%}, input {part['input']:.0%}."
     )
     if len(found) < FEWEST_WINDOWS:
@@ -266,7 +267,8 @@ def _slow_link(world: Sequence[TimingWindow], events: Sequence[Mapping[str, Any]
     ratio, rank, own_seconds, other_seconds = best
     text = (
         f"Links of rank {rank} (node {nodes[rank]}) take {_ms(own_seconds)} for the gradients of a step where links "
-        f"between others take {_ms(other_seconds)}; wire is {typical_share(world, 'communication'):.0%} of the step."
+        f"between others take {_ms(other_seconds)}; "
+        f"communication is {typical_share(world, 'communication'):.0%} of the step."
     )
     share = shares(world)["communication"] * (1 - 1 / ratio)
     return Diagnosis(cause=SlowdownCause.SLOW_LINK, share=share, evidence=text, rank=rank, node_id=nodes[rank])

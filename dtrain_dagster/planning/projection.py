@@ -7,7 +7,7 @@ Dollars per step are the median of the latest reports, each at the dollars per s
 that are lost, replaced or added change the speed and the price together, and the hours between two launches are not
 paid for. Before the first step it is the estimate, plus what the start has cost more than planned.
 
-A projection *counts* once 5 % of the steps are done and three reports have come; whoever raises an alarm asks besides
+A projection *counts* once 5 % of the steps are done and three reports have come; an alarm requires besides
 that two looks in a row agree (`sensors.cost_overrun`).
 """
 

@@ -77,7 +77,7 @@ class Tuned:
 def _dataset_id(job: JobConfig) -> str | None:
     if job.dataset.dataset_id is not None:
         return job.dataset.dataset_id
-    with contextlib.suppress(NoDatasetError):  # which whoever reads the data will tell better
+    with contextlib.suppress(NoDatasetError):  # reported better where the data is read
         return load_manifest(open_storage(job.dataset.uri))["dataset_id"]
     return None
 

@@ -115,7 +115,7 @@ class JobController:
 
         if self.status.is_final(self.launches.read()[1] or {}):
             return
-        record = self.launches.update(ask)  # before anything is looked at, so that no look goes on with it
+        record = self.launches.update(ask)  # before the first look, so that no look continues the job
         patience = self.options.cancel_seconds if patience_seconds is None else patience_seconds
         deadline = time.monotonic() + patience
         while not (status := self._look(cancelling=True)).state.is_final:
@@ -131,7 +131,7 @@ class JobController:
 
     def _look(self, cancelling: bool = False) -> JobStatus:
         _, record = self.launches.read()
-        assert record is not None, "whoever asks has seen the record"
+        assert record is not None, "the caller has seen the record"
         status = self.status.read()
         if self.status.is_final(record, status):
             return job_status_of(status)

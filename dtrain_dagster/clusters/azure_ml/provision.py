@@ -160,7 +160,7 @@ class Provisioner:
         if not self.options.public_ip and compute.enable_node_public_ip:
             raise ClusterError(
                 f"compute {compute.name} gives its nodes public addresses, which the settings forbid: delete it "
-                f"(`az ml compute delete -n {compute.name}`), and it is made anew without"
+                f"(`az ml compute delete -n {compute.name}`), and it is made again without"
             )
         same = str(compute.size).casefold() == choice.sku.casefold() and compute_tier(compute) == choice.tier
         return (

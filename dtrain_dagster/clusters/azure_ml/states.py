@@ -200,7 +200,7 @@ def _gone(facts: JobFacts, patience: Patience) -> JobDecision:
         return _failed("the job was deleted from the workspace")
     if facts.now - facts.submitted_at < patience.start:
         return JobDecision(action="report", state=JobState.QUEUED, message="is being submitted")
-    return JobDecision(action="submit", state=JobState.QUEUED, message="whoever submitted it ended before it could")
+    return JobDecision(action="submit", state=JobState.QUEUED, message="its submitter ended before it could submit it")
 
 
 def _waiting(facts: JobFacts, patience: Patience) -> JobDecision:

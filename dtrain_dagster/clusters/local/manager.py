@@ -68,7 +68,7 @@ _CONFIG = schemas.record(
      "idle_timeout_minutes": schemas.count},
     processes_per_node=schemas.whole(1), tier=schemas.optional(schemas.text),
 )  # fmt: skip
-NEVER_STARTED = "it never started: whoever submitted it ended before it could; submit it again"
+NEVER_STARTED = "it never started: its submitter ended before it could; submit it again"
 
 
 class LocalClusterManager(GPUClusterManager):

@@ -109,7 +109,7 @@ def _work(work: Callable[[Reaper], int], reaper: Reaper) -> int:
     code = 1
     try:
         _take_in_orphans()
-        os.setsid()  # whoever kills the supervisor's group must not take the reaper along
+        os.setsid()  # a signal to the supervisor's group must not end the reaper too
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         code = work(reaper)
