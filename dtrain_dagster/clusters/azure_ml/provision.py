@@ -51,7 +51,7 @@ NODES_THERE = {"idle", "running", "preparing"}
 LOOK_SECONDS = 1.0
 TIMED_OUT = "OperationTimedOut"
 WAITS = 3
-"""Times that a choice with the verdict ``wait`` is requested again before the next one."""
+"""Requests for a choice with the verdict ``wait``, the first included, before the next choice is tried."""
 _log = logging.getLogger(__name__)
 
 
