@@ -1,7 +1,7 @@
-"""What a cluster is, whichever kind it is: the `GPUClusterManager` interface and the data that crosses it.
+"""The interface of every kind of cluster: `GPUClusterManager` and the data that crosses it.
 
-A cluster runs one command on N nodes and says when each node was there. What the command does, and how it is followed,
-is the run directory's business (`trainer.rundir`).
+A cluster runs one command on N nodes and records when each node was present. What the command does, and how its
+progress is followed, belongs to the run directory (`trainer.rundir`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from trainer.errors import DamagedError
 from trainer.rundir import RunDir
 
 OWNER = "owner.json"
-"""In a run directory: the Dagster run that started or followed the job last; None once a person has gone on with it.
-Absent for jobs that only the command line has known."""
+"""The file of a run directory that names the Dagster run which started or followed the job last; its value is None once
+a person has continued the job. It is absent for jobs that only the command line has started."""
 
 
 class ClusterError(RuntimeError):
@@ -29,7 +29,7 @@ class ClusterError(RuntimeError):
 
 
 class NoCapacityError(ClusterError):
-    """There are no nodes to be had now. Nothing was bought; asking again later may help."""
+    """No nodes are available now. Nothing was bought; a later request may succeed."""
 
     def __init__(self, message: str, attempts: tuple[dict[str, Any], ...], retry_at: float) -> None:
         super().__init__(message)
@@ -40,10 +40,12 @@ class NoCapacityError(ClusterError):
 
 
 class InUseError(ClusterError):
-    """Somebody wants it by now: it is neither ended nor given back."""
+    """Somebody uses the job or cluster again, so it is neither ended nor given back."""
 
 
 class JobState(StrEnum):
+    """The state of a job, as a person reads it and as ``status.json`` has it."""
+
     QUEUED = "queued"
     RUNNING = "running"
     SUCCEEDED = "succeeded"
@@ -52,6 +54,7 @@ class JobState(StrEnum):
 
     @property
     def is_final(self) -> bool:
+        """Return whether a job in this state has ended."""
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
 
@@ -62,26 +65,30 @@ class ClusterConfig:
     cluster_name: str
     node_count: int
     gpu_type: str
-    """SKU, such as ``Standard_NC6s_v3``. On the local cluster: the SKU whose price stands in."""
+    """SKU, such as ``Standard_NC6s_v3``. On the local cluster: the SKU whose price is used as a stand-in."""
     auto_scale_enabled: bool
     min_nodes: int
     max_nodes: int
     idle_timeout_minutes: int
     processes_per_node: int = 1
     tier: str | None = None
-    """Tier that was got, where the cluster decides; None: the one that was asked for."""
+    """Tier that was bought, where the cluster decides; None: the tier that was requested."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeHealth:
+    """The health of one node."""
+
     node_id: int
     healthy: bool
     message: str = ""
-    """What is wrong, or what the node is doing."""
+    """The fault, or what the node is doing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterHealth:
+    """The health of a cluster and of each of its nodes."""
+
     cluster_name: str
     healthy: bool
     nodes: tuple[NodeHealth, ...]
@@ -91,63 +98,66 @@ class ClusterHealth:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSpec:
-    """One command on N nodes."""
+    """One command that runs on N nodes."""
 
     job_id: str
     run_dir: str
     command: tuple[str, ...]
-    """Runs once per process, with torchrun's variables set (RANK, LOCAL_RANK, NODE_RANK, WORLD_SIZE…)."""
+    """The command, run once per process with torchrun's variables set (RANK, LOCAL_RANK, NODE_RANK, WORLD_SIZE…)."""
     node_count: int
     processes_per_node: int = 1
     env: Mapping[str, str] = field(default_factory=dict)
-    """Added to the environment of every process. It is written to ``launch.json``: no secrets here."""
+    """Variables added to the environment of every process. They are written to ``launch.json``: no secrets here."""
     master_port: int | None = None
     """Port of rank 0; None picks a free one."""
     elastic: bool = False
-    """The command can go on without a node and take in one that comes later, as ``python -m trainer`` does; its
-    processes find ``DTRAIN_LAUNCH`` and ``DTRAIN_STAY`` in their environment. If not, whichever fails ends the job."""
+    """Whether the command can continue without a node and take in one that comes later, as ``python -m trainer`` does;
+    its processes find ``DTRAIN_LAUNCH`` and ``DTRAIN_STAY`` in their environment. If not, any process that fails ends
+    the job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobStatus:
+    """The state of a job, with its reason and times."""
+
     job_id: str
     state: JobState
     message: str = ""
-    """Why it failed, with the last lines of the log of the process that failed first."""
+    """Why the job failed, with the last log lines of the process that failed first."""
     nodes_alive: int = 0
     started_at: float | None = None
     ended_at: float | None = None
     damage: str = ""
-    """What is wrong with its run directory, where it cannot be read; ``state`` is then what is seen from outside."""
+    """What is wrong with the run directory, where it cannot be read; ``state`` is then the one seen from outside."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Orphan:
-    """Something that costs money, or may, and that no live run owns."""
+    """A job or compute that costs money, or may, and that no live run owns."""
 
     kind: Literal["job", "compute"]
     name: str
-    """Under which whoever runs it knows it."""
+    """The name under which the service that runs it knows it."""
     reason: str
     job_id: str | None = None
     dagster_run_id: str | None = None
-    """The run that wanted it last."""
+    """The run that requested it last."""
     state: str = ""
-    """In the words of whoever runs it."""
+    """The state, in the words of the service that runs it."""
     since: float | None = None
-    """When it was submitted; Unix seconds."""
+    """Time of submission; Unix seconds."""
     node_count: int = 0
     sku: str = ""
     tier: str | None = None
-    """Tier that is paid for, where the cluster decides; None: the one that was asked for."""
+    """Tier that is paid for, where the cluster decides; None: the tier that was requested."""
     studio_url: str | None = None
     is_busy: bool = False
-    """Work that this project does not know is on it, so it may be told and never ended."""
+    """Whether work that this project does not know runs on it; such an orphan is reported and never ended."""
     used_at: float | None = None
-    """Of a compute: when the cluster was used last, as it was when this was found (`NodePool.used_at`)."""
+    """The last use of the cluster, as recorded when this compute was found (`NodePool.used_at`)."""
 
     def refuse_new_owner(self, rundir: RunDir) -> None:
-        """`InUseError` for a job that somebody has taken over since it was found."""
+        """Raise `InUseError` if somebody has taken over the job since it was found."""
         try:
             known = rundir.read_json(OWNER)
         except DamagedError as error:
@@ -159,104 +169,113 @@ class Orphan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodePool:
-    """Nodes of one kind, which cost money for as long as they are there."""
+    """Nodes of one kind, which cost money for as long as they exist."""
 
     name: str
     sku: str
     tier: str | None = None
-    """Tier that is paid for, where the cluster decides; None: the one that was asked for."""
+    """Tier that is paid for, where the cluster decides; None: the tier that was requested."""
     states: Mapping[str, int]
-    """How many nodes are in which state, in the words of whoever runs them."""
+    """Number of nodes by state, in the words of the service that runs them."""
     node_count: int
-    """Those of them that are paid for."""
+    """Number of the nodes that are paid for."""
     work: tuple[str, ...] = ()
-    """What starts, runs, waits or is being saved here, whosever it is."""
+    """Work that starts, runs, waits or is being saved here, of any owner."""
     used_at: float | None = None
-    """When the cluster was last provisioned, or got a job, or a job of it ended; Unix seconds."""
+    """The last time at which the cluster was provisioned, was given a job, or a job of it ended; Unix seconds."""
     trouble: str = ""
-    """Why its nodes do not go by themselves; "" where they should, or where nodes never do."""
+    """Why its nodes are not removed automatically; "" where they should be, or where nodes always stay."""
     grace_seconds: float = 0.0
-    """For so long it may idle beyond the limit: whoever runs it takes idle nodes away, and is about to."""
+    """Idle time allowed beyond the limit, because the service that removes idle nodes is about to do so."""
 
 
 class GPUClusterManager(ABC):
-    """Provisions a cluster and runs jobs on it. Every method can be called again without harm."""
+    """A cluster that can be provisioned and that runs jobs. Every method can be called again without harm."""
 
     home: Path
-    """Folder of this orchestrator on this machine, which nodes of the cloud cannot reach."""
+    """Folder of this orchestrator on this machine; nodes in the cloud cannot reach it."""
     python: ClassVar[str] = sys.executable
-    """What its nodes call Python."""
+    """The command that starts Python on its nodes."""
     poll_seconds: float = 0.5
-    """Between two looks at a job that is followed."""
+    """Seconds between two looks at a job that is followed."""
     attempts: Sequence[Any] = ()
-    """What the last `provision_cluster` tried, in order, where nodes are bought: dataclasses, for people to read."""
+    """The attempts of the last `provision_cluster`, in order, where nodes are bought: dataclasses, for people to
+    read."""
 
     @abstractmethod
     def provision_cluster(self, node_count: int, gpu_type: str) -> ClusterConfig:
-        """Have ``node_count`` nodes of ``gpu_type`` ready to run jobs. `ClusterError` if that cannot be."""
+        """Make ``node_count`` nodes of ``gpu_type`` ready to run jobs. Raise `ClusterError` if that is impossible."""
 
     @abstractmethod
     def scale_cluster(self, target_nodes: int) -> bool:
-        """Change the number of nodes that the next jobs get. True if it changed."""
+        """Change the number of nodes that the next jobs get. Return whether it changed."""
 
     @abstractmethod
     def monitor_health(self) -> ClusterHealth:
-        """How each node is now."""
+        """Return the present health of the cluster and of each node."""
 
     @abstractmethod
     def pools(self) -> list[NodePool]:
-        """The nodes that there are, whoever uses them. `ClusterError` where that cannot be told now."""
+        """Return the nodes that exist, of any user. Raise `ClusterError` where they cannot be listed now."""
 
     @abstractmethod
     def scale_down(self, pool: NodePool, force: bool = False) -> bool:
-        """Give the nodes of a pool back that was seen without work; whoever wants to use it meanwhile waits. False if
-        it was asked for and nodes are still there: look again. ``force``: also where that did not help before. It
-        returns within a minute. `InUseError`, and nothing is changed, where somebody has used it since it was seen."""
+        """Give back the nodes of a pool that was seen without work; anyone who wants to use it meanwhile waits.
+
+        Return False if the removal was requested and nodes still exist: look again. ``force``: request it also where
+        that did not help before. The call returns within a minute. Raise `InUseError`, and change nothing, where
+        somebody has used the pool since it was seen.
+        """
 
     @abstractmethod
     def cleanup_cluster(self) -> None:
-        """Cancel what runs and give the cluster back. Run directories stay."""
+        """Cancel the running jobs and give the cluster back. Run directories stay."""
 
     @abstractmethod
     def submit_job(self, spec: JobSpec) -> None:
-        """Start the job, unless one of this id runs already or has succeeded: submitting twice never buys twice.
-        A failed or cancelled job of this id is started again in its run directory, as its next launch."""
+        """Start the job, unless a job of this id runs already or has succeeded: a second submission never buys twice. A
+        failed or cancelled job of this id is started again in its run directory, as its next launch."""
 
     @abstractmethod
     def job_status(self, job_id: str) -> JobStatus:
-        """Where the job stands. `ClusterError` for an unknown id."""
+        """Return the status of the job. Raise `ClusterError` for an unknown id."""
 
     def wait(self, seen: JobStatus) -> None:
-        """Until the next look at a job that is followed: `poll_seconds`, or less where it is known at once that its
-        state is no longer the one that was ``seen``."""
+        """Wait until the next look at a job that is followed: `poll_seconds`, or less where a change from the status
+        ``seen`` is noticed at once."""
         time.sleep(self.poll_seconds)
 
     @abstractmethod
     def list_jobs(self, prefix: str = "") -> list[JobStatus]:
-        """All jobs that this cluster knows and whose id begins so, newest first. It opens all their run directories."""
+        """Return all jobs of this cluster whose id begins with ``prefix``, newest first. It opens all their run
+        directories."""
 
     @abstractmethod
     def active_jobs(self) -> list[JobStatus]:
-        """Jobs that have not ended, newest first. It takes as long whatever the number of those that have."""
+        """Return the jobs that have not ended, newest first. Its duration does not depend on the number of ended
+        jobs."""
 
     @abstractmethod
     def cancel_job(self, job_id: str) -> None:
-        """Stop every process of the job: in order (SIGTERM), then by force. Returns when none is left."""
+        """Stop every process of the job: first with SIGTERM, then by force. Return when none is left."""
 
     @abstractmethod
     def job_logs(self, job_id: str, node_id: int | None = None, tail: int | None = None) -> str:
-        """What the processes printed: of one node or of all, the last ``tail`` lines of each or everything."""
+        """Return the output of the processes, of one node or of all: the last ``tail`` lines of each log, or all
+        lines."""
 
     @abstractmethod
     def node_usage(self, job_id: str) -> list[NodeUsage]:
-        """When each node was there for this job, over all launches; a node still there counts until now."""
+        """Return when each node was present for this job, over all launches; a node still present counts until now."""
 
     @abstractmethod
     def find_orphans(self, live_runs: Collection[str]) -> list[Orphan]:
-        """What no live run owns. ``live_runs``: ids of the Dagster runs that have not ended. A job that was started
-        without Dagster belongs to a person, and is none. `ClusterError` where that cannot be told now."""
+        """Return the jobs and computes that no live run owns. ``live_runs``: ids of the Dagster runs that have not
+        ended. A job that was started without Dagster belongs to a person and is no orphan. Raise `ClusterError` where
+        this cannot be determined now."""
 
     @abstractmethod
     def end_orphan(self, orphan: Orphan) -> bool:
-        """Stop what an orphan spends. False if its end was asked for and is not there yet: ask again. It returns within
-        half a minute, since a sensor has one. `InUseError`, and nothing is ended, where somebody wants it by now."""
+        """Stop the spending of an orphan. Return False if its end was requested and has not happened yet: ask again.
+        The call returns within half a minute, the time that a sensor has. Raise `InUseError`, and end nothing, where
+        somebody uses it again."""

@@ -1,8 +1,8 @@
-"""What to do when processes of a job have ended: pure, from their exit codes to a decision.
+"""The decision that follows when processes of a job have ended: pure functions of their exit codes.
 
 A process of `python -m trainer` regroups when a node is lost, and its exit code says why it ended; the codes and their
-meaning are in `trainer.exit_codes`. What belongs here is what a cluster does about them, and about signals, which are
-what happens to a process rather than what it says.
+meaning are in `trainer.exit_codes`. Here is how a cluster reacts to them, and to signals, which happen to a process and
+are not chosen by it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainer.exit_codes import DONE, EVICTED, FAILED, LOST, MEANINGS, UNUSABLE
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How the process that failed first ended."""
+    """The end of the process that failed first."""
 
     rank: int
     node_id: int
@@ -28,31 +28,34 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFacts:
-    """A node, in its newest stay."""
+    """The facts about a node, in its newest stay."""
 
     node_id: int
     codes: tuple[int | None, ...]
-    """By local rank: exit code, or minus the number of the signal; None for a process that runs."""
+    """The exit codes by local rank, or minus the number of the signal; None for a process that runs."""
     gone_seconds: float | None = None
-    """Since when nothing of it is left, children of its processes included; None while something is."""
+    """Seconds since nothing of the node is left, children of its processes included; None while something is."""
 
     @property
     def runs(self) -> bool:
+        """Return whether a process of the node runs."""
         return None in self.codes
 
     @property
     def is_lost(self) -> bool:
-        """A process of it was killed or evicted, or lost its peers: what is left of the node is of no use."""
+        """Return whether a process of the node was killed or evicted, or lost its peers: the rest of the node is then
+        useless."""
         return any(code is not None and is_loss(code) for code in self.codes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExitDecision:
-    """What to do now.
+    """The next action of the supervisor.
 
     ``wait``; ``replace`` these nodes; ``relaunch`` with as many nodes as these, from the latest checkpoint;
-    ``dismiss``: the work is done, who still runs may take a moment to see it; ``succeed``; ``fail``: a process failed,
-    its peers may take a moment to say what they saw; ``give_up``: all have ended, the reason says why it is no success.
+    ``dismiss``: the work is done, processes that still run have a moment to notice; ``succeed``; ``fail``: a process
+    failed, its peers have a moment to log what they saw; ``give_up``: all have ended, and the reason says why the job
+    did not succeed.
     """
 
     action: Literal["wait", "replace", "relaunch", "dismiss", "succeed", "fail", "give_up"]
@@ -66,16 +69,16 @@ WAIT = ExitDecision(action="wait")
 def decide_after_exit(
     nodes: Sequence[NodeFacts], finished: bool, replacements_left: int, launches_left: int, delay_seconds: float
 ) -> ExitDecision:
-    """For a job whose processes regroup by themselves.
+    """Return the action for a job whose processes regroup by themselves.
 
-    ``finished``: the result says that the work is done. ``delay_seconds``: how long a node is gone before another takes
-    its place.
+    ``finished``: the result says that the work is done. ``delay_seconds``: the time that a node is gone before another
+    replaces it.
     """
     codes = [code for node in nodes for code in node.codes]
     if any(code is not None and is_failure(code) for code in codes):
         return ExitDecision(action="fail")
     if any(node.runs for node in nodes):
-        if 0 in codes:  # all end together: who has not yet is about to, and nobody need come any more
+        if 0 in codes:  # all end together: the others are about to, and no replacement is needed
             return ExitDecision(action="dismiss") if finished else WAIT
         due = [
             node.node_id
@@ -90,7 +93,7 @@ def decide_after_exit(
     if finished:
         return ExitDecision(action="succeed")
     lost_peers = tuple(node.node_id for node in nodes if LOST in node.codes)
-    # Killed to the last, nobody is left who could say that starting again helps. It does, unless they were told to go.
+    # If all were killed, no process is left to report that a relaunch helps. It does, unless they were told to stop.
     remaining = tuple(node.node_id for node in nodes) if all(map(is_killing, codes)) else lost_peers
     if remaining and launches_left > 0:
         return ExitDecision(action="relaunch", nodes=remaining)
@@ -98,7 +101,7 @@ def decide_after_exit(
 
 
 def decide_plainly(nodes: Sequence[NodeFacts]) -> ExitDecision:
-    """For a job whose processes need each other: whichever fails ends it."""
+    """Return the action for a job whose processes need each other: any failure ends it."""
     if any(code for node in nodes for code in node.codes):
         return ExitDecision(action="fail")
     if any(node.runs or node.gone_seconds is None for node in nodes):
@@ -107,17 +110,18 @@ def decide_plainly(nodes: Sequence[NodeFacts]) -> ExitDecision:
 
 
 def is_loss(code: int) -> bool:
-    """It was killed, evicted, or lost its peers. Codes above 128 are a shell's words for a signal."""
+    """Return whether a process was killed, was evicted, or lost its peers. Codes above 128 are a shell's form of a
+    signal."""
     return code < 0 or code == LOST or code > 128
 
 
 def is_killing(code: int | None) -> bool:
-    """It was ended by a signal, and was not asked to go."""
+    """Return whether a process was ended by a signal without having been asked to stop."""
     return code is not None and code not in (EVICTED, -signal.SIGTERM) and (code < 0 or code > 128)
 
 
 def is_failure(code: int) -> bool:
-    """It failed in a way that would come again."""
+    """Return whether a process failed in a way that would happen again."""
     return code != 0 and not is_loss(code)
 
 
@@ -134,13 +138,14 @@ def _why(codes: Sequence[int | None], lost_peers: bool) -> str:
 
 
 def exit_code(code: int) -> int:
-    """As a shell gives it: 128 + the number of the signal."""
+    """Return the code as a shell gives it: 128 + the number of the signal."""
     return code if code >= 0 else 128 - code
 
 
 def blame(failure: Failure) -> tuple[int, int]:
-    """Sorts failures that were noticed at the same moment: the likeliest cause first. A process that was killed, or
-    that refuses its configuration, takes its peers down; that a peer was lost is what the others die of."""
+    """Return a sort key for failures that were noticed at the same moment: the likeliest cause sorts first. A process
+    that was killed, or that refuses its configuration, takes its peers down; the others only report that a peer was
+    lost."""
     if failure.code in (EVICTED, -signal.SIGTERM):
         return 4, failure.rank
     if failure.code == LOST:
@@ -149,7 +154,7 @@ def blame(failure: Failure) -> tuple[int, int]:
 
 
 def describe_exit(code: int) -> str:
-    """``exit code 2, unusable configuration or data``, ``killed by SIGKILL``…"""
+    """Return the exit in words: ``exit code 2, unusable configuration or data``, ``killed by SIGKILL``…"""
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-code).name}"

@@ -1,6 +1,7 @@
-"""Which jobs may not have ended, and when the cluster was used last: what is asked every few seconds, in few reads.
+"""Marks of the jobs that may not have ended, and the time of a cluster's last use: asked every few seconds, in few
+reads.
 
-A job's mark is made before the job is launched and removed by whoever sees that it has ended. So after a crash at any
+A job's mark is made before the job is launched and removed by the process that sees its end. So after a crash at any
 point there may be a mark too many, which costs one look, and none too few. Where there are no marks yet, or somebody
 has removed their folder, all run directories are opened once.
 """
@@ -25,37 +26,38 @@ from trainer.storage.open import open_storage
 MARK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}(~\d{1,12})?")
 """A job's id, with the number of its launch where it has one."""
 COMPLETE = "~complete"
-"""Beside the marks, and no job's name: every job that runs has one."""
+"""A file beside the marks, whose name no job can have: it says that every running job has a mark."""
 USED, CLOSING = "used.json", "closing.json"
 CLOSING_SECONDS = 180.0
-"""Who gives a cluster back and takes longer has died over it. A sensor has a minute. What cannot be undone is begun in
-the first half only, so that the other half is left for it."""
+"""Time after which a process that gives a cluster back is taken for dead. A sensor has a minute. Steps that cannot be
+undone begin in the first half only, so that the other half is left for them."""
 LOOK_SECONDS = 0.2
 
 
 class ActiveJobs:
-    """The marks, in a folder of their own."""
+    """The marks of active jobs, in a folder of their own."""
 
     def __init__(self, uri: str) -> None:
         self.storage = open_storage(uri)
 
     def enter(self, mark: str) -> None:
-        """Before the job is launched."""
+        """Make the mark, before the job is launched."""
         self.storage.write(mark, json.dumps({"at": time.time()}).encode())
 
     def leave(self, mark: str) -> None:
+        """Remove the mark of a job that has ended."""
         self.storage.delete(mark)
 
     def marks(self) -> list[str] | None:
-        """None where not every job that runs has one: jobs were started before there were marks."""
+        """Return the marks; None where a running job may have none: it was started before marks existed."""
         names = self.storage.list()
         if COMPLETE not in names:
             return None
         return known_names(self.storage, "", (name for name in names if name != COMPLETE), MARK)
 
     def entered_at(self, mark: str) -> float:
-        """When the mark was made; now, where it is gone; never, where it is damaged: it is one that is made again where
-        it is missing."""
+        """Return when the mark was made, in Unix seconds; now, where it is gone; 0, where it is damaged, since such a
+        mark is made again where it is missing."""
         try:
             found = read_document(self.storage, mark, schemas.AT, MARK_BYTES)
         except DamagedError:
@@ -63,40 +65,45 @@ class ActiveJobs:
         return time.time() if found is None else float(found["at"])
 
     def complete(self) -> None:
-        """Every job that runs has its mark now."""
+        """Record that every running job has a mark now."""
         self.enter(COMPLETE)
 
 
 class ClusterUse:
-    """When a cluster was used last. Who uses it and who gives it back each write first and look at the other's file
-    then, so one of them sees the other, whichever machines they are on."""
+    """The time of a cluster's last use. A process that uses it and one that gives it back each write first and then
+    read the other's file, so one of them sees the other, on whichever machines they are."""
 
     def __init__(self, state: Storage) -> None:
         self.state = state
 
     def used_at(self) -> float | None:
-        """When it was last provisioned, or got a job, or a job of it ended; Unix seconds, None for never."""
+        """Return when it was last provisioned, was given a job, or a job of it ended; Unix seconds, None for never."""
         try:
             found = read_document(self.state, USED, schemas.AT, MARK_BYTES)
-        except DamagedError as error:  # it says nothing, and is written anew by the next use
+        except DamagedError as error:  # it says nothing, and the next use writes it again
             warn_once(str(error))
             return None
         return None if found is None else float(found["at"])
 
     def note_end(self, ended_at: float, job_id: str) -> None:
+        """Record the end of a job as the last use."""
         self._note(ended_at, job_id)
 
     def begin(self, by: str) -> None:
-        """Say that it is used from now on. Returns when nobody is giving it back: what there is then, stays."""
+        """Record that the cluster is used from now on. Return when no process is giving it back: its nodes then
+        stay."""
         self._note(time.time(), by)
         while self._is_closing():
             time.sleep(LOOK_SECONDS)
 
     @contextmanager
     def giving_back(self, used_at: float | None) -> Iterator[Callable[[], None]]:
-        """Around giving it back: who wants to use it meanwhile waits. Gives a check for right before what cannot be
-        undone: it may have taken so long that nobody waits any more. `InUseError`, from both, where somebody has used
-        it since ``used_at``, or gives it back already."""
+        """Hold the cluster while it is given back: anyone who wants to use it meanwhile waits.
+
+        Yield a check to call right before a step that cannot be undone: the removal may have taken so long that nobody
+        waits any more. Both raise `InUseError` where somebody has used the cluster since ``used_at``, or gives it back
+        already.
+        """
         if not self._is_closing():
             self.state.delete(CLOSING)
         began = time.time()
@@ -123,7 +130,7 @@ class ClusterUse:
         self.state.write(USED, json.dumps({"at": at, "by": by}).encode())
 
     def _closing(self) -> bytes | None:
-        """What whoever gives it back has written; None where nobody does."""
+        """Return what the process that gives the cluster back has written; None where there is none."""
         try:
             return self.state.read_bounded(CLOSING, MARK_BYTES)
         except FileNotFoundError:

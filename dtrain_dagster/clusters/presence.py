@@ -1,6 +1,6 @@
-"""When nodes were there, as their presences in the run directory tell: which count now, how they are, when they ended.
+"""The presence of nodes, as recorded in the run directory: which nodes count now, their health, and when they ended.
 
-A presence is written by the supervisor, and what it says is paid for.
+The supervisor writes a presence, and its time is paid for.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from trainer.rundir import JOB, MEMBERSHIP, NodePresence, RunDir
 
 _RECORD = re.compile(r"g\d{6,12}\.json")
 _CANDIDACY = re.compile(r"n(\d{1,9})p\d{1,9}-[0-9a-f]+\.json")
-"""Names in that folder (`trainer.elastic.membership`), of node and local rank; what has another one is a stranger's."""
+"""Names in that folder (`trainer.elastic.membership`), with node and local rank; other names are not ours."""
 HEARTBEAT_SECONDS = 2.0
 STALE_SECONDS = 5 * HEARTBEAT_SECONDS
 
 
 def find_latest_stays(nodes: Iterable[NodePresence]) -> list[NodePresence]:
-    """Of each node of the last launch, the last stay."""
+    """Return the last stay of each node of the last launch."""
     nodes = list(nodes)
     number = max((node.launch for node in nodes), default=0)
     newest: dict[int, NodePresence] = {}
@@ -35,36 +35,37 @@ def find_latest_stays(nodes: Iterable[NodePresence]) -> list[NodePresence]:
 
 
 def end_of(node: NodePresence) -> float:
-    """When a node ended; for one whose supervisor died, when it was last seen."""
+    """Return when a node ended, in Unix seconds; for a node whose supervisor died, when it was last seen."""
     return node.ended_at or node.last_seen_at or node.started_at
 
 
 def is_here(node: NodePresence, now: float, stale: float) -> bool:
-    """Is it there, as far as it says itself? ``stale``: who was silent for so many seconds is not."""
+    """Return whether the node is present by its own record. A node silent for ``stale`` seconds is not."""
     return node.ended_at is None and now - node.heard_at(now) < stale
 
 
 def reached(node: NodePresence, now: float, longest: float = STALE_SECONDS) -> float:
-    """Until when a node that is there is paid: now, by its own clock. No further than ``longest`` seconds after it was
-    last heard of, so that a clock which has just been set bills nothing."""
+    """Return until when a present node is paid, in Unix seconds: now, by its own clock. It is at most ``longest``
+    seconds after its last heartbeat, so that a clock which has just been set bills nothing."""
     return end_of(node) + min(max(0.0, now - node.heard_at(now)), longest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeGeneration:
-    """Who trains now, as the members have agreed (`trainer.elastic.membership` writes it; here only nodes matter)."""
+    """The newest generation that the members have agreed on (`trainer.elastic.membership` writes it), reduced to its
+    nodes."""
 
     number: int
     launch: int
     formed_at: float
     nodes: frozenset[int]
     asking: frozenset[int]
-    """Nodes that ask to be in the next one."""
+    """Nodes that ask to be in the next generation."""
     patience_seconds: float
-    """How long a member may be silent, of ``job.json``."""
+    """Seconds for which a member may be silent, from ``job.json``."""
 
     def leaves_out(self, node: NodePresence) -> bool:
-        """Was this node there when the others went on without it, and has it not asked to come back?"""
+        """Return whether this node was present when the others continued without it, and has not asked to come back."""
         return (
             node.launch == self.launch
             and node.node_id not in self.nodes | self.asking
@@ -73,7 +74,8 @@ class NodeGeneration:
 
 
 def newest_generation(rundir: RunDir) -> NodeGeneration | None:
-    """The one that counts, None if there is none yet. `DamagedError` where it is no record."""
+    """Return the generation that counts, None if there is none yet. Raise `DamagedError` where its file is no
+    record."""
     names = [name for name in rundir.storage.list(MEMBERSHIP) if _RECORD.fullmatch(name)]
     record = read_document(rundir.storage, f"{MEMBERSHIP}/{names[-1]}", schemas.NODES_OF_GENERATION) if names else None
     if record is None:
@@ -93,7 +95,7 @@ def newest_generation(rundir: RunDir) -> NodeGeneration | None:
 def usage(
     nodes: Sequence[NodePresence], sku: str, running: bool, now: float, stale: float = math.inf
 ) -> list[NodeUsage]:
-    """Every stay as paid time; if the job is ``running``, a node that is still there counts until now. ``stale``: see
+    """Return every stay as paid time; if the job is ``running``, a node still present counts until now. ``stale``: see
     `is_here`."""
     here = set(find_latest_stays(nodes)) if running else set()
     return [
@@ -109,7 +111,7 @@ def usage(
 
 
 def health(job_id: str, node: NodePresence, now: float, generation: NodeGeneration | None = None) -> NodeHealth:
-    """How a node of a running job is; ``generation``: the newest of that job."""
+    """Return the health of a node of a running job; ``generation``: the newest of that job."""
     if node.ended_at is not None:
         left = f"left {job_id} with exit codes {', '.join(map(str, node.exit_codes))}"
         return NodeHealth(node_id=node.node_id, healthy=not any(node.exit_codes), message=left)
@@ -124,13 +126,14 @@ def health(job_id: str, node: NodePresence, now: float, generation: NodeGenerati
 
 
 def job_health(rundir: RunDir, job_id: str, now: float) -> list[NodeHealth]:
-    """How each node of a running job is, in its newest stay. `DamagedError` where that cannot be read."""
+    """Return the health of each node of a running job, in its newest stay. Raise `DamagedError` where that cannot be
+    read."""
     newest = newest_generation(rundir)
     return [health(job_id, node, now, newest) for node in find_latest_stays(rundir.nodes())]
 
 
 def close(rundir: RunDir, ended_at: float | None = None) -> None:
-    """Write the end of nodes whose supervisor could not: at this time, or when they were last seen."""
+    """Write the end of nodes whose supervisor could not: at ``ended_at``, or when they were last seen."""
     for node in rundir.nodes(skip_damaged=True):
         if node.ended_at is None:
             rundir.write_node(replace(node, ended_at=end_of(node) if ended_at is None else ended_at))

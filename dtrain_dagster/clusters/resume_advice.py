@@ -1,4 +1,4 @@
-"""What a person does whose job has ended before its training was done, on any cluster."""
+"""Advice for a person whose job has ended before its training was done, on any cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from trainer.rundir import RunDir
 
 
 def how_to_go_on(rundir: RunDir, job_id: str) -> str:
-    """A sentence that names the checkpoint which is kept, and the command that goes on from it, or starts over."""
+    """Return a sentence that names the kept checkpoint and the command that resumes from it, or starts over."""
     latest = rundir.latest_checkpoint()
     kept = "There is no checkpoint yet"
     if latest:

@@ -1,4 +1,4 @@
-"""A hard budget, as the nodes keep it: in node-seconds (`trainer.engine.budget`), whatever it was given in."""
+"""A hard budget in node-seconds, the unit that the nodes keep (`trainer.engine.budget`), whatever it was given in."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from trainer.rundir import LIMIT, RunDir
 
 
 def node_seconds_of(stop_at_usd: float, usage: Iterable[NodeUsage], sku: str, tier: Tier) -> float:
-    """How many node-seconds a job may be paid in all, for its dollars to be spent just then: those that it was paid so
-    far, on whatever nodes, and what is left of the dollars at the price of the nodes that it goes on with. Pure.
-    ``tier``: also of stays that do not name theirs. `PriceError` where a price is not known."""
+    """Return how many node-seconds a job may be paid in all until its dollars are spent: those paid so far, on any
+    nodes, and those that the rest of the dollars buys at the price of the nodes that it continues with. Pure. ``tier``:
+    also of stays that do not name theirs. Raise `PriceError` where a price is not known."""
     stays = list(usage)
     seconds = sum(max(0.0, stay.ended_at - stay.started_at) for stay in stays)  # as the nodes count them
     left_usd = max(0.0, stop_at_usd - CostTracker("", stays, tier).total_usd)
@@ -21,15 +21,16 @@ def node_seconds_of(stop_at_usd: float, usage: Iterable[NodeUsage], sku: str, ti
 
 
 def write_limit(rundir: RunDir, max_node_seconds: float | None, stop_at_usd: float | None = None) -> None:
-    """Set the budget of a job, also of one that runs: its nodes read it within a minute, and before they stop for it.
-    None: it has none. ``stop_at_usd``: the dollars it was made of, for whoever goes on with it at another price."""
+    """Set the budget of a job, running or not: its nodes read it within a minute, and before they stop for it. None: no
+    budget. ``stop_at_usd``: the dollars it was computed from, for a later launch at another price."""
     if max_node_seconds is None and not rundir.storage.exists(LIMIT):
         return
     rundir.write_json(LIMIT, {"max_node_seconds": max_node_seconds, "stop_at_usd": stop_at_usd or None})
 
 
 def reprice(rundir: RunDir, usage: Iterable[NodeUsage], sku: str, tier: Tier) -> None:
-    """Have a budget in dollars hold for a job that goes on with these nodes. `PriceError` where that cannot be."""
+    """Recompute a budget in dollars for a job that continues on these nodes. Raise `PriceError` where that is
+    impossible."""
     dollars = (rundir.read_json(LIMIT) or {}).get("stop_at_usd")
     if dollars:
         write_limit(rundir, node_seconds_of(dollars, usage, sku, tier), dollars)

@@ -1,4 +1,4 @@
-"""What a job used of electricity, and what its grid emitted for it: pure arithmetic over presence and samples.
+"""The electricity that a job used, and the emissions of its grid: pure arithmetic over presence and samples.
 
     kWh = sum over node time of (GPU power + host power) x PUE;   kg CO2e = kWh x intensity of the region's grid
 
@@ -26,34 +26,34 @@ from dtrain_dagster.costs.usage import NodeUsage
 from trainer.documents.events import NodeEvent, read_events
 
 HOLD_SECONDS = 120.0
-"""A sample speaks for the time since the one before it, though for no longer than that."""
+"""Longest time before a sample, in seconds, that the sample speaks for; it begins at the previous sample."""
 _GB_PER_GIB = 2**30 / 1e9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """Of a job, or of a part of its time."""
+    """Electricity and emissions of a job, or of a part of its time."""
 
     kwh: float
     kg_co2e: float | None
-    """None where the grid is not known."""
+    """Emissions in kg of CO2 equivalent; None where the grid is not known."""
     basis: str
-    """How the kWh came about, in words: what was measured, and what was assumed."""
+    """How the kWh were computed, in words: what was measured, and what was assumed."""
     source: str
-    """Where the grid's intensity is from, and of which year; or why there is none."""
+    """Source and year of the grid's intensity, or why there is none."""
     measured_share: float
-    """Of the node time: in which the GPUs' power was measured."""
+    """Share of the node time in which the GPUs' power was measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What draws power where a node is."""
+    """The hardware of a node that draws power."""
 
     cores: int
     """Virtual processors."""
     memory_gib: float
     gpu_watts: float
-    """Rated, of all GPUs together; 0 where there are none, or none that is known."""
+    """Rated power of all GPUs together; 0 where there are none, or none that is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,11 +78,11 @@ def footprint(
     region: str | None,
     machine: Machine | None = None,
 ) -> Footprint:
-    """``events``: of the job, of all kinds. ``region``: where the nodes are; None: not known, so there is no CO2.
+    """Return the footprint of paid node time.
 
-    ``machine``: for nodes that are groups of processes on one machine, see `this_machine`. What it draws is counted
-    once for them all, and is not what the SKU would draw whose price stands in for them. `PriceError` for a SKU of
-    which nothing is known.
+    ``events``: of the job, of all kinds. ``region``: of the nodes; None: not known, so there is no CO2. ``machine``:
+    for nodes that are groups of processes on one machine, see `this_machine`. Its power counts once for them all,
+    instead of that of the SKU whose price is the stand-in. Raise `PriceError` for an unknown SKU.
     """
     stretches = list(usage)
     samples = _samples(events)
@@ -106,14 +106,15 @@ def footprint(
 
 
 def job_footprint(usage: Iterable[NodeUsage], events: Iterable[Mapping[str, Any]], is_local: bool) -> Footprint:
-    """Of a job on this machine's own nodes, or on those of ``DTRAIN_REGION``; raises as `footprint` does."""
+    """Return the footprint of a job on this machine's own nodes, or on those of ``DTRAIN_REGION``; raise as `footprint`
+    does."""
     if is_local:
         return footprint(usage, events, None, this_machine())
     return footprint(usage, events, region_of())
 
 
 def this_machine() -> Machine:
-    """The one that this process is on. Its GPUs count only where they were measured."""
+    """Return the machine of this process. Its GPUs count only where they were measured."""
     import psutil
 
     return Machine(cores=os.cpu_count() or 1, memory_gib=psutil.virtual_memory().total / 2**30, gpu_watts=0.0)
@@ -126,8 +127,8 @@ def _add(
     machine: Machine,
     usual_load: float,
 ) -> None:
-    """Add up what one machine drew while any of these stretches lasted. Between two neighbouring points of time at
-    which something changes all is constant. A stretch that ends before it begins, as clocks step, is none."""
+    """Add the energy that one machine used while any of these stays lasted. Between two neighbouring points of time at
+    which something changes, power is constant. A stay that ends before it begins, as clocks step, counts nothing."""
     points = {point for stretch in stretches for point in (stretch.started_at, stretch.ended_at)}
     for stretch in stretches:
         points.update(_changes(samples.get(stretch.node_id, ()), stretch.started_at, stretch.ended_at))

@@ -37,28 +37,29 @@ SPEED_SPREAD = 0.25
 
 
 EVICTIONS_PER_NODE_HOUR = 0.10
-"""Assumed of nodes that can be taken away, not measured: the upper edge of the second of the bands (0–5, 5–10, 10–15,
-15–20, over 20 % per hour) in which Azure publishes the eviction rates of its sizes."""
+"""Evictions per hour of a node that can be taken away, assumed and not measured: the upper edge of the second of the
+bands (0–5, 5–10, 10–15, 15–20, over 20 % per hour) in which Azure publishes the eviction rates of its sizes."""
 EVICTION_SECONDS = 600.0
-"""Assumed: until a node that was taken away is replaced, its start-up and the steps that are lost included. The others
-count as standing still, though they go on, and are paid for."""
+"""Seconds, assumed, until an evicted node is replaced, its start-up and the lost steps included. The others count as
+standing still, though they continue, and are paid for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """A figure and the range that it is expected in."""
+    """A figure and the range in which it is expected."""
 
     low: float
     expected: float
     high: float
 
     def scaled(self, factor: float) -> Interval:
+        """Return the interval with all figures times ``factor``."""
         return Interval(low=self.low * factor, expected=self.expected * factor, high=self.high * factor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """What is expected before anything is bought."""
+    """The expected time and cost, before anything is bought."""
 
     seconds: Interval
     usd: Interval
@@ -68,19 +69,19 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """How much a training has to do."""
+    """The amount of work of a training."""
 
     steps: int
     evaluations: int
     checkpoints: int
     """Saves: as often as the configuration says, and one after each evaluation, any of which may be the best."""
     samples: int = 0
-    """Over all steps: the last batch of an epoch is not a full one."""
+    """Samples over all steps: the last batch of an epoch is not a full one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """What decides how much there is to do, on any number of nodes."""
+    """The figures that decide how much work there is, on any number of nodes."""
 
     train_samples: int
     valid_samples: int
@@ -95,21 +96,21 @@ class Sizes:
     checkpoint_frequency: int
     early_stopping_patience: int | None = None
     cores: int | None = None
-    """Of the one machine whose processes all nodes are; None where each node is a machine of its own."""
+    """Cores of the one machine that runs all nodes; None where each node is a machine of its own."""
     stated_ranks: int | None = None
     """Ranks that the global batch is made for, where that is stated; None: as many as there are."""
 
     def ranks(self, node_count: int) -> int:
-        """That the global batch is made for."""
+        """Return the number of ranks that the global batch is made for."""
         return self.stated_ranks or node_count * self.processes_per_node
 
     def crowding(self, node_count: int) -> float:
-        """How much slower a rank is for sharing its cores with the others."""
+        """Return how many times slower a rank is because it shares its cores with the others."""
         ranks = node_count * self.processes_per_node
         return max(1.0, ranks / self.cores) if self.cores else 1.0
 
     def work(self, node_count: int) -> Work:
-        """All of it. Early stopping is not counted on: it can only make it cheaper."""
+        """Return all of the work. Early stopping is not counted on: it can only make the training cheaper."""
         ranks = self.ranks(node_count)
         return work_of(
             steps_per_epoch=self._steps_per_epoch(ranks),
@@ -122,7 +123,8 @@ class Sizes:
         )
 
     def least_work(self, node_count: int) -> Work:
-        """Where it stops as early as ``early_stopping_patience`` lets it: the first evaluation is the best one."""
+        """Return the work if the training stops as early as ``early_stopping_patience`` allows: the first evaluation is
+        the best one."""
         if self.early_stopping_patience is None:
             return self.work(node_count)
         frequency = self.eval_frequency or self._steps_per_epoch(self.ranks(node_count))
@@ -134,7 +136,7 @@ class Sizes:
 
         micro_batches = ranks * self.micro_batches_per_rank
         if self.train_samples < micro_batches:
-            return 1  # the trainer refuses so many ranks; here it is a row of a table
+            return 1  # the trainer refuses this number of ranks; here it is a row of a table
         return steps_per_epoch(self.train_samples, ranks * self.batch_size_per_rank, micro_batches)
 
 
@@ -147,7 +149,7 @@ def work_of(
     samples_per_epoch: int = 0,
     batch_size: int = 0,
 ) -> Work:
-    """What a training has to do, as the trainer's loop does it."""
+    """Return the work of a training, as the trainer's loop does it."""
     steps = steps_per_epoch * epochs
     if max_steps is not None:
         steps = min(steps, max_steps)
@@ -169,33 +171,33 @@ def _due(steps: int, first: int, second: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What one run on so many nodes took, in parts that sum to its wall time, unless its first steps were its fastest.
-    Shares are of a step."""
+    """The duration of one run on ``node_count`` nodes, in parts that sum to its wall time, unless its first steps were
+    its fastest. Shares are of a step."""
 
     node_count: int
     startup_seconds: float
-    """From the first node's presence until the group is formed and the model is there."""
+    """Seconds from the first node's presence until the group is formed and the model is loaded."""
     warm_up_seconds: float = 0.0
-    """What steps and evaluations took beyond the typical ones, once: caches, buckets, a look at the links."""
+    """Seconds that steps and evaluations took once beyond the typical ones: caches, buckets, a link probe."""
     step_seconds: float
-    """A typical step with a full batch."""
+    """Seconds of a typical step with a full batch."""
     step_spread: float = 0.0
-    """Standard error of it, relative."""
+    """Relative standard error of ``step_seconds``."""
     sample_share: float = 1.0
-    """What grows with the samples of a step: input, forward and backward pass."""
+    """Share that grows with the samples of a step: input, forward and backward pass."""
     compute_share: float = 1.0
-    """What a faster GPU shortens: forward, backward and update."""
+    """Share that a faster GPU shortens: forward, backward and update."""
     communication_share: float = 0.0
-    """Communication that nothing hides, and waiting for slower ranks."""
+    """Share of exposed communication and of waiting for slower ranks."""
     evaluation_seconds: float = 0.0
-    """One evaluation of the validation split, after the first."""
+    """Seconds of one evaluation of the validation split, after the first."""
     checkpoint_seconds: float = 0.0
-    """What one save holds up."""
+    """Seconds for which one save holds up training."""
     finish_seconds: float = 0.0
-    """Test split, baselines, final weights, what trackers still have to write, the end of the processes."""
+    """Seconds of the test split, baselines, final weights, the trackers' last writes, and the end of the processes."""
 
     def step_with(self, fill: float, speed: float) -> float:
-        """Seconds of a step whose batch is so full, on a GPU of that speed."""
+        """Return the seconds of a step with this share of a full batch, on a GPU of that relative speed."""
         slower = 1 / speed - 1
         share = 1 + self.compute_share * slower
         growing = min(self.sample_share, 1.0) * (1 + min(self.compute_share, self.sample_share) * slower)
@@ -204,7 +206,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Learned:
-    """What past estimates of this instance have taught, see `planning.scoring.learn`."""
+    """The correction that past estimates of this instance have taught, see `planning.scoring.learn`."""
 
     factor: float = 1.0
     """Typical actual / estimated, shrunk towards 1."""
@@ -215,23 +217,24 @@ class Learned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """An estimate, or a run, phase by phase. Seconds."""
+    """An estimate, or a run, phase by phase, in seconds."""
 
     startup: float
     steps: float
-    """With their warm-up."""
+    """Seconds of all steps, with their warm-up."""
     evaluation: float
     checkpoint: float
     finish: float
 
     @property
     def total(self) -> float:
+        """Return the sum of all phases, in seconds."""
         return self.startup + self.steps + self.evaluation + self.checkpoint + self.finish
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """Time for any number of nodes."""
+    """The expected time for any number of nodes."""
 
     measured: tuple[Measured, ...]
     sizes: Sizes
@@ -239,14 +242,15 @@ class Forecast:
     basis_words: str
     learned: Learned = field(default_factory=Learned)
     measured_speed: float = 1.0
-    """Of the GPUs that the figures come from, to those that the estimate is for: not 1 where the table was asked."""
+    """Speed of the measured GPUs relative to those of the estimate: not 1 where the table of speeds was used."""
     rests_on: tuple[str, ...] = ()
     """Ids of the jobs that ``measured`` comes from."""
     totals: tuple[float, ...] = ()
     """Wall seconds of past runs of exactly this training, on the nodes of the first of ``measured``."""
 
     def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
-        """Wall seconds of the whole training on so many nodes, whose GPUs are ``speed`` times those of the estimate."""
+        """Return the wall seconds of the whole training on ``node_count`` nodes, whose GPUs are ``speed`` times as fast
+        as those of the estimate."""
         speed /= self.measured_speed
         known = speed == 1 and node_count == self.measured[0].node_count
         if self.totals and known:
@@ -261,7 +265,7 @@ class Forecast:
         return Interval(low=low / factor, expected=expected, high=expected * factor)
 
     def parts(self, node_count: int, speed: float = 1.0) -> Parts:
-        """The same phase by phase, before anything that was learned."""
+        """Return the same phase by phase, before the learned correction."""
         return self._parts(node_count, self.sizes.work(node_count), speed)
 
     def _parts(self, node_count: int, work: Work, speed: float) -> Parts:
@@ -290,7 +294,7 @@ class Forecast:
 
 
 def interpolated(measured: Sequence[Measured], node_count: int, sizes: Sizes) -> Measured:
-    """What so many nodes would have been measured to take."""
+    """Return the figures expected on ``node_count`` nodes, interpolated from the measured ones."""
     for item in measured:
         if item.node_count == node_count:
             return item
@@ -337,8 +341,8 @@ def _nodes(item: Measured) -> int:
 
 
 def with_evictions(seconds: Interval, node_count: int) -> Interval:
-    """The time on nodes that can be taken away: without an eviction, with as many as are assumed, and with two standard
-    deviations more (evictions are taken to be independent of each other: a Poisson process)."""
+    """Return the time on nodes that can be taken away: the lower end without an eviction, the middle with the expected
+    number, and the upper end with two standard deviations more (independent evictions: a Poisson process)."""
 
     def evictions(busy: float) -> float:
         return EVICTIONS_PER_NODE_HOUR * node_count * busy / 3600
@@ -352,20 +356,20 @@ def with_evictions(seconds: Interval, node_count: int) -> Interval:
 
 
 def expected_slowdown(tier: Tier, node_count: int) -> float:
-    """Returns how many times as long a training is expected to take for evictions: 1 on dedicated nodes."""
+    """Return the expected time with evictions relative to that without: 1 on dedicated nodes."""
     return 1.0 if tier == "dedicated" else 1 + EVICTION_SECONDS * EVICTIONS_PER_NODE_HOUR * node_count / 3600
 
 
 def without_evictions(seconds: Interval, tier: Tier, node_count: int) -> Interval:
-    """Returns the time of an estimate without the evictions that are in it, to be priced on other nodes: the expected
-    one exactly, the upper end without the expected share of them. The lower end has none."""
+    """Return the time of an estimate without its evictions, to be priced on other nodes: the expected one exactly, the
+    upper end without the expected share of them. The lower end has none."""
     slower = expected_slowdown(tier, node_count)
     return Interval(low=seconds.low, expected=seconds.expected / slower, high=seconds.high / slower)
 
 
 def estimate_cost(seconds: Interval, price: SkuPrice, tier: Tier, node_count: int) -> Estimate:
-    """Time and dollars of ``node_count`` nodes for that long, and for as long as replacing those takes that such a tier
-    loses."""
+    """Return time and dollars of ``node_count`` nodes for that long, with the time to replace the nodes that such a
+    tier loses."""
     if tier != "dedicated":
         seconds = with_evictions(seconds, node_count)
     usd_per_hour = price.usd_per_hour(tier)

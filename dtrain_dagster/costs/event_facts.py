@@ -1,4 +1,4 @@
-"""What of a job's events the ledger rests on: those that can be read, typed. Damaged ones are left out and counted."""
+"""The events of a job that the ledger uses, typed. Damaged events are left out and counted."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from dtrain_dagster.costs.money import SECOND, is_finite, microseconds
 from trainer.documents.events import EndEvent, MembershipEvent, PhaseEvent, StepEvent, TimingEvent, read_event
 
 LARGEST = 10**12
-"""Steps, or seconds: more than this is no figure."""
+"""Largest number of steps or seconds that is believed."""
 _UNKNOWN: Any = {"samples": (), "segments": {}, "typical": {}}
 KINDS = ("membership", "phase", "timing", "step", "link", "hang", "end")
 
 
 @dataclass(slots=True)
 class EventFacts:
-    """The events that can be read, in order of time."""
+    """The readable events, in order of time."""
 
     memberships: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """By generation."""
+    """Members by generation."""
     phases: dict[int, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
-    """Of rank 0: (time, what it had done until then)."""
+    """Phases of rank 0 by generation: (time, what it had done until then)."""
     windows: dict[int, list[TimingEvent]] = field(default_factory=lambda: defaultdict(list))
     links: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """When a probe of the links was done, which follows a window."""
+    """Ends of link probes, which follow a window."""
     hangs: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-    """Of any rank: (time, for how long nothing had moved)."""
+    """Hangs of any rank: (time, how long nothing had moved)."""
     ends: list[tuple[int, int, str]] = field(default_factory=list)
     """(generation, time, status)"""
     first_at: dict[int, int] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class EventFacts:
 
 
 def read_facts(events: Iterable[Mapping[str, Any]]) -> EventFacts:
-    """What of the events counts here; of those, what is damaged is counted."""
+    """Return the events that count here, and how many of them are damaged."""
     facts = EventFacts()
     steps: dict[int, list[tuple[int, int, float]]] = defaultdict(list)
     for item in events:
@@ -89,7 +89,7 @@ def _membership(event: MembershipEvent, time: int) -> dict[str, Any]:
 
 
 def _window(item: Mapping[str, Any]) -> TimingEvent:
-    """ValueError, and others, for one that cannot be used."""
+    """Return the timing window of an event; raise ValueError, among others, for one that cannot be used."""
     window = read_event(TimingEvent, item)
     _positive(window.seconds)
     if _count(window.steps) == 0 or _count(window.step) < window.steps:

@@ -14,12 +14,12 @@ from dtrain_dagster.costs.money import SECOND, shown, total_shown
 from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, utc
 
 DIGITS = 6
-"""Of dollars, in files."""
+"""Digits of dollars, in files."""
 Rows = list[dict[str, Any]]
 
 
 def node_rows(tracker: CostTracker, digits: int = DIGITS) -> Rows:
-    """A row for each stretch for which a node was paid."""
+    """Return a row for each interval for which a node was paid."""
     amounts = shown([node.units for node in tracker.nodes], digits)
     return [
         {
@@ -37,7 +37,7 @@ def node_rows(tracker: CostTracker, digits: int = DIGITS) -> Rows:
 
 
 def period_rows(found: Ledger, digits: int = DIGITS) -> Rows:
-    """A row for each period, node and cause."""
+    """Return a row for each period, node and cause."""
     entries = sorted(found.entries, key=lambda entry: (entry.period, entry.node_id, entry.cause))
     amounts = shown([entry.units for entry in entries], digits)
     return [
@@ -55,7 +55,7 @@ def period_rows(found: Ledger, digits: int = DIGITS) -> Rows:
 
 
 def ledger_rows(found: Ledger, digits: int = DIGITS) -> Rows:
-    """A row for each cause."""
+    """Return a row for each cause."""
     causes = found.causes()
     amounts = shown([row.units for row in causes.values()], digits)
     percents = shown([row.microseconds * 100 for row in causes.values()], 1, unit=max(1, found.microseconds))
@@ -72,7 +72,7 @@ def ledger_rows(found: Ledger, digits: int = DIGITS) -> Rows:
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """With a header; nothing where there are no rows."""
+    """Return the rows as CSV with a header; "" where there are no rows."""
     if not rows:
         return ""
     buffer = io.StringIO()
@@ -83,7 +83,7 @@ def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def csv_files(tracker: CostTracker, found: Ledger) -> dict[str, str]:
-    """Name → content."""
+    """Return file name → content."""
     return {
         "cost_by_node.csv": to_csv(node_rows(tracker)),
         "cost_by_period.csv": to_csv(period_rows(found)),
@@ -92,7 +92,7 @@ def csv_files(tracker: CostTracker, found: Ledger) -> dict[str, str]:
 
 
 def cost_document(tracker: CostTracker, found: Ledger, metrics: CostMetrics, price: str, **more: Any) -> dict[str, Any]:
-    """All of it, for ``json``. Figures are numbers, as JSON has them; they are the ones of the CSV files."""
+    """Return all of the bill for ``json``. Figures are numbers, as JSON has them, equal to those of the CSV files."""
     return {
         "metrics": asdict(metrics),
         "total_usd": float(total_shown([tracker.total_units], DIGITS)),
@@ -107,7 +107,7 @@ def cost_document(tracker: CostTracker, found: Ledger, metrics: CostMetrics, pri
 
 
 def plain(rows: Rows) -> Rows:
-    """With numbers in place of decimals."""
+    """Return the rows with numbers in place of decimals."""
     return [{key: float(value) if isinstance(value, Decimal) else value for key, value in row.items()} for row in rows]
 
 

@@ -21,10 +21,11 @@ K = TypeVar("K")
 IN_STEPS = (CostCause.PRODUCTIVE, CostCause.COMMUNICATION, CostCause.WAITING, CostCause.INPUT)
 """Time in steps that counted; `Ledger.goodput` is their share."""
 CLOSING = 60 * SECOND
-"""After the job's end its processes may be closing for so long (`trainer.engine.trainer.DistributedTrainer.close`)."""
+"""Time after the job's end, in microseconds, in which its processes may be closing
+(`trainer.engine.trainer.DistributedTrainer.close`)."""
 MEANINGS = {
     CostCause.PRODUCTIVE: "forward, backward, optimizer, and the votes and reports that a step has",
-    CostCause.COMMUNICATION: "the wire, where no computation hides it",
+    CostCause.COMMUNICATION: "communication that no computation hides",
     CostCause.WAITING: "for a slower node, in a step",
     CostCause.INPUT: "for the next batch",
     CostCause.CHECKPOINT: "held up by a save, or waiting for the rank that saved",
@@ -40,14 +41,14 @@ MEANINGS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerEntry:
-    """What one node spent on one cause in one period."""
+    """Time and dollars of one node for one cause in one period."""
 
     node_id: int
     cause: CostCause
     period: int
     microseconds: int
     units: int
-    """Dollars, see `dtrain_dagster.costs.money`."""
+    """Cost in the units of `dtrain_dagster.costs.money`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,47 +60,56 @@ class Row:
 
     @property
     def seconds(self) -> float:
+        """Return the time in seconds."""
         return self.microseconds / SECOND
 
     @property
     def usd(self) -> float:
+        """Return the cost in dollars."""
         return usd(self.units)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
+    """The entries of a job's bill and the sums over them."""
+
     entries: tuple[LedgerEntry, ...]
     edges: tuple[int, ...]
-    """Of the periods; Unix time in microseconds."""
+    """Edges of the periods; Unix time in microseconds."""
     notes: tuple[str, ...]
-    """What is coarser than it could be, and why."""
+    """Sentences on what is coarser than it could be, and why."""
 
     @property
     def microseconds(self) -> int:
+        """Return the paid node-time in microseconds."""
         return sum(entry.microseconds for entry in self.entries)
 
     @property
     def units(self) -> int:
+        """Return the cost in the units of `dtrain_dagster.costs.money`."""
         return sum(entry.units for entry in self.entries)
 
     @property
     def goodput(self) -> float:
-        """Share of the paid node-time that was spent in steps that counted."""
+        """Return the share of the paid node-time that was spent in steps that counted."""
         whole = self.microseconds
         return sum(entry.microseconds for entry in self.entries if entry.cause in IN_STEPS) / whole if whole else 0.0
 
     def causes(self) -> dict[CostCause, Row]:
-        """Every cause that took some time, in order of `CostCause`."""
+        """Return every cause that took some time, in order of `CostCause`."""
         found = self.rows(lambda entry: entry.cause)
         return {cause: found[cause] for cause in CostCause if cause in found}
 
     def by_node(self) -> dict[tuple[int, CostCause], Row]:
+        """Return a row for each node and cause."""
         return self.rows(lambda entry: (entry.node_id, entry.cause))
 
     def by_period(self) -> dict[tuple[int, CostCause], Row]:
+        """Return a row for each period and cause."""
         return self.rows(lambda entry: (entry.period, entry.cause))
 
     def rows(self, key: Callable[[LedgerEntry], K]) -> dict[K, Row]:
+        """Return the entries added up by ``key``."""
         sums: dict[K, list[int]] = defaultdict(lambda: [0, 0])
         for entry in self.entries:
             row = sums[key(entry)]
@@ -111,7 +121,8 @@ class Ledger:
 def ledger(
     stretches: Sequence[NodeCost], events: Iterable[Mapping[str, object]], running: bool = False, periods: int = 60
 ) -> Ledger:
-    """Of what was paid (`CostTracker.nodes`) and a job's events, in order of time. ``running``: it has not ended."""
+    """Return the ledger of what was paid (`CostTracker.nodes`) and a job's events, in order of time. ``running``: it
+    has not ended."""
     line = timeline(events, running)
     bounds = edges(stretches, periods)
     sums: dict[tuple[int, CostCause, int], list[int]] = defaultdict(lambda: [0, 0])
@@ -135,7 +146,7 @@ def ledger(
 def _pieces(
     stretch: NodeCost, stretches: Sequence[NodeCost], line: Timeline, longest: int
 ) -> Iterator[tuple[int, int, Mix]]:  # fmt: skip
-    """A paid stretch without gaps: what its node did when, as far as is known, and what the gaps mean."""
+    """Return a paid stay without gaps: what its node did when, as far as is known, and what the gaps mean."""
     at = stretch.began
     for span in _spans(stretch, line):
         began, ended = max(at, span.began), min(stretch.ended, span.ended)

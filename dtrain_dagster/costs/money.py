@@ -1,4 +1,4 @@
-"""Exact arithmetic for bills: integers, so that whatever a bill is cut into sums to it.
+"""Exact arithmetic for bills: integers, so that the parts of a bill always sum to it.
 
 Time is in whole microseconds, a price in whole nano-dollars per hour, and an amount is their product: the internal unit
 is the 3.6e18th part of a dollar. Nothing is ever rounded but for people to read, and then rows still sum to their total
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 SECOND = 10**6
-"""Microseconds."""
+"""Microseconds of a second."""
 HOUR = 3600 * SECOND
 NANO = 10**9
 USD = HOUR * NANO
@@ -21,28 +21,30 @@ _FINE = 1 << 40
 
 
 def microseconds(seconds: float) -> int:
-    """Unix seconds, or a duration. OverflowError or ValueError where it is no finite number."""
+    """Return Unix seconds, or a duration, in microseconds. Raise OverflowError or ValueError where it is no finite
+    number."""
     return round(float(seconds) * SECOND)
 
 
 def nano_usd(usd_per_hour: float) -> int:
-    """A price, which lists give with no more digits than that."""
+    """Return a price in nano-dollars per hour; price lists have no more digits than that."""
     return round(Decimal(str(usd_per_hour)) * NANO)
 
 
 def usd(units: int) -> float:
+    """Return the dollars of an amount in units, as a float."""
     return units / USD
 
 
 def split(total: int, weights: Sequence[float]) -> list[int]:
-    """Whole parts of a whole amount in proportion to ``weights``, which are not negative and not all zero."""
+    """Return whole parts of a whole amount in proportion to ``weights``, which are not negative and not all zero."""
     largest = max(weights)
     whole = [round(weight / largest * _FINE) for weight in weights]
     return _largest_remainder(total, whole)
 
 
 def shown(amounts: Sequence[int], digits: int, unit: int = USD) -> list[Decimal]:
-    """Amounts in dollars (or another ``unit``) with so many digits, whose sum is that of `total_shown`."""
+    """Return amounts in dollars (or another ``unit``) rounded to ``digits``, whose sum is that of `total_shown`."""
     if not amounts:
         return []
     step = 10**digits
@@ -56,15 +58,17 @@ def shown(amounts: Sequence[int], digits: int, unit: int = USD) -> list[Decimal]
 
 
 def total_shown(amounts: Sequence[int], digits: int, unit: int = USD) -> Decimal:
+    """Return the sum of the amounts, rounded to ``digits``."""
     return Decimal(_rounded(sum(amounts) * 10**digits, unit)).scaleb(-digits)
 
 
 def digits_of(units: int) -> int:
-    """How many digits of a bill are worth reading: cents, or, of a few dollars, hundredths of a cent."""
+    """Return how many digits of a bill are worth reading: cents, or, of a few dollars, hundredths of a cent."""
     return 2 if units >= 10 * USD else 4 if units >= USD // 10 else 6
 
 
 def is_finite(value: object) -> bool:
+    """Return whether the value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -1,4 +1,5 @@
-"""The plan: what will be trained, on which nodes, for how long and how many dollars. Decided once, it flows as data."""
+"""The plan: what will be trained, on which nodes, for how long and for how many dollars. It is decided once and then
+passed on as data."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from dtrain_dagster.costs.prices import STAND_IN, Tier
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingPlan:
-    """What `trained_checkpoint` carries out."""
+    """The plan that `trained_checkpoint` carries out."""
 
     fingerprint: str
-    """Of everything that decides what comes out, see `dtrain_dagster.jobs.progress.fingerprint`."""
+    """Digest of everything that decides the trained weights, see `dtrain_dagster.jobs.progress.fingerprint`."""
     job: dict[str, Any]
     """The sections ``dataset``, ``model``, ``loss`` and ``training`` of the job's ``job.json``."""
     sku: str
@@ -27,31 +28,31 @@ class TrainingPlan:
     work: Work
     estimate: Estimate
     basis: str
-    """What the estimate rests on, in words."""
+    """The basis of the estimate, in words."""
     price_note: str
-    """Where the price comes from, and that nothing is billed where it stands in."""
+    """The source of the price, and that nothing is billed where it is a stand-in."""
     price_words: str = STAND_IN
     """The same in a few words, for behind a figure."""
     pace: str = ""
-    """Of what decides how long a step takes, see `dtrain_dagster.planning.history.pace_mark`."""
+    """Digest of everything that decides the duration of a step, see `dtrain_dagster.planning.history.pace_mark`."""
     basis_kind: Basis = "probe"
     rests_on: tuple[str, ...] = ()
     """Ids of the jobs that the estimate rests on, probes or past runs; the one on as many nodes as planned first."""
     learned_factor: float = 1.0
-    """What past estimates have taught, which is in the estimate."""
+    """Correction from past estimates; the estimate contains it."""
     budget_usd: float = 0.0
-    """What the training may be expected to cost at most; 0: any sum."""
+    """Largest expected cost in dollars that the plan allows; 0: any."""
     deadline_hours: float = 0.0
-    """How long it may be expected to take at most; 0: any time."""
+    """Largest expected duration in hours that the plan allows; 0: any."""
     stop_at_usd: float = 0.0
-    """At how many dollars it saves a checkpoint and stops; 0: never."""
+    """Dollars at which it saves a checkpoint and stops; 0: never."""
     phases: dict[str, float] = field(default_factory=dict)
     """Expected seconds by phase, see `costs.estimate.Parts`; `planning.projection` takes them for what is to come."""
 
 
 def parse_plan(document: Any, source: str) -> TrainingPlan:
-    """The plan as ``plan.json`` has it. Fields that are not known are left out, and those that an older version did not
-    write have their defaults. ValueError, which names ``source``, for what is no plan."""
+    """Return the plan of a ``plan.json``. Unknown fields are left out, and those that an older version did not write
+    have their defaults. Raise ValueError, which names ``source``, where it is no plan."""
     try:
         return _adapter().validate_python(document)
     except ValidationError as error:

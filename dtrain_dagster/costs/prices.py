@@ -1,9 +1,9 @@
-"""What a node costs per hour, by SKU, region and tier. No figure without its source and its date.
+"""The price of a node-hour, by SKU, region and tier. No figure without its source and its date.
 
 Two tables are read: the one in the package, and `prices.json` under ``DTRAIN_HOME``, which ``dtrain prices refresh``
 writes (`dtrain_dagster.costs.retail`). Of two figures for the same thing the newer one counts. Both have one layout:
-``sources`` (key → how, recorded_on, source) and ``prices`` (region → SKU → tier → [US dollars per hour, source]). What
-a SKU is made of stands in the package's alone.
+``sources`` (key → how, recorded_on, source) and ``prices`` (region → SKU → tier → [US dollars per hour, source]). The
+hardware of a SKU stands in the package's table alone.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from dtrain_dagster.settings.environment import setting
 Tier = Literal["dedicated", "low_priority", "spot"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 STAND_IN, LISTED = "stand-in price, nothing was billed", "list price, not the bill"
-"""What the dollars of a figure are, in words: of nodes that are priced as a SKU, and of nodes that are bought."""
+"""Meaning of a figure's dollars, in words: for nodes that are priced as a SKU, and for nodes that are bought."""
 REFRESHED = "prices.json"
-"""Under ``DTRAIN_HOME``."""
+"""File of the refreshed prices, under ``DTRAIN_HOME``."""
 REFERENCE_SKU = "Standard_NC6s_v3"
 """The node whose training speed is 1."""
 _DATE = re.compile(r"\d{4}-\d{2}(-\d{2})?")
 
 
 def tier_of(name: str) -> Tier:
-    """The tier of that name, as clusters and settings give it."""
+    """Return the tier of that name, as clusters and settings give it."""
     return next((tier for tier in TIERS if tier == name), "dedicated")
 
 
@@ -47,7 +47,7 @@ class Figure:
 
     usd_per_hour: float
     recorded_on: str
-    """Day, or month where the day is not known (the earliest that it can be)."""
+    """Day of the price, or month where the day is not known (the earliest possible one)."""
     how: str
     """recorded (the service's own answer), read (somebody's list), rule (computed from another), asked (refreshed)."""
     source: str
@@ -61,24 +61,25 @@ class SkuPrice:
     gpu: str
     gpus: int
     gpu_memory_gib: int
-    """Of one GPU."""
+    """Memory of one GPU."""
     gpu_watts: int
-    """Of one GPU: its thermal design power."""
+    """Thermal design power of one GPU."""
     vcpus: int
     memory_gib: int
     infiniband: bool
     low_priority_capable: bool
-    """False where the service said, when the package was made, that there are no such nodes."""
+    """Whether low-priority nodes may exist: False where the service said no when the package was made."""
     retired_on: str | None
     speed: float
-    """How fast one node trains against one `REFERENCE_SKU`, in fp32. A rough guess, see ``speed_note``."""
+    """Training speed of one node relative to one `REFERENCE_SKU`, in fp32. A rough guess, see ``speed_note``."""
     speed_note: str
     region: str
     figures: Mapping[Tier, Figure]
-    """Only of tiers that have a known price."""
+    """Prices of the tiers that have a known one."""
 
     def figure(self, tier: Tier) -> Figure:
-        """The price on that tier. `PriceError` where the SKU is not offered on it, or its price is not known."""
+        """Return the price on that tier. Raise `PriceError` where the SKU is not offered on it, or its price is not
+        known."""
         found = self.figures.get(tier)
         is_asked = found is not None and found.how == "asked"  # newer than what the package knows of the SKU
         if tier == "low_priority" and not self.low_priority_capable and not is_asked:
@@ -92,22 +93,22 @@ class SkuPrice:
         return found
 
     def usd_per_hour(self, tier: Tier) -> float:
-        """Price of one node-hour; raises as `figure` does."""
+        """Return the price of one node-hour; raise as `figure` does."""
         return self.figure(tier).usd_per_hour
 
     @property
     def main_figure(self) -> Figure:
-        """The dedicated price, or the first of what is known."""
+        """Return the dedicated price, or the first known one."""
         return next(self.figures[tier] for tier in TIERS if tier in self.figures)
 
     @property
     def recorded_on(self) -> str:
-        """Of the main figure; each has its own."""
+        """Return the date of the main figure; each figure has its own."""
         return self.main_figure.recorded_on
 
     @property
     def source(self) -> str:
-        """Of the main figure; each has its own."""
+        """Return the source of the main figure; each figure has its own."""
         return self.main_figure.source
 
 
@@ -116,8 +117,8 @@ Prices = dict[str, dict[str, dict[Tier, Figure]]]
 
 
 def price_of(sku: str, region: str | None = None) -> SkuPrice:
-    """The price of a SKU, in whichever case Azure writes it; ``region``: None for ``DTRAIN_REGION``. `PriceError` for
-    what is not known there."""
+    """Return the price of a SKU, in any case of letters; ``region``: None for ``DTRAIN_REGION``. Raise `PriceError`
+    where it is not known there."""
     region = region_of(region)
     regions = _tables()
     found = _by_any_case(regions.get(region, {}), sku)
@@ -136,7 +137,8 @@ def price_of(sku: str, region: str | None = None) -> SkuPrice:
 
 
 def price_table(region: str | None = None) -> Mapping[str, SkuPrice]:
-    """SKU → price, of all that are known in a region (None: ``DTRAIN_REGION``). `PriceError` where none is."""
+    """Return SKU → price, of all that are known in a region (None: ``DTRAIN_REGION``). Raise `PriceError` where none
+    is."""
     region = region_of(region)
     regions = _tables()
     if region not in regions:
@@ -148,41 +150,44 @@ def price_table(region: str | None = None) -> Mapping[str, SkuPrice]:
 
 
 def hardware_of(sku: str) -> SkuPrice:
-    """A SKU in whichever region it is known: for what does not depend on the region. `PriceError` for no such SKU."""
+    """Return a SKU of any region where it is known, for facts that do not depend on the region. Raise `PriceError` for
+    an unknown SKU."""
     rows = (_by_any_case(rows, sku) for rows in _tables().values())
     return next((row for row in rows if row), None) or price_of(sku)
 
 
 def known_regions() -> tuple[str, ...]:
+    """Return the regions that have prices."""
     return tuple(_tables())
 
 
 def skus() -> tuple[str, ...]:
-    """Every SKU whose make is known."""
+    """Return every SKU whose hardware is known."""
     return tuple(_package()["skus"])
 
 
 def region_of(region: str | None = None) -> str:
-    """As Azure's interfaces write it (``eastus``), also from ``East US``; None: ``DTRAIN_REGION``."""
+    """Return the region as Azure's interfaces write it (``eastus``), also from ``East US``; None: ``DTRAIN_REGION``."""
     return (region or setting("region")).replace(" ", "").casefold()
 
 
 def refresh_command(region: str, sku: str = "") -> str:
+    """Return the command that refreshes prices of a region, or of one SKU there."""
     return f"dtrain prices refresh --region {region}" + (f" --sku {sku}" if sku else "")
 
 
 def refreshed_path(home: Path | None = None) -> Path:
-    """Where refreshed prices are."""
+    """Return the path of the refreshed prices."""
     return (home or Path(os.path.abspath(os.path.expanduser(setting("home"))))) / REFRESHED
 
 
 def packaged_prices() -> Prices:
-    """Those of the package alone."""
+    """Return the prices of the package alone."""
     return read_prices(_package())
 
 
 def refreshed_prices(path: Path) -> Prices:
-    """Those of a refreshed table; none where there is no file. `PriceError` for one that is damaged."""
+    """Return the prices of a refreshed table; none where there is no file. Raise `PriceError` for a damaged one."""
     try:
         document = json.loads(path.read_bytes())
         return read_prices(document)
@@ -196,7 +201,7 @@ def refreshed_prices(path: Path) -> Prices:
 
 
 def read_prices(document: Mapping[str, Any]) -> Prices:
-    """The figures of a table. ValueError, TypeError or KeyError for what is none."""
+    """Return the figures of a table. Raise ValueError, TypeError or KeyError where it is none."""
     if document["currency"] != "USD":
         raise ValueError(f"the currency is {document['currency']!r}, not USD")
     sources = document["sources"]
@@ -214,7 +219,7 @@ def read_prices(document: Mapping[str, Any]) -> Prices:
 
 
 def merge(tables: Iterable[Prices]) -> Prices:
-    """Of several figures for the same thing the newest; of equally old ones the last."""
+    """Return the newest of several figures for the same thing, the last of equally old ones."""
     merged: Prices = {}
     for table in tables:
         for region, rows in table.items():

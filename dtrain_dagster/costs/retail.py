@@ -38,15 +38,16 @@ from trainer.storage.open import open_storage
 RETAIL_URL = "https://prices.azure.com/api/retail/prices"
 API_VERSION = "2023-01-01-preview"
 SKUS_PER_QUERY = 10
-"""They all stand in the address, whose length is limited."""
+"""SKUs of one query. They all stand in the address, whose length is limited."""
 MAX_PAGES = 50
-"""Of one query. A page has up to 1000 prices, and ten sizes in one region have some dozens."""
+"""Pages of one query. A page has up to 1000 prices, and ten sizes in one region have some dozens."""
 RETRIES = RetryPolicy(first_pause_seconds=1.0, max_attempts=5)
 LONGEST_PAUSE_SECONDS = 60.0
-"""Who is asked to wait longer does not: the table is of the day, and somebody waits at a terminal."""
+"""Longest pause that is accepted from the service: somebody waits at a terminal."""
 CONNECT_SECONDS, READ_SECONDS = 10, 60
 LARGEST_RATIO = 10.0
-"""A price that differs by more from what the package has is taken for an error of the list, or of this module."""
+"""A price that differs by a larger factor from the packaged one is taken for an error of the list, or of this
+module."""
 _BEGINNING = datetime.min.replace(tzinfo=UTC)
 
 
@@ -55,7 +56,7 @@ class RetailError(PriceError):
 
 
 class _PassingError(Exception):
-    """The list did not answer, or asks to come back after so many seconds."""
+    """The list did not answer, or asked for a pause."""
 
     def __init__(self, problem: str, asked_seconds: float = 0.0) -> None:
         super().__init__(problem)
@@ -64,7 +65,7 @@ class _PassingError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A figure that was asked for. ``before``: what counted until now; None: nothing was known."""
+    """A requested figure. ``before``: the previous figure; None: nothing was known."""
 
     region: str
     sku: str
@@ -75,7 +76,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refreshed:
-    """What a refresh has written, and what stays as it was."""
+    """The result of a refresh: what was written, and what stays as it was."""
 
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
@@ -89,8 +90,9 @@ def refresh_price_table(
     now: datetime | None = None,
     pause: Callable[[float], None] = time.sleep,
 ) -> Refreshed:
-    """Ask for these SKUs in these regions, and put what is found into the table at ``path``, at once and as a whole.
-    Figures of other SKUs and regions stay in it. `RetailError` where it cannot be had; the table is then as before."""
+    """Request the prices of these SKUs in these regions, and write them into the table at ``path`` as a whole. Figures
+    of other SKUs and regions stay in it. Raise `RetailError` where they cannot be had; the table then stays as
+    before."""
     now = now or datetime.now(UTC)
     packaged = packaged_prices()
     notes = []
@@ -98,7 +100,7 @@ def refresh_price_table(
         known = refreshed_prices(path)
     except PriceError as error:
         known = {}
-        notes.append(f"started anew, without what was there: {error}")
+        notes.append(f"started again, without the previous table: {error}")
     before = merge([packaged, known])
     found: Prices = {}
     for region in regions:
@@ -127,7 +129,7 @@ def refresh_price_table(
 def fetch(
     url: str, region: str, skus: Sequence[str], pause: Callable[[float], None] = time.sleep
 ) -> Iterator[dict[str, Any]]:
-    """All items of a query, page after page. Never from another host than that of ``url``."""
+    """Yield all items of a query, page after page, never from another host than that of ``url``."""
     _place(url)
     names = " or ".join(f"armSkuName eq '{sku}'" for sku in skus)
     params: dict[str, str] | None = {
@@ -155,9 +157,9 @@ def fetch(
 def choose_prices(
     items: Iterable[Mapping[str, Any]], region: str, skus: Sequence[str], now: datetime
 ) -> tuple[dict[str, dict[Tier, float]], list[str]]:
-    """SKU → tier → US dollars per hour, of what counts now, and what could not be told apart, in words.
+    """Return SKU → tier → US dollars per hour, of the prices that count now, and in words those that are ambiguous.
 
-    `RetailError` for items that are not of the known shape.
+    Raise `RetailError` for items that are not of the known shape.
     """
     names = {sku.casefold(): sku for sku in skus}
     offers: dict[tuple[str, Tier], list[tuple[datetime, float]]] = {}
@@ -188,8 +190,8 @@ def choose_prices(
 
 
 def is_linux_by_the_hour(item: Mapping[str, Any], region: str) -> bool:
-    """Is this the price of an hour of a Linux machine in that region, as everybody pays it? In US dollars, or
-    `RetailError`."""
+    """Return whether this is the general price of an hour of a Linux machine in that region. Raise `RetailError` if it
+    is not in US dollars."""
     product = str(item.get("productName", "")).casefold()
     names = f"{item.get('skuName', '')} {item.get('meterName', '')}".casefold()
     if (
@@ -209,13 +211,13 @@ def is_linux_by_the_hour(item: Mapping[str, Any], region: str) -> bool:
 
 
 def tier_of_meter(item: Mapping[str, Any]) -> Tier:
-    """By the suffix of its names: ``NC6s v3``, ``NC6s v3 Low Priority``, ``NC6s v3 Spot``."""
+    """Return the tier by the suffix of the item's names: ``NC6s v3``, ``NC6s v3 Low Priority``, ``NC6s v3 Spot``."""
     names = f"{item.get('skuName', '')} {item.get('meterName', '')}".casefold()
     return "low_priority" if "low priority" in names else "spot" if "spot" in names.split() else "dedicated"
 
 
 def as_document(prices: Prices) -> dict[str, Any]:
-    """As `dtrain_dagster.costs.prices.read_prices` reads it."""
+    """Return the prices in the layout that `dtrain_dagster.costs.prices.read_prices` reads."""
     figures = [figure for rows in prices.values() for tiers in rows.values() for figure in tiers.values()]
     origins = dict.fromkeys((figure.how, figure.recorded_on, figure.source) for figure in figures)
     keys = {origin: f"s{number}" for number, origin in enumerate(origins, 1)}

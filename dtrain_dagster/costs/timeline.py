@@ -1,4 +1,5 @@
-"""What the members of each generation did when, from a job's events. Pure; `dtrain_dagster.costs.ledger` prices it.
+"""The activity of each generation's members over time, from a job's events. Pure; `dtrain_dagster.costs.ledger` prices
+it.
 
 Rank 0's ``phase`` events say what the time since the one before was spent on, and leave no gap: ranks go in step, so
 that holds for all members. Within the training phase the ``timing`` windows say what each rank did. What cannot be read
@@ -21,7 +22,7 @@ from trainer.documents.events import TimingEvent
 
 
 class CostCause(StrEnum):
-    """Of a paid node-second. In the order in which they are shown."""
+    """The cause of a paid node-second, in the order in which causes are shown."""
 
     PRODUCTIVE = "productive"
     COMMUNICATION = "exposed communication"
@@ -38,7 +39,7 @@ class CostCause(StrEnum):
 
 
 Mix = Mapping[CostCause, float]
-"""What a stretch of time was spent on; the figures are weights."""
+"""The causes of an interval of time; the figures are weights."""
 
 SEGMENT_CAUSES = {
     "input": CostCause.INPUT,
@@ -59,23 +60,24 @@ PHASE_CAUSES = {
     "links": CostCause.COMMUNICATION,  # a probe of them; no phase of the trainer's own
 }
 IN_STEPS = ("training", "checkpoint")
-"""Phases whose time the windows divide: what a save holds up is a segment of theirs."""
+"""Phases whose time the windows divide: the time that a save holds up is a segment of theirs."""
 NEVER = 1 << 62
 MOST_WINDOWS = 1500
-"""Of a generation; neighbours of more are taken together, which moves nothing from one cause to another."""
+"""Windows of a generation that are kept; neighbours beyond are merged, which moves nothing from one cause to
+another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Some time of the members of a generation, in microseconds."""
+    """An interval of the members of a generation, in microseconds."""
 
     began: int
     ended: int
     mix: Mix
     by_node: Mapping[int, Mix] = field(default_factory=dict)
-    """Of nodes for which more is known."""
+    """Mixes of the nodes for which more is known."""
     is_regroup: bool = False
-    """Of those who were in the generation before, not of those who come."""
+    """Whether it concerns only members of the generation before, not newcomers."""
 
 
 @dataclass(slots=True)
@@ -87,28 +89,32 @@ class Term:
     """In microseconds; ``until`` as well: when the next one began to form."""
     until: int
     nodes: frozenset[int] | None
-    """None: not known, so everybody."""
+    """Nodes of the generation; None: not known, so all."""
     is_fresh: bool
-    """Nobody in it was in the one before: a launch begins."""
+    """Whether no member was in the generation before: a launch begins."""
     step: int
     spans: list[Span] = field(default_factory=list)
 
     def has(self, node: int) -> bool:
+        """Return whether the node is a member."""
         return self.nodes is None or node in self.nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
+    """The terms of a job and its end."""
+
     terms: tuple[Term, ...]
     ended: int
-    """When the job said that it was over; `NEVER` if it did not."""
+    """Time at which the job reported its end; `NEVER` if it did not."""
     notes: tuple[str, ...]
     left_out: int
     """Events that could not be read."""
 
 
 def timeline(events: Iterable[Mapping[str, Any]], running: bool = False) -> Timeline:
-    """``running``: the job has not ended, so what came after its last report is like what came before."""
+    """Return the timeline of a job's events. ``running``: the job has not ended, so the time after its last report
+    counts like that before."""
     facts = read_facts(events)
     terms = _terms(facts)
     last = max((time for generation, time, _ in facts.ends if terms and generation == terms[-1].number), default=NEVER)
@@ -271,7 +277,7 @@ def _rest(term: Term, after: Term | None, found: Sequence[TimingEvent], pieces: 
 
 
 def merge_spans(together: Sequence[TimingEvent]) -> TimingEvent:
-    """Consecutive windows of one world as one: seconds are means over all their steps."""
+    """Return consecutive windows of one world as one: seconds are means over all their steps."""
     if len(together) == 1:
         return together[0]
     last, steps = together[-1], sum(window.steps for window in together)
@@ -299,7 +305,7 @@ def _batches(found: Sequence[TimingEvent]) -> Iterator[Sequence[TimingEvent]]:
 
 
 def node_mixes(window: TimingEvent) -> dict[int, Mix]:
-    """Of each node, mean over its ranks. Who waited for a rank that saved waited for the checkpoint."""
+    """Return the mix of each node, a mean over its ranks. Waiting for a rank that saved counts as checkpoint."""
     if not window.segments:
         return {}
     size = window.world_size

@@ -1,4 +1,4 @@
-"""What a job has cost, from when each node was there: `CostTracker`. No guess, no rate times duration.
+"""The cost of a job, from the presence of each node: `CostTracker`. No guess, no rate times duration.
 
 All times are Unix time, which knows neither time zones nor daylight saving; where a person reads one, it is UTC.
 """
@@ -26,19 +26,19 @@ class CostMetrics:
     total_cost_usd: float
     cost_per_node_hour: float
     training_duration_hours: float
-    """From the first node's start to the last node's end."""
+    """Hours from the first node's start to the last node's end."""
     cost_per_epoch: float
     estimated_total_cost: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeCost:
-    """One stretch for which a node was paid, no two of one node at the same time."""
+    """An interval for which a node was paid; no two of one node overlap."""
 
     node_id: int
     sku: str
     tier: str | None
-    """None: the one that was asked for."""
+    """Tier that was paid; None: the tier that was requested."""
     began: int
     """Unix time in microseconds, as ``ended``."""
     ended: int
@@ -46,33 +46,38 @@ class NodeCost:
 
     @property
     def microseconds(self) -> int:
+        """Return the duration in microseconds."""
         return self.ended - self.began
 
     @property
     def units(self) -> int:
-        """See `dtrain_dagster.costs.money`."""
+        """Return the cost in the units of `dtrain_dagster.costs.money`."""
         return self.microseconds * self.nano_usd_per_hour
 
     @property
     def started_at(self) -> float:
+        """Return the start in Unix seconds."""
         return self.began / SECOND
 
     @property
     def ended_at(self) -> float:
+        """Return the end in Unix seconds."""
         return self.ended / SECOND
 
     @property
     def hours(self) -> float:
+        """Return the duration in hours."""
         return self.microseconds / HOUR
 
     @property
     def usd(self) -> float:
+        """Return the cost in dollars."""
         return usd(self.units)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeriodCost:
-    """Spent on one node within one period of time."""
+    """The cost of one node within one period of time."""
 
     node_id: int
     began: int
@@ -81,10 +86,10 @@ class PeriodCost:
 
 
 class CostTracker:
-    """Adds up node presence. One tracker looks at one job.
+    """The sum of a job's node presence. One tracker looks at one job.
 
-    Any history will do: what ends before it starts counts zero, what one node is said to have spent twice counts once,
-    and ``notes`` says so.
+    It accepts any history: a stay that ends before it starts counts zero, overlapping stays of one node count once, and
+    ``notes`` says so.
     """
 
     def __init__(self, cluster_name: str, usage: Iterable[NodeUsage], tier: Tier) -> None:
@@ -94,26 +99,29 @@ class CostTracker:
 
     @property
     def node_hours(self) -> float:
+        """Return the paid node-hours."""
         return sum(node.microseconds for node in self.nodes) / HOUR
 
     @property
     def total_units(self) -> int:
-        """The bill, exactly; see `dtrain_dagster.costs.money`."""
+        """Return the exact bill in the units of `dtrain_dagster.costs.money`."""
         return sum(node.units for node in self.nodes)
 
     @property
     def total_usd(self) -> float:
+        """Return the bill in dollars."""
         return usd(self.total_units)
 
     @property
     def wall_seconds(self) -> float:
-        """From the first node's start to the last node's end."""
+        """Return the seconds from the first node's start to the last node's end."""
         if not self.nodes:
             return 0.0
         return (max(node.ended for node in self.nodes) - min(node.began for node in self.nodes)) / SECOND
 
     def metrics(self, epochs: float, estimated_usd: float) -> CostMetrics:
-        """The job as `CostMetrics`. ``epochs`` may be a fraction; with none, an epoch costs as much as the whole."""
+        """Return the job as `CostMetrics`. ``epochs`` may be a fraction; with none, an epoch costs as much as the
+        whole."""
         return CostMetrics(
             cluster_name=self.cluster_name,
             total_cost_usd=self.total_usd,
@@ -124,7 +132,7 @@ class CostTracker:
         )
 
     def between(self, edges: Sequence[int]) -> list[PeriodCost]:
-        """The same dollars by node and time, cut at ``edges``, which rise and enclose all there is."""
+        """Return the same dollars by node and time, cut at ``edges``, which rise and enclose all stays."""
         return [
             PeriodCost(node_id=node.node_id, began=begin, ended=end, units=(end - begin) * node.nano_usd_per_hour)
             for node in self.nodes
@@ -133,7 +141,7 @@ class CostTracker:
 
 
 def edges(stretches: Sequence[NodeCost], periods: int) -> list[int]:
-    """From the first start to the last end, in equal periods, to the microsecond."""
+    """Return the edges of equal periods from the first start to the last end, in microseconds."""
     if not stretches:
         return [0]
     first, last = min(item.began for item in stretches), max(item.ended for item in stretches)
@@ -141,7 +149,7 @@ def edges(stretches: Sequence[NodeCost], periods: int) -> list[int]:
 
 
 def cut(began: int, ended: int, edges: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """A stretch in parts that no edge cuts."""
+    """Yield the parts of an interval that no edge cuts."""
     place = bisect_right(edges, began)
     while began < ended:
         end = min(ended, edges[place]) if place < len(edges) else ended
@@ -151,10 +159,10 @@ def cut(began: int, ended: int, edges: Sequence[int]) -> Iterable[tuple[int, int
 
 
 def bill_usage(usage: Iterable[NodeUsage]) -> tuple[list[NodeCost], tuple[str, ...]]:
-    """What was paid for, without prices, in order of node and time; and what is odd about it, in words.
+    """Return the paid intervals, without prices, in order of node and time, and their oddities in words.
 
-    Where two records of one node overlap it is paid for once, as what the later one says it is: of two launches, the
-    later one's nodes are there.
+    Where two records of one node overlap it is paid for once, as the later one says: of two launches, the later one's
+    nodes are present.
     """
     by_node: dict[int, list[NodeCost]] = defaultdict(list)
     backward, twice = 0, 0
@@ -197,12 +205,12 @@ def _span(seconds: float) -> str:
 
 
 def utc(microseconds: int) -> str:
-    """For people and files: ``2026-10-25T00:30:00Z``; the same wherever and whenever it is read."""
+    """Return a time for people and files: ``2026-10-25T00:30:00Z``, the same in every time zone."""
     return datetime.fromtimestamp(microseconds / SECOND, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def overrun(actual_usd: float, estimated_usd: float) -> float:
-    """Cost above the estimate as a fraction of it: 0.25 is 25 % too much, negative is below."""
+    """Return the cost above the estimate as a fraction of it: 0.25 is 25 % too much, negative is below."""
     if estimated_usd <= 0:
         raise ValueError(f"the estimate must be positive, not {estimated_usd} dollars")
     return actual_usd / estimated_usd - 1
@@ -231,7 +239,7 @@ def _once(stays: list[NodeCost]) -> list[NodeCost]:
 
 
 def paid_wall_seconds(usage: Sequence[NodeUsage]) -> float:
-    """How long at least one node was paid for: what lies between two launches is not."""
+    """Return the seconds in which at least one node was paid for; the time between two launches is not."""
     total, until = 0.0, -math.inf
     for node in sorted(usage, key=lambda node: node.started_at):
         total += max(0.0, node.ended_at - max(until, node.started_at))

@@ -1,7 +1,7 @@
-"""How long a node was paid for: the one fact that every cluster hands to the cost accounting.
+"""The time for which a node was paid: the one fact that every cluster hands to the cost accounting.
 
-It stands below both, so that costs need no cluster and clusters need no cost accounting. What a stay costs is computed
-in `costs.tracker`; how a cluster finds out when its nodes were there belongs to the cluster.
+It stands below both, so that costs need no cluster and clusters need no cost accounting. The cost of a stay is computed
+in `costs.tracker`; how a cluster finds out when its nodes were present belongs to the cluster.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeUsage:
-    """One stretch of paid presence of one node. Times are Unix seconds."""
+    """An interval of paid presence of one node. Times are Unix seconds."""
 
     node_id: int
     sku: str
     started_at: float
     ended_at: float
     tier: str | None = None
-    """Tier that was paid for, where the cluster decides; None: the one that was asked for."""
+    """Tier that was paid for, where the cluster decides; None: the tier that was requested."""
     not_billed_seconds: float = 0.0
-    """What the node's record has, or would have, on top of this, since its clock was set: negative where back."""
+    """Seconds that the node's record has beyond this since its clock was set: negative where it was set back."""
 
     @property
     def hours(self) -> float:
+        """Return the duration in hours."""
         return (self.ended_at - self.started_at) / 3600

@@ -1,4 +1,4 @@
-"""The one job that does a training which is wanted: its order, how it is found or started, followed, and read.
+"""The one job that carries out a wanted training: its order, how it is found or started, followed, and read.
 
-Which nodes it gets belongs to `clusters`; what is done with its model, to `registry`.
+The choice of its nodes belongs in `clusters`; the use of its model, in `registry`.
 """

@@ -1,4 +1,4 @@
-"""What was printed on a job's nodes since the last look: from files of this machine, or by asking the cluster."""
+"""The lines printed on a job's nodes since the last look, from files of this machine or from the cluster."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ from dtrain_dagster.clusters.local.line_log import logs_of, open_log, readable
 from trainer.documents.reader import LOG_BYTES
 
 PIECE_BYTES = 4 << 20
-"""Of a log at once."""
+"""Bytes of a log that are read at once."""
 _NODE = re.compile(r"=== node-(\d+)\.log ===")
 _PART = re.compile(r"--- (launch \d+, .*|rank \d+) ---")
-"""Begins what a launch printed or a rank (`clusters.azure_ml.job_records`): each part grows at its own end."""
+"""The line that begins the output of a launch or a rank (`clusters.azure_ml.job_records`): each part grows at its own
+end."""
 
 Part = tuple[int, str, str]
-"""Node, and the lines that name the launch and the rank, where there are such."""
+"""A node, and the lines that name the launch and the rank, where there are such."""
 
 
 class LogFollower(Protocol):
-    """Gives each line once."""
+    """A reader of a job's logs that returns each line once."""
 
     poll_seconds: float
 
     def skip_to_end(self, keep_lines: int = 0) -> None:
-        """Leave out what is there already, but for the last lines of each log."""
+        """Leave out the present lines, except the last ``keep_lines`` of each log."""
 
     def read(self, node_id: int | None = None, to_the_end: bool = False) -> Iterable[tuple[int, str]]:
-        """(node, line) of every line finished since; with ``to_the_end`` the unfinished one as well."""
+        """Return (node, line) of every line finished since the last call; with ``to_the_end`` the unfinished one as
+        well."""
 
 
 @dataclass(slots=True)
 class FileFollower:
-    """Of logs that grow in a folder of this machine."""
+    """A follower of logs that grow in a folder of this machine."""
 
     folder: Path
     offsets: dict[Path, int] = field(default_factory=dict)
@@ -71,7 +73,8 @@ class FileFollower:
 
 
 class LogPoller:
-    """Of logs that only the cluster can read. ``ask``: what it tells of all nodes, as `GPUClusterManager.job_logs`."""
+    """A follower of logs that only the cluster can read. ``ask``: the logs of all nodes, as
+    `GPUClusterManager.job_logs`."""
 
     def __init__(self, ask: Callable[[], str], poll_seconds: float) -> None:
         self.ask, self.poll_seconds = ask, poll_seconds
@@ -104,7 +107,7 @@ class LogPoller:
 
 
 def by_part(text: str) -> dict[Part, list[str]]:
-    """Part → its lines, from what `GPUClusterManager.job_logs` gives of all nodes. Pure."""
+    """Return part → its lines, from what `GPUClusterManager.job_logs` returns for all nodes. Pure."""
     found: dict[Part, list[str]] = {}
     lines: list[str] = []
     node, launch, rank = 0, "", ""
@@ -121,8 +124,8 @@ def by_part(text: str) -> dict[Part, list[str]]:
 
 
 def new_lines(before: Sequence[str], after: Sequence[str]) -> Sequence[str]:
-    """What a later look at a log has and the earlier had not; where a log was written anew, from where it differs.
-    Pure."""
+    """Return the lines that a later look at a log has and the earlier had not; where a log was rewritten, those from
+    the first difference. Pure."""
     alike = 0
     for one, other in zip(before, after, strict=False):
         if one != other:

@@ -1,10 +1,10 @@
-"""What was ordered, kept where nodes cannot write: ``<home>/orders`` on the machine of the orchestrator.
+"""The orders of jobs, kept where nodes cannot write: ``<home>/orders`` on the machine of the orchestrator.
 
-A run directory belongs to the nodes of its job: whatever lies in it, ``job.json`` included, they may have replaced.
-What decides what this process imports, calls or registers is therefore read here:
+A run directory belongs to the nodes of its job: they may have replaced any file in it, ``job.json`` included. What
+decides what this process imports, calls or registers is therefore read here:
 
     orders/<job_id>.json             the `JobConfig` as it was submitted; written before the nodes are bought
-    orders/<job_id>.registered.json  under which name and version it was registered, and the digests of its files
+    orders/<job_id>.registered.json  the name and version under which it was registered, and the digests of its files
 
 On the local cluster, nodes run as the same user and can write here as well: they are trusted as that user's own
 programs are. On Azure they cannot reach this folder.
@@ -25,11 +25,11 @@ from trainer.rundir import RunDir
 
 FOLDER = "orders"
 MODEL_DIGESTS = ("model_json_sha256", "weights_file_sha256")
-"""Of ``model/model.json`` and ``model/weights.pt``, as they were registered."""
+"""Keys of the digests of ``model/model.json`` and ``model/weights.pt``, as they were registered."""
 
 
 class OrderError(ConfigError):
-    """A run directory is not what was ordered. The message says what it holds and what was ordered."""
+    """A run directory differs from the order. The message says what it holds and what was ordered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,18 +38,18 @@ class Order:
 
     job: JobConfig
     registered: Mapping[str, Any] = field(default_factory=dict)
-    """``name``, ``version`` and `MODEL_DIGESTS`, once it was registered; empty before."""
+    """``name``, ``version`` and `MODEL_DIGESTS`, once the job was registered; empty before."""
 
     def digests(self) -> dict[str, str]:
-        """Those of its model's files, once it was registered; empty before."""
+        """Return the digests of the model's files, once the job was registered; an empty dict before."""
         return {name: str(self.registered[name]) for name in MODEL_DIGESTS if name in self.registered}
 
 
 def keep_order(home: Path, job: JobConfig, there: JobConfig | None) -> None:
-    """Note that this job is ordered, before its nodes are bought. ``there``: the ``job.json`` of its run directory.
+    """Record the order of this job, before its nodes are bought. ``there``: the ``job.json`` of its run directory.
 
-    Where there is none, the job begins. Else it goes on as it was: what is there has to be what was ordered, or, where
-    no order is known of it (an older version submitted it), a training of the same data, model and loss. `OrderError`
+    Without one, the job begins. Otherwise it continues: the document found has to equal the order, or, where no order
+    is known (an older version submitted it), to be a training of the same data, model and loss. Raise `OrderError`
     where it is not.
     """
     path = _path(home, job.job_id)
@@ -65,13 +65,13 @@ def keep_order(home: Path, job: JobConfig, there: JobConfig | None) -> None:
 
 
 def keep_registration(home: Path, job_id: str, facts: Mapping[str, Any]) -> None:
-    """Note under which name and version a job was registered, and the digests of its files."""
+    """Record the name and version under which a job was registered, and the digests of its files."""
     _write(_registered_path(home, job_id), json.dumps(dict(facts), sort_keys=True))
 
 
 def order_of(home: str | Path, rundir: RunDir) -> Order | None:
-    """The order of the job in this run directory, once its ``job.json`` was found to be just that; None for a job that
-    was never ordered from this home. `OrderError` where the run directory says something else."""
+    """Return the order of the job in this run directory, after its ``job.json`` was found equal to it; None for a job
+    that was never ordered from this home. Raise `OrderError` where the run directory differs."""
     job_id, home = rundir.uri.rsplit("/", 1)[-1], Path(home)
     if not JOB_ID.fullmatch(job_id) or not _path(home, job_id).exists():
         return None
@@ -85,8 +85,8 @@ def order_of(home: str | Path, rundir: RunDir) -> Order | None:
 
 
 def order_difference(found: JobConfig, ordered: JobConfig) -> str:
-    """The first field in which a job is not what was ordered, with both values; "" where there is none. What a job may
-    cost can be raised while it runs, and who follows it changes: neither counts. Pure."""
+    """Return the first field in which a job differs from the order, with both values; "" without a difference. The
+    budget can be raised while a job runs, and the run that follows it changes: neither counts. Pure."""
     own, its = (_flat(_comparable(job)) for job in (found, ordered))
     for name in sorted(own.keys() | its.keys()):
         if own.get(name) != its.get(name):
@@ -132,7 +132,7 @@ def _read(path: Path) -> JobConfig:
 
 
 def _write(path: Path, text: str) -> None:
-    """All or nothing, for this user's eyes only."""
+    """Write a file completely or not at all, readable by this user only."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -147,5 +147,5 @@ def _write(path: Path, text: str) -> None:
 
 
 def plain_order(value: Any) -> Any:
-    """A dataclass's content as JSON gives it back. Pure."""
+    """Return a dataclass's content as JSON gives it back. Pure."""
     return json.loads(json.dumps(asdict(value)))

@@ -1,7 +1,8 @@
-"""From a training that is wanted to the one job that does it: found, attached to, or started; then followed to its end.
+"""The path from a wanted training to the one job that does it: found, attached to, or started; then followed to its
+end.
 
-A job outlives whoever started it. Its id carries a fingerprint of *what* is trained and the Dagster run that asked for
-it, so that asking again finds the job instead of buying a second one.
+A job outlives the process that started it. Its id carries a fingerprint of *what* is trained and the Dagster run that
+asked for it, so that asking again finds the job instead of buying a second one.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from trainer.printable import visible
 from trainer.rundir import EVALUATION, JOB, LAUNCH, LIMIT, RESULT, RunDir, SeenFiles
 
 PLAN = "plan.json"
-"""In a run directory: the plan that the job carries out, for whoever watches its cost."""
+"""File of a run directory: the plan that the job carries out, for those who watch its cost."""
 REGISTRATION = "registration.json"
-"""In a run directory: under which name, version and alias the model was registered."""
+"""File of a run directory: the name, version and alias under which the model was registered."""
 BUDGET = "max_node_seconds"
-"""In ``training``: what a person may raise to go on with a job. It decides when it stops, not what comes out."""
+"""Key in ``training`` that a person may raise to continue a job. It decides when the job stops, not its result."""
 CLAIM = "claim.json"
-"""In a run directory: the Dagster run whose asset this job became. Its result is not taken a second time."""
+"""File of a run directory: the Dagster run whose asset this job became. Its result is not taken a second time."""
 
 
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
-"""What comes of an event that was written to another contract."""
+"""Errors that an event raises which was written to another contract."""
 
 
 class BudgetSpentError(ClusterError):
@@ -46,6 +47,8 @@ class BudgetSpentError(ClusterError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownJob:
+    """A job of the cluster that does the wanted training."""
+
     job_id: str
     state: JobState
     claimed: bool
@@ -56,7 +59,7 @@ class KnownJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobChoice:
-    """What to do to get a training done, and why, in words for the log."""
+    """The action that gets a training done, and its reason in words for the log."""
 
     action: Literal["start", "attach", "adopt", "restart"]
     job_id: str
@@ -64,12 +67,12 @@ class JobChoice:
 
 
 def choose_job(fingerprint: str, root_run_id: str, known: Sequence[KnownJob]) -> JobChoice:
-    """Which job does this training. ``known``: jobs of the cluster, newest first.
+    """Return the job that does this training. ``known``: jobs of the cluster, newest first.
 
     The job of the same root run comes first (a retry of the run continues it); then any job of the same fingerprint
     that runs, or that succeeded without becoming an asset (its orchestrator died); then the newest of the fingerprint,
-    if it did not succeed but left a checkpoint: it is gone on with. Only then is a new one started. A damaged job is
-    left alone, and its id is not used again.
+    if it did not succeed but left a checkpoint: it is continued. Only then is a new one started. A damaged job is left
+    alone, and its id is not used again.
     """
     damaged = {job.job_id: job.damage for job in known if job.damage}
     known = [job for job in known if not job.damage]
@@ -102,8 +105,8 @@ def choose_job(fingerprint: str, root_run_id: str, known: Sequence[KnownJob]) ->
 
 
 def known_jobs(manager: GPUClusterManager, jobs_uri: str, fingerprint: str) -> list[KnownJob]:
-    """The cluster's jobs of this training, newest first, whether their result was taken and whether they can be gone on
-    with."""
+    """Return the cluster's jobs of this training, newest first, with whether their result was taken and whether they
+    can be continued."""
     known = []
     for status in manager.list_jobs(f"train-{fingerprint}-"):
         rundir = RunDir(f"{jobs_uri}/{status.job_id}")
@@ -124,14 +127,14 @@ def known_jobs(manager: GPUClusterManager, jobs_uri: str, fingerprint: str) -> l
 
 
 def _require_whole(rundir: RunDir, state: JobState) -> None:
-    """`DamagedError` for a job that cannot be attached to, gone on with or adopted."""
+    """Raise `DamagedError` for a job that cannot be attached to, continued or adopted."""
     for name in (JOB, OWNER, LIMIT, PLAN, RESULT, EVALUATION) if state.is_final else (JOB, OWNER, LIMIT, PLAN):
         rundir.read_json(name)
     rundir.nodes()
 
 
 def fingerprint(job: JobConfig, node_count: int, processes_per_node: int) -> str:
-    """Eight hex digits over everything that decides what comes out: data, model, loss, training, code, ranks."""
+    """Return eight hex digits over everything that decides the result: data, model, loss, training, code, ranks."""
     what = {
         "dataset": job.dataset.dataset_id or job.dataset.uri,
         "model": asdict(job.model),
@@ -145,12 +148,12 @@ def fingerprint(job: JobConfig, node_count: int, processes_per_node: int) -> str
 
 @cache
 def code_version() -> str:
-    """Return twelve hex digits over the source of the `trainer` package: what runs on the nodes."""
+    """Return twelve hex digits over the source of the `trainer` package, the code that runs on the nodes."""
     return digest_sources(trainer_sources())
 
 
 def _own_digest(factory: str) -> str:
-    """Digest of a user's sources that a node gets, so that editing one makes another training; "" for none."""
+    """Return the digest of a user's sources that a node gets, so that an edit makes another training; "" for none."""
     try:
         return digest_sources(own_sources([factory]))
     except StagingError:
@@ -158,7 +161,7 @@ def _own_digest(factory: str) -> str:
 
 
 def ran_out(rundir: RunDir) -> bool:
-    """Did the last launch stop at its hard budget?"""
+    """Return whether the last launch stopped at its hard budget."""
     result, launch = rundir.read_json(RESULT) or {}, rundir.read_json(LAUNCH) or {}
     return result.get("status") == "budget" and result.get("launch") in (None, launch.get("launch"))
 
@@ -171,9 +174,9 @@ def start_job(
     env: dict[str, str],
     stop_at_usd: float | None = None,
 ) -> None:
-    """Write ``job.json`` and run the trainer on the cluster. One that runs already is left alone, but for its budget.
-    `BudgetSpentError`, and nothing is bought, for one that has nothing left to go on with. ``stop_at_usd``: what its
-    ``max_node_seconds`` was made of."""
+    """Write ``job.json`` and run the trainer on the cluster. A job that runs already is left alone, except for its
+    budget. Raise `BudgetSpentError`, and buy nothing, where no budget is left to continue with. ``stop_at_usd``: the
+    dollars from which ``max_node_seconds`` was computed."""
     refuse_foreign_factories(job)
     rundir = RunDir(job.run_dir)
     known, limit = rundir.read_json(JOB), job.training.max_node_seconds
@@ -181,7 +184,7 @@ def start_job(
     keep_order(manager.home, job, rundir.read_job() if known is not None else None)
     if known is None:
         rundir.write_job(job)
-    elif known["training"].get(BUDGET) != limit:  # all that may change when a job is gone on with
+    elif known["training"].get(BUDGET) != limit:  # the only change allowed when a job continues
         rundir.write_json(JOB, known | {"training": known["training"] | {BUDGET: limit}})
     write_limit(rundir, limit, stop_at_usd)
     spent = sum(node.seconds(node.last_seen_at or node.started_at) for node in rundir.nodes()) if limit else 0.0
@@ -207,7 +210,7 @@ def start_job(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobProgress:
-    """How far a job is. Fields are None until they are known."""
+    """The progress of a job. Fields are None until they are known."""
 
     phase: str = "waiting for nodes"
     step: int = 0
@@ -218,28 +221,29 @@ class JobProgress:
     eta_seconds: float | None = None
     nodes_alive: int = 0
     news: tuple[str, ...] = ()
-    """What has happened since the last look that a person should know: nodes lost and found, saves that failed."""
+    """Sentences on events since the last look that a person should know: nodes lost and found, saves that failed."""
     recent: tuple[Mapping[str, Any], ...] = ()
-    """The latest events that tell what holds the steps up, see `monitoring.alerts`."""
+    """The latest events that tell what slows the steps, see `monitoring.alerts`."""
     hang: tuple[dict[str, Any], ...] = ()
-    """What ranks report that see no progress, until there is some."""
+    """Reports of ranks that see no progress, until there is some."""
 
     def shares(self) -> dict[str, float]:
-        """Of the latest steps, the part of each segment (`monitoring.windows.SEGMENTS`); empty while not known."""
+        """Return the share of each segment in the latest steps (`monitoring.windows.SEGMENTS`); empty while not
+        known."""
         from dtrain_dagster.monitoring.alerts import LATEST_WINDOWS
         from dtrain_dagster.monitoring.windows import settled, shares, windows
 
         return shares(settled(windows(self.recent))[-LATEST_WINDOWS:])
 
     def explained(self, message: str) -> str:
-        """The message, and who kept the others waiting, if that is how it came to it."""
+        """Return the message, with the rank that kept the others waiting, if that is the cause."""
         from dtrain_dagster.monitoring.hangs import hang_verdict
 
         return f"{message}; {hang_verdict(self.hang)}" if self.hang else message
 
 
 def advance(progress: JobProgress, events: Sequence[dict[str, Any]]) -> JobProgress:
-    """Progress after these events. Pure."""
+    """Return the progress after these events. Pure."""
     from dtrain_dagster.monitoring.alerts import keep
     from dtrain_dagster.monitoring.hangs import unresolved
 
@@ -253,7 +257,7 @@ def advance(progress: JobProgress, events: Sequence[dict[str, Any]]) -> JobProgr
 
 
 def _after(progress: JobProgress, item: Mapping[str, Any]) -> JobProgress:
-    """Progress after one event; one of `UNREADABLE` where that was written to another contract."""
+    """Return the progress after one event; raise one of `UNREADABLE` where it was written to another contract."""
     if item["kind"] == "phase":
         return _after_phase(progress, item)
     from trainer.documents import events  # not above: only who follows a job has events
@@ -276,7 +280,7 @@ def _after(progress: JobProgress, item: Mapping[str, Any]) -> JobProgress:
 
 
 def news(events: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """One sentence for each event that is out of the ordinary, to be printed as it is. Pure."""
+    """Return one sentence for each unusual event, to be printed as it is. Pure."""
     found = []
     for item in events:
         with suppress(*UNREADABLE):
@@ -285,8 +289,8 @@ def news(events: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def _sentence(item: Mapping[str, Any]) -> str:
-    """What an event tells that is out of the ordinary, "" where nothing is; one of `UNREADABLE` as `_after`."""
-    from trainer.documents import events  # not above: only who follows a job has events
+    """Return a sentence on an unusual event, "" for a usual one; raise one of `UNREADABLE` as `_after`."""
+    from trainer.documents import events  # not above: only a process that follows a job has events
 
     kind = item["kind"]
     if kind == "membership":
@@ -322,7 +326,8 @@ def _listed(nodes: Sequence[int]) -> str:
 
 
 def _after_phase(progress: JobProgress, item: Mapping[str, Any]) -> JobProgress:
-    """A phase event says what has just been *done*; what that means for a person who waits."""
+    """Return the progress after a phase event, which says what has just been *done*; here that becomes what a person
+    waits for now."""
     doing = {"data": "loading the model", "startup": "starting", "finalise": "judged and written"}
     if item["rank"] != 0 or item["name"] not in doing or (progress.step and item["name"] != "finalise"):
         return progress
@@ -330,7 +335,7 @@ def _after_phase(progress: JobProgress, item: Mapping[str, Any]) -> JobProgress:
 
 
 def last_step(rundir: RunDir) -> tuple[int, float] | None:
-    """The last step that a training reported, and its loss; the newest events are looked at first."""
+    """Return the last step that a training reported, and its loss; the newest events are read first."""
     from trainer.documents.events import EventError, StepEvent, read_event
 
     for events in rundir.newest_events():
@@ -351,7 +356,7 @@ def follow_job(
     take: Callable[[list[dict[str, Any]]], object] = lambda events: None,
 ) -> Iterator[tuple[JobStatus, JobProgress]]:
     """Yield the job's status and progress, again and again, until it has ended; the last one yielded is final. ``take``
-    gets the events that have come since, before each."""
+    is called before each with the events that have come since."""
     from dtrain_dagster.monitoring.hangs import HangNews
 
     seen = SeenFiles()

@@ -1,4 +1,4 @@
-"""What people are told of a job's speed while it runs, once each: pure functions from its latest events."""
+"""Alerts on a job's speed while it runs, each sent once: pure functions of its latest events."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, seconds_of, s
 from trainer.documents.events import TimingEvent
 
 KINDS = ("timing", "link", "checkpoint")
-"""Events that tell what holds steps up."""
+"""Events that tell what slows steps."""
 KEPT_WINDOWS, LATEST_WINDOWS = 40, 10
 """Windows that are kept of a running job, and those that decide about communication."""
 KEPT_EVENTS = 10 * KEPT_WINDOWS
-"""At most: saves and links are reported where no windows are (``training.timing``)."""
+"""Upper bound of the events kept: saves and links are reported where no windows are (``training.timing``)."""
 COMMUNICATION = "communication"
 STRAGGLERS = (SlowdownCause.SLOW_COMPUTE, SlowdownCause.SLOW_INPUT, SlowdownCause.SLOW_RANK)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alert:
+    """A message about a job's speed, with strategies against the cause."""
+
     key: str
-    """What it is about: nobody is told of the same thing twice."""
+    """The subject of the alert: nobody is told of the same one twice."""
     title: str
     sentence: str
     figures: dict[str, float]
@@ -34,12 +36,12 @@ class Alert:
 
     @property
     def text(self) -> str:
-        """The message: what is the matter, and what would help, the best first."""
+        """Return the message: the problem, and what would help, the best first."""
         return "\n".join([self.sentence, *(f"- {describe_strategy(item)}" for item in self.strategies)])
 
 
 def keep(recent: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """The events to decide from: those kept so far and these, back to the oldest of the latest windows."""
+    """Return the events to decide from: those kept so far and these, back to the oldest of the latest windows."""
     found = [*recent, *(item for item in events if item["kind"] in KINDS)][-KEPT_EVENTS:]
     timing = [place for place, item in enumerate(found) if item["kind"] == "timing"]
     return tuple(found[timing[-KEPT_WINDOWS] :] if len(timing) > KEPT_WINDOWS else found)
@@ -48,7 +50,7 @@ def keep(recent: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]
 def alerts(
     recent: Sequence[Mapping[str, Any]], told_before: Collection[str] = (), training: Mapping[str, Any] | None = None
 ) -> list[Alert]:
-    """What the latest events give reason to tell people, and has not been told. ``training``: the configuration."""
+    """Return the alerts that the latest events justify and that have not been sent. ``training``: the configuration."""
     found = settled(windows(recent))
     due = []
     latest = found[-LATEST_WINDOWS:]
@@ -72,13 +74,13 @@ def alerts(
 
 
 def _against(node_id: int | None, found: Sequence[TimingEvent]) -> list[Strategy]:
-    """What would help against this straggler, in the world that trained longest of those in which it is one."""
+    """Return strategies against this straggler, in the world that trained longest of those in which it is one."""
     return next(filter(None, (waiting_strategies(world, node_id) for world in worlds(found))), [])
 
 
 def communication_alert(found: Sequence[TimingEvent], training: Mapping[str, Any] | None = None) -> Alert | None:
-    """Does exposed wire take more than its limit of the time of these windows? Waiting for a slow rank does not
-    count: the network has no part in it."""
+    """Return an alert where exposed communication takes more than its limit of these windows' time. Waiting for a slow
+    rank does not count: the network has no part in it."""
     if len(found) < FEWEST_WINDOWS or not too_much_communication(found):
         return None
     part = shares(found)
@@ -96,14 +98,14 @@ def communication_alert(found: Sequence[TimingEvent], training: Mapping[str, Any
 
 
 def best(ranked: Iterable[Strategy], count: int = 5) -> tuple[Strategy, ...]:
-    """Those that are expected to gain something, the largest gain first."""
+    """Return the strategies that are expected to gain something, the largest gain first."""
     useful = [item for item in ranked if item.is_worth_it]
     return tuple(sorted(useful, key=lambda item: item.order, reverse=True)[:count])
 
 
 def describe_strategy(item: Strategy) -> str:
-    """A strategy in a line: «more accumulation (…): +35 % samples/s, wire 14 %»."""
+    """Return a strategy in a line: «more accumulation (…): +35 % samples/s, communication then 14 % of the step»."""
     gain = f"{item.gain:+.0%} samples/s" if item.gain >= 0.005 else f"{item.cost_gain:+.0%} samples per dollar"
     if item.gain < -0.005:
         gain += f", {item.gain:+.0%} samples/s"
-    return f"{item.name}: {item.change}: {gain}, wire then {item.communication_share:.0%} of the step"
+    return f"{item.name}: {item.change}: {gain}, communication then {item.communication_share:.0%} of the step"

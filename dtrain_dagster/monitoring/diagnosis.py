@@ -1,4 +1,4 @@
-"""What holds a training up: from its events to one cause, what that costs, and the evidence in a sentence. Pure."""
+"""The diagnosis of a slow training: from its events to one cause, its cost, and the evidence in a sentence. Pure."""
 
 from __future__ import annotations
 
@@ -34,26 +34,31 @@ from trainer.documents.events import CheckpointEvent, LinkEvent, OutOfMemoryEven
 from trainer.performance.link import bytes_carried
 
 INPUT_SHARE = 0.05
-"""Of the step, on all ranks. Batches are gathered while the step before computes: input costs next to nothing."""
+"""Share of the step, on all ranks, from which input counts. Batches are gathered while the step before computes: input
+costs next to nothing."""
 CHECKPOINT_SHARE = 0.02
-"""Of training time."""
+"""Share of training time from which saves count."""
 FIXED_SHARE = 0.16
-"""Of the step, that it costs however few samples it has. The stock model at its default batch has a tenth, on a CPU."""
+"""Share of the step that does not depend on its samples, from which it counts. The stock model at its default batch has
+a tenth, on a CPU."""
 TAKING_TURNS = 0.10
-"""Waiting, as a share of training time, that deserves a word though nobody is to blame."""
+"""Share of training time from which waiting is mentioned though no rank is to blame."""
 SLOW_LINK = 2.0
-"""A link that takes so many times as long as the others is slow."""
+"""Time of a link relative to the others from which it is slow."""
 LINK_EXPLAINS = 0.08
-"""Of the exposed wire time: what a step's gradients must take over a slow link, if that link is to be the cause."""
+"""Share of the exposed communication time that a step's gradients must take over a slow link for the link to be the
+cause."""
 
 
 class SlowdownCause(StrEnum):
+    """The cause of a slow training."""
+
     HEALTHY = "healthy"
     HANG = "hang"
     SLOW_COMPUTE = "slow compute"
     SLOW_INPUT = "slow input"
     SLOW_RANK = "slow rank"
-    """Late for another reason than input and computation."""
+    """A rank is late for another reason than input and computation."""
     INPUT = "input slow on all ranks"
     UNEVEN = "work dealt unevenly"
     SLOW_LINK = "slow link"
@@ -67,27 +72,29 @@ class SlowdownCause(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
+    """One cause, its place, its cost and its evidence."""
+
     cause: SlowdownCause
     share: float
-    """Of training time: what it costs, or an upper bound of what can be won back."""
+    """Share of training time that it costs, or an upper bound of what can be won back."""
     evidence: str
     """One sentence, with figures."""
     rank: int | None = None
     node_id: int | None = None
     since_step: int | None = None
-    """Where it began within the run; None: from the start."""
+    """First step affected within the run; None: from the start."""
     also: tuple[Diagnosis, ...] = ()
-    """What else was found, the costliest first."""
+    """Other diagnoses, the costliest first."""
 
     @property
     def where(self) -> str:
-        """«slow compute on rank 1 (node 1)»."""
+        """Return the cause and its place: «slow compute on rank 1 (node 1)»."""
         place = f" of rank {self.rank}" if self.cause is SlowdownCause.HANG else f" on rank {self.rank}"
         return str(self.cause) if self.rank is None else f"{self.cause}{place} (node {self.node_id})"
 
 
 def diagnose(events: Iterable[Mapping[str, Any]]) -> Diagnosis:
-    """The cause that costs most, and what else was found. A hang comes before everything: it costs all there is."""
+    """Return the cause that costs most, with the others. A hang comes before everything: it costs all the time."""
     events = list(events)
     found = settled(windows(events))
     total = seconds_of(found)
@@ -114,7 +121,8 @@ def _nothing_found(found: Sequence[TimingEvent]) -> Diagnosis:
     part = shares(found)
     own = part["forward"] + part["backward"] + part["optimizer"]
     text = (
-        f"{own:.0%} of training time is computation; wire takes {part['communication']:.0%}, waiting for slower ranks "
+        f"{own:.0%} of training time is computation; communication takes {part['communication']:.0%}, "
+        f"waiting for slower ranks "
         f"{part['waiting']:.0%}, input {part['input']:.0%}."
     )
     if len(found) < FEWEST_WINDOWS:
@@ -157,7 +165,7 @@ def _straggler(item: Straggler, world: Sequence[TimingEvent]) -> Diagnosis:
 
 
 def _input(world: Sequence[TimingEvent], late: Sequence[Straggler]) -> list[Diagnosis]:
-    """Input that holds up every rank: what even the quickest one waits for."""
+    """Return a diagnosis where input holds up every rank: even the quickest one waits for it."""
     rows = [window.typical.get("input") or window.segments.get("input") or (0.0,) for window in world]
     share = statistics.median(min(row) / window.seconds for row, window in zip(rows, world, strict=True))
     if share < INPUT_SHARE or len(world) < 3:
@@ -181,7 +189,7 @@ def _uneven(world: Sequence[TimingEvent]) -> list[Diagnosis]:
 
 
 def _wire(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
-    """Is it the network, and what of it?"""
+    """Return diagnoses of the network, with the part of it that is slow."""
     part, typical, step = shares(world), typical_share(world, "communication"), _step(world)
     collectives = typical_collectives(world)
     fit = collective_link(collectives)
@@ -211,25 +219,26 @@ def _wire(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]]) -> 
 
 
 def too_much_communication(found: Sequence[TimingEvent], limit: float = COMMUNICATION_LIMIT) -> bool:
-    """Does exposed wire take more of the time than the limit, and not just because of one window that hung?"""
+    """Return whether exposed communication takes more of the time than the limit, and not only because of one window
+    that hung."""
     return shares(found).get("communication", 0.0) > limit and typical_share(found, "communication") > limit / 2
 
 
 def _shares_of(world: Sequence[TimingEvent], segments: Sequence[str]) -> list[float]:
-    """Of each window, the share that these segments have."""
+    """Return the share of these segments in each window."""
     return [sum(map(window.mean, segments)) / window.seconds for window in world]
 
 
 def _is_steadily_above(limit: float, values: Sequence[float]) -> bool:
-    """Are the windows' values above the limit by more than their noise? On a machine that does other work too,
-    processes that wait for a processor look like a wire that is slow now and then."""
+    """Return whether the windows' values are above the limit by more than their noise. On a machine that does other
+    work too, processes that wait for a processor look like a network that is slow now and then."""
     middle = statistics.median(values)
     spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
     return middle - NOISE_FACTOR * 1.2533 * spread / math.sqrt(len(values)) > limit
 
 
 def _slow_link(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]]) -> Diagnosis | None:
-    """The rank whose links take much longer than those that it has no part in, by the trainer's own probes."""
+    """Return the rank whose links take much longer than the links of other ranks, by the trainer's own probes."""
     nodes = world[-1].nodes
     began, ended = world[0].time - world[0].total_seconds, world[-1].time
     seconds: dict[tuple[int, int], list[float]] = {}
@@ -259,14 +268,15 @@ def _slow_link(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]]
     ratio, rank, own_seconds, other_seconds = best
     text = (
         f"Links of rank {rank} (node {nodes[rank]}) take {_ms(own_seconds)} for the gradients of a step where links "
-        f"between others take {_ms(other_seconds)}; wire is {typical_share(world, 'communication'):.0%} of the step."
+        f"between others take {_ms(other_seconds)}; "
+        f"communication is {typical_share(world, 'communication'):.0%} of the step."
     )
     share = shares(world)["communication"] * (1 - 1 / ratio)
     return Diagnosis(cause=SlowdownCause.SLOW_LINK, share=share, evidence=text, rank=rank, node_id=nodes[rank])
 
 
 def _checkpoint(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
-    """What saves cost: they hold a rank up, and steps are slower while one is written in the background."""
+    """Return the cost of saves: they hold a rank up, and steps are slower while one is written in the background."""
     began, ended = world[0].time - world[0].total_seconds, world[-1].time
     saves = [(save.began_at, save.time) for save in read_events(CheckpointEvent, events) if began <= save.time]
     stalled = sum(max(window.segments.get("checkpoint") or (0.0,)) * window.steps for window in world)
@@ -285,8 +295,8 @@ def _checkpoint(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]
 
 
 def _slower_while_writing(world: Sequence[TimingEvent], writes: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(share of training time lost because writes slow the steps, share of the time in which there is a write); the
-    first is 0 unless it stands out from the noise."""
+    """Return (share of training time lost because writes slow the steps, share of the time in which there is a write);
+    the first is 0 unless it stands out from the noise."""
     overlaps = []
     for window in world:
         first, last = window.time - window.total_seconds, window.time
@@ -307,7 +317,8 @@ def _slower_while_writing(world: Sequence[TimingEvent], writes: Sequence[tuple[f
 
 
 def _undisturbed(window: TimingEvent) -> float:
-    """A step without what happens in few of them: medians over steps, where the trainer has recorded them."""
+    """Return the seconds of a step without what happens in few of them: medians over steps, where the trainer has
+    recorded them."""
     if "compute" not in window.typical:
         return window.seconds - max(window.segments.get("checkpoint") or (0.0,))
     busy = zip(window.typical["compute"], window.typical.get("input") or (0.0,) * window.world_size, strict=True)
@@ -315,7 +326,8 @@ def _undisturbed(window: TimingEvent) -> float:
 
 
 def _hangs(events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
-    """A hang that nothing has ended. Of one rank where just one has not come to where the others wait, or is silent."""
+    """Return a hang that nothing has ended. It is of one rank where just one has not come to where the others wait, or
+    is silent."""
     reports = unresolved((), map(dict, events))
     if not reports:
         return []

@@ -1,8 +1,8 @@
-"""How much of a GPU's memory a sample takes, and how many fit: from what the nodes measured. Pure.
+"""The GPU memory that a sample takes, and the samples that fit, from what the nodes measured. Pure.
 
 A process holds weights, gradients and the two moments of Adam, which do not grow with the batch, and activations, which
 do. What else it holds (the driver's context, the allocator's reserve) is counted with the activations, so a sample
-seems larger than it is, and a batch that is recommended is rather too small than too large.
+seems larger than it is, and a recommended batch is rather too small than too large.
 """
 
 from __future__ import annotations
@@ -15,36 +15,38 @@ from typing import Any
 from trainer.documents.events import NodeEvent, OutOfMemoryEvent, TimingEvent, read_events
 
 MEMORY_LOW, MEMORY_TARGET = 0.70, 0.85
-"""Of a GPU's memory: below the first a larger batch is recommended, one that needs the second."""
+"""Shares of a GPU's memory: below the first a larger batch is recommended, one that needs the second."""
 STATE = 4
-"""Times the parameters' bytes: weights, gradients and the two moments of Adam."""
+"""Bytes of state by bytes of parameters: weights, gradients and the two moments of Adam."""
 MULTIPLE, MOST = 8, 64
-"""Batches are multiples of the first, and at most so many times the present one."""
+"""Batches are multiples of the first, and at most the present one times the second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPUMemory:
-    """The fullest GPU of a job, at its fullest. Bytes."""
+    """The fullest GPU of a job, at its fullest, in bytes."""
 
     used: int
     total: int
     state: float
-    """What does not grow with the batch."""
+    """Bytes that do not grow with the batch."""
     batch: int
     """Samples of a micro-batch."""
     ranks: int
-    """That share the GPU."""
+    """Ranks that share the GPU."""
 
     @property
     def fraction(self) -> float:
+        """Return the used share of the memory."""
         return self.used / self.total
 
     @property
     def bytes_per_sample(self) -> float:
+        """Return the bytes that a sample of the micro-batch takes."""
         return (self.used - self.state) / (self.batch * self.ranks)
 
     def batch_at(self, target: float = MEMORY_TARGET) -> int:
-        """The batch that fills so much of the memory; never smaller than now."""
+        """Return the batch that fills this share of the memory; never smaller than now."""
         room = (target * self.total - self.state) / (self.bytes_per_sample * self.ranks)
         return max(self.batch, int(min(room, MOST * self.batch)) // MULTIPLE * MULTIPLE)
 
@@ -52,7 +54,8 @@ class GPUMemory:
 def gpu_memory(
     world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
 ) -> GPUMemory | str:
-    """From the ``node`` events of a job; where it cannot be told, or a larger batch would not help, why."""
+    """Return the fullest GPU from the ``node`` events of a job, or why it cannot be determined or a larger batch would
+    not help."""
     batch = training.get("batch_size_per_gpu") or world[-1].facts.get("local_samples_per_micro_batch")
     samples = read_events(NodeEvent, events)
     looks = [(item, gpu) for item in samples for gpu in item.gpus]

@@ -1,8 +1,8 @@
-"""From what each rank sees of a hang (``hang`` events, `trainer.observability.watchdog`) to who keeps the others
-waiting. Pure.
+"""The rank that keeps the others waiting in a hang, from what each rank sees (``hang`` events,
+`trainer.observability.watchdog`). Pure.
 
-The number of a collective is the same on all ranks. So whoever has not entered the newest one is waited for, also
-where nobody waits *in* a collective, since the processor is ahead of the GPU until it asks for a result.
+The number of a collective is the same on all ranks. So the others wait for a rank that has not entered the newest one,
+also where nobody waits *in* a collective, since the processor is ahead of the GPU until it asks for a result.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SETTLE_SECONDS = 10.0
-"""All ranks of a hang report within a few seconds; who has not by then is silent."""
+"""Seconds within which all ranks of a hang report; a rank that has not by then is silent."""
 SILENT = "it is frozen, cut off, in code that never lets go of the interpreter, or busy outside of a step"
 MOST_NAMES = 6
-"""Of more ranks only so many are named."""
+"""Ranks that are named; of more, the rest is counted."""
 NOTHING = "no collective"
 START = "start"
-"""Why a launch formed its first generation (`trainer.elastic.generation`)."""
+"""Reason for the first generation of a launch (`trainer.elastic.generation`)."""
 Report = dict[str, Any]
 
 
 def unresolved(reports: Sequence[Report], events: Iterable[Report]) -> tuple[Report, ...]:
-    """The reports of the newest hang that nothing has ended, each rank's latest. ``reports``: those so far."""
+    """Return the reports of the newest hang that nothing has ended, each rank's latest. ``reports``: those so far."""
     events = list(events)
     hangs = [*reports, *({key: item[key] for key in item if key != "stacks"} for item in _of(events, "hang"))]
     if not hangs or any(item.get("status") == "succeeded" for item in _of(events, "end")):
@@ -41,14 +41,14 @@ def unresolved(reports: Sequence[Report], events: Iterable[Report]) -> tuple[Rep
 
 
 def hang_verdict(reports: Sequence[Report]) -> str:
-    """One sentence: who never arrived where the others wait, and where it stands instead."""
+    """Return one sentence: which rank never arrived where the others wait, and where it stands instead."""
     nodes = max((item.get("nodes") or [] for item in reports), key=len)
     known = {item["rank"]: item for item in reports}
     silent = [rank for rank in range(len(nodes)) if rank not in known]
     furthest = max(_sequence(item) for item in reports)
     there = [item for item in reports if _sequence(item) == furthest]
     behind = [item for item in reports if _sequence(item) < furthest]
-    # Who waits in an earlier one is no culprit as long as there is another: in a broadcast some are done before others.
+    # A rank that waits in an earlier one is no culprit if there is another: in a broadcast some end before others.
     missing = [item for item in behind if _is_busy(item)] or ([] if silent else behind)
     waiting = [item for item in reports if item not in missing]
     step = f"step {reports[0]['step']}"
@@ -76,12 +76,14 @@ def hang_verdict(reports: Sequence[Report]) -> str:
 
 @dataclass(slots=True)
 class HangNews:
-    """Says a verdict once, and again when it changes, after all ranks have spoken or have had the time to."""
+    """A source of verdicts that gives each once, and again when it changes, after all ranks have reported or have had
+    the time to."""
 
     began: float | None = None
     told: set[str] = field(default_factory=set)
 
     def tell(self, reports: Sequence[Report], now: float, is_final: bool) -> Iterator[str]:
+        """Yield the verdict if it is new; ``is_final``: without waiting for more ranks."""
         if not reports:
             self.began = None
             return
@@ -108,12 +110,12 @@ def _sequence(item: Report) -> int:
 
 
 def _is_busy(item: Report) -> bool:
-    """Does it do something else than wait in a collective, as far as can be seen?"""
+    """Return whether the rank does something else than wait in a collective, as far as can be seen."""
     return item.get("operation", NOTHING) == NOTHING
 
 
 def _name(there: Sequence[Report], sequence: int) -> str:
-    """What this collective is, without its size and whose it is."""
+    """Return the name of this collective, without its size and owner."""
     recent = (entry for item in there for entry in item.get("recent") or [])
     names = [str(entry.get("what")) for entry in recent if entry.get("sequence") == sequence]
     names += [item["operation"] for item in there if not _is_busy(item)]
@@ -121,7 +123,7 @@ def _name(there: Sequence[Report], sequence: int) -> str:
 
 
 def _stands(items: Sequence[Report], furthest: int) -> str:
-    """Where each of them is, or the first few."""
+    """Return where each of the ranks is, or the first few."""
     found = []
     for item in items[:MOST_NAMES]:
         who = "it" if len(items) == 1 else f"rank {item['rank']}"

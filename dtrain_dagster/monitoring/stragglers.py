@@ -1,7 +1,7 @@
-"""Which rank is late, since when, and why: from windows of one world. Pure.
+"""Late ranks, since when they are late, and why, from windows of one world. Pure.
 
-Lateness is what the others wait for. It is judged window by window against the other ranks, so that what slows all of
-them, and noise that hits now this one and now that one, is nobody's fault.
+Lateness is the time that the others wait. It is judged window by window against the other ranks, so that a cause which
+slows all of them, and noise that hits now this one and now that one, is blamed on none.
 """
 
 from __future__ import annotations
@@ -17,40 +17,42 @@ from dtrain_dagster.monitoring.windows import seconds_of
 from trainer.documents.events import TimingEvent
 
 LATE_SHARE = 0.03
-"""Of the step: who is later than that, and well above noise, is called a straggler."""
+"""Share of the step: a rank that is later, and well above noise, is called a straggler."""
 NOISE_FACTOR = 3.5
-"""So many robust standard errors."""
+"""Robust standard errors by which a lateness must exceed the noise."""
 USUAL_NOISE, USUAL_WEIGHT = 0.02, 3
-"""Of the step, from window to window, on a shared machine. It counts as much as so many windows: a few of them may
-agree by chance better than any machine does."""
+"""Noise from window to window on a shared machine, as a share of the step, and the number of windows that it weighs as
+much as: a few windows may agree by chance better than any machine does."""
 DEAL_ERROR = 0.10
-"""How far the time of a rank that was dealt more samples may be off from proportional."""
+"""Relative error of the assumption that a rank's time is proportional to the samples dealt to it."""
 FEWEST_WINDOWS, FEWEST_AT_THE_END, FEWEST_OF_MEANS = 3, 5, 8
 """Windows that a lateness must have lasted: at least, where it began within the run, and where it is not typical of
 steps but a mean, which one long step spoils."""
 LEAST_SECONDS = 2.0
-"""…and of wall time: where steps are short, many windows pass while a machine is held up once, and nobody replaces it
-for that."""
+"""Least wall seconds of a lateness: where steps are short, many windows pass while a machine is held up once, and
+nobody replaces it for that."""
 MEANS_NOISE = 2.0
-"""How much noisier means are than the noise between medians tells."""
+"""Noise of means relative to that of medians."""
 
 Why = Literal["input", "compute", "outside input and compute"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Straggler:
+    """A rank that holds the others up."""
+
     rank: int
     node_id: int
     why: Why
     typically: bool
-    """In most steps; False: on average, by pauses in some."""
+    """Whether it is late in most steps; False: on average, by pauses in some."""
     late_seconds: float
-    """Per step, against the median of the other ranks."""
+    """Lateness in seconds per step, against the median of the other ranks."""
     late_share: float
-    """Of the step."""
+    """Lateness as a share of the step."""
     own_seconds: float
     other_seconds: float
-    """What it takes for its input or computation, and what the others take."""
+    """Seconds of its input or computation, and those of the others."""
     since_step: int
     from_the_start: bool
     windows: int
@@ -60,7 +62,7 @@ class Straggler:
 
 
 def stragglers(windows: Sequence[TimingEvent]) -> list[Straggler]:
-    """Ranks that hold the others up, the costliest first. ``windows`` of one world, in order of time."""
+    """Return the ranks that hold the others up, the costliest first. ``windows`` of one world, in order of time."""
     if len(windows) < FEWEST_WINDOWS or windows[0].world_size < 2:
         return []
     found: dict[int, Straggler] = {}
@@ -77,7 +79,8 @@ def stragglers(windows: Sequence[TimingEvent]) -> list[Straggler]:
 
 
 def dealt_seconds(window: TimingEvent) -> list[float]:
-    """Seconds per step by which each rank is expected to be later than the one with least work, for its samples."""
+    """Return seconds per step by which each rank is expected to be later, for its samples, than the one with least
+    work."""
     if len(window.samples) != window.world_size or len(set(window.samples)) == 1:
         return [0.0] * window.world_size
     computing = _segments(window, "forward", "backward")
@@ -89,7 +92,8 @@ def dealt_seconds(window: TimingEvent) -> list[float]:
 def _judge(
     windows: Sequence[TimingEvent], rank: int, series: Sequence[float], noise: float, typically: bool
 ) -> Straggler | None:
-    """Is this rank late for a stretch of windows that counts? ``series``: its seconds in each, ``noise`` relative."""
+    """Return the straggler if this rank is late for a segment of windows that counts. ``series``: its seconds in each,
+    ``noise`` relative."""
     late = [seconds / window.seconds for seconds, window in zip(series, windows, strict=True)]
     first, last = _stretch([value - LATE_SHARE / 2 for value in late])
     count = last - first
@@ -102,7 +106,7 @@ def _judge(
     if lasted < LEAST_SECONDS:
         return None
     share = statistics.median(late[first:last])
-    # The standard error of a median; of few values it is uncertain itself, and a stretch that was looked for is found.
+    # The standard error of a median; of few values it is uncertain itself, and a search always finds some segment.
     error = 1.2533 * noise / math.sqrt(count) * (1 + 2 / count)
     dealt = statistics.median(max(dealt_seconds(window)) / window.seconds for window in windows)
     if share < LATE_SHARE + DEAL_ERROR * dealt or share < NOISE_FACTOR * error:
@@ -126,7 +130,7 @@ def _judge(
 
 
 def _reason(windows: Sequence[TimingEvent], rank: int, late: float, typically: bool) -> tuple[Why, float, float]:
-    """What explains the lateness best, with the rank's own seconds and those of the others."""
+    """Return what explains the lateness best, with the rank's own seconds and those of the others."""
     looks: dict[Why, Callable[[TimingEvent], list[float]]] = {"input": _input, "compute": _compute}
     if not typically:
         looks = {
@@ -152,14 +156,14 @@ def _typically_late(window: TimingEvent) -> list[float]:
 
 
 def _late_on_average(window: TimingEvent) -> list[float]:
-    """Lateness from means: who waits least is late."""
+    """Return lateness from means: the rank that waits least is late."""
     waiting = _segments(window, "waiting")
     return _explained(window, [max(waiting) - value for value in waiting])
 
 
 def _explained(window: TimingEvent, late: Sequence[float]) -> list[float]:
-    """Without what more samples and saves account for: neither is the rank's fault. Saves that are in the mean and not
-    in the median must not make the rank look early, and the others late."""
+    """Return the lateness without what more samples and saves account for: neither is the rank's fault. Saves that are
+    in the mean and not in the median must not make the rank look early, and the others late."""
     late = _without(late, dealt_seconds(window))
     saving = _segments(window, "checkpoint")
     return [value - min(save, max(0.0, value)) for value, save in zip(late, saving, strict=True)]
@@ -170,7 +174,7 @@ def _input(window: TimingEvent) -> list[float]:
 
 
 def _compute(window: TimingEvent) -> list[float]:
-    """As if all had the samples of the rank with least work."""
+    """Return the computation as if all ranks had the samples of the one with least work."""
     seconds = window.typical.get("compute") or _segments(window, "forward", "backward", "optimizer")
     return _without(seconds, dealt_seconds(window))
 
@@ -189,15 +193,15 @@ def _against_others(values: Sequence[float]) -> list[float]:
 
 
 def _noise(rows: Sequence[Sequence[float]]) -> float:
-    """Robust standard deviation of one rank's figure from window to window. From differences of neighbours, so that a
-    lateness that begins within the run does not count as noise."""
+    """Return the robust standard deviation of one rank's figure from window to window. It uses differences of
+    neighbours, so that a lateness that begins within the run does not count as noise."""
     steps = [abs(b - a) for before, after in pairwise(rows) for a, b in zip(before, after, strict=True)]
     measured = 1.4826 * statistics.median(steps) / math.sqrt(2)
     return math.sqrt((len(rows) * measured**2 + USUAL_WEIGHT * USUAL_NOISE**2) / (len(rows) + USUAL_WEIGHT))
 
 
 def _stretch(values: Sequence[float]) -> tuple[int, int]:
-    """[first, last) of the consecutive values with the largest sum."""
+    """Return [first, last) of the consecutive values with the largest sum."""
     best, best_sum, first, current = (0, 0), 0.0, 0, 0.0
     for place, value in enumerate(values):
         if current <= 0:

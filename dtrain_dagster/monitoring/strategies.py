@@ -1,7 +1,7 @@
-"""What to change, ranked by what this run's own figures say it would gain. Pure.
+"""Strategies against a slow training, ranked by the gain that this run's own figures predict. Pure.
 
-Every figure is a prediction from a simple model of a step: its segments, and latency + bytes / bandwidth for the wire.
-It holds as long as the rest stays as it is; what it leaves out is said in the strategy's note.
+Every figure is a prediction from a simple model of a step: its segments, and latency + bytes / bandwidth for the
+network. It holds as long as the rest stays as it is; what it leaves out is said in the strategy's note.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ KEPT = 0.01
 def strategies(
     found: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]] = (), training: Mapping[str, Any] | None = None
 ) -> list[Strategy]:
-    """What would help the world that trained longest in these windows, the largest gain first; those that would gain
-    nothing come last. ``training``: the trainer's configuration, for the present values of settings."""
+    """Return what would help the world that trained longest in these windows, the largest gain first; strategies
+    without a gain come last. ``training``: the trainer's configuration, for the present values of settings."""
     groups = worlds(found)
     if not groups or not step_model(groups[0]).samples:
         return []
@@ -51,7 +51,8 @@ def strategies(
 
 
 def communication_strategies(world: Sequence[TimingEvent], training: Mapping[str, Any]) -> list[Strategy]:
-    """Against wire time. Waiting for a slow rank is another matter: none of these helps against it."""
+    """Return strategies against communication time. Waiting for a slow rank is another matter: none of these helps
+    against it."""
     now = step_model(world)
     if not now.samples:
         return []
@@ -64,7 +65,8 @@ def communication_strategies(world: Sequence[TimingEvent], training: Mapping[str
 
 
 def _more_work(now: StepModel, training: Mapping[str, Any]) -> list[Strategy]:
-    """Fewer all-reduces for each sample: the smallest of some factors that brings wire below the limit."""
+    """Return fewer all-reduces for each sample: the smallest of some factors that brings communication below the
+    limit."""
     for factor in (2, 4, 8):
         then = now.with_batch(factor)
         if then.communication / then.seconds <= COMMUNICATION_LIMIT:
@@ -81,8 +83,9 @@ def _more_work(now: StepModel, training: Mapping[str, Any]) -> list[Strategy]:
 def _compression(
     now: StepModel, world: Sequence[TimingEvent], fit: Link, training: Mapping[str, Any]
 ) -> list[Strategy]:  # fmt: skip
-    """Fewer bytes: gains on the part that bandwidth decides, and only on what the backward pass does not hide. Nothing
-    of what a run does already, nor where gradients go through one host: that mode does not compress."""
+    """Return fewer bytes: it gains on the part that bandwidth decides, and only on what the backward pass does not
+    hide. Modes that the run has already are left out, and all where gradients go through one host: that mode does not
+    compress."""
     present = training.get("communication", "allreduce")
     if world[-1].facts.get("topology") == "star" or present not in ("allreduce", "hierarchical"):
         return []
@@ -106,7 +109,7 @@ def _compression(
 
 
 def _buckets(now: StepModel, world: Sequence[TimingEvent], fit: Link) -> list[Strategy]:
-    """Another number of buckets: few pay latency less often, many begin earlier. The best of some."""
+    """Return another number of buckets: few pay latency less often, many begin earlier. The best of some."""
     buckets = _buckets_of(world)
     total = sum(item.bytes for item in buckets)
     if not buckets:
@@ -139,7 +142,7 @@ def _buckets(now: StepModel, world: Sequence[TimingEvent], fit: Link) -> list[St
 def _hierarchy(
     now: StepModel, world: Sequence[TimingEvent], fit: Link, training: Mapping[str, Any]
 ) -> list[Strategy]:  # fmt: skip
-    """Sum within nodes first: only one rank of each node talks to other nodes."""
+    """Return the sum within nodes first: only one rank of each node then talks to other nodes."""
     size, nodes = world[-1].world_size, now.nodes
     present = training.get("communication", "allreduce")
     if nodes in (1, size) or present != "allreduce" or world[-1].facts.get("topology") == "star":
@@ -152,7 +155,8 @@ def _hierarchy(
 
 
 def on_fewer_nodes(world: Sequence[TimingEvent]) -> list[StepModel]:
-    """The same global batch on one node, two and so on: more computing for each, less or no wire."""
+    """Return the step with the same global batch on one node, two and so on: more computing for each, less or no
+    communication."""
     now = step_model(world)
     if now.nodes < 2 or world[-1].world_size % now.nodes:
         return []
@@ -161,7 +165,7 @@ def on_fewer_nodes(world: Sequence[TimingEvent]) -> list[StepModel]:
 
 
 def _fewer_nodes(now: StepModel, world: Sequence[TimingEvent]) -> list[Strategy]:
-    """The best number of them."""
+    """Return the best smaller number of nodes."""
     options = on_fewer_nodes(world)
     if not options:
         return []
@@ -188,8 +192,8 @@ def _with_ranks(now: StepModel, world: Sequence[TimingEvent], fit: Link | None, 
 
 
 def waiting_strategies(world: Sequence[TimingEvent], node_id: int | None = None) -> list[Strategy]:
-    """Against a straggler: another node in its place, less work for it, or none. ``node_id``: against this one, and not
-    the costliest."""
+    """Return strategies against a straggler: another node in its place, less work for it, or none. ``node_id``: against
+    this one instead of the costliest."""
     ranked, now = stragglers(world), step_model(world)
     late = [item for item in ranked if node_id in (None, item.node_id)]
     if not late or not now.samples:
@@ -218,8 +222,8 @@ def waiting_strategies(world: Sequence[TimingEvent], node_id: int | None = None)
 
 
 def _on_time(now: StepModel, item: Straggler, saved: float, size: int) -> StepModel:
-    """The step when a straggler is late by so many seconds less. In means over ranks: a W-th of the lateness is the
-    late rank's own time, the rest is waiting of the others (less of it, where others are late as well)."""
+    """Return the step when a straggler is ``saved`` seconds less late. In means over ranks: a W-th of the lateness is
+    the late rank's own time, the rest is waiting of the others (less of it, where others are late as well)."""
     waited = min(now.waiting, saved * (size - 1) / size)
     now, own = replace(now, waiting=now.waiting - waited), saved - waited
     if item.why == "input":
@@ -228,7 +232,7 @@ def _on_time(now: StepModel, item: Straggler, saved: float, size: int) -> StepMo
 
 
 def _deal_less(now: StepModel, world: Sequence[TimingEvent], item: Straggler) -> list[Strategy]:
-    """The deal of whole micro-batches with which all ranks are done soonest."""
+    """Return the deal of whole micro-batches with which all ranks are done soonest."""
     count, size = int(world[-1].facts.get("micro_batches") or 0), world[-1].world_size
     if not count or count <= size or not item.other_seconds:
         return []
@@ -264,8 +268,8 @@ def _input(world: Sequence[TimingEvent]) -> list[Strategy]:
 def _checkpoint(
     world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
 ) -> list[Strategy]:
-    """As seldom as it takes for saves to cost less than the budget. Both what they cost and how many there were is
-    that of these windows: a job has saves in other worlds as well."""
+    """Return the checkpoint interval at which saves cost just less than the budget. Their cost and number are those of
+    these windows: a job has saves in other worlds as well."""
     stalled = sum(max(window.segments.get("checkpoint") or (0.0,)) * window.steps for window in world)
     began = [save.began_at for save in read_events(CheckpointEvent, events)]
     count = sum(any(window.time - window.total_seconds <= at <= window.time for window in world) for at in began)
@@ -289,7 +293,7 @@ def _checkpoint(
 def _memory(
     world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
 ) -> list[Strategy]:
-    """A batch size from measured memory, where the GPU is less than 70 % full at its fullest."""
+    """Return a batch size from measured memory, where the GPU is less than 70 % full at its fullest."""
     memory = gpu_memory(world, events, training)
     if isinstance(memory, str) or memory.fraction >= MEMORY_LOW:
         return []
@@ -304,7 +308,8 @@ def _memory(
 
 
 def _less_wire(now: StepModel, world: Sequence[TimingEvent], saved: float) -> StepModel:
-    """So many seconds less of wire come off what is exposed; the commit and a last bucket always are."""
+    """Return the step with ``saved`` seconds less of exposed communication; the commit and a last bucket stay
+    exposed."""
     buckets = _buckets_of(world)
     wire = sum(item.wire_seconds for item in buckets)
     last = (1 - saved / wire) * buckets[-1].wire_seconds if wire else 0.0

@@ -1,4 +1,4 @@
-"""What a training will take, and what else could be chosen: probes, histories, choices, limits, projections.
+"""The expected cost of a training and its alternatives: probes, histories, choices, limits, projections.
 
-The prices themselves belong to `costs`, and what an asset records of a plan to `assets`.
+The prices themselves belong in `costs`, and what an asset records of a plan in `assets`.
 """

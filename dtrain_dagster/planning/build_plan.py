@@ -1,7 +1,7 @@
-"""The plan of a training, put together from what is known of it: its job, the nodes, a forecast, the limits.
+"""The plan of a training, built from what is known of it: its job, the nodes, a forecast, the limits.
 
-What is read from the launchpad, told to people and recorded belongs to `dtrain_dagster.assets.planning`; how a forecast
-is come by, to `history` and `probe`.
+Reading the launchpad, notifying people and recording belong in `dtrain_dagster.assets.planning`; making a forecast, in
+`history` and `probe`.
 """
 
 from __future__ import annotations
@@ -21,31 +21,33 @@ from dtrain_dagster.planning.limits import Limits
 from trainer.config import JobConfig
 
 CLUSTER_TIERS: tuple[Tier, ...] = ("dedicated", "low_priority")
-"""What clusters can be had on (DTRAIN_TIER)."""
+"""Tiers that clusters can be bought on (DTRAIN_TIER)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedJob:
-    """A training on the nodes that are planned for it, whatever is known of its pace."""
+    """A training on the nodes that are planned for it, before its speed is known."""
 
     job: JobConfig
     sizes: Sizes
     fingerprint: str
-    """Of what comes out, see `dtrain_dagster.jobs.progress.fingerprint`."""
+    """Digest of everything that decides the result, see `dtrain_dagster.jobs.progress.fingerprint`."""
     pace: str
-    """Of what decides how long a step takes, see `pace_mark`."""
+    """Digest of everything that decides the duration of a step, see `pace_mark`."""
     price: SkuPrice
     tier: Tier
     node_count: int
     is_local: bool
-    """Its nodes are this machine: they are priced as a SKU, and nothing is billed."""
+    """Whether its nodes are this machine: they are priced as a SKU, and nothing is billed."""
 
     @property
     def price_words(self) -> str:
+        """Return what the dollars of its figures are, in words."""
         return STAND_IN if self.is_local else LISTED
 
     def on_nodes(self, job: JobConfig, node_count: int) -> PlannedJob:
-        """The same training on another number of nodes. Each rank keeps its batch, so that sizes and pace stay."""
+        """Return the same training on another number of nodes. Each rank keeps its batch, so that sizes and pace
+        stay."""
         mark = fingerprint(job, node_count, self.sizes.processes_per_node)
         return replace(self, job=job, fingerprint=mark, node_count=node_count)
 
@@ -60,8 +62,8 @@ def size_up_job(
     is_local: bool,
     stated_ranks: int | None = None,
 ) -> PlannedJob:
-    """What is wanted, before anything is known of it. ``samples``: of each split. ``stated_ranks``: the world size that
-    somebody has given, if it is not that of the nodes."""
+    """Return the wanted training on its nodes, before its speed is known. ``samples``: of each split. ``stated_ranks``:
+    the world size that somebody has given, if it is not that of the nodes."""
     sizes = sizes_of(job, samples, processes_per_node, os.cpu_count() if is_local else None)
     return PlannedJob(
         job=job,
@@ -76,7 +78,7 @@ def size_up_job(
 
 
 def sizes_of(job: JobConfig, samples: Mapping[str, int], processes_per_node: int, cores: int | None) -> Sizes:
-    """How much the job has to do. ``samples``: of each split; ``cores``: see `Sizes`."""
+    """Return how much the job has to do. ``samples``: of each split; ``cores``: see `Sizes`."""
     training = job.training
     return Sizes(
         train_samples=samples["train"],
@@ -95,7 +97,7 @@ def sizes_of(job: JobConfig, samples: Mapping[str, int], processes_per_node: int
 
 
 def compare_choices(planned: PlannedJob, forecast: Forecast, limits: Limits) -> Choices:
-    """What else could be had: every SKU, every tier, one node to twice as many; the planned nodes alone where somebody
+    """Return the alternatives: every SKU, every tier, one node to twice as many; the planned nodes alone where somebody
     has stated the world size."""
     count = planned.node_count
     baseline = Baseline(
@@ -122,14 +124,14 @@ def compare_choices(planned: PlannedJob, forecast: Forecast, limits: Limits) -> 
 
 
 def mark_planned(table: Choices, planned: PlanChoice) -> Choices:
-    """The same choices, of which this one is the plan."""
+    """Return the same choices, with this one marked as the plan."""
     return replace(table, rows=tuple(replace(row, is_planned=row is planned) for row in table.rows))
 
 
 def assemble_plan(
     planned: PlannedJob, forecast: Forecast, estimate: Estimate, limits: Limits, stop_at_usd: float
 ) -> TrainingPlan:  # fmt: skip
-    """The plan as `trained_checkpoint` carries it out."""
+    """Return the plan as `trained_checkpoint` carries it out."""
     count = planned.node_count
     return TrainingPlan(
         fingerprint=planned.fingerprint,
@@ -155,7 +157,7 @@ def assemble_plan(
 
 
 def note_price(planned: PlannedJob) -> str:
-    """Where the price comes from, and that nothing is billed where it stands in."""
+    """Return the source of the price in words, and that nothing is billed where it is a stand-in."""
     price, figure = planned.price, planned.price.figure(planned.tier)
     note = f"{figure.usd_per_hour:.2f} USD per node-hour: {price.sku}, {planned.tier}, {price.region}, {figure.how} "
     note += f"{figure.recorded_on}."

@@ -1,8 +1,7 @@
-"""What a training could be run on: SKUs × nodes × tiers, each with time and dollars, and the one to take. Pure.
+"""The choices of nodes for a training: SKUs × nodes × tiers, each with time and dollars, and the one to take. Pure.
 
 Every GPU of a node is a rank, and each rank keeps its batch: more of them make larger and fewer steps of the same
-epochs. Where a figure comes from stands beside it: measured, scaled from what was measured, or guessed from a table of
-speeds.
+epochs. The origin of a figure stands beside it: measured, scaled from a measurement, or guessed from a table of speeds.
 
 The one to take is the cheapest that keeps the deadline and the budget with the upper ends of its intervals.
 """
@@ -32,33 +31,33 @@ class PlanError(ValueError):
 
 
 class TimeForecast(Protocol):
-    """What is asked of a forecast of the training's time."""
+    """The interface that this module needs of a forecast of the training's time."""
 
     @property
     def basis(self) -> str:
-        """``history``, ``probe`` or ``table``."""
+        """Return ``history``, ``probe`` or ``table``."""
 
     @property
     def basis_words(self) -> str: ...
 
     def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
-        """Wall-clock seconds of the whole training on so many nodes, each of which computes ``speed`` times as fast as
-        those that the forecast is for."""
+        """Return the wall-clock seconds of the whole training on ``node_count`` nodes, each of which computes ``speed``
+        times as fast as those that the forecast is for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Baseline:
-    """What the forecast is made for: the plan as it stands."""
+    """The plan that the forecast is made for."""
 
     price: SkuPrice
-    """Of its nodes. On a local cluster: the price that stands in, of nodes that nobody has to offer."""
+    """Price of its nodes. On a local cluster: the stand-in price, of nodes that no provider has to offer."""
     node_count: int
     tier: Tier
     ranks_per_node: int
     batch_size_per_rank: int
     """Samples of one rank in one optimizer step."""
     measured_nodes: tuple[int, ...] = ()
-    """Counts of nodes on which this training has been measured."""
+    """Node counts on which this training has been measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +67,7 @@ class PlanChoice:
     sku: str
     gpu: str
     gpus: int
-    """Of one node."""
+    """GPUs of one node."""
     node_count: int
     tier: Tier
     global_batch: int
@@ -78,28 +77,30 @@ class PlanChoice:
     usd_per_node_hour: float
     usd_per_epoch: float
     efficiency: float
-    """Speed of the whole training, start-up and evaluations included, against as many times one node of this SKU."""
+    """Speed of the whole training, start-up and evaluations included, relative to that of one node of this SKU times
+    the nodes."""
     origin: Origin
-    """Of the time."""
+    """Origin of the time."""
     time_from: str
-    """Where the time comes from, as a sentence; what it leaves out."""
+    """A sentence on where the time comes from and what it leaves out."""
     price_from: str
     is_pareto: bool = False
-    """No other choice is both as cheap and as quick, and better in one of them."""
+    """Whether no other choice is both as cheap and as quick, and better in one of them."""
     is_chosen: bool = False
     is_planned: bool = False
-    """What is carried out: what the settings say, unless the plan takes another number of nodes."""
+    """Whether it is carried out: the one of the settings, unless the plan takes another number of nodes."""
     why_not: str = ""
-    """What speaks against it; empty for the chosen one."""
+    """The reason against it; empty for the chosen one."""
 
     @property
     def name(self) -> str:
+        """Return the choice in a few words."""
         return f"{self.node_count} × {self.sku.removeprefix('Standard_')} ({tier_words(self.tier)})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotAvailable:
-    """A SKU on a tier that cannot be had, and why."""
+    """A SKU on a tier that cannot be bought, and why."""
 
     sku: str
     tier: Tier
@@ -115,17 +116,18 @@ class Choices:
     deadline_seconds: float | None
     budget_usd: float | None
     basis: str
-    """What the times rest on, in words."""
+    """The basis of the times, in words."""
     assumptions: tuple[str, ...]
     price_words: str
 
     @property
     def chosen(self) -> PlanChoice | None:
+        """Return the choice to take, None where none fits."""
         return next((row for row in self.rows if row.is_chosen), None)
 
     @property
     def pareto(self) -> tuple[PlanChoice, ...]:
-        """The front, sorted by cost, and so from slow to quick."""
+        """Return the Pareto front, sorted by cost, and so from slow to quick."""
         return tuple(row for row in self.rows if row.is_pareto)
 
 
@@ -143,7 +145,7 @@ def choices(
     is_stand_in: bool = False,
     price_words: str = LISTED,
 ) -> Choices:
-    """Every choice there is, with the Pareto front and the cheapest that fits marked; none is, where none fits.
+    """Return every choice, with the Pareto front and the cheapest that fits marked; none is marked where none fits.
 
     ``is_stand_in``: the baseline's nodes are local ones and only priced as its SKU, which may be retired then.
     """
@@ -179,7 +181,8 @@ def choices(
 
 
 def choose_plan(table: Choices) -> PlanChoice:
-    """The chosen one. `PlanError` where none fits: what would, and the setting that has to change for it."""
+    """Return the chosen one. Raise `PlanError` where none fits, with the nearest choices and the setting to change for
+    each."""
     if table.chosen:
         return table.chosen
     if not table.rows:
@@ -212,7 +215,7 @@ def choose_plan(table: Choices) -> PlanChoice:
 
 
 def misses(choice: PlanChoice, deadline_seconds: float | None, budget_usd: float | None) -> list[str]:
-    """Which limits a choice may not keep, judged by the upper ends of its intervals."""
+    """Return in words which limits a choice may not keep, judged by the upper ends of its intervals."""
     found = []
     if deadline_seconds is not None and choice.seconds.high > deadline_seconds:
         late = choice.seconds.high - deadline_seconds
@@ -224,6 +227,7 @@ def misses(choice: PlanChoice, deadline_seconds: float | None, budget_usd: float
 
 
 def tier_words(tier: str) -> str:
+    """Return the tier as people write it."""
     return tier.replace("_", " ")
 
 
@@ -235,7 +239,8 @@ def _choice(
     relative = price.speed / baseline.price.speed
 
     def seconds_at(count: int) -> Interval:
-        """As on so many of the baseline's nodes that there are as many ranks, of the speed that is left for each."""
+        """Return the time on as many of the baseline's nodes as have this number of ranks, at the speed left for
+        each."""
         alike = max(1, round(count * ranks_per_node / baseline.ranks_per_node))
         return forecast.seconds_at(alike, relative * count / alike)
 
@@ -290,7 +295,7 @@ def _by_cost(choice: PlanChoice) -> tuple[float, float]:
 
 
 def _front(rows: Sequence[PlanChoice]) -> list[PlanChoice]:
-    """Of choices sorted by cost, then time: each that is quicker than all that are cheaper."""
+    """Return, of choices sorted by cost, then time, each that is quicker than all that are cheaper."""
     front: list[PlanChoice] = []
     for row in rows:
         if not front or row.seconds.expected < front[-1].seconds.expected or _by_cost(row) == _by_cost(front[-1]):
@@ -343,7 +348,8 @@ def _told(choice: PlanChoice) -> str:
 
 
 def _rounded_up(value: float) -> str:
-    """To cents, and below 1 to three digits: what is set is never less than what is needed."""
+    """Return the value rounded up to cents, and below 1 to three digits: what is set is never less than what is
+    needed."""
     value *= 1 + 1e-9  # floats: what is set is multiplied again before it is compared
     digits = 2 if value >= 1 else 2 - math.floor(math.log10(max(value, 1e-9)))
     return f"{math.ceil(value * 10**digits) / 10**digits:.{digits}f}"

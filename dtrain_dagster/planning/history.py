@@ -1,4 +1,4 @@
-"""What past runs of this Dagster instance say of a training that is planned: how long they took, and how good their
+"""Past runs of this Dagster instance as evidence for a planned training: how long they took, and how good their
 estimates were."""
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from trainer.config import JobConfig
 from trainer.rundir import LAUNCH, RESULT, RunDir
 
 LOOK_BACK = 60
-"""Materializations of an asset that are looked at, the latest."""
+"""Number of the latest materializations of an asset that are read."""
 MOST_READ = 5
-"""Run directories whose events are read: of a long training there are many."""
+"""Run directories whose events are read: a long training has many events."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobCourse:
-    """What came in between from a job's start to its end."""
+    """The incidents between a job's start and its end."""
 
     launches: int
-    """How often it was started."""
+    """Number of launches."""
     replaced_nodes: int
-    """That another one took the place of."""
+    """Number of nodes that were replaced."""
     generations: int
-    """Sets of nodes that it trained with, one after the other."""
+    """Number of generations that it trained with, one after the other."""
 
     @classmethod
     def read(cls, rundir: RunDir) -> JobCourse:
+        """Return the course that the run directory records."""
         nodes = rundir.nodes()
         return cls(
             launches=max((node.launch for node in nodes), default=1),
@@ -47,7 +48,7 @@ class JobCourse:
 
     @property
     def disturbed(self) -> str:
-        """In words; "" for one that went through."""
+        """Return the incidents in words; "" for a job without any."""
         said = [f"it was started {self.launches} times"] if self.launches > 1 else []
         said += [f"{self.replaced_nodes} node(s) were replaced"] if self.replaced_nodes else []
         said += [f"nodes were lost or joined, {self.generations} generations in all"] if self.generations > 1 else []
@@ -67,7 +68,7 @@ class PastRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PastScore:
-    """A score, and of which training."""
+    """A score, and the training that it is of."""
 
     fingerprint: str
     score: Score
@@ -75,7 +76,7 @@ class PastScore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """All that an instance knows which bears on one training."""
+    """All facts of an instance that bear on one training."""
 
     fingerprint: str
     runs: tuple[PastRun, ...]
@@ -83,6 +84,7 @@ class History:
 
     @classmethod
     def read(cls, instance: dg.DagsterInstance, fingerprint: str, pace: str, keeps_cache: bool) -> History:
+        """Return the history that the instance has for this fingerprint and pace."""
         return cls(
             fingerprint=fingerprint,
             runs=tuple(past_runs(instance, pace, keeps_cache)),
@@ -90,10 +92,11 @@ class History:
         )
 
     def learned(self, basis: Basis, sku: str) -> Learned:
+        """Return the correction that past scores teach for this basis and SKU."""
         return learn([past.score for past in self.scores], basis, sku)
 
     def forecast(self, sizes: Sizes, node_count: int, sku: str) -> Forecast | None:
-        """The best that past runs can tell, None where there are none."""
+        """Return the best forecast from past runs, None where there are none."""
         alike = [past.score for past in self.scores if past.fingerprint == self.fingerprint]
         totals = [score.actual_seconds for score in alike if score.sku == sku and not score.disturbed]
         return from_history(
@@ -108,9 +111,9 @@ class History:
 
 
 def pace_mark(job: JobConfig, processes_per_node: int) -> str:
-    """Eight hex digits over everything that decides how long a step, an evaluation or a start takes, on any number of
-    nodes. Trainings that differ only in how many steps they do, how often they save or judge, or in what an optimizer
-    does with its numbers, have the same."""
+    """Return eight hex digits over everything that decides the duration of a step, an evaluation or a start, on any
+    number of nodes. Trainings that differ only in their number of steps, in how often they save or evaluate, or in the
+    numbers of an optimizer have the same mark."""
     training = replace(
         job.training,
         world_size=1,
@@ -134,8 +137,8 @@ def pace_mark(job: JobConfig, processes_per_node: int) -> str:
 
 
 def past_runs(instance: dg.DagsterInstance, pace: str, keeps_cache: bool) -> list[PastRun]:
-    """The latest runs of the same pace, the newest first, that went through without losing a node or starting again.
-    Folders that are gone or cannot be read do not count."""
+    """Return the latest runs of the same pace, the newest first, that lost no node and did not start again. Folders
+    that are gone or unreadable do not count."""
     found = []
     for _, _, metadata in _materializations(instance, "trained_checkpoint"):
         try:
@@ -168,7 +171,7 @@ def _read(rundir: RunDir, pace: str, keeps_cache: bool) -> PastRun | None:
 
 
 def past_scores(instance: dg.DagsterInstance) -> list[PastScore]:
-    """Finished runs against their estimates, the oldest first: of each job what `cost_breakdown` said of it last."""
+    """Return the scores of finished runs, the oldest first: for each job the last one of `cost_breakdown`."""
     latest: dict[str, tuple[float, Mapping[str, Any]]] = {}
     for at, _, said in _materializations(instance, "cost_breakdown"):
         latest.setdefault(str(said.get("job_id")), (at, said))
@@ -178,8 +181,8 @@ def past_scores(instance: dg.DagsterInstance) -> list[PastScore]:
 
 
 def latest_score(instance: dg.DagsterInstance, run_id: str) -> tuple[str, Score | str] | None:
-    """Of the job that `cost_breakdown` told of last, in this Dagster run if it did so there: its id, and its score or
-    why it has none. None where it never told of any."""
+    """Return the id of the job of the last `cost_breakdown`, in this Dagster run if it made one, with its score or why
+    it has none. None where there never was a breakdown."""
     told = _materializations(instance, "cost_breakdown")
     if not told:
         return None
@@ -188,7 +191,7 @@ def latest_score(instance: dg.DagsterInstance, run_id: str) -> tuple[str, Score 
 
 
 def score_of(at: float, said: Mapping[str, Any]) -> Score | str:
-    """From the metadata of a breakdown; or why it has no score, in words."""
+    """Return the score from the metadata of a breakdown, or in words why there is none."""
     try:
         ran, planned = (said["sku"], said["tier"]), (said["planned_sku"], said["planned_tier"])
         if not said["wall_seconds"]:
@@ -226,11 +229,11 @@ def from_history(
     speed_of: Callable[[str], float],
     learned_of: Callable[[Basis], Learned],
 ) -> Forecast | None:
-    """The best that past runs can tell, None where there are none.
+    """Return the best forecast from past runs, None where there are none.
 
     ``runs`` of the same pace, the newest first, on any SKU; those on ``sku`` come first, others are scaled by the price
-    table's relative speeds. ``totals``: wall seconds of exactly this training on this SKU, be their folders there or
-    not.
+    table's relative speeds. ``totals``: wall seconds of exactly this training on this SKU, whether or not their folders
+    still exist.
     """
     same = [run for run in runs if run.sku == sku]
     others = [run for run in runs if run.sku != sku]
@@ -264,7 +267,8 @@ def from_history(
 
 
 def knows(forecast: Forecast | None, node_count: int) -> bool:
-    """Does it rest on past runs on just so many of these nodes, so that a probe would tell nothing new?"""
+    """Return whether the forecast rests on past runs on exactly this number of nodes, so that a probe would tell
+    nothing new."""
     return forecast is not None and forecast.basis == "history" and forecast.measured[0].node_count == node_count
 
 
@@ -288,7 +292,7 @@ def _history(
 
 
 def _newest_of_each_count(runs: Sequence[PastRun], planned: int) -> list[PastRun]:
-    """One run for each node count; that of the planned one, or else of the nearest, comes first."""
+    """Return one run for each node count; that of the planned one, or else of the nearest, comes first."""
     newest: dict[int, PastRun] = {}
     for run in runs:
         newest.setdefault(run.measured.node_count, run)
@@ -302,7 +306,7 @@ def _parts(runs: Sequence[PastRun]) -> tuple[tuple[Measured, ...], tuple[str, ..
 def _materializations(
     instance: dg.DagsterInstance, asset: str, limit: int = LOOK_BACK
 ) -> list[tuple[float, str, dict[str, Any]]]:
-    """(when, Dagster run, metadata) of an asset's latest materializations, the newest first."""
+    """Return (when, Dagster run, metadata) of an asset's latest materializations, the newest first."""
     records = instance.fetch_materializations(dg.AssetKey(asset), limit=limit).records
     return [
         (record.timestamp, record.run_id, {name: value.value for name, value in made.metadata.items()})

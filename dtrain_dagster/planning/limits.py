@@ -1,4 +1,4 @@
-"""A budget and a deadline against an estimate: what does not fit, and what would. Pure."""
+"""The check of an estimate against a budget and a deadline: what exceeds them, and what would fit. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dtrain_dagster.costs.prices import SkuPrice, Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 
 LEAST_SECONDS = 5.0
-"""No training takes less, whatever it trains: its processes start, load their libraries, and end."""
+"""Least seconds of any training: its processes start, load their libraries, and end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a plan has to keep to. 0: there is no such limit."""
+    """The limits of a plan. 0: no such limit."""
 
     budget_usd: float = 0.0
     deadline_hours: float = 0.0
@@ -26,7 +26,7 @@ class Limits:
 
 
 class PlanFigures(Protocol):
-    """An estimate, or a choice."""
+    """The figures that an estimate and a choice both have."""
 
     @property
     def usd(self) -> Interval: ...
@@ -35,7 +35,7 @@ class PlanFigures(Protocol):
 
 
 def explain_excess(estimate: PlanFigures, limits: Limits, at_least: bool = False) -> str | None:
-    """What the estimate says against the plan, in words; None where it fits. ``at_least``: only what is beyond doubt
+    """Return in words how the estimate exceeds the limits; None where it fits. ``at_least``: only what is beyond doubt
     counts, the lower end of the interval."""
     return _objection(estimate.usd, estimate.seconds, limits, at_least)
 
@@ -53,7 +53,7 @@ def _objection(usd: Interval, seconds: Interval, limits: Limits, at_least: bool 
 
 
 def least(price: SkuPrice, tier: Tier, node_count: int) -> Estimate:
-    """What any training on these nodes takes, before anything is known of it."""
+    """Return the least time and cost of any training on these nodes, before anything is known of it."""
     seconds = Interval(low=LEAST_SECONDS, expected=LEAST_SECONDS, high=LEAST_SECONDS)
     return estimate_cost(seconds, price, tier, node_count)
 
@@ -61,7 +61,7 @@ def least(price: SkuPrice, tier: Tier, node_count: int) -> Estimate:
 def remedies(
     forecast: Forecast, limits: Limits, price: SkuPrice, tier: Tier, node_counts: Iterable[int], planned: int
 ) -> list[str]:
-    """What would fit, in words: another number of nodes, fewer epochs."""
+    """Return what would fit, in words: another number of nodes, fewer epochs."""
     from dtrain_dagster.planning.options import price_forecast  # it brings the analysis of steps, which limits need not
 
     found = []
@@ -79,7 +79,7 @@ def remedies(
 
 
 def most_epochs(forecast: Forecast, limits: Limits, price: SkuPrice, tier: Tier, node_count: int) -> int:
-    """The most epochs that fit, fewer than planned; 0 where none do."""
+    """Return the most epochs that fit, fewer than planned; 0 where none do."""
     fits, too_many = 0, forecast.sizes.epochs
     while too_many - fits > 1:
         middle = (fits + too_many) // 2

@@ -1,11 +1,11 @@
-"""What the next run of this training should be given, from what this one used of its nodes: `ResourceOptimizer`. Pure.
+"""Advice for the next run of a training, from what this run used of its nodes: `ResourceOptimizer`. Pure.
 
-Less than half used: fewer nodes, a smaller SKU or nodes that may be taken away, each with the dollars that it
-saves and the seconds that it costs. GPU memory less than 70 % full: a larger batch, from the memory that a
-sample takes. What cannot be told is said, and nothing is recommended for it.
+Less than half used: fewer nodes, a smaller SKU or nodes that may be taken away, each with the dollars that it saves and
+the seconds that it costs. GPU memory less than 70 % full: a larger batch, from the memory that a sample takes. What
+cannot be determined is said, and nothing is recommended for it.
 
-What each of them would take and cost is a row of `dtrain_dagster.planning.options`; here is which rows are worth
-telling of a run, and in which words.
+Time and cost of each are a row of `dtrain_dagster.planning.options`; this module decides which rows are worth reporting
+for a run, and in which words.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.events import EvaluationEvent, NodeEvent, OutOfMemoryEvent, read_events
 
 LOW_UTILIZATION = 0.5
-"""Below it, less is recommended."""
+"""Utilization below which less is recommended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Utilization:
-    """Of the processors that the training is paid for, mean over the job's machines and its time."""
+    """Use of the processors that the training is paid for, a mean over the job's machines and its time."""
 
     fraction: float
     of: Literal["GPU", "CPU"]
@@ -43,29 +43,31 @@ class Utilization:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recommendation:
+    """A change for the next run, with its saving and its loss of time."""
+
     title: str
     sentence: str
-    """What it would do, with its figures and what they leave out."""
+    """The effect, with its figures and what they leave out."""
     setting: str
-    """What to change."""
+    """The setting to change."""
     saved_usd: float
-    """Of what this run has cost."""
+    """Dollars saved of what this run has cost."""
     lost_seconds: float
-    """Negative: it would be quicker."""
+    """Seconds lost; negative where it would be quicker."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optimization:
-    """All that is said of one job."""
+    """All advice on one job."""
 
     utilization: Utilization | None
     recommendations: tuple[Recommendation, ...]
     not_known: tuple[str, ...]
-    """What nothing is recommended about, and why."""
+    """Sentences on what nothing is recommended about, and why."""
 
 
 class ResourceOptimizer:
-    """Looks at one finished job. ``prices``: of the SKUs that may be had instead; ``training``: the trainer's
+    """An adviser on one finished job. ``prices``: of the SKUs that may be bought instead; ``training``: the trainer's
     configuration."""
 
     def __init__(
@@ -97,23 +99,24 @@ class ResourceOptimizer:
 
     @property
     def utilization(self) -> Utilization | None:
-        """None where no node was looked at."""
+        """Return the utilization; None where no node was measured."""
         return utilization(self._events)
 
     @property
     def memory(self) -> GPUMemory | str:
-        """Of the fullest GPU, or why nothing can be said of it."""
+        """Return the memory of the fullest GPU, or why it is not known."""
         if not self._world:
             return "the job recorded no timing of its steps"
         return gpu_memory(self._world, self._events, self.training)
 
     def optimization(self) -> Optimization:
+        """Return all advice on the job."""
         return Optimization(
             utilization=self.utilization, recommendations=self.recommendations(), not_known=self.not_known()
         )
 
     def recommendations(self) -> tuple[Recommendation, ...]:
-        """What is worth it, the most dollars first."""
+        """Return the changes that are worth it, the most dollars first."""
         used, rows = self.utilization, self._rows()
         found: list[Recommendation] = []
         if used and used.fraction < LOW_UTILIZATION:
@@ -124,7 +127,7 @@ class ResourceOptimizer:
         return tuple(sorted(found, key=lambda item: item.saved_usd, reverse=True))
 
     def not_known(self) -> tuple[str, ...]:
-        """What nothing is recommended about, and why."""
+        """Return sentences on what nothing is recommended about, and why."""
         used, memory, said = self.utilization, self.memory, []
         if used is None:
             said.append("utilisation: no node was looked at (training.monitor_interval_seconds)")
@@ -164,7 +167,7 @@ class ResourceOptimizer:
         return self._worth_it(f"{option.node_count} node(s)", why, option)
 
     def _smaller_sku(self, options: Iterable[Option], used: Utilization) -> list[Recommendation]:
-        """The cheapest of the slower ones."""
+        """Return the cheapest of the slower SKUs."""
         if not self._now or used.of != "GPU":
             return []
         smaller = {item.sku: item for item in self._prices if item.speed < self.price.speed}
@@ -220,8 +223,9 @@ def _recommendation(title: str, sentence: str, option: Option) -> Recommendation
 
 
 def utilization(events: Iterable[Mapping[str, Any]]) -> Utilization | None:
-    """From the ``node`` events: of GPUs where there are some, else of processors. Several nodes may be one machine, as
-    on a local cluster: each tells its own share of the processors, and they add up; of GPUs each tells the same."""
+    """Return the utilization from the ``node`` events: of GPUs where there are some, else of processors. Several nodes
+    may be one machine, as on a local cluster: each reports its own share of the processors, and they add up; of GPUs
+    each reports the same."""
     looks = read_events(NodeEvent, events)
     has_gpu = any(item.gpu_utilization is not None for item in looks)
     machines: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -237,7 +241,7 @@ def utilization(events: Iterable[Mapping[str, Any]]) -> Utilization | None:
 
 
 def batch_words(memory: GPUMemory, training: Mapping[str, Any]) -> str:
-    """What the larger batch does to the global batch and the learning rate, and how to keep both."""
+    """Return in words what the larger batch does to the global batch and the learning rate, and how to keep both."""
     world, steps = int(training.get("world_size") or 1), int(training.get("gradient_accumulation_steps") or 1)
     batch = memory.batch_at()
     now, then = (size * steps * world for size in (memory.batch, batch))

@@ -48,16 +48,16 @@ OptionKind = Literal[
     "precision",
 ]  # fmt: skip
 FITS = 0.9
-"""Share of another GPU's memory that a training may be known to need."""
+"""Share of another GPU's memory that a training may need to fit there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """One row: a change, and what the training then takes and costs."""
+    """A row: a change, and the time and cost of the training with it."""
 
     kind: OptionKind
     change: str
-    """What to do, with the setting."""
+    """The action, with the setting."""
     node_count: int
     sku: str
     tier: Tier
@@ -65,13 +65,13 @@ class Option:
     """Paid wall-clock seconds; None where the option cannot be priced, see ``why_not``."""
     usd: Interval | None
     saved_usd: float = 0.0
-    """Against the run as it is; negative where the option is dearer."""
+    """Dollars saved against the run as it is; negative where the option is dearer."""
     lost_seconds: float = 0.0
-    """Negative where the option is quicker."""
+    """Seconds lost; negative where the option is quicker."""
     assumptions: tuple[str, ...] = ()
-    """Of the figures, each a sentence or a phrase."""
+    """Assumptions of the figures, each a sentence or a phrase."""
     why_not: str = ""
-    """Why the option cannot be had; empty where it can."""
+    """Reason why the option is impossible; empty where it is possible."""
     step: StepModel | None = None
     """The step as it would be, where the change is one of the step."""
     batch_size: int | None = None
@@ -79,21 +79,22 @@ class Option:
 
     @property
     def is_possible(self) -> bool:
+        """Return whether nothing speaks against the option."""
         return not self.why_not
 
     @property
     def note(self) -> str:
-        """What to mind, in one line."""
+        """Return the caveats in one line."""
         return self.why_not or "; ".join(self.assumptions)
 
     def is_worth_it(self, usd: float) -> bool:
-        """Whether the option can be had and saves at least `WORTH_IT` of ``usd``."""
+        """Return whether the option is possible and saves at least `WORTH_IT` of ``usd``."""
         return self.is_possible and self.saved_usd > 0 and self.saved_usd >= WORTH_IT * usd
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseRun:
-    """The run that the options are compared with: a whole one, over or expected, or the rest of one that runs."""
+    """The run that the options are compared with: a whole one, finished or expected, or the rest of a running one."""
 
     price: SkuPrice
     tier: Tier
@@ -111,12 +112,12 @@ class BaseRun:
     """What a change of nodes costs besides: the start-up, and the steps since the last checkpoint once more."""
 
     def paid_share(self) -> float:
-        """Returns the dollars against those of all nodes over all of the time; 1 where none came later or left."""
+        """Return the dollars relative to those of all nodes over all of the time; 1 where none came later or left."""
         whole = self.node_count * self.seconds * self.price.usd_per_hour(self.tier) / 3600
         return self.usd / whole if whole else 1.0
 
     def seconds_with(self, now: StepModel, then: StepModel) -> float:
-        """Returns the seconds of the run if its step were another one, see the fields."""
+        """Return the seconds of the run with another step, see the fields."""
         longer = now.samples_per_second / then.samples_per_second - 1
         before, after = (item.computing / item.samples for item in (now, then))
         return (
@@ -127,8 +128,8 @@ class BaseRun:
 
 
 def price_forecast(forecast: Forecast, price: SkuPrice, tier: Tier, node_count: int, planned: int) -> Option:
-    """Returns the row of a whole training on so many nodes, as a forecast tells its time. ``planned``: nodes that the
-    settings say. `PriceError` where the SKU has no price on that tier."""
+    """Return the row of a whole training on ``node_count`` nodes, with the time of a forecast. ``planned``: nodes of
+    the settings. Raise `PriceError` where the SKU has no price on that tier."""
     estimate = estimate_cost(forecast.seconds_at(node_count), price, tier, node_count)
     own = node_count == planned
     change = "as planned" if own else f"{node_count} node(s) (DTRAIN_NODES={node_count})"
@@ -152,10 +153,10 @@ def build_options(
     prices: Iterable[SkuPrice],
     today: date,
 ) -> tuple[Option, ...]:
-    """Returns every change of one thing, those that cannot be had with the reason, in the order of `OptionKind`.
+    """Return every change of one thing, impossible ones with the reason, in the order of `OptionKind`.
 
-    ``world``: timing of the steps of the world that trained; without any, only prices speak. ``events``: for the memory
-    of the GPUs. ``training``: the trainer's configuration. ``prices``: of the SKUs that may be had; those that are
+    ``world``: timing of the steps of the world that trained; without any, only prices count. ``events``: for the memory
+    of the GPUs. ``training``: the trainer's configuration. ``prices``: of the SKUs that may be bought; those that are
     retired on ``today`` cannot.
     """
     now = step_model(world) if world else None
@@ -172,7 +173,7 @@ def build_options(
 
 
 def best_of(options: Iterable[Option], kind: OptionKind) -> Option | None:
-    """Returns the option of that kind that saves most, of those that can be had; None where there is none."""
+    """Return the possible option of that kind that saves most; None where there is none."""
     found = [item for item in options if item.kind == kind and item.is_possible]
     return max(found, key=lambda item: item.saved_usd, default=None)
 

@@ -1,4 +1,4 @@
-"""A short run of the very training that is planned, on the very cluster: what the estimate rests on, and a rehearsal.
+"""A short run of the planned training on the planned cluster: the basis of the estimate, and a rehearsal.
 
 The probe goes through all that the training will go through (data, model, steps, evaluation, checkpoint, report), so a
 model that raises or a disk that is full shows here, before the training is paid for.
@@ -23,30 +23,31 @@ from trainer.rundir import RESULT, NodePresence, RunDir
 LEAST_STEPS, MOST_STEPS, SHARE_OF_TRAINING = 24, 120, 0.1
 """A probe does a tenth of the training's steps, within these bounds: of a long training, next to nothing."""
 WINDOWS = 6
-"""Logged stretches that a probe has at least, of which the first warms up."""
+"""Least number of logged intervals of a probe, of which the first warms up."""
 MANY_EVALUATIONS = 4
-"""Where a training has so many, a probe has two: the first takes up to twice as long as all after it."""
+"""Evaluations of a training from which a probe has two: the first takes up to twice as long as all after it."""
 OUTLIER = 3.0
-"""A stretch that took so many times the median counts as that: something else was going on."""
+"""Times the median from which an interval is an outlier: something else was going on."""
 SETTLED_FROM = 12
-"""Of so many stretches or more, only the second half is typical: while rank 0 opens its trackers, which is seconds of
+"""Number of intervals from which only the second half is typical: while rank 0 opens its trackers, which is seconds of
 Python, its steps take several times as long."""
 TRACKING_SHARE = 1.3
-"""What that delays a training by, as a share of the start-up of a rank that has a core to itself: both are imports. A
-probe is tracked nowhere, so that nothing disturbs its few steps and nobody's experiments fill up with probes."""
+"""Delay of a training by its trackers, as a share of the start-up of a rank that has a core to itself: both are
+imports. A probe is tracked nowhere, so that nothing disturbs its few steps and nobody's experiments fill up with
+probes."""
 
 
 def probe_counts(node_count: int, has_limits: bool) -> tuple[int, ...]:
-    """Node counts that are worth a probe, that of the plan last. Where a deadline or a budget may ask for fewer nodes,
-    one and two as well: between them and the plan's the rest is interpolated."""
+    """Return the node counts that are worth a probe, that of the plan last. Where a deadline or a budget may ask for
+    fewer nodes, one and two as well: between them and the plan's the rest is interpolated."""
     others = [count for count in (1, 2) if count < node_count] if has_limits else []
     return (*others, node_count)
 
 
 def probe_job(job: JobConfig, jobs_uri: str, mark: str, node_count: int, sizes: Sizes) -> JobConfig:
-    """The same training on so many nodes, cut to some steps and one or two evaluations, tracked nowhere.
+    """Return the same training on ``node_count`` nodes, cut to some steps and one or two evaluations, tracked nowhere.
 
-    ``mark`` tells what was measured from what would be measured anew: the training, and what it runs on.
+    ``mark`` identifies a measurement that can be used again: the training, and what it runs on.
     """
     job_id = f"probe-{mark}-{node_count}n"
     work = sizes.work(node_count)
@@ -73,8 +74,8 @@ def forecast(
     learned: Learned,
     tell: Callable[[str], object] = lambda sentence: None,
 ) -> Forecast:
-    """Probe the training on so many nodes (the planned count last), or read probes that were run before. ``tell``:
-    which of the two, before each."""
+    """Return the forecast from probes on these node counts (the planned one last), run now or read from before.
+    ``tell`` is called before each with a sentence that says which."""
     jobs_uri = job.run_dir.rpartition("/")[0]
     measured, words, jobs, reused = [], [], [], True
     for count in counts:
@@ -107,9 +108,9 @@ def forecast(
 def run_probe(
     manager: GPUClusterManager, job: JobConfig, node_count: int, processes_per_node: int, env: dict[str, str]
 ) -> None:
-    """Carry out a short job, and wait for its end, unless that was done before.
+    """Run a short job and wait for its end, unless that was done before.
 
-    Raises `ClusterError` with the job's own message where it fails.
+    Raise `ClusterError` with the job's own message where it fails.
     """
     rundir = RunDir(job.run_dir)
     if has_succeeded(rundir):
@@ -125,6 +126,7 @@ def run_probe(
 
 
 def has_succeeded(rundir: RunDir) -> bool:
+    """Return whether the result says that the job succeeded."""
     result = rundir.read_json(RESULT)
     return result is not None and result["status"] == "succeeded"
 
@@ -132,7 +134,8 @@ def has_succeeded(rundir: RunDir) -> bool:
 def of_last_launch(
     events: Sequence[dict[str, Any]], nodes: Sequence[NodePresence]
 ) -> tuple[list[dict[str, Any]], list[NodePresence]]:
-    """What belongs to the last launch. It is the time that tells: events' generations count regroups, not launches."""
+    """Return the events and stays of the last launch. Time decides: events' generations count regroups, not
+    launches."""
     launch = max(node.launch for node in nodes)
     nodes = [node for node in nodes if node.launch == launch]
     begin = min(node.started_at for node in nodes)
@@ -146,7 +149,7 @@ def read_measured(
     global_batch_size: int,
     keeps_cache: bool,
 ) -> Measured:
-    """What a finished run took, from its records: those of the last launch. Pure.
+    """Return the durations of a finished run, from the records of its last launch. Pure.
 
     ``keeps_cache``: shards that it had to unpack are there for the next one.
     """
@@ -191,7 +194,7 @@ def read_measured(
 def _stretches(
     events: Sequence[Mapping[str, Any]], timed: Sequence[TimingEvent], global_batch_size: int
 ) -> list[tuple[int, float, float]]:
-    """(steps, seconds of each, how full their batches were) from one ``step`` event to the next."""
+    """Return (steps, seconds of each, how full their batches were) from one ``step`` event to the next."""
     fills = {item.step: sum(item.samples) / (item.steps * global_batch_size) for item in timed if item.samples}
     found, before = [], 0
     for item in read_events(StepEvent, events):

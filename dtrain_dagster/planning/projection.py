@@ -7,7 +7,7 @@ Dollars per step are the median of the latest reports, each at the dollars per s
 that are lost, replaced or added change the speed and the price together, and the hours between two launches are not
 paid for. Before the first step it is the estimate, plus what the start has cost more than planned.
 
-A projection *counts* once 5 % of the steps are done and three reports have come; whoever raises an alarm asks besides
+A projection *counts* once 5 % of the steps are done and three reports have come; an alarm requires besides
 that two looks in a row agree (`sensors.cost_overrun`).
 """
 
@@ -28,17 +28,17 @@ COUNTS_FROM_SHARE, COUNTS_FROM_REPORTS = 0.05, 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgressRate:
-    """How far a job is and how fast of late, from its events."""
+    """The progress and recent speed of a job, from its events."""
 
     step: int = 0
     reports: tuple[tuple[float, float, int], ...] = ()
     """(when, seconds per step, step) of the latest ``step`` events."""
     evaluation_seconds: tuple[float, ...] = ()
     checkpoint_seconds: tuple[float, ...] = ()
-    """For how long saves have held up training."""
+    """Seconds for which each save has held up training."""
 
     def after(self, events: Iterable[Mapping[str, Any]]) -> ProgressRate:
-        """With these events, in order of time. What another trainer wrote differently is left out."""
+        """Return the rate with these events added, in order of time. Events of another contract are left out."""
         pace = self
         rows = list(events)
         for step in read_events(StepEvent, rows):
@@ -56,13 +56,13 @@ class ProgressRate:
         return pace
 
     def kept(self) -> dict[str, Any]:
-        """For JSON, below 1 kB, and as exact as an estimate needs it."""
+        """Return the rate for JSON, below 1 kB, and as exact as an estimate needs it."""
         reports = tuple((round(at, 1), float(f"{seconds:.4g}"), step) for at, seconds, step in self.reports)
         return asdict(replace(self, reports=reports))
 
     @classmethod
     def restored(cls, kept: Mapping[str, Any]) -> ProgressRate:
-        """What was `kept`. KeyError, TypeError or ValueError for what was not."""
+        """Return the rate from `kept`. Raise KeyError, TypeError or ValueError for anything else."""
         return cls(
             step=int(kept["step"]),
             reports=tuple((float(at), float(seconds), int(step)) for at, seconds, step in kept["reports"]),
@@ -73,23 +73,23 @@ class ProgressRate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Projection:
-    """Dollars of one job."""
+    """The spent and projected dollars of one job."""
 
     so_far: float
     estimated: float | None = None
     """None for a job without a plan: then there is no end to project either."""
     at_end: Interval | None = None
     counts: bool = False
-    """Is enough known for an alarm to rest on ``at_end``?"""
+    """Whether enough is known for an alarm to rest on ``at_end``."""
 
     @property
     def over_so_far(self) -> float | None:
-        """Cost so far above the estimate, as a fraction of it."""
+        """Return the cost so far above the estimate, as a fraction of it."""
         return self.so_far / self.estimated - 1 if self.estimated else None
 
     @property
     def over_at_end(self) -> float | None:
-        """Projected cost above the estimate, as a fraction of it."""
+        """Return the projected cost above the estimate, as a fraction of it."""
         return self.at_end.expected / self.estimated - 1 if self.estimated and self.at_end else None
 
 
@@ -99,24 +99,24 @@ class Overrun:
 
     kind: Literal["actual", "projected"]
     threshold: float
-    """The highest that is passed, as a fraction of the estimate."""
+    """The highest threshold that is passed, as a fraction of the estimate."""
     fraction: float
-    """Above the estimate."""
+    """Cost above the estimate, as a fraction of it."""
     covers: tuple[str, ...]
-    """Keys of all that need not be told any more once this is."""
+    """Keys of all alerts that this one makes unnecessary."""
 
 
 def thresholds(limit: float) -> tuple[float, ...]:
-    """25 %, 50 % and 100 % above the estimate, for a limit of 0.25."""
+    """Return 25 %, 50 % and 100 % above the estimate, for a limit of 0.25."""
     return limit, 2 * limit, 4 * limit
 
 
 def overruns(
     projection: Projection, limit: float, told: Collection[str] = (), before: float | None = None
 ) -> list[Overrun]:
-    """What there is to tell and has not been: once for each threshold, or for the highest where several are passed at
-    once; what has been spent is told apart from what is projected, and covers a projection of as much. ``before``:
-    `Projection.over_at_end` of the look before, without which a projection is not told."""
+    """Return the alerts that have not been sent: one for each threshold, or for the highest where several are passed at
+    once; spent dollars are reported apart from projected ones, and cover a projection of as much. ``before``:
+    `Projection.over_at_end` of the look before, without which a projection is not reported."""
     found, actual = [], projection.over_so_far
     if actual is not None and (passed := [level for level in thresholds(limit) if actual > level]):
         covers = tuple(_key(kind, level) for kind in ("actual", "projected") for level in passed)
@@ -137,7 +137,8 @@ def _key(kind: str, level: float) -> str:
 
 
 def project(tracker: CostTracker, plan: Mapping[str, Any] | None, pace: ProgressRate) -> Projection:
-    """``plan``: the content of ``plan.json``. KeyError, TypeError or ValueError for one that is damaged."""
+    """Return the projection. ``plan``: the content of ``plan.json``. Raise KeyError, TypeError or ValueError for a
+    damaged one."""
     if plan is None:
         return Projection(so_far=tracker.total_usd)
     usd = plan["estimate"]["usd"]
@@ -158,7 +159,7 @@ def project(tracker: CostTracker, plan: Mapping[str, Any] | None, pace: Progress
 
 
 def usd_left(tracker: CostTracker, pace: ProgressRate, plan: Mapping[str, Any]) -> Interval:
-    """What is still to be paid from now, which is the end of the last node's stay, to the end."""
+    """Return the dollars still to be paid from now, which is the end of the last node's stay, to the end."""
     work, phases = plan["work"], plan.get("phases") or {}
     share = max(0.0, 1 - pace.step / work["steps"])
 
@@ -181,7 +182,7 @@ def usd_left(tracker: CostTracker, pace: ProgressRate, plan: Mapping[str, Any]) 
 
 
 def _steps_since(tracker: CostTracker, pace: ProgressRate) -> float:
-    """Steps that were done and paid for since the last report, as far as the pace says; no more than come between two
+    """Return the steps done and paid for since the last report, as far as the pace says; at most those between two
     reports, so that time in which nothing is done counts as lost."""
     if len(pace.reports) < 2 or not tracker.nodes:
         return 0.0
@@ -191,7 +192,7 @@ def _steps_since(tracker: CostTracker, pace: ProgressRate) -> float:
 
 
 def _shifted(estimate: Interval, so_far: float, plan: Mapping[str, Any]) -> Interval:
-    """The estimate, later by what the start has cost more than planned; where that is not known, at least what was
+    """Return the estimate plus what the start has cost more than planned; where that is not known, at least what was
     spent."""
     seconds = float(((plan["estimate"].get("seconds") or {}).get("expected")) or 0.0)
     startup = (plan.get("phases") or {}).get("startup")
@@ -205,7 +206,8 @@ def _shifted(estimate: Interval, so_far: float, plan: Mapping[str, Any]) -> Inte
 
 
 def _usd_per_second(tracker: CostTracker, first: float, last: float) -> float:
-    """What was paid in this time; where nothing was, since clocks differ, from the beginning to now."""
+    """Return the dollars per second of this time; where nothing was paid, since clocks differ, of the time from the
+    beginning to now."""
     began = min((node.started_at for node in tracker.nodes), default=first)
     ended = max((node.ended_at for node in tracker.nodes), default=last)
     for begin, end in ((max(first, began), min(last, ended)), (began, ended)):

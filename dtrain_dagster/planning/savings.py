@@ -1,7 +1,7 @@
-"""What would make a running training cheaper: which rows of the table of options an overrun alert prints. Pure.
+"""The options that would make a running training cheaper: the rows of their table that an overrun alert prints. Pure.
 
-What keeps the job as it is (other nodes, another tier) can be done from its checkpoint: it saves on what is left. What
-changes the training saves in another run like this one. Whatever would save nothing is not in the list.
+A change that keeps the job as it is (other nodes, another tier) can be made from its checkpoint: it saves on what is
+left. One that changes the training saves in another run like this one. An option without a saving is not in the list.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _ANOTHER_RUN: tuple[OptionKind, ...] = ("larger batch", "smaller model")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saving:
-    """A row of the table of options, and what its saving is of: `LEFT` or `ANOTHER`."""
+    """A row of the table of options, and the run that it saves on: `LEFT` or `ANOTHER`."""
 
     option: Option
     when: str
 
     @property
     def text(self) -> str:
-        """As a line of a message."""
+        """Return the saving as a line of a message."""
         note = f" ({self.option.note})" if self.option.note else ""
         saved = dollars(self.option.saved_usd)
         return f"{self.option.kind}: {self.option.change}: saves {saved} {self.when}{note}"
@@ -45,7 +45,7 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaidNodes:
-    """What is paid for at this time."""
+    """The nodes that are paid for at this time."""
 
     price: SkuPrice
     tier: Tier
@@ -53,8 +53,8 @@ class PaidNodes:
 
 
 def paid_nodes(usage: Sequence[NodeUsage], table: Mapping[str, SkuPrice], tier: str) -> PaidNodes:
-    """Returns the nodes that are there at the latest look. ``tier``: of those that do not say theirs. KeyError where
-    the SKU is not in the table, ValueError where no node ever was there."""
+    """Return the nodes that are present at the latest look. ``tier``: of those that do not say theirs. Raise KeyError
+    where the SKU is not in the table, ValueError where no node was ever present."""
     last = max(usage, key=lambda item: item.ended_at)
     there = {item.node_id for item in usage if item.ended_at >= last.ended_at - STILL_THERE_SECONDS}
     by_name = {name.casefold(): row for name, row in table.items()}
@@ -64,9 +64,9 @@ def paid_nodes(usage: Sequence[NodeUsage], table: Mapping[str, SkuPrice], tier: 
 def rest_and_whole(
     nodes: PaidNodes, projection: Projection, plan: Mapping[str, Any], pace: ProgressRate
 ) -> tuple[BaseRun, BaseRun]:
-    """Returns what is left of a running job, and the whole of it as it is projected, both on the nodes of now.
+    """Return the rest of a running job, and the whole of it as projected, both on the present nodes.
 
-    ``plan``: the content of ``plan.json``. Of its phases, what was not measured is taken from there.
+    ``plan``: the content of ``plan.json``. Phases that were not measured are taken from there.
     """
     usd_whole = projection.at_end.expected if projection.at_end else projection.so_far
     usd_left = max(0.0, usd_whole - projection.so_far)
@@ -99,8 +99,8 @@ def savings(
     table: Mapping[str, SkuPrice],
     today: date,
 ) -> tuple[Saving, ...]:
-    """Returns the best option of each kind that is worth it, the largest saving first. ``found``, ``events``: how the
-    latest steps went; without any, only prices speak. ``today``: for SKUs that are retired by then."""
+    """Return the best option of each kind that is worth it, the largest saving first. ``found``, ``events``: how the
+    latest steps went; without any, only prices count. ``today``: for SKUs that are retired by then."""
     groups = worlds(found)
     world = groups[0] if groups and step_model(groups[0]).samples else []
     told: list[Saving] = []
@@ -112,7 +112,7 @@ def savings(
 
 
 def saving_table(found: Iterable[Saving]) -> str:
-    """Returns the rows as a Markdown table."""
+    """Return the rows as a Markdown table."""
     rows = ["| what | change | saves | | mind |", "|---|---|---|---|---|"]
     for item in found:
         option = item.option

@@ -1,4 +1,4 @@
-"""How good estimates were, and what the next one learns from it: pure.
+"""The errors of past estimates, and the correction that the next one learns from them. Pure.
 
 An error is ``log(actual / estimated)``: twice too much and half as much are equally wrong. What is learned is the
 typical error and how much errors vary, each shrunk towards a prior that counts as much as `PRIOR_RUNS` runs, so that
@@ -16,59 +16,61 @@ from dtrain_dagster.costs.estimate import PRIOR_SPREAD, Basis, Interval, Learned
 
 PRIOR_RUNS = 4
 MOST_RUNS = 30
-"""Only so many runs count, the latest: machines and code change."""
+"""Number of the latest runs that count: machines and code change."""
 LARGEST_ERROR = 0.7
-"""Of the logarithm. A run that took longer than twice its estimate had an accident; it counts, but no more than so."""
+"""Largest error that counts, of the logarithm. A run that took longer than twice its estimate had an accident; its
+error is cut to this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """One finished run against its estimate."""
+    """The comparison of one finished run with its estimate."""
 
     at: float
     """When it was scored; Unix seconds."""
     job_id: str
     basis: Basis
     sku: str
-    """On which it ran, and was to run."""
+    """SKU on which it ran, as planned."""
     seconds: Interval
     usd: Interval
     actual_seconds: float
-    """In which a node was there."""
+    """Seconds in which a node was present."""
     actual_usd: float
     learned_factor: float = 1.0
-    """What the estimate had been multiplied with, of what was learned before."""
+    """Learned correction that the estimate contained."""
     disturbed: str = ""
-    """What came in between, in words. Such a run says nothing of how long the next one takes; "" where nothing did."""
+    """Incidents in words; "" without any. A disturbed run does not tell how long the next one takes."""
 
     @property
     def seconds_error(self) -> float:
-        """Signed, relative to the estimate: 0.1 took 10 % longer."""
+        """Return the signed error of time relative to the estimate: 0.1 took 10 % longer."""
         return self.actual_seconds / self.seconds.expected - 1
 
     @property
     def usd_error(self) -> float:
+        """Return the signed error of dollars relative to the estimate."""
         return self.actual_usd / self.usd.expected - 1
 
     @property
     def is_within(self) -> bool:
-        """Were both time and dollars in their intervals?"""
+        """Return whether both time and dollars were in their intervals."""
         return _holds(self.seconds, self.actual_seconds) and _holds(self.usd, self.actual_usd)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """Some scores together. None where there are none."""
+    """Several scores together; fields are None where there are none."""
 
     runs: int
     median_error: float | None
-    """Of the absolute errors of dollars."""
+    """Median of the absolute errors of dollars."""
     coverage: float | None
     """Share of runs that lay within their interval."""
 
 
 def learn(scores: Sequence[Score], basis: Basis, sku: str) -> Learned:
-    """What scores, the oldest first, say of the next estimate on that basis and SKU."""
+    """Return the correction for the next estimate on that basis and SKU. ``scores``: the oldest first."""
     undisturbed = (score for score in scores if not score.disturbed)
     alike = [score for score in undisturbed if score.basis == basis and score.sku == sku][-MOST_RUNS:]
     errors = [_log_error(score) for score in alike]
@@ -82,6 +84,7 @@ def learn(scores: Sequence[Score], basis: Basis, sku: str) -> Learned:
 
 
 def summarise_scores(scores: Sequence[Score]) -> Summary:
+    """Return the median error and the coverage of these scores."""
     if not scores:
         return Summary(runs=0, median_error=None, coverage=None)
     return Summary(
@@ -92,7 +95,7 @@ def summarise_scores(scores: Sequence[Score]) -> Summary:
 
 
 def _log_error(score: Score) -> float:
-    """Of the estimate as it was before it was corrected by what had been learned."""
+    """Return the error of the estimate before the learned correction."""
     error = math.log(score.actual_seconds / score.seconds.expected * score.learned_factor)
     return max(-LARGEST_ERROR, min(LARGEST_ERROR, error))
 

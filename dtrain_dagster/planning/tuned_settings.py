@@ -1,7 +1,7 @@
-"""A file of settings that `dtrain tune` has measured, and what a training takes from it.
+"""The file of settings that `dtrain tune` has measured, and their use by a training.
 
-What a person states comes first. The micro-batch and the accumulation are one setting: their product decides what is
-trained, and only how it is cut was tuned.
+A setting that a person states comes first. The micro-batch and the accumulation are one setting: their product decides
+the training, and only its division was tuned.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from trainer.tuning.search_space import FIELDS, KNOBS, LAYOUT
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What such a file holds."""
+    """The content of a file of tuned settings."""
 
     source: str
     training: dict[str, Any]
     evidence: dict[str, Any] = field(default_factory=dict)
 
     def settings_for(self, job: JobConfig, stated: Collection[str]) -> tuple[dict[str, Any], list[str]]:
-        """Fields of ``training`` for a job that was configured without the file, and what a person should know of them.
+        """Return fields of ``training`` for a job that was configured without the file, and notes on them for a person.
         ``stated``: fields that were given besides and stay as they are.
 
-        Another dataset or number of ranks is warned of: a dataset gets another id with each day of new prices, and the
-        settings can be used all the same, only the figures may be others. So is a search that did not come to its end.
-        `ConfigError` where they must not be used:
-        another model or loss, for what a precision does to what is learned was seen on that one alone, and another
-        number of samples in a step, which would make it another training.
+        Another dataset or number of ranks brings a warning: a dataset gets another id with each day of new prices, and
+        the settings can be used all the same, only their figures may differ. An unfinished search also brings one.
+        Raise `ConfigError` for another model or loss, since the effect of a precision on learning was measured on that
+        one alone, and for another number of samples in a step, which would make it another training.
         """
         used = {name: value for name, value in self.training.items() if name not in stated}
         if any(name in stated for name in LAYOUT):
@@ -78,13 +77,13 @@ class Tuned:
 def _dataset_id(job: JobConfig) -> str | None:
     if job.dataset.dataset_id is not None:
         return job.dataset.dataset_id
-    with contextlib.suppress(NoDatasetError):  # which whoever reads the data will tell better
+    with contextlib.suppress(NoDatasetError):  # reported better where the data is read
         return load_manifest(open_storage(job.dataset.uri))["dataset_id"]
     return None
 
 
 def read_tuned(path: str) -> Tuned:
-    """The settings of a file, wherever it is. `ConfigError` for one that cannot be used."""
+    """Return the settings of a file, local or in a storage. Raise `ConfigError` for one that cannot be used."""
     if "://" not in path:
         path = os.path.abspath(path)  # which says where it was looked for, in a code server as well
     folder, slash, name = path.rpartition("/")

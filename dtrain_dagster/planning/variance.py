@@ -1,4 +1,4 @@
-"""Why a training cost more or less than was estimated: reasons with figures that add up to the difference. Pure."""
+"""The reasons why a training cost more or less than estimated, with figures that add up to the difference. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtrain_dagster.costs.tracker import NodeCost
 from dtrain_dagster.support.formatting import dollars, format_duration
 
 NEGLIGIBLE = 0.01
-"""Reasons for less than this share of the estimate are told together."""
+"""Share of the estimate below which reasons are merged."""
 STARTING = (CostCause.PROVISIONING, CostCause.STARTUP)
 
 
@@ -27,8 +27,8 @@ class Reason:
 def reasons(
     plan: TrainingPlan, nodes: Sequence[NodeCost], found: Ledger, steps: int, probe: Ledger | None
 ) -> list[Reason]:  # fmt: skip
-    """The largest first; they add up to what was paid minus what was expected. ``probe``: of the run that the estimate
-    rests on, where there was one."""
+    """Return the reasons, the largest first; they add up to paid minus expected dollars. ``probe``: of the run that the
+    estimate rests on, where there was one."""
     rate, count = plan.estimate.usd_per_node_hour / 3600, plan.node_count
     paid, usd = sum(node.hours for node in nodes) * 3600, sum(node.usd for node in nodes)
     told: list[Reason] = []
@@ -66,7 +66,7 @@ def reasons(
 
 
 def explain_variance(told: Sequence[Reason], usd: float, expected: float) -> str:
-    """All of it for a person: ``$0.012 (9 %) above the estimate: …``."""
+    """Return all of it for a person: ``$0.012 (9 %) above the estimate: …``."""
     more = usd - expected
     share = f" ({abs(more) / expected:.0%})" if expected else ""
     said = "; ".join(f"{item.words} ({'+' if item.usd >= 0 else '−'}{dollars(abs(item.usd))})" for item in told)

@@ -1,5 +1,5 @@
-"""Azure ML as a cluster: `manager` is what the rest uses; what decides (`sku_chain`, `states`) knows no service.
+"""Azure ML as a cluster: `manager` is its interface; the modules that decide (`sku_chain`, `states`) know no service.
 
-Only `client`, `jobs`, `provision` and `pools` speak with the service. Models and endpoints of a workspace belong to
+Only `client`, `jobs`, `provision` and `pools` speak with the service. Models and endpoints of a workspace belong in
 `dtrain_dagster.registry`.
 """

@@ -1,9 +1,9 @@
-"""Our figures against what Azure has billed, by day and meter, with the reason for each difference. Pure.
+"""The comparison of our figures with Azure's bill, by day and meter, with the reason for each difference. Pure.
 
 Two shapes are read: the CSV of a cost details export (Enterprise and customer agreements name columns differently), and
 the JSON answer of a Cost Management query. Days are UTC days in both. A row belongs to a job if its tags or additional
-information name the job, or if its resource is a compute that a launch of it ran on, or has its cluster's tag; what
-else ran there that day is in it too, and is said.
+information name the job, or if its resource is a compute that a launch of it ran on, or has its cluster's tag; other
+work there that day is included too, and the reason says so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COLUMNS = {
     "usd": ("costinusd", "costusd", "pretaxcostusd"),
     "info": ("additionalinfo", "additionalproperties"),
 }
-"""What a column means, and what it is called in one shape or another, in small letters."""
+"""Names of each column in the two shapes, in lower case."""
 NEEDED = ("date", "cost", "currency", "meter")
 HOW = (
     "Export «Cost and usage details», or group the query by ResourceId, MeterCategory and Meter with daily granularity"
@@ -64,27 +64,27 @@ class BilledUsage:
 
     day: date
     meter: str
-    """The category."""
+    """Category of the meter."""
     name: str
     resource: str
     tags: str
     info: str
     units: int
-    """Billed dollars, see `dtrain_dagster.costs.money`."""
+    """Billed amount in the units of `dtrain_dagster.costs.money`."""
     hours: float | None
-    """Quantity, where it is one of hours."""
+    """Quantity, where its unit is hours."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marks:
-    """By what a job is known to Azure."""
+    """The names and tags by which Azure knows a job."""
 
     job_id: str
     names: frozenset[str]
-    """Of its launches."""
+    """Names of its launches."""
     computes: frozenset[str]
     cluster: str = ""
-    """In the tag of its computes, which is all there is where a row's resource is the workspace."""
+    """Cluster in the tag of its computes, the only mark where a row's resource is the workspace."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,17 +101,20 @@ class BillLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reconciliation:
+    """The billed and the computed cost of a job, line by line."""
+
     rows: tuple[BillLine, ...]
     billed_usd: Decimal
     ours_usd: Decimal
     summary: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the reconciliation for JSON."""
         return {key: _plain(value) for key, value in asdict(self).items()}
 
 
 def marks_of(job_id: str, launch: Mapping[str, Any]) -> Marks:
-    """From ``launch.json``."""
+    """Return the marks of a job, from its ``launch.json``."""
     launches = [launch, *launch.get("history", ())]
     return Marks(
         job_id=job_id,
@@ -122,7 +125,7 @@ def marks_of(job_id: str, launch: Mapping[str, Any]) -> Marks:
 
 
 def read_usage(text: str, source: str) -> list[BilledUsage]:
-    """The rows of an export, in either shape; `UsageError` where it is none, or not in US dollars."""
+    """Return the rows of an export, in either shape. Raise `UsageError` where it is none, or not in US dollars."""
     header, rows = _json_rows(text, source) if text.lstrip()[:1] in ("{", "[") else _csv_rows(text)
     names = {re.sub(r"[^a-z]", "", name.lower()): place for place, name in reversed(list(enumerate(header)))}
     places = {
@@ -149,7 +152,7 @@ def read_usage(text: str, source: str) -> list[BilledUsage]:
 
 
 def reconcile(tracker: CostTracker, usage: Iterable[BilledUsage], marks: Marks) -> Reconciliation:
-    """What was billed for the job on the days when it had nodes, beside what we count for them."""
+    """Return what was billed for the job on the days when it had nodes, beside our figures for them."""
     ours = _by_day(tracker)
     days = {day for day, _, _ in ours}
     billed: dict[tuple[date, str, str], list[BilledUsage]] = defaultdict(list)
@@ -214,7 +217,7 @@ def _shown(
 def _why(
     units: int, rows: Sequence[BilledUsage], mine: int, time: int, pieces: Sequence[int], named: bool
 ) -> str:  # fmt: skip
-    """Of a meter of node-time: hours and price, each with its dollars."""
+    """Return the reason for a difference on a meter of node-time: hours and price, each with its dollars."""
     known = [row.hours for row in rows if row.hours is not None]
     hours, own = sum(known), time / HOUR
     if not known or not own or not hours:
@@ -244,7 +247,7 @@ Key = tuple[date, str, str]
 
 
 def _by_day(tracker: CostTracker) -> dict[Key, tuple[int, int, list[int]]]:
-    """Units, microseconds, those of each stretch."""
+    """Return, by key, units, microseconds, and the microseconds of each stay."""
     found: dict[Key, tuple[int, int, list[int]]] = {}
     for node in tracker.nodes:
         at = node.began
@@ -268,7 +271,7 @@ def _names_job(row: BilledUsage, marks: Marks) -> bool:
 
 
 def _is_on(row: BilledUsage, marks: Marks) -> bool:
-    """Is its resource a compute of the job, or one of the job's cluster?"""
+    """Return whether the row's resource is a compute of the job, or one of the job's cluster."""
     parts = re.split(r"[/|]", row.resource.casefold())
     words = f"{row.tags}\n{row.info}".casefold()
     tag = rf'"{CLUSTER_TAG}"\s*:\s*"{re.escape(marks.cluster)}"'
@@ -284,8 +287,8 @@ def _is_compute(rows: Sequence[BilledUsage]) -> bool:
 
 
 def _key_of(rows: Sequence[BilledUsage], keys: Sequence[Key]) -> Key | None:
-    """Which of these a meter is of: by its additional information, or its name («NC6s v3 Low Priority»). Another tier
-    than the meter's only where there is no such node-time."""
+    """Return the key that a meter is of, by its additional information or its name («NC6s v3 Low Priority»). Another
+    tier than the meter's only where there is no such node-time."""
     tier = tier_of_meter({"meterName": rows[0].name})
     for key in sorted(keys, key=lambda key: key[2] != tier):
         short = key[1].removeprefix("standard_").replace("_", " ")
@@ -326,13 +329,13 @@ def _usage(row: Mapping[str, Any]) -> BilledUsage:
 
 
 def _unit_size(unit: str) -> float:
-    """«10 Hours» are ten."""
+    """Return the size of a unit: 10 for «10 Hours»."""
     found = re.match(r"\s*(\d+(?:\.\d+)?)", unit)
     return float(found[1]) if found else 1.0
 
 
 def _day(value: Any) -> date:
-    """2026-06-01, 2026-06-01T00:00:00Z, 06/01/2026, 20260601."""
+    """Return the date of 2026-06-01, 2026-06-01T00:00:00Z, 06/01/2026 or 20260601."""
     text = str(value).strip()
     for pattern in ("%Y-%m-%d", "%m/%d/%Y", "%Y%m%d"):
         try:

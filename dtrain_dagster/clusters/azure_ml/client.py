@@ -1,8 +1,8 @@
-"""The way to the service: one client, made when it is first needed, and one way of asking that bears what passes.
+"""The access to the service: one client, made when it is first needed, and one call that retries transient failures.
 
-A request that fails for a reason that passes (no connection, throttled, 5xx) is made again, with growing pauses or when
-the service says so, for as long as whoever asks has patience. What the service refuses is refused at once, with its
-code. Everything that is asked here can be asked again: names make it so.
+A request that fails for a transient reason (no connection, throttled, 5xx) is made again, with growing pauses or when
+the service says so, for as long as the caller has patience. A refusal of the service is raised at once, with its code.
+Every request made here can be repeated: names make it so.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RETRIES = RetryPolicy(first_pause_seconds=0.5, longest_pause_seconds=30.0, jitter=0.3, log_level=logging.WARNING)
-"""Until the patience of whoever asks is at its end."""
+"""Policy of retries, until the caller's patience is over."""
 CONNECT_SECONDS, READ_SECONDS = 10, 60
 CHANGES = ("PUT", "POST", "PATCH", "DELETE")
 REQUEST_ID = "x-ms-request-id"
-"""Header of every answer: what Azure's support asks for."""
+"""Header of every answer, whose value Azure's support asks for."""
 _log = logging.getLogger(__name__)
 
 
@@ -43,11 +43,11 @@ class ServiceError(ClusterError):
 
 
 class ServiceUnreachable(ServiceError):
-    """It does not answer, or not with sense, and patience is at its end."""
+    """The service does not answer, or not with sense, and patience is over."""
 
 
 class ServiceRefused(ServiceError):
-    """It says no. ``reason``: its own words."""
+    """The service refused. ``reason``: its own words."""
 
     def __init__(self, message: str, reason: str, code: str, status: int | None, request_id: str | None) -> None:
         super().__init__(message, code, status, request_id)
@@ -59,7 +59,7 @@ class NotFound(ServiceRefused):
 
 
 class Service:
-    """One workspace. Nothing is asked of it until `ml` or `call` is used."""
+    """The access to one workspace. No request is made until `ml` or `call` is used."""
 
     def __init__(self, options: AzureMLOptions) -> None:
         self.options = options
@@ -69,7 +69,7 @@ class Service:
 
     @property
     def ml(self) -> MLClient:
-        """The client; made on first use, which costs seconds of imports."""
+        """Return the client; made on first use, which costs seconds of imports."""
         with self._lock:
             if self._client is None:
                 from azure.ai.ml import MLClient
@@ -95,7 +95,8 @@ class Service:
 
     @property
     def credential(self) -> Any:
-        """Managed identity where there is one, else what `az login` and its like have left on this machine."""
+        """Return a managed identity where there is one, else the credential that `az login` and its like have left on
+        this machine."""
         if self._credential is None:
             from azure.identity import DefaultAzureCredential
 
@@ -103,8 +104,9 @@ class Service:
         return self._credential
 
     def call(self, what: str, ask: Callable[[], T], patience_seconds: float | None = None) -> T:
-        """What ``ask`` returns; ``what``: words for messages. It may be called several times. `ServiceUnreachable` when
-        patience (None: that of the options) is at its end; `ServiceRefused`, `NotFound` where the service says no."""
+        """Return the result of ``ask``, which may be called several times; ``what``: words for messages. Raise
+        `ServiceUnreachable` when patience (None: that of the options) is over, `ServiceRefused` or `NotFound` where the
+        service refuses."""
         patience = self.options.patience_seconds if patience_seconds is None else patience_seconds
         try:
             return replace(RETRIES, deadline_seconds=patience).call(
@@ -126,14 +128,14 @@ class Service:
 
 
 def _note_request(answer: Any) -> None:
-    """Called by the client with each answer: a request that changes something is noted for the audit log."""
+    """Note a request that changes something for the audit log. The client calls this with each answer."""
     response = answer.http_response
     if response.request.method in CHANGES and (found := response.headers.get(REQUEST_ID)):
         note_request_id(found)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it came from: some errors of the client hide the one that says why."""
+    """Yield the error and its causes: some errors of the client hide the one that says why."""
     seen: set[int] = set()
     waiting: list[Any] = [error]
     while waiting:
@@ -146,7 +148,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def passes(error: BaseException) -> bool:
-    """Is this a reason that passes? An answer of the service decides; without one, it was not heard."""
+    """Return whether the reason is transient. An answer of the service decides; without one, the request was not
+    received."""
     from azure.core.exceptions import (
         DecodeError,
         HttpResponseError,
@@ -174,7 +177,7 @@ def passes(error: BaseException) -> bool:
 
 
 def explain_refusal(what: str, error: BaseException) -> ServiceError:
-    """A refusal in our words, with the remedy where one is known."""
+    """Return a refusal in our words, with the remedy where one is known."""
     code, status, reason = code_of(error), status_of(error), words(error)
     message = f"{what}: {reason}"
     from azure.core.exceptions import ClientAuthenticationError
@@ -192,13 +195,13 @@ def explain_refusal(what: str, error: BaseException) -> ServiceError:
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status that the service answered with, where it did."""
+    """Return the HTTP status of the service's answer, where there was one."""
     found = (getattr(item, "status_code", None) for item in _chain(error))
     return next((status for status in found if isinstance(status, int)), None)
 
 
 def code_of(error: BaseException) -> str:
-    """The service's code, else the HTTP status, else the error's type."""
+    """Return the service's code, else the HTTP status, else the error's type."""
     for item in _chain(error):
         code = getattr(getattr(item, "error", None), "code", None)
         if code:
@@ -208,7 +211,7 @@ def code_of(error: BaseException) -> str:
 
 
 def words(error: BaseException, longest: int = 600) -> str:
-    """What the service says, in one line, without secrets."""
+    """Return the service's message in one line, without secrets."""
     for item in _chain(error):
         message = getattr(getattr(item, "error", None), "message", None)
         if message:
@@ -222,14 +225,14 @@ def _line(text: str, longest: int) -> str:
 
 
 def asked_pause(error: BaseException) -> float:
-    """How long the service asks to be left alone; seconds, 0 where it does not."""
+    """Return the pause in seconds that the service asks for, 0 where it does not."""
     asked = (retry_after_seconds(getattr(getattr(item, "response", None), "headers", None)) for item in _chain(error))
     return next(filter(None, asked), 0.0)
 
 
 def request_id_of(error: BaseException) -> str | None:
-    """Azure's number of the request that failed. Where a long operation failed, that of the request that began it: the
-    answer that tells so is only that to a question about it."""
+    """Return Azure's number of the request that failed. Where a long operation failed, that of the request that began
+    it: the failing answer only belongs to a question about it."""
     if noted := noted_request_id():
         return noted
     for item in _chain(error):
@@ -240,11 +243,11 @@ def request_id_of(error: BaseException) -> str | None:
 
 
 def request_note(request_id: str | None) -> str:
-    """For the end of a message; nothing where no answer came."""
+    """Return the request's number for the end of a message; "" where no answer came."""
     return f" (Azure's request {request_id})" if request_id else ""
 
 
 def own_environment() -> dict[str, str]:
-    """What nodes need of this process's environment to find the storage: an address, never a key."""
+    """Return the variables of this process that nodes need to find the storage: an address, never a key."""
     names = ("AZURE_STORAGE_ACCOUNT_URL",)
     return {name: os.environ[name] for name in names if os.environ.get(name)}

@@ -1,7 +1,7 @@
-"""One job, looked after: submitted, looked at, gone on with elsewhere when it loses its nodes, cancelled, settled.
+"""The control of one job: submitted, looked at, continued elsewhere when it loses its nodes, cancelled, settled.
 
-Nothing is held in memory that matters: the record of launches and the status are in the run directory, the rest is in
-the service. Any number of orchestrators may tend the same job, or die in the middle of it.
+No lasting state is in memory: the record of launches and the status are in the run directory, the rest is in the
+service. Any number of orchestrators may control the same job, or die in the middle of it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 
 
 class JobController:
-    """Looks after the job in one run directory. ``active``: where jobs are marked that may run; ``run_id``: the Dagster
-    run that it is done for."""
+    """The controller of the job in one run directory. ``active``: the marks of jobs that may run; ``run_id``: the
+    Dagster run on whose behalf it acts."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class JobController:
         self._owned = False
 
     def submit(self, spec: JobSpec, got: Provisioned) -> None:
-        """Start the job on what was got, unless it runs or has succeeded."""
+        """Start the job on the provisioned nodes, unless it runs or has succeeded."""
         while True:
             before, record = self.launches.read()
             if record is None:
@@ -86,8 +86,8 @@ class JobController:
         self.active.enter(launch_records.mark_of(record["job_id"], record["launch"]))
 
     def look(self, fresh: bool = False) -> JobStatus:
-        """How the job stands, and what has to be done about it is done (where this one tends). The service is asked at
-        most every ``poll_seconds``, unless a ``fresh`` look is wanted."""
+        """Return the status of the job, after doing what it requires (where this controller tends). The service is
+        asked at most every ``poll_seconds``, unless a ``fresh`` look is wanted."""
         due = time.monotonic() - self._looked_at >= self.options.poll_seconds
         if self._last is not None and not fresh and not due:
             return self._last
@@ -102,20 +102,20 @@ class JobController:
         return self._last
 
     def has_ended(self, launch: int) -> bool:
-        """Has the job ended with this launch or a later one?"""
+        """Return whether the job has ended with this launch or a later one."""
         record = self.launches.read()[1]
         return record is not None and record["launch"] >= launch and self.status.is_final(record)
 
     def cancel(self, patience_seconds: float | None = None) -> None:
-        """Have the job ended, and return when the service says that it has. `ServiceError` if it does not say so within
-        that time (None: ``cancel_seconds``)."""
+        """End the job, and return when the service says that it has ended. Raise `ServiceError` if it does not say so
+        within that time (None: ``cancel_seconds``)."""
 
         def ask(record: Record) -> Record | None:
             return record if record["cancel_asked_at"] else {**record, "cancel_asked_at": time.time()}
 
         if self.status.is_final(self.launches.read()[1] or {}):
             return
-        record = self.launches.update(ask)  # before anything is looked at, so that no look goes on with it
+        record = self.launches.update(ask)  # before the first look, so that no look continues the job
         patience = self.options.cancel_seconds if patience_seconds is None else patience_seconds
         deadline = time.monotonic() + patience
         while not (status := self._look(cancelling=True)).state.is_final:
@@ -131,7 +131,7 @@ class JobController:
 
     def _look(self, cancelling: bool = False) -> JobStatus:
         _, record = self.launches.read()
-        assert record is not None, "whoever asks has seen the record"
+        assert record is not None, "the caller has seen the record"
         status = self.status.read()
         if self.status.is_final(record, status):
             return job_status_of(status)
@@ -227,7 +227,7 @@ class JobController:
         return self.status.report(record, facts, decision)
 
     def _go_on(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
-        """The next launch, from the latest checkpoint, with the nodes that are to be had."""
+        """Make the next launch, from the latest checkpoint, with the nodes that are available."""
         now = time.time()
         waiting_since = record["waiting_since"] or now
         if record["retry_at"] and now < record["retry_at"]:
@@ -271,8 +271,8 @@ class JobController:
         )
 
     def _get_nodes(self, record: Record) -> Provisioned:
-        """All nodes that were asked for, or as many as there are; where others were waited for in vain, those that did
-        come. `NoCapacityError` where there is not one."""
+        """Return all nodes that were requested, or as many as there are; where some did not come in time, those that
+        did. Raise `NoCapacityError` where there is not one."""
         refusals: list[NoCapacityError] = []
         asked = record["asked_nodes"]
         came = record["nodes_ready"] or 0
@@ -290,7 +290,7 @@ class JobController:
         raise refusals[0]
 
     def _put(self, record: Record, got: Provisioned | None = None) -> None:
-        """Have this launch in the service, and mind what was decided meanwhile."""
+        """Submit this launch to the service, and act on decisions made meanwhile."""
         if got is not None:
             self.traces.note_attempts(record["launch"], got.node_count, [asdict(attempt) for attempt in got.attempts])
         self._own()
@@ -318,14 +318,15 @@ class JobController:
         _log.info("job %s: submitted, %s", record["job_name"], job.studio_url)
 
     def _keep_budget(self, record: Record) -> None:
-        """A budget in dollars holds whatever this launch's nodes cost. `ClusterError` where that is not known."""
+        """Convert a budget in dollars to the price of this launch's nodes. Raise `ClusterError` where that is not
+        known."""
         try:
             reprice(self.rundir, self.traces.usage(record, True, time.time()), record["sku"], tier_of(record["tier"]))
         except ValueError as error:  # no price, or a damaged file
             raise ClusterError(f"stop_at_usd cannot be kept on these nodes: {error}") from error
 
     def _refused(self, record: Record, error: ClusterError) -> None:
-        """Nothing was bought, and nothing will be: that is how this launch ends."""
+        """End this launch: nothing was bought, and nothing will be."""
         facts = JobFacts(
             look=Look(status=""), now=time.time(), launch=record["launch"], node_count=record["node_count"],
             elastic=record["elastic"], submitted_at=record["submitted_at"], phase_since=record["submitted_at"],
@@ -339,7 +340,7 @@ class JobController:
             self._cancelled_at = time.monotonic()
 
     def _settle(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
-        """It is over: write the end of nodes that could not, keep the logs, and say why."""
+        """Settle the job after its end: write the end of nodes that could not, keep the logs, and say why it ended."""
         ended_at = min(facts.look.ended_at or facts.now, facts.now)
         self.traces.end_stays(facts.look)
         self.traces.keep_logs(record)
@@ -357,7 +358,7 @@ class JobController:
         return status
 
     def _own(self) -> None:
-        """Say which Dagster run follows this job, so that its job is no orphan."""
+        """Record which Dagster run follows this job, so that its job is no orphan."""
         if self.run_id and not self._owned:
             if (self.rundir.read_json(OWNER) or {}).get("dagster_run_id") != self.run_id:
                 self.rundir.write_json(OWNER, {"dagster_run_id": self.run_id, "since": time.time()})

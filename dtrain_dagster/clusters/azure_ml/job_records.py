@@ -1,4 +1,4 @@
-"""What a job leaves in its run directory beside what it writes itself: ends of nodes, logs, attempts to get nodes."""
+"""The records that the orchestrator adds to a job's run directory: ends of nodes, logs, attempts to get nodes."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from trainer.errors import DamagedError
 from trainer.rundir import LOGS, RunDir, stale_seconds
 
 PROVISIONING = "provisioning.json"
-"""In a run directory: for each launch, what was tried to get its nodes."""
+"""File of a run directory: for each launch, the attempts to get its nodes."""
 LOG_TAIL_LINES = 12
 SLACK_SECONDS = 300.0
-"""What a node's record may have on top of the time between the order of its launch and its end, as seen from here."""
+"""Seconds that a node's record may have beyond the time between the order of its launch and its end, as seen from
+here."""
 _LOG = re.compile(r"node-(\d{1,9})\.log")
 
 
 class JobRecords:
-    """Of one run directory."""
+    """The orchestrator's records in one run directory."""
 
     def __init__(self, rundir: RunDir, jobs: Jobs) -> None:
         self.rundir, self.jobs = rundir, jobs
         self.stale = stale_seconds(rundir.storage)
 
     def note_attempts(self, launch: int, node_count: int, attempts: Collection[Any]) -> None:
-        """Add to ``provisioning.json``."""
+        """Add the attempts to ``provisioning.json``."""
         if attempts:
             try:
                 noted = self.rundir.read_json(PROVISIONING) or []
@@ -48,7 +49,7 @@ class JobRecords:
                 self.rundir.write_json(PROVISIONING, [*noted, entry])
 
     def usage(self, record: Record | None, running: bool, now: float) -> list[NodeUsage]:
-        """Every stay as paid time, with what was really bought."""
+        """Return every stay as paid time, with the SKU and tier that were really bought."""
         bought = kinds(record) if record else {}
         launch = record["launch"] if record else 0
         lasted = launch_durations(record, now) if record else {}
@@ -73,8 +74,8 @@ class JobRecords:
         return found
 
     def end_stays(self, look: Look) -> None:
-        """Write the end of nodes that could not: whoever was heard of shortly before the job ended was there until
-        then, and whoever had been silent was there until it was last heard of."""
+        """Write the end of nodes that could not: a node heard of shortly before the job ended was present until then, a
+        silent one until it was last heard of."""
         end = min(look.ended_at or time.time(), time.time())
         for node in self.rundir.nodes(skip_damaged=True):
             if node.ended_at is None:
@@ -82,7 +83,7 @@ class JobRecords:
                 self.rundir.write_node(replace(node, ended_at=end if 0 <= end - seen < self.stale else seen))
 
     def keep_logs(self, record: Record) -> None:
-        """Copy what the processes printed into the run directory, once for each launch. It is of use, and no more."""
+        """Copy the logs of the processes into the run directory, once for each launch. A failure is no error."""
         header = f"--- launch {record['launch']}, {record['job_name']} ---"
         with contextlib.suppress(ServiceError, OSError):
             for node_id, text in self.printed(record).items():
@@ -92,12 +93,13 @@ class JobRecords:
                     self.rundir.storage.write(name, f"{before}{header}\n{text.rstrip()}\n".encode())
 
     def printed(self, record: Record) -> dict[int, str]:
-        """What a launch printed so far, by node, as the service has it. `ServiceError` if that cannot be told."""
+        """Return the output of a launch so far, by node, from the service. Raise `ServiceError` if it cannot be
+        read."""
         texts = self.jobs.logs(record["job_name"], self.jobs.options.look_patience_seconds)
         return by_node(texts, record["processes_per_node"])
 
     def kept(self, node_id: int) -> str:
-        """What launches that have ended printed on a node."""
+        """Return the kept output of ended launches on a node."""
         try:
             return self.rundir.storage.read_bounded(f"{LOGS}/node-{node_id}.log", LOG_BYTES).decode(errors="replace")
         except FileNotFoundError:
@@ -106,11 +108,11 @@ class JobRecords:
             return f"{error}\n"
 
     def kept_nodes(self) -> list[int]:
-        """Nodes whose log is kept."""
+        """Return the nodes whose log is kept."""
         return sorted(int(match[1]) for name in self.rundir.storage.list(LOGS) if (match := _LOG.fullmatch(name)))
 
     def said(self, node_count: int) -> str:
-        """The end of the log that most likely says why a job failed, for its message."""
+        """Return the end of the log that most likely says why a job failed, for its message."""
         texts = {node_id: self.kept(node_id) for node_id in range(node_count)}
         failed = [node.node_id for node in self.rundir.nodes(True) if any(map(is_failure, node.exit_codes))]
         node_id = next((node_id for node_id in [*failed, *texts] if _has_words(texts.get(node_id, ""))), None)
@@ -121,12 +123,14 @@ class JobRecords:
 
 
 def _has_words(text: str) -> bool:
-    """Is there more in a log than headers? A rank that was killed because another one failed may have said nothing."""
+    """Return whether a log has more than headers. A rank that was killed because another one failed may have printed
+    nothing."""
     return any(line and not line.startswith("--- ") for line in text.splitlines())
 
 
 def by_node(texts: Mapping[int, str], processes_per_node: int) -> dict[int, str]:
-    """Node → what its ranks printed, one after the other, of several each under a line that names it. Pure."""
+    """Return node → the output of its ranks, one after the other; several ranks each under a line that names it.
+    Pure."""
     found: dict[int, str] = {}
     for rank, text in sorted(texts.items()):
         header = f"--- rank {rank} ---\n" if processes_per_node > 1 else ""

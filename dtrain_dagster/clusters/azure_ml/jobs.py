@@ -1,4 +1,4 @@
-"""Jobs in the service: submitted once under their name, looked at, cancelled, listed, and what they printed."""
+"""Jobs in the service: submitted once under their name, looked at, cancelled, listed, and their logs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ JOB_TAG, LAUNCH_TAG, TOKEN_TAG, RUN_DIR_TAG, RUN_TAG = (
     "dtrain_job", "dtrain_launch", "dtrain_token", "dtrain_run_dir", "dagster_run_id",
 )  # fmt: skip
 OLDEST_SECONDS = 30 * 86400.0
-"""No job is older: the service ends them after 21 days."""
+"""Largest age of a job: the service ends them after 21 days."""
 _USER_LOG = re.compile(r"std_log(?:_process_(\d+))?\.txt$")
 
 
@@ -52,17 +52,18 @@ class ServiceJob:
 
     @property
     def is_over(self) -> bool:
+        """Return whether the job has ended."""
         return self.look.status in ENDED
 
 
 class Jobs:
-    """Asks the service about jobs. What to ask for is decided elsewhere."""
+    """The requests to the service about jobs. Which to make is decided elsewhere."""
 
     def __init__(self, service: Service, audit: AuditLog) -> None:
         self.service, self.options, self.audit = service, service.options, audit
 
     def get(self, name: str, patience_seconds: float | None = None) -> ServiceJob | None:
-        """The job, None where there is none. `ServiceError` if that cannot be told."""
+        """Return the job, None where there is none. Raise `ServiceError` if that cannot be determined."""
         try:
             found = self.service.call(f"look at job {name}", lambda: self.service.ml.jobs.get(name), patience_seconds)
         except NotFound:
@@ -81,8 +82,8 @@ class Jobs:
         return job
 
     def submit(self, record: Record, rundir: RunDir) -> ServiceJob:
-        """Have the launch of this record in the service: made, or found where it is already. `NameTaken` where the name
-        is another's."""
+        """Return the launch of this record in the service: made, or found where it is already. Raise `NameTaken` where
+        the name is another's."""
         name = record["job_name"]
         found = self.get(name)
         if found is None:
@@ -151,7 +152,7 @@ class Jobs:
 
     def _variables(self, record: Record) -> dict[str, str]:
         own = {**own_environment(), "DTRAIN_PRESENCE": "1", "PYTHONUNBUFFERED": "1"}
-        own[SECRET_URI] = "/".join(self._secret_of(record))  # only where it is: who may look at jobs can read variables
+        own[SECRET_URI] = "/".join(self._secret_of(record))  # only where: job variables are readable
         if record["elastic"]:
             own["DTRAIN_LAUNCH"] = str(record["launch"])
         if self.options.identity_client_id:
@@ -161,13 +162,13 @@ class Jobs:
         return {**asked, **own}
 
     def _secret_of(self, record: Record) -> tuple[str, str]:
-        """Folder and name of the file with a launch's secret: beside the run directories, so that nothing copies or
-        shows it, where it takes a right to the container's data to read it."""
+        """Return folder and name of the file with a launch's secret: beside the run directories, so that nothing copies
+        or shows it, where a right to the container's data is needed to read it."""
         return f"{self.options.storage_uri.rstrip('/')}/launch-secrets", record["job_name"]
 
     def end(self, job_name: str, reason: str, patience: float, deadline: float) -> bool:
-        """Cancel a job, and look until the service says that it is over; False if it does not before the deadline (of
-        `time.monotonic`)."""
+        """Cancel a job, and wait until the service says that it is over. Return False if it does not before the
+        deadline (of `time.monotonic`)."""
         is_asked = False
         while (job := self.get(job_name, patience)) is not None and not job.is_over:
             if not is_asked:
@@ -185,7 +186,7 @@ class Jobs:
             open_storage(folder).delete(name)
 
     def cancel(self, name: str, why: str, patience_seconds: float | None = None) -> None:
-        """Tell the service to end the job; nothing happens if it has ended, or is not there."""
+        """Ask the service to end the job; nothing happens if it has ended, or does not exist."""
         with self.audit.operation("job.cancel", name, why=why):
             try:
                 self.service.call(
@@ -201,16 +202,16 @@ class Jobs:
                     raise
 
     def active(self, patience_seconds: float | None = None) -> list[ServiceJob]:
-        """Jobs of this cluster that have not ended, as the workspace lists them."""
+        """Return the jobs of this cluster that have not ended, as the workspace lists them."""
         jobs = self._listed(patience_seconds, tag=CLUSTER_TAG)
         return [job for job in jobs if job.tags.get(CLUSTER_TAG) == self.options.cluster_name and TAG in job.tags]
 
     def on_compute(self, compute: str, patience_seconds: float | None = None) -> list[str]:
-        """Names of everybody's jobs that have not ended and work on this compute, or wait for it."""
+        """Return the names of all users' jobs that have not ended and run on this compute, or wait for it."""
         return [job.name for job in self._listed(patience_seconds) if job.compute == compute]
 
     def _listed(self, patience_seconds: float | None, **only: str) -> list[ServiceJob]:
-        """Those of the workspace that have not ended."""
+        """Return the jobs of the workspace that have not ended."""
 
         def ask() -> list[ServiceJob]:
             found = []
@@ -226,7 +227,7 @@ class Jobs:
         return [job for job in jobs if not job.is_over]
 
     def logs(self, name: str, patience_seconds: float | None = None) -> dict[int, str]:
-        """What each process printed, by rank."""
+        """Return the output of each process, by rank."""
         from azure.storage.blob import BlobClient
 
         details: Any = self._details(name, patience_seconds)
@@ -250,7 +251,7 @@ class Jobs:
         )
 
     def _why(self, name: str, patience_seconds: float | None) -> tuple[str, str]:
-        """(code, message) of a job that failed."""
+        """Return (code, message) of a job that failed."""
         try:
             error = getattr(self._details(name, patience_seconds), "error", None)
         except (NotFound, AttributeError):
@@ -267,13 +268,13 @@ def _download(blob: Any) -> bytes:
 
 
 def factories(rundir: RunDir) -> list[str]:
-    """Model and loss of ``job.json``; none for a command that has no such file."""
+    """Return model and loss of ``job.json``; none for a command that has no such file."""
     job = rundir.read_json(JOB) or {}
     return [str(job[part]["factory"]) for part in ("model", "loss") if isinstance(job.get(part), dict)]
 
 
 def command_line(words: Sequence[str]) -> str:
-    """One line for the node's shell. An interpreter of this machine is the image's own there."""
+    """Return one line for the node's shell. An interpreter of this machine becomes the image's own."""
     first, *rest = words
     if first == sys.executable or re.fullmatch(r"(.*/)?python[0-9.]*", first):
         first = "python"
@@ -281,7 +282,7 @@ def command_line(words: Sequence[str]) -> str:
 
 
 def tags(record: Record) -> dict[str, str]:
-    """What a launch is marked with in the service."""
+    """Return the tags of a launch in the service."""
     known = {
         TAG: "1",
         CLUSTER_TAG: record["cluster_name"],
@@ -314,7 +315,7 @@ def _read(job: Any) -> ServiceJob:
 
 
 def parse_time(text: Any) -> float | None:
-    """Unix seconds of a time as the service writes it, with or without a zone (UTC then); None for none."""
+    """Return the Unix seconds of a time as the service writes it, with or without a zone (UTC then); None for none."""
     if not text:
         return None
     try:

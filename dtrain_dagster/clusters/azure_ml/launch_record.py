@@ -1,7 +1,7 @@
-"""``launch.json`` of a job on Azure ML: what was asked for and which launch counts. All that has to survive is in it.
+"""``launch.json`` of a job on Azure ML: the request, and the launch that counts. It holds all lasting state.
 
-Whoever wants to change it compares and swaps, so that of several orchestrators one decides; and a launch is written
-here before it is bought, under the name under which the service then knows it. So what was bought can always be found.
+Every change compares and swaps, so that of several orchestrators one decides; and a launch is written here before it is
+bought, under the name under which the service then knows it. So what was bought can always be found.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ history: the launches before this one: launch, job_name, sku, tier, node_count, 
 
 
 class Launches:
-    """The record of one job."""
+    """The record of one job's launches."""
 
     def __init__(self, rundir: RunDir) -> None:
         self.rundir = rundir
 
     def read(self) -> tuple[bytes | None, Record | None]:
-        """What is written, as it is and as a record; (None, None) where nothing is. `DamagedError` where it is none."""
+        """Return the document as bytes and as a record; (None, None) where there is none. Raise `DamagedError` where it
+        is no record."""
         try:
             data = self.rundir.storage.read_bounded(LAUNCH, DOCUMENT_BYTES)
         except FileNotFoundError:
@@ -51,12 +52,13 @@ class Launches:
         return data, parse_document(data, f"{self.rundir.uri}/{LAUNCH}", schemas.DOCUMENTS[LAUNCH])
 
     def swap(self, before: bytes | None, record: Record) -> bool:
-        """Write the record if what is there is still ``before``."""
+        """Write the record if the present document is still ``before``; return whether it was."""
         data = json.dumps(record, indent=2, sort_keys=True, allow_nan=False).encode()
         return self.rundir.storage.swap(LAUNCH, before, data)
 
     def change(self, token: str, **fields: Any) -> Record | None:
-        """Set these fields of the launch with this token; the new record, or None if another launch counts by now."""
+        """Set these fields of the launch with this token. Return the new record, or None if another launch counts by
+        now."""
 
         def apply(record: Record) -> Record | None:
             return {**record, **fields} if record["token"] == token else None
@@ -64,7 +66,7 @@ class Launches:
         return self.update(apply)
 
     def update(self, apply: Callable[[Record], Record | None]) -> Record | None:
-        """Apply a change, again if somebody else was faster; None if it no longer applies."""
+        """Apply a change, again if another process was faster. Return None if it no longer applies."""
         while True:
             before, record = self.read()
             changed = apply(record) if record is not None else None
@@ -75,7 +77,7 @@ class Launches:
 def first_record(
     spec: JobSpec, got: Provisioned, env: Mapping[str, str], cluster_name: str, run_id: str | None
 ) -> Record:
-    """The first launch of a job."""
+    """Return the first launch of a job."""
     now = time.time()
     record: Record = {
         "job_id": spec.job_id,
@@ -90,7 +92,7 @@ def first_record(
 
 
 def record_again(record: Record, spec: JobSpec, got: Provisioned, env: Mapping[str, str], run_id: str | None) -> Record:
-    """The next launch of a job that somebody submits again after it has failed or was cancelled."""
+    """Return the next launch of a job that is submitted again after it has failed or was cancelled."""
     number = record["launch"] + 1
     history = [*record["history"], past(record, "submitted again")]
     fields = {"launch": number, "first_launch": number, "job_name": job_name(spec.job_id, number), "history": history}
@@ -98,7 +100,7 @@ def record_again(record: Record, spec: JobSpec, got: Provisioned, env: Mapping[s
 
 
 def next_record(record: Record, got: Provisioned, why: str) -> Record:
-    """The next launch of a job that has lost this one, with what was got."""
+    """Return the next launch of a job that has lost this one, on the nodes of ``got``."""
     number, now = record["launch"] + 1, time.time()
     here = {"sku": got.sku, "tier": got.tier}
     in_vain = record["nodes_ready"] is not None and here not in record["excluded"]
@@ -113,7 +115,7 @@ def next_record(record: Record, got: Provisioned, why: str) -> Record:
 
 
 def renamed(record: Record) -> Record:
-    """The same launch under the next number, where the service has something else under this one's name."""
+    """Return the same launch under the next number, where the service has something else under this one's name."""
     number = record["launch"] + 1
     return {
         **record,
@@ -126,6 +128,7 @@ def renamed(record: Record) -> Record:
 
 
 def past(record: Record, why: str) -> Record:
+    """Return the entry of this launch for the history."""
     names = ("launch", "job_name", "sku", "tier", "compute", "node_count", "submitted_at", "studio_url")
     return {name: record.get(name) for name in names} | {"ended_at": time.time(), "reason": why}
 
@@ -163,10 +166,10 @@ def _where(got: Provisioned, now: float) -> Record:
 
 
 def job_name(job_id: str, launch: int) -> str:
-    """The name of a launch in the service: the same whoever asks, so that it is bought once.
+    """Return the name of a launch in the service, the same for every caller, so that it is bought once.
 
-    The service makes capitals small, so the name has none; and what had to be changed is marked, so that jobs whose
-    ids differ only in that do not share a name.
+    The service makes capitals small, so the name has none; and a changed id is marked, so that jobs whose ids differ
+    only in that do not share a name.
     """
     name = re.sub(r"[^a-z0-9_-]", "-", job_id.lower())
     mark = "" if name == job_id else f"-{hashlib.sha256(job_id.encode()).hexdigest()[:6]}"
@@ -174,29 +177,29 @@ def job_name(job_id: str, launch: int) -> str:
 
 
 def mark_of(job_id: str, launch: int) -> str:
-    """The mark of a job that may run, from this launch on until it has ended (`clusters.job_marks`). One that is
-    submitted again after that gets another, so that who removes the old one late hides nothing."""
+    """Return the mark of a job that may run, from this launch on until it has ended (`clusters.job_marks`). A job that
+    is submitted again after that gets another, so that a late removal of the old one hides nothing."""
     return f"{job_id}~{launch}"
 
 
 def read_mark(mark: str) -> tuple[str, int]:
-    """Job and launch of a mark; launch 0 of one that names none."""
+    """Return job and launch of a mark; launch 0 of one that names none."""
     job_id, _, launch = mark.rpartition("~")
     return (job_id, int(launch)) if job_id and launch.isdecimal() else (mark, 0)
 
 
 def excluded(record: Record) -> set[SkuChoice]:
-    """Kinds of nodes that were waited for in vain."""
+    """Return the kinds of nodes that were waited for in vain."""
     return {SkuChoice(**choice) for choice in record["excluded"]}
 
 
 def kinds(record: Record) -> dict[int, tuple[str, str]]:
-    """Launch → (SKU, tier) that it was given."""
+    """Return launch → (SKU, tier) that it was given."""
     return {item["launch"]: (item["sku"], item["tier"]) for item in [*record["history"], record]}
 
 
 def launch_durations(record: Record, now: float) -> dict[int, float]:
-    """Launch → seconds from its order to its end, or to now; of those that say so."""
+    """Return launch → seconds from its order to its end, or to now; of those that record them."""
     ends = [(item, item.get("ended_at")) for item in record["history"]] + [(record, now)]
     return {
         item["launch"]: max(0.0, end - item["submitted_at"])

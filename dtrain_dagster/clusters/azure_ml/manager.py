@@ -1,7 +1,7 @@
-"""Azure ML behind the `GPUClusterManager` interface: 3 nodes of what can be had, jobs that are bought once.
+"""Azure ML behind the `GPUClusterManager` interface: nodes of any available kind, and jobs that are bought once.
 
-Thin: how nodes are got is in `provision`, how a job is looked after in `controller`. Nothing is asked of the service
-until a method needs it, and all state is in the run directories and in the service.
+Thin: `provision` gets nodes, `controller` controls a job. No request is made until a method needs it, and all state is
+in the run directories and in the service.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ _PROVISIONED = schemas.record(
      "max_nodes": schemas.count, "attempts": schemas.many(schemas.obj)}
 )  # fmt: skip
 READERS = 16
-"""Run directories that are read side by side."""
+"""Run directories that are read at the same time."""
 SUBMITTING_SECONDS = 3600.0
-"""A mark without a launch that is older was left by somebody who died."""
+"""Age from which a mark without a launch was left by a process that died."""
 
 
 class AzureMLClusterManager(GPUClusterManager):
-    """One cluster in one workspace. Any number of manager objects, in any process, see the same cluster and jobs.
+    """A cluster in one workspace. Any number of manager objects, in any process, see the same cluster and jobs.
 
-    ``home``: where the audit log goes. ``dagster_run_id``: the run that it works for; jobs that it follows are that
-    run's. With ``tends=False`` looking at jobs buys and ends nothing, and only notes what has ended: it is
-    for sensors and lists.
+    ``home``: folder of the audit log. ``dagster_run_id``: the run that it works for; jobs that it follows are that
+    run's. With ``tends=False`` looking at jobs buys and ends nothing, and only notes what has ended: it is for sensors
+    and lists.
     """
 
     python: ClassVar[str] = "python"
@@ -89,6 +89,7 @@ class AzureMLClusterManager(GPUClusterManager):
 
     @property
     def jobs_uri(self) -> str:
+        """Return the address of the run directories."""
         return self.options.jobs_uri
 
     def provision_cluster(self, node_count: int, gpu_type: str) -> ClusterConfig:
@@ -127,8 +128,8 @@ class AzureMLClusterManager(GPUClusterManager):
         return True
 
     def monitor_health(self) -> ClusterHealth:
-        """Nodes as the service sees them, over all computes of this cluster. A cluster at rest has none, and is
-        healthy; one that cannot be reached is not."""
+        """Return the health of the nodes as the service sees them, over all computes of this cluster. A cluster at rest
+        has none, and is healthy; an unreachable one is not."""
         try:
             nodes, problem = self.compute_pools.health()
         except ServiceError as error:
@@ -142,7 +143,7 @@ class AzureMLClusterManager(GPUClusterManager):
         )
 
     def cleanup_cluster(self) -> None:
-        """Cancel what runs and delete all computes of this cluster. What cannot be ended is named in the error, after
+        """Cancel the running jobs and delete all computes of this cluster. The error names what cannot be ended, after
         all else has been."""
         problems = []
         for status in self.list_jobs():
@@ -179,11 +180,12 @@ class AzureMLClusterManager(GPUClusterManager):
         return self._known(job_id).look()
 
     def list_jobs(self, prefix: str = "") -> list[JobStatus]:
-        """Only looks: a job that has lost its nodes is gone on with by whoever follows it."""
+        """Return the jobs without acting on them: a job that has lost its nodes is continued by the process that
+        follows it."""
         return self._peek_all([name for name in open_storage(self.jobs_uri).list() if name.startswith(prefix)])
 
     def active_jobs(self) -> list[JobStatus]:
-        """Only looks, as `list_jobs` does."""
+        """Return the active jobs without acting on them, as `list_jobs` does."""
         if (marks := self._active.marks()) is None:
             marks = [self._mark(job.job_id) for job in self.list_jobs() if not job.state.is_final]
             self._active.complete()
@@ -202,15 +204,16 @@ class AzureMLClusterManager(GPUClusterManager):
         return [job for job in found if not job.state.is_final]
 
     def pools(self) -> list[NodePool]:
-        """One for each compute of this cluster."""
+        """Return one pool for each compute of this cluster."""
         return self.compute_pools.look(self._work(), self._use.used_at())
 
     def scale_down(self, pool: NodePool, force: bool = False) -> bool:
-        """Have the service keep no idle node there; where that did not help, or it is broken, delete the compute."""
+        """Tell the service to keep no idle node there; where that did not help, or it is broken, delete the compute."""
         return self._give_back(pool.name, pool.used_at, force)
 
     def _give_back(self, compute: str, used_at: float | None, force: bool) -> bool:
-        """Whether it is gone. `InUseError` where somebody has used the cluster since ``used_at``, or has work there."""
+        """Return whether the compute is gone. Raise `InUseError` where somebody has used the cluster since ``used_at``,
+        or has work there."""
         with self._use.giving_back(used_at) as check:
             work = self._work()
             if at_work := [*work.get(ANYWHERE, ()), *work.get(compute, ())]:
@@ -222,7 +225,7 @@ class AzureMLClusterManager(GPUClusterManager):
         return is_gone
 
     def _work(self) -> dict[str, list[str]]:
-        """Jobs that have not ended, by compute."""
+        """Return the jobs that have not ended, by compute."""
         found: dict[str, list[str]] = {}
         for status in self.active_jobs():
             record = self._record(status.job_id) if status.state is JobState.RUNNING and not status.damage else None
@@ -255,7 +258,7 @@ class AzureMLClusterManager(GPUClusterManager):
         return controller.traces.usage(controller.launches.read()[1], running, time.time())
 
     def find_orphans(self, live_runs: Collection[str]) -> list[Orphan]:
-        """Jobs and computes with this cluster's tag."""
+        """Return the orphaned jobs and computes with this cluster's tag."""
         patience = self.options.look_patience_seconds
         self.active_jobs()  # notes what has ended, which counts as use
         used_at = self._use.used_at()
@@ -292,7 +295,7 @@ class AzureMLClusterManager(GPUClusterManager):
                 self._mark(job_id)
 
     def _mark(self, job_id: str) -> str:
-        """Mark a job that was found to run; its mark."""
+        """Mark a job that was found to run, and return the mark."""
         try:
             launch = (self._record(job_id) or {"launch": 1})["launch"]
         except DamagedError:
@@ -321,7 +324,7 @@ class AzureMLClusterManager(GPUClusterManager):
         return record if record is not None and record.get("cluster_name") == self.cluster_name else None
 
     def _peek_all(self, job_ids: Sequence[str]) -> list[JobStatus]:
-        """Newest first; without those that are none."""
+        """Return the statuses, newest first, without the ids that are no jobs."""
         with ThreadPoolExecutor(READERS) as pool:
             found = [status for status in pool.map(self._peek, job_ids) if status is not None]
         return sorted(found, key=lambda job: job.started_at or 0.0, reverse=True)
@@ -351,7 +354,7 @@ class AzureMLClusterManager(GPUClusterManager):
         return ActiveJobs(f"{self._state.uri}/active")
 
     def _got(self) -> Provisioned | None:
-        """What was provisioned last, by whomever."""
+        """Return the last provisioned nodes, of any process."""
         data = read_document(self._state, CLUSTER, _PROVISIONED)
         if data is None:
             return None
@@ -375,7 +378,7 @@ class AzureMLClusterManager(GPUClusterManager):
 
 
 def refuse_secrets(env: Mapping[str, str]) -> None:
-    """`ClusterError` for a variable that looks like a secret: everybody who sees a job sees its environment."""
+    """Raise `ClusterError` for a variable that looks like a secret: everyone who sees a job sees its environment."""
     for name, value in env.items():
         if redact({name: value}) != {name: value}:
             raise ClusterError(

@@ -1,4 +1,4 @@
-"""What an Azure ML cluster is told: where it is, what it may buy, how long it waits. Checked before all else."""
+"""The options of an Azure ML cluster: where it is, what it may buy, how long it waits. Checked before all else."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ _IDENTITY = re.compile(
 
 DAY = 86400.0
 LONGEST_JOB = {"dedicated": 21 * DAY, "low_priority": 7 * DAY}
-"""What the service lets a job run at most, by tier; seconds."""
+"""Seconds that the service lets a job run at most, by tier."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AzureMLOptions:
-    """`ClusterError`, which names the setting and the remedy, for a value that cannot be used. Times are seconds."""
+    """The checked options of a cluster; times are seconds. It raises `ClusterError`, which names the setting and the
+    remedy, for an unusable value."""
 
     subscription_id: str
     resource_group: str
     workspace: str
     """Computes are called ``<cluster_name>-<size>``, with ``-lp`` for low priority: one for each kind that was got."""
     storage_uri: str
-    """``az://container/path``: where run directories are, below ``jobs/``."""
+    """Root of the run directories (``az://container/path``), which are below ``jobs/``."""
     cluster_name: str = "dtrain"
 
     image: str = ""
@@ -37,53 +38,56 @@ class AzureMLOptions:
     (``azureml:dtrain:1``). Needed as soon as a job is submitted."""
     processes_per_node: int = 1
     chain: tuple[str, ...] = DEFAULT_CHAIN
-    """Sizes in the order in which they are tried after the one that is asked for. ``<size>@low_priority`` or
+    """Sizes in the order in which they are tried after the requested one. ``<size>@low_priority`` or
     ``<size>@dedicated`` is tried in that tier only, in its place."""
     tiers: tuple[str, ...] = ("dedicated",)
     """Tiers in order: all sizes in the first, then all in the second."""
     max_nodes: int | None = None
-    """Nodes that a compute grows to at most; None: as many as are asked for."""
+    """Nodes that a compute grows to at most; None: the requested number."""
     idle_seconds: int = 600
-    """An idle node is given back after so long, by the service itself."""
+    """Seconds after which the service itself gives back an idle node."""
 
     vnet: str | None = None
     subnet: str | None = None
     """Name of a subnet of ``vnet``, or the resource id of one."""
     public_ip: bool = False
-    """May nodes have public addresses? Without them the workspace needs a managed network, or ``subnet`` here."""
+    """Whether nodes may have public addresses. Without them the workspace needs a managed network, or ``subnet``
+    here."""
     identity: str | None = None
     """Resource id of the user-assigned identity of the nodes; None: a system-assigned one."""
     identity_client_id: str | None = None
-    """Its client id, which the nodes need to choose it."""
+    """Client id of that identity, which the nodes need to choose it."""
     require_own_key: bool = False
-    """Buy nothing in a workspace that is not encrypted with a customer-managed key."""
+    """Whether to buy nothing in a workspace that is not encrypted with a customer-managed key."""
 
     experiment: str = "dtrain"
     queue_deadline_seconds: float = 3600.0
-    """A job that waits for longer is cancelled; it goes on elsewhere, or with fewer nodes, or not at all."""
+    """Longest wait of a job in the queue; then it is cancelled, and continues elsewhere, or with fewer nodes, or not at
+    all."""
     allocation_patience_seconds: float = 600.0
     """The same where the service says that it cannot get nodes of this size and there is another size to try."""
     silence_seconds: float = 900.0
-    """A running job of which nothing is heard for longer (NotResponding) is lost."""
+    """Silence after which a running job (NotResponding) is lost."""
     job_timeout_seconds: float = 7 * DAY
-    """The service ends a job that runs for longer."""
+    """Duration after which the service ends a job."""
     max_resubmissions: int = 6
-    """How often a job that has lost its nodes is submitted again before somebody has to look."""
+    """Times that a job that has lost its nodes is submitted again before a person has to look."""
     start_seconds: float = 120.0
-    """How long a submission may take; after that whoever follows the job makes it anew. It is never bought twice."""
+    """Duration of a submission, after which the process that follows the job makes it again. It is never bought
+    twice."""
 
     poll_seconds: float = 5.0
-    """The service is asked for a job's status at most so often."""
+    """Least time between two requests for a job's status."""
     patience_seconds: float = 180.0
-    """For how long a request is tried again that fails for a reason that passes."""
+    """Time for which a request that fails for a transient reason is tried again."""
     look_patience_seconds: float = 15.0
     """The same for a look at a job, which comes again anyway."""
     operation_seconds: float = 900.0
-    """How long a compute may take to be made, changed or deleted."""
+    """Longest time to make, change or delete a compute."""
     cancel_seconds: float = 600.0
-    """How long a cancellation may take."""
+    """Longest time of a cancellation."""
     polling_interval_seconds: int = 5
-    """Between questions about a long-running operation, where the service does not say."""
+    """Time between questions about a long-running operation, where the service does not say."""
 
     def __post_init__(self) -> None:
         _require(bool(_GUID.fullmatch(self.subscription_id)), "DTRAIN_AZURE_SUBSCRIPTION_ID", self.subscription_id,
@@ -122,26 +126,29 @@ class AzureMLOptions:
 
     @property
     def jobs_uri(self) -> str:
+        """Return the address of the run directories."""
         return f"{self.root_uri}/jobs"
 
     @property
     def root_uri(self) -> str:
+        """Return the address of the storage's root."""
         return self.storage_uri.rstrip("/")
 
     @property
     def studio_url(self) -> str:
-        """The workspace in Azure ML studio."""
+        """Return the address of the workspace in Azure ML studio."""
         return f"https://ml.azure.com/?wsid={self.workspace_id}"
 
     @property
     def workspace_id(self) -> str:
+        """Return the resource id of the workspace."""
         return (
             f"/subscriptions/{self.subscription_id}/resourceGroups/{self.resource_group}"
             f"/providers/Microsoft.MachineLearningServices/workspaces/{self.workspace}"
         )
 
     def timeout_seconds(self, tier: str) -> int:
-        """How long a job may run: the setting, or less where the service allows less."""
+        """Return the seconds that a job may run: the setting, or less where the service allows less."""
         return int(min(self.job_timeout_seconds, LONGEST_JOB[tier]))
 
 

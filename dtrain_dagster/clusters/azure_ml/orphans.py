@@ -1,4 +1,4 @@
-"""Jobs and computes of ours that nobody wants any more. What is done about them is decided by policy elsewhere."""
+"""The search for jobs and computes of ours that nobody wants any more. The policy on them is decided elsewhere."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def why_orphaned(
     owner: str | None,
     live_runs: Collection[str],
 ) -> str:
-    """Why a job that runs in the service is nobody's; "" if it is somebody's. Pure.
+    """Return why a job that runs in the service has no owner; "" if it has one. Pure.
 
     ``record``: ``launch.json`` of its run directory, None if there is none; ``is_settled``: the run directory says that
-    the job has ended; ``owner``: the Dagster run that followed it last, None for a job without one,
-    which a person owns.
+    the job has ended; ``owner``: the Dagster run that followed it last, None for a job without one, which a person
+    owns.
     """
     if record is None:
         return "its run directory is gone"
@@ -39,8 +39,8 @@ def why_orphaned(
 
 
 def why_compute_orphaned(state: str, idle_nodes: int, busy_nodes: int, minimum: int, wanted: bool) -> str:
-    """Why a compute costs money for nobody; "" if it does not. Pure. ``wanted``: a job of ours waits for it or runs,
-    which goes on and would be ended with the compute, whatever state that is in."""
+    """Return why a compute costs money for nobody; "" if it does not. Pure. ``wanted``: a job of ours waits for it or
+    runs, which continues and would be ended with the compute, whatever its state."""
     if wanted:
         return ""
     if state in ("Failed", "Canceled"):
@@ -53,10 +53,10 @@ def why_compute_orphaned(state: str, idle_nodes: int, busy_nodes: int, minimum: 
 
 
 def judge_job(job: ServiceJob, jobs_uri: str, live_runs: Collection[str]) -> Orphan | None:
-    """A job that runs in the service, by what its run directory says; None where it is somebody's."""
+    """Return a job that runs in the service as an orphan, by its run directory; None where it has an owner."""
     job_id = job.tags.get(JOB_TAG)
     record, settled, owner = None, False, job.tags.get(RUN_TAG)
-    # A job of another container in the same workspace is judged by whoever works there.
+    # A job of another container in the same workspace is judged by the orchestrator that uses it.
     if job.tags.get(RUN_DIR_TAG) != f"{jobs_uri}/{job_id}":
         return None
     if job_id:

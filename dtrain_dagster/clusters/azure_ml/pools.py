@@ -1,7 +1,7 @@
-"""The nodes of a cluster's computes, and how they are given back where the service does not do it by itself.
+"""The nodes of a cluster's computes, and their removal where the service does not do it by itself.
 
-First the service is told once more to keep no node that idles, which disturbs nobody's work. Where nodes stay all the
-same the compute is deleted, after a look through everybody's jobs in the workspace.
+First the service is told once more to keep no idle node, which disturbs nobody's work. Where nodes stay all the same
+the compute is deleted, after a look through all users' jobs in the workspace.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from dtrain_dagster.clusters.azure_ml.provision import (
 from dtrain_dagster.clusters.base import InUseError, NodeHealth, NodePool, Orphan
 
 ANYWHERE = ""
-"""Where a job will work that waits for its next launch: it may be any compute."""
+"""Compute of a job that waits for its next launch: it may be any."""
 NOT_PROVISIONED = "not provisioned"
-"""What health says of a cluster without a compute."""
+"""Message of health for a cluster without a compute."""
 LEAVING_SECONDS = 180.0
-"""How long the service may take to remove nodes that have idled for as long as they may."""
+"""Seconds that the service may take to remove nodes whose idle time is over."""
 
 
 class Pools:
-    """One for each compute. The service is asked with the patience of a look, unless it is told."""
+    """The pools of a cluster, one for each compute. The service is asked with the patience of a look, unless it is told
+    otherwise."""
 
     def __init__(self, provisioner: Provisioner, jobs: Jobs) -> None:
         self.provisioner, self.jobs, self.options = provisioner, jobs, provisioner.options
         self.patience = self.options.look_patience_seconds
 
     def look(self, work: Mapping[str, Sequence[str]], used_at: float | None) -> list[NodePool]:
-        """``work``: jobs of this cluster that have not ended, by compute. Those of others are seen by their nodes."""
+        """Return the pools. ``work``: jobs of this cluster that have not ended, by compute. Those of others are seen by
+        their nodes."""
         found = []
         for name, compute in self.provisioner.computes(self.patience).items():
             nodes = self.provisioner.nodes(name, self.patience)
@@ -65,8 +67,8 @@ class Pools:
         return found
 
     def health(self) -> tuple[tuple[NodeHealth, ...], str]:
-        """Every node as the service sees it, and what is wrong with the computes, `NOT_PROVISIONED` where there is
-        none. The service is asked with the patience of whoever waits. `ServiceError` where it does not answer."""
+        """Return every node as the service sees it, and the faults of the computes, `NOT_PROVISIONED` where there is
+        none. The service is asked with the full patience. Raise `ServiceError` where it does not answer."""
         computes = self.provisioner.computes()
         listed = [
             (name, *node) for name in computes for node in self.provisioner.nodes(name, self.options.patience_seconds)
@@ -81,7 +83,8 @@ class Pools:
         return nodes, "; ".join(broken) or ("" if computes else NOT_PROVISIONED)
 
     def find_orphans(self, wanted: Collection[str], used_at: float | None) -> list[Orphan]:
-        """Computes that cost money for nobody. ``wanted``: those that jobs of this cluster run on or wait for."""
+        """Return the computes that cost money for nobody. ``wanted``: those that jobs of this cluster run on or wait
+        for."""
         found = []
         for name, compute in self.provisioner.computes(self.patience).items():
             states = [state for _, state, _ in self.provisioner.nodes(name, self.patience)]
@@ -101,8 +104,9 @@ class Pools:
         return found
 
     def give_back(self, name: str, force: bool, check: Callable[[], None]) -> bool:
-        """Have the nodes of a compute removed, with the compute if it is ``force``; whether it is gone. ``check``:
-        `ClusterUse.giving_back`'s. `InUseError` for one with work, `ServiceError` where the service does not do it."""
+        """Remove the nodes of a compute, with the compute if it is ``force``; return whether it is gone. ``check``:
+        `ClusterUse.giving_back`'s. Raise `InUseError` for one with work, `ServiceError` where the service does not do
+        it."""
         compute = self.provisioner.settled(name, 0.0, self.patience)
         if compute is None:
             return True
@@ -120,8 +124,7 @@ class Pools:
         return False
 
     def refuse_work(self, name: str, is_deleted: bool) -> None:
-        """`InUseError` for a compute that somebody uses: what runs on it would be ended with it where it
-        ``is_deleted``."""
+        """Raise `InUseError` for a compute that somebody uses: its work would end with it where it ``is_deleted``."""
         at_work = self.jobs.on_compute(name, self.patience) or busy(
             self.provisioner.nodes(name, self.patience), ("running", "preparing") if is_deleted else ("running",)
         )
@@ -130,12 +133,13 @@ class Pools:
 
 
 def busy(nodes: Sequence[tuple[str, str, str | None]], states: Collection[str] = ("running",)) -> list[str]:
-    """Jobs of nodes that have one, and nodes in these states. Pure."""
+    """Return the jobs of nodes that have one, and the nodes in these states. Pure."""
     return [job or node for node, state, job in nodes if state in states or job]
 
 
 def why_nodes_stay(state: str, minimum: int, operation_seconds: float) -> tuple[str, float]:
-    """Why idle nodes do not go by themselves, "" where they should; and how many seconds they may take to. Pure."""
+    """Return why idle nodes are not removed automatically, "" where they should be, and the seconds that this may take.
+    Pure."""
     if state in BROKEN:
         return f"it is {state}", 0.0
     if state in MOVING:

@@ -1,7 +1,7 @@
-"""Getting nodes: down the fallback chain, asking before buying, with nothing left behind and every step on record.
+"""The purchase of nodes: down the fallback chain, with checks before buying, no leftovers, and every step on record.
 
-What the service says of a compute decides, not what a request returned: an answer may be lost, another process may be
-at the same compute, and a refusal may come only after the compute exists, which is then deleted.
+The service's view of a compute decides, not what a request returned: an answer may be lost, another process may use the
+same compute, and a refusal may come only after the compute exists, which is then deleted.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ NODES_THERE = {"idle", "running", "preparing"}
 LOOK_SECONDS = 1.0
 TIMED_OUT = "OperationTimedOut"
 WAITS = 3
-"""How often a choice that is to be waited for is asked for again before the next one."""
+"""Requests for a choice with the verdict ``wait``, the first included, before the next choice is tried."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provisioned:
-    """What was got, and by which attempts."""
+    """The nodes that were bought, and the attempts."""
 
     compute: str
     sku: str
@@ -67,11 +67,12 @@ class Provisioned:
     attempts: tuple[Attempt, ...]
 
     def record(self) -> dict[str, Any]:
+        """Return the nodes and attempts for JSON."""
         return asdict(self)
 
 
 class Provisioner:
-    """Has computes made, changed and deleted. Those of one cluster only, which its tag marks."""
+    """The maker of computes, which also changes and deletes them. Only those of one cluster, which its tag marks."""
 
     def __init__(self, service: Service, audit: AuditLog) -> None:
         self.service, self.options, self.audit = service, service.options, audit
@@ -79,9 +80,10 @@ class Provisioner:
     def provision(
         self, node_count: int, wanted: str, excluded: Collection[SkuChoice] = (), tags: Mapping[str, str] | None = None
     ) -> Provisioned:
-        """A compute that may grow to ``node_count`` nodes, of the wanted size or the next that is to be had.
+        """Return a compute that may grow to ``node_count`` nodes, of the wanted size or the next available one.
 
-        `NoCapacityError`, with all attempts, where none is; `ClusterError` for a refusal that no other size changes.
+        Raise `NoCapacityError`, with all attempts, where none is; `ClusterError` for a refusal that no other size
+        changes.
         """
         self._require_own_key()
         computes = self.computes()
@@ -131,7 +133,7 @@ class Provisioner:
         tags: Mapping[str, str],
         note: Any,
     ) -> int | SkuRefusal:
-        """Have this compute, made or reused: the nodes that it may grow to, or why not."""
+        """Make or reuse this compute; return the nodes that it may grow to, or the refusal."""
         refusal: SkuRefusal | None = None
         for turn in range(WAITS):
             if there is not None and self._fits(there, choice, node_count):
@@ -151,13 +153,14 @@ class Provisioner:
         return refusal
 
     def _fits(self, compute: AmlCompute, choice: SkuChoice, node_count: int) -> bool:
-        """Can it be used as it is? `ClusterError` where it is open to the internet and must not be."""
+        """Return whether the compute can be used as it is. Raise `ClusterError` where it is open to the internet and
+        must not be."""
         if compute.provisioning_state != "Succeeded":
             return False
         if not self.options.public_ip and compute.enable_node_public_ip:
             raise ClusterError(
                 f"compute {compute.name} gives its nodes public addresses, which the settings forbid: delete it "
-                f"(`az ml compute delete -n {compute.name}`), and it is made anew without"
+                f"(`az ml compute delete -n {compute.name}`), and it is made again without"
             )
         same = str(compute.size).casefold() == choice.sku.casefold() and compute_tier(compute) == choice.tier
         return (
@@ -168,8 +171,8 @@ class Provisioner:
         )
 
     def put(self, choice: SkuChoice, name: str, most: int, tags: Mapping[str, str]) -> SkuRefusal | None:
-        """Make or change a compute (the service takes the whole description either way); why not, if not. What a
-        refusal leaves behind is deleted."""
+        """Make or change a compute (the service takes the whole description either way); return the refusal, if any.
+        The leftovers of a refusal are deleted."""
         failure: ServiceError | None = None
         is_new = self.settled(name) is None
         try:
@@ -196,7 +199,7 @@ class Provisioner:
         return replace(refusal, message=refusal.message + request_note(failure.request_id))
 
     def _run(self, what: str, begin: Any, patience_seconds: float | None = None) -> None:
-        """A long-running operation, to its end. How it stands is in the compute; here only errors matter."""
+        """Run a long-running operation to its end. Its state is in the compute; here only errors matter."""
         patience = self.options.operation_seconds if patience_seconds is None else patience_seconds
         poller = self.service.call(what, begin, patience_seconds)
         deadline = time.monotonic() + patience
@@ -215,8 +218,8 @@ class Provisioner:
     def settled(
         self, name: str, patience_seconds: float | None = None, look_seconds: float | None = None
     ) -> AmlCompute | None:
-        """The compute as soon as nothing moves it any more, or when patience (None: that for operations) is at its end;
-        None where there is none. ``look_seconds``: patience with each question (None: that of the options)."""
+        """Return the compute as soon as nothing changes it any more, or when patience (None: that for operations) is
+        over; None where there is none. ``look_seconds``: patience with each question (None: that of the options)."""
         patience = self.options.operation_seconds if patience_seconds is None else patience_seconds
         deadline = time.monotonic() + patience
         while True:
@@ -231,9 +234,9 @@ class Provisioner:
             time.sleep(LOOK_SECONDS)
 
     def delete(self, name: str, patience_seconds: float | None = None) -> None:
-        """Delete a compute, and what runs on it with it; nothing happens where there is none. `ServiceError` if it is
-        still there afterwards, and with the code `TIMED_OUT` if that takes longer than the patience for it (None: that
-        for operations)."""
+        """Delete a compute with its jobs; nothing happens where there is none. Raise `ServiceError` if it still exists
+        afterwards, with the code `TIMED_OUT` if that takes longer than the patience for it (None: that for
+        operations)."""
         with self.audit.operation("compute.delete", name):
             try:
                 self._run(
@@ -250,7 +253,7 @@ class Provisioner:
                 )
 
     def release(self, compute: AmlCompute, patience_seconds: float) -> None:
-        """Have the service keep none of its nodes without work. All else stays as it is, and what works there works on.
+        """Tell the service to keep none of its idle nodes. All else stays as it is, and running work continues. Raise
         `ServiceError`, with the code `TIMED_OUT` if it takes longer than the patience for it."""
         name = str(compute.name)
         compute.min_instances, compute.idle_time_before_scale_down = 0, self.options.idle_seconds
@@ -264,7 +267,7 @@ class Provisioner:
             )
 
     def computes(self, patience_seconds: float | None = None) -> dict[str, AmlCompute]:
-        """The computes of this cluster, by name."""
+        """Return the computes of this cluster, by name."""
         listed = self.service.call(
             "list the computes",
             lambda: list(self.service.ml.compute.list(compute_type="amlcompute")),
@@ -277,7 +280,7 @@ class Provisioner:
         return own
 
     def nodes(self, name: str, patience_seconds: float | None = None) -> list[tuple[str, str, str | None]]:
-        """(node, state, job) of each node of a compute; none where there is no such compute."""
+        """Return (node, state, job) of each node of a compute; none where there is no such compute."""
         try:
             listed = self.service.call(
                 f"list the nodes of {name}", lambda: list(self.service.ml.compute.list_nodes(name)), patience_seconds
@@ -294,17 +297,18 @@ class Provisioner:
         ]
 
     def sizes(self) -> dict[str, Size]:
-        """What the region lists, by name in small letters."""
+        """Return the sizes that the region lists, by name in lower case."""
         ask = self.service.call("list the sizes", lambda: list(self.service.ml.compute.list_sizes()))
         return {size.sku.casefold(): size for size in map(vm_size_of, ask)}
 
     def quotas(self) -> list[Quota]:
+        """Return the core quotas of the region."""
         ask = self.service.call("list the quotas", lambda: list(self.service.ml.compute.list_usage()))
         return [quota for quota in map(quota_of, ask) if quota is not None]
 
     def allocation_error(self, name: str, patience_seconds: float) -> str:
-        """Why a compute has not more nodes, as the service says; "" where it says nothing. The client's own type for
-        computes drops this, so the answer itself is read."""
+        """Return why a compute has not more nodes, as the service says; "" where it says nothing. The client's own type
+        for computes drops this, so the answer itself is read."""
 
         def ask() -> Any:
             operations = self.service.ml.compute
@@ -348,7 +352,7 @@ class Provisioner:
         )
 
     def require_region(self) -> None:
-        """`ClusterError` where the workspace, and with it its nodes, is not in the region whose prices count."""
+        """Raise `ClusterError` where the workspace, and with it its nodes, is not in the region whose prices count."""
         location, ours = region_of(str(self._workspace.location)), region_of()
         if location != ours:
             raise ClusterError(
@@ -371,16 +375,17 @@ class Provisioner:
 
 
 def word_of(state: Any) -> str:
-    """The service's word, which the client gives as an enum, or as it is where that does not know it."""
+    """Return the service's word, which the client gives as an enum, or as text where it does not know the word."""
     return str(getattr(state, "value", state) or "")
 
 
 def compute_tier(compute: AmlCompute) -> str:
+    """Return the tier of a compute."""
     return "low_priority" if "low" in str(compute.tier or "").casefold() else "dedicated"
 
 
 def no_capacity(node_count: int, attempts: list[Attempt], refusals: list[SkuRefusal]) -> NoCapacityError:
-    """The refusal of the whole chain, in words, with all that was tried."""
+    """Return the refusal of the whole chain, in words, with all attempts."""
     lines = "\n".join(f"  {attempt}" for attempt in attempts)
     return NoCapacityError(
         f"no capacity for {node_count} nodes, after {len(attempts)} attempts:\n{lines}\nRaise a quota, add sizes or "

@@ -1,7 +1,7 @@
-"""What can be bought: the fallback chain, the arithmetic of quotas, and what a refusal means. Pure.
+"""The rules of buying: the fallback chain, the arithmetic of quotas, and the meaning of a refusal. Pure.
 
-A size that is listed need not be available, a quota that suffices need not be met, and a compute that was made need not
-get its nodes: so each of them is a step of its own, and whoever refuses says with which code.
+A listed size may be unavailable, a sufficient quota may not be met, and a compute that was made may not get its nodes:
+so each of them is a step of its own, and a refusal says at which step, with which code.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ DEFAULT_CHAIN = (
 """One GPU per node each, the strongest equivalents first."""
 
 Verdict = Literal["next", "wait", "fatal"]
-"""What a refusal means: try the next choice; the same again in a moment; or no choice will do better."""
+"""Meaning of a refusal: try the next choice; the same again in a moment; or no choice will do better."""
 
 IN_USE_SECONDS, SCARCE_SECONDS, NO_QUOTA_SECONDS = 300.0, 900.0, 3600.0
-"""When asking again makes sense: cores are in use now; the region has none; somebody has to raise a quota."""
+"""Seconds until a new request makes sense: cores are in use now; the region has none; a person has to raise a quota."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,11 +64,13 @@ class Quota:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkuRefusal:
+    """A refusal of one choice, with the service's code and its verdict."""
+
     code: str
     message: str
     verdict: Verdict
     retry_seconds: float = SCARCE_SECONDS
-    """After so long it is worth asking again."""
+    """Seconds after which a new request is worth it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +98,8 @@ class Attempt:
 def chain(
     wanted: str, order: Sequence[str], tiers: Sequence[str], excluded: Collection[SkuChoice] = ()
 ) -> list[SkuChoice]:
-    """What to try, in order: the wanted size first, then the others; all in the first tier, then all in the second."""
+    """Return the choices to try, in order: the wanted size first, then the others; all in the first tier, then all in
+    the second."""
     entries = list(dict.fromkeys([wanted, *order]))
     found = []
     for position, tier in enumerate(tiers):
@@ -117,8 +120,8 @@ def examine(
     nodes_there: int,
     processes_per_node: int,
 ) -> SkuRefusal | None:
-    """Why this choice is not worth asking for; None if it is. ``nodes_there``: nodes of it that we have already, whose
-    cores count as used."""
+    """Return why this choice is not worth a request; None if it is. ``nodes_there``: nodes of it that we have already,
+    whose cores count as used."""
     size = sizes.get(choice.sku.casefold())
     if size is None:
         message = f"{choice.sku} is not among the {len(sizes)} sizes of the region"
@@ -145,7 +148,7 @@ def examine(
 
 
 def quotas_of(choice: SkuChoice, size: Size, quotas: Sequence[Quota]) -> list[Quota]:
-    """The quotas that count: of the family and of all families (dedicated), or of the tier (low priority).
+    """Return the quotas that count: of the family and of all families (dedicated), or of the tier (low priority).
 
     Names of families are irregular (``standardNCSv3Family``, ``Standard NCASv3_T4 Family``), so only letters and digits
     are compared. A family that is not listed has no known quota: the service decides.
@@ -193,10 +196,10 @@ _SCARCE_WORDS = re.compile(
 
 
 def classify(code: str, message: str, status: int | None) -> SkuRefusal:
-    """What a refusal of a compute means, from the service's code, its words, and the HTTP status.
+    """Return the meaning of a refusal of a compute, from the service's code, its words, and the HTTP status.
 
     Known codes first; then the words, because quotas are refused as a plain ``BadRequest`` too; then the status: what
-    is forbidden or malformed will be so for every size, what was refused as a conflict or while it was made may not.
+    is forbidden or malformed will be so for every size, but a conflict or a failed creation may not.
     """
     known = _plain(code)
     if known in _NEXT:
@@ -213,7 +216,7 @@ def classify(code: str, message: str, status: int | None) -> SkuRefusal:
 
 
 def compute_name(cluster_name: str, choice: SkuChoice) -> str:
-    """The compute of this cluster for one kind of node: ``dtrain-nc24adsa100v4``, with ``-lp`` for low priority. 3
+    """Return the name of the compute for one kind of node: ``dtrain-nc24adsa100v4``, with ``-lp`` for low priority. 3
     to 24 small letters, digits and hyphens, a letter first and no number after the last hyphen: the service's rule."""
     short = re.sub(r"[^a-z0-9]", "", choice.sku.casefold().removeprefix("standard_"))
     tail = "-lp" if choice.tier == "low_priority" else ""
@@ -224,13 +227,13 @@ def compute_name(cluster_name: str, choice: SkuChoice) -> str:
 
 
 def retry_at(refusals: Sequence[SkuRefusal], now: float) -> float:
-    """The earliest time at which it is sensible to ask for the whole chain again. Unix seconds."""
+    """Return the earliest time at which a new request for the whole chain makes sense, in Unix seconds."""
     return now + min((refusal.retry_seconds for refusal in refusals), default=SCARCE_SECONDS)
 
 
 def value_of(thing: Any, *names: str) -> Any:
-    """The first of these attributes that is set. The service's client keeps the values of some of its own types in
-    attributes of the wire's names (``vCPUs``), beside attributes of the documented names that stay None."""
+    """Return the first of these attributes that is set. The service's client keeps the values of some of its own types
+    in attributes of the REST names (``vCPUs``), beside attributes of the documented names that stay None."""
     for name in names:
         found = getattr(thing, name, None)
         if found is not None:
@@ -239,7 +242,7 @@ def value_of(thing: Any, *names: str) -> Any:
 
 
 def vm_size_of(listed: Any) -> Size:
-    """A size as the service's client lists it."""
+    """Return a size from the service's client's list."""
     return Size(
         sku=listed.name,
         family=str(value_of(listed, "family") or ""),
@@ -250,7 +253,7 @@ def vm_size_of(listed: Any) -> Size:
 
 
 def quota_of(listed: Any) -> Quota | None:
-    """A usage as the service's client lists it; None for what counts no cores."""
+    """Return a usage from the service's client's list; None for one that counts no cores."""
     name = value_of(listed, "name")
     value = name.get("value") if isinstance(name, Mapping) else value_of(name, "value")
     limit = value_of(listed, "limit")

@@ -1,7 +1,7 @@
-"""From what the service and the run directory say of a launch to what is so, and what to do about it. Pure.
+"""The true state of a launch, from the service and the run directory, and the decision about it. Pure.
 
-The service's word for a job is one of several witnesses: a training that has written that it succeeded has, even where
-its last node was lost a moment later; and a job that "fails" because its nodes went is gone on with elsewhere.
+The service's word for a job is one of several witnesses: a training that has recorded its success has succeeded, even
+where its last node was lost a moment later; and a job that "fails" because its nodes went is continued elsewhere.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobFacts:
-    """All that is known of a launch."""
+    """All known facts about a launch."""
 
     look: Look
     now: float
@@ -51,24 +51,24 @@ class JobFacts:
     phase_since: float
     """When the phase began that `phase_of` gives for this look."""
     seen: bool = False
-    """Has the service ever shown this launch?"""
+    """Whether the service has ever shown this launch."""
     result: dict[str, Any] | None = None
-    """``result.json``, of whichever launch."""
+    """``result.json``, of any launch."""
     heard_at: float | None = None
-    """When a node of this launch was last heard of."""
+    """Time at which a node of this launch was last heard of."""
     vanished: tuple[int, ...] = ()
-    """Nodes of this launch that went without saying so."""
+    """Nodes of this launch that ended without a record."""
     exit_codes: tuple[int, ...] = ()
     cancel_asked: bool = False
     stopping: str = ""
-    """Why this launch is being ended to go on elsewhere; "" if it is not."""
+    """Reason why this launch is being ended to continue elsewhere; "" if it is not."""
     resubmissions_left: int = 0
     nodes_ready: int | None = None
     """Nodes that the compute has for a job that waits; None: not known."""
     allocation_error: str = ""
-    """What the compute says of why it has no more."""
+    """Reason of the compute for not having more nodes."""
     has_alternative: bool = False
-    """Is there another kind of node to try?"""
+    """Whether there is another kind of node to try."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +83,9 @@ class Patience:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobDecision:
-    """``report`` how it stands; ``submit`` what was never submitted; ``cancel`` what somebody wants cancelled; ``stop``
-    this launch, to go on in another; go on in the ``next`` one; it is over: ``settle``."""
+    """The action for a launch: ``report`` its state; ``submit`` one that was never submitted; ``cancel`` one that
+    somebody wants cancelled; ``stop`` this launch, to continue in another; continue in the ``next`` one; ``settle`` one
+    that is over."""
 
     action: Literal["report", "submit", "cancel", "stop", "next", "settle"]
     state: JobState
@@ -92,7 +93,7 @@ class JobDecision:
 
 
 def phase_of(look: Look) -> Phase:
-    """What the service's word amounts to."""
+    """Return the phase that the service's word means."""
     if not look.status:
         return "gone"
     if look.status in WAITING:
@@ -107,7 +108,7 @@ def phase_of(look: Look) -> Phase:
 
 
 def decide_job(facts: JobFacts, patience: Patience) -> JobDecision:
-    """What to make of a launch."""
+    """Return the decision about a launch."""
     phase = phase_of(facts.look)
     if _says(facts, "succeeded") and phase in ("ended", "gone"):
         return JobDecision(action="settle", state=JobState.SUCCEEDED)
@@ -162,10 +163,10 @@ def _ended(facts: JobFacts) -> JobDecision:
 
 
 def loss(facts: JobFacts) -> str:
-    """How a launch that failed lost its nodes or its processes' peers; "" if it failed by itself.
+    """Return how a launch that failed lost its nodes or its processes' peers; "" if it failed by itself.
 
-    What the service says of nodes comes first; then the exit codes, of the nodes' own records or in the service's
-    words; then whether nodes vanished.
+    The service's word on nodes comes first; then the exit codes, of the nodes' own records or in the service's words;
+    then whether nodes vanished.
     """
     said = f"{facts.look.error_code}: {facts.look.error_message}"
     if _LOSS.search(said):
@@ -192,14 +193,14 @@ def _failed(why: str) -> JobDecision:
 
 
 def _gone(facts: JobFacts, patience: Patience) -> JobDecision:
-    """The service knows no such job."""
+    """Return the decision where the service knows no such job."""
     if facts.cancel_asked:
         return JobDecision(action="settle", state=JobState.CANCELLED, message="cancelled before it was submitted")
     if facts.seen:
         return _failed("the job was deleted from the workspace")
     if facts.now - facts.submitted_at < patience.start:
         return JobDecision(action="report", state=JobState.QUEUED, message="is being submitted")
-    return JobDecision(action="submit", state=JobState.QUEUED, message="whoever submitted it ended before it could")
+    return JobDecision(action="submit", state=JobState.QUEUED, message="its submitter ended before it could submit it")
 
 
 def _waiting(facts: JobFacts, patience: Patience) -> JobDecision:
@@ -227,7 +228,7 @@ def _paused(facts: JobFacts, patience: Patience) -> JobDecision:
 
 
 def _silent(facts: JobFacts, patience: Patience) -> JobDecision:
-    """The service does not hear the job; its nodes may still write, and then it works."""
+    """Return the decision where the service does not hear the job; its nodes may still write, and then it works."""
     word = facts.look.status
     silent = facts.now - max(facts.phase_since, facts.heard_at or 0.0)
     if silent <= patience.silence:
@@ -238,7 +239,7 @@ def _silent(facts: JobFacts, patience: Patience) -> JobDecision:
 
 
 def _says(facts: JobFacts, status: str) -> bool:
-    """Does the trainer's own result, of this launch, say this?"""
+    """Return whether the trainer's own result, of this launch, has this status."""
     result = facts.result
     # A job that does not regroup knows of no launches.
     return result is not None and result.get("status") == status and result.get("launch") in (None, facts.launch)

@@ -1,6 +1,6 @@
-"""``status.json`` of a job on Azure ML: what it says, when it is worth writing, and how a `JobStatus` is read from it.
+"""``status.json`` of a job on Azure ML: its content, when it is worth writing, and how a `JobStatus` is read from it.
 
-What is decided about a job, and done, is the controller's business.
+Decisions about a job, and their execution, belong in the controller.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class StatusFile:
         return self.rundir.read_json(STATUS) or {}
 
     def is_final(self, record: Mapping[str, Any], status: Mapping[str, Any] | None = None) -> bool:
-        """Has this launch ended? ``status``: the document, where it has been read already."""
+        """Return whether this launch has ended. ``status``: the document, where it has been read already."""
         status = self.read() if status is None else status
         return status.get("launch") == record.get("launch", 0) and JobState(status["state"]).is_final
 
     def report(self, record: Record, facts: JobFacts, decision: JobDecision, write: bool = True) -> JobStatus:
-        """The job's status now; it is written where anything but its words has changed."""
+        """Return the job's status now; it is written where anything but its words has changed."""
         status = describe_status(record, facts, decision)
         if write and self.writes_reports:
             known = self.read()
@@ -47,7 +47,7 @@ class StatusFile:
         return job_status_of(status, self._count_alive(facts.now))
 
     def report_unreachable(self, record: Record, status: Mapping[str, Any], error: ServiceError) -> JobStatus:
-        """What was so when it was last seen, and since when it was not seen any more."""
+        """Return the last seen status, with the time since when the job could not be seen."""
         known = dict(status) if status.get("launch") == record["launch"] else {}
         since = known.get("unreachable_since") or time.time()
         if self.writes_reports and known and not known.get("unreachable_since"):
@@ -65,7 +65,7 @@ class StatusFile:
     def write_end(
         self, record: Record, facts: JobFacts, decision: JobDecision, ended_at: float, exit_code: int
     ) -> JobStatus:  # fmt: skip
-        """Write how this launch ended, whoever looks."""
+        """Write how this launch ended, for any caller that looks, and return the status."""
         status = describe_status(record, facts, decision) | {"ended_at": ended_at, "exit_code": exit_code}
         self.rundir.write_json(STATUS, status)
         return job_status_of(status)
@@ -75,7 +75,7 @@ class StatusFile:
 
 
 def describe_status(record: Record, facts: JobFacts, decision: JobDecision) -> dict[str, Any]:
-    """The document for a launch that has not ended. Pure."""
+    """Return the document for a launch that has not ended. Pure."""
     return {
         "job_id": record["job_id"],
         "state": decision.state,
@@ -93,7 +93,7 @@ def describe_status(record: Record, facts: JobFacts, decision: JobDecision) -> d
 
 
 def job_status_of(status: Mapping[str, Any], nodes_alive: int = 0) -> JobStatus:
-    """What the document says, for whoever asks the cluster. Pure."""
+    """Return the status that the document holds. Pure."""
     return JobStatus(
         job_id=status["job_id"],
         state=JobState(status["state"]),

@@ -1,4 +1,4 @@
-"""This machine as a cluster, whose nodes are process groups: `manager` is what the rest uses, `supervisor` runs a job.
+"""This machine as a cluster, whose nodes are process groups: `manager` is its interface, `supervisor` runs a job.
 
-The supervisor starts in a moment and outlives whoever submitted: what it imports must be light.
+The supervisor starts in a moment and outlives the submitting process, so its imports must be light.
 """

@@ -1,4 +1,4 @@
-"""What a process of a job finds in its environment."""
+"""The environment variables that a process of a job gets."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from dtrain_dagster.clusters.local.processes import MARK
 from trainer.comm.launch_secret import SECRET_FILE
 
 PEER_GRACE = "DTRAIN_PEER_GRACE_SECONDS", 10.0
-"""After one process failed: how long its peers may take to notice by themselves and say so in their logs."""
+"""Variable and default: seconds that the peers of a failed process have to notice the failure and log it."""
 STOP_GRACE = "DTRAIN_STOP_GRACE_SECONDS", 8.0
-"""Between SIGTERM and SIGKILL: time for a checkpoint."""
+"""Variable and default: seconds between SIGTERM and SIGKILL, the time for a checkpoint."""
 _OF_A_LAUNCH = ("DTRAIN_LAUNCH", "DTRAIN_STAY", SECRET_FILE)
 
 
 class LaunchError(ValueError):
-    """What was asked for cannot be started. The message names the setting and the remedy."""
+    """The requested launch cannot be started. The message names the setting and the remedy."""
 
 
 def read_duration(name: str, default: float, *environments: Mapping[str, str]) -> float:
-    """The seconds that the first of these environments has under this name, where any has. `LaunchError` for what is no
-    such number."""
+    """Return the seconds that the first environment with this variable holds, else ``default``. Raise `LaunchError` for
+    a value that is not such a number."""
     text = next(filter(None, (environment.get(name) for environment in environments)), str(default))
     try:
         seconds = float(text)
@@ -36,7 +36,7 @@ def read_duration(name: str, default: float, *environments: Mapping[str, str]) -
 
 
 def choose_port(wanted: int | None) -> int:
-    """A port of this machine that is free now: the wanted one, or any. `LaunchError` if the wanted one is taken."""
+    """Return a free port of this machine: the wanted one, or any. Raise `LaunchError` if the wanted one is taken."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -50,15 +50,15 @@ def choose_port(wanted: int | None) -> int:
 
 
 def node_mark(launch: Mapping[str, Any], node_id: int, stay: int) -> str:
-    """What marks all processes of one stay of a node, see `dtrain_dagster.clusters.local.processes.MARK`."""
+    """Return the mark of all processes of one stay of a node, see `dtrain_dagster.clusters.local.processes.MARK`."""
     return f"{launch['token']}-l{launch['launch']}-n{node_id}-s{stay}-"
 
 
 def rank_environment(
     launch: Mapping[str, Any], node_id: int, local_rank: int, port: int, stay: int = 1, secret: str = ""
 ) -> dict[str, Any]:
-    """torchrun's variables for one process; for one that regroups, the launch and the stay as well. ``secret``: the
-    path of the file with this launch's secret."""
+    """Return torchrun's variables for one process; for a process that regroups, also the launch and the stay.
+    ``secret``: the path of the file with this launch's secret."""
     per_node, count = launch["processes_per_node"], launch["node_count"]
     elastic = {"DTRAIN_LAUNCH": launch["launch"], "DTRAIN_STAY": stay} if launch["elastic"] else {}
     return {
@@ -80,8 +80,8 @@ def rank_environment(
 def merge_environment(
     inherited: Mapping[str, str], launch: Mapping[str, Any], variables: Mapping[str, Any]
 ) -> dict[str, str]:
-    """What a process gets, later ones winning: defaults, the submitter's environment, the setting for threads, what
-    the job asks for, its place in the world."""
+    """Return the environment of a process. Later sources win: defaults, the submitter's environment, the setting for
+    threads, the job's own variables, its place in the world."""
     ranks = launch["node_count"] * launch["processes_per_node"]
     defaults = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),  # or every rank takes all cores

@@ -1,6 +1,6 @@
-"""What a person reads of a job of the local cluster that failed: who failed first, how, and what its log said last.
+"""The message about a failed job of the local cluster: which process failed first, how, and its last log lines.
 
-Which process is to blame is decided in `clusters.exit_policy`; when a job has failed, in `supervisor`.
+`clusters.exit_policy` decides which process is to blame; `supervisor` decides when a job has failed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LOG_TAIL_LINES = 12
 
 
 def explain_failure(rundir: RunDir, launch: Mapping[str, Any], failure: Failure) -> str:
-    """The message of a job that ended because one of its processes failed."""
+    """Return the message of a job that ended because one of its processes failed."""
     result = rundir.read_result() or {}
     if result.get("status") == "budget" and result.get("launch") in (None, launch["launch"]):
         return f"{result['error']}. {how_to_go_on(rundir, launch['job_id'])}"
@@ -28,9 +28,9 @@ def explain_failure(rundir: RunDir, launch: Mapping[str, Any], failure: Failure)
 def explain_giving_up(
     rundir: RunDir, job_id: str, reason: str, ends: Sequence[tuple[int, int | None]], cause: Failure | None
 ) -> str:
-    """The message of a job that has no nodes left: how each of its processes ended, and how to go on.
+    """Return the message of a job that has no nodes left: how each of its processes ended, and how to continue.
 
-    ``ends``: node and exit code of each process. ``cause``: the one whose log is quoted; None where none failed.
+    ``ends``: node and exit code of each process. ``cause``: the failure whose log is quoted; None where none failed.
     """
     how = "; ".join(f"node {node_id}: {describe_exit(code)}" for node_id, code in ends if code is not None)
     message = f"{reason} ({how}). {how_to_go_on(rundir, job_id)}"

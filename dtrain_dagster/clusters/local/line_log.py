@@ -1,4 +1,4 @@
-"""One log file for the several processes of a node, in which every line is whole."""
+"""One log file for the processes of a node, in which every line is whole."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from trainer.storage.regular_files import open_regular
 
 _NODE_LOG = re.compile(r"node-(\d{1,9})\.log")
 LINE_BYTES = 1 << 14
-"""Of a line that is shown."""
+"""Bytes of one line that are shown."""
 PIPE_BYTES = 1 << 20
-"""What a process can print between two looks without having to wait."""
+"""Bytes that a process can print between two looks without having to wait."""
 PATIENCE_SECONDS = 0.5
-"""How long an unfinished line may wait for its end; after that it is a prompt or a progress bar."""
+"""Seconds that an unfinished line waits for its end; after that it is a prompt or a progress bar."""
 
 
 @dataclass(slots=True)
 class _Source:
     waiting: bytes = b""
     since: float = 0.0
-    """When ``waiting`` began; of no meaning while it is empty."""
+    """When ``waiting`` began; without meaning while ``waiting`` is empty."""
 
 
 class LineLog:
-    """Passes what processes print on to a file, line by line.
+    """A log that passes the output of several processes on to a file, line by line.
 
-    Processes that share a file mix their lines with each other's: unbuffered Python writes a ``print`` of five words in
-    ten pieces. Here each has a pipe of its own. A full disk costs lines, but no process notices.
+    Processes that share a file mix their lines: unbuffered Python writes a ``print`` of five words in ten pieces. Here
+    each process has its own pipe. A full disk costs lines, but no process notices.
     """
 
     def __init__(self, path: Path, header: str) -> None:
@@ -44,7 +44,7 @@ class LineLog:
         self._sources: dict[int, _Source] = {}
 
     def open_pipe(self) -> int:
-        """A descriptor for a process to write to; the caller closes its own copy once the process has it."""
+        """Return a descriptor for a process to write to; the caller closes its own copy once the process has it."""
         read, write = os.pipe()
         os.set_blocking(read, False)
         if hasattr(fcntl, "F_SETPIPE_SZ"):
@@ -54,7 +54,7 @@ class LineLog:
         return write
 
     def pump(self, last: bool = False) -> None:
-        """Write what has come in since, up to the last whole line of each process; at the ``last`` time everything."""
+        """Write the input since the last call, up to the last whole line of each process; if ``last``, all of it."""
         now = time.monotonic()
         for descriptor, source in list(self._sources.items()):
             data, ended = _read(descriptor)
@@ -73,13 +73,14 @@ class LineLog:
                 del self._sources[descriptor]
 
     def close(self) -> None:
+        """Write the rest and close all pipes and the file."""
         self.pump(last=True)
         self._file.close()
 
 
 def _read(descriptor: int) -> tuple[bytes, bool]:
-    """(what is there now, whether every writer has gone). No more than a pipe holds is taken at a time: who prints
-    without end waits for the log, instead of keeping its reader here."""
+    """Return the bytes that are there now and whether every writer has gone. At most one pipe's capacity is taken at a
+    time: a process that prints without end waits for the log and does not hold its reader here."""
     data = b""
     with contextlib.suppress(BlockingIOError):
         while len(data) < PIPE_BYTES:
@@ -91,7 +92,7 @@ def _read(descriptor: int) -> tuple[bytes, bool]:
 
 
 def last_lines(path: Path, lines: int) -> str:
-    """The last lines of a log, read from its end; "" if there is none."""
+    """Return the last lines of a log, read from its end; "" if there is none."""
     block, data = 8192, b""
     try:
         with open_log(path) as file:
@@ -108,8 +109,8 @@ def last_lines(path: Path, lines: int) -> str:
 
 
 def readable(data: bytes) -> str:
-    """A log as text, its lines no longer than anybody can read: some programs print all on one. A carriage return ends
-    one too: progress bars are written over themselves with it, and a terminal is not to obey it."""
+    """Return a log as text, with lines of bounded length: some programs print everything on one line. A carriage return
+    also ends a line: progress bars overwrite themselves with it, and a terminal must not obey it."""
     lines = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
     if max(map(len, lines)) > LINE_BYTES:
         lines = [
@@ -120,14 +121,14 @@ def readable(data: bytes) -> str:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """A log in a folder of a run directory. FileNotFoundError where there is none, `DamagedError` for what is no file,
-    or where the folder leads elsewhere."""
+    """Return an open log of a folder in a run directory. Raise FileNotFoundError where there is none, `DamagedError`
+    where it is no file, or where the folder leads elsewhere."""
     return open_regular(str(path.parent.parent), f"{path.parent.name}/{path.name}")
 
 
 def text_of(path: Path) -> str:
-    """A log as a whole, of a very long one its end. FileNotFoundError where there is none, `DamagedError` for what is
-    no file."""
+    """Return the whole text of a log, of a very long one its end. Raise FileNotFoundError where there is none,
+    `DamagedError` where it is no file."""
     with open_log(path) as file:
         left_out = max(0, file.seek(0, os.SEEK_END) - LOG_BYTES)
         file.seek(left_out)
@@ -136,6 +137,6 @@ def text_of(path: Path) -> str:
 
 
 def logs_of(folder: Path, node_id: int | None = None) -> dict[int, Path]:
-    """Node → its log, in order of nodes. What else is in the folder is none."""
+    """Return node → its log, in order of nodes. Other files of the folder are left out."""
     found = {int(match[1]): path for path in folder.glob("node-*.log") if (match := _NODE_LOG.fullmatch(path.name))}
     return {node: found[node] for node in sorted(found) if node_id in (None, node)}

@@ -1,6 +1,6 @@
-"""The default cluster: «nodes» are process groups on this machine, under a supervisor that outlives who started it.
+"""The default cluster: «nodes» are process groups on this machine, under a supervisor that outlives the submitter.
 
-There is nothing to start and nothing to pay. Cluster state is one small file; all about a job is in its run directory.
+Nothing has to be started or paid for. Cluster state is one small file; everything about a job is in its run directory.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
 from trainer.storage.open import open_storage
 
 END_SECONDS = 25.0
-"""How long the end of an orphan is waited for, at one tick of a sensor."""
+"""Seconds for which one tick of a sensor waits for the end of an orphan."""
 
 CLUSTER = "cluster.json"
 _CONFIG = schemas.record(
@@ -68,16 +68,15 @@ _CONFIG = schemas.record(
      "idle_timeout_minutes": schemas.count},
     processes_per_node=schemas.whole(1), tier=schemas.optional(schemas.text),
 )  # fmt: skip
-NEVER_STARTED = "it never started: whoever submitted it ended before it could; submit it again"
+NEVER_STARTED = "it never started: its submitter ended before it could; submit it again"
 
 
 class LocalClusterManager(GPUClusterManager):
-    """A cluster on this machine. Any number of manager objects, in any process, see the same cluster and jobs.
-
-    Its state is ``<home>/clusters/<cluster_name>/cluster.json``, its jobs are ``<home>/storage/jobs/<job_id>``.
-    ``gpu_type`` is the SKU whose price stands in; ``threads_per_rank`` sets OMP_NUM_THREADS (None: cores / ranks).
-    Of a job that regroups, ``max_replacements`` lost nodes are replaced, each after ``replacement_delay_seconds``.
-    """
+    """A cluster on this machine. Any number of manager objects, in any process, see the same cluster and jobs. Its
+    state is ``<home>/clusters/<cluster_name>/cluster.json``, its jobs are ``<home>/storage/jobs/<job_id>``.
+    ``gpu_type`` is the SKU whose price is used as a stand-in; ``threads_per_rank`` sets OMP_NUM_THREADS (None: cores /
+    ranks). For a job that regroups, ``max_replacements`` lost nodes are replaced, each after
+    ``replacement_delay_seconds``."""
 
     def __init__(
         self,
@@ -128,7 +127,7 @@ class LocalClusterManager(GPUClusterManager):
         return True
 
     def monitor_health(self) -> ClusterHealth:
-        """A node that a running job has lost, or that is silent, is unhealthy; one without work is healthy."""
+        """Return the health of each node: one that a running job has lost, or that is silent, is unhealthy."""
         config = self._config()
         running = [status.job_id for status in self.active_jobs()]
         damaged: list[str] = []
@@ -158,7 +157,7 @@ class LocalClusterManager(GPUClusterManager):
         )
 
     def pools(self) -> list[NodePool]:
-        """One; none where nothing is provisioned and nothing runs."""
+        """Return one pool; none where nothing is provisioned and nothing runs."""
         config, jobs = self._config(), self.active_jobs()
         at_work = sum(job.nodes_alive for job in jobs)
         nodes = max(at_work, config.node_count if config else 0)
@@ -176,8 +175,8 @@ class LocalClusterManager(GPUClusterManager):
         ]
 
     def scale_down(self, pool: NodePool, force: bool = False) -> bool:
-        """Forget the cluster: there are no nodes without a job. Every run directory is opened before, whatever the
-        marks say."""
+        """Forget the cluster: it has no nodes without a job. Every run directory is opened before, whatever the marks
+        say."""
         with self.use.giving_back(pool.used_at):
             running = [job.job_id for job in self.list_jobs() if not job.state.is_final]
             for job_id in running:
@@ -291,8 +290,7 @@ class LocalClusterManager(GPUClusterManager):
         return sorted(jobs, key=lambda job: job.started_at or 0.0, reverse=True)
 
     def _peek(self, job_id: str) -> JobStatus:
-        """How a job stands; of one that cannot be read, what is wrong and whether a supervisor works on it. So no job
-        hides the others."""
+        """Return the status of a job; for an unreadable one its damage, so that no job hides the others."""
         try:
             return self.job_status(job_id)
         except NotADirectoryError:
@@ -316,7 +314,7 @@ class LocalClusterManager(GPUClusterManager):
         self._end(job_id)
 
     def _end(self, job_id: str, patience_seconds: float = math.inf) -> bool:
-        """Have a job ended, and wait so long for it; whether it has."""
+        """Request the end of a job and wait at most that long for it; return whether it has ended."""
         rundir = self._rundir(job_id)
         folder = rundir.storage.local_path()
         try:

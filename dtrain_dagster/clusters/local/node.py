@@ -1,4 +1,4 @@
-"""One stay of a node on this machine: a process group with a log, from its start until nothing of it is left."""
+"""One stay of a node on this machine: a process group with a log, from its start until none of it is left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.rundir import NodePresence
 
 
 class Process(Protocol):
-    """What a node needs of a process; `subprocess.Popen` is one."""
+    """The interface that a node needs of a process; `subprocess.Popen` has it."""
 
     pid: int
     returncode: int | None
@@ -26,41 +26,44 @@ class Process(Protocol):
 
 @dataclass(slots=True)
 class Node:
-    """Started, watched and ended by the supervisor."""
+    """A node that the supervisor starts, watches and ends."""
 
     presence: NodePresence
     log: LineLog
     mark: str
-    """What its processes inherit, see `dtrain_dagster.clusters.local.processes.MARK`."""
+    """The mark that its processes inherit, see `dtrain_dagster.clusters.local.processes.MARK`."""
     size: int
-    """Processes that it shall have."""
+    """Number of processes that it is to have."""
     processes: list[tuple[int, Process]] = field(default_factory=list)
-    """(rank, process), in order; the first one leads the group."""
+    """(rank, process), in order; the first process leads the group."""
     group: int | None = None
     gone_at: float | None = None
-    """By `time.monotonic`: when nothing of it was left, children of its processes included."""
+    """Time of `time.monotonic` at which nothing of the node was left, children of its processes included."""
     _kill_at: float | None = None
 
     @property
     def alive(self) -> bool:
+        """Return whether a process of the node runs."""
         return any(process.poll() is None for _, process in self.processes)
 
     @property
     def gone(self) -> bool:
+        """Return whether nothing of the node is left."""
         return self.gone_at is not None
 
     @property
     def codes(self) -> tuple[int | None, ...]:
-        """As `NodeFacts.codes`; a process that could not be started is as good as one that was killed."""
+        """Return the exit codes as `NodeFacts.codes`; a process that could not be started counts as killed."""
         started = tuple(process.poll() for _, process in self.processes)
         return started + (-signal.SIGKILL,) * (self.size - len(started))
 
     def facts(self) -> NodeFacts:
+        """Return what `clusters.exit_policy` decides from."""
         since = None if self.gone_at is None else time.monotonic() - self.gone_at
         return NodeFacts(node_id=self.presence.node_id, codes=self.codes, gone_seconds=since)
 
     def end(self, grace: float) -> None:
-        """SIGTERM to all of it now, SIGKILL after ``grace`` seconds, which `look` sees to. A second call can only
+        """Send SIGTERM to the whole node now, and SIGKILL after ``grace`` seconds, in `look`. A second call can only
         shorten the grace."""
         if self.gone:
             return
@@ -69,12 +72,12 @@ class Node:
         self._kill_at = min(time.monotonic() + grace, self._kill_at or float("inf"))
 
     def kill(self) -> None:
-        """SIGKILL to all of it, now: it does not answer to anything else."""
+        """Send SIGKILL to the whole node now: it does not answer to anything else."""
         self._kill_at = time.monotonic()
         self._signal(signal.SIGKILL)
 
     def look(self) -> bool:
-        """Go on with ending it, if that was begun. True once, when nothing of it is left."""
+        """Continue to end the node, if that was begun. Return True once, when nothing of it is left."""
         if self.gone or self.alive or self._left():
             if not self.gone and self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._signal(signal.SIGKILL)
@@ -84,7 +87,7 @@ class Node:
         return True
 
     def _left(self) -> bool:
-        """Is there a child of its processes, in its group or elsewhere?"""
+        """Return whether a child of its processes is left, in its group or elsewhere."""
         return self.group is not None and (group_alive(self.group) or bool(marked(self.mark)))
 
     def _signal(self, number: int) -> None:

@@ -1,8 +1,8 @@
-"""Which processes a job has left on this machine: by group, by descent, and by a mark in their environment.
+"""The processes that a job has left on this machine, found by group, by descent, and by a mark in their environment.
 
 A process can leave its group (``setsid``), its parent can end before it, and it can start others with an environment of
-their own; it cannot easily do all of it at once. Each function asks `psutil` anew: a number of a process may be
-another's by the next time.
+their own; it cannot easily do all of it at once. Each function asks `psutil` again, because a process number may belong
+to another process by the next call.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable
 import psutil
 
 MARK = "DTRAIN_JOB_TOKEN"
-"""The variable that whatever a job starts inherits: the job's token, then launch, node and stay."""
+"""The environment variable that every process of a job inherits: the job's token, then launch, node and stay."""
 POLL_SECONDS = 0.02
 
 
 def _mark_of(pid: int) -> str | None:
-    """What it inherited as its mark; "" where nothing, None where it has ended or cannot be read (another user's)."""
+    """Return the inherited mark of a process; "" without one, None where it has ended or cannot be read (another
+    user's)."""
     try:
         return psutil.Process(pid).environ().get(MARK, "")
     except psutil.Error:
@@ -30,8 +31,8 @@ def _mark_of(pid: int) -> str | None:
 
 
 def _is_running(pid: int) -> bool:
-    """One that has ended and waits for its parent to notice does not run: an orphan's parent is the machine's first
-    process, which in a container may take its time or never look."""
+    """Return whether a process runs. One that has ended and waits for its parent to notice does not: an orphan's parent
+    is the machine's first process, which in a container may take its time or never look."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.Error:
@@ -39,13 +40,13 @@ def _is_running(pid: int) -> bool:
 
 
 def marked(mark: str) -> set[int]:
-    """Processes that inherited this mark, or one that begins with it."""
+    """Return the processes that inherited this mark, or one that begins with it."""
     return {pid for pid in psutil.pids() if (_mark_of(pid) or "").startswith(mark) and _is_running(pid)}
 
 
 def descendants(root: int, token: str) -> set[int]:
-    """Processes that ``root`` started, directly or not. Another job's, submitted from within this one, are its own:
-    they outlive this one."""
+    """Return the processes that ``root`` started, directly or not. Those of another job, submitted from within this
+    one, are left out: they outlive this job."""
     children: dict[int | None, list[int]] = defaultdict(list)
     for pid in psutil.pids():  # not `psutil.Process.children`, which loses some where the clock is set back meanwhile
         children[parent_of(pid)].append(pid)
@@ -63,13 +64,15 @@ def descendants(root: int, token: str) -> set[int]:
 
 
 def signal_all(pids: Iterable[int], number: int) -> None:
+    """Send a signal to each process; those that have ended are passed over."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
 def kill_all(find: Callable[[], set[int]], limit_seconds: float) -> bool:
-    """SIGKILL to all that ``find`` finds, again and again, since they may start others; True once it finds none."""
+    """Send SIGKILL to all that ``find`` returns, again and again, since they may start others; return True once it
+    finds none, False if it still finds some after ``limit_seconds``."""
     deadline = time.monotonic() + limit_seconds
     while pids := find():
         if time.monotonic() > deadline:
@@ -80,7 +83,7 @@ def kill_all(find: Callable[[], set[int]], limit_seconds: float) -> bool:
 
 
 def parent_of(pid: int) -> int | None:
-    """None where it has ended."""
+    """Return the number of the parent; None where the process has ended."""
     try:
         return psutil.Process(pid).ppid()
     except psutil.Error:
@@ -88,7 +91,7 @@ def parent_of(pid: int) -> int | None:
 
 
 def command_of(pid: int) -> list[str]:
-    """The words that it was started with; none where it has ended or is another user's."""
+    """Return the words of its command line; none where the process has ended or is another user's."""
     try:
         return psutil.Process(pid).cmdline()
     except psutil.Error:
@@ -96,7 +99,7 @@ def command_of(pid: int) -> list[str]:
 
 
 def has_open(pid: int, path: str | os.PathLike[str]) -> bool:
-    """Does the process have this very file open? Where there is no /proc that cannot be told: True.
+    """Return whether the process has this very file open. Without /proc that cannot be determined: True.
 
     `psutil` gives paths of open files only; by now another file may have that path.
     """
@@ -112,8 +115,8 @@ def has_open(pid: int, path: str | os.PathLike[str]) -> bool:
 
 
 def signal_if(pid: int, number: int, is_right: Callable[[int], bool]) -> bool:
-    """Send a signal to the process that ``is_right``; whether it was. It cannot end, and its number be used again, in
-    between, where the kernel has handles of processes."""
+    """Send a signal to the process if ``is_right`` accepts it; return whether it did. Where the kernel has process
+    handles, the process cannot end in between with its number used again."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if not hasattr(os, "pidfd_open"):
             if right := is_right(pid):
@@ -130,7 +133,7 @@ def signal_if(pid: int, number: int, is_right: Callable[[int], bool]) -> bool:
 
 
 def signal_group(group: int, number: int) -> bool:
-    """Send a signal to every process of a group; False if there is none."""
+    """Send a signal to every process of a group; return False if there is none."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:
@@ -141,14 +144,14 @@ def signal_group(group: int, number: int) -> bool:
 
 
 def group_alive(group: int) -> bool:
-    """Does a process of the group still run?"""
+    """Return whether a process of the group still runs."""
     if not signal_group(group, 0):
         return False
     return any(group_of(pid) == group and _is_running(pid) for pid in psutil.pids())
 
 
 def group_of(pid: int) -> int | None:
-    """None where it has ended."""
+    """Return the process group; None where the process has ended."""
     try:
         return os.getpgid(pid)
     except (ProcessLookupError, PermissionError):

@@ -1,10 +1,10 @@
-"""A process above the supervisor that ends whatever the supervisor leaves, however it died.
+"""A process above the supervisor that ends all processes that the supervisor leaves, however it died.
 
 Asking the kernel to kill a child with its parent (PR_SET_PDEATHSIG) reaches the processes that the supervisor started,
 but not what those started in turn: the trainer behind a shell script, a data loader's workers, a daemon in a session of
 its own. The reaper is the supervisor's parent, and both ask the kernel for the orphans among their descendants
 (PR_SET_CHILD_SUBREAPER): none gets out of sight, whichever of the two is killed. The reaper holds the same lock as the
-supervisor, so the run directory is free only when nothing is left that could write into it.
+supervisor, so the run directory is free only when no process is left that could write into it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Reaper:
-    """The supervisor's line to its reaper: a pipe, whose end tells that the supervisor is gone."""
+    """The supervisor's connection to its reaper: a pipe, whose end tells that the supervisor is gone."""
 
     def __init__(self, pipe: int) -> None:
         self._pipe = pipe
@@ -37,7 +37,7 @@ class Reaper:
         self._tell(b"+%d\n" % group)
 
     def forget(self, group: int) -> None:
-        """The group is gone; its number may soon be someone else's."""
+        """Stop watching a group that is gone; its number may soon belong to another."""
         self._tell(b"-%d\n" % group)
 
     def _tell(self, line: bytes) -> None:
@@ -46,16 +46,16 @@ class Reaper:
 
 
 def supervised(work: Callable[[Reaper], int], token: str, afterwards: Callable[[], None]) -> int:
-    """Do the work in a child; once that has ended, end all it left and call ``afterwards``. The child's exit code,
-    negative for a signal.
+    """Do the work in a child; after its end, end all processes that it left and call ``afterwards``. Return the child's
+    exit code, negative for a signal.
 
-    ``token``: what marks the processes of this job, see `dtrain_dagster.clusters.local.processes.MARK`.
+    ``token``: the mark of the processes of this job, see `dtrain_dagster.clusters.local.processes.MARK`.
     """
     _take_in_orphans()
     codes: dict[int, int] = {}
 
     def reap(*_: object) -> None:
-        """Orphans end here; without this they would stay as zombies for as long as the job runs."""
+        """Reap ended orphans; without this they would stay as zombies for as long as the job runs."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
@@ -90,7 +90,8 @@ def supervised(work: Callable[[Reaper], int], token: str, afterwards: Callable[[
 
 
 def reap_orphans(own: Container[int]) -> None:
-    """Let orphans end that were taken in; the ends of its ``own`` processes are left to whoever started them."""
+    """Reap adopted orphans that have ended; the ends of the ``own`` processes are left to the code that started
+    them."""
     with contextlib.suppress(ChildProcessError):
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if ended.si_pid in own:
@@ -104,11 +105,11 @@ def _take_in_orphans() -> None:
 
 
 def _work(work: Callable[[Reaper], int], reaper: Reaper) -> int:
-    """The child's whole life: its exit code."""
+    """Run the child's whole life and return its exit code."""
     code = 1
     try:
         _take_in_orphans()
-        os.setsid()  # whoever kills the supervisor's group must not take the reaper along
+        os.setsid()  # a signal to the supervisor's group must not end the reaper too
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         code = work(reaper)

@@ -1,6 +1,6 @@
-"""What others than its supervisor do to a job on this machine: take its lock, watch it, wait for it, settle it, end it.
+"""What processes other than its supervisor do to a job on this machine: lock, watch, wait for, settle and end it.
 
-How a job is started is in `submit`; what its supervisor does, in `supervisor`.
+`submit` starts a job; its supervisor's own work is in `supervisor`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from dtrain_dagster.support.job_lock import LOCK, acquire, is_held
 from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
 
 SWEEP_SECONDS = 10.0
-"""How long processes may take to die whose supervisor and reaper were both killed."""
+"""Seconds that processes may take to die whose supervisor and reaper were both killed."""
 POLL_SECONDS = 0.02
 FORCE_SECONDS = 15.0
-"""How much longer than its grace a supervisor may take to end a job before it is killed itself."""
+"""Seconds beyond its grace that a supervisor may take to end a job before it is killed itself."""
 NOTICE_SECONDS = 0.1
-"""How soon it is noticed that a job that is followed has ended. Each look is at the date of one file."""
+"""Seconds until the end of a followed job is noticed. Each look reads the date of one file."""
 SUPERVISOR_LOG = "supervisor.log"
 TOKEN_LENGTH = 16 + 32
-"""Digits of a launch's token: of its run directory's digest, and random ones."""
+"""Digits of a launch's token: those of its run directory's digest, and random ones."""
 
 
 def acquire_job_lock(folder: Path, rundir: RunDir) -> int | None:
-    """The job's lock; None if it runs already. A supervisor that has said how it ended is waited for."""
+    """Return the descriptor of the job's lock; None if the job runs already. A supervisor that has recorded its end is
+    waited for."""
     while (lock := acquire(folder)) is None:
         status = rundir.read_json(STATUS)
         if status is None or not JobState(status["state"]).is_final:
@@ -54,7 +55,8 @@ def acquire_job_lock(folder: Path, rundir: RunDir) -> int | None:
 
 
 def settle_status(rundir: RunDir) -> dict[str, Any] | None:
-    """With the job's lock in hand: if the last supervisor died, write the end that it could not. ``status.json``."""
+    """Return ``status.json``, for the holder of the job's lock. If the last supervisor died, write the end that it
+    could not."""
     status = rundir.read_json(STATUS)
     if status is None or JobState(status["state"]).is_final:
         return status
@@ -73,7 +75,7 @@ def settle_status(rundir: RunDir) -> dict[str, Any] | None:
 
 
 def observe(rundir: RunDir) -> tuple[dict[str, Any] | None, bool]:
-    """``status.json`` and whether a supervisor lives, seen at one moment; settled where the supervisor died."""
+    """Return ``status.json`` and whether a supervisor lives, both of one moment; settled where the supervisor died."""
     folder = rundir.storage.local_path()
     while True:
         status = rundir.read_json(STATUS)
@@ -93,7 +95,7 @@ def observe(rundir: RunDir) -> tuple[dict[str, Any] | None, bool]:
 
 
 def wait_for_change(rundir: RunDir, state: JobState, seconds: float) -> None:
-    """Return as soon as ``status.json`` says anything else than this state, or after so many seconds."""
+    """Return as soon as ``status.json`` holds another state than this one, or after that many seconds."""
     deadline = time.monotonic() + seconds
     path, known = rundir.storage.path(STATUS), None
     while time.monotonic() < deadline:
@@ -105,8 +107,8 @@ def wait_for_change(rundir: RunDir, state: JobState, seconds: float) -> None:
 
 
 def end_supervised(rundir: RunDir, patience_seconds: float) -> bool:
-    """Have a job ended by its supervisor, and wait so long for it; whether it has. A supervisor that takes much longer
-    than its grace is killed, and the end that it could not write is written here."""
+    """Request the end of a job from its supervisor and wait at most that long; return whether it has ended. A
+    supervisor that takes much longer than its grace is killed, and the end that it could not write is written here."""
     folder = rundir.storage.local_path()
     grace = (rundir.read_json(STATUS) or {}).get("stop_grace_seconds", STOP_GRACE[1])
     asked_at = time.monotonic()
@@ -122,21 +124,22 @@ def end_supervised(rundir: RunDir, patience_seconds: float) -> bool:
 
 
 def new_token(folder: Path) -> str:
-    """A mark for whatever the next launch in this run directory starts. It begins with the directory's digest, so that
-    ``launch.json``, which the job can write, cannot name processes of another job."""
+    """Return a mark for all processes of the next launch in this run directory. It begins with the directory's digest,
+    so that ``launch.json``, which the job can write, cannot name processes of another job."""
     return f"{_digest(folder)}{uuid.uuid4().hex}"
 
 
 def sweep(launch: Mapping[str, Any], folder: Path) -> None:
-    """Kill what a launch in this run directory has left on this machine; nothing, if its token is not of there."""
+    """Kill the processes that a launch in this run directory has left on this machine; none, if its token is of another
+    directory."""
     token = launch.get("token")
     if isinstance(token, str) and len(token) == TOKEN_LENGTH and token.startswith(_digest(folder)):
         kill_all(lambda: marked(token), SWEEP_SECONDS)
 
 
 def signal_supervisor(rundir: RunDir, number: signal.Signals) -> None:
-    """Send a signal to the supervisor that has said that it has the job. What ``status.json`` calls its process is no
-    more than a hint: the job can write that file, and numbers of processes are used again."""
+    """Send a signal to the supervisor that has recorded that it has the job. The process number in ``status.json`` is
+    only a hint: the job can write that file, and process numbers are used again."""
     status = rundir.read_json(STATUS)
     if not status or JobState(status["state"]).is_final:
         return
@@ -147,8 +150,8 @@ def signal_supervisor(rundir: RunDir, number: signal.Signals) -> None:
 
 
 def is_supervisor(pid: int, folder: Path) -> bool:
-    """Is this process a supervisor of this run directory, or its reaper? Its command says so, and it has the lock
-    open, which nothing inherits that it starts."""
+    """Return whether this process is a supervisor of this run directory, or its reaper. Its command line says so, and
+    it has the lock open, which none of its children inherits."""
     command = command_of(pid)
     return (
         "dtrain_dagster.clusters.local.supervisor" in command
@@ -158,8 +161,8 @@ def is_supervisor(pid: int, folder: Path) -> bool:
 
 
 def supervisor_of(folder: Path, said: object) -> int | None:
-    """The process that supervises this run directory; None if there is none, or it has only just been started.
-    ``said``: what the job's status calls it, believed where it is one."""
+    """Return the process that supervises this run directory; None if there is none, or if it has only just been
+    started. ``said``: the process number of the job's status, believed where it is a supervisor."""
     if isinstance(said, int) and is_supervisor(said, folder):
         return said
     found = {pid for pid in psutil.pids() if is_supervisor(pid, folder)}
@@ -175,7 +178,7 @@ def _is_same(argument: str, folder: Path) -> bool:
 
 
 def _version(path: str) -> tuple[int, int] | None:
-    """What changes whenever a file is replaced; None where there is none."""
+    """Return a value that changes whenever the file is replaced; None where there is none."""
     try:
         stat = os.stat(path)
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""How a job of the local cluster is started: its size is checked, its launch described, its supervisor started.
+"""The start of a job of the local cluster: its size is checked, its launch described, its supervisor started.
 
-What comes after, up to the end of the job, belongs to `supervisor`; who may start it at all is decided in `settle`.
+All that follows, up to the end of the job, belongs in `supervisor`; `settle` decides whether it may start.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
 
 RANKS_PER_CORE = 8
 START_SECONDS = 30.0
-"""How long a supervisor may take to say that it has the job."""
+"""Seconds that a supervisor may take to record that it has the job."""
 
 
 def most_ranks() -> int:
-    """Processes that this machine is asked to carry at most."""
+    """Return the largest number of processes that this machine is asked to carry."""
     return RANKS_PER_CORE * (os.cpu_count() or 1)
 
 
 def check_size(node_count: int, processes_per_node: int) -> None:
-    """`ClusterError` for a cluster that this machine cannot be."""
+    """Raise `ClusterError` for a cluster size that this machine cannot have."""
     if node_count < 1:
         raise ClusterError(f"DTRAIN_NODES={node_count}: a cluster needs at least one node; set 1 or more")
     if processes_per_node < 1:
@@ -46,7 +46,7 @@ def check_size(node_count: int, processes_per_node: int) -> None:
 
 
 def describe_launch(spec: JobSpec, folder: Path, rundir: RunDir) -> dict[str, Any]:
-    """The next launch of this job, as ``launch.json`` has it, but for what the cluster's settings add."""
+    """Return the next launch of this job as in ``launch.json``, without what the cluster's settings add."""
     return {
         "job_id": spec.job_id,
         "command": list(spec.command),
@@ -62,10 +62,10 @@ def describe_launch(spec: JobSpec, folder: Path, rundir: RunDir) -> dict[str, An
 
 
 def start_supervisor(launch: Mapping[str, Any], rundir: RunDir, lock: int, secret: Path) -> None:
-    """Start a supervisor in a session of its own, hand it the lock, and wait until it says that it has the job.
+    """Start a supervisor in a session of its own, hand it the lock, and wait until it records that it has the job.
 
-    ``lock``: the descriptor that holds the job's lock. ``secret``: the file for the secret of the launch.
-    `ClusterError` if the supervisor ends at once or does not answer in time; nothing of it is left then.
+    ``lock``: the descriptor that holds the job's lock. ``secret``: the file for the secret of the launch. Raise
+    `ClusterError` if the supervisor ends at once or does not answer in time; no process of it is left then.
     """
     folder = rundir.storage.local_path()
     rundir.write_json(LAUNCH, launch)
@@ -101,7 +101,7 @@ def start_supervisor(launch: Mapping[str, Any], rundir: RunDir, lock: int, secre
 
 
 def with_package(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment, in which Python finds this project even where it was not installed."""
+    """Return the environment in which Python finds this project even where it was not installed."""
     root = Path(__file__).parents[3]
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     if not {"site-packages", "dist-packages"} & set(root.parts):

@@ -1,8 +1,8 @@
-"""Runs one job's processes on this machine and outlives whoever started it: ``python -m …clusters.supervisor DIR``.
+"""Runs one job's processes on this machine and outlives its submitter: ``python -m …clusters.supervisor DIR``.
 
-Each node is a process group of its own with a log of its own. The supervisor writes when each node was there, how the
-job stands and how it ended, replaces nodes of a job that regroups, and holds the run directory's lock for as long as
-it lives. It is one plain process with one thread and imports nothing heavy: up in a moment, and it costs nothing.
+Each node is a process group of its own with a log of its own. The supervisor records when each node was present, the
+status of the job and its end, replaces nodes of a job that regroups, and holds the run directory's lock for as long as
+it lives. It is one plain process with one thread and imports nothing heavy, so it starts in a moment at no cost.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ from trainer.runtime.clock import SteadyClock
 
 POLL_SECONDS = 0.05
 MAX_RELAUNCHES = 3
-"""How often a job whose nodes could not regroup is started again before somebody has to look."""
+"""Times that a job whose nodes could not regroup is started again before a person has to look."""
 KILL_SECONDS = 5.0
 
 _libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Supervisor:
-    """Starts, watches, replaces and ends the processes of one job."""
+    """The supervisor of one job: it starts, watches, replaces and ends its processes."""
 
     def __init__(
         self, run_dir: str, secret: SecretFile, reaper: Reaper | None = None, clock: SteadyClock | None = None
@@ -89,7 +89,7 @@ class Supervisor:
         self.failure: Failure | None = None
 
     def run(self) -> JobState:
-        """The whole life of the job. How it ended is in ``status.json`` as well."""
+        """Run the job from start to end and return its final state, which ``status.json`` holds as well."""
         try:
             self.peer_grace, self.stop_grace = self._duration(*PEER_GRACE), self._duration(*STOP_GRACE)
             self._start_nodes()
@@ -168,7 +168,7 @@ class Supervisor:
         )
 
     def _watch(self) -> ExitDecision | None:
-        """Do what the policy says until the job is over: how it is, or None if it was cancelled."""
+        """Do what the policy says until the job is over. Return the last decision, or None if it was cancelled."""
         deadline: float | None = None
         while True:
             self._look()
@@ -218,7 +218,7 @@ class Supervisor:
         return decision
 
     def _replace(self, lost: Sequence[int]) -> None:
-        """Start another node in the place of each. One that cannot be started is as one that is lost."""
+        """Start another node in the place of each lost one. A node that cannot be started counts as lost."""
         for node_id in lost:
             self.replacements += 1
             before = self.nodes[node_id]
@@ -251,7 +251,7 @@ class Supervisor:
                 node.end(self.stop_grace)
 
     def _pause(self) -> None:
-        """Pass on what the processes have printed, say now and then that they are there, and wait a moment."""
+        """Pass on what the processes have printed, refresh the presences now and then, and wait a moment."""
         beat = time.monotonic() - self.beat > HEARTBEAT_SECONDS
         if beat:
             self.beat = time.monotonic()
@@ -290,7 +290,7 @@ class Supervisor:
         kill_all(self._strays, KILL_SECONDS)
 
     def _strays(self) -> set[int]:
-        """Processes that came from this job's, in no node's group and without its mark."""
+        """Return the processes that descend from this job's, in no node's group and without its mark."""
         above = {self.parent} if self.reaper and os.getppid() == self.parent else set()
         token = self.launch["token"]
         found = marked(token).union(*(descendants(pid, token) for pid in (os.getpid(), *above)))
@@ -304,7 +304,7 @@ class Supervisor:
             _say(f"could not write the presence of node {node.presence.node_id}: {error}")
 
     def _give_up(self, reason: str, ends: Sequence[tuple[int, int | None]]) -> JobState:
-        """Fail with words on how to go on: what was trained so far is in the latest checkpoint."""
+        """Fail with words on how to continue: the training so far is in the latest checkpoint."""
         causes = [Failure(index, node_id, code) for index, (node_id, code) in enumerate(ends) if code]
         cause = min(causes, key=blame, default=None)
         message = explain_giving_up(self.rundir, self.launch["job_id"], reason, ends, cause)
@@ -351,13 +351,13 @@ def _say(text: str) -> None:
 
 
 def begin_clock(rundir: RunDir) -> SteadyClock:
-    """The clock of a supervisor, of its reaper and of all that they start. It goes on from what this run directory has
-    recorded already: a clock that was set back in between must not make a node be there twice at once."""
+    """Return the clock of a supervisor, of its reaper and of all their children. It starts from the newest time that
+    this run directory has recorded: a clock that was set back in between must not make a node present twice at once."""
     return SteadyClock.begin(not_before=max(map(presences.end_of, rundir.nodes()), default=0.0))
 
 
 def supervise(run_dir: str, secret: SecretFile, reaper: Reaper, clock: SteadyClock) -> int:
-    """A supervisor's whole life, under its reaper: the exit code."""
+    """Run a supervisor's whole life, under its reaper, and return the exit code."""
     supervisor = Supervisor(run_dir, secret, reaper, clock)
     try:
         state = supervisor.run()
@@ -369,8 +369,11 @@ def supervise(run_dir: str, secret: SecretFile, reaper: Reaper, clock: SteadyClo
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``DIR``: the run directory. ``DIR FD FILE``: with the descriptor of its lock, which the submitter already holds,
-    and the file into which the secrets of launches go."""
+    """Run the supervisor and return its exit code.
+
+    ``DIR``: the run directory. ``DIR FD FILE``: with the descriptor of its lock, which the submitter already holds, and
+    the file for the secrets of launches.
+    """
     run_dir = arguments[0]
     rundir = RunDir(run_dir)
     lock = int(arguments[1]) if len(arguments) > 1 else acquire(rundir.storage.local_path())

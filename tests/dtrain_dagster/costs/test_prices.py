@@ -252,7 +252,7 @@ def test_a_damaged_table_is_refused_until_it_is_fetched_again_or_deleted(home, l
     with pytest.raises(PriceError, match=r"prices.json cannot be read.*dtrain prices refresh.*delete it"):
         price_of(T4)
     listed.items = [meter(usd=0.55)]
-    assert "started anew" in ask(listed, home).notes[0]
+    assert "started again" in ask(listed, home).notes[0]
     assert price_of(T4).usd_per_hour("dedicated") == 0.55
     refreshed_path().unlink()
     assert price_of(T4).usd_per_hour("dedicated") == 0.53
