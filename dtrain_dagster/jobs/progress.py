@@ -269,7 +269,7 @@ def _after(progress: JobProgress, item: Mapping[str, Any]) -> JobProgress:
             phase="training",
             step=told.step,
             epoch=told.epoch or 0,
-            loss=told.loss,
+            loss=None if told.loss is None else float(told.loss),
             samples_per_second=told.samples_per_second,
             eta_seconds=told.eta_seconds,
         )
