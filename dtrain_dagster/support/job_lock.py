@@ -20,8 +20,9 @@ LOCK = "supervisor.lock"
 
 
 def acquire(folder: Path) -> int | None:
-    """Return a descriptor that holds the lock until every copy of it is closed; None if a supervisor holds it."""
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644)
+    """Return a descriptor that holds the lock until every copy of it is closed; None if a supervisor holds it. Raise
+    `DamagedError` where a link stands in its place."""
+    descriptor = _open(folder, os.O_RDWR | os.O_CREAT)
     while True:
         if _lock(descriptor, fcntl.LOCK_EX):
             return descriptor
@@ -44,18 +45,23 @@ def undisturbed(folder: Path) -> Iterator[bool]:
     """Yield whether the lock is free. While the block lasts nothing can acquire it, and a process that tries waits;
     other callers of this function are not disturbed. Raise `DamagedError` where a link stands in its place."""
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        descriptor = _open(folder, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
         yield True
         return
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise DamagedError(str(folder / LOCK), "it is a link", "remove it once nothing of the job runs") from None
     try:
         yield _lock(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
+
+
+def _open(folder: Path, mode: int) -> int:
+    try:
+        return os.open(folder / LOCK, mode | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise DamagedError(str(folder / LOCK), "it is a link", "remove it once nothing of the job runs") from None
 
 
 def _lock(descriptor: int, kind: int) -> bool:

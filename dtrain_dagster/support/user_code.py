@@ -82,6 +82,16 @@ def own_sources(factories: Iterable[str]) -> dict[Path, Path]:
     return found
 
 
+def installed_versions(factories: Iterable[str]) -> tuple[str, ...]:
+    """Return ``name==version`` of the distributions that ``factories`` come from, where those are installed: their
+    files stay here, so that a version is all that tells one training from another."""
+    modules = {module for module, separator, _ in (factory.partition(":") for factory in factories) if separator}
+    tops = {module.split(".")[0] for module in modules if is_module_allowed(module, modules_of_settings())}
+    tops = {top for top in tops if top != "trainer" and _local_source(top) is None}
+    distributions = importlib.metadata.packages_distributions() if tops else {}
+    return _pinned(name for top in tops for name in distributions.get(top, ()))
+
+
 def digest_sources(sources: Mapping[Path, Path]) -> str:
     """Return twelve hex digits over relative paths and contents, as `trainer_sources` and `own_sources` find them."""
     digest = hashlib.sha256()

@@ -78,6 +78,23 @@ def test_progress_follows_the_events():
     assert progress.valid_loss == -1.6
 
 
+def test_another_version_of_an_installed_factory_is_another_training(tmp_path, monkeypatch):
+    packages = tmp_path / "lib" / "site-packages"
+    told = packages / "fp_wheel-1.0.dist-info"
+    told.mkdir(parents=True)
+    (packages / "fp_wheel.py").write_text("def make(**_): ...\n")
+    (told / "top_level.txt").write_text("fp_wheel\n")
+    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "fp_wheel")
+    monkeypatch.syspath_prepend(str(packages))
+    part = {"factory": "fp_wheel:make"}
+    job = JobConfig(job_id="a", run_dir="b", dataset=DatasetRef(uri="c", dataset_id="d"), model=part)
+    marks = []
+    for version in ("1.0", "1.1"):
+        (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: fp-wheel\nVersion: {version}\n")
+        marks.append(fingerprint(job, 1, 1))
+    assert marks[0] != marks[1]
+
+
 def test_an_edited_helper_that_goes_to_the_nodes_is_another_training_and_no_other_file_is(tmp_path, monkeypatch):
     files = {
         "fp_model/__init__.py": "",
