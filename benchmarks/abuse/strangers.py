@@ -261,7 +261,7 @@ def _sums(openers: Sequence[Callable[[], Any]]) -> bool:
     links = [future.result(PATIENCE) for future in _at_once(openers)]
     tensors = [torch.full((8,), rank + 1.0) for rank in range(len(links))]
     try:
-        for future in _at_once([lambda rank=rank: links[rank].sum(tensors[rank]) for rank in range(len(links))]):
+        for future in _at_once([lambda rank=rank: links[rank].all_reduce(tensors[rank]) for rank in range(len(links))]):
             future.result(PATIENCE)
     finally:
         for link in links:

@@ -16,7 +16,7 @@ from .conftest import checks, metadata, run
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("shared")]
 GRAPH = [dg.AssetKey(name) for name in ("stock_prices", "sharded_dataset", "cost_estimate", "trained_checkpoint")]
 OPTIONS = {"epochs": 6, "checkpoint_frequency": 10, "warmup_steps": 3}
-NODE_SECONDS = 40
+NODE_SECONDS = 60
 
 
 def test_a_job_stops_at_its_budget_and_goes_on_when_it_is_raised(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -90,4 +91,5 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made = Cluster(LocalClusterManager(tmp_path / "home"), tmp_path)
     yield made
     for process in made.processes():
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since it was found
+            process.kill()

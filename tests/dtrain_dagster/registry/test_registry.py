@@ -240,7 +240,7 @@ def test_the_saved_model_has_signature_example_and_no_pickle(home: Home, model: 
     assert not list(folder.rglob("*.pkl"))
     requirements = (folder / "requirements.txt").read_text().split()
     assert all("==" in line for line in requirements)
-    assert {line.split("==")[0] for line in requirements} == {"mlflow", "numpy", "pandas", "pydantic", "torch"}
+    assert {line.split("==")[0] for line in requirements} == {"mlflow", "numpy", "pandas", "pydantic", "scipy", "torch"}
 
 
 @pytest.mark.slow

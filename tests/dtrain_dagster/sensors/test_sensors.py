@@ -186,7 +186,7 @@ def test_a_job_above_its_estimate_is_told_once_for_each_threshold(
 ):
     """Over ticks, lost cursors and a restart; whatever a neighbour or a notifier does."""
     manager.provision_cluster(2, "Standard_NC6s_v3")
-    damaged, job_id = run_sleeper(manager, settings, 60, "train-0-damaged"), run_sleeper(manager, settings, 60)
+    damaged, job_id = run_sleeper(manager, settings, 600, "train-0-damaged"), run_sleeper(manager, settings, 600)
     RunDir(f"{settings.jobs_uri}/{damaged}").storage.write(PLAN, b'{"tier": ')
     rundir = RunDir(f"{settings.jobs_uri}/{job_id}")
     monkeypatch.setattr("apprise.Apprise.notify", lambda *_, **__: 1 / 0)
