@@ -69,7 +69,7 @@ class RetryPolicy:
         ``on_retry``: called with the error and the pause before each pause. ``pause``: the function that waits, in
         place of `time.sleep`.
         """
-        import tenacity  # not above: the code that starts nodes imports no third-party packages
+        import tenacity  # not above: the code that starts nodes must not load it
 
         def note(state: RetryCallState) -> None:
             error, seconds = _error_of(state), state.upcoming_sleep

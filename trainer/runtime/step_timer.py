@@ -1,17 +1,17 @@
-"""Where the time of each step goes on this rank: named segments without gaps, by this rank's own clock.
+"""The time of each step on this rank, divided into named segments without gaps, by this rank's own clock.
 
-Segments, which sum to the time from the end of the step before to the end of this one:
+The segments sum to the time from the end of the last step to the end of this one:
 
     input        waiting for the batch
     forward      the model and the loss
     backward     the local computation of gradients: until this rank's last gradient bucket is handed over
     exposed      communication that nothing hides: from there until the gradients are summed, and the commit of the
-                 step; `trainer.observability.comm_profiler` divides it into the wire and waiting for slower ranks
+                 step; `trainer.observability.comm_profiler` divides it into the network and waiting for slower ranks
     optimizer    clipping and the update
-    checkpoint   what saves since the step before have held up
+    checkpoint   time that saves since the last step have held up
     other        the rest: reports, votes
 
-Evaluation, regrouping and what is between epochs belong to no step.
+Evaluation, regrouping and the time between epochs belong to no step.
 """
 
 from __future__ import annotations
