@@ -26,14 +26,14 @@ MEANINGS = {
     LOST: "lost its peers or its device",
     FAILED: "failed",
 }
-"""What a message says of each code, in a few words."""
+"""The words of messages for each code."""
 REMEDIES = {
     BUDGET: "raise training.max_node_seconds",
     EVICTED: "a checkpoint was written before",
     LOST: "starting again helps",
     FAILED: "the same error would come again; so after any code that is not listed here",
 }
-"""What ``--help`` adds to some of these."""
+"""The additions of ``--help`` to some of these."""
 
 
 def describe_exit_codes() -> str:

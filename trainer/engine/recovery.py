@@ -89,7 +89,7 @@ def recover(session: Session, reason: str, communication: bool = False) -> None:
         rebuild(session, source=0, from_checkpoint=session.config.resume or new.reason != START)
     elastic.has_state_of = new.number
     while session.recent_steps and session.recent_steps[-1]["step"] > session.progress.step:
-        session.recent_steps.pop()  # it is done, and reported, again
+        session.recent_steps.pop()  # that step will be done, and reported, again
     if session.world.rank == 0:
         session.best_saved_step = best_pointer(session.rundir)["step"]
         _fence(session, new.number)

@@ -221,7 +221,7 @@ class TrainingStep:
         # Read together, since reading waits for all the work of a GPU.
         *sums, grad_norm = [it.item() for it in found] if norm.is_cpu else torch.stack(found).tolist()
         limit = self.config.clip_norm
-        if limit is not None and grad_norm + _EPSILON > limit:  # else every gradient would be multiplied by one
+        if limit is not None and grad_norm + _EPSILON > limit:  # otherwise every gradient would be multiplied by one
             torch._foreach_mul_(gradients, limit / (grad_norm + _EPSILON))
         return sum(sums), grad_norm
 

@@ -213,7 +213,7 @@ class Automatic:
         found: dict[str, Means] = {}
         for (name, hook), seconds in zip(hooks.items(), slowest, strict=True):
             share, latencies = hook.bytes_of(bucket) / bucket.nbytes, 1.0
-            if name == "hierarchical":  # what it took beyond the wire between nodes is what it takes within them
+            if name == "hierarchical":  # the time beyond that between nodes is spent within them
                 latencies = BY_NODE_LATENCIES
                 seconds -= link.seconds(share * bucket.nbytes, latencies)
             cost = max(0.0, seconds) / bucket.nbytes

@@ -85,9 +85,9 @@ class Hierarchical:
 class FP16Compression:
     """A hook that sends half precision and sums in single precision, in order of rank: half the bytes.
 
-    Each rank sums one part of the bucket and passes it on. What is sent has a scale of its own, a power of two that
-    brings the largest entry near the top of what half precision holds: nothing overflows, and nothing vanishes that is
-    larger than 2^-38 of the largest. Entries that are not finite arrive as such.
+    Each rank sums one part of the bucket and passes it on. Each message has its own scale, a power of two that brings
+    the largest entry near the top of what half precision holds: nothing overflows, and nothing vanishes that is larger
+    than 2^-38 of the largest. Entries that are not finite arrive as such.
     """
 
     def __init__(self, ranks: int) -> None:
