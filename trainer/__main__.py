@@ -1,4 +1,4 @@
-"""``python -m trainer --config job.json``: one rank of a training. Start it with torchrun, a cluster, or by itself."""
+"""``python -m trainer --config job.json``: one rank of a training. torchrun, a cluster or a person starts it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ exit codes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, and return the exit code (`trainer.exit_codes`)."""
     parser = argparse.ArgumentParser(
         prog="python -m trainer",
         description="Train the job that a job.json describes; what happens is written to its run directory.",
@@ -58,11 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, UnicodeDecodeError) as error:
         return _refuse(f"--config {options.config} cannot be read: {error}")
     if options.dry_run:
-        print(job.to_json())  # noqa: T201 - what was asked for
+        print(job.to_json())  # noqa: T201 - the output of --dry-run
         return DONE
     raise_descriptor_limit()
     from trainer.elastic.node_presence import record_presence
-    from trainer.engine.run_job import run_job  # torch, only once the configuration is known to be good
+    from trainer.engine.run_job import run_job  # loads torch, so only after the configuration was checked
 
     with record_presence(job, os.environ) as leaving:
         leaving.code = run_job(job)
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """`main` for a process that does nothing else: it ends here where something of a group that failed still hangs."""
+    """Run `main` in a process that does nothing else; it may end here, see `trainer.engine.run_job.leave_process`."""
     code = main(arguments)
     if "trainer.engine.run_job" in sys.modules:
         from trainer.engine.run_job import leave_process

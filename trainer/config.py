@@ -1,8 +1,7 @@
-"""What to train, as plain dataclasses: read from ``job.json``, overridden on the command line, checked on the way in.
+"""The configuration of a job, as plain dataclasses: read from ``job.json``, overridden on the command line, checked.
 
-Every class refuses unknown keys and wrong types, and says which field, which value and what to do instead. Where this
-process stands in the world (rank, world size, address) comes from the environment instead, see
-`trainer.comm.launcher_env`.
+Every class refuses unknown keys and wrong types; the error names the field, the value and the remedy. This process's
+place in the world (rank, world size, address) comes from the environment instead, see `trainer.comm.launcher_env`.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from trainer.secrets.redaction import redact
 from trainer.secrets.references import SecretError
 
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-"""What a job may be called: a folder of its run directory, and a part of what clusters call it."""
+"""The pattern of a job's name, which is a folder of its run directory and a part of its name on clusters."""
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 MOST_TRACED_STEPS = 50
-"""What a trace costs the training grows with it: see `trainer.observability.trace`."""
+"""The most steps of one trace, whose cost to the training grows with them: see `trainer.observability.trace`."""
 
 
 @dataclass(kw_only=True, slots=True, config=_STRICT)
 class DatasetRef:
-    """Which dataset to train on."""
+    """The dataset to train on."""
 
     uri: str
     """Folder that holds ``manifest.json`` and ``data/``; a path or any fsspec address."""
@@ -45,9 +44,9 @@ class FactoryConfig:
     """A stock part by name (``tcn``) or a user's own by ``package.module:factory``, with its keyword arguments."""
 
     factory: str = Field(max_length=500)
-    """Of one's own only where ``DTRAIN_FACTORY_MODULES`` allows its module (`trainer.model.allowed_factories`)."""
+    """A user's own only where ``DTRAIN_FACTORY_MODULES`` allows its module (`trainer.model.allowed_factories`)."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Data and nothing else: see `trainer.documents.factory_arguments`."""
+    """Plain data only: see `trainer.documents.factory_arguments`."""
 
     @field_validator("args")
     @classmethod
@@ -63,13 +62,14 @@ class TLSConfig:
     certificate: str
     key: str
     ca: str
-    """The job's own authority: whoever holds a certificate of it is let in."""
+    """The job's own authority: every process with a certificate of it is admitted."""
 
 
 @dataclass(kw_only=True, slots=True, config=_STRICT)
 class DistributedTrainingConfig:
-    """How to train. The global batch, ``batch_size_per_gpu * gradient_accumulation_steps * world_size`` samples, is
-    constant: at another actual world size the same micro-batches are dealt anew, and the loss curve stays the same."""
+    """The settings of a training. The global batch, ``batch_size_per_gpu * gradient_accumulation_steps * world_size``
+    samples, is constant: at another actual world size the same micro-batches are distributed differently, and the loss
+    curve stays the same."""
 
     world_size: int = Field(default=3, ge=1)
     """Ranks the batch was planned for (nodes x processes per node)."""
@@ -80,7 +80,7 @@ class DistributedTrainingConfig:
     master_port: int | None = Field(default=None, ge=1, le=65535)
     """Port of rank 0; the cluster picks a free one when absent."""
     batch_size_per_gpu: int = Field(default=128, ge=1)
-    """Samples in one micro-batch, the unit that is dealt to ranks."""
+    """Samples in one micro-batch, the unit that is distributed to ranks."""
     gradient_accumulation_steps: int = Field(default=2, ge=1)
     """Micro-batches per rank and optimizer step at the planned world size."""
     checkpoint_frequency: int = Field(default=100, ge=1)
@@ -91,20 +91,20 @@ class DistributedTrainingConfig:
     """Stop after this many optimizer steps, whatever ``epochs`` says."""
     seed: int = Field(default=0, ge=0)
     shuffle_block: int | None = Field(default=None, ge=1)
-    """For a dataset larger than memory: blocks of so many consecutive samples are permuted, and samples within groups
+    """For a dataset larger than memory: blocks of this many consecutive samples are permuted, and samples within groups
     of 256 blocks, so that only two groups at a time are read (`trainer.data.sampler`). None permutes all samples."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast type of the forward pass; fp16 (GPU only) comes with loss scaling. Weights stay float32."""
 
     compile: Literal["off", "default", "reduce-overhead"] = "off"
-    """Train through ``torch.compile`` in this mode: the first step takes up to a minute then, and so does the first of
-    another size. ``reduce-overhead`` means CUDA graphs, for a GPU. On a CPU a C++ compiler is needed on every node, and
-    for the stock models it did not pay."""
+    """Train through ``torch.compile`` in this mode: the first step then takes up to a minute, and so does the first
+    step of each other size. ``reduce-overhead`` means CUDA graphs, for a GPU. On a CPU a C++ compiler is needed on
+    every node, and for the stock models it did not pay."""
     prefetch_batches: int | None = Field(default=None, ge=0, le=16)
     """Batches that a thread gathers ahead; 0: each one in its step. None: see `trainer.data.loader.batches_ahead`."""
     data_on_device: bool = True
     """Keep features and targets in the GPU's memory where they take no more than a quarter of what is free there, and
-    gather batches on the GPU. Without a GPU it has no meaning."""
+    gather batches on the GPU. Has no effect without a GPU."""
 
     learning_rate: float = Field(default=2e-3, gt=0)
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -114,7 +114,7 @@ class DistributedTrainingConfig:
     """Linear warm-up from zero, over at most a tenth of all steps."""
     schedule: Literal["cosine", "constant"] = "cosine"
     min_lr_fraction: float = Field(default=0.05, ge=0, le=1)
-    """Where the cosine ends, as a fraction of its peak."""
+    """The end of the cosine, as a fraction of its peak."""
     weight_decay: float = Field(default=1e-2, ge=0)
     clip_norm: float | None = Field(default=1.0, gt=0)
     """Largest 2-norm of the gradient; None does not clip."""
@@ -126,59 +126,61 @@ class DistributedTrainingConfig:
     log_frequency: int = Field(default=10, ge=1)
     """Optimizer steps between step events."""
     keep_checkpoints: int = Field(default=3, ge=1)
-    """Newest checkpoints to keep; the best by validation is kept besides."""
+    """Newest checkpoints to keep; the best by validation is kept as well."""
     resume: bool = True
-    """Go on from the latest checkpoint of the run directory, where there is one."""
+    """Continue from the latest checkpoint of the run directory, where there is one."""
 
     threads_per_rank: int | None = Field(default=None, ge=1)
     """Intra-op threads of torch; None: OMP_NUM_THREADS, else the machine's cores divided by the ranks on it."""
     bind_cores: bool = True
-    """Where the ranks of a host take all of its cores and compute on them, each has its own
+    """Bind each rank to its own cores where the ranks of a host take all of them and compute on them
     (`trainer.runtime.affinity`)."""
     collective_timeout_seconds: float = Field(default=60.0, gt=0)
     """How long a collective may wait for a peer."""
     max_node_seconds: float | None = Field(default=None, gt=0)
-    """Hard budget: at so many paid seconds, over all nodes and launches of the job, a checkpoint is saved and the job
-    stops (`trainer.engine.budget`). None: no limit. ``budget.json`` in the run directory counts before it."""
+    """Hard budget: at this many paid seconds, over all nodes and launches of the job, a checkpoint is saved and the job
+    stops (`trainer.engine.budget`). None: no limit. ``budget.json`` in the run directory takes precedence."""
     regroup: bool = True
-    """On a cluster: go on without nodes that are lost, and take in new ones. False: one lost node ends the training."""
+    """On a cluster: continue without nodes that are lost, and take in new ones. False: one lost node ends the
+    training."""
     health_check_seconds: float = Field(default=30.0, gt=0)
-    """Between two heartbeats."""
+    """Seconds between two heartbeats."""
     peer_timeout_seconds: float = Field(default=60.0, gt=0)
-    """Who has not been heard for so long is frozen or cut off, and counts as lost."""
+    """A peer that has been silent for this long is frozen or cut off, and counts as lost."""
     communication_retries: int = Field(default=3, ge=0)
-    """How often a step is tried anew, with exponential backoff, when communication fails and nobody is lost; then
+    """How often a step is tried again, with exponential backoff, when communication fails and no peer is lost; then
     gradients go through one rank (parameter-server mode, D3)."""
     allreduce_retry_seconds: float = Field(default=60.0, gt=0)
-    """In parameter-server mode: when to try all-reduce again; doubled each time that it fails."""
+    """In parameter-server mode: seconds until all-reduce is tried again; doubled each time that it fails."""
     communication: Literal["allreduce", "fp16", "topk", "hierarchical", "auto"] = "allreduce"
     """How gradients are summed over ranks: exactly, as half precision, the largest of them first, or within nodes
-    first; ``auto`` chooses by what is measured (`trainer.parallel.compression`, `trainer.parallel.auto_compression`).
-    With ``topk`` and ``auto`` a run that is resumed does not repeat one that was not, bit for bit; nor, with ``fp16``,
-    one of another world size up to rounding of sums. Without effect in parameter-server mode, and on one rank."""
+    first; ``auto`` chooses from measurements (`trainer.parallel.compression`, `trainer.parallel.auto_compression`).
+    With ``topk`` and ``auto`` a resumed run does not repeat an uninterrupted one bit for bit; with ``fp16``, a run of
+    another world size does not repeat it up to rounding of sums. No effect in parameter-server mode, and on one
+    rank."""
     topk_fraction: float = Field(default=0.01, gt=0, le=1)
-    """Part of each gradient bucket that ``topk`` sends in a step; the rest is kept and added to the next one."""
+    """The part of each gradient bucket that ``topk`` sends in a step; the rest is kept and added to the next one."""
     tls: TLSConfig | None = None
-    """Encrypt what goes between nodes; None does not."""
+    """Encrypt traffic between nodes; None does not."""
     micro_batch_floor: int = Field(default=8, ge=1)
     """When memory runs out, fewer samples of a micro-batch go through the model at once, down to this many; then
     activations are computed twice instead of kept."""
     solo_timeout_seconds: float = Field(default=1800.0, gt=0)
-    """How long ranks wait while one works alone: unpacks the dataset, builds the model, saves a checkpoint, judges the
-    baselines."""
+    """How long ranks wait while one works alone: unpacks the dataset, builds the model, saves a checkpoint, evaluates
+    the baselines."""
     monitor_interval_seconds: float = Field(default=2.0, gt=0)
-    """Between two samples of a node's utilisation."""
+    """Seconds between two samples of a node's utilisation."""
     timing: bool = True
-    """Measure where the time of each step goes on every rank, so that a slow network is told from a slow node."""
+    """Measure the segments of each step on every rank, so that a slow network is told from a slow node."""
     hang_seconds: float | None = Field(default=None, gt=0)
     """A rank whose step takes longer reports where it stands (`trainer.observability.watchdog`). None: 20 s, or 20
     times the median step if that is longer. Never much later than half of ``collective_timeout_seconds``."""
     profile_steps: int | None = Field(default=None, ge=1, le=MOST_TRACED_STEPS)
     """Trace this many optimizer steps of every start, on every rank, to ``<run_dir>/profile/trace-r<rank>-s<last
-    step>.json`` (Chrome's trace format); None does not trace, unless it is asked to while it runs: see
+    step>.json`` (Chrome's trace format); None traces only on request while the job runs: see
     `trainer.observability.trace`."""
     profile_from_step: int = Field(default=0, ge=0)
-    """Steps to be done before that trace begins; where a start has more behind it, it begins at once."""
+    """Steps to be done before that trace begins; where a start has done more already, it begins at once."""
 
     @property
     def micro_batches(self) -> int:
@@ -193,7 +195,7 @@ class DistributedTrainingConfig:
 
 @dataclass(kw_only=True, slots=True, config=_STRICT)
 class TrackingConfig:
-    """Where rank 0 reports to, besides the run directory."""
+    """The tracking services that rank 0 reports to, besides the run directory."""
 
     tensorboard: bool = True
     """Write TensorBoard files to ``<run_dir>/tensorboard`` (local run directories only)."""
@@ -212,7 +214,7 @@ class JobConfig:
     schema_version: Literal[1] = 1
     job_id: str = Field(pattern=f"^{JOB_ID.pattern}$")
     run_dir: str
-    """Folder of this job; a path or any fsspec address. What happens is written here, see `trainer.rundir`."""
+    """The folder of this job; a path or any fsspec address. All output is written here, see `trainer.rundir`."""
     dataset: DatasetRef
     model: FactoryConfig = Field(default_factory=lambda: FactoryConfig(factory="tcn"))
     loss: FactoryConfig = Field(default_factory=lambda: FactoryConfig(factory="student_t"))
@@ -220,6 +222,7 @@ class JobConfig:
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
 
     def to_json(self) -> str:
+        """Return the configuration as indented JSON with sorted keys."""
         return json.dumps(asdict(self), indent=2, sort_keys=True)
 
 
@@ -229,11 +232,12 @@ _JOB = TypeAdapter(JobConfig)
 def parse_job(
     text: str, overrides: list[str] | None = None, source: str = "job.json", *, is_stored: bool = False
 ) -> JobConfig:
-    """Read a `JobConfig` from JSON text.
+    """Return the `JobConfig` in this JSON text.
 
     ``overrides`` are ``dotted.key=value`` strings as given with ``--set``; a value is read as JSON where it is JSON,
-    and as a plain string otherwise. Raises `ConfigError`, also for a secret in any of its texts, since ``job.json`` is
-    stored and copied. ``is_stored``: it was written before, and is only read, so that what it holds is taken as it is.
+    and as a plain string otherwise. Raise `ConfigError` for a value that cannot be used, and for a secret in any text,
+    since ``job.json`` is stored and copied; with ``is_stored``, which says that the text was stored before, secrets are
+    not looked for.
     """
     try:
         data = json.loads(text, parse_constant=_refuse_constant)
@@ -273,7 +277,7 @@ _REMEDIES = {
 
 
 def _refuse_secrets(node: Any, source: str, where: str = "") -> None:
-    """`ConfigError` for the first text of the document that carries a secret; it names the field alone."""
+    """Raise `ConfigError` for the first text of the document that carries a secret; it names only the field."""
     if isinstance(node, str):
         remedy = _REMEDIES.get(where, "give it without, and read it from a variable where it is used")
         try:
@@ -290,7 +294,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def describe_errors(error: ValidationError, source: str) -> str:
-    """One line per wrong field: where it stands, what it holds, and what would be accepted."""
+    """Return one line for each wrong field: its place, its value, and what would be accepted."""
     lines = []
     for item in error.errors(include_url=False):
         where = ".".join(str(part) for part in item["loc"]) or "(top level)"
@@ -300,7 +304,7 @@ def describe_errors(error: ValidationError, source: str) -> str:
 
 
 def _meant(item: ErrorDetails) -> str:
-    """For an unknown field, the known one that looks like it."""
+    """Return a hint for an unknown field: the known one that looks like it."""
     if item["type"] != "unexpected_keyword_argument":
         return ""
     sections = (JobConfig, DatasetRef, FactoryConfig, DistributedTrainingConfig, TLSConfig, TrackingConfig)

@@ -1,5 +1,5 @@
-"""What is wrong with what a person has set, or with what storage holds. By itself, so that whoever only starts and
-watches needs no pydantic."""
+"""The errors of settings and of stored files. They have a module of their own, so that code that only starts and
+watches jobs needs no pydantic."""
 
 from trainer.printable import visible
 
@@ -9,8 +9,8 @@ class ConfigError(ValueError):
 
 
 class DamagedError(ValueError):
-    """A file is not what its contract says: cut, changed, too large, or no regular file. The message names the file,
-    what is wrong, and the remedy; it can be printed as it is."""
+    """A file does not follow its contract: cut, changed, too large, or no regular file. The message names the file, the
+    fault, and the remedy; it is safe to print."""
 
     def __init__(self, where: str, what: str, remedy: str = "") -> None:
         self.where, self.what = visible(where), visible(what)

@@ -1,15 +1,15 @@
 """The exit codes by which a process of a training says how it ended, and their meaning in words.
 
-Only the numbers and their words belong here: which code a failure leads to is decided in `trainer.engine.result`, what
-a cluster does about it in `dtrain_dagster.clusters.exit_policy`. This module imports nothing.
+Only the numbers and their words belong here: `trainer.engine.run_job` decides which code a failure leads to,
+`dtrain_dagster.clusters.exit_policy` what a cluster does about it. This module imports nothing.
 """
 
 DONE = 0
 """The training is done, or another process has ended it as done."""
 FAILED = 1
-"""An error that would come again: starting again does not help."""
+"""An error that would occur again: starting again does not help."""
 UNUSABLE = 2
-"""The configuration, the data or a file of the run directory cannot be used: somebody has to change it."""
+"""The configuration, the data or a file of the run directory cannot be used: a person has to change it."""
 LOST = 75
 """This process lost its peers, its device or remote storage and could not regroup: starting it again from the latest
 checkpoint helps."""
@@ -26,14 +26,14 @@ MEANINGS = {
     LOST: "lost its peers or its device",
     FAILED: "failed",
 }
-"""What a message says of each code, in a few words."""
+"""The words of messages for each code."""
 REMEDIES = {
     BUDGET: "raise training.max_node_seconds",
     EVICTED: "a checkpoint was written before",
     LOST: "starting again helps",
     FAILED: "the same error would come again; so after any code that is not listed here",
 }
-"""What ``--help`` adds to some of these."""
+"""The additions of ``--help`` to some of these."""
 
 
 def describe_exit_codes() -> str:

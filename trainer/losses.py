@@ -1,4 +1,4 @@
-"""What a loss of your own is made of: the public names of `trainer.model.losses`.
+"""The public names for a user's own loss, from `trainer.model.losses`.
 
 Names that users import belong here; how losses are computed and found does not. A loss is a `torch.nn.Module` that
 returns one loss per sample, and may have ``predictive(outputs) -> Predictive`` to be judged as a distribution.

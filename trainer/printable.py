@@ -1,4 +1,4 @@
-"""Text from elsewhere (nodes, storage, services) as a terminal may show it: nothing in it is obeyed."""
+"""Text from elsewhere (nodes, storage, services), made safe for a terminal: no character in it is obeyed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ _UNSAFE_BUT_LINES = _pattern(tuple((0x0B, high) if low == _NEWLINE else (low, hi
 
 
 def visible(text: str, keep_lines: bool = False) -> str:
-    r"""The text with every character that a terminal would obey, hide or reorder by as an escape, such as ``\x1b`` or
-    ``\u202e``: it stays on one line. ``keep_lines``: but for newlines, where a text may have several lines."""
+    r"""Return the text with an escape, such as ``\x1b`` or ``\u202e``, for every character that a terminal would obey,
+    hide or reorder by; it stays on one line. With ``keep_lines`` newlines are kept, for a text that may have several
+    lines."""
     if text.isprintable():
         return text
     return (_UNSAFE_BUT_LINES if keep_lines else _UNSAFE).sub(_escape, text)
@@ -41,4 +42,4 @@ def _written(code: int) -> str:
 
 
 _ESCAPES = {code: _written(code) for low, high in _RANGES for code in range(low, high + 1)}
-"""Made once, for a text may be full of them."""
+"""The escape of each such character, made once, since a text may be full of them."""

@@ -1,4 +1,5 @@
-"""The doors to a training in this process: `DistributedTrainer`, and `run_job`, which ``python -m trainer`` calls.
+"""The entry points to a training in this process: `DistributedTrainer`, and `run_job`, which ``python -m trainer``
+calls.
 
 Names that users import belong here; the loop itself is in `trainer.engine`.
 """

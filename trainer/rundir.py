@@ -1,21 +1,21 @@
-"""The run directory: the one contract between what orchestrates and what trains. Both sides use this module.
+"""The run directory: the contract between the orchestrator and the trainer. Both sides use this module.
 
     jobs/<job_id>/
       job.json                            what to train (`trainer.config.JobConfig`)
       launch.json                         how the cluster started it (written by the cluster)
-      budget.json                         at how many node-seconds it stops, where that may change while it runs
+      budget.json                         the node-seconds at which it stops, which may change while it runs
       events/g0001-r00000-000001.jsonl    what happened: generation, rank, running number; each file written once
       checkpoints/g0001-s00000100/        one fresh folder per (generation, step); its manifest.json is written last
       checkpoints/LATEST.json, BEST.json  which folder counts
       membership/g000001.json             who trains in a generation (`trainer.elastic.membership`); written once, it
                                           arbitrates
       nodes/l0001-n000-s001.json          when each node was there: launch, node, stay; the base of every dollar
-      result.json                         how it ended, in the trainer's words (metrics, digests, timings); absent while
+      result.json                         how it ended, from the trainer (metrics, digests, timings); absent while
                                           it runs; of several ranks that fail, the first says why
       evaluation.json, predictions.npz    the test split, judged against the baselines
-      provisioning.json, owner.json       where nodes are bought: what was tried to get them; which Dagster run follows
-      status.json                         how it stands, in the cluster's words (`JobState`, exit codes)
-      tuned.json                          the fastest settings, of a job that looked for them (`trainer.tuning.tuner`)
+      provisioning.json, owner.json       where nodes are bought: the attempts to get them; which Dagster run follows
+      status.json                         the state of the job, from the cluster (`JobState`, exit codes)
+      tuned.json                          the fastest settings, of a job that searched for them (`trainer.tuning.tuner`)
       profile/                            traces of steps, and requests for more (`trainer.observability.trace`)
       logs/node-0.log                     what the processes of a node printed
 
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 JOB = "job.json"
 LAUNCH = "launch.json"
 LIMIT = "budget.json"
-"""``max_node_seconds``: counts before that of ``job.json``; None: no limit. ``stop_at_usd``: the dollars that it was
-made of, None where it was given in node-seconds."""
+"""The file of the budget. Its ``max_node_seconds`` takes precedence over that of ``job.json``; None: no limit. Its
+``stop_at_usd`` is the dollars that it was computed from, None where it was given in node-seconds."""
 STATUS = "status.json"
 RESULT = "result.json"
 EVALUATION = "evaluation.json"
@@ -68,59 +68,60 @@ _GENERATION = re.compile(r"g(\d{1,12})[-.]")
 _EVENT_FILE = re.compile(r"g(\d{1,12})-r(\d{1,12})-(\d{1,12})\.jsonl$")
 _NODE_FILE = re.compile(r"[a-z]\d{1,12}-n\d{1,12}(-s\d{1,12})?\.json")
 FOLLOW_BYTES = 16 << 20
-"""Of new events, so much is read at one look, and one file more at most: a long job is read in several."""
+"""Bytes of new events that one look reads, and one file more at most: a long job is read in several looks."""
 _AT_ONCE = 16
-"""Files that are asked for together, where storage is remote."""
+"""Files that are requested together, where storage is remote."""
 STEP_FILES = 1000
-"""Files of events, the newest first, in which the last step is looked for."""
+"""The number of event files, the newest first, in which the last step is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodePresence:
     """One stay of a node. Times are Unix seconds, by a clock that does not jump (`trainer.runtime.clock`); ``ended_at``
-    is None while it is there."""
+    is None until it has ended."""
 
     node_id: int
     launch: int
-    """Which start of the job by its cluster: 1, 2, …"""
+    """The start of the job by its cluster: 1, 2, …"""
     stay: int = 1
     """1 for the node that the launch began with; one more for each that took its place."""
     started_at: float
-    """When its first process was started."""
+    """The time at which its first process was started."""
     ended_at: float | None = None
-    """When the last process of it was gone."""
+    """The time at which its last process had ended."""
     last_seen_at: float | None = None
     exit_codes: tuple[int, ...] = ()
     clock_jump_seconds: float = 0.0
-    """By how much its machine's clock has been set since, negative for back. It is in none of the times."""
+    """Seconds by which its machine's clock has been set since, negative for back. None of the times includes it."""
 
     def seconds(self, now: float) -> float:
-        """Paid seconds so far: until the end, or until ``now``."""
+        """Return the paid seconds so far: until the end, or until ``now``."""
         return max(0.0, (self.ended_at if self.ended_at is not None else now) - self.started_at)
 
     def heard_at(self, now: float) -> float:
-        """When it was last heard of, by the clock of whoever asks, which was set with the node's or was not."""
+        """Return when it was last heard of, by the clock of the caller, which was set together with the node's or was
+        not: the time closer to ``now`` counts."""
         seen = self.last_seen_at or self.started_at
         return min(seen, seen + self.clock_jump_seconds, key=lambda at: abs(now - at))
 
 
 class SeenFiles:
-    """Files of events that need not be read any more. Those of one rank in one generation are numbered from 1 on, so
-    a number stands for all before it: however long a job runs, what is kept of it does not grow. Any number of threads
-    may use it."""
+    """The files of events that have been read. Those of one rank in one generation are numbered from 1 on, so a number
+    stands for all before it: the record does not grow with the job. Any number of threads may use it."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._until: dict[tuple[int, int], int] = {}
         self._beyond: set[str] = set()
-        """Of those that came out of order."""
+        """Files that came out of order."""
         self._lock = threading.Lock()
         self.is_behind = False
-        """The last look (`RunDir.follow`) has left files for the next one."""
+        """Whether the last look (`RunDir.follow`) has left files for the next one."""
         self.left_out = 0
-        """Lines and files that were no events."""
+        """The number of lines and files that were no events."""
         self.add(names)
 
     def add(self, names: Iterable[str]) -> None:
+        """Record these files as read; names of other files are ignored."""
         with self._lock:
             for name in names:
                 if (match := _EVENT_FILE.match(name)) is None or not self._is_new(name, match):
@@ -132,7 +133,7 @@ class SeenFiles:
                     self._until[writer] = self._until.get(writer, 0) + 1
 
     def others(self, names: Iterable[str]) -> list[str]:
-        """Which of these are files of events, and new."""
+        """Return those of these names that are files of events not read yet."""
         with self._lock:
             return [name for name in names if (match := _EVENT_FILE.match(name)) and self._is_new(name, match)]
 
@@ -142,15 +143,15 @@ class SeenFiles:
 
 
 class RunDir:
-    """Reads and writes a run directory, wherever it is."""
+    """A run directory, which this class reads and writes on any storage."""
 
     def __init__(self, uri: str) -> None:
         self.storage = open_storage(uri)
         self.uri = self.storage.uri
 
     def make(self) -> None:
-        """Make the folder where it is missing. `ConfigError` where it cannot be written; of a remote one only whether
-        it can be reached is known before the first write."""
+        """Make the folder where it is missing. Raise `ConfigError` where it cannot be written; for a remote one, only
+        whether it can be reached is checked."""
         if not self.storage.is_local:
             self.storage.exists(JOB)
             return
@@ -162,10 +163,12 @@ class RunDir:
             raise ConfigError(f"run_dir = {self.uri!r} cannot be written: {error}; choose another folder") from error
 
     def write_job(self, job: JobConfig) -> None:
+        """Write ``job.json``."""
         self.storage.write(JOB, job.to_json().encode())
 
     def read_job(self) -> JobConfig:
-        """What to train. FileNotFoundError where there is no ``job.json``, `DamagedError` where it is none."""
+        """Return the configuration. Raise FileNotFoundError where there is no ``job.json``, `DamagedError` for a
+        damaged one."""
         from trainer.config import parse_job
 
         where = f"{self.uri}/{JOB}"
@@ -177,15 +180,16 @@ class RunDir:
             raise DamagedError(where, str(error)) from None
 
     def write_json(self, name: str, value: Any) -> None:
-        """Strict JSON: a NaN in it is a ValueError here rather than an unreadable file there."""
+        """Write strict JSON. Raise ValueError for a NaN, rather than write a file that cannot be read."""
         self.storage.write(name, json.dumps(value, indent=2, sort_keys=True, allow_nan=False).encode())
 
     def read_json(self, name: str) -> Any | None:
-        """The document, or None where there is none yet. `DamagedError` where something else is in its place."""
+        """Return the document, None where there is none yet. Raise `DamagedError` where something else is in its
+        place."""
         return read_document(self.storage, name)
 
     def read_result(self) -> dict[str, Any] | None:
-        """What the trainer says of its end, None where it has not: a damaged ``result.json`` is not its word."""
+        """Return the trainer's result, None where there is none; a damaged ``result.json`` counts as none."""
         try:
             found: dict[str, Any] | None = self.read_json(RESULT)
             return found if found is None or found["status"] else None
@@ -199,14 +203,14 @@ class RunDir:
         self.storage.create(f"{EVENTS}/{event_file(generation, rank, number)}", lines.encode())
 
     def last_generation(self) -> int:
-        """The highest generation that left a trace (events, a checkpoint, a record of its members), 0 if none did."""
+        """Return the highest generation with events, a checkpoint or a record of its members; 0 if there is none."""
         names = [name for folder in (EVENTS, CHECKPOINTS, MEMBERSHIP) for name in self.storage.list(folder)]
         return max((int(match[1]) for name in names if (match := _GENERATION.match(name))), default=0)
 
     def follow(self, seen: SeenFiles) -> list[dict[str, Any]]:
-        """Events of the files not in ``seen`` yet, in order of time; adds those files to ``seen``. What is no event is
-        left out, with a warning. Of very many, as much as `FOLLOW_BYTES` tells: ``seen.is_behind`` says whether another
-        look is due."""
+        """Return the events of the files not in ``seen`` yet, in order of time, and add those files to ``seen``. Lines
+        that are no events are left out, with a warning. One call reads about `FOLLOW_BYTES`: ``seen.is_behind`` says
+        whether another is due."""
         new = sorted(seen.others(self._listed(EVENTS)), key=_in_time)
         events: list[dict[str, Any]] = []
         damaged: list[str] = []
@@ -233,7 +237,8 @@ class RunDir:
         return sorted(events, key=lambda event: event["time"])
 
     def looks(self, seen: SeenFiles | None = None) -> Iterator[list[dict[str, Any]]]:
-        """`follow` until nothing is left to be read, for whoever needs not hold all events at once."""
+        """Call `follow` until nothing is left to be read, and yield the events of each call, so that not all are held
+        at once."""
         seen = SeenFiles() if seen is None else seen
         while True:
             yield self.follow(seen)
@@ -241,8 +246,8 @@ class RunDir:
                 return
 
     def events(self, kind: str | None = None, strict: bool = False) -> Iterator[dict[str, Any]]:
-        """All events in order of time, or those of one kind. ``strict``: `DamagedError` where any had to be left out,
-        for whoever adds them up."""
+        """Yield all events in order of time, or those of one kind. With ``strict``, raise `DamagedError` where any had
+        to be left out, for callers that add them up."""
         seen = SeenFiles()
         found = [event for look in self.looks(seen) for event in look if kind is None or event["kind"] == kind]
         if strict and seen.left_out:
@@ -250,7 +255,8 @@ class RunDir:
         return iter(sorted(found, key=lambda event: event["time"]))
 
     def newest_events(self, most_files: int = STEP_FILES) -> Iterator[list[dict[str, Any]]]:
-        """Events of rank 0, one file after the other, the newest first. What is no event is left out."""
+        """Yield the events of rank 0, one file after the other, the newest first. Lines that are no events are left
+        out."""
         mine = [name for name in self._listed(EVENTS) if (match := _EVENT_FILE.match(name)) and int(match[2]) == 0]
         for name in reversed(mine[-most_files:]):
             try:
@@ -259,14 +265,14 @@ class RunDir:
                 continue
 
     def first_event_at(self) -> float | None:
-        """When the first file of events began to be written; None where there is none."""
+        """Return the time of the first event, None where there is none."""
         for name in self._listed(EVENTS)[:1]:
             events, _ = parse_events(self.storage.read_bounded(f"{EVENTS}/{name}", EVENTS_BYTES))
             return float(events[0]["time"]) if events else None
         return None
 
     def steps_reported(self, down_to: int) -> set[int]:
-        """Steps from this one on that rank 0 has reported; reads no more files than it takes to know."""
+        """Return the steps from ``down_to`` on that rank 0 has reported; reads no more files than needed."""
         found: set[int] = set()
         for events in self.newest_events():
             found |= {event["step"] for event in events if event["kind"] == "step" and "step" in event}
@@ -275,14 +281,15 @@ class RunDir:
         return found
 
     def _listed(self, folder: str) -> list[str]:
-        """What is in a folder of this one; nothing where it is missing. `DamagedError` where it is no folder."""
+        """Return the names in a folder of this one, none where it is missing. Raise `DamagedError` where it is no
+        folder."""
         if self.storage.is_local and not require_folder(self.storage.path(), folder):
             return []
         return self.storage.list(folder)
 
     def request_trace(self, steps: int = 5, ranks: Iterable[int] = (0,)) -> None:
-        """Have a job that runs trace its next steps on these ranks. FileExistsError where a request is waiting, which
-        is taken within seconds by a job that trains; ValueError for more than `MOST_TRACED_STEPS` steps, or none."""
+        """Ask a running job to trace its next steps on these ranks. Raise FileExistsError where a request is waiting,
+        which a training job takes within seconds; ValueError for more than `MOST_TRACED_STEPS` steps, or none."""
         from trainer.config import MOST_TRACED_STEPS
 
         if not 1 <= steps <= MOST_TRACED_STEPS:
@@ -292,18 +299,19 @@ class RunDir:
         self.storage.create(PROFILE_REQUEST, json.dumps({"steps": steps, "ranks": list(ranks)}).encode())
 
     def latest_checkpoint(self) -> tuple[str, int] | None:
-        """(folder, step) of the checkpoint that counts, as ``checkpoints/LATEST.json`` says; None if there is none."""
+        """Return (folder, step) of the checkpoint that ``checkpoints/LATEST.json`` names; None if there is none."""
         try:
             latest = self.read_json(f"{CHECKPOINTS}/LATEST.json") or {}
             return (latest["path"], latest["step"]) if latest.get("path") else None
-        except ValueError:  # damaged; the trainer looks at the folders themselves
+        except ValueError:  # damaged: the trainer then searches the folders
             return None
 
     def write_node(self, presence: NodePresence) -> None:
+        """Write a presence, in place of an earlier one of the same stay."""
         self.write_json(_node_file(presence), asdict(presence))
 
     def begin_stay(self, presence: NodePresence) -> NodePresence:
-        """Write a presence as the next stay of its node in its launch; it, with that number."""
+        """Write a presence as the next stay of its node in its launch, and return it with that stay's number."""
         while True:
             try:
                 self.storage.create(_node_file(presence), json.dumps(asdict(presence), allow_nan=False).encode())
@@ -312,8 +320,8 @@ class RunDir:
                 presence = replace(presence, stay=presence.stay + 1)
 
     def nodes(self, skip_damaged: bool = False) -> list[NodePresence]:
-        """Every stay of every node, in order of launch, node and stay. `DamagedError` where one of them cannot be read,
-        for nobody knows then what was paid; unless it is to be skipped."""
+        """Return every stay of every node, in order of launch, node and stay. Raise `DamagedError` where one of them
+        cannot be read, since the sum that was paid is then unknown; with ``skip_damaged`` leave it out."""
         presences = []
         for name in known_names(self.storage, NODES, self._listed(NODES), _NODE_FILE):
             try:
@@ -339,24 +347,26 @@ def _in(folder: str, names: Iterable[str]) -> list[str]:
 
 
 def _in_time(name: str) -> tuple[int, int, int]:
-    """Files of events about in the order in which they were written: generation, running number, rank."""
+    """Return a key that sorts files of events about by time: generation, running number, rank."""
     match = _EVENT_FILE.match(name)
     assert match is not None
     return int(match[1]), int(match[3]), int(match[2])
 
 
 def heartbeat_seconds(storage: Storage) -> float:
-    """Between two signs of life of a node that keeps its own record. Remote ones are paid for."""
+    """Return the seconds between two heartbeats of a node that keeps its own record; remote ones cost money."""
     return 2.0 if storage.is_local else 10.0
 
 
 def stale_seconds(storage: Storage) -> float:
-    """A node that has been silent for longer is not well: it has missed five signs of life at least, and on remote
-    storage one of them may have been tried for as long as a request is (90 s, `trainer.storage.azure_account`)."""
+    """Return the seconds of silence after which a node is not well: it has missed at least five heartbeats, and on
+    remote storage one of them may have been tried for as long as a request is (90 s,
+    `trainer.storage.azure_account`)."""
     return 10.0 if storage.is_local else 120.0
 
 
 def event_file(generation: int, rank: int, number: int) -> str:
+    """Return the name of a file of events."""
     return f"g{generation:04d}-r{rank:05d}-{number:06d}.jsonl"
 
 
@@ -365,13 +375,13 @@ def _node_file(presence: NodePresence) -> str:
 
 
 def event(kind: str, rank: int, generation: int, **fields: Any) -> dict[str, Any]:
-    """One event. ``time`` is Unix seconds; every other field carries its unit in its name.
+    """Return one event. ``time`` is Unix seconds; every other field carries its unit in its name.
 
     Kinds: ``phase`` (name), ``step`` (step, epoch, loss, learning_rate, grad_norm, samples_per_second, step_seconds,
     eta_seconds), ``timing`` (of the steps since the one before, on each rank: steps, seconds, nodes, samples, segments,
     typical, collectives, topology, backend, device…; see `trainer.runtime.step_timer` and
     `trainer.observability.comm_profiler`), ``link`` (a probe: step, bytes, seconds as [from rank, to rank, seconds],
-    reason), ``communication`` (what ``auto`` sums gradients by from here on: step, choice, before, reason, step_seconds
+    reason), ``communication`` (the hook that ``auto`` uses from here on: step, choice, before, reason, step_seconds
     of each, latency_seconds, bandwidth_bytes_per_second; see `trainer.parallel.auto_compression`), ``node`` (a sample
     of utilisation, see `trainer.observability.node_monitor.NodeMonitor`), ``evaluation`` (step, split, loss…),
     ``checkpoint`` (step, path, seconds, is_best), ``checkpoint_failed`` (step, attempt, message, gives_up), ``resume``

@@ -1,4 +1,4 @@
-"""What a model is told about the data it will see."""
+"""The description of a dataset that models and losses are made for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSpec:
-    """The shape and scale of one dataset, from its manifest. Passed to every model and loss factory.
+    """The shape and scale of one dataset, from its manifest; every model and loss factory gets it.
 
     A model gets batches of shape (batch, window, len(features)), float32, already standardised with ``feature_mean``
     and ``feature_std``; the target has shape (batch,), float32, in its own unit.
@@ -21,7 +21,7 @@ class DataSpec:
     window: int
     """Rows (trading days) in one sample."""
     horizon: int
-    """Rows ahead that the target looks."""
+    """Rows from the end of a sample to its target."""
     feature_mean: tuple[float, ...]
     """Mean of each feature over the training split."""
     feature_std: tuple[float, ...]
@@ -33,7 +33,7 @@ class DataSpec:
 
 
 def spec_of(manifest: Mapping[str, Any]) -> DataSpec:
-    """What a manifest tells models about its data. Pure."""
+    """Return the description that a manifest gives to models. Pure."""
     norm, columns = manifest["normalisation"], manifest["columns"]
     features = tuple(column["name"] for column in columns if column["role"] == "feature")
     [target] = [column["name"] for column in columns if column["role"] == "target"]

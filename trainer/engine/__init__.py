@@ -1,5 +1,5 @@
-"""The training itself: its loop, the optimizer step, its state, and how it recovers, keeps to its budget and ends.
+"""The training itself: its loop, the optimizer step, its state, recovery, the budget and the end.
 
-What can be told without knowing of a whole training belongs in the other packages, which do not import this one;
-`trainer.tuning` does, which is a door of its own.
+What needs no knowledge of a whole training belongs in the other packages, which do not import this one; only
+`trainer.tuning`, an entry point of its own, does.
 """

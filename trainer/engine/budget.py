@@ -1,11 +1,11 @@
-"""A hard budget: at so many paid node-seconds the job saves a checkpoint and stops (``training.max_node_seconds``).
+"""A hard budget: at a number of paid node-seconds the job saves a checkpoint and stops (``training.max_node_seconds``).
 
-It is kept by the nodes themselves, so that it holds when whoever started the job is dead. What was paid is in the run
-directory, as the presence of every node in every launch; each process adds it up, seldom while there is room and often
-near the end, and reads anew what the budget is: ``budget.json`` may raise it, or give one to a job that had none, while
-it runs. There are two limits. The *early* one leaves room for a checkpoint: rank 0 sees it and all stop together
-after a step, or rank 0 alone in the middle of an evaluation. The *last* one is the budget itself: there every process
-ends where it stands, in its start-up, in a regroup, in a collective that hangs.
+The nodes themselves keep it, so that it holds when the process that started the job is dead. What was paid is in the
+run directory, as the presence of every node in every launch. Each process adds it up, seldom while there is room and
+often near the end, and reads the limit again each time: ``budget.json`` may raise it, or give one to a job that had
+none, while it runs. There are two limits. The *early* one leaves room for a checkpoint: rank 0 sees it and all stop
+together after a step, or rank 0 alone in the middle of an evaluation. The *last* one is the budget itself: there every
+process ends where it stands, in its start-up, in a regroup, in a collective that hangs.
 """
 
 from __future__ import annotations
@@ -30,30 +30,32 @@ from trainer.rundir import LIMIT, NodePresence, RunDir, stale_seconds
 from trainer.runtime import clock
 
 COMMIT_SECONDS = 60.0
-"""How long the end of a training waits for the last checkpoint."""
+"""Seconds that the end of a training waits for the last checkpoint."""
 MARGIN_SECONDS = 1.0
-"""Of each node, beside the checkpoint: to agree, to say how it ended, and to be gone."""
+"""Seconds of each node, beside the checkpoint: to agree, to write the result, and to exit."""
 UNMEASURED_SECONDS = 2.0
-"""What a checkpoint is taken to need before one was written."""
+"""Seconds that a checkpoint is assumed to need before one was written."""
 SOONEST_SECONDS, LATEST_SECONDS = 0.5, 60.0
-"""Between two looks at what was paid."""
+"""The shortest and the longest pause between two looks at what was paid."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Paid:
-    """What was paid at a moment, and at which rate it goes on: so many nodes are there."""
+    """The node-seconds paid at a moment, and the number of nodes that are being paid for."""
 
     node_seconds: float
     nodes: int
 
     def after(self, seconds: float) -> float:
+        """Return the node-seconds paid this many seconds later, if no node comes or goes."""
         return self.node_seconds + self.nodes * max(0.0, seconds)
 
 
 def sum_paid(nodes: Iterable[NodePresence], launch: int, now: float, stale: float) -> Paid:
-    """Node-seconds over all stays of all launches. Of ``launch``, this one, a node goes on being paid that has not
-    ended and was heard of within ``stale`` seconds; any other that left no end counts until it was last heard of."""
+    """Return the node-seconds over all stays of all launches. A node of ``launch``, the present one, counts up to
+    ``now`` if it has not ended and was heard of within ``stale`` seconds; any other without an end counts until it was
+    last heard of."""
     total, here = 0.0, 0
     for node in nodes:
         heard = node.heard_at(now)
@@ -65,13 +67,14 @@ def sum_paid(nodes: Iterable[NodePresence], launch: int, now: float, stale: floa
 
 
 def seconds_to_next_look(left: float, nodes: int) -> float:
-    """Seconds until the next look: a quarter of the way to the end at most, so that nodes which come are noticed."""
+    """Return the seconds until the next look: at most a quarter of the way to the end, so that new nodes are
+    noticed."""
     return min(LATEST_SECONDS, max(SOONEST_SECONDS, left / (4 * max(1, nodes))))
 
 
 def limit_of(document: Any, default: float) -> float:
-    """Node-seconds that ``budget.json`` allows, infinite where it sets no limit; ``default`` where there is none.
-    ValueError for one that is damaged."""
+    """Return the node-seconds that ``budget.json`` allows, infinite where it sets no limit; ``default`` where there is
+    no such file. Raise ValueError for one that is damaged."""
     if document is None:
         return default
     found = document.get("max_node_seconds", "missing") if isinstance(document, dict) else "missing"
@@ -86,8 +89,8 @@ def begin_budget(
     config: DistributedTrainingConfig, rundir: RunDir, facts: RankFacts, environment: Mapping[str, str],
     regroups_in: int | None, steps_done: Callable[[], int],
 ) -> Budget:  # fmt: skip
-    """Look after the budget of this process's job, from now on. ``regroups_in``: the launch of the cluster that this
-    process regroups in, if it does, which its result names. ``steps_done`` is called when the budget is spent."""
+    """Start to watch the budget of this process's job, and return it. ``regroups_in``: the launch of the cluster that
+    this process regroups in, if it does, which its result names. ``steps_done`` is called when the budget is spent."""
 
     def end(budget: Budget) -> None:
         end_at_budget(budget, rundir, regroups_in, steps_done())
@@ -97,7 +100,7 @@ def begin_budget(
 
 
 def end_at_budget(budget: Budget, rundir: RunDir, launch: int | None, step: int) -> None:
-    """End this process where it stands, for the budget is spent to the last; not one that has done all its work."""
+    """End this process where it stands, since the budget is spent; not one that has done all its work."""
     message = budget.explain(f"at step {step}, before the next checkpoint" if step else "before the first step")
     with contextlib.suppress(OSError, ValueError):
         write_result(rundir, {"status": "budget", "steps": step, "error": message}, launch)
@@ -110,15 +113,15 @@ def end_at_budget(budget: Budget, rundir: RunDir, launch: int | None, step: int)
 
 
 class Budget:
-    """Looks after the budget in this process. ``limit``: in node-seconds, as long as the run directory names no other.
-    ``end`` is called with the budget, from a thread, when it is spent to the last; ``nodes`` are counted where nobody
-    keeps their presence, from now on."""
+    """The budget as this process watches it. ``limit``: in node-seconds, as long as the run directory names no other.
+    ``end`` is called with the budget, from a thread, when it is spent. ``nodes`` are counted from now on where their
+    presence is not recorded."""
 
     def __init__(self, rundir: RunDir, limit: float, launch: int, nodes: int, end: Callable[[Budget], object]) -> None:
         self.rundir, self.limit, self.launch, self._end = rundir, limit, launch, end
         self._first_limit = limit
         self.checkpoint_seconds: float | None = None
-        """The longest that was measured."""
+        """The longest duration of a checkpoint that was measured."""
         self._unrecorded = Paid(0.0, nodes)
         self._began = self._looked_at = time.monotonic()
         self._paid = self._unrecorded
@@ -127,12 +130,12 @@ class Budget:
 
     @property
     def paid(self) -> float:
-        """Node-seconds up to now: what was read, and what has gone by since."""
+        """Node-seconds up to now: what was read, and what has been spent since."""
         found, at = self._paid, self._looked_at
         return found.after(time.monotonic() - at)
 
     def is_due(self, step_seconds: float = 0.0) -> bool:
-        """Is it time to stop, for a checkpoint after one more step of that length to fit?"""
+        """Return whether to stop now, so that a checkpoint fits after one more step of that length."""
         known = self.checkpoint_seconds
         reserve = MARGIN_SECONDS + (UNMEASURED_SECONDS if known is None else 1.5 * known) + step_seconds
         if self.paid + self._paid.nodes * reserve < self.limit:
@@ -141,22 +144,24 @@ class Budget:
         return self.paid + self._paid.nodes * reserve >= self.limit
 
     def measured(self, checkpoint_seconds: float) -> None:
+        """Record how long a checkpoint took."""
         self.checkpoint_seconds = max(checkpoint_seconds, self.checkpoint_seconds or 0.0)
 
     def explain(self, where: str) -> str:
-        """What a person reads of a job that has come to its budget."""
+        """Return the message for a job that has come to its budget."""
         return (
             f"stopped at its budget of {self.limit / 3600:.4g} node-hours (training.max_node_seconds = {self.limit:g}) "
             f"{where}, {self.paid / 3600:.4g} node-hours are paid; raise the budget and start the job again to go on"
         )
 
     def close(self) -> None:
+        """Stop watching; `end` is not called any more."""
         self._closed.set()
 
     def _watch(self) -> None:
         while True:
             self._read_limit()
-            if self.limit < math.inf:  # else nobody asks what was paid
+            if self.limit < math.inf:  # without a limit the sum is not needed
                 self._look()
             left = self.limit - self.paid
             if left <= 0:
@@ -169,16 +174,16 @@ class Budget:
     def _read_limit(self) -> None:
         try:
             self.limit = limit_of(self.rundir.read_json(LIMIT), self._first_limit)
-        except Exception as error:  # of whatever kind: what was read last still holds
+        except Exception as error:  # of any kind: the last limit that was read still holds
             _log.warning("%s/%s cannot be read, the budget stays as it was: %s", self.rundir.uri, LIMIT, error)
 
     def _look(self) -> None:
         try:
-            nodes = self.rundir.nodes()  # of a damaged one nobody knows what was paid
-        except Exception as error:  # of whatever kind: the budget must not be left alone
+            nodes = self.rundir.nodes()  # raises where one is damaged, for then the sum is unknown
+        except Exception as error:  # of any kind: the watch over the budget must go on
             _log.warning("what was paid so far cannot be read, and is carried forward: %s", error)
             return
         found, at = sum_paid(nodes, self.launch, clock.now(), stale_seconds(self.rundir.storage)), time.monotonic()
-        if not any(node.launch == self.launch for node in nodes):  # nobody keeps count of them, or not yet
+        if not any(node.launch == self.launch for node in nodes):  # their presence is not recorded, or not yet
             found = Paid(found.node_seconds + self._unrecorded.after(at - self._began), self._unrecorded.nodes)
         self._paid, self._looked_at = found, at

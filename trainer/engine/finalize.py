@@ -1,4 +1,4 @@
-"""The end of a training: the best weights, proven equal on all ranks, judged and written."""
+"""The end of a training: the best weights are proven equal on all ranks, evaluated and written."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ WEIGHTS, MODEL = "model/weights.pt", "model/model.json"
 
 
 def finalize(session: Session) -> dict[str, Any]:
-    """Judge and write the best model; what goes into ``result.json``. A collective, which can be done again after a
-    `GroupError`: the state of training is left as it was."""
+    """Evaluate and write the best model, and return the fields of ``result.json``. This is a collective, which can be
+    done again after a `GroupError`: the state of training is left as it was."""
     session.faults.reach("finish", session.progress.step)
     session.workload.settle_buffers()
     module, last = session.state.module, None
-    if session.state.best is not None:  # else no validation loss was ever finite
+    if session.state.best is not None:  # it is None where no validation loss was ever finite
         last = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         module.load_state_dict(session.state.best)
     world = session.world
@@ -54,7 +54,7 @@ def finalize(session: Session) -> dict[str, Any]:
     if world.rank == 0:
         if not session.checkpoints.wait(COMMIT_SECONDS):
             session.reports.emit("error", message="the last checkpoint is still being written", fatal=False)
-        else:  # of an earlier start, which was killed over its last checkpoint
+        else:  # an earlier start was killed while it wrote its last checkpoint
             session.checkpoints.clean_up(world.generation)
         pointer = best_pointer(session.rundir)
         best = pointer["path"] if pointer["step"] == session.progress.best_step else None
@@ -65,7 +65,7 @@ def finalize(session: Session) -> dict[str, Any]:
         if not write_result(session.rundir, result, session.launch):
             raise RuntimeError(f"could not write the result to {session.rundir.uri}: make room there, and resume")
         session.budget.close()
-    world.barrier()  # nobody leaves before the result is there: who is left could still write it
+    world.barrier()  # no rank leaves before the result is written: if one fails, those that are left can still write it
     return result
 
 
@@ -94,7 +94,7 @@ def _result(session: Session, weights_sha256: str, report: dict[str, Any], best:
 
 
 def _write_model(session: Session, weights_sha256: str) -> None:
-    """What serving needs: the weights, and how to build the module that they fit."""
+    """Write what serving needs: the weights, and how to build the module that they fit."""
     buffer = io.BytesIO()
     torch.save(session.state.module.state_dict(), buffer)
     data = buffer.getvalue()

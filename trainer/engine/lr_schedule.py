@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the step."""
+"""The learning rate as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainer.config import DistributedTrainingConfig
 
 
 def peak_learning_rate(config: DistributedTrainingConfig) -> float:
-    """The configured rate, scaled to the global batch: linearly (Goyal et al. 2017), by its square root
+    """Return the configured rate, scaled to the global batch: linearly (Goyal et al. 2017), by its square root
     (Krizhevsky 2014), or not at all."""
     if config.lr_scaling == "none":
         return config.learning_rate
@@ -17,7 +17,8 @@ def peak_learning_rate(config: DistributedTrainingConfig) -> float:
 
 
 def learning_rate(config: DistributedTrainingConfig, step: int, total_steps: int) -> float:
-    """Rate of optimizer step ``step`` (from 0): linear warm-up, then half a cosine to ``min_lr_fraction``, or flat."""
+    """Return the rate of optimizer step ``step`` (from 0): linear warm-up, then half a cosine to ``min_lr_fraction``,
+    or constant."""
     peak = peak_learning_rate(config)
     warmup = min(config.warmup_steps, total_steps // 10)
     if step < warmup:

@@ -1,4 +1,4 @@
-"""What to do when memory runs out: smaller parts of a micro-batch, then activation checkpointing."""
+"""The steps taken when memory runs out: smaller parts of a micro-batch, then activation checkpointing."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ _WORDS = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALL
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchLimit:
-    """What fits into memory."""
+    """The part of a micro-batch that fits into memory."""
 
     max_samples: int
-    """Most samples that go through the model at once."""
+    """The most samples that go through the model at once."""
     activation_checkpointing: bool
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """A GPU's own exception, Python's, and the plain RuntimeErrors of torch's allocator on the CPU and of a GPU's
-    libraries."""
+    """Return whether an error means that memory ran out: a GPU's own exception, Python's, or a plain RuntimeError of
+    torch's allocator on the CPU or of a GPU's libraries."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
 
 
 def reduce_limit(fit: MicroBatchLimit, floor: int) -> MicroBatchLimit | None:
-    """The next thing to try: half as many samples at once, at the floor activation checkpointing, then nothing."""
+    """Return the next limit to try: half as many samples at once, at the floor activation checkpointing, then None."""
     if fit.max_samples > floor:
         return MicroBatchLimit(max(floor, fit.max_samples // 2), fit.activation_checkpointing)
     return None if fit.activation_checkpointing else MicroBatchLimit(fit.max_samples, True)
 
 
 def split_samples(count: int, size: int) -> list[slice]:
-    """Consecutive parts of at most ``size`` of ``count`` samples."""
+    """Return slices of at most ``size`` consecutive samples that cover ``count`` samples."""
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
 def checkpoint_activations(model: nn.Module) -> int:
-    """Compute the activations inside the model's blocks twice instead of keeping them; the number of blocks, 0 where
-    the model has none. Gradients, dropout and running statistics stay the same. In place, and once only.
+    """Compute the activations inside the model's blocks twice instead of keeping them. Return the number of blocks, 0
+    where the model has none. Gradients, dropout and running statistics stay the same. It works in place, and once only.
 
-    Blocks are what is repeated: members of lists of modules, or else a module's own parts. One layer of torch's own is
-    no block, for it keeps little more than its input, which a block keeps too. A long `nn.Sequential` is cut into runs
-    of about the square root of its length: T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
+    Blocks are the repeated parts: members of lists of modules, or else a module's own parts. A single layer of torch's
+    is no block, since it keeps little more than its input, which a block keeps too. A long `nn.Sequential` is cut into
+    runs of about the square root of its length: T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
     blocks = _blocks(model)
     for block in blocks:
@@ -118,7 +118,7 @@ def _contexts(modules: list[nn.Module]) -> tuple[Any, Any]:
 
 @contextmanager
 def _spare_buffers(modules: list[nn.Module]) -> Iterator[None]:
-    """The second time, running statistics go into copies that nobody looks at."""
+    """Send running statistics into copies, which are discarded, while activations are computed the second time."""
     holders = [holder for module in modules for holder in module.modules() if holder._buffers]
     kept = [(holder, dict(holder._buffers)) for holder in holders]
     for holder, buffers in kept:

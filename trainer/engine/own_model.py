@@ -1,6 +1,6 @@
-"""`OwnModel`: a model of the caller's own, trained in data parallel from a script, without what a job has around it.
+"""`OwnModel`: a caller's own model, trained data-parallel from a script, without the machinery of a job.
 
-Sharing gradients, and a plain epoch over pairs of inputs and targets, belong here. A job's own training, which survives
+Summing gradients, and a plain epoch over pairs of inputs and targets, belong here. A job's own training, which survives
 lost nodes and writes checkpoints, is `trainer.engine.session` and `trainer.engine.trainer`.
 """
 
@@ -27,18 +27,18 @@ from trainer.runtime.step_timer import StepTimer
 
 
 class OwnModel:
-    """A model whose gradients are summed over ranks in each backward pass through its outputs; as it is in a world of
-    one. Every rank begins with the weights and buffers of rank 0."""
+    """A model whose gradients are summed over ranks in each backward pass through its outputs; in a world of one it is
+    left unchanged. Every rank begins with the weights and buffers of rank 0."""
 
     def __init__(self, module: nn.Module, job: JobConfig, world: World, faults: Faults) -> None:
-        """A collective."""
+        """Share the weights of rank 0 and wrap the module; a collective."""
         self.job, self.config, self.world, self.device = job, job.training, world, world.device
         self.module = module.to(self.device)
         self.model = compiled(self.module, self.config.compile, self.device)
-        """What is called: the module, or its compiled face."""
+        """The callable model: the module, or its compiled form."""
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             self._take_from_first(tensor.detach())
-        timer = StepTimer(False, self.device)  # nobody takes the marks away
+        timer = StepTimer(False, self.device)  # its marks would never be collected
         config = replace(self.config, timing=False)
         self._sync = GradientSynchronizer(world, faults, timer, config=config)
         self._sync.wrap(self.module)
@@ -48,8 +48,8 @@ class OwnModel:
 
     def train_epoch(self, dataloader: Iterable[Any]) -> dict[str, float]:
         """Train on pairs (inputs, target) of this rank, of which all ranks must have equally many, with the job's loss,
-        clipping, precision and peak learning rate, which stays as it is. Returns ``loss_sum`` and ``samples`` of this
-        rank. Raises `NonFiniteError` on all ranks before weights are touched by a gradient that is not finite."""
+        clipping, precision and peak learning rate, which stays constant. Return ``loss_sum`` and ``samples`` of this
+        rank. Raise `NonFiniteError` on all ranks before a gradient that is not finite touches the weights."""
         optimizer, criterion = self._prepare()
         self.module.train()
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -76,8 +76,9 @@ class OwnModel:
             return self.model(inputs)
 
     def _prepare(self) -> tuple[torch.optim.Optimizer, nn.Module]:
-        """The optimizer and the loss of the job, made once: a loop of the caller's own needs neither, nor the dataset
-        whose description the loss is made for. `ConfigError` for a precision that only a job's own training has."""
+        """Return the optimizer and the loss of the job, made once: a caller's own loop needs neither, nor the dataset
+        whose description the loss is made for. Raise `ConfigError` for a precision that only a job's own training
+        has."""
         if self._optimizer is None or self._criterion is None:
             if self.config.precision == "fp16":
                 raise ConfigError(

@@ -1,7 +1,7 @@
 """`Participant`: this process among those that train a job, from when it knows its peers to its end.
 
-Its rank, device, budget and the world that it is in belong here, whatever is trained; the data, the model and where the
-training stands are `trainer.engine.session`.
+Its rank, device, budget and world belong here, whatever is trained; the data, the model and the progress of training
+are `trainer.engine.session`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from trainer.runtime.malloc import keep_freed_memory
 
 
 class Participant:
-    """Who this process is, and what it has from its start to its end. Where its making fails, nothing is left open.
+    """This process's identity in a job, and the resources that it holds from start to end. If making it fails, nothing
+    is left open.
 
     In a world of fixed ranks it has joined its peers when it is made. On a cluster (DTRAIN_LAUNCH in the environment)
     its world is of itself alone until the first generation is formed.
@@ -49,14 +50,14 @@ class Participant:
         self.faults = Faults(environment, facts.node_rank)
         is_elastic = "DTRAIN_LAUNCH" in environment and self.config.regroup
         self.launch = int(environment["DTRAIN_LAUNCH"]) if is_elastic else None
-        """Of the cluster that this process regroups in; None in a world of fixed ranks."""
+        """The launch of the cluster that this process regroups in; None in a world of fixed ranks."""
         if self.launch is None and facts.rank == 0:
-            self.rundir.storage.delete(RESULT)  # of an earlier start: only this one says how it ended
+            self.rundir.storage.delete(RESULT)  # it is of an earlier start: the result is this start's
         self.asked_to_stop = False
         self._old_handler: Any = None
         with ExitStack() as undo:  # in reverse
             undo.callback(self._restore_handler)
-            undo.callback(bind, AVAILABLE)  # a process that goes on has its cores back
+            undo.callback(bind, AVAILABLE)  # a process that goes on gets its cores back
             self.budget = begin_budget(self.config, self.rundir, facts, environment, self.launch, steps_done)
             undo.callback(self.budget.close)
             self.device, backend = choose_device(facts, self.config.backend)
@@ -70,7 +71,7 @@ class Participant:
                 self.world = join_world(self.config, environment)
                 undo.callback(self.world.close)
             if threading.current_thread() is threading.main_thread():
-                # Only now: before, SIGTERM may end the process as it does any other, for nothing has been done yet.
+                # Only now: before this, SIGTERM may end the process at once, since nothing has been done yet.
                 self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
             if self.elastic is None:
                 [generation, *_] = self.world.all_gather_object(self.rundir.last_generation() + 1)
@@ -79,25 +80,25 @@ class Participant:
             self._undo = undo.pop_all()
 
     def announce(self) -> None:
-        """On a cluster, say that this process is coming, before it has its data and its model."""
+        """On a cluster, announce this process before it has its data and its model."""
         if self.elastic is not None:
             self.elastic.announce()
 
     def close(self) -> None:
-        """Leave the group, and give back what this process was given."""
+        """Leave the group, and release the resources of this process."""
         self._undo.close()
 
     def _prepare_threads(self, environment: Mapping[str, str]) -> None:
         threads = self.config.threads_per_rank
-        if threads is None and "OMP_NUM_THREADS" not in environment:  # which the launcher knows better than we do
+        if threads is None and "OMP_NUM_THREADS" not in environment:  # the launcher's choice comes first
             threads = max(1, len(AVAILABLE) // self.facts.local_world_size)
         if threads is not None:
-            torch.set_num_threads(threads)  # before there are other threads, which keep what they begin with
+            torch.set_num_threads(threads)  # before other threads start, which keep the setting that they start with
         if self.device.type == "cpu":
             keep_freed_memory()
 
     def _on_sigterm(self, *_: object) -> None:
-        self.asked_to_stop = True  # no more here: the ranks hear of it at the next step
+        self.asked_to_stop = True  # nothing more here: the other ranks are told in the next step
 
     def _restore_handler(self) -> None:
         if self._old_handler is not None:

@@ -1,4 +1,4 @@
-"""What a training does when its world changes: agree on who is in, take over the state of the furthest, begin anew."""
+"""Recovery when the world changes: agree on the members, take over the state of the furthest one, and continue."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from trainer.runtime.malloc import give_back_freed_memory
 from trainer.runtime.retry import RetryPolicy
 
 STOP_SECONDS = 3.0
-"""How long a regroup may keep a process that was asked to end from its checkpoint…"""
+"""Seconds for which a regroup may keep a process that was asked to end from its checkpoint; but see `LEAVING`."""
 LEAVING = "a node was asked to leave"
-"""…unless this is the reason: then that node may be writing one, and whoever stays last says how the job ended."""
+"""The reason of a regroup for which `STOP_SECONDS` does not apply: the leaving node may be writing a checkpoint, and
+the one that stays last writes how the job ended."""
 LOAD_RETRIES = RetryPolicy(first_pause_seconds=0.5, max_attempts=6, log_level=logging.WARNING)
-"""Of reading the latest checkpoint from storage that fails: pauses of 15.5 s in all."""
+"""The retries for reading the latest checkpoint from storage that fails: pauses of 15.5 s in all."""
 _log = logging.getLogger(__name__)
 
 
 def retry_until_formed(session: Session, attempt: Callable[[], None]) -> None:
-    """Carry out ``attempt``, and regroup anew for as long as members are lost while a group forms."""
+    """Carry out ``attempt``, and regroup again as long as members are lost while a group forms."""
     while True:
         try:
             return attempt()
@@ -46,7 +47,7 @@ def retry_until_formed(session: Session, attempt: Callable[[], None]) -> None:
 
 
 def recover(session: Session, reason: str, communication: bool = False) -> None:
-    """Be in the next generation, ready for the step that comes next, or comes once more.
+    """Join the next generation, ready for the next step, which may be the last one done again.
 
     Raises `GroupError` where the new group fails as it forms, and `trainer.elastic.membership.NoGenerationError` where
     communication keeps failing among members that are all there, in parameter-server mode too.
@@ -61,7 +62,7 @@ def recover(session: Session, reason: str, communication: bool = False) -> None:
     fit = session.step.limit
 
     def ended() -> None:
-        # With a state in hand there is a checkpoint to be written first, at the next step, unless it takes too long.
+        # Where a member has a state, a checkpoint is written first, at the next step, unless forming takes too long.
         stop = session.participant.asked_to_stop and (not elastic.has_state_of or time.monotonic() - began > patience)
         raise_if_ended(session.rundir, elastic.launch, stop)
 
@@ -88,7 +89,7 @@ def recover(session: Session, reason: str, communication: bool = False) -> None:
         rebuild(session, source=0, from_checkpoint=session.config.resume or new.reason != START)
     elastic.has_state_of = new.number
     while session.recent_steps and session.recent_steps[-1]["step"] > session.progress.step:
-        session.recent_steps.pop()  # it is done, and reported, once more
+        session.recent_steps.pop()  # that step will be done, and reported, again
     if session.world.rank == 0:
         session.best_saved_step = best_pointer(session.rundir)["step"]
         _fence(session, new.number)
@@ -98,7 +99,7 @@ def recover(session: Session, reason: str, communication: bool = False) -> None:
 
 
 def best_pointer(rundir: RunDir) -> dict[str, Any]:
-    """``path`` and ``step`` of the best checkpoint; no path and step 0 where there is none, or storage fails."""
+    """Return ``path`` and ``step`` of the best checkpoint; no path and step 0 where there is none, or storage fails."""
     nowhere = {"path": None, "step": 0}
     try:
         return rundir.read_json(BEST) or nowhere
@@ -108,10 +109,10 @@ def best_pointer(rundir: RunDir) -> dict[str, Any]:
 
 
 def _fence(session: Session, generation: int) -> None:
-    """From here on, who was left out can commit no checkpoint."""
+    """Prevent processes that were left out from committing checkpoints from here on."""
     try:
         session.checkpoints.fence(generation)
-    except FencedError as error:  # this one slept through a regroup of the others
+    except FencedError as error:  # this process missed a regroup of the others
         raise GroupError(str(error), communication=False) from error
 
 
@@ -132,7 +133,7 @@ def rebuild(session: Session, source: int | None, from_checkpoint: bool) -> None
 
 
 def report_failure(session: Session, error: GroupError) -> None:
-    """A detailed record of what failed, as this rank saw it."""
+    """Report a failure of communication in detail, as this rank saw it."""
     if not error.communication:
         return
     elastic = session.elastic
@@ -147,10 +148,10 @@ def report_failure(session: Session, error: GroupError) -> None:
 
 
 def use_less_memory(session: Session, error: Exception) -> None:
-    """Out of memory: smaller parts, on all ranks, and the step once more. `OutOfMemoryError` at the end of that
-    road, or where ranks cannot agree because their world is fixed."""
+    """Put smaller parts through the model after memory ran out, on all ranks, and do the step again. Raise
+    `OutOfMemoryError` where nothing smaller is left, or where ranks cannot agree because their world is fixed."""
     fit = reduce_limit(session.step.limit, session.config.micro_batch_floor)
-    traceback.clear_frames(error.__traceback__)  # which hold the activations of the pass that failed
+    traceback.clear_frames(error.__traceback__)  # the frames hold the activations of the failed pass
     if session.device.type == "cuda":
         torch.cuda.empty_cache()
     else:
@@ -176,7 +177,7 @@ def use_less_memory(session: Session, error: Exception) -> None:
 
 
 def _load_checkpoint(session: Session) -> str | None:
-    """Restore the latest checkpoint in this process; its folder, None if there is none."""
+    """Restore the latest checkpoint in this process, and return its folder, None if there is none."""
     found = _find_checkpoint(session)
     if found is None:
         return None
@@ -196,8 +197,9 @@ def _load_checkpoint(session: Session) -> str | None:
 
 
 def _find_checkpoint(session: Session) -> tuple[str, dict[str, Any]] | None:
-    """The latest checkpoint. Storage that fails gets `LOAD_RETRIES` to come back: without it nobody can tell whether
-    there is one, and to start over would throw away what was paid for. `NoGenerationError` where it does not."""
+    """Return the latest checkpoint. `LOAD_RETRIES` gives failing storage time to recover: until it does, it is unknown
+    whether there is one, and to start over would waste what was paid for. Raise `NoGenerationError` where it does
+    not."""
     failures = (OSError, CheckpointError)
     try:
         return LOAD_RETRIES.call(
@@ -228,7 +230,7 @@ def _report_membership(
         return
     if not session.recent_steps:
         return
-    # This process has just become rank 0: what the one before had no time to write is written now.
+    # This process has just become rank 0: it writes what its predecessor could not.
     written = session.rundir.steps_reported(session.recent_steps[0]["step"])
     for item in session.recent_steps:
         if item["step"] not in written:

@@ -1,7 +1,7 @@
-"""`RankReports`: what this process tells of itself: its events, how long each phase took, and samples of its node.
+"""`RankReports`: this process's own reports: its events, the time of each phase, and samples of its node.
 
-The threads behind it are `trainer.observability`'s; who starts, moves and ends them belongs here. What a step or an
-evaluation reports is put together where it is measured.
+The threads behind it are in `trainer.observability`; starting, moving and ending them belongs here. The contents of a
+step's or an evaluation's report are put together where they are measured.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ PHASES = ("startup", "data", "training", "evaluation", "checkpoint", "regroup", 
 
 
 class RankReports:
-    """Reports as the rank that this process is. Until it is one, in its first world, there is nobody to report as:
-    phases are kept and told then, and other events are dropped."""
+    """The reports of this process under its rank. Before its first world it has no rank: phases are kept and reported
+    later, and other events are dropped."""
 
     def __init__(self, job: JobConfig, rundir: RunDir) -> None:
         self.job, self.rundir = job, rundir
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        """Spent in each phase so far."""
+        """Seconds spent in each phase so far."""
         self._mark = time.monotonic()
         self.watchdog = Watchdog(job.training)
         self.reporter: Reporter | None = None
         self.monitor: NodeMonitor | None = None
-        """On the first rank of a node; None on the others, and before the first world."""
+        """The monitor of the node, on its first rank; None on the others, and before the first world."""
         self.nodes: list[int] = []
         """The node of each rank of the present world."""
 
@@ -42,7 +42,7 @@ class RankReports:
             self.reporter.emit(kind, **fields)
 
     def end_phase(self, name: str) -> None:
-        """Book the time since the last mark on a phase, and report its total."""
+        """Add the time since the last mark to a phase, and report its total."""
         self.watchdog.rest()
         now = time.monotonic()
         self.seconds[name] += now - self._mark
@@ -50,7 +50,8 @@ class RankReports:
         self.emit("phase", name=name, seconds=round(self.seconds[name], 3))
 
     def enter_world(self, world: World) -> None:
-        """Report, and watch the node, as what this process is in this world. A collective: it waits for the group."""
+        """Report under this process's rank in the world, and watch the node if it is the node's first rank. A
+        collective: it waits for the group."""
         facts = world.facts
         sinks = sinks_of(self.job, self.rundir, world.rank)
         ranks = world.all_gather_object((facts.node_rank, os.getpid()))
@@ -70,16 +71,16 @@ class RankReports:
             interval = self.job.training.monitor_interval_seconds
             self.monitor = NodeMonitor(facts.node_rank, self.reporter, interval, pids)
             self.monitor.start()
-        if is_new:  # the others wait in their next collective; where one is replaced, training goes on at once
+        if is_new:  # others wait in their next collective; where a node is replaced, training goes on at once
             self.reporter.wait_until_open(min(OPENING_SECONDS, self.job.training.collective_timeout_seconds / 3))
 
     def close_reporter(self, tracking_seconds: float = 60.0) -> None:
-        """Write what was reported, and wait so long for tracking servers; what comes later is lost."""
+        """Write all reports, and wait up to ``tracking_seconds`` for tracking servers; later events are lost."""
         if self.reporter is not None:
             self.reporter.close(tracking_seconds)
 
     def close(self, tracking_seconds: float) -> None:
-        """End all threads; what was reported is on disk afterwards."""
+        """End all threads; all reports are on disk afterwards."""
         self.watchdog.stop()
         if self.monitor is not None:
             self.monitor.stop()

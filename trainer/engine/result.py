@@ -17,7 +17,8 @@ from trainer.rundir import RESULT, RunDir
 
 
 def raise_if_ended(rundir: RunDir, launch: int, asked_to_stop: bool) -> None:
-    """Called while waiting for others. `Stopped` when asked to end, `JobOver` when the job of this launch has ended."""
+    """Raise `Stopped` when asked to end, `JobOver` when the job of this launch has ended; called while waiting for
+    others."""
     if asked_to_stop:
         raise Stopped(everybody=False)
     result = rundir.read_result()
@@ -26,8 +27,8 @@ def raise_if_ended(rundir: RunDir, launch: int, asked_to_stop: bool) -> None:
 
 
 def write_result(rundir: RunDir, result: dict[str, Any], launch: int | None) -> bool:
-    """Write ``result.json`` unless a rank of this launch has: the first to fail says why. False if it cannot be
-    written."""
+    """Write ``result.json`` unless a rank of this launch has: the first to fail gives the cause. Return False if it
+    cannot be written."""
     tracking: dict[str, Any] = {}
     try:
         with contextlib.suppress(DamagedError):
@@ -36,7 +37,7 @@ def write_result(rundir: RunDir, result: dict[str, Any], launch: int | None) -> 
         text = json.dumps(fields, indent=2, allow_nan=False)
         old = rundir.read_result()
         if launch is not None and (old.get("launch") != launch if old else rundir.storage.exists(RESULT)):
-            rundir.storage.delete(RESULT)  # of an earlier launch, or none at all
+            rundir.storage.delete(RESULT)  # of an earlier launch, or not readable
         rundir.storage.create(RESULT, text.encode())
     except FileExistsError:
         pass

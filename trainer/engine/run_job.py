@@ -28,11 +28,11 @@ from trainer.storage.base import StorageError
 
 
 def run_job(job: JobConfig) -> int:
-    """Train the job in this process; the exit code. How it ended is in ``result.json``."""
+    """Train the job in this process, write how it ended to ``result.json``, and return the exit code."""
     trainer = DistributedTrainer(job)
     code, result = _run(trainer)
     if "error" in result:
-        result["error"] = redact(result["error"])  # a client may repeat the address that it was given
+        result["error"] = redact(result["error"])  # a client's error may contain the address that it was given
     launch = trainer.launch
     if code != DONE:
         if "error" in result:
@@ -41,7 +41,7 @@ def run_job(job: JobConfig) -> int:
     if "error" in result:
         print(result["error"], file=sys.stderr, flush=True)  # noqa: T201 - the log of the node
         if code != LOST or launch is None:
-            # Before the group is left: peers fail of that, later, and what failed first is the cause.
+            # Before the group is left: that makes peers fail too, later, and the first failure is the cause.
             write_result(trainer.rundir, result, launch)
     elif result.pop("everybody", False) and trainer.participant.world.rank == 0:
         write_result(trainer.rundir, result, launch)
@@ -52,7 +52,8 @@ def run_job(job: JobConfig) -> int:
 
 
 def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
-    """(exit code, result). ``everybody``: all ranks have ended together, so this is how the job ended."""
+    """Return (exit code, result). ``everybody`` in it says that all ranks have ended together, so that the job has
+    ended."""
     try:
         trainer.initialize_distributed()
         trainer.setup()
@@ -80,9 +81,9 @@ def _run(trainer: DistributedTrainer) -> tuple[int, dict[str, Any]]:
 
 
 def leave_process(code: int) -> int:
-    """The exit code; where a group was left behind, whose threads may hang for long, where a checkpoint is still being
-    written, which would make the interpreter crash at its end, or where each second is one too many, the process ends
-    here."""
+    """Return the exit code, or end the process here: where a group was abandoned, whose threads may hang for long;
+    where a checkpoint is still being written, which would crash the interpreter at its end; or where the budget is
+    spent."""
     if has_abandoned_groups() or still_writing() or code == BUDGET:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()

@@ -1,8 +1,8 @@
-"""`Session`: all that one training has in this process, in one place, from its first world to its last.
+"""`Session`: the whole state of one training in this process, in one place, from its first world to its last.
 
-State that more than one module of a training needs belongs here, with what keeps it consistent: saving it and booking
-what was saved. Who this process is, before it has data and a model, is `trainer.engine.participant`; the data and the
-model are `trainer.engine.workload`; what happens in which order is `trainer.engine.trainer`.
+State that more than one module of a training needs belongs here, with what keeps it consistent: saving it and recording
+what was saved. This process's identity, before it has data and a model, is `trainer.engine.participant`; the data and
+the model are `trainer.engine.workload`; the order of events is `trainer.engine.trainer`.
 """
 
 from __future__ import annotations
@@ -42,34 +42,36 @@ class Session:
         )
         self.saved_step = 0
         self.best_saved_step = 0
-        """Of the best checkpoint that is known to be in storage."""
+        """The step of the best checkpoint that is known to be in storage."""
         self.window = StepWindow()
         self.recent_steps: deque[dict[str, Any]] = deque(maxlen=64)
-        """The ``step`` events of late, so that another rank 0 can report those that were lost."""
+        """The latest ``step`` events, so that another rank 0 can report those that were lost."""
 
     @property
     def world(self) -> World:
+        """The present world."""
         return self.participant.world
 
     @property
     def progress(self) -> Progress:
+        """The progress of the training."""
         return self.state.progress
 
     @property
     def is_over(self) -> bool:
-        """Are all steps done, or as many as early stopping allows?"""
+        """Whether all steps are done, or early stopping has ended the training."""
         return self.progress.step >= self.total_steps or self.progress.early_stopped
 
     @property
     def is_budget_due(self) -> bool:
-        """Is it time to stop, as rank 0 sees it? The others hear of it."""
+        """Whether it is time to stop for the budget, as rank 0 sees it; False on the other ranks, which are told."""
         if self.world.rank != 0:
             return False
         return self.budget.is_due(self.recent_steps[-1]["step_seconds"] if self.recent_steps else 0.0)
 
     def save(self, is_best: bool = False, wait: bool = False) -> None:
-        """A checkpoint by rank 0, written in the background. Where nothing was taken, since two others are still to be
-        written, the next one comes as planned; with ``wait`` it is this one that counts."""
+        """Have rank 0 save a checkpoint, written in the background. If two others are still being written, this one is
+        skipped, and the next comes as planned; with ``wait`` it waits and is not skipped."""
         self.reports.end_phase("training")
         self.step.timer.mark("other")
         step, generation = self.progress.step, self.world.generation
@@ -88,21 +90,21 @@ class Session:
         self.reports.end_phase("checkpoint")
 
     def save_at_budget(self, agreed: bool) -> None:
-        """The checkpoint to go on from once the budget is raised. ``agreed``: all ranks do so."""
+        """Save the checkpoint to resume from once the budget is raised. ``agreed``: all ranks take part."""
         if self.saved_step < self.progress.step:
             self.save(wait=True)
         self.checkpoints.wait(COMMIT_SECONDS)
-        if agreed:  # nobody leaves before: a cluster may end all nodes with the first that does
+        if agreed:  # no rank leaves earlier: a cluster may end all nodes when the first one exits
             with suppress(GroupError):
                 self.world.barrier()
 
     def close(self) -> None:
-        """End the threads that gather batches and write checkpoints."""
+        """End the threads that load batches and write checkpoints."""
         self.workload.close()
         self.checkpoints.close(5.0)
 
     def _note_checkpoint(self, kind: str, **fields: Any) -> None:
-        """Called by the thread that writes checkpoints."""
+        """Record a checkpoint event; called by the thread that writes checkpoints."""
         if fields.get("is_best"):
             self.best_saved_step = fields["step"]
         if kind == "checkpoint":
@@ -111,6 +113,6 @@ class Session:
 
 
 def fingerprint_of(job: JobConfig, spec: DataSpec) -> str:
-    """What is trained: a checkpoint of another dataset, model or loss is refused."""
+    """Return the hash of dataset, model and loss: a checkpoint with another one is refused."""
     what = [spec.dataset_id, asdict(job.model), asdict(job.loss)]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

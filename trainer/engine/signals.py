@@ -1,7 +1,7 @@
-"""Exceptions with which a training changes its course or ends, where nothing is wrong with the code.
+"""Exceptions with which a training changes its course or ends, although the code has no error.
 
-Whoever notices raises one; the loop (`trainer.engine.trainer`) or the process (`trainer.engine.run_job`) acts on it.
-Failures of a part, such as a group or the data, belong to the module of that part.
+The module that notices raises one; the loop (`trainer.engine.trainer`) or the process (`trainer.engine.run_job`) acts
+on it. Failures of a part, such as a group or the data, belong to the module of that part.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Stopped(Exception):
-    """This process was asked to end (SIGTERM), alone or with everybody; a checkpoint has been written."""
+    """This process was asked to end (SIGTERM), alone or together with all ranks; a checkpoint has been written."""
 
     def __init__(self, everybody: bool = True) -> None:
         super().__init__("asked to end")
@@ -18,11 +18,11 @@ class Stopped(Exception):
 
 
 class Regroup(Exception):
-    """Another generation is wanted, between two steps. The message says why."""
+    """Another generation is wanted, between two steps. The message gives the reason."""
 
 
 class JobOver(Exception):
-    """Another process has ended the job meanwhile, this way."""
+    """Another process has ended the job meanwhile; ``result`` says how."""
 
     def __init__(self, result: dict[str, Any]) -> None:
         super().__init__(result.get("error", result["status"]))
@@ -30,7 +30,7 @@ class JobOver(Exception):
 
 
 class BudgetSpent(Exception):
-    """The budget is spent, but for what a checkpoint needs. ``agreed``: all ranks know."""
+    """The budget is spent, except for what a checkpoint needs. ``agreed``: all ranks know."""
 
     def __init__(self, agreed: bool) -> None:
         super().__init__("the budget is spent")

@@ -1,4 +1,4 @@
-"""The state of a training: what a checkpoint holds, what a newcomer gets from a survivor, and how far it has come."""
+"""The state of a training: the contents of a checkpoint, which newcomers also get from a survivor, and the progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.engine.step import TrainingStep
 
 @dataclass(slots=True)
 class Progress:
-    """Where training stands; saved in every checkpoint. Everything else follows from the configuration."""
+    """The progress of a training, saved in every checkpoint. Everything else follows from the configuration."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -26,14 +26,14 @@ class Progress:
     best_loss: float = math.inf
     best_step: int = 0
     evaluated_step: int = 0
-    """The last step after which the validation split was judged."""
+    """The last step after which the validation split was evaluated."""
     evaluations_without_improvement: int = 0
     early_stopped: bool = False
     consumed: list[Consumed] = field(default_factory=list)
-    """By epoch, the newest last; see `trainer.data.coverage`."""
+    """The samples used in each epoch, the newest last; see `trainer.data.coverage`."""
 
     def commit(self, epoch: int, samples: int, digest: int) -> None:
-        """A step is done: these samples were used, by all ranks together."""
+        """Count a step as done, in which all ranks together used this many samples, with this digest."""
         self.step += 1
         self.samples_seen += samples
         if not self.consumed or self.consumed[-1].epoch != epoch:
@@ -45,25 +45,25 @@ class Progress:
 
 @dataclass(slots=True)
 class TrainingState:
-    """All that changes while training."""
+    """Everything that changes during training."""
 
     module: nn.Module
     step: TrainingStep
     progress: Progress = field(default_factory=Progress)
     best: dict[str, Tensor] | None = None
-    """The best weights so far, on the CPU of every rank: the end of a training must not depend on storage."""
+    """The best weights so far, on the CPU of every rank, so that the end of a training does not depend on storage."""
 
     def capture(self, best_is_saved: bool = True) -> dict[str, Any]:
-        """What a checkpoint holds: with the best weights in it, unless those of another checkpoint are the best ones.
-        The tensors are the live ones."""
+        """Return the contents of a checkpoint, with the best weights unless another checkpoint has them. The tensors
+        are the live ones, not copies."""
         state = {"model": self.module.state_dict(), "step": self.step.state_dict(), "progress": asdict(self.progress)}
         if self.best is not None and not best_is_saved:
             state["best"] = self.best
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over what `capture` gave. `trainer.checkpoint.manager.CheckpointError`, before anything is touched, if
-        it does not fit."""
+        """Take over a state that `capture` returned. Raise `trainer.checkpoint.manager.CheckpointError`, before
+        anything is changed, if it does not fit."""
         check_fits(state["model"], self.module.state_dict())
         progress = dict(state["progress"])
         progress["consumed"] = [Consumed(**item) for item in progress["consumed"]]
@@ -75,7 +75,7 @@ class TrainingState:
             self.keep_best()
 
     def keep_best(self) -> None:
-        """The present weights are the best so far."""
+        """Keep the present weights as the best so far."""
         self.best = {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
 
     def share(self, world: World, source: int) -> None:

@@ -1,4 +1,5 @@
-"""One optimizer step: this rank's micro-batches, one all-reduce, agree that all is finite, clip, update."""
+"""One optimizer step: the rank's micro-batches, the sums of gradients, agreement that all is finite, clipping,
+update."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class StepFlags:
-    """What ranks tell each other when they commit a step: one small all-reduce. Counts over ranks."""
+    """Counts of ranks in each situation, which ranks exchange in one small all-reduce when they commit a step."""
 
     leaving: int = 0
     """Ranks that were asked to end (SIGTERM)."""
@@ -45,44 +46,44 @@ class StepFlags:
     cut_off: int = 0
     """Ranks that do not reach all others."""
     budget: int = 0
-    """Ranks that see the budget spent; rank 0 looks."""
+    """Ranks that see the budget spent; only rank 0 looks."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step came to. ``loss_sum`` is this rank's part: the sum of its samples' losses."""
+    """The result of a step. ``loss_sum`` is this rank's part: the sum of its samples' losses."""
 
     loss_sum: float
     grad_norm: float
     flags: StepFlags
     digest: int
-    """Of all samples of the global batch, see `trainer.data.coverage`."""
+    """The digest of all samples of the global batch, see `trainer.data.coverage`."""
 
 
 class TrainingStep:
-    """Carries out optimizer steps on one model. `adopt` gives it a world, and a new one after each regroup."""
+    """An optimizer step on one model. `adopt` gives it a world, and a new one after each regroup."""
 
     def __init__(
         self, module: nn.Module, criterion: nn.Module, config: DistributedTrainingConfig, device: torch.device,
         faults: Faults, flat: bool = True,
     ) -> None:  # fmt: skip
-        """``flat``: may the weights move together (`FlatAdamW`)?"""
+        """``flat`` allows the weights to move together (`FlatAdamW`)."""
         if config.precision == "fp16" and device.type != "cuda":
             raise ConfigError("training.precision = 'fp16' needs a GPU; use 'bf16' or 'fp32' on the CPU")
         self.module, self.criterion, self.config, self.device, self.faults = module, criterion, config, device, faults
         self.optimizer = FlatAdamW(module, config.learning_rate, config.weight_decay, flat)
         self.model = compiled(module, config.compile, device)
-        """What is called: the module, or its compiled face."""
+        """The callable model: the module, or its compiled form."""
         self.scaler = torch.amp.GradScaler(enabled=config.precision == "fp16")
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.limit = MicroBatchLimit(config.batch_size_per_gpu, False)
         self.timer = StepTimer(config.timing, device)
         self.world = World(RankFacts(), device, "gloo")
-        """Of this process alone, until `adopt`."""
+        """The world, which has only this process until `adopt`."""
         self.sync = GradientSynchronizer(self.world, faults, self.timer, config=config)
         self._kind = AUTOCAST[config.precision]
         self._statistics = [item for item in module.modules() if item._buffers and not isinstance(item, Standardize)]
-        """Whatever may have running statistics."""
+        """The modules that may have running statistics."""
         self._commit: CollectiveResult | None = None
         self._is_checkpointed = False
 
@@ -95,7 +96,7 @@ class TrainingStep:
         self.sync.wrap(self.module, self.optimizer.is_flat)
 
     def check_parameters(self) -> None:
-        """`ConfigError` where the model has unfrozen some: nobody would sum or clear their gradients."""
+        """Raise `ConfigError` if the model has unfrozen parameters, whose gradients nothing would sum or clear."""
         known = set(map(id, self.parameters))
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
@@ -105,7 +106,7 @@ class TrainingStep:
                 )
 
     def apply_limit(self, fit: MicroBatchLimit) -> None:
-        """Let no more samples through the model at once than this."""
+        """Limit the samples that go through the model at once."""
         self.limit = fit
         if fit.activation_checkpointing and not self._is_checkpointed:
             self._is_checkpointed = True
@@ -118,9 +119,9 @@ class TrainingStep:
         """Train on one global batch. All ranks must call it for the same step; it is done on all or on none of those
         that return.
 
-        Raises `NonFiniteError` on all ranks, before the weights are touched, if any rank's loss or gradient is not;
-        `trainer.comm.group.GroupError` where communication fails, and what the model raises: the step is not done then,
-        and can be done again.
+        Raises `NonFiniteError` on all ranks, before the weights are touched, if any rank's loss or gradient is not
+        finite. Raises `trainer.comm.group.GroupError` where communication fails, and any error of the model: then the
+        step is not done, and can be done again.
         """
         self.timer.mark("input")
         for group in self.optimizer.param_groups:
@@ -139,12 +140,12 @@ class TrainingStep:
         except BaseException as error:
             peers = self.world.group
             if peers is not None and is_communication_error(error):
-                peers.fail(shorten_error(error))  # before all that a broken GPU may refuse
+                peers.fail(shorten_error(error))  # first, since a broken GPU may refuse all that follows
             for buffer, value in zip(self._changing(), before, strict=True):
                 buffer.copy_(value)  # running statistics must not count a step twice
             self.timer.drop()
             if peers is not None and peers.error is not None:
-                raise peers.error from error  # whatever autograd made of it
+                raise peers.error from error  # autograd may have wrapped it
             raise
         if result is None:
             raise NonFiniteError(
@@ -165,15 +166,15 @@ class TrainingStep:
         return [buffer for item in self._statistics for buffer in item._buffers.values() if buffer is not None]
 
     def _forward_backward(self, batch: Batch, step: int, flags: StepFlags) -> list[Tensor]:
-        """Sums of this rank's losses, one for each pass; leaves the gradient of the *global* mean in the parameters, on
-        every rank."""
+        """Return the sums of this rank's losses, one for each pass, and leave the gradient of the *global* mean in the
+        parameters, on every rank."""
         sync = self.sync
         sums: list[Tensor] = []
         # Summed over ranks, not averaged: that makes it the gradient of the mean over the global batch.
         share = torch.full((), 1.0 / batch.samples, device=self.device)
         work: list[tuple[int, Tensor, Tensor]] = []
         for number, windows, target in batch.micro_batches:
-            if len(target) <= self.limit.max_samples:  # as it is: slices cost as much as some of the model's operations
+            if len(target) <= self.limit.max_samples:  # whole: slices cost as much as some of the model's operations
                 work.append((micro_batch_seed(self.config.seed, step, number), windows, target))
                 continue
             for part, rows in enumerate(split_samples(len(target), self.limit.max_samples)):
@@ -201,14 +202,14 @@ class TrainingStep:
         return sums
 
     def _seed(self, seed: int) -> None:
-        """`torch.manual_seed`, of this device only: that one formats a stack trace for the sake of GPUs that are not
-        there, which takes as long as a small model's forward pass."""
+        """Seed torch's generator of this device only: `torch.manual_seed` formats a stack trace for GPUs even where
+        there are none, which takes as long as a small model's forward pass."""
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
     def _clip(self, losses: list[Tensor]) -> tuple[float, float]:
-        """The sum of the losses, and the norm of the gradient before it is clipped, like `torch.nn.utils`."""
+        """Clip the gradient. Return the sum of the losses, and the norm before clipping, like `torch.nn.utils`."""
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
         gradients = self.sync.flat_gradients()
@@ -217,22 +218,22 @@ class TrainingStep:
         norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=self.device)]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         found = [*losses, norm]
-        # At once where that waits for all that a GPU has to do.
+        # Read together, since reading waits for all the work of a GPU.
         *sums, grad_norm = [it.item() for it in found] if norm.is_cpu else torch.stack(found).tolist()
         limit = self.config.clip_norm
-        if limit is not None and grad_norm + _EPSILON > limit:  # else every gradient would be multiplied by one
+        if limit is not None and grad_norm + _EPSILON > limit:  # otherwise every gradient would be multiplied by one
             torch._foreach_mul_(gradients, limit / (grad_norm + _EPSILON))
         return sum(sums), grad_norm
 
     def _submit_commit(self, batch: Batch, flags: StepFlags, losses: list[Tensor]) -> None:
-        """Agree right behind the last gradients: nobody has to wake up in between."""
+        """Submit the commit right behind the last gradients: no thread has to wake up in between."""
         assert self.world.group is not None
         broken = not all(math.isfinite(loss.item()) for loss in losses)
         counts = _counts(batch, flags, broken, self.sync.missing_flags())
         self._commit = self.world.group.all_reduce(_COMMIT, counts)
 
     def _agree(self, batch: Batch, flags: StepFlags, loss_sum: float, grad_norm: float) -> StepResult | None:
-        """The one small all-reduce with which a step is committed; None if any rank's numbers are broken."""
+        """Wait for the one small all-reduce that commits a step. Return None if any rank's numbers are not finite."""
         # With a scaler an overflow is usual: the scaler leaves that step out and lowers its scale.
         is_finite = math.isfinite(grad_norm) or self.scaler.is_enabled()
         if self._commit is not None:
@@ -250,22 +251,24 @@ class TrainingStep:
         return StepResult(loss_sum, grad_norm, StepFlags(leaving, regroup, cut_off, budget), digest)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer and of the loss scaler."""
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` has returned."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
 
 
 def _counts(batch: Batch, flags: StepFlags, broken: bool, without: list[int]) -> Tensor:
-    """What ranks sum when they commit a step. ``without``: see `GradientSynchronizer.missing_flags`."""
+    """Return what ranks sum when they commit a step. ``without``: see `GradientSynchronizer.missing_flags`."""
     counted = (flags.leaving, flags.regroup, flags.cut_off, flags.budget)
     counts = array("q", (broken, *counted, batch.local_samples, batch.digest, *without))
     return torch.frombuffer(counts, dtype=torch.int64)  # torch.tensor takes three times as long
 
 
 def digest_parameters(parameters: Sequence[tuple[str, Tensor]]) -> str:
-    """sha256 over names, shapes and bytes of tensors, in their order."""
+    """Return the sha256 of names, shapes and bytes of tensors, in their order."""
     import hashlib
 
     result = hashlib.sha256()

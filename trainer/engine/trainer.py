@@ -1,8 +1,8 @@
-"""`DistributedTrainer`: the loop, from the world to the final weights, in the order in which things happen.
+"""`DistributedTrainer`: the training loop, from the first world to the final weights.
 
-A step, an evaluation or the end may fail because a node is lost, at any point. `DistributedTrainer.train` then regroups
-and goes on where the furthest survivor stands: everything the loop does can be done again without harm. What a training
-has is owned by `trainer.engine.session`; how a model and a loop of the caller's own are trained is
+A step, an evaluation or the end may fail at any point because a node is lost. `DistributedTrainer.train` then regroups
+and continues from the furthest survivor's state: everything that the loop does can be done again without harm. The
+state of a training is owned by `trainer.engine.session`; a caller's own model and loop are trained by
 `trainer.engine.own_model`.
 """
 
@@ -41,10 +41,10 @@ from trainer.runtime.malloc import give_back_freed_memory
 
 
 class DistributedTrainer:
-    """Trains one job in this process, together with its peers.
+    """A trainer of one job in this process, together with its peers.
 
-    Either the job as it is configured: `initialize_distributed`, `setup`, `train`, `close`. Or a model of the caller's
-    own: `initialize_distributed`, `setup_data_parallel`, then `train_epoch` or a loop of the caller's, `close`.
+    It trains either the job as it is configured: `initialize_distributed`, `setup`, `train`, `close`. Or a caller's own
+    model: `initialize_distributed`, `setup_data_parallel`, then `train_epoch` or the caller's own loop, `close`.
     """
 
     def __init__(self, job: JobConfig) -> None:
@@ -57,38 +57,39 @@ class DistributedTrainer:
         self._profiler: StepProfiler | None = None
         self._cut_off = 0
         self._leaves = False
-        """Was this process asked to end, and has it told the others so in the latest step?"""
+        """Whether this process was asked to end, and has told the others in the latest step."""
         self._pending_flags: StepResult | None = None
-        """Of a step that is done, until what ranks agreed in it has been acted on."""
+        """The result of a step that is done, until its flags have been acted on."""
 
     @property
     def participant(self) -> Participant:
-        """This process among its peers. RuntimeError before `initialize_distributed`."""
+        """This process among its peers. Raises RuntimeError before `initialize_distributed`."""
         if self._participant is None:
             raise RuntimeError("call initialize_distributed() first")
         return self._participant
 
     @property
     def session(self) -> Session:
-        """All that the training has. RuntimeError before `setup`."""
+        """The state of the training. Raises RuntimeError before `setup`."""
         if self._session is None:
             raise RuntimeError("call setup() first")
         return self._session
 
     @property
     def launch(self) -> int | None:
-        """Of the cluster that this process regroups in; None in a world of fixed ranks, and before it is known."""
+        """The launch of the cluster that this process regroups in; None in a world of fixed ranks, or while unknown."""
         return self._participant.launch if self._participant else None
 
     @property
     def steps_done(self) -> int:
+        """Optimizer steps done so far."""
         return self._session.progress.step if self._session else 0
 
     def initialize_distributed(self, world_size: int | None = None, rank: int | None = None) -> None:
-        """Find out who this process is and, in a world of fixed ranks, join the peers that the environment names.
+        """Find this process's rank and, in a world of fixed ranks, join the peers that the environment names.
 
-        On a cluster (DTRAIN_LAUNCH in the environment) the process only says that it is coming: the first generation
-        is formed when its data and model are there, in `setup`. Given arguments must agree with the environment.
+        On a cluster (DTRAIN_LAUNCH in the environment) the process only announces itself: the first generation is
+        formed when its data and model are there, in `setup`. Arguments, where given, must agree with the environment.
         """
         self._participant = Participant(
             self.job, self.reports, os.environ, lambda: self.steps_done, world_size, rank
@@ -97,8 +98,8 @@ class DistributedTrainer:
         self.reports.end_phase("startup")
 
     def setup_data_parallel(self, model: nn.Module) -> nn.Module:
-        """The model on this rank's device, with the weights of rank 0, its gradients summed over ranks in each backward
-        pass through its outputs. `train_epoch` trains it from now on; a loop of the caller's own may instead. A
+        """Return the model on this rank's device, with the weights of rank 0; its gradients are summed over ranks in
+        each backward pass through its outputs. From then on `train_epoch` or the caller's own loop trains it. A
         collective."""
         participant = self.participant
         if participant.elastic is not None:
@@ -110,7 +111,8 @@ class DistributedTrainer:
         return self._own_model.model
 
     def setup(self) -> None:
-        """Data, model, optimizer, the first generation, and the checkpoint to go on from, if there is one."""
+        """Make the data, the model and the optimizer, join the first generation, and load the checkpoint, if there is
+        one."""
         participant, reports = self.participant, self.reports
         shards = open_shards(self.job, participant.device, ("train", "valid", "test"))
         sampler = make_sampler(self.job, shards, 0, participant.world.world_size)
@@ -118,7 +120,7 @@ class DistributedTrainer:
         workload = Workload(self.job, shards, sampler, participant.device, participant.faults)
         session = self._session = Session(participant, workload)
         if session.elastic is None:
-            session.world.barrier()  # one may have unpacked the data or made its model for minutes
+            session.world.barrier()  # one rank may take minutes to unpack the data or to make its model
             if session.world.rank == 0:
                 session.checkpoints.fence(session.world.generation)
             rebuild(session, source=0, from_checkpoint=self.config.resume)
@@ -130,8 +132,8 @@ class DistributedTrainer:
         reports.end_phase("startup")
 
     def train(self) -> dict[str, Any]:
-        """The whole training, through losses of nodes; what goes into ``result.json``. Raises `Stopped` when asked to
-        end, `trainer.comm.group.GroupError` when a node is lost in a world that cannot regroup."""
+        """Train to the end, through losses of nodes, and return the fields of ``result.json``. Raise `Stopped` when
+        asked to end, `trainer.comm.group.GroupError` when a node is lost in a world that cannot regroup."""
         session = self.session
         while True:
             try:
@@ -154,7 +156,7 @@ class DistributedTrainer:
                 if session.elastic is None:
                     raise
                 if self._leaves and self._pending_flags is not None:
-                    self._act_on_flags(self._pending_flags)  # the others were quicker: they go on without this one
+                    self._act_on_flags(self._pending_flags)  # the others have acted and go on without this one
                 self._pending_flags = None
                 retry_until_formed(session, partial(recover, session, str(error), error.communication))
             except Exception as error:
@@ -163,7 +165,7 @@ class DistributedTrainer:
                 use_less_memory(session, error)
 
     def train_epoch(self, dataloader: Iterable[Any], epoch: int = 0) -> dict[str, float]:
-        """Train on the batches of (the rest of) an epoch; the mean loss over them and all ranks.
+        """Train on the batches of (the rest of) an epoch, and return the mean loss over them and all ranks.
 
         After `setup_data_parallel` these are pairs of inputs and targets, as many on each rank, and the model is the
         caller's; after `setup` they are the `Batch`es of a loader, and the model is the job's.
@@ -175,7 +177,7 @@ class DistributedTrainer:
         return self.synchronize_metrics(totals)
 
     def synchronize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Sums over ranks; with ``loss_sum`` and ``samples`` among them, their ratio as ``loss``."""
+        """Return the sums over ranks; with ``loss_sum`` and ``samples`` among them, also their ratio as ``loss``."""
         names = sorted(metrics)
         values = torch.tensor([metrics[name] for name in names], dtype=torch.float64)
         result = dict(zip(names, self.participant.world.all_reduce(values).tolist(), strict=True))
@@ -184,7 +186,7 @@ class DistributedTrainer:
         return result
 
     def close(self, tracking_seconds: float = 60.0) -> None:
-        """Stop the threads and leave the group; what was reported is on disk afterwards."""
+        """Stop the threads and leave the group; all reports are on disk afterwards."""
         self.reports.watchdog.stop()
         if self._session is not None:
             self._session.close()
@@ -194,10 +196,10 @@ class DistributedTrainer:
         if self._participant is not None:
             self._participant.close()
 
-    # The rest serves the methods above, in the order of their use.
+    # Helpers of the methods above, in the order of their use.
 
     def _train_batches(self, dataloader: Iterable[Batch], epoch: int) -> dict[str, float]:
-        """The sum of this rank's losses, and its samples."""
+        """Train on these batches, and return the sum of this rank's losses, and its samples."""
         session, watchdog, profiler, step = self.session, self.reports.watchdog, self._profiler, self.session.step
         step.module.train()
         step.check_parameters()
@@ -229,7 +231,7 @@ class DistributedTrainer:
                 self._review_communication(measured)
             self._catch_up()
             watchdog.progress(progress.step)
-            session.window.began += time.monotonic() - paused_at  # that is no part of a step's time
+            session.window.began += time.monotonic() - paused_at  # this time is no part of a step
             self._act_on_flags(result)
             if session.is_over:
                 break
@@ -237,7 +239,7 @@ class DistributedTrainer:
         return totals
 
     def _collect_flags(self) -> StepFlags:
-        """What this rank tells the others in the next step."""
+        """Return the flags that this rank sends in the next step."""
         session = self.session
         elastic, cut_off, spent = session.elastic, self._cut_off, int(session.is_budget_due)
         leaving = int(session.participant.asked_to_stop)
@@ -256,7 +258,7 @@ class DistributedTrainer:
             monitor.update(epoch, step, loss, facts.local_world_size * samples, rate, result.grad_norm)
 
     def _act_on_flags(self, result: StepResult) -> None:
-        """After a step: does somebody leave, or does rank 0 want another generation? All ranks see the same flags."""
+        """Stop or regroup as the flags of a step say, which are the same on all ranks."""
         session, flags = self.session, result.flags
         self._cut_off, self._pending_flags = flags.cut_off, None
         if flags.leaving:
@@ -264,7 +266,7 @@ class DistributedTrainer:
             session.save(wait=everybody or session.participant.asked_to_stop)
             if everybody or self._leaves:
                 raise Stopped(everybody)
-            # Who has been asked meanwhile says so in the next step: nobody must go without being counted.
+            # A rank that was asked meanwhile says so in the next step: none may leave without being counted.
             raise Regroup(LEAVING)
         if flags.regroup and not session.is_over:
             assert session.elastic is not None
@@ -272,8 +274,8 @@ class DistributedTrainer:
             raise Regroup(session.elastic.recovery_reason or again)
 
     def _report_step(self, epoch: int, rate: float, norm: float) -> TimingWindow | None:
-        """A ``step`` event with means since the one before, and now and then a ``timing`` event beside it, of the
-        window that is returned: one collective."""
+        """Report a ``step`` event with means since the last one, and now and then a ``timing`` event for a window,
+        which is returned: one collective."""
         session, reports, communication = self.session, self.reports, self.session.workload.communication
         step, total_steps = session.progress.step, session.total_steps
         window, session.window = session.window, StepWindow()
@@ -311,7 +313,7 @@ class DistributedTrainer:
         return measured
 
     def _review_communication(self, measured: TimingWindow | None) -> None:
-        """Are links worth a probe, and is what ``training.communication = "auto"`` has chosen still the best?"""
+        """Probe the links where that is due, and review the choice of ``training.communication = "auto"``."""
         session = self.session
         chosen = session.step.sync.review(measured) if measured is not None else None
         probed = session.workload.communication.probe(session.progress.step)
@@ -321,7 +323,7 @@ class DistributedTrainer:
                 self.reports.emit(kind, **{"step": session.progress.step, **found})
 
     def _catch_up(self) -> None:
-        """Whatever is due after the steps done so far and not done yet: evaluation, checkpoint."""
+        """Do what is due after the steps done so far: evaluation, checkpoint."""
         session, config = self.session, self.config
         progress, step = session.progress, session.progress.step
         frequency = config.eval_frequency or session.workload.sampler.steps_per_epoch
@@ -332,7 +334,7 @@ class DistributedTrainer:
             session.save()
 
     def _validate(self) -> None:
-        """Judge the validation split; keep the best model, count towards early stopping."""
+        """Evaluate on the validation split, keep the best model, and count towards early stopping."""
         session, reports, progress = self.session, self.reports, self.session.progress
         reports.end_phase("training")
         began = time.monotonic()
@@ -363,6 +365,6 @@ class DistributedTrainer:
             progress.early_stopped = patience is not None and progress.evaluations_without_improvement >= patience
 
     def _stop_evaluating(self) -> None:
-        """Called between two batches of an evaluation, in which no rank hears of another."""
+        """Raise if the training must stop; called between two batches of an evaluation, when ranks exchange nothing."""
         if self.session.is_budget_due:
             raise BudgetSpent(agreed=self.session.world.world_size == 1)

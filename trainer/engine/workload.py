@@ -1,7 +1,6 @@
-"""`Workload`: what is trained in this process, and on what: data, loss, model, optimizer, and this rank's samples.
+"""`Workload`: the objects of a training in this process: data, loss, model, optimizer, and this rank's samples.
 
-A training has one, and so has each trial of tuning. Where a training stands beside that, such as its checkpoints, its
-reports and its budget, is `trainer.engine.session`.
+A training has one, and so has each trial of tuning. Checkpoints, reports and the budget are `trainer.engine.session`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from trainer.runtime.fault_injection import Faults
 
 
 def open_shards(job: JobConfig, device: torch.device, splits: tuple[str, ...] = ()) -> DataShardManager:
-    """The dataset of a job, on the device where that is configured. `DatasetError` where one of ``splits`` is empty."""
+    """Return the dataset of a job, on the device where that is configured. Raise `DatasetError` where one of ``splits``
+    is empty."""
     shards = DataShardManager(job.dataset.uri, expected_id=job.dataset.dataset_id)
     for split in splits:
         if shards.count(split) == 0:
@@ -33,7 +33,8 @@ def open_shards(job: JobConfig, device: torch.device, splits: tuple[str, ...] = 
 
 
 def make_sampler(job: JobConfig, shards: DataShardManager, rank: int, world_size: int) -> Sampler:
-    """Which samples are this rank's in a world of this size. `trainer.config.ConfigError` if it cannot be."""
+    """Return the sampler of a rank in a world of this size. Raise `trainer.config.ConfigError` where none is
+    possible."""
     config = job.training
     return Sampler(
         samples=shards.count("train"),
@@ -47,12 +48,13 @@ def make_sampler(job: JobConfig, shards: DataShardManager, rank: int, world_size
 
 
 class Workload:
-    """It works in a world of its own process until `enter_world` gives it another one."""
+    """The data, loss, model, optimizer and sampler of a training. It works in a world of its own process until
+    `enter_world` gives it another one."""
 
     def __init__(
         self, job: JobConfig, shards: DataShardManager, sampler: Sampler, device: torch.device, faults: Faults
     ) -> None:  # fmt: skip
-        """``sampler``: of any world, for all have equally many steps."""
+        """``sampler`` may be of any world, since all have equally many steps."""
         self.job, self.config, self.device, self.faults = job, job.training, device, faults
         self.shards, self.sampler = shards, sampler
         steps = self.config.epochs * sampler.steps_per_epoch
@@ -63,11 +65,11 @@ class Workload:
         self.step = TrainingStep(module, self.criterion, self.config, self.device, faults)
         self.state = TrainingState(module, self.step)
         self.communication = CommunicationProfiler(self.step.world, self.step.timer)
-        self._loader: BatchLoader | None = None  # it may hold much of a GPU's memory: not before there is a world
+        self._loader: BatchLoader | None = None  # made with the first world: it may hold much of a GPU's memory
 
     @property
     def loader(self) -> BatchLoader:
-        """Gives the batches of this rank in the present world. RuntimeError before the first one."""
+        """The loader of this rank's batches in the present world. Raises RuntimeError before the first one."""
         if self._loader is None:
             raise RuntimeError("no world was entered yet")
         return self._loader
@@ -82,15 +84,15 @@ class Workload:
         timer, prefetch = self.step.timer, self.config.prefetch_batches
         self._loader = BatchLoader(self.shards, self.sampler, world, self.faults, timer, prefetch)
         self.step.adopt(world)
-        probe_at = max(world.all_gather_object(self.communication.probe_at))  # who has come has heard of no probe
+        probe_at = max(world.all_gather_object(self.communication.probe_at))  # a newcomer knows of no probe
         self.communication = CommunicationProfiler(world, timer, probe_at)
 
     def settle_buffers(self) -> None:
-        """Running statistics are each rank's own while it trains; from here on, rank 0's count. A collective."""
+        """Take over the running statistics of rank 0, which differ between ranks during training. A collective."""
         for buffer in self.state.module.buffers():
             self.step.world.broadcast(buffer)
 
     def close(self) -> None:
-        """End what gathers batches."""
+        """End the thread that loads batches."""
         if self._loader is not None:
             self._loader.close()

@@ -1,4 +1,4 @@
-"""How ranks share gradients: buckets, summing during the backward pass, compression, and the flat optimizer.
+"""Sharing gradients among ranks: buckets, sums during the backward pass, compression, and the flat optimizer.
 
-The connections over which they are summed do not belong here, see `trainer.comm`.
+The connections that carry the sums belong to `trainer.comm`.
 """

@@ -1,12 +1,13 @@
-"""What ``training.communication = "auto"`` sums gradients by: a decision from measured times, the same on all ranks.
+"""The choice of a communication hook for ``training.communication = "auto"``, from measured times, the same on all
+ranks.
 
-What ranks know of a window is the same on each (`trainer.observability.comm_profiler.TimingWindow`), and so is what
-they decide from it. `exposed`, `expect`, `choose`, `is_settled` and `rest_of` are pure; `Automatic` remembers, tries
-what compressing takes, and sounds the link.
+All ranks hold the same measurements of a window (`trainer.observability.comm_profiler.TimingWindow`), so they decide
+alike. `exposed`, `expect`, `choose`, `is_settled` and `rest_of` are pure; `Automatic` keeps the history, times the
+compression and sounds the link. The hooks themselves belong to `trainer.parallel.compression`.
 
-Small messages say nothing of large ones: what is left of a gradient by top-k takes a latency, and passes within the
-burst that many links allow. So what larger messages would take is never taken from them: it is what plain sums took
-when they were last seen, in steps or in a sounding, which sums one bucket as it is beside the training.
+Small messages do not predict large ones: what top-k sends takes one latency, and passes within the burst that many
+links allow. So the time of larger messages is never extrapolated from them. It is what plain sums took when they were
+last seen, in steps or in a sounding, which sums one bucket uncompressed beside the training.
 """
 
 from __future__ import annotations
@@ -34,32 +35,35 @@ if TYPE_CHECKING:
 
 PLAIN = "allreduce"
 GENTLE_FIRST = (PLAIN, "hierarchical", "fp16", "topk")
-"""In order of how much each changes about a training."""
+"""The hooks, ordered by how much each changes the gradient; the least first."""
 NEARLY, CLEARLY = 1.05, 1.15
-"""The gentlest is taken whose step is expected to be at most so many times as long as the best one's: less for others
-than for the present one, so that who has just been chosen is not given up for a trifle."""
+"""Factors of the best expected step time. The gentlest hook within its factor is taken: `CLEARLY` for the present hook,
+`NEARLY` for the others, so that the present choice is not given up for a small gain."""
 HANDICAP = {"topk": 1.25}
-"""It sends another gradient, not only a rounded one, and must gain more for that."""
+"""Factors on the expected step time of a hook. Top-k changes the gradient by more than rounding, so it must gain
+more."""
 WORTH_A_LOOK = 0.1
-"""Share of a step that plain communication must expose for compressing to be tried."""
+"""The share of a step that plain communication must expose before compression is tried."""
 LEAST_STEPS, AGREEING, AT_ONCE = 5, 2, 2.0
-"""A window of fewer steps decides nothing; so many windows in a row must come to the same. One is enough where steps
-with plain sums are expected to take more than so many times as long: there a window costs most."""
+"""A window of fewer than `LEAST_STEPS` steps decides nothing, and `AGREEING` windows in a row must come to the same
+choice. One window is enough where steps with plain sums are expected to take more than `AT_ONCE` times as long as the
+best: there each window costs most."""
 SUMS = 2
-"""Of each size, in a sounding. The last counts: by then what a link allows as a burst is used up."""
+"""Sums of each size in a sounding. The last one counts: by then the burst that a link allows is used up."""
 SOUNDED_FIRST, GROWTH, SOUNDING_SECONDS = 16384, 8, 1.0
-"""A sounding begins with so many numbers of a bucket, and goes on with so many times as many where that is expected to
-take no longer than this: a link that has got worse must not hold the training up, and fewer bytes show it as well."""
+"""A sounding begins with `SOUNDED_FIRST` numbers of a bucket and grows by `GROWTH` while the next sum is expected to
+take at most `SOUNDING_SECONDS`: a link that has become slower must not hold up the training, and fewer bytes show it as
+well."""
 REST, SHORTEST_REST, LONGEST_REST = 100, 10.0, 600.0
-"""Until all is looked at anew: so many times as long as a sounding takes, and at least so many seconds; twice as long
-after each look, up to so many seconds."""
+"""The pause before the next look at all hooks: `REST` times the duration of a sounding, at least `SHORTEST_REST`
+seconds, twice as long after each look, at most `LONGEST_REST` seconds."""
 BY_NODE_LATENCIES = 2.0
 TRIALS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Means:
-    """One way to sum: what it sends for each byte of gradients, and how long it computes for that."""
+    """The costs of one hook: what it sends for each byte of gradients, and how long it computes for that."""
 
     bytes_share: float = 1.0
     latencies: float = 1.0
@@ -68,22 +72,22 @@ class Means:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredStep(StepParts):
-    """What was measured of a step with the present means. What it hides is that of when all was sent as it is."""
+    """The measured parts of a step with the present hook. `hiding_seconds` is that of the plain sums."""
 
     exposed_seconds: float
-    """Of wire; with what the present means compute after the backward pass."""
+    """Seconds of communication that nothing hides, with what the present hook computes after the backward pass."""
 
 
 def exposed(step: MeasuredStep, link: Link, means: Means) -> float:
-    """Seconds that sums are expected to hold up a step. Compressing hides behind nothing: it comes after the backward
-    pass, or takes its time from it."""
+    """Return the seconds for which sums are expected to hold up a step. The computation of compression is never hidden:
+    it comes after the backward pass, or takes its time from it."""
     wire = step.predict_exposed(lambda size: link.seconds(means.bytes_share * size, means.latencies))
     return wire + means.cost_per_byte * sum(step.buckets)
 
 
 def expect(step: MeasuredStep, link: Link, known: Mapping[str, Means], off: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of a step with each of the known means. ``off``: what was measured beyond `exposed` with those that have
-    been used; of others the same is expected as of the plain ones."""
+    """Return the expected seconds of a step with each known hook. ``off`` holds what was measured beyond `exposed` with
+    the hooks that have been used; the others are expected to be off by as much as plain sums."""
     usual = max(0.0, off.get(PLAIN, 0.0))
     return {
         name: step.computing_seconds + max(0.0, exposed(step, link, means) + off.get(name, usual))
@@ -92,7 +96,7 @@ def expect(step: MeasuredStep, link: Link, known: Mapping[str, Means], off: Mapp
 
 
 def choose(present: str, expected: Mapping[str, float]) -> str:
-    """The gentlest whose step is expected to take about as long as the best one's."""
+    """Return the gentlest hook whose step is expected to take about as long as the best one's."""
     seconds = {name: HANDICAP.get(name, 1.0) * value for name, value in expected.items()}
     best = min(seconds.values())
     names = [name for name in GENTLE_FIRST if name in seconds]
@@ -100,38 +104,39 @@ def choose(present: str, expected: Mapping[str, float]) -> str:
 
 
 def is_settled(present: str, verdicts: Sequence[str], expected: Mapping[str, float]) -> bool:
-    """Is the last verdict one to act on? ``verdicts``: of the latest `AGREEING` windows, or fewer."""
+    """Return whether to act on the last verdict. ``verdicts`` are those of the latest windows, at most `AGREEING`."""
     if present == PLAIN and expected[present] > AT_ONCE * expected[verdicts[-1]]:
         return True
     return len(verdicts) == AGREEING and len(set(verdicts)) == 1
 
 
 def rest_of(link: Link, bytes_: int, looks: int) -> float:
-    """Seconds until all is looked at anew, after so many looks. ``bytes_``: what a sounding sums."""
+    """Return the seconds until the next look at all hooks, after this many looks; a sounding sums ``bytes_``."""
     first = max(SHORTEST_REST, REST * SUMS * link.seconds(bytes_))
     return max(first, min(LONGEST_REST, first * 2.0 ** min(looks, 20)))
 
 
 class Automatic:
-    """The present choice of a world, reviewed at the end of each of its windows."""
+    """The present choice of hook for a world, reviewed at the end of each of its windows."""
 
     def __init__(self, world: World, nodes: Sequence[int], fraction: float, may_drop: bool) -> None:
-        """``nodes``: of each rank. ``may_drop``: may top-k be chosen?"""
+        """``nodes`` holds the node of each rank; ``may_drop`` allows top-k."""
         self.world, self.nodes, self.fraction, self.may_drop = world, nodes, fraction, may_drop
         self.present = PLAIN
         self._known: dict[str, Means] = {PLAIN: Means()}
         self._off: dict[str, float] = {}
         self._hiding = 0.0
         self._link = Link(latency_seconds=0.0, seconds_per_byte=0.0)
-        """As plain sums saw it last."""
+        """The link as plain sums last measured it."""
         self._age, self._looks = 0.0, 0
-        """Seconds of training since the last change or look, and how often all was looked at anew."""
+        """Seconds of training since the last change or look, and the number of looks."""
         self._windows, self._told = 0, False
         self._verdicts: deque[str] = deque(maxlen=AGREEING)
 
     def review(self, window: TimingWindow, buckets: Sequence[Tensor]) -> dict[str, Any] | None:
-        """What a ``communication`` event says, where there is something to say; `present` is what to do from now on.
-        ``buckets``: such as those of the gradients. At times a collective: all ranks have the same windows."""
+        """Review the choice after a window, and return the fields of a ``communication`` event, None where there is
+        nothing to report; `present` is the hook to use from now on. ``buckets`` are like those of the gradients. At
+        times this is a collective, on all ranks alike, since all have the same windows."""
         self._windows += 1
         if self._windows == 1 or window.values.shape[1] < LEAST_STEPS or not buckets:
             return None  # the first steps of a world are like no others
@@ -176,28 +181,28 @@ class Automatic:
         }
 
     def _expect(self, step: MeasuredStep) -> dict[str, float]:
-        """Seconds of a step with each; with the present one, what was measured."""
+        """Return the expected seconds of a step with each hook; for the present one they are the measured ones."""
         self._off[self.present] = step.exposed_seconds - exposed(step, self._link, self._known[self.present])
         return expect(step, self._link, self._known, self._off)
 
     def _is_look_due(self, expected: Mapping[str, float], bytes_: int) -> bool:
-        """Shall what was measured of others be forgotten, and the link be sounded where steps do not show it? Now and
-        then; and sooner where old knowledge says that the present one should be given up."""
+        """Return whether to forget the measurements of other hooks, and to sound the link where steps do not show it.
+        That is due now and then, and sooner where old measurements say that the present hook should be given up."""
         if self.present == PLAIN:
             return len(self._off) > 1 and self._age >= rest_of(self._link, bytes_, self._looks)
         is_doubted = choose(self.present, expected) != self.present
         return self._age >= rest_of(self._link, bytes_, 0 if is_doubted else self._looks)
 
     def _sound(self, bucket: Tensor) -> list[tuple[int, float]]:
-        """(bytes, seconds) of plain sums, of one number and of something like this bucket or, where that would take too
-        long, like a part of it; without waiting."""
+        """Return (bytes, seconds) of two plain sums without waiting for ranks: of one number, and of a tensor like this
+        bucket, or like a part of it where the whole would take too long."""
         assert self.world.group is not None
         numbers, *took = self.world.group.run("sounding of the link", partial(_time_plain, bucket))
         quickest = [min(values) for values in zip(*self.world.all_gather_object(took), strict=True)]
         return list(zip((bucket.itemsize, int(numbers) * bucket.itemsize), quickest, strict=True))
 
     def _try(self, bucket: Tensor, link: Link) -> dict[str, Means]:
-        """What the other means take, tried on something like this bucket on all ranks at once."""
+        """Return the costs of the other hooks, timed on a tensor like this bucket on all ranks at once."""
         names = [name for name in GENTLE_FIRST[1:] if name != "topk" or self.may_drop]
         if not 1 < len(set(self.nodes)) < len(self.nodes):
             names.remove("hierarchical")
@@ -208,7 +213,7 @@ class Automatic:
         found: dict[str, Means] = {}
         for (name, hook), seconds in zip(hooks.items(), slowest, strict=True):
             share, latencies = hook.bytes_of(bucket) / bucket.nbytes, 1.0
-            if name == "hierarchical":  # what it took beyond the wire between nodes is what it takes within them
+            if name == "hierarchical":  # the time beyond that between nodes is spent within them
                 latencies = BY_NODE_LATENCIES
                 seconds -= link.seconds(share * bucket.nbytes, latencies)
             cost = max(0.0, seconds) / bucket.nbytes
@@ -217,7 +222,7 @@ class Automatic:
 
 
 def _time(hooks: Mapping[str, CommHook], bucket: Tensor, transport: Any) -> list[float]:
-    """Seconds of each: of computing alone, but for sums by node, which are made in earnest."""
+    """Return the seconds of each hook: of computing alone, except for sums by node, which go over the network."""
     found = []
     for name, hook in hooks.items():
         wire: CompressionTransport = transport if name == "hierarchical" else LoopbackTransport()
@@ -234,8 +239,8 @@ def _time(hooks: Mapping[str, CommHook], bucket: Tensor, transport: Any) -> list
 
 
 def _time_plain(bucket: Tensor, transport: Transport) -> list[float]:
-    """How many numbers of this bucket were summed in the end, the same on all ranks; seconds of a sum of one number,
-    after which all ranks are there, and of that."""
+    """Return how many numbers of this bucket were summed in the end, the same on all ranks; the seconds of a sum of one
+    number, after which all ranks are there; and the seconds of that last sum."""
 
     def seconds_of(like: Tensor) -> float:
         tensor = torch.randn_like(like)

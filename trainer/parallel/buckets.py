@@ -1,16 +1,16 @@
 """Gradient buckets: views into a few flat buffers, each handed over for summing as soon as it is full.
 
-What `torch.nn.parallel.DistributedDataParallel` does, with less in each step. DDP either looks for parameters that have
-no gradient, by a walk over the graph and a collective of its own in every step, or it refuses models that have some and
-sorts its buckets anew after the first step: then the steps after a resume are not those of a run without one, bit for
-bit. Here buckets stay as they are, and what has no gradient is found when the backward pass is over; who sums that over
-ranks, exactly, lets `Buckets.drop_unused` know.
+They do what `torch.nn.parallel.DistributedDataParallel` does, with less work in each step. DDP either looks for
+parameters without a gradient, by a walk over the graph and a collective of its own in every step, or it refuses models
+that have some and reorders its buckets after the first step: then the steps after a resume are not those of an
+uninterrupted run, bit for bit. Here buckets never change, and parameters without a gradient are found when the backward
+pass is over; the caller sums these flags over ranks and passes them to `Buckets.drop_unused`.
 
-A single bucket is full with the last gradient, so there is nothing to mind meanwhile: gradients are left where autograd
-puts them, and collected when the backward pass is over.
+A single bucket is full with the last gradient, so no hooks are needed: gradients stay where autograd puts them, and are
+collected when the backward pass is over.
 
-The end of a backward pass is when the outermost ``backward()`` returns. Autograd's own callbacks would not do: they
-come at the end of the innermost one, which re-entrant checkpointing begins inside.
+The backward pass ends when the outermost ``backward()`` returns. Autograd's own callbacks would not do: they come at
+the end of the innermost one, which re-entrant checkpointing begins inside.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from trainer.config import ConfigError
 from trainer.runtime.step_timer import traced
 
 FIRST_BYTES, MOST_BYTES = 1 << 20, 25 << 20
-"""Of the first bucket, which is small so that communication begins early, and of the others."""
+"""Bytes of the first bucket, which is small so that communication begins early, and of the others."""
 WAITING = "waiting for the sums of gradients"
-"""In traces: the sums themselves happen on another thread."""
+"""The name of this span in traces: the sums themselves happen on another thread."""
 
 
 class Bucket:
-    """Gradients of some parameters in one buffer."""
+    """The gradients of some parameters in one buffer."""
 
     def __init__(self, number: int, parameters: Sequence[nn.Parameter], is_last: bool) -> None:
         self._number, self.parameters, self._is_last = number, parameters, is_last
@@ -40,26 +40,29 @@ class Bucket:
         self._buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
         self.views = views(self._buffer, parameters)
         self.missing: set[int] = set()
-        """Places of parameters whose gradient is not there yet…"""
+        """Indices of the parameters whose gradient has not arrived yet."""
         self.used: set[int] = set()
-        """…and of those that had one before this backward pass."""
+        """Indices of the parameters that had a gradient before this backward pass."""
 
     def index(self) -> int:
+        """Return the position of the bucket in the order of sending."""
         return self._number
 
     def buffer(self) -> Tensor:
+        """Return the flat tensor that holds the gradients."""
         return self._buffer
 
     def is_last(self) -> bool:
+        """Return whether this bucket is the last to be sent."""
         return self._is_last
 
 
 class Buckets:
     """The buckets of a model's parameters. ``hand_over`` is given each full one, in the same order on all ranks, on the
-    thread of autograd; its outcome says that the buffer holds the sum. ``in_place``: gradients pile up in the buffers,
-    in all cases.
+    thread of autograd; its result says that the buffer holds the sum. With ``in_place``, gradients accumulate in the
+    buffers even where there is only one bucket.
 
-    A step is `clear`, then for each backward pass `begin`, then `finish` and `settle`.
+    A step is `clear`, then for each backward pass `begin`, then `finish` and `drop_unused`.
     """
 
     def __init__(
@@ -79,13 +82,13 @@ class Buckets:
             for place, parameter in enumerate(bucket.parameters)
         ]
         self.is_complete = False
-        """After `settle`: has every parameter a gradient?"""
+        """Whether every parameter has a gradient, known after `drop_unused`."""
         self._summing = False
         self._under_way: list[CollectiveResult] = []
-        """Of this backward pass, or of one that failed."""
+        """Sums of this backward pass, or of one that failed."""
 
     def clear(self) -> None:
-        """Gradients are zero, and views of the buffers; or there are none, where they are collected at the end."""
+        """Set gradients to zero as views of the buffers, or to None where they are collected at the end."""
         self._let_go()
         for bucket in self.buckets:
             bucket.used.clear()
@@ -98,7 +101,7 @@ class Buckets:
                 parameter.grad = view
 
     def begin(self, summing: bool = True) -> None:
-        """A backward pass comes, in which gradients only pile up, or are summed when they are there."""
+        """Prepare for a backward pass, in which gradients only accumulate, or are also summed as they arrive."""
         self._let_go()
         self._summing = summing
         if summing:
@@ -106,8 +109,8 @@ class Buckets:
                 bucket.missing = set(range(len(bucket.parameters)))
 
     def take_as_they_are(self) -> None:
-        """Instead of `clear`: gradients are what somebody else has left. Until `finish` they stay out of the buffers:
-        if the pass fails, sums that are under way must not meet what is done to gradients then."""
+        """Start from the gradients that the caller has left, instead of `clear`. They stay out of the buffers until
+        `finish`: if the pass fails, sums under way must not touch what the caller then does to gradients."""
         for bucket in self.buckets:
             bucket.used.clear()
             for place, parameter in enumerate(bucket.parameters):
@@ -116,7 +119,7 @@ class Buckets:
                     parameter.grad = parameter.grad.clone()
 
     def finish(self) -> None:
-        """The backward pass is over: whatever has no gradient has none. Returns when all are summed."""
+        """End the backward pass, hand over the remaining buckets, and return when all are summed."""
         with traced(WAITING):
             for bucket in self.buckets[len(self._under_way) :]:
                 self._start(bucket)
@@ -128,8 +131,8 @@ class Buckets:
                 parameter.grad = view
 
     def missing_flags(self) -> list[int]:
-        """For each parameter, in the same order on all ranks: 1 where this rank has no gradient for it. Known from when
-        the last bucket is handed over."""
+        """Return one flag for each parameter, in the same order on all ranks: 1 where this rank has no gradient for it.
+        They are known once the last bucket is handed over."""
         flags: list[int] = []
         for bucket in self.buckets:
             of_bucket = [0] * len(bucket.parameters)
@@ -139,8 +142,8 @@ class Buckets:
         return flags
 
     def drop_unused(self, ranks_without: Sequence[int], world_size: int) -> None:
-        """``ranks_without``: the sum of `without` over ranks. What has a gradient on none of them has none: the
-        optimizer leaves it alone."""
+        """Set to None each gradient that no rank has, so that the optimizer leaves the parameter alone.
+        ``ranks_without`` is the sum of `missing_flags` over ranks."""
         self.is_complete = world_size not in ranks_without
         if self.is_complete:
             return
@@ -150,7 +153,7 @@ class Buckets:
                 parameter.grad = None
 
     def detach(self) -> None:
-        """Let go of the parameters; no gradient is a view any more."""
+        """Remove the hooks and all gradients from the parameters."""
         for hook in self._hooks:
             hook.remove()
         for bucket in self.buckets:
@@ -158,7 +161,7 @@ class Buckets:
                 parameter.grad = None
 
     def _let_go(self) -> None:
-        """Of a pass that failed: what was handed over must be out of the buffers."""
+        """Wait until the sums of a failed pass no longer use the buffers."""
         for outcome in self._under_way:
             outcome.exception()
         self._under_way.clear()
@@ -196,8 +199,9 @@ class Buckets:
 
 
 def views(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Each of these in a flat tensor, one behind the other, with strides as autograd would choose them for a gradient:
-    the tensor's own where it has no gaps. Fused optimizers walk through both as they lie in memory."""
+    """Return a view of the flat tensor for each of these tensors, one after the other, with the strides that autograd
+    would choose for its gradient: the tensor's own where it has no gaps. Fused optimizers walk through both as they lie
+    in memory."""
     found = []
     for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
         strides = torch.empty_like(tensor, device="meta").stride()  # keeps them where there are no gaps
@@ -206,8 +210,8 @@ def views(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def divide(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Consecutive parameters of one type, up to about `MOST_BYTES` together. `ConfigError` where they are on several
-    devices."""
+    """Divide parameters into consecutive lists of one type, each up to about `MOST_BYTES`. Raise `ConfigError` where
+    they are on several devices."""
     if len(devices := {parameter.device for parameter in parameters}) > 1:
         raise ConfigError(
             f"the model has parameters on {' and '.join(sorted(map(str, devices)))}: each rank trains on one device, "

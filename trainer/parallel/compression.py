@@ -1,7 +1,7 @@
-"""How a bucket of gradients is summed over ranks: exactly, or with fewer bytes.
+"""The communication hooks: how a bucket of gradients is summed over ranks, exactly or with fewer bytes.
 
 A `CommHook` works on the communication thread, on one bucket after the other, in the same order on all ranks, and
-leaves the same bits on all of them. What only computes is told apart from the wire, see
+leaves the same bits on all of them. Its computation is timed apart from the network, see
 `trainer.comm.group.InterruptibleGroup.computing`. Which hook ``auto`` chooses is decided in
 `trainer.parallel.auto_compression`.
 """
@@ -20,12 +20,12 @@ from trainer.performance.link import bytes_carried
 
 Computing = Callable[[], AbstractContextManager[None]]
 SAMPLED, SPARE = 8192, 1.3
-"""To find the largest, a threshold is guessed from so many entries, which leaves about so many times as many as are
-looked for."""
+"""To find the largest entries, a threshold is estimated from about `SAMPLED` entries, so that about `SPARE` times the
+wanted number pass it."""
 
 
 class CompressionTransport(Protocol):
-    """What hooks need of a `trainer.comm.torch_transport.TorchTransport`."""
+    """The collectives of a `trainer.comm.torch_transport.TorchTransport` that hooks use."""
 
     def all_reduce(self, tensor: Tensor) -> None: ...
     def all_to_all(self, output: Tensor, input_: Tensor) -> None: ...
@@ -34,66 +34,73 @@ class CompressionTransport(Protocol):
 
 
 class CommHook(Protocol):
-    """One way to sum. Types other than float32 are summed exactly in each of them."""
+    """A way to sum one bucket over ranks. Every hook sums types other than float32 exactly."""
 
     def bytes_of(self, buffer: Tensor) -> int:
-        """Of a tensor whose all-reduce loads each rank's link as much."""
+        """Return the bytes of a tensor whose plain all-reduce loads each rank's link as much as this hook does."""
         ...
 
     def all_reduce(
         self, buffer: Tensor, bucket: int, step: int, transport: CompressionTransport, computing: Computing
     ) -> None:
-        """Over ranks, in place. ``bucket`` and ``step`` (the same again for one that is done again) say which."""
+        """Sum the buffer over ranks, in place. ``bucket`` and ``step`` identify it; a step that is done again has the
+        same number."""
         ...
 
 
 class NoCompression:
-    """As it is: the transport's own all-reduce."""
+    """A hook that uses the transport's own all-reduce."""
 
     def bytes_of(self, buffer: Tensor) -> int:
+        """Return the bytes of the buffer."""
         return buffer.nbytes
 
     def all_reduce(
         self, buffer: Tensor, bucket: int, step: int, transport: CompressionTransport, computing: Computing
     ) -> None:
+        """Sum the buffer over ranks, in place and exactly."""
         transport.all_reduce(buffer)
 
 
 class Hierarchical:
-    """Exactly, within each node first, so that only one rank of each talks to other nodes."""
+    """A hook that sums exactly, within each node first, so that one rank of each node talks to other nodes."""
 
     def __init__(self, nodes: Sequence[int]) -> None:
-        """``nodes``: of each rank."""
+        """``nodes`` holds the node of each rank."""
         self.nodes = nodes
         ranks, count = len(nodes), len(set(nodes))
         self._share = bytes_carried(count) / bytes_carried(ranks)
 
     def bytes_of(self, buffer: Tensor) -> int:
+        """Return the bytes whose all-reduce over all ranks loads a link as much as this one over nodes does."""
         return round(self._share * buffer.nbytes)
 
     def all_reduce(
         self, buffer: Tensor, bucket: int, step: int, transport: CompressionTransport, computing: Computing
     ) -> None:
+        """Sum the buffer over ranks, in place and exactly."""
         transport.hierarchical_all_reduce(buffer, self.nodes)
 
 
 class FP16Compression:
-    """As half precision on the wire, and summed in single precision, in order of rank: half the bytes.
+    """A hook that sends half precision and sums in single precision, in order of rank: half the bytes.
 
-    Each rank sums one part of the bucket and passes it on. What is sent has a scale of its own, a power of two that
-    brings the largest entry near the top of what half precision holds: nothing overflows, and nothing vanishes that is
-    larger than 2^-38 of the largest. Entries that are not finite arrive as such.
+    Each rank sums one part of the bucket and passes it on. Each message has its own scale, a power of two that brings
+    the largest entry near the top of what half precision holds: nothing overflows, and nothing vanishes that is larger
+    than 2^-38 of the largest. Entries that are not finite arrive as such.
     """
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
 
     def bytes_of(self, buffer: Tensor) -> int:
+        """Return the bytes of the packed rows; those of the buffer where it is not float32."""
         return buffer.nbytes if buffer.dtype != torch.float32 else 2 * self.ranks * self._length(buffer)
 
     def all_reduce(
         self, buffer: Tensor, bucket: int, step: int, transport: CompressionTransport, computing: Computing
     ) -> None:
+        """Sum the buffer over ranks, in place; exactly where it is not float32."""
         if buffer.dtype != torch.float32:
             return transport.all_reduce(buffer)
         with computing():
@@ -117,7 +124,7 @@ class FP16Compression:
 
 
 def _as_half(rows: Tensor) -> Tensor:
-    """Rows of half precision, each after the scale that all of them have (float32, in the place of two)."""
+    """Return rows of half precision, each after the scale that all of them share (float32, in the place of two)."""
     largest = rows.abs().max()
     _, exponent = torch.frexp(largest)
     usual = torch.isfinite(largest) & (largest > 0)
@@ -134,19 +141,22 @@ def _as_single(packed: Tensor) -> Tensor:
 
 
 class TopKCompression:
-    """The largest entries of each bucket; what is not sent is added to the next step's gradient (error feedback).
+    """A hook that sends the largest entries of each bucket and adds the rest to the next step's gradient (error
+    feedback).
 
-    What is kept back is this rank's own and in no checkpoint: a resume and a regroup begin without. It counts once its
-    step is done: a step that is done again finds what it found the first time.
+    The residual is this rank's own and is in no checkpoint: a resume and a regroup begin without it. It is committed
+    once its step is done, so a step that is done again starts from the same residual.
     """
 
     def __init__(self, ranks: int, fraction: float) -> None:
         self.ranks, self.fraction = ranks, fraction
         self._kept: dict[tuple[int, int], Tensor] = {}
         self._next: dict[tuple[int, int], tuple[int, Tensor]] = {}
-        """With the step that left it. By bucket and size."""
+        """The residual that a step has left, with that step; by bucket and size."""
 
     def bytes_of(self, buffer: Tensor) -> int:
+        """Return the bytes of the plain all-reduce that loads a link as much as the all-gather of the chosen
+        entries."""
         # An all-gather loads a link with (ranks - 1) times what each rank gives, an all-reduce with
         # 2 (ranks - 1) / ranks times its tensor.
         return buffer.nbytes if buffer.dtype != torch.float32 else 4 * self._count(buffer) * self.ranks
@@ -154,6 +164,7 @@ class TopKCompression:
     def all_reduce(
         self, buffer: Tensor, bucket: int, step: int, transport: CompressionTransport, computing: Computing
     ) -> None:
+        """Sum the chosen entries of all ranks into the buffer; sum exactly where it is not float32."""
         if buffer.dtype != torch.float32:
             return transport.all_reduce(buffer)
         count = self._count(buffer)
@@ -182,11 +193,11 @@ class TopKCompression:
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """Where the ``count`` largest magnitudes are, and anything that is not a number."""
+    """Return the indices of the ``count`` largest magnitudes; NaN counts as largest."""
     sizes = values.abs()
     if values.is_cuda or len(sizes) < 4 * SAMPLED or SPARE * count > len(sizes) / 2:
         return sizes.topk(count, sorted=False).indices
-    # On a processor, topk of many takes several times as long as a look at all and topk of few.
+    # On a CPU, topk of many takes several times as long as one pass over all and topk of few.
     sample = sizes[:: len(sizes) // SAMPLED]
     place = max(1, round(len(sample) * (1 - SPARE * count / len(sizes))))
     candidates = (~(sizes < sample.kthvalue(place).values)).nonzero().view(-1)
@@ -196,7 +207,7 @@ def largest(values: Tensor, count: int) -> Tensor:
 
 
 def make_comm_hook(name: str, nodes: Sequence[int], fraction: float) -> CommHook:
-    """By what ``training.communication`` says. ``nodes``: of each rank."""
+    """Return the hook that ``training.communication`` names. ``nodes`` holds the node of each rank."""
     if name == "fp16":
         return FP16Compression(len(nodes))
     if name == "topk":
@@ -205,7 +216,7 @@ def make_comm_hook(name: str, nodes: Sequence[int], fraction: float) -> CommHook
 
 
 def check_compression(config: DistributedTrainingConfig) -> None:
-    """`ConfigError` for settings that do not go together."""
+    """Raise `ConfigError` for settings that exclude each other."""
     if config.communication == "topk" and config.precision == "fp16":
         raise ConfigError(
             "training.communication = 'topk' does not go with training.precision = 'fp16', whose loss scale changes "
@@ -214,14 +225,17 @@ def check_compression(config: DistributedTrainingConfig) -> None:
 
 
 class LoopbackTransport:
-    """A wire on which all ranks send what this one does, at once: with it, a hook only computes."""
+    """A transport that returns this rank's own data at once, as if every rank had sent it: a hook then only
+    computes."""
 
     def all_reduce(self, tensor: Tensor) -> None: ...
 
     def all_to_all(self, output: Tensor, input_: Tensor) -> None:
+        """Copy the input to the output."""
         output.copy_(input_)
 
     def all_gather(self, output: Tensor, input_: Tensor) -> None:
+        """Copy the input to the output."""
         output.copy_(input_)
 
     def hierarchical_all_reduce(self, tensor: Tensor, nodes: Sequence[int]) -> None: ...

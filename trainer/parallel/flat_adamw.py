@@ -1,7 +1,7 @@
-"""`FlatAdamW`: AdamW whose weights and moments lie in one piece of memory each, so that an update is one operation.
+"""`FlatAdamW`: AdamW whose weights and moments each lie in one piece of memory, so that an update is one operation.
 
-Where a model is small, an update of each parameter costs more for going from one to the next than for computing: with
-the default model on a CPU, torch's own takes about a tenth of a step.
+In a small model, an update of each parameter costs more for going from one to the next than for computing: with the
+default model on a CPU, torch's own takes about a tenth of a step.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from trainer.parallel import buckets
 from trainer.runtime.step_timer import traced
 
 UPDATE = "Optimizer.step#FlatAdamW.step"
-"""In traces: as torch calls an update."""
+"""The name of an update in traces, as torch calls it."""
 
 
 def _undecorated(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of torch's optimizers without what it does for graphs that contain an optimizer. Its decorators
-    load ``torch._dynamo``, which takes as long as half of torch itself (0.9 s of 2.2 s of a rank's imports); no graph
-    here contains an optimizer. Where torch does not tell, the method comes back as it is."""
+    """Return a method of torch's optimizers without its decorators, which support graphs that contain an optimizer.
+    They load ``torch._dynamo``, which takes as long as half of torch itself (0.9 s of 2.2 s of a rank's imports); no
+    graph here contains an optimizer. Return the method unchanged where it has no ``__wrapped__``."""
     return inspect.unwrap(method)
 
 
@@ -35,16 +35,16 @@ _STEP = _undecorated(torch.optim.AdamW.step)
 
 
 class FlatAdamW(torch.optim.AdamW):
-    """Updates all parameters at once where it can, and one by one where it cannot, with the same result but for
-    rounding. What it saves and loads is what `torch.optim.AdamW` does.
+    """AdamW that updates all parameters at once where it can, and one by one where it cannot, with the same result
+    except for rounding. Its state dict is that of `torch.optim.AdamW`.
 
-    Parameters move together when this is made, if they are no more than a first bucket
-    (`trainer.parallel.buckets.FIRST_BYTES`), on the CPU, and nothing else is known to look at their memory; they stay
-    the same objects. On a GPU they stay where they are: there torch updates all of them in one kernel, and cuDNN wants
-    the weights of a recurrent layer in an order of its own.
+    Parameters move into one piece when this is made, if they fit into a first bucket
+    (`trainer.parallel.buckets.FIRST_BYTES`), are on the CPU, and nothing else is known to look at their memory; they
+    stay the same objects. On a GPU they stay where they are: there torch updates all of them in one kernel, and cuDNN
+    wants the weights of a recurrent layer in an order of its own.
 
-    Which way an update takes follows from the parameters and from what is saved, not from what was before: ranks that
-    have loaded must do what those do that have not, to the last bit.
+    Which way an update takes follows from the parameters and the saved state, not from earlier updates: ranks that have
+    loaded a state must do what the others do, to the last bit.
     """
 
     def __init__(self, module: nn.Module, lr: float, weight_decay: float, together: bool = True) -> None:
@@ -57,7 +57,7 @@ class FlatAdamW(torch.optim.AdamW):
         self._moments: tuple[Tensor, Tensor] | None = None
         self._steps = torch.zeros(len(self._parameters))
         self._apart = False
-        """Have some parameters been updated more often than others?"""
+        """Whether some parameters have been updated more often than others."""
         if together and _can_move(module, self._parameters):
             self._weights, places = _together([item.detach() for item in self._parameters], self._parameters)
             for parameter, place in zip(self._parameters, places, strict=True):
@@ -66,12 +66,12 @@ class FlatAdamW(torch.optim.AdamW):
 
     @property
     def is_flat(self) -> bool:
-        """Do the weights lie together? A model may have given one of them other memory."""
+        """Whether the weights lie together; a model may have given one of them other memory."""
         return bool(self._places) and [parameter.data_ptr() for parameter in self._parameters] == self._places
 
     def update(self, gradient: Tensor | None) -> None:
-        """``gradient``: of all parameters, as they lie in a bucket; None where there is none such, or where some have
-        no gradient. Then it is in the parameters."""
+        """Update the parameters. ``gradient`` holds those of all parameters as they lie in a bucket; with None, where
+        some have no gradient or they do not lie together, the gradients are read from the parameters."""
         if gradient is None or not self._is_of_all(gradient):
             self._moments, self._apart = None, False  # some are updated more often than others now, or not any more
             self._update_each()
@@ -111,8 +111,8 @@ class FlatAdamW(torch.optim.AdamW):
             )  # fmt: skip
 
     def _update_each(self) -> None:
-        """As torch does it, which walks through each parameter, its gradient and its moments as they lie in memory: all
-        of them must have the parameter's strides, whatever a checkpoint had and the model has done to it meanwhile."""
+        """Update as torch does. It walks through each parameter, its gradient and its moments as they lie in memory, so
+        all of them must have the parameter's strides, whatever the checkpoint and the model have made of them."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad = _as(parameter, parameter.grad)
@@ -124,11 +124,11 @@ class FlatAdamW(torch.optim.AdamW):
             _STEP(self)
 
     def _is_of_all(self, gradient: Tensor) -> bool:
-        """A parameter that has been frozen is in no bucket that was made since."""
+        """Return whether the gradient is that of all weights: a parameter frozen since is in no later bucket."""
         return self._weights is not None and gradient.numel() == self._weights.numel() and self.is_flat
 
     def _have_moments(self) -> bool:
-        """Have all been updated equally often, so that their moments can lie together? Then they do."""
+        """Return whether all have been updated equally often; if so, bring their moments together."""
         if self._moments is None and not self._apart:
             known = [self.state[parameter] for parameter in self._parameters if self.state.get(parameter)]
             counts = {float(of_one["step"]) for of_one in known}
@@ -138,7 +138,7 @@ class FlatAdamW(torch.optim.AdamW):
         return not self._apart
 
     def _bring_together(self, count: float) -> None:
-        """All were updated so often."""
+        """Move the moments into one piece each; ``count`` is the number of updates of every parameter."""
         self._steps = torch.full((len(self._parameters),), count)
         found = []
         for name in _MOMENTS:
@@ -171,14 +171,14 @@ def _can_move(module: nn.Module, parameters: list[nn.Parameter]) -> bool:
 
 
 def _is_watched(tensor: Tensor) -> bool:
-    """Does any tensor besides this one look at its memory? A view that a model keeps would no longer see it learn."""
+    """Return whether another tensor uses this one's memory: a view that a model keeps would no longer see it learn."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     return count is None or count(tensor.untyped_storage()._cdata) > 2  # itself, and the storage that is asked here
 
 
 def _together(tensors: list[Tensor], parameters: list[nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
-    """Copies of these, one of each parameter, in one piece of memory: all of it, and each one in it, with the strides
-    of its parameter."""
+    """Copy these tensors, one for each parameter, into one piece of memory; return it and the views into it, with the
+    strides of the parameters."""
     flat = torch.empty(sum(item.numel() for item in parameters), dtype=tensors[0].dtype, device=tensors[0].device)
     places = buckets.views(flat, parameters)
     torch._foreach_copy_(places, tensors)

@@ -2,9 +2,9 @@
 
 `trainer.parallel.buckets` hands each bucket over as soon as it is full; the communication thread sums them over ranks,
 in order, as ``training.communication`` says (`trainer.parallel.compression`). The only bucket of a small model is
-summed as it is by the thread that trains, where ranks have direct links (`trainer.comm.peer_to_peer`): there is nothing
-left that it could overlap with. In parameter-server mode there are none: when the backward pass is done, all
-gradients go to rank 0 and back, as they are, for that mode is there when nothing else works.
+summed uncompressed by the thread that trains, where ranks have direct links (`trainer.comm.peer_to_peer`): nothing is
+left that it could overlap with. In parameter-server mode there are no buckets: after the backward pass all gradients go
+to rank 0 and back, uncompressed, since that mode is the last resort.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 
 
 class GradientSynchronizer:
-    """Sums, not averages: the loss is scaled by the global batch, so the sum is the gradient of the mean over it.
+    """The sums of gradients over the ranks of one world. They are sums, not averages: the loss is scaled by the global
+    batch, so the sum is the gradient of the mean over it.
 
-    It belongs to one world; a new one begins without what compression has kept back.
+    A new world has a new synchronizer, without the residuals of compression.
     """
 
     def __init__(
@@ -48,20 +49,20 @@ class GradientSynchronizer:
         self._automatic: Automatic | None = None
         self.buckets: Buckets | None = None
         self._is_overlapped = False
-        """Are the buckets what is summed?"""
+        """Whether buckets are summed during the backward pass."""
         self._is_flat = False
-        """Can all ranks use gradients in one piece?"""
+        """Whether all ranks can use gradients in one piece."""
         self._pass = -1
-        """Autograd's number of the latest backward pass, where `sum_each_pass` minds them."""
+        """Autograd's number of the latest backward pass, for `sum_each_pass`."""
         self.on_last_bucket: Callable[[], object] | None = None
-        """Called when the last bucket was handed over: what it submits comes right after that, without a wait. By then
-        it is known what has no gradient."""
+        """Called when the last bucket is handed over: what it submits follows that bucket without a wait. The missing
+        gradients are known by then."""
         check_compression(self.config)
 
     def wrap(self, module: nn.Module, flat: bool = False) -> None:
-        """From now on, a backward pass through this module sums its gradients over ranks. Its parameters must be equal
-        on all ranks already. ``flat``: this rank can use gradients in one piece, so have them also where there is
-        nothing to sum. Waits for the group; raises `GroupError`."""
+        """Sum the gradients of each later backward pass through this module over ranks. Its parameters must be equal on
+        all ranks already. ``flat`` says that this rank can use gradients in one piece, so that they are kept so even
+        where there is nothing to sum. Waits for the group; raises `GroupError`."""
         group = self.world.group
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         # CUDA graphs give gradients in memory that their next run writes to, so they need a place of their own.
@@ -83,11 +84,12 @@ class GradientSynchronizer:
         self.buckets, self._is_overlapped = Buckets(parameters, self._sum_bucket, in_place), True
 
     def unwrap(self) -> None:
+        """Remove the hooks from the module, if it was wrapped."""
         if self.buckets is not None:
             self.buckets.detach()
 
     def clear(self, parameters: list[nn.Parameter]) -> None:
-        """Before the first backward pass of a step: no gradients."""
+        """Clear the gradients before the first backward pass of a step."""
         if self.buckets is not None:
             self.buckets.clear()
             return
@@ -95,12 +97,12 @@ class GradientSynchronizer:
             parameter.grad = None
 
     def require_sync(self, is_last: bool) -> None:
-        """Before each backward pass: accumulate without communicating, in all but a step's last one."""
+        """Prepare a backward pass: all but a step's last accumulate without communication."""
         if self.buckets is not None:
             self.buckets.begin(is_last)
 
     def finish(self, wrapped: nn.Module) -> None:
-        """After the last backward pass: wait for the sums; in parameter-server mode, the gradients' way to rank 0 and
+        """Wait for the sums after the last backward pass; in parameter-server mode, send the gradients to rank 0 and
         back."""
         group = self.world.group
         if self.buckets is not None:
@@ -128,30 +130,31 @@ class GradientSynchronizer:
         self.timer.mark("exposed")
 
     def flat_gradients(self) -> list[Tensor] | None:
-        """After `finish`: flat tensors in which all gradients are, which are fewer to compute with, if there are."""
+        """Return the flat tensors that hold all gradients after `finish`; None where there are none."""
         if self.buckets is None or not (self._is_overlapped or self.world.group is None):
             return None
         return [bucket.buffer() for bucket in self.buckets.buckets]
 
     def single_flat_gradient(self) -> Tensor | None:
-        """After `settle`: the one such tensor, if there is no more than one, no parameter that has no gradient, and no
-        rank that cannot use it, for what it comes to differs in the last bits."""
+        """Return the one flat tensor of all gradients after `drop_unused`. Return None if there are several, if a
+        parameter has no gradient, or if some rank cannot use it, since the result differs in the last bits."""
         if not self._is_flat or self.buckets is None or len(self.buckets.buckets) > 1 or not self.buckets.is_complete:
             return None
         return self.buckets.buckets[0].buffer()
 
     def missing_flags(self) -> list[int]:
-        """What ranks must sum after `finish`, for `settle`: 1 for each parameter that this one has no gradient for."""
+        """Return the flags that ranks sum after `finish`, for `drop_unused`: 1 for each parameter that has no gradient
+        here."""
         return self.buckets.missing_flags() if self.buckets is not None and self._is_overlapped else []
 
     def drop_unused(self, ranks_without: list[int]) -> None:
-        """What no rank has a gradient for is left alone."""
+        """Drop the gradients that no rank has, see `Buckets.drop_unused`."""
         if self.buckets is not None and self._is_overlapped:
             self.buckets.drop_unused(ranks_without, self.world.world_size)
 
     def sum_each_pass(self, model: nn.Module, module: nn.Module) -> None:
-        """For a loop that calls none of these methods, but ``model``, which is called instead of the wrapped module:
-        each backward pass through its outputs adds the sum over ranks to gradients that are equal on all of them."""
+        """Sum in each backward pass, for a loop that calls ``model`` (in place of the wrapped module) and none of these
+        methods: each pass through its outputs adds the sum over ranks to gradients that are equal on all of them."""
         if self.world.group is None:
             return
 
@@ -161,7 +164,7 @@ class GradientSynchronizer:
                     output.register_hook(begin)
 
         def begin(_: Tensor) -> None:
-            # Before any parameter's gradient, and in the outermost pass, which is the one to be waited for.
+            # This comes before any parameter's gradient, in the outermost pass, whose end is waited for.
             number = torch._C._current_graph_task_id()
             if number != self._pass:
                 self._pass = number
@@ -184,8 +187,8 @@ class GradientSynchronizer:
                 parameter.grad.zero_()  # what was summed before counts once
 
     def review(self, window: TimingWindow) -> dict[str, Any] | None:
-        """After a window of `trainer.observability.comm_profiler`, between steps: is what ``auto`` does still the best?
-        What a ``communication`` event says, if there is something to say. All ranks must call it."""
+        """Review the choice of ``auto`` after a window of `trainer.observability.comm_profiler`, between steps. Return
+        the fields of a ``communication`` event, None where there is nothing to report. All ranks must call it."""
         if self._automatic is None or self.buckets is None:
             return None
         before = self._automatic.present
@@ -195,11 +198,11 @@ class GradientSynchronizer:
         return found
 
     def _sum_bucket(self, bucket: Bucket) -> CollectiveResult:
-        """On the thread of autograd, once per bucket, in the same order on all ranks."""
+        """Submit the sum of a bucket, on the thread of autograd, in the same order on all ranks."""
         if bucket.index() == 0:
             self.faults.reach("all_reduce", self.step)
         if bucket.is_last():
-            self.timer.mark("backward")  # what is left of it is the others' and the network's
+            self.timer.mark("backward")  # the rest of the pass is up to the other ranks and the network
         group, hook, gradients = self.world.group, self._hook, bucket.buffer()
         assert group is not None
         what = _bucket_name(bucket.index(), gradients.nbytes)

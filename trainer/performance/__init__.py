@@ -1,5 +1,5 @@
-"""How long a message, a sum over ranks and a step take: pure models that training, advice and the scaling study share.
+"""Pure models of the time of a message, a sum over ranks and a step, shared by training, advice and the scaling study.
 
-What is measured, and what is decided from the models, does not belong here: see `trainer.observability`,
+Measurements, and decisions from the models, do not belong here: see `trainer.observability`,
 `trainer.parallel.auto_compression` and `dtrain_dagster.monitoring`.
 """

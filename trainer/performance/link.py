@@ -1,4 +1,4 @@
-"""What a link takes for a message, and for a sum over ranks: the latency, and the bytes by what each takes. Pure.
+"""The model of a link: a message or a sum over ranks takes its latency, and a time for each byte. Pure.
 
 Which sums there are and what hides them does not belong here, see `trainer.performance.step`.
 """
@@ -10,15 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 SIZES_APART = 4
-"""The largest of some collectives must have so many times the bytes of the smallest, or their latency and what their
-bytes take cannot be told apart."""
+"""The least ratio of the largest to the smallest collective from which latency and bandwidth can be told apart."""
 LEAST_PER_BYTE = 1e-15
-"""Seconds per byte. A petabyte a second is what rounding leaves of nothing: bytes cost nothing then."""
+"""Seconds per byte below which bytes count as free: a petabyte a second is only a rounding error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """What a link takes: of one message, or of one collective of a world that stays the same.
+    """The latency and the seconds per byte of one message, or of one collective of a world that stays the same.
 
     It has seconds per byte rather than bytes per second because the two round differently, and ranks that decide
     alike must do so from the same bits.
@@ -28,7 +27,7 @@ class Link:
     seconds_per_byte: float
 
     def seconds(self, bytes_: float, messages: float = 1.0) -> float:
-        """Returns the seconds that so many bytes take in so many messages, one after the other."""
+        """Return the seconds that ``bytes_`` take in ``messages``, one after the other."""
         return messages * self.latency_seconds + bytes_ * self.seconds_per_byte
 
     @property
@@ -37,21 +36,22 @@ class Link:
         return 1 / self.seconds_per_byte if self.seconds_per_byte else math.inf
 
     def over_ring(self, ranks: int) -> Link:
-        """Returns what an all-reduce takes around a ring of so many ranks, where this link takes one message. A single
-        rank has nothing to send."""
+        """Return the link of an all-reduce around a ring of this many ranks, where this link is that of one message. A
+        single rank has nothing to send."""
         return Link(
             latency_seconds=ring_messages(ranks) * self.latency_seconds,
             seconds_per_byte=bytes_carried(ranks) * self.seconds_per_byte,
         )
 
     def over_tree(self, ranks: int) -> Link:
-        """Returns what an all-reduce takes up and down a tree of so many ranks, where this link takes one message."""
+        """Return the link of an all-reduce up and down a tree of this many ranks, where this link is that of one
+        message."""
         floors = 2 * math.ceil(math.log2(ranks))
         return Link(latency_seconds=floors * self.latency_seconds, seconds_per_byte=floors * self.seconds_per_byte)
 
     def message_of_ring(self, ranks: int) -> Link:
-        """Returns what one message takes, where this link takes an all-reduce around a ring of so many ranks: the
-        reverse of `over_ring`. Raises ValueError for less than two ranks, which send none."""
+        """Return the link of one message, where this link is that of an all-reduce around a ring of this many ranks:
+        the reverse of `over_ring`. Raise ValueError for less than two ranks, which send none."""
         if ranks < 2:
             raise ValueError("a ring has at least two ranks")
         return Link(
@@ -61,11 +61,11 @@ class Link:
 
 
 def link_of(times: Sequence[tuple[int, float]]) -> Link:
-    """Returns the link that took these (bytes, wire seconds) for collectives of several sizes. The smallest tells the
-    latency, the others the rest; where nothing larger was seen, bytes cost nothing.
+    """Return the link that took these (bytes, network seconds) for collectives of several sizes. The smallest gives the
+    latency, the others the time per byte; where nothing larger was seen, bytes cost nothing.
 
-    It is for decisions during training: no library has to be loaded, and nothing iterates. Of noisy sizes `fit_link`
-    makes more.
+    It is for decisions during training: no library has to be loaded, and nothing iterates. `fit_link` is better for
+    noisy sizes.
     """
     least, latency = min(times)
     moved = sum(bytes_ - least for bytes_, _ in times)
@@ -74,10 +74,11 @@ def link_of(times: Sequence[tuple[int, float]]) -> Link:
 
 
 def fit_link(observed: Iterable[tuple[float, float, float]]) -> Link:
-    """Returns the link that comes closest to these (messages, bytes, seconds), neither of its parts below 0.
+    """Return the link that comes closest to these (messages, bytes, seconds), neither of its parts below 0. Raise
+    ValueError where nothing has a duration.
 
-    Least squares on relative errors: a bucket of megabytes must not drown what a few bytes say about latency. What has
-    no duration is left out; ValueError where nothing is left. It loads scipy on first use, which takes a moment: not
+    It minimises the squares of relative errors: a bucket of megabytes must not drown what a few bytes say about
+    latency. Observations without a duration are left out. It loads scipy on first use, which takes a moment: it is not
     for use between the steps of a training.
     """
     rows = [(messages / seconds, bytes_ / seconds) for messages, bytes_, seconds in observed if seconds > 0]
@@ -88,8 +89,8 @@ def fit_link(observed: Iterable[tuple[float, float, float]]) -> Link:
 
 
 def fit_collective(times: Iterable[tuple[int, float]]) -> Link | None:
-    """Returns what a collective of one world takes, from (bytes, wire seconds) of several; None where their sizes are
-    too much alike to tell latency from bytes (see `SIZES_APART`)."""
+    """Return the link of a collective of one world, from (bytes, network seconds) of several; None where their sizes
+    are too similar to tell latency from bytes (see `SIZES_APART`)."""
     points = [(1.0, float(bytes_), seconds) for bytes_, seconds in times if bytes_ > 0 and seconds > 0]
     sizes = [bytes_ for _, bytes_, _ in points]
     if not points or max(sizes) < SIZES_APART * min(sizes):
@@ -98,9 +99,9 @@ def fit_collective(times: Iterable[tuple[int, float]]) -> Link | None:
 
 
 def _fit_non_negative(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Returns the two coefficients, neither below 0, with which the sums of all rows come closest to 1."""
+    """Return the two coefficients, neither below 0, with which the sums of all rows come closest to 1."""
     import numpy as np
-    from scipy.optimize import nnls  # here, not above: loading it takes time, and few fits are asked for
+    from scipy.optimize import nnls  # here, not above: loading it takes time, and few fits are made
 
     matrix = np.array(rows)
     scale = np.linalg.norm(matrix, axis=0)  # latencies and bytes are many orders of magnitude apart
@@ -110,10 +111,10 @@ def _fit_non_negative(rows: Sequence[tuple[float, float]]) -> tuple[float, float
 
 
 def ring_messages(ranks: int) -> float:
-    """Returns how many messages follow each other in an all-reduce around a ring of so many ranks."""
+    """Return the number of consecutive messages in an all-reduce around a ring of this many ranks."""
     return 2.0 * (ranks - 1)
 
 
 def bytes_carried(ranks: int) -> float:
-    """Returns how many bytes each rank's link carries for each byte that a ring of so many ranks all-reduces."""
+    """Return how many bytes each rank's link carries for each byte that a ring of this many ranks all-reduces."""
     return 2 * (ranks - 1) / ranks

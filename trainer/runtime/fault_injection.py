@@ -1,8 +1,8 @@
-"""Faults to inject, from the environment: what the tests break is the real trainer, at an exact point of a step.
+"""Faults injected through the environment: tests break the real trainer at an exact point of a step.
 
 DTRAIN_FAULTS is a JSON list of ``{"kind", "at", "step", "node"}``: when the process of that node reaches that point of
 that step (0-based, the one being done), the fault happens, once, in the node's first stay only (DTRAIN_STAY). With
-``"every": true`` it happens each time: a node that is slow in every step sleeps so.
+``"every": true`` it happens each time, such as a sleep in every step of a slow node.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Point = Literal[
 
 
 class InjectedError(RuntimeError):
-    """What «raise» raises."""
+    """The error that the fault «raise» raises."""
 
 
 class Faults:
@@ -43,7 +43,7 @@ class Faults:
         self._lock = threading.Lock()
 
     def reach(self, at: Point, step: int) -> None:
-        """The process is at this point of this step now."""
+        """Carry out the fault that is due at this point of this step, if there is one."""
         if not self._pending:
             return
         with self._lock:  # «save» and «all_reduce» are reached on threads of their own
@@ -58,7 +58,7 @@ class Faults:
         if kind == "kill":
             os.killpg(0, signal.SIGKILL)
         elif kind == "stop":
-            if "seconds" in fault:  # somebody else has to wake this process up again
+            if "seconds" in fault:  # this process cannot resume itself
                 alarm = f"sleep {float(fault['seconds'])}; kill -CONT {os.getpid()}"
                 subprocess.Popen(["sh", "-c", alarm], start_new_session=True)
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""A lock between processes of one machine that nobody waits for for ever.
+"""A lock between processes of one machine, with a limit to the wait.
 
 Locks that are handed over to a child, shared, or of a folder are not here: filelock has none of these.
 """
@@ -19,11 +19,11 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def hold_lock(path: str | os.PathLike[str], patience_seconds: float) -> Iterator[bool]:
-    """Within, no other process of this machine holds the lock ``path``, a file that is made where it is missing; it
-    ends with its process, however that ends. Gives whether it is held: not where somebody else has had it for as long
-    as ``patience_seconds`` (a process that is frozen), and not where it cannot be locked (a file system without locks,
-    or that cannot be written), which is logged. Raises `DamagedError` where something else is in its place."""
-    from filelock import FileLock, Timeout  # not above: most that import this lock nothing
+    """Hold the lock ``path``, a file that is made where it is missing, within the block; it ends with its process,
+    however that ends. Yield whether it is held. It is not where another process has had it for as long as
+    ``patience_seconds`` (one that is frozen), nor where the file cannot be locked (a file system without locks, or
+    read-only), which is logged. Raise `DamagedError` where something else is in its place."""
+    from filelock import FileLock, Timeout  # not above: most importers of this module lock nothing
 
     lock = FileLock(path, timeout=patience_seconds, fallback_to_soft=False)
     try:
@@ -31,7 +31,7 @@ def hold_lock(path: str | os.PathLike[str], patience_seconds: float) -> Iterator
     except Timeout:
         pass
     except OSError as error:
-        if error.errno in _NO_LOCK_FILE:  # nodes may have put anything there: a link would have a file made elsewhere
+        if error.errno in _NO_LOCK_FILE:  # nodes may have put anything there, and a link would create a file elsewhere
             raise DamagedError(str(path), f"something else is in place of a lock ({error.strerror})") from None
         _log.warning("%s cannot be locked (%s): going on without", path, error)
     try:

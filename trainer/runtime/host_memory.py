@@ -1,4 +1,4 @@
-"""How much memory this process may fill: what the machine can free, and what its control group allows."""
+"""The memory that this process may fill: what the machine can free, and what its control group allows."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """Bytes that could be filled with the page cache of a file, as far as can be told."""
+    """Return the bytes that could be filled with the page cache of a file, as far as it is known."""
     return min([psutil.virtual_memory().available, *group_room()])
 
 
 def group_room(root: Path = _ROOT, membership: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """What the control groups, of version 1 or 2, that this process is in still have room for; the page cache of files
-    that are not in use makes way. None where there are no limits."""
+    """Yield the bytes that each limited control group of this process, of version 1 or 2, still has room for; the page
+    cache of files that are not in use makes way. Yield nothing where there are no limits."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -39,7 +39,7 @@ def group_room(root: Path = _ROOT, membership: Path = Path("/proc/self/cgroup"))
 
 
 def _numbers(folder: Path, limit: str, held: str, idle: str) -> tuple[int | None, int | None, int | None]:
-    """None for each that is not there, or is no number."""
+    """Return the three numbers, None for each that is missing or no number."""
     found = []
     for name in (limit, held, "memory.stat"):
         try:

@@ -1,8 +1,9 @@
-"""`RetryPolicy`: how a failure that passes by itself is borne, wherever something is asked over a network.
+"""`RetryPolicy`: how requests over a network are tried again after a failure that passes by itself.
 
 When the next attempt is made, how many there are, how long they may take in all and what the log says of them belong
-here. Which error passes is known where the request is made, and is an argument. Waiting for something that is expected
-to happen later (a process that ends, a peer that has yet to come, a lock) is no retry and does not belong here.
+here. Which errors are transient is known where the request is made, and is an argument. Waiting for something that is
+expected to happen later (a process that ends, a peer that has yet to come, a lock) is no retry and does not belong
+here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from tenacity import RetryCallState
 
 PASSING_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
-"""Of HTTP: what services answer while they restart, or are asked too much."""
+"""The HTTP statuses that services answer while they restart or are overloaded."""
 _AFTER = (("x-ms-retry-after-ms", 1e-3), ("retry-after-ms", 1e-3), ("retry-after", 1.0))
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -29,24 +30,24 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How often, and after which pauses, an action is tried again. Immutable; one may serve many threads."""
+    """The number of attempts of an action and the pauses between them. Immutable; one may serve many threads."""
 
     first_pause_seconds: float
     longest_pause_seconds: float = 60.0
-    """Of those that the policy makes by itself, before jitter."""
+    """The longest pause that the policy makes by itself, before jitter."""
     growth: float = 2.0
-    """Each pause is that many times the one before."""
+    """The factor from each pause to the next."""
     jitter: float = 0.0
-    """Each pause is taken longer or shorter by up to this share, at random, so that many who wait do not come back at
+    """The share by which each pause is lengthened or shortened at random, so that many clients do not return at
     once."""
     max_attempts: int | None = None
-    """The first one included; None: as many as the deadline allows."""
+    """The most attempts, the first one included; None: as many as the deadline allows."""
     deadline_seconds: float | None = None
-    """Since the first attempt began: no pause is made that would end later. None: only attempts are counted."""
+    """Seconds since the first attempt began: no pause is made that would end later. None: only attempts are counted."""
     may_pause_at_deadline: bool = False
     """Whether a pause that begins before the deadline may end after it."""
     longest_asked_seconds: float = math.inf
-    """However long a service asks to be left alone."""
+    """The longest pause that is made because a service asks for it."""
     log_level: int = logging.INFO
 
     def call(
@@ -60,14 +61,15 @@ class RetryPolicy:
         on_retry: Callable[[BaseException, float], None] | None = None,
         pause: Callable[[float], None] | None = None,
     ) -> _T:
-        """Return what ``action`` returns. It must be one that can be done twice: an attempt whose answer was lost may
-        have been carried out. Raises the action's own error where that is not transient, or was the last one.
+        """Return what ``action`` returns. It must be safe to repeat: an attempt whose answer was lost may have been
+        carried out. Raise the action's own error where that is not transient, or was the last one.
 
-        ``what``: words for the log. ``asked_seconds``: how long the service asks to wait (Retry-After), 0 for no wish;
-        the next pause is at least that. ``describe``: the error in words that hold no secret. ``on_retry``: called with
-        the error and the pause before each pause. ``pause``: what waits, in place of `time.sleep`.
+        ``what``: words for the log. ``asked_seconds``: returns how long the service asks to wait (Retry-After), 0 for
+        no wish; the next pause is at least that. ``describe``: returns the error in words that hold no secret.
+        ``on_retry``: called with the error and the pause before each pause. ``pause``: the function that waits, in
+        place of `time.sleep`.
         """
-        import tenacity  # not above: what starts nodes imports this module's neighbours, and nothing more
+        import tenacity  # not above: the code that starts nodes must not load it
 
         def note(state: RetryCallState) -> None:
             error, seconds = _error_of(state), state.upcoming_sleep
@@ -100,8 +102,8 @@ class RetryPolicy:
 
 
 def retry_after_seconds(headers: Mapping[str, Any] | None, now: datetime | None = None) -> float:
-    """How long an answer asks to be left alone, in seconds: by a number, or by a date seen from ``now``; 0 where it
-    does not say, or says nothing that makes sense."""
+    """Return the seconds for which an answer asks the client to wait, given as a number, or as a date compared with
+    ``now``; 0 where the header is missing or makes no sense."""
     found = {str(name).lower(): str(value) for name, value in (headers or {}).items()}
     for name, unit in _AFTER:
         if name not in found:
@@ -119,7 +121,7 @@ def retry_after_seconds(headers: Mapping[str, Any] | None, now: datetime | None 
 
 
 def _error_of(state: RetryCallState) -> BaseException:
-    assert state.outcome is not None  # both callers are asked after an attempt has failed
+    assert state.outcome is not None  # both callers run after an attempt has failed
     error = state.outcome.exception()
     assert error is not None
     return error

@@ -1,8 +1,8 @@
-"""Folders for the files of a model while it is checked, in the system's temporary folder. They go with the check; those
-of a process that was killed go at the start of the next one.
+"""Temporary folders for the files of a model while it is checked. They are removed after the check; those of a killed
+process are removed at the start of the next one.
 
-Whether the maker of a folder lives is told by a lock that it holds, and that ends with it: not by the folder's age, nor
-by a number of a process, which may be another's by now.
+A lock, which ends with its process, tells whether the owner of a folder lives: not the folder's age, nor a process
+number, which may be another's by now.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 
 PREFIX = "dtrain-"
 LOCK = ".made-by-dtrain"
-"""Beside the files, held by the maker. A folder without one was not made here, and stays."""
+"""The lock file beside the files, held by the owner. A folder without one was not made here, and stays."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
 def scratch_folder(what: str) -> Iterator[Path]:
-    """An empty folder of this user alone, until the block ends."""
+    """Yield an empty folder that only this user can access; it is removed when the block ends."""
     sweep_scratch(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{what}-") as name:
         new = Path(name, f"{LOCK}.new")
@@ -38,7 +38,7 @@ def scratch_folder(what: str) -> Iterator[Path]:
 
 
 def sweep_scratch(parent: Path) -> None:
-    """Remove what killed processes of this user have left there. Nothing else is touched, no link is followed."""
+    """Remove the folders that killed processes of this user have left. Nothing else is touched, no link is followed."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False):
@@ -47,7 +47,7 @@ def sweep_scratch(parent: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """OSError where it is not to be removed."""
+    """Remove one such folder. Raise OSError where it must stay."""
     place = os.open(folder, _FOLDER)
     try:
         about = os.fstat(place)
