@@ -31,7 +31,7 @@ Flow = Generator[int, None, None]
 
 
 class PeerError(Exception):
-    """What is wrong, with which rank. ``told``: in the words of the server, about anyone."""
+    """An error of the connection to ``rank``. ``told``: the server has sent the text, and may mean any rank."""
 
     def __init__(self, rank: int | None, text: str, told: bool = False) -> None:
         super().__init__(text)
@@ -58,7 +58,7 @@ class FramedSocket:
                 yield select.POLLOUT
 
     def send(self, *pieces: Any) -> Flow:
-        """One after the other; they must not change until then."""
+        """Send the pieces one after the other. They must not change until all are sent."""
         self._going = self._send(*pieces)
         return self._going
 
@@ -158,7 +158,7 @@ def run_flows(flows: Sequence[tuple[FramedSocket, Flow]], silence: float, until:
 
 
 def open_connection(address: tuple[str, int], timeout: float) -> socket.socket:
-    """OSError where nobody listens."""
+    """Return a TCP connection to ``address``. Raise OSError where nothing listens there within ``timeout`` seconds."""
     connection = socket.create_connection(address, timeout=max(0.001, timeout))
     if connection.getsockname() == connection.getpeername():  # with nobody there, TCP on loopback can meet itself
         connection.close()
@@ -177,20 +177,21 @@ def prepare_socket(connection: socket.socket, tls: ssl.SSLContext | None, server
 
 
 def view_bytes(flat: torch.Tensor) -> memoryview:
-    """The memory of a one-dimensional tensor on the CPU, without a copy."""
+    """Return the memory of a one-dimensional tensor on the CPU, without a copy."""
     import torch  # here, for whoever reads the history of a job's members imports this module, and needs no torch
 
     return flat.view(torch.uint8).numpy().data
 
 
 def check_announced_size(rank: int, size: int) -> int:
-    """The size that a peer announces, if it is no attempt on our memory."""
+    """Return the number of bytes that a peer announces. Raise `PeerError` where they are more than `MOST_JSON_BYTES`."""
     if size > MOST_JSON_BYTES:
         raise PeerError(rank, f"it announces {size:,} bytes")
     return size
 
 
 def parse_json_of_peer(rank: int, raw: bytearray) -> Any:
+    """Return the value of a JSON text that ``rank`` has sent. Raise `PeerError` where it is none."""
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -38,7 +38,7 @@ REMEMBERED = 1024
 
 @dataclass(slots=True, eq=False)
 class Collective:
-    """One collective of this rank. Times are seconds of `time.monotonic`; None while it has not come so far."""
+    """Times of one collective of this rank, in seconds of `time.monotonic`; None before the moment has come."""
 
     sequence: int
     """1 for the group's first; on all ranks, the same number is the same collective."""
@@ -53,9 +53,9 @@ class Collective:
 
 
 class GroupError(RuntimeError):
-    """A collective failed or was interrupted; the group is of no use any more. ``detail`` says what was going on.
+    """A collective failed or was interrupted; the group cannot be used any more. ``detail`` describes the collective.
 
-    ``communication``: is that what failed? Else somebody called the group off, for a reason of another kind.
+    ``communication``: whether communication failed. Else the group was interrupted for another reason.
     """
 
     def __init__(self, message: str, detail: dict[str, Any] | None = None, communication: bool = True) -> None:
@@ -64,20 +64,20 @@ class GroupError(RuntimeError):
 
 
 class CollectiveResult(Protocol):
-    """What was asked of a group: under way, or over."""
+    """The result of a collective that is in progress or has ended."""
 
     def result(self) -> Any:
-        """Waits for it. `GroupError` where it failed."""
+        """Wait for the collective and return its value. Raise `GroupError` where it failed."""
         ...
 
     def exception(self) -> BaseException | None:
-        """Waits for it, and says what went wrong."""
+        """Wait for the collective and return its error, None where it succeeded."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedCollective:
-    """The outcome of what was carried out at once."""
+    """The result of a collective that was carried out at once."""
 
     value: Any = None
     error: GroupError | None = None
@@ -136,7 +136,7 @@ class InterruptibleGroup:
         return future
 
     def run(self, what: str, action: Callable[[Transport], Any], bytes_: int = 0) -> Any:
-        """The same, waited for."""
+        """Submit the action, wait for it and return its value. Raise `GroupError` where it failed."""
         return self.submit(what, action, bytes_).result()
 
     def all_reduce(self, what: str, tensor: torch.Tensor) -> CollectiveResult:
@@ -186,13 +186,13 @@ class InterruptibleGroup:
         self._current.computing += time.monotonic() - began
 
     def fail(self, message: str, communication: bool = True) -> None:
-        """From any thread: whoever waits, or will wait, gets a `GroupError`."""
+        """Make all present and future waits raise `GroupError`. May be called from any thread."""
         what, since = self.doing
         detail = {"operation": what, "waited_seconds": round(time.monotonic() - since, 3)}
         self._fail(GroupError(message, detail, communication))
 
     def close(self) -> None:
-        """Leave. After a failure the thread may be stuck; it is left behind, with what it holds."""
+        """End the communication thread. After a failure it may be stuck; then it is left behind with what it holds."""
         _ABANDONED[:] = _still_waiting()
         self._queue.put(None)
         if self.error is not None and self.transport is not None:
@@ -263,20 +263,20 @@ def _summed(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Is this what gloo or NCCL raise? They have exceptions of their own only in part."""
+    """Return whether gloo or NCCL raise such an error. They have exception classes of their own only in part."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo/", "ProcessGroup", "NCCL"))
 
 
 def shorten_error(error: BaseException) -> str:
-    """What gloo says, without the place in its source and its advice."""
+    """Return the text of an error of gloo without the place in its source and without its advice."""
     text = re.sub(r"^\[\S+\] ", "", str(error).strip())
     return f"{type(error).__name__}: {text.split(' This is typically')[0]}"
 
 
 def has_abandoned_groups() -> bool:
-    """Does a group that was left behind still hang in this process? Then the process must not wait for it to end."""
+    """Return whether a group that was left behind still hangs in this process, which then must not wait for its threads."""
     return bool(_still_waiting())
 
 

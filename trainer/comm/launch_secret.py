@@ -36,6 +36,7 @@ class LaunchSecret:
 
     @property
     def is_given(self) -> bool:
+        """Whether there is a secret. Without one, anybody can compute the keys."""
         return bool(self.value)
 
     def key(self, purpose: str, *about: object) -> bytes:

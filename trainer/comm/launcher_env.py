@@ -24,7 +24,7 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFacts:
-    """What the environment says about this process."""
+    """The place of this process among all, as the launcher's environment variables give it."""
 
     rank: int = 0
     world_size: int = 1

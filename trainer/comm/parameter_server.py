@@ -165,7 +165,7 @@ class ParameterServerGroup:
             target.copy_(host)
 
     def all_gather_object(self, value: Any, timeout: float | None = None) -> list[Any]:
-        """One small value (JSON, at most 64 MiB for all) from every rank, for every rank, in order of rank."""
+        """Return one small value from every rank, in order of rank (JSON, at most 64 MiB in all)."""
         seconds = self.timeout if timeout is None else timeout
         with self._doing("gather"):
             text = json.dumps(value).encode()
@@ -193,14 +193,14 @@ class ParameterServerGroup:
         self.all_gather_object(None, timeout)
 
     def abort(self) -> None:
-        """From any thread: whoever waits in here, or comes later, fails at once."""
+        """Make all present and later operations fail at once. May be called from any thread."""
         self._aborted = True
         for link in self._links.values():
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(link.connection, socket.SHUT_RDWR)  # an SSLSocket's own may wait for the peer
 
     def close(self) -> None:
-        """Not while another thread is in here: that is what `abort` is for."""
+        """Close the connections. No other thread may be inside: `abort` wakes it first."""
         for link in self._links.values():
             link.connection.close()
 

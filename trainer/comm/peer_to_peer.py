@@ -46,7 +46,7 @@ _HEAD = struct.Struct("!QQ")
 
 
 class PeerToPeerAllReduce:
-    """One rank's end. All ranks must call `sum` in the same order, on one thread at a time.
+    """One rank's end. All ranks must call `all_reduce` in the same order, on one thread at a time.
 
     ``timeout``: seconds of silence in the middle of a sum that are a failure. What fails raises
     `trainer.comm.framed_socket.PeerError`; the links are of no use then, on any rank, and the tensor holds anything.
@@ -68,7 +68,7 @@ class PeerToPeerAllReduce:
         self._call_off.setblocking(False)  # nobody takes out what is put in
 
     def takes(self, tensor: Tensor) -> bool:
-        """Is this small enough? The same on all ranks."""
+        """Return whether the tensor is small enough. All ranks get the same answer."""
         return tensor.nbytes <= self._limit
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -94,7 +94,7 @@ class PeerToPeerAllReduce:
             self._call_off.send(b"!")
 
     def close(self) -> None:
-        """Not while another thread is in here: that is what `call_off` is for."""
+        """Close the connections. No other thread may be inside: `interrupt` wakes it first."""
         for connection in (*self._sockets.values(), self._called_off, self._call_off):
             connection.close()
 

@@ -26,7 +26,7 @@ from trainer.config import ConfigError, DistributedTrainingConfig
 
 
 class PeersMissingError(RuntimeError):
-    """Not all ranks of the world came in time."""
+    """Some ranks of the world did not connect in time."""
 
 
 def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str] | None = None) -> World:

@@ -8,7 +8,7 @@ from trainer.config import ConfigError, TLSConfig
 
 
 def server_context(tls: TLSConfig) -> ssl.SSLContext:
-    """For who accepts connections. `ConfigError` names a file that cannot be used."""
+    """Return the context of the accepting side. Raise `ConfigError`, which names the file, where one cannot be used."""
     context = _context(tls, ssl.PROTOCOL_TLS_SERVER)
     context.num_tickets = 0  # nobody resumes a session
     return context

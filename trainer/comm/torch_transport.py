@@ -39,7 +39,7 @@ class Transport(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """From any thread: what the one before says fails at once."""
+        """Make an `all_reduce` that `takes_at_once` has allowed fail immediately. May be called from any thread."""
         ...
 
     def abort(self) -> None: ...
@@ -66,7 +66,7 @@ class TorchTransport:
             torch.cuda.set_stream(torch.cuda.Stream(gpu))  # in that of the computation, sums would wait for all of it
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """In place, the same bits on all ranks."""
+        """Sum over ranks in place. All ranks get the same bits."""
         if tensor.is_cuda and self._gpu is None:  # a member without a GPU is among us
             host = tensor.detach().cpu()
             self.all_reduce(host)

@@ -41,14 +41,17 @@ class World:
 
     @property
     def rank(self) -> int:
+        """The rank of this process, 0 where it is alone."""
         return self.group.rank if self.group else 0
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return self.group.size if self.group else 1
 
     @property
     def node_rank(self) -> int:
+        """The number of this process's node."""
         return self.facts.node_rank
 
     def barrier(self) -> None:
@@ -64,7 +67,7 @@ class World:
         return values
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
-        """For each flag: does any rank raise it? All ranks get the same answer."""
+        """Return, for each flag, whether any rank has set it. All ranks get the same answer."""
         return tuple(bool(count) for count in self.all_reduce(torch.tensor(flags, dtype=torch.int64)).tolist())
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
@@ -73,7 +76,7 @@ class World:
             self.group.run("broadcast", lambda transport: transport.broadcast(tensor, source))
 
     def all_gather_object(self, value: _T) -> list[_T]:
-        """One small value from every rank, in order of rank; it goes as JSON (a tuple comes back as a list)."""
+        """Return one small value from every rank, in order of rank. It is sent as JSON: a tuple comes back as a list."""
         if not self.group:
             return [value]
         return self.group.run("gather", lambda transport: transport.all_gather_object(value))

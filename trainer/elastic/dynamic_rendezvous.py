@@ -108,7 +108,7 @@ class DynamicRendezvous:
 
     @property
     def recovery_reason(self) -> str:
-        """Why another generation would be better after this step; "" if not."""
+        """The reason for another generation after this step, "" where there is none."""
         if self._is_over:
             return OVER
         if self.newcomers:
@@ -116,7 +116,8 @@ class DynamicRendezvous:
         return ""
 
     def is_all_reduce_due(self, cut_off: int) -> bool:
-        """In parameter-server mode: is it time to try all-reduce again? ``cut_off``: ranks that miss somebody."""
+        """Return whether it is time to try all-reduce again in parameter-server mode. ``cut_off``: ranks that miss a
+        member."""
         if self.generation is None or self.generation.topology != "star" or cut_off:
             return False
         wait = self.config.allreduce_retry_seconds * 2 ** min(self._fallbacks - 1, 6)
@@ -124,7 +125,7 @@ class DynamicRendezvous:
 
     @property
     def is_cut_off(self) -> bool:
-        """Does this process miss a member that is in?"""
+        """Whether this process cannot reach a member of its generation."""
         if self.generation is None:
             return False
         view = self.peers.statuses()
@@ -136,7 +137,7 @@ class DynamicRendezvous:
             raise GroupError(OVER, communication=False)
 
     def describe_peers(self) -> dict[str, str]:
-        """What this process sees of the others, for the record of a failure."""
+        """Return how this process sees each other member, for the record of a failure."""
         heard = self.peers.seconds_since_heard()
         return {
             member: f"{view}, heard {heard.get(member, 0):.1f} s ago" for member, view in self.peers.statuses().items()

@@ -92,23 +92,23 @@ class FailureDetector:
                     self._loop.call_soon_threadsafe(self._start, member, self._peers[member])
 
     def statuses(self) -> dict[str, PeerStatus]:
-        """How each followed member looks from here."""
+        """Return the status of each followed member, as seen from here."""
         with self._lock:
             return {member: peer.view for member, peer in self._peers.items()}
 
     def seconds_since_heard(self) -> dict[str, float]:
-        """Seconds since each followed member was last heard."""
+        """Return the seconds since each followed member was last heard."""
         now = time.monotonic()
         with self._lock:
             return {member: now - peer.heard_at for member, peer in self._peers.items()}
 
     def broadcast(self, message: dict[str, Any]) -> None:
-        """Send a message to all who follow this process; no answer, no promise."""
+        """Send a message to all members that follow this process. Delivery is not confirmed."""
         line = json.dumps({**message, "from": self.me}).encode() + b"\n"
         self._loop.call_soon_threadsafe(self._send, line)
 
     def take_messages(self) -> list[dict[str, Any]]:
-        """What others have told since the last call."""
+        """Return the messages that have come since the last call."""
         with self._lock:
             taken, self._messages = self._messages, []
         return taken

@@ -18,7 +18,7 @@ Topology = Literal["mesh", "star"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """What a process says of itself when it asks to be in the next generation."""
+    """The application of a process for the next generation."""
 
     member: str
     node: int
@@ -68,6 +68,7 @@ class Generation:
     formed_at: float = 0.0
 
     def rank_of(self, member: str) -> int | None:
+        """Return the rank of a member, None where it is not in."""
         return next((rank for rank, seat in enumerate(self.members) if seat.member == member), None)
 
     @property
@@ -78,25 +79,28 @@ class Generation:
 
     @property
     def has_state(self) -> bool:
-        """Does anybody bring a state? If not, all start from the latest checkpoint."""
+        """Whether any member brings a state. If none does, all start from the latest checkpoint."""
         return any(seat.was_in for seat in self.members)
 
     @property
     def all_equal(self) -> bool:
-        """Do all have the same state already?"""
+        """Whether all members have the same state already."""
         first = _position(self.members[0])
         return all(seat.was_in and _position(seat) == first for seat in self.members)
 
     @property
     def chunk(self) -> int | None:
+        """Most samples that fit through the model at once on every member; None where a whole micro-batch fits."""
         return min((seat.chunk for seat in self.members if seat.chunk is not None), default=None)
 
     @property
     def activation_checkpointing(self) -> bool:
+        """Whether any member needs activation checkpointing."""
         return any(seat.activation_checkpointing for seat in self.members)
 
     @property
     def gpu(self) -> bool:
+        """Whether all members have a GPU."""
         return all(seat.gpu for seat in self.members)
 
 
@@ -148,7 +152,7 @@ def find_isolated_members(candidates: Sequence[Candidate]) -> set[str]:
 
 
 def count_failed_attempts(previous: Generation | None, candidates: Sequence[Candidate]) -> int:
-    """How often in a row communication has now failed among members that are all still there, without a step done."""
+    """Return how often in a row communication has failed, without a step in between, among members that are all there."""
     survivors = survivors_of(previous, candidates)
     if previous is None or len(survivors) < len(previous.members):
         return 0

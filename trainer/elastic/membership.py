@@ -45,7 +45,7 @@ _BESIDE = re.compile(RECORD.pattern + r"|g\d{6,12}(\.working)?")
 
 
 class NoGenerationError(RuntimeError):
-    """No generation came about in time."""
+    """The members did not agree on a generation in time."""
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Membership:
         """Between two looks of a generation at work (`find_requests`, `find_newcomers`, `is_over`)."""
 
     def read_newest(self) -> Generation | None:
-        """The generation that counts, of any launch."""
+        """Return the latest generation of any launch, None before the first."""
         names = records(self.storage)
         return read_generation(self.storage, names[-1]) if names else None
 
@@ -102,12 +102,12 @@ class Membership:
         return found
 
     def submit_candidate(self, number: int, mine: Candidate) -> None:
-        """Ask to be in a generation, or say it anew."""
+        """Write this process's application for a generation, or replace it."""
         path = f"{MEMBERSHIP}/g{number:06d}/{mine.member}.json"
         self.storage.write(path, json.dumps(asdict(mine)).encode())
 
     def is_over(self, current: Generation) -> bool:
-        """Has another generation begun meanwhile? Then ``current`` is fenced out."""
+        """Return whether a later generation has begun, which fences ``current`` out."""
         try:
             self.storage.size(f"{MEMBERSHIP}/g{current.number + 1:06d}.json")  # numbers leave no gap
             return True

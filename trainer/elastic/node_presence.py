@@ -111,7 +111,7 @@ def record_presence(job: JobConfig, environment: Mapping[str, str]) -> Iterator[
 
 
 class BlockExit:
-    """How a block ends: its exit code, 1 unless it says otherwise."""
+    """The exit code of a block, 1 unless the block sets another."""
 
     code: int = 1
 
