@@ -184,7 +184,7 @@ def view_bytes(flat: torch.Tensor) -> memoryview:
 
 
 def check_announced_size(rank: int, size: int) -> int:
-    """Return the number of bytes that a peer announces. Raise `PeerError` where they are more than `MOST_JSON_BYTES`."""
+    """Return the number of bytes that a peer announces. Raise `PeerError` above `MOST_JSON_BYTES`."""
     if size > MOST_JSON_BYTES:
         raise PeerError(rank, f"it announces {size:,} bytes")
     return size

@@ -276,7 +276,7 @@ def shorten_error(error: BaseException) -> str:
 
 
 def has_abandoned_groups() -> bool:
-    """Return whether a group that was left behind still hangs in this process, which then must not wait for its threads."""
+    """Return whether a group that was left behind still hangs in this process, which then must not wait for threads."""
     return bool(_still_waiting())
 
 

@@ -76,7 +76,7 @@ class World:
             self.group.run("broadcast", lambda transport: transport.broadcast(tensor, source))
 
     def all_gather_object(self, value: _T) -> list[_T]:
-        """Return one small value from every rank, in order of rank. It is sent as JSON: a tuple comes back as a list."""
+        """Return one small value from every rank, in order of rank. It is sent as JSON: a tuple becomes a list."""
         if not self.group:
             return [value]
         return self.group.run("gather", lambda transport: transport.all_gather_object(value))

@@ -152,7 +152,7 @@ def find_isolated_members(candidates: Sequence[Candidate]) -> set[str]:
 
 
 def count_failed_attempts(previous: Generation | None, candidates: Sequence[Candidate]) -> int:
-    """Return how often in a row communication has failed, without a step in between, among members that are all there."""
+    """Return how often in a row communication has failed, with no step in between, among members that are all there."""
     survivors = survivors_of(previous, candidates)
     if previous is None or len(survivors) < len(previous.members):
         return 0
