@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Save:
-    """One state to write."""
+    """A state that is to be written."""
 
     state: Any
     step: int
@@ -166,8 +166,9 @@ class Writer:
 
 
 def still_writing() -> bool:
-    """Does a thread of this process still write a checkpoint, or what belongs to one? It is in the midst of native
-    code, which does not survive the interpreter's end: the process would abort, whatever its exit code was to be."""
+    """Return whether a thread of this process still writes a checkpoint, or what belongs to one? It is in the midst of
+    native code, which does not survive the interpreter's end: the process would abort, whatever its exit code was to
+    be."""
     return any(thread.name in (WRITER, TRANSFER) for thread in threading.enumerate())
 
 

@@ -45,7 +45,7 @@ def digest_of_all(count: int) -> int:
 
 @dataclass(slots=True)
 class Consumed:
-    """What was used of one epoch, by committed steps."""
+    """The samples of one epoch that committed steps have used."""
 
     epoch: int
     samples: int = 0
@@ -53,9 +53,9 @@ class Consumed:
 
 
 def unproven(epochs: list[dict[str, Any]], count: int, whole_epochs: int) -> list[str]:
-    """What is wrong with the records of a training over ``count`` samples that finished ``whole_epochs`` epochs: one
-    sentence each, none if every sample was used exactly once per epoch. An epoch that was cut short (by ``max_steps``
-    or early stopping) is judged by its number of samples only, which must not exceed ``count``. Pure."""
+    """Return what is wrong with the records of a training over ``count`` samples that finished ``whole_epochs`` epochs:
+    one sentence each, none if every sample was used exactly once per epoch. An epoch that was cut short (by
+    ``max_steps`` or early stopping) is judged by its number of samples only, which must not exceed ``count``. Pure."""
     expected = digest_of_all(count)
     found = {item["epoch"]: item for item in epochs}
     wrong = [f"epoch {epoch}: nothing was recorded" for epoch in range(whole_epochs) if epoch not in found]

@@ -40,7 +40,7 @@ RESIDENT_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One rank's part of a global batch, on its way to the device."""
+    """A rank's part of a global batch, which may still be on its way to the device."""
 
     samples: int
     """In the global batch, over all ranks."""
@@ -56,7 +56,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Which samples a batch has."""
+    """The samples that make up a batch."""
 
     samples: int
     numbers: tuple[int, ...]
@@ -68,8 +68,9 @@ class Planned:
 
 
 def batches_ahead(given: int | None, device: torch.device, resident: bool, larger_than_memory: bool) -> int:
-    """How many batches a thread gathers ahead (``training.prefetch_batches``, where it is given). None are needed where
-    the device holds the data, nor on a CPU, where it costs more than it saves, unless the disk has to be waited for."""
+    """Return how many batches a thread gathers ahead (``training.prefetch_batches``, where it is given). None are
+    needed where the device holds the data, nor on a CPU, where it costs more than it saves, unless the disk has to be
+    waited for."""
     if resident:
         return 0
     if given is not None:

@@ -49,7 +49,7 @@ def read_dataset_manifest(storage: Storage, expected_id: str | None = None) -> d
 
 
 def checked_manifest(manifest: dict[str, Any], storage: Storage, expected_id: str | None = None) -> dict[str, Any]:
-    """The same for one that was loaded from there."""
+    """Return a manifest that was loaded from this folder, checked."""
     if "dataset_id" not in manifest:
         raise DatasetError(f"{storage.uri}/manifest.json does not describe a dataset: build it anew")
     if manifest.get("schema_version") != SCHEMA_VERSION:
@@ -118,7 +118,8 @@ def check_manifest(manifest: dict[str, Any], uri: str) -> None:
 
 
 def content_digest(manifest: dict[str, Any]) -> str:
-    """What the arrays made of a dataset depend on: the digests of its shards, their order, rows and columns."""
+    """Return a digest of what the arrays made of a dataset depend on: the digests of its shards, their order, rows and
+    columns."""
     shards = [[shard.get("sha256"), shard["rows"], shard["tickers"]] for shard in manifest["shards"]]
     columns = [[column["name"], column["role"]] for column in manifest["columns"]]
     return hashlib.sha256(json.dumps([shards, columns]).encode()).hexdigest()

@@ -24,7 +24,7 @@ GROUP_BLOCKS = 256
 
 
 def permute(indices: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Where ``indices`` (any shape, values in [0, size)) go under the permutation of this seed and epoch.
+    """Return where ``indices`` (any shape, values in [0, size)) go under the permutation of this seed and epoch.
 
     A balanced Feistel network over the next even power of two, walked until it lands inside [0, size) again
     (Black and Rogaway 2002, «cycle walking»): a bijection without a table, in O(len(indices)).

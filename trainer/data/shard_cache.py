@@ -75,9 +75,9 @@ def write_record(folder: Path, content: str, digests: Mapping[str, str]) -> None
 
 
 def is_whole(folder: Path, content: str) -> bool:
-    """Is the entry there, made of this content, this user's alone, and as it was left? A file that was copied or
-    touched is read once more, and counts where its digest is right. What was changed would be read as prices without a
-    word."""
+    """Return whether the entry is there, made of this content, this user's alone, and as it was left? A file that was
+    copied or touched is read once more, and counts where its digest is right. What was changed would be read as prices
+    without a word."""
     try:
         record = json.loads((folder / RECORD).read_text())
         if record["content"] != content or not _is_ours(folder, stat.S_ISDIR):

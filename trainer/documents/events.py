@@ -23,7 +23,7 @@ class EventError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What all events have."""
+    """An event: the fields that all kinds have."""
 
     kind: ClassVar[str]
     time: float
@@ -97,7 +97,7 @@ class MembershipEvent(Event):
 
     @property
     def has_parameter_server(self) -> bool:
-        """Whether gradients are summed by one rank rather than by all."""
+        """Return whether gradients are summed by one rank rather than by all."""
         return self.topology == "star"
 
 
@@ -203,7 +203,7 @@ class EndEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WireTime:
-    """One collective of a step, by name: means over the steps of a window, or medians over windows."""
+    """A collective of a step, by name: means over the steps of a window, or medians over windows."""
 
     name: str
     bytes: int
@@ -235,8 +235,8 @@ class WireTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimingEvent(Event):
-    """What the ranks of one world did in a window of consecutive steps; ``time``: when it ended. Seconds are means per
-    step, one for each rank."""
+    """The work of the ranks of one world in a window of consecutive steps; ``time``: when it ended. Seconds are means
+    per step, one for each rank."""
 
     kind: ClassVar[str] = "timing"
     step: int

@@ -72,7 +72,7 @@ def parse_events(data: bytes, where: str = "events") -> tuple[list[dict[str, Any
 
 
 def is_event(item: Any) -> bool:
-    """Has it a kind and a time, and the fields of its kind no wrong type?"""
+    """Return whether a row has a kind and a time, and no field of its kind has a wrong type."""
     if not isinstance(item, dict) or schemas.text(item.get("kind")) or schemas.moment(item.get("time")):
         return False
     check = schemas.EVENTS.get(item["kind"])
@@ -80,7 +80,7 @@ def is_event(item: Any) -> bool:
 
 
 def known_names(storage: Storage, folder: str, names: Iterable[str], form: re.Pattern[str]) -> list[str]:
-    """Those names of a folder that are of this form; others are a stranger's, and are told of once."""
+    """Return those names of a folder that are of this form; others are a stranger's, and are told of once."""
     found = []
     for name in names:
         if form.fullmatch(name):

@@ -82,7 +82,7 @@ def mapping(check: Check) -> Check:
 
 
 def every(*checks: Check) -> Check:
-    """All of these."""
+    """Return a check that all of these checks must pass."""
     return lambda value: next((wrong for check in checks if (wrong := check(value))), "")
 
 

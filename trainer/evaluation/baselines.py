@@ -32,7 +32,8 @@ PENALTIES = tuple(10.0**k for k in range(-4, 3))
 
 @dataclass(frozen=True, slots=True)
 class BaselineForecast:
-    """One forecast per sample. ``mu`` (n,); ``sigma`` (n,) is the Student-t scale, None for a forecast of the mean."""
+    """A forecast for each sample. ``mu`` (n,); ``sigma`` (n,) is the Student-t scale, None for a forecast of the
+    mean."""
 
     mu: Array
     sigma: Array | None = None

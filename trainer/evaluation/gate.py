@@ -24,7 +24,7 @@ class Gate:
 
 
 def suspect_leak(halves: Sequence[Mapping[str, float | None]]) -> str | None:
-    """Why the mean forecast is too good to be true, or None.
+    """Return why the mean forecast is too good to be true, None where it is not.
 
     ``halves`` holds the figures of consecutive parts of the judged period: ``rank_ic``, ``balanced_accuracy`` and their
     Newey-West t-statistics ``rank_ic_t``, ``balanced_accuracy_t``. Daily prices do not give a rank IC above 0.08 or

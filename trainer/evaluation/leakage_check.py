@@ -53,7 +53,8 @@ fall short of it by 0.02 to 0.05, and true labels beat it by 0.11."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeakageTrial:
-    """One short training on the validation split: likelihood, and what its mean forecast knew in each half."""
+    """A short training, judged on the validation split: its likelihood, and the skill of its mean forecast in each
+    half."""
 
     nll: float
     halves: tuple[dict[str, float | None], ...]
@@ -78,7 +79,8 @@ class LeakageVerdict:
 def judge_leakage(
     constant_nll: float, shuffled: LeakageTrial, planted: LeakageTrial, control: LeakageTrial
 ) -> LeakageVerdict:
-    """What the three trials say; ``constant_nll`` is the unconditional distribution's on the same windows."""
+    """Return the verdict of the three trials; ``constant_nll`` is the unconditional distribution's on the same
+    windows."""
     shuffling, alarm = [], []
     gain = constant_nll - shuffled.nll
     if gain > MARGIN_NLL:
@@ -95,7 +97,7 @@ def judge_leakage(
 
 
 class ShuffledLabels:
-    """The same data, but every training window of the trials has the label of another one; validation is left alone."""
+    """A dataset in which every training window of the trials has the label of another one; validation is left alone."""
 
     def __init__(self, shards: DataShardManager, seed: int) -> None:
         self._shards = shards
@@ -115,7 +117,7 @@ class ShuffledLabels:
 
 
 class PlantedLeak:
-    """The same data, but the first feature of a window's last day is the label, on that feature's scale."""
+    """A dataset in which the first feature of a window's last day is the label, on that feature's scale."""
 
     def __init__(self, shards: DataShardManager) -> None:
         self._shards = shards
@@ -174,7 +176,7 @@ def constant_nll(shards: DataShardManager) -> float:
 
 
 def run_canaries(shards: DataShardManager, steps: int = STEPS, seed: int = 0) -> dict[str, Any]:
-    """All three trials and the verdict, ready for JSON."""
+    """Run all three trials and return them with the verdict, ready for JSON."""
     started = time.monotonic()
     constant = constant_nll(shards)
     trials = {

@@ -109,7 +109,7 @@ def _means(judged: Mapping[str, Array], part: Any = slice(None)) -> dict[str, fl
 
 
 def gain(own: Mapping[str, Array], other: Mapping[str, Array], days: NDArray, horizon: int) -> dict[str, float | None]:
-    """How much lower the model's NLL is, and the paired t-statistic over days."""
+    """Return how much lower the model's NLL is, and the paired t-statistic over days."""
     if not own or not other:
         return {}
     daily = scores.daily_means(other["nll"] - own["nll"], days)
@@ -147,7 +147,7 @@ def _by_year(
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:
-    """What the figures say, in sentences for a model card; each computed, none assumed."""
+    """Return what the figures say, in sentences for a model card; each computed, none assumed."""
     model, baselines = report["model"], report["baselines"]
     said = []
     if "nll" not in model:

@@ -79,8 +79,8 @@ def direction_scores(mu: Array, target: Array) -> Array | None:
 
 
 def mean_skill(mu: Array, target: Array, days: NDArray, horizon: int) -> dict[str, float | None]:
-    """What the mean forecast knows: rank IC, balanced accuracy and squared error against zero, with t-statistics
-    (of the mean; of accuracy above one half; of the squared error saved)."""
+    """Return the skill of the mean forecast: rank IC, balanced accuracy and squared error against zero, with
+    t-statistics (of the mean; of accuracy above one half; of the squared error saved)."""
     count = len(np.unique(days))
     lag = newey_west_lag(count, horizon)
     ic = rank_ic_by_day(mu, target, days)

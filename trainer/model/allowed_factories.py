@@ -34,7 +34,8 @@ def parse_modules(text: str) -> tuple[str, ...]:
 
 
 def modules_of_settings(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """What the environment allows; nothing where it does not say. `ConfigError` for a value that cannot be used."""
+    """Return the modules that the environment allows, none where it does not say. `ConfigError` for a value that cannot
+    be used."""
     text = (os.environ if environment is None else environment).get(VARIABLE, "")
     try:
         return parse_modules(text)
@@ -43,7 +44,7 @@ def modules_of_settings(environment: Mapping[str, str] | None = None) -> tuple[s
 
 
 def is_module_allowed(module: str, modules: tuple[str, ...]) -> bool:
-    """Whether a module is one of these, or lies below one of them."""
+    """Return whether a module is one of these, or lies below one of them."""
     return any(module == name or module.startswith(f"{name}.") for name in modules)
 
 

@@ -27,7 +27,7 @@ from trainer.spec import DataSpec
 
 @runtime_checkable
 class Criterion(Protocol):
-    """What every loss has; see the module's docstring for the optional methods."""
+    """The interface of every loss; see the module's docstring for the optional methods."""
 
     outputs: int
 
@@ -261,5 +261,5 @@ def _predictive(loss: Any, outputs: Tensor) -> object | None:
 
 
 def gives_predictive(criterion: object) -> bool:
-    """Whether a loss says what distribution its outputs mean."""
+    """Return whether a loss says what distribution its outputs mean."""
     return callable(getattr(criterion, "predictive", None))

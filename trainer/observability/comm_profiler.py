@@ -51,8 +51,8 @@ DIGITS = 7
 
 @dataclass(frozen=True, slots=True)
 class TimingWindow:
-    """What all ranks measured in the steps since the last exchange, of these the last `MOST_STEPS`; the same on every
-    rank."""
+    """The measurements of all ranks in the steps since the last exchange, of these the last `MOST_STEPS`; the same on
+    every rank."""
 
     values: NDArray[np.float64]
     """(ranks, steps, fields), seconds: `FIELDS`, then for each collective its own duration and the part of it that the
@@ -80,7 +80,7 @@ class TimingWindow:
 
     @property
     def typical_seconds(self) -> float:
-        """Of a step: the median over steps of the mean over ranks."""
+        """Return the seconds of a step: the median over steps of the mean over ranks."""
         return float(np.median(self.values[:, :, : len(SEGMENTS)].sum(axis=2).mean(axis=0)))
 
     @property
@@ -112,7 +112,7 @@ class CommunicationProfiler:
             self._steps.append((marks, self._collectives_of(marks), samples))
 
     def is_due(self, step: int, is_last: bool) -> bool:
-        """Shall ranks exchange what they have measured? After the same steps they all say the same."""
+        """Return whether ranks exchange their measurements now. After the same steps all ranks answer the same."""
         return self.timer.enabled and (is_last or self._windows < EAGER_WINDOWS or step >= self._due_at)
 
     def exchange(self, step: int, totals: Sequence[float] = ()) -> TimingWindow:
@@ -137,7 +137,7 @@ class CommunicationProfiler:
     def report(
         self, window: TimingWindow, samples_at_once: int, micro_batches: int, parameters_bytes: int
     ) -> dict[str, Any]:
-        """What a ``timing`` event says of a window, of this world and of its work.
+        """Return the fields of the ``timing`` event of a window, of this world and of its work.
 
         ``samples_at_once``: the most samples that this rank puts through its model at once. ``micro_batches``: of a
         step, over all ranks. ``parameters_bytes``: the size of the parameters that are trained.
@@ -198,7 +198,7 @@ def name_of(what: str) -> str:
 
 
 def row_of(marks: Sequence[Mark], collectives: Sequence[Collective], samples: int, names: Sequence[str]) -> list[float]:
-    """One step of one rank, as in `TimingWindow.values`; ``names``: of the window's collectives."""
+    """Return one step of one rank, as in `TimingWindow.values`; ``names``: of the window's collectives."""
     when = moments(marks)
     computed = computed_at(marks, when)
     own: dict[str, tuple[float, float]] = {}
@@ -213,7 +213,7 @@ def row_of(marks: Sequence[Mark], collectives: Sequence[Collective], samples: in
 
 
 def summarize_window(window: TimingWindow, topology: str) -> dict[str, Any]:
-    """What a window says of each rank: the ``timing`` event's figures."""
+    """Return the figures of each rank in a window, as the ``timing`` event has them."""
     exposed, wire = window.field("exposed"), window.wire
     means = dict(zip(FIELDS, window.values.mean(axis=1).T, strict=False))
     alone, own = len(exposed) == 1, means.pop("exposed")
@@ -261,7 +261,8 @@ def collectives_of(window: TimingWindow, topology: str) -> list[dict[str, Any]]:
 
 
 def is_probe_due(shares: Sequence[float], step: int, probe_at: int) -> bool:
-    """Are the links worth a look? ``shares``: exposed wire time of the latest windows, as a share of a step's."""
+    """Return whether the links should be probed. ``shares``: exposed wire time of the latest windows, as a share of a
+    step's."""
     return len(shares) == PROBE_WINDOWS and step >= probe_at and sum(shares) / len(shares) > PROBE_SHARE
 
 
@@ -321,5 +322,5 @@ def _send_over_links(transport: TorchTransport, rank: int, size: int, bytes_: in
 
 
 def rounded(seconds: NDArray[np.float64]) -> list[Any]:
-    """To a tenth of a microsecond: events are read over and over."""
+    """Return seconds to a tenth of a microsecond: events are read over and over."""
     return seconds.round(DIGITS).tolist()

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingMetrics:
-    """One look at one node. What cannot be measured here is None."""
+    """The training's figures on one node at one moment. What cannot be measured here is None."""
 
     node_id: int
     epoch: int
@@ -62,7 +62,7 @@ class NetworkMetrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiskMetrics:
-    """Of the disk that holds the dataset's cache, how full it is; bytes per second since the sample before, over all
+    """How full the disk is that holds the dataset's cache; bytes per second since the sample before, over all
     disks of the machine. None where the system does not tell."""
 
     disk_used_percent: float | None = None
@@ -122,7 +122,7 @@ class NodeMonitor:
         return over_gpus(self.collect_each_gpu())
 
     def collect_each_gpu(self) -> list[dict[str, Any]]:
-        """The same of every GPU of the machine by itself; empty where there is none."""
+        """Return the figures of every GPU of the machine; empty where there is none."""
         if not self._gpus:
             return []
         import pynvml
@@ -157,7 +157,7 @@ class NodeMonitor:
         )
 
     def collect_disk_metrics(self) -> DiskMetrics:
-        """How full the disk is, and what was read and written since the last call."""
+        """Return how full the disk is, and what was read and written since the last call."""
         before, old = self._disk
         now, new = time.monotonic(), _counters(psutil.disk_io_counters)
         self._disk = (now, new)
@@ -174,7 +174,8 @@ class NodeMonitor:
         )
 
     def collect_training_metrics(self, gpu: GPUMetrics | None = None) -> TrainingMetrics:
-        """Where training stands on this node, with the throughput since the last call. ``gpu``: where it is known."""
+        """Return where training stands on this node, with the throughput since the last call. ``gpu``: where it is
+        known."""
         gpu = gpu or self.collect_gpu_metrics()
         with self._lock:
             epoch, step, loss, samples = self._epoch, self._step, self._loss, self._samples
@@ -201,7 +202,7 @@ class NodeMonitor:
         self.reporter.emit("node", **metrics)
 
     def sample(self) -> dict[str, Any]:
-        """One ``node`` event's fields."""
+        """Return the fields of one ``node`` event."""
         gpus = self.collect_each_gpu()
         over_all = over_gpus(gpus)
         training = self.collect_training_metrics(over_all)

@@ -268,7 +268,7 @@ class TensorBoardSink:
 
 
 class MLflowSink:
-    """The same scalars as MLflow metrics, and the configuration as parameters."""
+    """A sink that writes the scalars as MLflow metrics, and the configuration as parameters."""
 
     def __init__(self, job: JobConfig, rundir: RunDir) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # by default a dead server costs four minutes
@@ -352,7 +352,7 @@ def fits_run(name: str, taken: Collection[str], most: int | None) -> bool:
 
 
 def sinks_of(job: JobConfig, rundir: RunDir, rank: int) -> list[Callable[[], Sink]]:
-    """What rank 0 writes to besides the run directory; nothing on other ranks."""
+    """Return the sinks that rank 0 writes to besides the run directory; none on other ranks."""
     factories: list[Callable[[], Sink]] = []
     if rank == 0 and job.tracking.tensorboard:
         factories.append(lambda: TensorBoardSink(rundir.storage))

@@ -49,7 +49,7 @@ class Scalars:
         self._nodes: dict[int, dict[str, Any]] = {}
 
     def of(self, events: Iterable[dict[str, Any]]) -> list[Scalar]:
-        """What these events add. A field that is missing or null adds nothing."""
+        """Return the scalars that these events add. A field that is missing or null adds nothing."""
         rows: list[tuple[int, str, Any, float]] = []
         sampled = None
         for item in events:

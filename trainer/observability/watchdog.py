@@ -39,8 +39,9 @@ _log = logging.getLogger(__name__)
 
 
 def limit_seconds(given: float | None, usual: float | None, timeout: float) -> float:
-    """How long a step may take. ``given``: as configured; ``usual``: the median step, None before the first, which may
-    compile the model for as long as that takes; ``timeout``: infinite where there is nobody to wait for.
+    """Return how many seconds a step may take. ``given``: as configured; ``usual``: the median step, None before the
+    first, which may compile the model for as long as that takes; ``timeout``: infinite where there is nobody to wait
+    for.
 
     Whoever makes the others wait does so after about a usual step, and half of the timeout is left for the report.
     """
@@ -146,8 +147,8 @@ def where_now() -> str:
 
 
 def stacks() -> str:
-    """Where all other threads of this process stand, the main thread first; as much as fits. Source lines are left
-    out: to read them may mean to wait for the very disk that hangs."""
+    """Return where all other threads of this process stand, the main thread first; as much as fits. Source lines are
+    left out: to read them may mean to wait for the very disk that hangs."""
     frames = sys._current_frames()
     frames.pop(threading.get_ident(), None)
     names = {thread.ident: thread.name for thread in threading.enumerate()}

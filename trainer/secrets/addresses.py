@@ -36,8 +36,8 @@ _HOOKS = re.compile(
 
 
 def secret_in(text: str) -> str | None:
-    """What kind of secret an address carries, in words that do not repeat it; None where none is known. A reference
-    (``env:NAME``, ``keyvault://…``) carries none."""
+    """Return what kind of secret an address carries, in words that do not repeat it; None where none is known. A
+    reference (``env:NAME``, ``keyvault://…``) carries none."""
     if is_reference(text):
         return None
     for form in _decoded(text):

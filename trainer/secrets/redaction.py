@@ -58,9 +58,9 @@ def redact(value: Any) -> Any: ...
 
 
 def redact(value: Any) -> Any:
-    """The same with what is secret struck out: secrets that this process has resolved, and credentials by their looks
-    in texts (passwords in addresses, signatures of SAS addresses, account keys, bearer tokens), by their names in
-    mappings. Documents of mappings and lists are gone through to their ends."""
+    """Return the value with all that is secret struck out: secrets that this process has resolved, and credentials by
+    their looks in texts (passwords in addresses, signatures of SAS addresses, account keys, bearer tokens), by their
+    names in mappings. Documents of mappings and lists are gone through to their ends."""
     if isinstance(value, str):
         return _redact_text(value)
     if isinstance(value, Mapping):

@@ -26,7 +26,7 @@ class SecretError(ValueError):
 
 
 def is_reference(text: str) -> bool:
-    """Whether a setting names a secret rather than a value."""
+    """Return whether a setting names a secret rather than a value."""
     return text.startswith((VAULT, ENVIRONMENT))
 
 

@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 
 
 class AccessVerdict(Enum):
-    """What an error means for whoever asked."""
+    """The meaning of an error for the caller."""
 
     MISSING = auto()
     CONFLICT = auto()
@@ -60,7 +60,7 @@ class AccessVerdict(Enum):
 
 
 def judge_access(error: BaseException) -> AccessVerdict:
-    """What an error of the SDK, or of what it is built on, means. Pure."""
+    """Return the meaning of an error of the SDK, or of the libraries below it. Pure."""
     if isinstance(error, ClientAuthenticationError):
         return AccessVerdict.DENIED
     if isinstance(error, (ServiceRequestError, ServiceResponseError, IncompleteReadError)):

@@ -216,5 +216,5 @@ class Storage:
 
 
 def is_litter(name: str) -> bool:
-    """Is this a half-written file or a lock, which no listing shows?"""
+    """Return whether this is a half-written file or a lock, which no listing shows."""
     return name.endswith((".tmp", ".lock"))

@@ -62,7 +62,7 @@ def read_regular(root: str, name: str, most_bytes: int) -> bytes:
 
 
 def require_folder(root: str, name: str) -> bool:
-    """Is there such a folder? `DamagedError` for anything else in its place."""
+    """Return whether there is such a folder. Raise `DamagedError` for anything else in its place."""
     try:
         mode = os.lstat(f"{root}/{name}").st_mode
     except FileNotFoundError:
@@ -73,7 +73,7 @@ def require_folder(root: str, name: str) -> bool:
 
 
 def too_large(where: str, size: int, most_bytes: int) -> DamagedError:
-    """What to raise for a file of so many bytes."""
+    """Return the error for a file of this many bytes."""
     return DamagedError(where, f"it has {size:,} bytes, and such a file has at most {most_bytes:,}")
 
 

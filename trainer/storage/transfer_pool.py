@@ -12,7 +12,8 @@ TRANSFER = "transfer"
 
 
 class Lanes:
-    """Does jobs in up to ``count`` threads; a context manager, at whose end all are done, or the first error is raised.
+    """Threads, up to ``count``, that carry out jobs; a context manager, at whose end all are done, or the first error
+    is raised.
 
     The threads are made by whoever puts the jobs and inherit its priority. They are no obstacle to the end of the
     process, unlike those of `concurrent.futures`: storage that hangs must not keep a node that was asked to go.
