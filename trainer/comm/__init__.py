@@ -1,5 +1,5 @@
 """How the ranks of one world reach each other: the launcher's facts, rendezvous, proof of identity, and collectives.
 
-Who is in a world when nodes come and go does not belong here, see `trainer.elastic`, on which nothing here depends;
-neither does what is summed, and when, see `trainer.parallel`.
+The membership of a world whose nodes come and go belongs in `trainer.elastic`, on which nothing here depends. Which
+tensors are summed, and when, belongs in `trainer.parallel`.
 """

@@ -1,8 +1,7 @@
-"""Connections of our own between ranks: what `trainer.comm.parameter_server` and `trainer.comm.peer_to_peer` are made
-of.
+"""Framed connections between ranks, on which `trainer.comm.parameter_server` and `trainer.comm.peer_to_peer` build.
 
-No call on a socket blocks. What is to be sent or received is a `Flow`, and `run_flows` carries out several at once, on
-one thread: a TLS connection must not be read by one and written by another.
+No call on a socket blocks. A `Flow` describes what is sent or received, and `run_flows` carries out several flows at
+once on one thread: a TLS connection must not be read by one thread and written by another.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Flow = Generator[int, None, None]
 
 
 class PeerError(Exception):
-    """An error of the connection to ``rank``. ``told``: the server has sent the text, and may mean any rank."""
+    """A failure of one rank's connection. ``told``: the server reported it, and it may concern any rank."""
 
     def __init__(self, rank: int | None, text: str, told: bool = False) -> None:
         super().__init__(text)
@@ -39,14 +38,14 @@ class PeerError(Exception):
 
 
 class FramedSocket:
-    """A connection to one rank. To a worker go parts behind a "=" each, or a "!" and the reason why there are none."""
+    """A connection to one rank. A server sends a worker each part after a "=", or a "!" and why there is none."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank, self.connection = rank, connection
         self._going: Flow | None = None
 
     def shake_hands(self) -> Flow:
-        """TLS's, where the connection has it."""
+        """Carry out the TLS handshake, if the connection uses TLS."""
         connection = self.connection
         while isinstance(connection, ssl.SSLSocket):
             try:
@@ -58,13 +57,13 @@ class FramedSocket:
                 yield select.POLLOUT
 
     def send(self, *pieces: Any) -> Flow:
-        """Send the pieces one after the other. They must not change until all are sent."""
+        """Send the pieces in order; they must not change until the flow has ended."""
         self._going = self._send(*pieces)
         return self._going
 
     def refuse(self, rank: int | None, reason: str) -> Flow:
-        """Say why there is no result, and leave. After the part that is on its way: within it this would be taken for
-        data."""
+        """Send the reason why there is no result, then leave. It goes after the part being sent: within it, the peer
+        would take it for data."""
         text = json.dumps({"rank": rank, "text": reason}).encode()
         with contextlib.suppress(OSError):
             if self._going is not None:
@@ -73,8 +72,8 @@ class FramedSocket:
             yield from self.leave()
 
     def leave(self) -> Flow:
-        """Say no more, and hear the other side out: a connection that is closed while something in it is unread is
-        reset, and then what is on its way out is lost too."""
+        """Stop sending, and read until the peer closes: closing a connection with unread data resets it, which also
+        loses the data still being sent."""
         spare = bytearray(1 << 16)
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self.connection, socket.SHUT_WR)  # below TLS, like what follows
@@ -83,7 +82,7 @@ class FramedSocket:
                 pass
 
     def receive(self, buffer: memoryview | bytearray) -> Flow:
-        """Exactly as many bytes as the buffer holds."""
+        """Receive exactly as many bytes as the buffer holds."""
         view, at = memoryview(buffer), 0
         while at < len(view):
             count = yield from _when_ready(self.connection.recv_into, view[at:], select.POLLIN)
@@ -92,7 +91,7 @@ class FramedSocket:
             at += count
 
     def receive_parts(self, parts: Sequence[memoryview]) -> Flow:
-        """What a server sends; raises what the server says if that is why there is none."""
+        """Receive the parts that a server sends. Raise `PeerError` with the server's reason if it sends one instead."""
         mark = bytearray(1)
         for part in parts:
             yield from self.receive(mark)
@@ -130,8 +129,8 @@ def _when_ready(action: Callable[[Any], int], argument: Any, event: int) -> Gene
 
 
 def run_flows(flows: Sequence[tuple[FramedSocket, Flow]], silence: float, until: float | None = None) -> None:
-    """Carry out all flows, for as long as no ``silence`` of so many seconds comes between two events, or, where it is
-    given, ``until`` that time (of `time.monotonic`). `PeerError` names the first rank that fails or is late."""
+    """Carry out all flows. ``silence``: the most seconds between two events; ``until``, where given, is the deadline
+    instead (of `time.monotonic`). Raise `PeerError`, which names the first rank that fails or is late."""
     while True:
         left: list[tuple[FramedSocket, Flow]] = []
         events: dict[int, int] = {}
@@ -158,7 +157,7 @@ def run_flows(flows: Sequence[tuple[FramedSocket, Flow]], silence: float, until:
 
 
 def open_connection(address: tuple[str, int], timeout: float) -> socket.socket:
-    """Return a TCP connection to ``address``. Raise OSError where nothing listens there within ``timeout`` seconds."""
+    """Return a connection to the address. Raise OSError if nothing listens there."""
     connection = socket.create_connection(address, timeout=max(0.001, timeout))
     if connection.getsockname() == connection.getpeername():  # with nobody there, TCP on loopback can meet itself
         connection.close()
@@ -167,7 +166,7 @@ def open_connection(address: tuple[str, int], timeout: float) -> socket.socket:
 
 
 def prepare_socket(connection: socket.socket, tls: ssl.SSLContext | None, server_side: bool) -> socket.socket:
-    """The connection to be used from here on; its handshake is still to come. OSError where it has ended already."""
+    """Return the connection to use from here on, before its TLS handshake. Raise OSError if it has ended already."""
     connection.setblocking(False)
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -178,13 +177,13 @@ def prepare_socket(connection: socket.socket, tls: ssl.SSLContext | None, server
 
 def view_bytes(flat: torch.Tensor) -> memoryview:
     """Return the memory of a one-dimensional tensor on the CPU, without a copy."""
-    import torch  # here, for whoever reads the history of a job's members imports this module, and needs no torch
+    import torch  # here: readers of a job's membership history import this module without torch
 
     return flat.view(torch.uint8).numpy().data
 
 
 def check_announced_size(rank: int, size: int) -> int:
-    """Return the number of bytes that a peer announces. Raise `PeerError` above `MOST_JSON_BYTES`."""
+    """Return the size that a peer announces. Raise `PeerError` if it is too large to allocate safely."""
     if size > MOST_JSON_BYTES:
         raise PeerError(rank, f"it announces {size:,} bytes")
     return size

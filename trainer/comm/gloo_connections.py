@@ -1,9 +1,9 @@
-"""Gloo's own connections, which know no secret: proven once a group has formed, and closed to all who come later.
+"""Authentication of gloo's own connections, which use no secret: each is proven once a group has formed.
 
-Gloo takes the first connection that names a pair's number, a small one that anybody can guess. So a stranger can be
-quicker than the peer, and would be summed. It cannot answer what `prove_connections` asks over each pair of
-connections, and the group fails then. Afterwards nobody new is listened to: gloo would keep each connection, and a
-process that has no descriptor left when gloo accepts one ends at once.
+Gloo takes the first connection that names a pair's number, which is small and easy to guess. A stranger can therefore
+connect before the peer, and its data would be summed. It cannot answer the challenge of `prove_connections`, so the
+group fails. Afterwards new connections are dropped: gloo would keep each of them, and a process without a free
+descriptor ends at once when gloo accepts one.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ _log = logging.getLogger(__name__)
 
 
 def prove_connections(group: Any, rank: int, size: int, key: bytes, seconds: float) -> None:
-    """Have each two ranks prove to each other that they have the key, over gloo's connection between them, within so
-    many seconds.
+    """Have each pair of ranks prove to each other, over gloo's connection between them, that they have the key.
 
-    `AuthenticationError` names the ranks that did not; what gloo raises where one of them says nothing in time."""
+    Raise `AuthenticationError` with the ranks that did not, and gloo's error if one sends nothing in ``seconds``."""
     mine = torch.frombuffer(bytearray(secrets.token_bytes(_NONCE * size)), dtype=torch.uint8).view(size, _NONCE)
     theirs = _swapped(group, mine, seconds)
 
@@ -63,7 +62,7 @@ def prove_connections(group: Any, rank: int, size: int, key: bytes, seconds: flo
 
 
 def _swapped(group: Any, rows: torch.Tensor, seconds: float) -> torch.Tensor:
-    """Row j goes to rank j, and row i of the result comes from rank i: over each of gloo's connections."""
+    """Return rows of which row i comes from rank i; row j of ``rows`` goes to rank j over gloo's connections."""
     output, options = torch.empty_like(rows), dist.AllToAllOptions()
     options.timeout = timedelta(seconds=seconds)
     group.alltoall_base(output, rows.contiguous(), [], [], options).wait()
@@ -71,9 +70,9 @@ def _swapped(group: Any, rows: torch.Tensor, seconds: float) -> torch.Tensor:
 
 
 def find_listeners(make: Callable[[], T]) -> tuple[T, frozenset[int]]:
-    """What a function of gloo's makes, and the descriptors at which that listens; none where the system does not tell.
+    """Return what ``make`` makes and the descriptors at which it listens; none if the system does not list them.
 
-    They are known by being new, and by being inherited: Python's own sockets never are."""
+    Gloo's descriptors are new and inheritable; Python's own sockets are never inheritable."""
     with _making:
         before = _inherited_listeners()
         made = make()
@@ -101,8 +100,9 @@ class _Program(ctypes.Structure):
 
 
 def deafen(descriptors: Iterable[int]) -> None:
-    """Have the kernel drop whatever comes for these listening sockets (a packet filter that lets nothing through).
-    Connections that are there already are not touched. Where that is not to be had, they stay open: gloo then keeps
+    """Have the kernel drop all packets for these listening sockets (a packet filter that lets nothing through).
+
+    Existing connections are not affected. Where the system has no such filter, the sockets stay open: gloo then keeps
     strangers' connections, up to the limit of descriptors."""
     if sys.platform != "linux":
         return

@@ -1,11 +1,11 @@
 """The collectives of one generation, on a communication thread of their own.
 
 A blocking collective of gloo cannot be interrupted: a rank that waits for a frozen peer waits for the whole timeout. So
-it is the communication thread that waits in it, and the training waits for the thread, from which it can be woken:
+the communication thread waits in the collective, and the training waits for that thread, which can be interrupted:
 `InterruptibleGroup.fail` gives every waiter a `GroupError` at once and leaves the thread behind.
 
-Small sums over direct links (`trainer.comm.peer_to_peer`) can be interrupted: the thread that wants them carries them
-out itself.
+Small sums over direct links (`trainer.comm.peer_to_peer`) can be interrupted: the calling thread carries them out
+itself.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from trainer.comm.torch_transport import Transport
 from trainer.errors import ConfigError
 from trainer.runtime.step_timer import traced
 
-# Groups that failed, and until when to keep them (time.monotonic): something may still wait in them, for a peer that
-# never comes, and whoever drops the last reference to such a group of gloo waits for it as well.
+# Failed groups, and the time (time.monotonic) until which to keep them: a thread may still wait in one for a peer that
+# never comes, and a thread that drops the last reference to such a gloo group waits for it as well.
 _ABANDONED: list[tuple[InterruptibleGroup, float]] = []
 REMEMBERED = 1024
 """Collectives whose times a group keeps."""
@@ -38,7 +38,7 @@ REMEMBERED = 1024
 
 @dataclass(slots=True, eq=False)
 class Collective:
-    """Times of one collective of this rank, in seconds of `time.monotonic`; None before the moment has come."""
+    """One collective of this rank. Times are seconds of `time.monotonic`; None until that point is reached."""
 
     sequence: int
     """1 for the group's first; on all ranks, the same number is the same collective."""
@@ -53,9 +53,9 @@ class Collective:
 
 
 class GroupError(RuntimeError):
-    """A collective failed or was interrupted; the group cannot be used any more. ``detail`` describes the collective.
+    """A collective failed or was interrupted, and its group cannot be used again. ``detail`` describes the operation.
 
-    ``communication``: whether communication failed. Else the group was interrupted for another reason.
+    ``communication``: whether communication failed; otherwise the group was called off for another reason.
     """
 
     def __init__(self, message: str, detail: dict[str, Any] | None = None, communication: bool = True) -> None:
@@ -64,14 +64,14 @@ class GroupError(RuntimeError):
 
 
 class CollectiveResult(Protocol):
-    """The result of a collective that is in progress or has ended."""
+    """A collective that a group was asked for, in progress or completed."""
 
     def result(self) -> Any:
-        """Wait for the collective and return its value. Raise `GroupError` where it failed."""
+        """Wait for the collective and return its result. Raise `GroupError` if it failed."""
         ...
 
     def exception(self) -> BaseException | None:
-        """Wait for the collective and return its error, None where it succeeded."""
+        """Wait for the collective and return its error, None if it succeeded."""
         ...
 
 
@@ -92,11 +92,11 @@ class CompletedCollective:
 
 
 class InterruptibleGroup:
-    """Ranks that talk to each other. ``open_transport`` is called on the communication thread.
+    """A group of ranks with its own communication thread. ``open_transport`` is called on that thread.
 
-    With a ``gpu``, a collective begins when the GPU has come to where it was submitted, and is over when its result is
-    there: the communication thread waits for both, else the times would be those of asking for it. (That has not been
-    run on a GPU yet.)
+    With a ``gpu``, a collective begins when the GPU has reached the point of submission, and ends when its result is
+    complete. The communication thread waits for both; otherwise the times would only cover the submission. (That has
+    not been run on a GPU yet.)
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class InterruptibleGroup:
         self._thread.start()
 
     def submit(self, what: str, action: Callable[[Transport], Any], bytes_: int = 0) -> Future[Any]:
-        """Have the communication thread do something, in order; the future fails with a `GroupError`. ``bytes_``: see
+        """Have the communication thread run the action, in order; the future fails with a `GroupError`. ``bytes_``: see
         `Collective`."""
         future: Future[Any] = Future()
         ready = None
@@ -136,12 +136,12 @@ class InterruptibleGroup:
         return future
 
     def run(self, what: str, action: Callable[[Transport], Any], bytes_: int = 0) -> Any:
-        """Submit the action, wait for it and return its value. Raise `GroupError` where it failed."""
+        """Submit the action, wait for it and return its result."""
         return self.submit(what, action, bytes_).result()
 
     def all_reduce(self, what: str, tensor: torch.Tensor) -> CollectiveResult:
-        """Over ranks, in place, in order with all else: at once, on this thread, where direct links take it and nothing
-        is under way, which only costs a wait; else `submit`, to be waited for. Its result is the tensor."""
+        """Sum over ranks, in place, in order with all other collectives; the result is the tensor. The sum runs at once
+        on this thread if direct links take it and no collective is in progress, else on the communication thread."""
         collective = self._begin_here(what, tensor)
         if collective is None:
             return self.submit(what, partial(_summed, tensor), tensor.nbytes)
@@ -157,7 +157,7 @@ class InterruptibleGroup:
         return CompletedCollective(tensor)  # also where the group has been called off meanwhile: others have it, too
 
     def _begin_here(self, what: str, tensor: torch.Tensor) -> Collective | None:
-        """A collective of this thread, None where it is one for the communication thread."""
+        """Return a collective to run on this thread, None if the communication thread has to run it."""
         if self._gpu is not None or self.transport is None or not self.transport.takes_at_once(tensor):
             return None
         with self._lock:
@@ -169,7 +169,7 @@ class InterruptibleGroup:
         return collective
 
     def _next(self, what: str, bytes_: int) -> Collective:
-        """The next one, noted. With the lock."""
+        """Return the next collective after recording it. The caller holds the lock."""
         last = self.collectives[-1].sequence if self.collectives else 0
         collective = Collective(last + 1, what, bytes_, time.monotonic())
         self.collectives.append(collective)
@@ -177,7 +177,7 @@ class InterruptibleGroup:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Within an action: what follows is this rank's own work (`Collective.computing`)."""
+        """Count the time of the block, within an action, as this rank's own work (`Collective.computing`)."""
         began = time.monotonic()
         yield
         if self._gpu is not None:
@@ -186,13 +186,13 @@ class InterruptibleGroup:
         self._current.computing += time.monotonic() - began
 
     def fail(self, message: str, communication: bool = True) -> None:
-        """Make all present and future waits raise `GroupError`. May be called from any thread."""
+        """Fail the group, from any thread: all present and later waiters get a `GroupError`."""
         what, since = self.doing
         detail = {"operation": what, "waited_seconds": round(time.monotonic() - since, 3)}
         self._fail(GroupError(message, detail, communication))
 
     def close(self) -> None:
-        """End the communication thread. After a failure it may be stuck; then it is left behind with what it holds."""
+        """Close the group. After a failure the thread may be stuck; it is left behind with its resources."""
         _ABANDONED[:] = _still_waiting()
         self._queue.put(None)
         if self.error is not None and self.transport is not None:
@@ -263,20 +263,20 @@ def _summed(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Return whether gloo or NCCL raise such an error. They have exception classes of their own only in part."""
+    """Return whether gloo or NCCL raise such an error; they have exception types of their own only in part."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo/", "ProcessGroup", "NCCL"))
 
 
 def shorten_error(error: BaseException) -> str:
-    """Return the text of an error of gloo without the place in its source and without its advice."""
+    """Return the error's text without gloo's source location and advice."""
     text = re.sub(r"^\[\S+\] ", "", str(error).strip())
     return f"{type(error).__name__}: {text.split(' This is typically')[0]}"
 
 
 def has_abandoned_groups() -> bool:
-    """Return whether a group that was left behind still hangs in this process, which then must not wait for threads."""
+    """Return whether a group that was left behind still hangs in this process, which must then exit without waiting."""
     return bool(_still_waiting())
 
 

@@ -1,12 +1,12 @@
-"""Who is at the other end of a connection: a mutual challenge-response over a key that both ends have.
+"""Mutual authentication of a connection: a challenge-response over a key that both ends have.
 
-Three messages of fixed size. Who connects says a name and a nonce; who listens answers with a nonce of its own and
-proves that it has the key; then who connected proves it. A proof covers both nonces, both names and the side that made
+There are three messages of fixed size. The caller sends a name and a nonce; the listener answers with its own nonce
+and proves that it has the key; then the caller proves it. A proof covers both nonces, both names and the side that made
 it, so that none can be replayed, reflected, or used by another rank. The key is derived for one purpose, job and
 generation (`trainer.comm.launch_secret`), so that none is of use elsewhere.
 
-This keeps out who has no key. It does not encrypt, and it does not protect what follows from somebody who can change
-packets on their way: that is what TLS is for.
+The handshake keeps out peers without the key. It does not encrypt, and it does not protect the later data from an
+attacker who can change packets on the network: TLS does.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _LISTENER, _CALLER = b"listener", b"caller"
 
 
 class AuthenticationError(ConnectionError):
-    """The other end does not prove that it is who it should be. The message never holds what it said."""
+    """The other end does not prove its identity. The message never contains what it sent."""
 
 
 class Caller:
-    """The side that connects: called ``me``, and wants to be connected to ``other``."""
+    """The side that connects, named ``me``, and expects to reach ``other``."""
 
     def __init__(self, key: bytes, me: str, other: str) -> None:
         self._key, self._other = key, _name(other)
@@ -42,7 +42,7 @@ class Caller:
         """The first message."""
 
     def answer(self, reply: bytes) -> bytes:
-        """The last message, for this reply. `AuthenticationError` where it comes from somebody else."""
+        """Return the last message, for this reply. Raise `AuthenticationError` if the reply is not from ``other``."""
         if len(reply) != REPLY.size:
             raise AuthenticationError("it speaks something else")
         magic, nonce, proof = REPLY.unpack(reply)
@@ -57,21 +57,21 @@ class Caller:
 
 
 class Listener:
-    """The side that listens, called ``me``; one for each connection."""
+    """The side that listens, named ``me``; each connection has one."""
 
     def __init__(self, key: bytes, me: str) -> None:
         self._key, self._me, self._nonce = key, _name(me), secrets.token_bytes(32)
         self._hello = b""
 
     def reply(self, hello: bytes) -> bytes:
-        """The answer to a first message. `AuthenticationError` where it is none."""
+        """Return the answer to a first message. Raise `AuthenticationError` if it is not a valid one."""
         if len(hello) != HELLO.size or hello[: len(_MAGIC)] != _MAGIC or self._hello:
             raise AuthenticationError("it speaks something else; is training.tls the same on all nodes?")
         self._hello = bytes(hello)
         return REPLY.pack(_MAGIC, self._nonce, _proof(self._key, _LISTENER, self._hello, self._nonce, self._me))
 
     def admit(self, proof: bytes) -> str:
-        """The proven name of who connected. `AuthenticationError` where it has not the key."""
+        """Return the caller's proven name. Raise `AuthenticationError` if the caller does not have the key."""
         expected = _proof(self._key, _CALLER, self._hello, self._nonce, self._me)
         if not self._hello or not hmac.compare_digest(bytes(proof), expected):
             raise AuthenticationError("it does not prove that it knows this launch's secret")
@@ -83,7 +83,7 @@ class Listener:
 
 
 def authenticate_to_listener(link: FramedSocket, key: bytes, me: str, other: str) -> Flow:
-    """The caller's side, over a link whose TLS, if it has any, is there."""
+    """Carry out the caller's side over a link, after its TLS handshake if it uses TLS."""
     caller, reply = Caller(key, me, other), bytearray(REPLY.size)
     yield from link.send(caller.hello)
     yield from link.receive(reply)
@@ -91,7 +91,7 @@ def authenticate_to_listener(link: FramedSocket, key: bytes, me: str, other: str
 
 
 def authenticate_caller(link: FramedSocket, key: bytes, me: str) -> Generator[int, None, str]:
-    """The listener's side: the caller's proven name."""
+    """Carry out the listener's side and return the caller's proven name."""
     listener, hello, proof = Listener(key, me), bytearray(HELLO.size), bytearray(PROOF_BYTES)
     yield from link.receive(hello)
     yield from link.send(listener.reply(bytes(hello)))
@@ -100,7 +100,7 @@ def authenticate_caller(link: FramedSocket, key: bytes, me: str) -> Generator[in
 
 
 def parse_rank(name: str, size: int) -> int:
-    """The rank that a proven name is of. `AuthenticationError` for one outside a world of ``size``."""
+    """Return the rank of a proven name. Raise `AuthenticationError` for a rank outside a world of ``size``."""
     if not (name.isascii() and name.isdecimal() and len(name) < 10 and int(name) < size):
         raise AuthenticationError(f"it takes itself for rank {name[:20]!r} in a world of {size}")
     return int(name)

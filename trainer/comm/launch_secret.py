@@ -1,6 +1,6 @@
-"""The random secret of a launch: how whoever launches hands it over, and the keys that ranks derive from it.
+"""The random secret of a launch: how the launcher passes it on, and the keys that ranks derive from it.
 
-Nothing else here knows it: it is in no argument, no log and no run directory. Who has it belongs to the launch.
+The secret is in no argument, log or run directory. A process that has it counts as part of the launch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LaunchSecret:
-    """What ranks of one launch share, and nobody else has. Without a value (a start by hand) keys can be computed by
-    anybody: they tell apart jobs, generations and ranks that meet by mistake, and keep out no one who wants in."""
+    """A secret that only the ranks of one launch share. Without a value (a start by hand) anybody can compute the
+    keys: they separate jobs, generations and ranks that connect by mistake, but stop no attacker."""
 
     value: bytes = b""
 
@@ -40,14 +40,14 @@ class LaunchSecret:
         return bool(self.value)
 
     def key(self, purpose: str, *about: object) -> bytes:
-        """A key of 32 bytes for one purpose, and for what it is about: a job, a generation. No key tells of another."""
+        """Return a key of 32 bytes for one purpose and its subject (a job, a generation). No key reveals another."""
         words = "".join(f"{len(word)}:{word}" for word in ("dtrain", purpose, *map(str, about)))
         return hmac.digest(self.value, words.encode(), hashlib.sha256)
 
 
 def write_launch_secret(path: Path) -> None:
-    """Put a fresh secret into a file that only this user can read, in a folder of the same kind. What was there is
-    replaced: the launch before it is over."""
+    """Write a new secret to a file, in a folder, that only this user can read. An earlier secret is replaced: its
+    launch is over."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.parent.chmod(0o700)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -66,19 +66,19 @@ class SecretFile:
     """Whether it is ours to write and remove. One that a person has given holds one secret for all launches."""
 
     def renew(self) -> None:
-        """A fresh secret, for a launch that begins."""
+        """Write a new secret for a launch that begins."""
         if self.is_own:
             write_launch_secret(self.path)
 
     def remove(self) -> None:
-        """After the last launch."""
+        """Remove the file after the last launch."""
         if self.is_own:
             self.path.unlink(missing_ok=True)
 
 
 def file_by_hand(environment: Mapping[str, str]) -> SecretFile:
-    """For a supervisor that nobody has told where to write: the file that the environment names, which is only read;
-    where it names none, one in a new folder. `ConfigError` for a file that `read_launch_secret` refuses."""
+    """Return the secret file of a supervisor that was given no path: the one that the environment names, which is only
+    read, else one in a new folder. Raise `ConfigError` for a file that `read_launch_secret` refuses."""
     if path := environment.get(SECRET_FILE):
         read_launch_secret(environment)
         return SecretFile(Path(path).absolute(), is_own=False)
@@ -86,10 +86,10 @@ def file_by_hand(environment: Mapping[str, str]) -> SecretFile:
 
 
 def read_launch_secret(environment: Mapping[str, str]) -> LaunchSecret:
-    """The secret that the environment names; one without a value where it names none.
+    """Return the secret that the environment names, or one without a value if it names none.
 
-    `ConfigError`, with the variable and the remedy, for a file that is missing, that others can read or that holds
-    something else. OSError where storage fails.
+    Raise `ConfigError`, with the variable and the remedy, if the file is missing, others can read it or its content is
+    no secret. Raise OSError if storage fails.
     """
     if path := environment.get(SECRET_FILE):
         return LaunchSecret(_parse(_read_private(path), f"{SECRET_FILE}={path}"))
@@ -106,8 +106,7 @@ def read_launch_secret(environment: Mapping[str, str]) -> LaunchSecret:
 
 
 def warn_if_open(secret: LaunchSecret, rank: int, hosts: int | None, has_tls: bool) -> None:
-    """Say once, at rank 0, what strangers can do to this world. ``hosts``: on how many it is, None where that is not
-    known."""
+    """Log once, at rank 0, what strangers can do to this world. ``hosts``: its number of hosts, None if unknown."""
     if rank:
         return
     if not secret.is_given:

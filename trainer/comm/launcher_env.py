@@ -1,6 +1,6 @@
-"""What a launcher's environment variables say about this process: its rank, its node and the address of rank 0.
+"""Read from a launcher's environment variables this process's rank, its node and the address of rank 0.
 
-Only reading them, and refusing what does not fit together, belongs here: no sockets and no torch. How the ranks find
+Only reading and validating them belongs here: no sockets and no torch. How the ranks find
 each other from these facts is in `trainer.comm.static_rendezvous` and `trainer.elastic.dynamic_rendezvous`.
 """
 
@@ -24,7 +24,7 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFacts:
-    """The place of this process among all, as the launcher's environment variables give it."""
+    """This process's place in the world, as the environment gives it."""
 
     rank: int = 0
     world_size: int = 1
@@ -36,7 +36,7 @@ class RankFacts:
 
 
 def rank_facts(environment: Mapping[str, str], config: DistributedTrainingConfig) -> RankFacts:
-    """Read the launcher's variables; without any, this is a world of one. `ConfigError` if they disagree."""
+    """Return the facts in the launcher's variables (none: a world of one). Raise `ConfigError` if they disagree."""
     found: dict[str, int] = {}
     for field, names in _NAMES.items():
         for name in names:

@@ -1,7 +1,7 @@
-"""Taking connections from whoever knocks: how many may be unproven at once, how long, and what an accept may fail with.
+"""Accepting connections: how many may be unauthenticated at once, for how long, and how an accept can fail.
 
-A stranger can always connect. What must not happen is that strangers keep out those who belong here, or use up the
-descriptors of the process.
+A stranger can always connect. Strangers must not keep out the ranks of the job, or use up the descriptors of the
+process.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ T = TypeVar("T")
 
 
 def accept(listener: socket.socket) -> socket.socket | None:
-    """A connection from a listener that does not block; None where nobody is there any more. `NoRoomError` where the
-    process has no descriptor left."""
+    """Return a connection from a non-blocking listener; None if no connection waits any more. Raise `NoRoomError` if
+    the process has no descriptor left."""
     try:
         return listener.accept()[0]
     except (BlockingIOError, ConnectionAbortedError):
@@ -46,12 +46,12 @@ def accept(listener: socket.socket) -> socket.socket | None:
 
 
 class NoRoomError(OSError):
-    """There is no descriptor for one more connection. Who waits in the queue keeps its place there."""
+    """There is no descriptor for another connection. Connections in the queue keep their place."""
 
 
 @dataclass
 class _Guest(Generic[T]):
-    """Somebody at the door, and what is being done with it."""
+    """A connection that is being authenticated, and its flow."""
 
     link: FramedSocket
     flow: Generator[int, None, T | None]
@@ -62,10 +62,10 @@ class _Guest(Generic[T]):
 
 @dataclass
 class Door(Generic[T]):
-    """Lets in who proves that it belongs here, several at once.
+    """An authenticator of incoming connections that handles several at once.
 
-    ``welcome``: a flow over the new link, which returns what is known of the guest then, or raises `PeerError` or
-    OSError. ``refuse``: tells it why not, where it is a `PeerError`.
+    ``welcome``: a flow over the new link that returns the facts about the guest, or raises `PeerError` or OSError.
+    ``refuse``: a flow that tells the guest the reason of a `PeerError`.
     """
 
     listener: socket.socket
@@ -79,7 +79,7 @@ class Door(Generic[T]):
         self.listener.setblocking(False)
 
     def next(self, until: float) -> tuple[FramedSocket, T]:
-        """The next guest that has proven who it is. TimeoutError at ``until`` (of `time.monotonic`), OSError where the
+        """Return the next authenticated guest. Raise TimeoutError at ``until`` (of `time.monotonic`), OSError if the
         listener fails."""
         while True:
             now = time.monotonic()
@@ -102,12 +102,12 @@ class Door(Generic[T]):
                 time.sleep(_REST_SECONDS)
 
     def close(self) -> None:
-        """Turn away who is still unproven. The listener stays as it is."""
+        """Close the connections that are still unauthenticated. The listener stays open."""
         while self._guests:
             self._guests.popitem()[1].link.connection.close()
 
     def _take(self) -> bool:
-        """Take one in from the queue. True where there is no room, and nobody to make some."""
+        """Accept one connection from the queue. Return True if there is no room and no guest to turn away."""
         try:
             connection = accept(self.listener)
         except NoRoomError:
@@ -129,7 +129,7 @@ class Door(Generic[T]):
         return False
 
     def _go_on(self, number: int) -> tuple[FramedSocket, T] | None:
-        """With one guest, as far as it goes without waiting; the link and what is known, once it is in."""
+        """Continue with one guest as far as possible without waiting; return its link and facts once it is admitted."""
         guest = self._guests.get(number)
         if guest is None:  # turned away a moment ago
             return None

@@ -1,11 +1,11 @@
-"""Parameter-server mode: the collectives of a generation over a server, rank 0, on sockets of our own.
+"""Parameter-server mode: the collectives of a generation over a server, rank 0, on framed sockets.
 
-It needs nothing but a connection from each rank to rank 0, so it works where links between other ranks are cut, where
-gloo or NCCL fail, and, with TLS, where what goes over the network must be encrypted. It is slower than all-reduce: all
+It needs only a connection from each rank to rank 0, so it works where links between other ranks are cut, where
+gloo or NCCL fail, and, with TLS, where the traffic must be encrypted. It is slower than all-reduce: all
 gradients go through one host.
 
-A worker says what it does (`_HEAD`) and sends its data while sums come back; the server receives from all workers
-while it sends to all of them, and says why if there is no result.
+A worker announces its operation (`_HEAD`) and sends its data while sums come back. The server receives from all
+workers while it sends to all of them, and sends the reason if there is no result.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _OPERATIONS = {b"S": "sum", b"B": "broadcast", b"G": "gather"}
 
 
 class ParameterServerError(RuntimeError):
-    """A peer is lost, late or strange. The message names it, the operation and how long that went on, in seconds.
+    """A peer is lost, late or invalid. The message names it, the operation and its duration in seconds.
 
-    ``rank`` is None where it is nobody's: the group was called off."""
+    ``rank`` is None if no rank failed and the group was called off."""
 
     def __init__(self, message: str, rank: int | None, operation: str, seconds: float) -> None:
         super().__init__(message)
@@ -62,11 +62,11 @@ class ParameterServerError(RuntimeError):
 
 
 class ParameterServerGroup:
-    """One rank's end. Every rank must call the same operations in the same order, on one thread at a time.
+    """One rank's end of the group. All ranks must call the same operations in the same order, on one thread at a time.
 
-    ``timeout``: seconds within which all have to come to an operation, and after which silence in the middle of one is
-    a failure; a slow connection is none. After a `ParameterServerError` the group is of no use any more, on any
-    rank, and the tensor that was worked on holds anything.
+    ``timeout``: seconds within which all ranks have to start an operation, and after which silence during one is a
+    failure; a slow connection is not. After a `ParameterServerError` the group cannot be used again on any rank, and
+    the content of the operation's tensor is undefined.
     """
 
     def __init__(self, rank: int, world_size: int, sockets: dict[int, socket.socket], timeout: float) -> None:
@@ -80,11 +80,11 @@ class ParameterServerGroup:
     def serve(
         cls, listener: socket.socket, world_size: int, key: bytes, timeout: float, tls: ssl.SSLContext | None = None
     ) -> ParameterServerGroup:
-        """Rank 0: wait for the others at ``listener``, which is closed then. `ParameterServerError` if they do not
-        come in time.
+        """Return rank 0's end once all others have connected to ``listener``, which is then closed. Raise
+        `ParameterServerError` if they do not come in time.
 
-        Who does not prove that it has the key, or has no certificate of the job's authority, is turned away; who says
-        nothing keeps nobody out."""
+        A peer without the key, or without a certificate of the job's authority, is turned away; a silent peer does
+        not keep others out."""
         began, refused = time.monotonic(), list[str]()
         sockets: dict[int, socket.socket] = {}
         try:
@@ -104,7 +104,7 @@ class ParameterServerGroup:
         cls, address: tuple[str, int], rank: int, world_size: int, key: bytes, timeout: float,
         tls: ssl.SSLContext | None = None,
     ) -> ParameterServerGroup:  # fmt: skip
-        """Another rank: connect to the server, for as long as ``timeout`` if it is not there yet, or is besieged."""
+        """Return a worker's end, connected to the server; retry for ``timeout`` if it is absent or overloaded."""
         began, place, dropped = time.monotonic(), f"{address[0]}:{address[1]}", 0
         until = began + timeout
         while True:
@@ -133,7 +133,7 @@ class ParameterServerGroup:
                 raise ParameterServerError(message, 0, "forming", seconds) from error
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Add up over ranks, in place: in order of rank, so that all have the same bits whoever comes first.
+        """Sum over ranks, in place: in order of rank, so that the bits do not depend on the order of arrival.
 
         Integers wrap. Any type and device; a GPU's tensor goes by way of the host's memory."""
         target = tensor.detach()
@@ -151,7 +151,7 @@ class ParameterServerGroup:
             target.copy_(host)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Rank 0's values for everybody, in place."""
+        """Copy rank 0's values to all ranks, in place."""
         target = tensor.detach()
         host = target.cpu().contiguous()
         with self._doing("broadcast"):
@@ -165,7 +165,7 @@ class ParameterServerGroup:
             target.copy_(host)
 
     def all_gather_object(self, value: Any, timeout: float | None = None) -> list[Any]:
-        """Return one small value from every rank, in order of rank (JSON, at most 64 MiB in all)."""
+        """Return one small value (JSON, at most 64 MiB for all) from every rank, on every rank, in order of rank."""
         seconds = self.timeout if timeout is None else timeout
         with self._doing("gather"):
             text = json.dumps(value).encode()
@@ -189,25 +189,25 @@ class ParameterServerGroup:
             return parse_json_of_peer(0, raw)
 
     def barrier(self, timeout: float | None = None) -> None:
-        """Wait until every rank is here, for as long as ``timeout`` seconds (None: as for anything else)."""
+        """Wait until every rank is here, for ``timeout`` seconds at most (None: the group's timeout)."""
         self.all_gather_object(None, timeout)
 
     def abort(self) -> None:
-        """Make all present and later operations fail at once. May be called from any thread."""
+        """Make all present and later calls on this end fail at once. Any thread may call it."""
         self._aborted = True
         for link in self._links.values():
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(link.connection, socket.SHUT_RDWR)  # an SSLSocket's own may wait for the peer
 
     def close(self) -> None:
-        """Close the connections. No other thread may be inside: `abort` wakes it first."""
+        """Close the connections. While another thread uses the group, call `abort` instead."""
         for link in self._links.values():
             link.connection.close()
 
     # The server's side.
 
     def _sum(self, parts: Sequence[torch.Tensor]) -> None:
-        """While the sum of one part goes out to all, the next part of all comes in."""
+        """Send the sum of one part to all workers while the next part is received from them."""
         theirs = {rank: torch.empty_like(parts[0]) for rank in self._links} if parts else {}
         going: list[tuple[FramedSocket, Flow]] = []
         for part in parts:
@@ -236,14 +236,14 @@ class ParameterServerGroup:
     def _exchange(self, data: Sequence[Any], parts: Sequence[memoryview], seconds: float | None = None) -> None:
         """Send data to the server and receive parts of a result, both at once."""
         link, seconds = self._links[0], self.timeout if seconds is None else seconds
-        # Longer than the server waits for the others: it is the one who can tell which of them is late.
+        # Longer than the server waits for the others: only the server knows which of them is late.
         run_flows([(link, link.receive_parts(parts)), (link, link.send(*data))], seconds + min(5.0, seconds / 4))
 
     # Both.
 
     @contextlib.contextmanager
     def _doing(self, operation: str) -> Iterator[None]:
-        """Name the operation in what goes wrong with a peer. Whatever goes wrong, the group ends with it."""
+        """Name the operation in a peer's failure. Any failure ends the group."""
         if self._error is not None:
             raise ParameterServerError(
                 f"{operation} after the group broke: {self._error}", self._error.rank, operation, 0.0
@@ -270,10 +270,10 @@ class ParameterServerGroup:
         return ParameterServerError(message, error.rank, operation, seconds)
 
     def _end(self, error: ParameterServerError) -> None:
-        """Close everything. The server says why: no worker has to wait for it, or takes it for the one that failed."""
+        """Close all links. The server sends the reason, so no worker waits for it or blames it."""
         self._error = error
         if self.rank == 0 and not self._aborted:
-            with contextlib.suppress(PeerError):  # who is lost does not listen
+            with contextlib.suppress(PeerError):  # a lost peer does not listen
                 reasons = [(link, link.refuse(error.rank, str(error))) for link in self._links.values()]
                 run_flows(reasons, TELL_SECONDS, time.monotonic() + TELL_SECONDS)
         self.close()
@@ -283,9 +283,9 @@ def _admit(
     listener: socket.socket, world_size: int, key: bytes, tls: ssl.SSLContext | None, until: float,
     sockets: dict[int, socket.socket], refused: list[str],
 ) -> None:  # fmt: skip
-    """Let in one worker for each rank, several at the door at once, and note who was not let in.
+    """Admit one worker for each rank, authenticate several at once, and record those that were refused.
 
-    OSError where the listener fails; TimeoutError, which is one, when it is time."""
+    Raise OSError if the listener fails, TimeoutError (a subclass) at the deadline."""
 
     def welcome(guest: FramedSocket) -> Generator[int, None, int]:
         return _welcome(guest, tls, world_size, key, sockets)
@@ -302,7 +302,7 @@ def _admit(
 def _welcome(
     guest: FramedSocket, tls: ssl.SSLContext | None, world_size: int, key: bytes, sockets: dict[int, socket.socket]
 ) -> Generator[int, None, int]:
-    """At the server: who is it? Its rank, once it knows that it is in."""
+    """Authenticate a worker at the server; return its rank once the worker knows that it is admitted."""
     guest.connection = prepare_socket(guest.connection, tls, server_side=True)
     yield from guest.shake_hands()
     name = yield from authenticate_caller(guest, key, SERVER)
@@ -322,7 +322,7 @@ def _welcome(
 
 
 def _introduce(link: FramedSocket, key: bytes, rank: int, world_size: int) -> Flow:
-    """At a worker: be let in."""
+    """Authenticate this worker to the server."""
     yield from link.shake_hands()
     yield from authenticate_to_listener(link, key, str(rank), SERVER)
     yield from link.send(SIZE.pack(world_size))

@@ -1,8 +1,8 @@
 """`PeerToPeerAllReduce`: a connection between each two ranks of a small world, for sums of few bytes.
 
 A sum by gloo wakes two threads, one after the other, on each rank, and among several it goes around a ring. Where a
-model's gradients are some kilobytes, that takes longer than to send and to add them. Here the thread that trains does
-all of it: it sends what it has to each other rank, waits for what they have, and adds up.
+model's gradients are some kilobytes, that takes longer than to send and to add them. Here the training thread does
+all of it: it sends its tensor to each other rank, receives theirs, and adds them up.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ _HEAD = struct.Struct("!QQ")
 
 
 class PeerToPeerAllReduce:
-    """One rank's end. All ranks must call `all_reduce` in the same order, on one thread at a time.
+    """One rank's links to all others. All ranks must call `all_reduce` in the same order, on one thread at a time.
 
-    ``timeout``: seconds of silence in the middle of a sum that are a failure. What fails raises
-    `trainer.comm.framed_socket.PeerError`; the links are of no use then, on any rank, and the tensor holds anything.
+    ``timeout``: seconds of silence during a sum that count as a failure. A failure raises
+    `trainer.comm.framed_socket.PeerError`; the links cannot be used again, and the tensor's content is undefined.
     """
 
     def __init__(
         self, rank: int, sockets: Mapping[int, socket.socket], timeout: float, one_host: bool = False,
         awake_seconds: float = 0.0,
     ) -> None:  # fmt: skip
-        """``sockets``: to each other rank, by its number. ``one_host``: are all ranks on one? ``awake_seconds``: see
-        `AWAKE_SECONDS`."""
+        """Use ``sockets``, one to each other rank, by rank. ``one_host``: whether all ranks are on one host.
+        ``awake_seconds``: see `AWAKE_SECONDS`."""
         self.rank, self.size, self.timeout = rank, len(sockets) + 1, timeout
         self._limit = (NEAR_BYTES if one_host or self.size == 2 else FAR_BYTES) // len(sockets)
         self._sockets = {peer: sockets[peer] for peer in sorted(sockets)}
@@ -68,11 +68,11 @@ class PeerToPeerAllReduce:
         self._call_off.setblocking(False)  # nobody takes out what is put in
 
     def takes(self, tensor: Tensor) -> bool:
-        """Return whether the tensor is small enough. All ranks get the same answer."""
+        """Return whether the tensor is small enough; the answer is the same on all ranks."""
         return tensor.nbytes <= self._limit
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Over ranks, in place, the same bits on all of them. ``tensor``: contiguous, on the CPU."""
+        """Sum over ranks, in place, with the same bits on all of them. ``tensor``: contiguous, on the CPU."""
         flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
         self._number += 1
         theirs = self._buffers(flat)
@@ -88,18 +88,18 @@ class PeerToPeerAllReduce:
             flat.copy_(total)
 
     def interrupt(self) -> None:
-        """From any thread: whoever waits in here, or comes later, fails at once, unless all has arrived already. Peers
-        hear nothing of it."""
+        """Make present and later calls fail at once, unless all data has arrived already. Any thread may call it; peers
+        are not told."""
         with contextlib.suppress(OSError):
             self._call_off.send(b"!")
 
     def close(self) -> None:
-        """Close the connections. No other thread may be inside: `interrupt` wakes it first."""
+        """Close the links. While another thread uses them, call `interrupt` instead."""
         for connection in (*self._sockets.values(), self._called_off, self._call_off):
             connection.close()
 
     def _buffers(self, flat: Tensor) -> dict[int, tuple[Tensor, memoryview]]:
-        """For what each peer has, and its memory; used over and over."""
+        """Return for each peer a buffer for its tensor and the buffer's memory; they are reused."""
         key = flat.numel(), flat.dtype
         if key not in self._spare:
             if len(self._spare) > 8:
@@ -109,7 +109,7 @@ class PeerToPeerAllReduce:
         return self._spare[key]
 
     def _carry_out(self, exchanges: Sequence[_Exchange]) -> None:
-        """All of them, as far as each goes without waiting, then wait for any that is not done."""
+        """Carry out all exchanges: each as far as possible without waiting, then wait for those that are not done."""
         awake_until, called_off = time.monotonic() + self._awake_seconds, False
         while True:
             left = []
@@ -147,7 +147,7 @@ def _add(total: Tensor, part: Tensor) -> None:
 
 
 class _Exchange:
-    """With one peer: what is still to be sent, and still to be received: the head, and what follows it."""
+    """The remaining data of one peer, to send and to receive: the head and its payload."""
 
     __slots__ = ("_expected", "_head", "coming", "connection", "going", "peer")
 
@@ -161,7 +161,7 @@ class _Exchange:
         return not self.going and not self.coming
 
     def go_on(self) -> None:
-        """As far as it goes without waiting."""
+        """Send and receive as far as possible without waiting."""
         try:
             while self.going:
                 self.going = _rest(self.going, self.connection.sendmsg(self.going))
@@ -184,7 +184,7 @@ class _Exchange:
 
 
 def _rest(parts: list[memoryview], done: int) -> list[memoryview]:
-    """Without so many bytes."""
+    """Return the parts without their first ``done`` bytes."""
     for place, part in enumerate(parts):
         if done < len(part):
             return [part[done:], *parts[place + 1 :]]
@@ -195,9 +195,10 @@ def _rest(parts: list[memoryview], done: int) -> list[memoryview]:
 def connect_all(
     store: dist.Store, rank: int, size: int, host: str | None, timeout: float, key: bytes = b""
 ) -> PeerToPeerAllReduce:
-    """Connect this rank to all others, who find each other through ``store``, which no one else uses. ``host``: this
-    host's address, None where that is not known. ``key``: what all of them have, and nobody else. OSError where it
-    does not succeed in time, on one rank at least."""
+    """Return this rank's links to all others; they exchange addresses through ``store``, which no other group uses.
+
+    ``host``: this host's address, None if unknown. ``key``: the key that only these ranks have. Raise OSError if at
+    least one rank does not succeed in time."""
     sockets = dict[int, socket.socket]()
     with contextlib.ExitStack() as opened:
         place = None
@@ -231,7 +232,7 @@ def connect_all(
 
 
 def _reach(address: tuple[str, int], key: bytes, rank: int, peer: int, until: float) -> socket.socket:
-    """A connection to another rank, proven by both sides. OSError where that is not to be had by then."""
+    """Return a mutually authenticated connection to another rank. Raise OSError if there is none by ``until``."""
     while True:
         connection = prepare_socket(open_connection(address, until - time.monotonic()), None, server_side=False)
         link = FramedSocket(peer, connection)
@@ -249,7 +250,7 @@ def _reach(address: tuple[str, int], key: bytes, rank: int, peer: int, until: fl
 def _welcome(
     guest: FramedSocket, key: bytes, rank: int, size: int, sockets: Mapping[int, socket.socket]
 ) -> Generator[int, None, int]:
-    """The rank of who has connected, proven."""
+    """Return the proven rank of the caller."""
     guest.connection = prepare_socket(guest.connection, None, server_side=True)
     who = parse_rank((yield from authenticate_caller(guest, key, str(rank))), size)
     if who <= rank or who in sockets:
@@ -258,8 +259,8 @@ def _welcome(
 
 
 def address_on(interfaces: str | None, host: str | None) -> str | None:
-    """The address at which this host's other ranks and its peers reach it: of the first interface that
-    GLOO_SOCKET_IFNAME names, where it is set, else ``host``. None: nobody knows."""
+    """Return the address at which other ranks reach this host: that of the first interface in GLOO_SOCKET_IFNAME, if
+    it is set, else ``host``. None if it is unknown."""
     if not interfaces:
         return host
     addresses = psutil.net_if_addrs().get(interfaces.split(",")[0], [])

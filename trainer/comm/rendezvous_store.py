@@ -1,9 +1,9 @@
-"""The store through which the ranks of a world find each other: keys and values at rank 0, for ranks that prove that
-they belong there.
+"""The store through which the ranks of a world find each other: keys and values at rank 0, for authenticated
+ranks.
 
-torch's own TCPStore believes whoever connects; what gloo, NCCL and direct links read in it are the addresses that they
-connect to. Here every connection goes through `trainer.comm.handshake` first. On TCP, what follows cannot be changed by
-somebody who is not on its way.
+torch's own TCPStore trusts every connection, and gloo, NCCL and direct links read from it the addresses that they
+connect to. Here every connection goes through `trainer.comm.handshake` first. On TCP, only an attacker on the network
+path can change the later data.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ and C++ does not hold the Python half of an object. A closed one is small."""
 
 
 def place_said(said: bytes, agents: tuple[str, int]) -> tuple[str, int]:
-    """Host and port, out of what the store of torchrun's agents, which believes anybody, says of rank 0's.
-    `ConfigError` where it says something else."""
+    """Return the host and port of rank 0's store, parsed from the store of torchrun's agents, which trusts anybody.
+    Raise `ConfigError` if the entry is invalid."""
     port, _, host = said[:80].decode(errors="replace").partition(" ")
     try:
         if not 1 <= int(port) <= 65535:
@@ -58,15 +58,16 @@ def place_said(said: bytes, agents: tuple[str, int]) -> tuple[str, int]:
 
 
 class AuthenticatedStore(dist.Store):
-    """One rank's end. RuntimeError and its kin (`dist.DistStoreError`) where something fails or is late."""
+    """One rank's end of the store. A failure or timeout raises RuntimeError or its subclass `dist.DistStoreError`."""
 
     def __init__(
         self, address: tuple[str, int], rank: int, size: int, key: bytes, seconds: float,
         listener: socket.socket | None = None,
     ) -> None:  # fmt: skip
-        """``listener``: where rank 0 serves it, bound to ``address``; taken over. ``seconds``: of whatever waits.
+        """Connect to the store. ``listener``: rank 0's socket, bound to ``address``; the store owns it. ``seconds``:
+        the timeout of every wait.
 
-        `AuthenticationError` where somebody else is there, OSError where nobody is within that time."""
+        Raise `AuthenticationError` if another process answers, OSError if none answers within that time."""
         super().__init__()
         self._seconds, self._lock = seconds, threading.Lock()
         self._server = _Server(listener, size, key) if listener is not None else None
@@ -107,7 +108,7 @@ class AuthenticatedStore(dist.Store):
     deleteKey, getNumKeys = delete_key, num_keys
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Until all of them are there. `dist.DistStoreError` where they are not in time."""
+        """Wait until all keys are set. Raise `dist.DistStoreError` if they are not in time."""
         seconds = self._seconds if timeout is None else timeout.total_seconds()
         until = time.monotonic() + seconds
         while True:
@@ -140,7 +141,7 @@ class AuthenticatedStore(dist.Store):
         return self
 
     def close(self) -> None:
-        """From any thread: whoever waits in it, or comes later, fails at once; at rank 0, on all ranks."""
+        """Make present and later calls fail at once, at rank 0 those of all ranks. Any thread may call it."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -164,7 +165,7 @@ class AuthenticatedStore(dist.Store):
 
 
 class _Server:
-    """Rank 0's half: a thread that lets ranks in, and one for each that serves it."""
+    """Rank 0's server: a thread that admits ranks, and one thread that serves each of them."""
 
     def __init__(self, listener: socket.socket, size: int, key: bytes) -> None:
         self._listener, self._size, self._key, self._closed = listener, size, key, False
@@ -182,7 +183,7 @@ class _Server:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _admit(self) -> None:
-        """Until the listener is shut down."""
+        """Admit ranks until the listener is shut down."""
         door: Door[int] = Door(self._listener, self._welcome)
         with self._listener:
             while not self._closed:
@@ -243,7 +244,7 @@ class _Server:
 
 
 def _connect(address: tuple[str, int], rank: int, key: bytes, until: float) -> socket.socket:
-    """To the store, as this rank; again and again until it is there."""
+    """Return a connection to the store as this rank; retry until it is there."""
     while True:
         why: Exception
         try:
@@ -281,7 +282,7 @@ def _send(connection: socket.socket, words: Sequence[bytes]) -> None:
 
 
 def _receive(connection: socket.socket) -> list[bytes]:
-    """The words of one message; OSError where the connection ends, ValueError where it is none."""
+    """Return the words of one message. Raise OSError if the connection ends, ValueError if the message is invalid."""
     [size] = _SIZE.unpack(_exactly(connection, _SIZE.size))
     if size > MOST_BYTES:
         raise OSError(f"it announces {size:,} bytes")

@@ -1,6 +1,6 @@
-"""How the ranks of a fixed world, as torchrun and the like start it, find each other at MASTER_ADDR.
+"""Rendezvous of the ranks of a fixed world, as torchrun and similar launchers start it, at MASTER_ADDR.
 
-What concerns this address belongs here: joining, rank 0's listening socket, and this host's own address. Members that
+Work on this address belongs here: joining, rank 0's listening socket, and this host's own address. Members that
 come and go find each other in `trainer.elastic.dynamic_rendezvous`.
 """
 
@@ -30,9 +30,9 @@ class PeersMissingError(RuntimeError):
 
 
 def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str] | None = None) -> World:
-    """A world of fixed ranks, as torchrun and the like start it: blocks until all are there or the timeout is over.
+    """Return a world of fixed ranks once all have come; block until then or until the timeout.
 
-    Raises `ConfigError` for an environment that cannot be used and for a port that is taken, `PeersMissingError` when
+    Raise `ConfigError` for an environment that cannot be used and for a port that is taken, `PeersMissingError` when
     the timeout is over.
     """
     environment = os.environ if environment is None else environment
@@ -50,7 +50,7 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
     _stay_on_loopback(facts.master_addr)
     bind_rank(facts.local_rank, facts.local_world_size, device, config)
     listener = None
-    under_torchrun = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # whose agent holds the store
+    under_torchrun = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent holds the store
     if facts.rank == 0 and not under_torchrun:
         listener = open_listener(facts.master_addr, facts.master_port or 0)
     prefix = "static"
@@ -94,7 +94,7 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
 
 
 def own_host(environment: Mapping[str, str], facts: RankFacts) -> str:
-    """The address at which peers reach this process: DTRAIN_HOST, else the one that leads to MASTER_ADDR."""
+    """Return the address at which peers reach this process: DTRAIN_HOST, else the one that leads to MASTER_ADDR."""
     if "DTRAIN_HOST" in environment:
         return environment["DTRAIN_HOST"]
     if _is_loopback(facts.master_addr):
@@ -112,7 +112,7 @@ def own_host(environment: Mapping[str, str], facts: RankFacts) -> str:
 
 
 def _known_host(environment: Mapping[str, str], facts: RankFacts) -> str | None:
-    """The same, None where it cannot be told: gloo may know better."""
+    """Return the address of `own_host`, None if it is unknown: gloo then chooses."""
     try:
         return own_host(environment, facts)
     except ConfigError:
@@ -120,7 +120,7 @@ def _known_host(environment: Mapping[str, str], facts: RankFacts) -> str | None:
 
 
 def _stay_on_loopback(address: str) -> None:
-    """With peers on this machine only, nothing may listen on another interface."""
+    """Have gloo listen on loopback only if ``address`` is there: all peers are then on this machine."""
     if _is_loopback(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
@@ -129,8 +129,8 @@ def _beside(
     address: tuple[str, int], prefix: str, facts: RankFacts, environment: Mapping[str, str], secret: LaunchSecret,
     seconds: float,
 ) -> dist.Store:  # fmt: skip
-    """Under torchrun, whose agent serves a store that believes anybody: with a secret, a store of our own at rank 0.
-    The agent's says only where, and who lies about that can make the start fail, but is no store that proves itself."""
+    """Return, under torchrun with a secret, an authenticated store at rank 0: the agent's store trusts anybody.
+    The agent's store only gives its address; a false address can make the start fail, but cannot pass the proof."""
     agents = dist.TCPStore(*address, None, False, timedelta(seconds=seconds), wait_for_workers=False)
     if not secret.is_given:
         return agents
@@ -144,7 +144,7 @@ def _beside(
 
 
 def open_listener(address: str, port: int = 0) -> socket.socket:
-    """A listening socket for rank 0's store. `ConfigError` where the port is taken."""
+    """Return a listening socket for rank 0's store. Raise `ConfigError` if the port is taken."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -1,4 +1,4 @@
-"""TLS between nodes: contexts from ``training.tls`` in which both sides have to show a certificate."""
+"""TLS between nodes: contexts from ``training.tls`` that require a certificate from both sides."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from trainer.config import ConfigError, TLSConfig
 
 
 def server_context(tls: TLSConfig) -> ssl.SSLContext:
-    """Return the context of the accepting side. Raise `ConfigError`, which names the file, where one cannot be used."""
+    """Return the context of the accepting side. Raise `ConfigError` with the file that cannot be used."""
     context = _context(tls, ssl.PROTOCOL_TLS_SERVER)
     context.num_tickets = 0  # nobody resumes a session
     return context
 
 
 def client_context(tls: TLSConfig) -> ssl.SSLContext:
-    """For who connects. Host names are not compared, for nodes are addressed by number: the authority is the job's.
+    """Return the context of the connecting side. Host names are not compared, because nodes are addressed by number
+    and the authority is the job's own. Raise `ConfigError` with the file that cannot be used.
 
-    Every node does both, so a certificate whose purpose is limited must name server and client."""
+    Every node both accepts and connects, so a certificate whose purpose is limited must name server and client."""
     return _context(tls, ssl.PROTOCOL_TLS_CLIENT)
 
 

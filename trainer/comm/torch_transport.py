@@ -1,5 +1,5 @@
-"""What carries out collectives, on the communication thread of a `trainer.comm.group.InterruptibleGroup`: gloo and
-NCCL, or a parameter server."""
+"""Transports that carry out collectives on the communication thread of a `trainer.comm.group.InterruptibleGroup`: gloo
+and NCCL, or a parameter server."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 
 
 class Transport(Protocol):
-    """What moves the data. Every method blocks, and is called on the communication thread, but for those that say
-    otherwise."""
+    """The interface of a group that moves the data. Its methods block and run on the communication thread, unless
+    stated otherwise."""
 
     linger_seconds: float
     """How long something may go on waiting in it after a failure."""
@@ -35,11 +35,12 @@ class Transport(Protocol):
     def barrier(self, seconds: float) -> None: ...
 
     def takes_at_once(self, tensor: torch.Tensor) -> bool:
-        """May `sum` be called on any thread for a tensor like this, for `call_off` wakes it? The same on all ranks."""
+        """Return whether any thread may call `all_reduce` for such a tensor, because `interrupt` ends it. The answer is
+        the same on all ranks."""
         ...
 
     def interrupt(self) -> None:
-        """Make an `all_reduce` that `takes_at_once` has allowed fail immediately. May be called from any thread."""
+        """Make an `all_reduce` that `takes_at_once` allowed fail at once. Any thread may call it."""
         ...
 
     def abort(self) -> None: ...
@@ -47,26 +48,26 @@ class Transport(Protocol):
 
 
 class TorchTransport:
-    """Gloo, and NCCL for tensors on GPUs, without torch's global default group: a group that is stuck can be left
-    behind, and the next one made beside it."""
+    """A transport over gloo, and NCCL for tensors on GPUs, without torch's global default group: a stuck group can be
+    left behind and a new one made beside it."""
 
     def __init__(
         self, group: Any, patient: Any, gpu: torch.device | None, timeout: float,
         make_group: Callable[[str, int, int], Any], direct: PeerToPeerAllReduce | None = None,
         close_store: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """``make_group``: another group, of some ranks, from its name, this process's rank in it and its size.
-        ``direct``: for small sums, if all ranks have it. ``close_store``: called when nobody needs the store."""
+        """Use ``make_group`` to make a subgroup from its name, this process's rank in it and its size. ``direct``:
+        links for small sums, if all ranks have them. ``close_store``: called when the store is no longer needed."""
         self.group, self._patient, self._gpu, self._make_group = group, patient, gpu, make_group
         self._direct, self._close_store = direct, close_store
         self._levels: tuple[Any, Any] | None = None
         self.linger_seconds = timeout + 5.0  # the communication thread may be left behind in a collective
         if gpu is not None:
             torch.cuda.set_device(gpu)  # the communication thread's own choice
-            torch.cuda.set_stream(torch.cuda.Stream(gpu))  # in that of the computation, sums would wait for all of it
+            torch.cuda.set_stream(torch.cuda.Stream(gpu))  # in the computation's stream, sums would wait for all of it
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum over ranks in place. All ranks get the same bits."""
+        """Sum over ranks, in place, with the same bits on all of them."""
         if tensor.is_cuda and self._gpu is None:  # a member without a GPU is among us
             host = tensor.detach().cpu()
             self.all_reduce(host)
@@ -106,7 +107,7 @@ class TorchTransport:
             within.broadcast([tensor], dist.BroadcastOptions()).wait()
 
     def _make_levels(self, nodes: Sequence[int]) -> tuple[Any, Any]:
-        """The group of this rank's node, and that of the nodes' first ranks; None where this rank needs none."""
+        """Return the group of this rank's node and the group of the nodes' first ranks, each None if not needed."""
         rank, names = self.group.rank(), sorted(set(nodes))
         mine = [other for other, node in enumerate(nodes) if node == nodes[rank]]
         within = between = None
@@ -147,7 +148,7 @@ class TorchTransport:
                     group._get_backend(self._gpu).abort()
 
     def close(self) -> None:
-        """Nothing to say to the peers: they have had their last barrier."""
+        """Close the group without a message to the peers: their last barrier is over."""
         if self._direct is not None:
             self._direct.close()
         if self._gpu is None:  # NCCL's own threads may look into it at any time
@@ -155,7 +156,7 @@ class TorchTransport:
 
 
 class ParameterServerTransport:
-    """Parameter-server mode: everything goes through rank 0."""
+    """A transport for parameter-server mode, where all data goes through rank 0."""
 
     linger_seconds = 0.0
 
@@ -171,7 +172,7 @@ class ParameterServerTransport:
             return
         if self.members.rank != source:
             tensor.zero_()
-        self.members.all_reduce(tensor)  # what the others add is nothing
+        self.members.all_reduce(tensor)  # the others add zeros
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return self.members.all_gather_object(value)
@@ -196,9 +197,9 @@ def make_torch_transport(
     host: str | None = None, own_host: str | None = None, key: bytes = b"",
     close_store: Callable[[], None] = lambda: None,
 ) -> TorchTransport:  # fmt: skip
-    """A group over a store that no other group uses. ``patience``: the timeout of barriers, in seconds. ``host``: the
-    address of this host that gloo uses, None for its own choice; ``own_host``: the same for direct links.
-    GLOO_SOCKET_IFNAME in the environment comes first. ``key``: what the ranks have, and nobody else. ``close_store``:
+    """Return a transport over a store that no other group uses. ``patience``: the timeout of barriers, in seconds.
+    ``host``: the address of this host for gloo, None for its own choice; ``own_host``: the same for direct links.
+    GLOO_SOCKET_IFNAME in the environment comes first. ``key``: the key that only the ranks have. ``close_store``:
     called when the transport is closed, or cannot be made."""
 
     def make(name: str, rank: int, size: int, gpu: Any = gpu, seconds: float = timeout) -> Any:
@@ -223,7 +224,7 @@ def make_torch_transport(
 def _direct_links(
     store: dist.Store, rank: int, size: int, host: str | None, timeout: float, group: Any, key: bytes
 ) -> PeerToPeerAllReduce | None:
-    """Direct links, if all ranks have them: what they are for works without them, too. ``group``: of these ranks."""
+    """Return direct links if all ranks have them, else None: they are optional. ``group``: the group of these ranks."""
     links = None
     try:
         links = connect_all(store, rank, size, address_on(os.environ.get("GLOO_SOCKET_IFNAME"), host), timeout, key)
@@ -242,7 +243,7 @@ def _direct_links(
 def _group(
     store: dist.Store, rank: int, size: int, gpu: torch.device | None, timeout: float, host: str | None
 ) -> tuple[Any, frozenset[int]]:  # fmt: skip
-    """A group, and the descriptors at which gloo listens for its ranks."""
+    """Return a group and the descriptors at which gloo listens for its ranks."""
     kind = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(store, rank, size)
     options, listeners = find_listeners(lambda: _gloo_options(timeout, host))

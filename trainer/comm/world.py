@@ -1,6 +1,6 @@
 """`World`: this process, its device and the peers that it computes with.
 
-What a training asks of its peers belongs here, and the choice of the device. How the peers are found does not: see
+The collectives that a training uses and the choice of the device belong here. Finding the peers does not: see
 `trainer.comm.static_rendezvous` and `trainer.elastic.dynamic_rendezvous`.
 """
 
@@ -55,8 +55,8 @@ class World:
         return self.facts.node_rank
 
     def barrier(self) -> None:
-        """Wait for all ranks after work that some do alone: as long as ``training.solo_timeout_seconds``, where other
-        collectives give up after ``training.collective_timeout_seconds``. A peer that died is noticed at once."""
+        """Wait for all ranks after work that some do alone, up to ``training.solo_timeout_seconds``; other collectives
+        fail after ``training.collective_timeout_seconds``. A peer that died is noticed at once."""
         if self.group:
             self.group.run("barrier", lambda transport: transport.barrier(self.solo_timeout))
 
@@ -67,16 +67,16 @@ class World:
         return values
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
-        """Return, for each flag, whether any rank has set it. All ranks get the same answer."""
+        """Return for each flag whether any rank raises it. All ranks get the same answer."""
         return tuple(bool(count) for count in self.all_reduce(torch.tensor(flags, dtype=torch.int64)).tolist())
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """The tensor of rank ``source``, on every rank, in place."""
+        """Copy the tensor of rank ``source`` to every rank, in place."""
         if self.group:
             self.group.run("broadcast", lambda transport: transport.broadcast(tensor, source))
 
     def all_gather_object(self, value: _T) -> list[_T]:
-        """Return one small value from every rank, in order of rank. It is sent as JSON: a tuple becomes a list."""
+        """Return one small value from every rank, in order of rank; sent as JSON (a tuple comes back as a list)."""
         if not self.group:
             return [value]
         return self.group.run("gather", lambda transport: transport.all_gather_object(value))
@@ -88,9 +88,9 @@ class World:
 
 
 def choose_device(facts: RankFacts, backend: str) -> tuple[torch.device, str]:
-    """(device, backend): a GPU of its own for every rank of the node and nccl, else the CPU and gloo.
+    """Return (device, backend): one GPU for each rank of the node and nccl, else the CPU and gloo.
 
-    `ConfigError` where nccl was asked for and there are too few GPUs.
+    Raise `ConfigError` if nccl was asked for and there are too few GPUs.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     enough = gpus >= facts.local_world_size

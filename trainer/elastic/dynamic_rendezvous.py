@@ -1,4 +1,4 @@
-"""This process's place among members that come and go: its peers, the generation it works in, and its world."""
+"""Elastic rendezvous of this process: its peers, its current generation, and the world of that generation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _log = logging.getLogger(__name__)
 
 
 class DynamicRendezvous:
-    """Keeps a `World` current. One thread uses it; the peers' thread calls a generation off when a member is lost."""
+    """A rendezvous that keeps this process's `World` current. One thread uses it; the peers'
+    thread calls a generation off when a member is lost."""
 
     def __init__(
         self, rundir: RunDir, config: DistributedTrainingConfig, facts: RankFacts, device: torch.device,
@@ -66,12 +67,12 @@ class DynamicRendezvous:
         threading.Thread(target=self._look_around, name="newcomers", daemon=True).start()
 
     def announce(self) -> None:
-        """Say that this process is coming, before it has its data and its model."""
+        """Announce that this process is coming, before it has its data and its model."""
         self.membership.announce(self._candidate())
 
     def next_world(self, ended: Callable[[], None], **what: Any) -> World:
-        """Be in the next generation, with the state that ``what`` tells of (`trainer.elastic.membership.Candidate`),
-        and have its world. Returns before the group is formed: the first collective waits for it."""
+        """Join the next generation, with the state that ``what`` describes (`trainer.elastic.generation.Candidate`),
+        and return its world. The group may not be formed yet: the first collective waits for it."""
         old = self.generation
         if old is not None:
             told = {"reason": what.get("reason", ""), "communication": what.get("communication", False)}
@@ -108,7 +109,7 @@ class DynamicRendezvous:
 
     @property
     def recovery_reason(self) -> str:
-        """The reason for another generation after this step, "" where there is none."""
+        """Return why a new generation should begin after this step, "" if none should."""
         if self._is_over:
             return OVER
         if self.newcomers:
@@ -116,8 +117,7 @@ class DynamicRendezvous:
         return ""
 
     def is_all_reduce_due(self, cut_off: int) -> bool:
-        """Return whether it is time to try all-reduce again in parameter-server mode. ``cut_off``: ranks that miss a
-        member."""
+        """Return whether, in parameter-server mode, to try all-reduce again. ``cut_off``: ranks that miss a peer."""
         if self.generation is None or self.generation.topology != "star" or cut_off:
             return False
         wait = self.config.allreduce_retry_seconds * 2 ** min(self._fallbacks - 1, 6)
@@ -125,19 +125,19 @@ class DynamicRendezvous:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether this process cannot reach a member of its generation."""
+        """Whether this process cannot reach a member of the generation."""
         if self.generation is None:
             return False
         view = self.peers.statuses()
         return any(view.get(seat.member) != "here" for seat in self.generation.members if seat.member != self.member)
 
     def require_current(self) -> None:
-        """`GroupError` where others have formed a newer generation without this process: its work does not count."""
+        """Raise `GroupError` if others have formed a newer generation without this process: its work does not count."""
         if self.generation is not None and self.membership.is_over(self.generation):
             raise GroupError(OVER, communication=False)
 
     def describe_peers(self) -> dict[str, str]:
-        """Return how this process sees each other member, for the record of a failure."""
+        """Return this process's view of the other members, for the record of a failure."""
         heard = self.peers.seconds_since_heard()
         return {
             member: f"{view}, heard {heard.get(member, 0):.1f} s ago" for member, view in self.peers.statuses().items()
@@ -158,7 +158,7 @@ class DynamicRendezvous:
         )  # fmt: skip
 
     def _changed(self) -> None:
-        """A view of a peer has changed or a message has come: is the present group still of use?"""
+        """Check, after a change of view or a message, whether the present group can still be used."""
         generation, world = self.generation, self.world
         messages = self.peers.take_messages()
         if generation is None or world is None or world.group is None:
@@ -177,8 +177,8 @@ class DynamicRendezvous:
                 return world.group.fail(reason, bool(message.get("communication")))
 
     def _look_around(self) -> None:
-        """Now and then: is this generation still the newest, does a member ask for another, does somebody want to be
-        let in? Members that are cut off from each other meet in the storage only."""
+        """Check now and then whether this generation is still the newest, a member asks for another, or a newcomer
+        waits. Members that are cut off from each other meet in the storage only."""
         while not self._closed.wait(self.membership.look_seconds):
             generation, world = self.generation, self.world
             if generation is None or world is None:
@@ -215,10 +215,10 @@ def form_world(
     job: str,
     secret: LaunchSecret,
 ) -> World:
-    """Return the world of a generation, seen by one of its members, at once, the first collective waits for all.
+    """Return at once the world of a generation for one of its members; the first collective waits for all.
 
-    ``listener``: the socket at this member's ``store_port``; closed where rank 0 is somebody else. ``job``: its id,
-    which with the generation is what keys from the ``secret`` are for.
+    ``listener``: the socket at this member's ``store_port``, closed if this member is not rank 0. ``job``: the job's
+    id; keys from the ``secret`` are derived for it and the generation.
     """
     rank = generation.rank_of(member)
     assert rank is not None

@@ -1,8 +1,8 @@
-"""Who of the others is there: a connection to each, a heartbeat over it, and short messages.
+"""Failure detection: a connection to each other member, a heartbeat over it, and short messages.
 
 A process that dies closes its connections, and its port refuses new ones: it is *gone*, known within a millisecond. A
 process that is frozen or cut off says nothing: it is *silent* once nothing has come for ``timeout`` seconds. All of it
-runs on one thread with an event loop, beside the training.
+runs on one thread with an event loop, separate from the training.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class _Peer:
 
 
 class FailureDetector:
-    """This process's port, and its connections to others. ``key``: what all members have, and nobody else; each
-    connection begins with a proof of it, on both sides (`trainer.comm.handshake`). What is said then is encrypted only
-    with TLS, see `trainer.comm.tls`.
+    """A detector with this process's port and its connections to others. ``key``: the key that only members have; both
+    sides of each connection prove it first (`trainer.comm.handshake`). The later messages are encrypted only with
+    TLS, see `trainer.comm.tls`.
 
     ``on_change`` is called without arguments, on the loop's thread, whenever a view changes or a message has come; it
     must return at once. ``tls`` is (context as a server, context as a client), or None for plain connections.
@@ -81,7 +81,7 @@ class FailureDetector:
         self._thread.start()
 
     def follow(self, addresses: Mapping[str, Address]) -> None:
-        """Watch exactly these members from now on (oneself left out)."""
+        """Watch exactly these members from now on, except this process itself."""
         wanted = {member: address for member, address in addresses.items() if member != self.me}
         with self._lock:
             for member in set(self._peers) - set(wanted):
@@ -92,7 +92,7 @@ class FailureDetector:
                     self._loop.call_soon_threadsafe(self._start, member, self._peers[member])
 
     def statuses(self) -> dict[str, PeerStatus]:
-        """Return the status of each followed member, as seen from here."""
+        """Return the status of each followed member as this process sees it."""
         with self._lock:
             return {member: peer.view for member, peer in self._peers.items()}
 
@@ -103,7 +103,7 @@ class FailureDetector:
             return {member: now - peer.heard_at for member, peer in self._peers.items()}
 
     def broadcast(self, message: dict[str, Any]) -> None:
-        """Send a message to all members that follow this process. Delivery is not confirmed."""
+        """Send a message to all followers of this process, without an answer or a guarantee of delivery."""
         line = json.dumps({**message, "from": self.me}).encode() + b"\n"
         self._loop.call_soon_threadsafe(self._send, line)
 
@@ -154,7 +154,7 @@ class FailureDetector:
                 writer.write(line)
 
     def _accept(self) -> None:
-        """Somebody connects. Without a descriptor for it, the oldest that is unproven goes, or it waits a little."""
+        """Accept a connection. Without a free descriptor, close the oldest unauthenticated one, or wait a little."""
         try:
             connection = accept(self._socket)
         except NoRoomError:
@@ -179,7 +179,7 @@ class FailureDetector:
         return False
 
     async def _serve(self, connection: socket.socket) -> None:
-        """One follower: once it has proven who it is, answer each of its lines with one."""
+        """Serve one follower: once it is authenticated, answer each of its lines with one."""
         writer, task = None, asyncio.current_task()
         assert task is not None
         try:
@@ -208,7 +208,7 @@ class FailureDetector:
                 writer.transport.abort()
 
     async def _follow(self, member: str, peer: _Peer) -> None:
-        """Hold a connection. One that broke is made anew, at once the first time: a dead process refuses it."""
+        """Hold a connection and reconnect when it breaks, at once the first time: a dead process refuses it."""
         while True:
             heard_at = peer.heard_at
             try:
@@ -256,8 +256,8 @@ class FailureDetector:
             writer.write(b"\n")
 
     async def _judge(self) -> None:
-        """Call those silent that have not been heard for too long. After a pause of this very process (a frozen host,
-        a debugger) everybody gets a new chance: it was us who did not listen."""
+        """Mark members as silent that have not been heard for too long. After a pause of this process itself (a frozen
+        host, a debugger) the time starts again for all: this process did not listen."""
         nap = min(self.interval, self.timeout) / 4
         while True:
             before = time.monotonic()

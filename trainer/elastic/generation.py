@@ -1,6 +1,6 @@
-"""The next set of members, as a decision: from who asks and what they see of each other to who is in. Pure.
+"""The decision on the next set of members, from the candidates and their views of each other. Pure functions.
 
-The agreement on it, with its reading, writing and waiting, is `trainer.elastic.membership`.
+The agreement on it, with its reading, writing and waiting, belongs in `trainer.elastic.membership`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Topology = Literal["mesh", "star"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """The application of a process for the next generation."""
+    """A process's description of itself when it asks to be in the next generation."""
 
     member: str
     node: int
@@ -73,13 +73,13 @@ class Generation:
 
     @property
     def source(self) -> int:
-        """The rank whose state all others take: the furthest; the lowest of equals."""
+        """The rank whose state all others take: the one with the most progress, the lowest of equals."""
         survivors = [rank for rank, seat in enumerate(self.members) if seat.was_in]
         return max(survivors, key=lambda rank: (*_position(self.members[rank]), -rank), default=0)
 
     @property
     def has_state(self) -> bool:
-        """Whether any member brings a state. If none does, all start from the latest checkpoint."""
+        """Whether any member brings a state. If not, all start from the latest checkpoint."""
         return any(seat.was_in for seat in self.members)
 
     @property
@@ -109,7 +109,7 @@ def _position(seat: Candidate) -> tuple[int, int]:
 
 
 def survivors_of(previous: Generation | None, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Candidates with a state that counts: members of the newest generation, in the order of their ranks."""
+    """Return the candidates whose state counts: members of the newest generation, in the order of their ranks."""
     if previous is None:
         return []
     known = {seat.member for seat in previous.members}
@@ -120,8 +120,8 @@ def survivors_of(previous: Generation | None, candidates: Iterable[Candidate]) -
 def find_missing_members(
     previous: Generation | None, launch: int, planned: int, candidates: Sequence[Candidate]
 ) -> list[str]:
-    """Whom a proposal has to wait for, unless they are gone: of the members of the newest generation those that have
-    not come; at the start of a launch, names for those of the planned world that nobody has seen."""
+    """Return the members that a proposal has to wait for, unless they are gone: those of the newest generation that
+    have not come; at the start of a launch, names for the unseen members of the planned world."""
     if previous is not None and previous.launch == launch:
         come = {item.member for item in candidates if item.ready}
         return [seat.member for seat in previous.members if seat.member not in come]
@@ -131,7 +131,7 @@ def find_missing_members(
 
 
 def find_unreachable_pairs(candidates: Sequence[Candidate]) -> set[frozenset[str]]:
-    """Pairs that cannot reach each other: one of them says so."""
+    """Return the pairs of which at least one reports that it cannot reach the other."""
     names = {item.member for item in candidates}
     return {
         frozenset((item.member, other))
@@ -142,8 +142,8 @@ def find_unreachable_pairs(candidates: Sequence[Candidate]) -> set[frozenset[str
 
 
 def find_isolated_members(candidates: Sequence[Candidate]) -> set[str]:
-    """Of three or more, those that nobody reaches: their host is cut off, no link between others is to blame. Nobody
-    where that goes for all: one of them has to go on."""
+    """Return, of three or more candidates, those that no other reaches: their host is cut off, not a single link.
+    Return none if that is true of all: one of them has to go on."""
     bad = find_unreachable_pairs(candidates)
     if len(candidates) < 3:
         return set()
@@ -152,7 +152,7 @@ def find_isolated_members(candidates: Sequence[Candidate]) -> set[str]:
 
 
 def count_failed_attempts(previous: Generation | None, candidates: Sequence[Candidate]) -> int:
-    """Return how often in a row communication has failed, with no step in between, among members that are all there."""
+    """Return how often in a row communication has failed among members that are all still there, without a step."""
     survivors = survivors_of(previous, candidates)
     if previous is None or len(survivors) < len(previous.members):
         return 0
@@ -163,8 +163,8 @@ def count_failed_attempts(previous: Generation | None, candidates: Sequence[Cand
 
 
 def proposal_delay(previous: Generation | None, candidates: Sequence[Candidate], retries: int) -> float:
-    """Seconds to wait before proposing: exponential backoff while communication fails; as long as all the waits
-    together where a link between two is cut, for it may come back."""
+    """Return the seconds to wait before proposing: exponential backoff while communication fails; the sum of all these
+    waits where a link between two members is cut, because it may come back."""
     count = count_failed_attempts(previous, candidates)
     if count:
         return 0.5 * 2 ** (min(count, retries) - 1)
@@ -181,12 +181,12 @@ def choose_generation(
     proposer: str = "",
     first: int = 1,
 ) -> Generation | None:
-    """The next generation, from those who are ready; None if nobody is. Pure.
+    """Return the next generation from the ready candidates, None if none is ready. Pure.
 
-    Survivors keep their order, newcomers follow, at most ``limit`` in all. Where two cannot reach each other: who is
-    cut off from all is left out; parameter-server mode over somebody whom all reach, if there is one; else those with
-    the most cut links are left out, never the ``proposer``, who is alive for certain. ``first``: the number of a
-    generation that has none before it.
+    Survivors keep their order, newcomers follow, at most ``limit`` in all. Where two cannot reach each other, a member
+    that is cut off from all is left out. Then parameter-server mode is used over a member that all reach, if there is
+    one; else the members with the most cut links are left out, never the ``proposer``, which is certainly alive.
+    ``first``: the number of a generation without a predecessor.
     """
     number = previous.number + 1 if previous else first
     ready = [item for item in candidates if item.ready and item.launch == launch]

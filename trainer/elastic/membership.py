@@ -1,13 +1,12 @@
-"""Who is in: one agreed set of members after the other, each a *generation*, decided in the run directory's storage.
+"""Agreement on the members: a sequence of sets, each a *generation*, decided in the run directory's storage.
 
     membership/g000007/n1p0-3f9a2c01.json   a candidacy for generation 7, written by that process alone
     membership/g000007.json                 the generation: written once, so that exactly one proposal wins
-    membership/g000007.working              rewritten now and then while others wait to be let in: it is at work
+    membership/g000007.working              rewritten now and then while others wait to join: it is at work
 
 The storage is outside the nodes and arbitrates: its create-once files make two generations of one number impossible,
-whatever the network between the nodes does. Who is not in the newest generation is fenced out: it may train nothing,
-and it may ask to come back as a newcomer. Who should be in is decided by
-`trainer.elastic.generation.choose_generation`.
+whatever the network between the nodes does. A process outside the newest generation is fenced out: it must not train,
+and it may ask to come back as a newcomer. `trainer.elastic.generation.choose_generation` decides the members.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ _BESIDE = re.compile(RECORD.pattern + r"|g\d{6,12}(\.working)?")
 
 
 class NoGenerationError(RuntimeError):
-    """The members did not agree on a generation in time."""
+    """No generation was agreed on in time."""
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """Where `Membership.agree_on_next` stands between two looks."""
+    """The state of `Membership.agree_on_next` between two looks at the storage."""
 
     began: float
     at_work: tuple[int, bytes] | None = None
@@ -68,8 +67,8 @@ class Membership:
         self, storage: Storage, peers: FailureDetector, launch: int, planned: int, limit: int, retries: int,
         patience: float, start_patience: float, first: int = 1,
     ) -> None:  # fmt: skip
-        """``patience``: seconds to wait for a member that is there and does not come; ``start_patience``: for one of
-        the planned world that has come and still prepares."""
+        """Wait ``patience`` seconds for a member that is alive and does not come, and ``start_patience`` seconds for
+        one of the planned world that has come and still prepares."""
         self.storage, self.peers = storage, peers
         self.launch, self.planned, self.limit, self.retries = launch, planned, limit, retries
         self.patience, self.start_patience = patience, start_patience
@@ -82,13 +81,13 @@ class Membership:
         """Between two looks of a generation at work (`find_requests`, `find_newcomers`, `is_over`)."""
 
     def read_newest(self) -> Generation | None:
-        """Return the latest generation of any launch, None before the first."""
+        """Return the newest generation, which is the valid one, of any launch."""
         names = records(self.storage)
         return read_generation(self.storage, names[-1]) if names else None
 
     def read_candidates(self, number: int) -> list[Candidate]:
-        """Those who want to be in a generation, of this launch. What is no candidacy is left alone: whose it is cannot
-        be told, and who means it files it anew."""
+        """Return the candidates for a generation, of this launch. An unreadable candidacy is ignored: its owner is
+        unknown and files it again."""
         folder = f"{MEMBERSHIP}/g{number:06d}"
         found = []
         for name in known_names(self.storage, folder, self.storage.list(folder), CANDIDACY):
@@ -102,12 +101,12 @@ class Membership:
         return found
 
     def submit_candidate(self, number: int, mine: Candidate) -> None:
-        """Write this process's application for a generation, or replace it."""
+        """Ask to be in a generation, or update the request."""
         path = f"{MEMBERSHIP}/g{number:06d}/{mine.member}.json"
         self.storage.write(path, json.dumps(asdict(mine)).encode())
 
     def is_over(self, current: Generation) -> bool:
-        """Return whether a later generation has begun, which fences ``current`` out."""
+        """Return whether another generation has begun, so that ``current`` is fenced out."""
         try:
             self.storage.size(f"{MEMBERSHIP}/g{current.number + 1:06d}.json")  # numbers leave no gap
             return True
@@ -115,13 +114,13 @@ class Membership:
             return False
 
     def find_requests(self, current: Generation) -> list[Candidate]:
-        """Members of ``current`` that want another one: who is cut off can say it here only."""
+        """Return the members of ``current`` that want another generation: one that is cut off can ask only here."""
         inside = {seat.member for seat in current.members}
         return [item for item in self.read_candidates(current.number + 1) if item.ready and item.member in inside]
 
     def find_newcomers(self, current: Generation) -> list[Candidate]:
-        """Candidates that could join ``current`` now: ready, and in sight of everybody whom they see and we see. Those
-        who wait learn that it is at work, whether they see it or not."""
+        """Return the candidates that could join ``current`` now: ready, seen by this process, and themselves
+        seeing all its members. A file tells them that ``current`` is at work, even if they cannot reach it."""
         inside = {seat.member for seat in current.members}
         waiting = [
             item for item in self.read_candidates(current.number + 1) if item.ready and item.member not in inside
@@ -138,16 +137,17 @@ class Membership:
         ]
 
     def announce(self, mine: Candidate) -> None:
-        """Say that this process is coming, before it has its data and its model."""
+        """Announce that this process is coming, before it has its data and its model."""
         newest = self.read_newest()
         self.submit_candidate(newest.number + 1 if newest else self.first, replace(mine, ready=False))
 
     def agree_on_next(self, mine: Candidate, after: int, ended: Callable[[], None]) -> Generation:
-        """Be in a generation later than number ``after``: file, wait for the others, propose if it is this process's
-        turn, read what was decided. A process that is left out goes on asking, as a newcomer without a state.
+        """Return a generation later than number ``after`` that includes this process: file a candidacy, wait for the
+        others, propose if it is this process's turn, read the decision. A process that is left
+        out goes on asking, as a newcomer without a state.
 
-        ``ended`` is called now and then while waiting; it raises when there is nothing left to wait for.
-        Raises `NoGenerationError` when the storage cannot be used for as long as a member is waited for.
+        ``ended`` is called now and then while waiting; it raises when the wait is pointless.
+        Raise `NoGenerationError` if the storage cannot be used for as long as a member is waited for.
         """
         began = time.monotonic()
         state = _Waiting(began)
@@ -167,7 +167,7 @@ class Membership:
     def _look(
         self, mine: Candidate, after: int, ended: Callable[[], None], state: _Waiting
     ) -> tuple[Generation | None, Candidate]:
-        """One look at what there is, and what follows from it: (the generation to be in, this process's candidacy)."""
+        """Look at the storage once, act on it and return (the generation to be in, this process's candidacy)."""
         newest = self.read_newest()
         if newest and newest.number > after and newest.rank_of(mine.member) is not None:
             return newest, mine
@@ -206,14 +206,14 @@ class Membership:
     def _settled(
         self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate], waited: float, quiet: float
     ) -> bool:
-        """Is there nobody left to wait for? ``waited``: seconds since this process began to; ``quiet``: since the
+        """Return whether no member is left to wait for. ``waited``: seconds of waiting so far; ``quiet``: since the
         newest generation last said that it is at work."""
         ready = [item for item in candidates if item.ready]
         names = {item.member for item in ready}
         if mine.member not in names:
             return False
         if any(item.view.get(other, "unknown") == "unknown" for item in ready for other in names - {item.member}):
-            return waited > self.patience  # somebody has not tried yet to reach somebody
+            return waited > self.patience  # a candidate has not tried yet to reach another
         view = self.peers.statuses()
         if newest is None or newest.launch != self.launch:
             late = find_missing_members(newest, self.launch, self.planned, candidates)
@@ -225,15 +225,15 @@ class Membership:
         there = [member for member in late if view.get(member, "unknown") in ("here", "unknown")]
         silent = any(view.get(member) == "silent" for member in late)  # frozen, or one of us is cut off
         if inside and not there:
-            # Who is at work finds this candidacy in the storage, and comes: it is then seen who is cut off from whom.
+            # Members at work find this candidacy in the storage, and come: then it is known which links are cut.
             return not silent or waited > 3 * self.look_seconds
         if inside:
             return waited > self.patience
-        # A newcomer waits to be let in, and takes over only where nobody is left who could.
+        # A newcomer waits to be admitted, and takes over only where no survivor is left.
         return not there and not survivors_of(newest, ready) and (not silent or quiet > self.patience)
 
     def _turn(self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate]) -> float:
-        """Seconds until it is this process's turn to propose: in order of rank, so that one usually does."""
+        """Return the seconds until this process's turn to propose: in order of rank, so that usually one does."""
         ready = [item for item in candidates if item.ready]
         first = survivors_of(newest, ready) or sorted(ready, key=lambda item: (item.rank, item.member))
         place = next((index for index, item in enumerate(first) if item.member == mine.member), len(first))
@@ -252,7 +252,7 @@ class Membership:
         if generation is None:
             return
         text = json.dumps(asdict(replace(generation, formed_at=clock.now())), indent=1).encode()
-        with contextlib.suppress(FileExistsError):  # somebody else was first; theirs counts
+        with contextlib.suppress(FileExistsError):  # another proposal was first, and counts
             self.storage.create(f"{MEMBERSHIP}/g{generation.number:06d}.json", text)
 
 
@@ -261,13 +261,14 @@ def _working(number: int) -> str:
 
 
 def records(storage: Storage) -> list[str]:
-    """Names of the records of generations, oldest first."""
+    """Return the names of the records of generations, oldest first."""
     names = known_names(storage, MEMBERSHIP, storage.list(MEMBERSHIP), _BESIDE)
     return [name for name in names if RECORD.fullmatch(name)]
 
 
 def read_generation(storage: Storage, name: str) -> Generation:
-    """``membership/<name>``. `DamagedError` where it is no record: nobody can tell then who may train."""
+    """Return the generation in ``membership/<name>``. Raise `DamagedError` if it is no record: the members that may
+    train are then unknown."""
     data = read_document(storage, f"{MEMBERSHIP}/{name}", schemas.GENERATION, DOCUMENT_BYTES)
     if data is None:
         raise DamagedError(f"{storage.uri}/{MEMBERSHIP}/{name}", "it has just been removed")
@@ -277,7 +278,7 @@ def read_generation(storage: Storage, name: str) -> Generation:
 
 
 def generations(storage: Storage) -> list[Generation]:
-    """The whole history, oldest first."""
+    """Return all generations, oldest first."""
     return [read_generation(storage, name) for name in records(storage)]
 
 

@@ -1,7 +1,7 @@
-"""A node's own record of when it was there, where nothing else watches it from outside (DTRAIN_PRESENCE=1).
+"""A node's own record of its time in the job, where nothing else watches it from outside (DTRAIN_PRESENCE=1).
 
-On a cluster whose nodes we cannot look into, local rank 0 writes the node's `NodePresence` and refreshes it; whoever
-pays for the node reads it. A node that vanishes leaves no end: the time when it was last seen counts.
+On a cluster whose nodes we cannot look into, local rank 0 writes the node's `NodePresence` and refreshes it; the
+orchestrator that pays for the node reads it. A node that vanishes writes no end: the time when it was last seen counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class PresenceRecorder:
-    """Keeps the record of this node, in a thread: neither training nor the start waits for storage."""
+    """A recorder that keeps this node's record on a thread, so neither training nor the start waits for storage."""
 
     def __init__(self, rundir: RunDir, node_id: int, launch: int, started_at: float) -> None:
         self.rundir = rundir
@@ -42,7 +42,7 @@ class PresenceRecorder:
         self._thread.start()
 
     def close(self, code: int) -> None:
-        """Write the end and how it came, by now; waits `LAST_WORD_SECONDS` at most."""
+        """Write the end with the exit code ``code``; wait `LAST_WORD_SECONDS` at most."""
         self._code = code
         self._ended.set()
         self._thread.join(LAST_WORD_SECONDS)
@@ -64,7 +64,7 @@ class PresenceRecorder:
         try:
             if self._begun:
                 self.rundir.write_node(self._record)
-            else:  # a stay of its own, whatever this node's earlier processes have left
+            else:  # a new stay, independent of the records of this node's earlier processes
                 self._record = self.rundir.begin_stay(self._record)
                 self._begun = True
             return True
@@ -94,7 +94,7 @@ def record_presence(job: JobConfig, environment: Mapping[str, str]) -> Iterator[
         return
     handler = None
     if threading.current_thread() is threading.main_thread():
-        # Until the trainer has a handler of its own, and after it: being asked to go must not cut off the last word.
+        # Until the trainer has a handler of its own, and after it: SIGTERM must not interrupt the last record.
         handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EVICTED))
     try:
         yield leaving
@@ -103,7 +103,7 @@ def record_presence(job: JobConfig, environment: Mapping[str, str]) -> Iterator[
         raise
     finally:
         if handler is not None:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # we are going
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the process is ending
         watch.close(leaving.code)
         _of_this_process = None
         if handler is not None:
@@ -111,7 +111,7 @@ def record_presence(job: JobConfig, environment: Mapping[str, str]) -> Iterator[
 
 
 class BlockExit:
-    """The exit code of a block, 1 unless the block sets another."""
+    """The end of a block: its exit code, 1 unless the block sets another."""
 
     code: int = 1
 
