@@ -45,9 +45,9 @@ class Save:
 
 
 class Writer:
-    """Calls ``commit`` for each save that was put, in a thread of its own; again by `RETRIES` where it fails.
+    """A thread that calls ``commit`` for each save that was put, and retries by `RETRIES` if it fails.
 
-    ``commit`` gives fields to report. An error in ``final`` is not retried.
+    ``commit`` returns fields to report. An error in ``final`` is not retried.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Writer:
         self._closing = threading.Event()
 
     def put(self, state: Any, step: int, generation: int, is_best: bool, is_last: bool = False) -> bool:
-        """Copy a state and have it written; False if there is no room. From one thread only."""
+        """Copy a state and queue it to be written; return False if there is no room. Call it from one thread only."""
         began = time.monotonic()
         with self._turn:
             self._tell_if_silent(began)
@@ -100,12 +100,12 @@ class Writer:
                     save.authority = max(save.authority, generation)
 
     def wait(self, seconds: float | None) -> bool:
-        """Until all that was put is done or given up; False if that takes longer."""
+        """Wait until every save is written or given up; return False if that takes longer than ``seconds``."""
         with self._turn:
             return self._turn.wait_for(lambda: self._busy is None and self._waiting is None, seconds)
 
     def close(self, seconds: float | None) -> None:
-        """Wait, end the thread, and take nothing more. One that is still busy then stops at its next failure."""
+        """Wait, end the thread, and refuse further saves. A thread that is still busy stops at its next failure."""
         self.wait(seconds)
         with self._turn:
             self._closing.set()
@@ -166,9 +166,8 @@ class Writer:
 
 
 def still_writing() -> bool:
-    """Return whether a thread of this process still writes a checkpoint, or what belongs to one? It is in the midst of
-    native code, which does not survive the interpreter's end: the process would abort, whatever its exit code was to
-    be."""
+    """Return whether a thread of this process still writes a checkpoint or a part of one. It may be inside native
+    code, which does not survive the interpreter's end: the process would abort, whatever its exit code was to be."""
     return any(thread.name in (WRITER, TRANSFER) for thread in threading.enumerate())
 
 

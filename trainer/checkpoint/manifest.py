@@ -1,4 +1,4 @@
-"""``manifest.json`` of a checkpoint: what it holds, and who wrote it. What has none counts for nothing."""
+"""Reading of a checkpoint's ``manifest.json``: its content and its writer. A checkpoint without one does not count."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.storage.base import Storage
 
 
 class NoManifestError(ValueError):
-    """There is something, and it is no manifest."""
+    """An error for a file in place of the manifest that is none."""
 
 
 NO_MANIFEST = (FileNotFoundError, NoManifestError)
@@ -21,8 +21,8 @@ raises one (`trainer.storage.base.StorageAccessError`), and what cannot be read 
 
 
 def read_checkpoint_manifest(storage: Storage, folder: str) -> dict[str, Any]:
-    """The manifest of a checkpoint. One of `NO_MANIFEST` where there is none; OSError where something is in its place
-    that cannot be read, for nobody knows then."""
+    """Return the manifest of a checkpoint. Raise one of `NO_MANIFEST` if there is none, and OSError if something in its
+    place cannot be read: it is then unknown whether there is one."""
     name = f"{folder}/manifest.json"
     try:
         data = storage.read_bounded(name, DOCUMENT_BYTES)

@@ -1,4 +1,4 @@
-"""A copy of a state on the CPU, in buffers that are used again: the one part of a save that training waits for."""
+"""Copies of a state on the CPU, in reused buffers: the only part of a save that training waits for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Stage:
-    """Room for one copy of a state.
+    """A set of CPU buffers for one copy of a state.
 
     Memory is asked for at the first copy only (new memory costs a page fault for every 4 KiB that is written to it) and
     when shapes change.
@@ -21,8 +21,8 @@ class Stage:
         self._buffers: list[Tensor] = []
 
     def copy(self, state: Any) -> Any:
-        """The state with every tensor replaced by its copy in this stage and every plain value by its own copy. What an
-        earlier call gave is overwritten. Tensors that share their memory do so in the copy."""
+        """Return the state with every tensor replaced by its copy in this stage, and every plain value copied. The
+        result of an earlier call is overwritten. Tensors that share their memory do so in the copy."""
         buffers, sources, copies = iter(self._buffers), [], []
         known: dict[tuple[Any, ...], Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""Which samples were used, compactly enough to carry along, and strong enough to prove that none was left out.
+"""Digests of the samples used: small enough for each all-reduce, strong enough to prove that none was left out.
 
 Every sample has a hash; those of a step are summed modulo 2^64 over all ranks together with their number, in the very
 all-reduce that commits the step. Over an epoch the sums must be those of 0 … n - 1, each once: they are computed from
@@ -17,12 +17,13 @@ _BLOCK = 1 << 20
 
 
 def digest_samples(samples: NDArray[np.int64]) -> int:
-    """Sum of the samples' hashes modulo 2^64, as a signed 64-bit number: sums of digests, wrapping, are digests."""
+    """Return the sum of the samples' hashes modulo 2^64, as a signed 64-bit number: sums of digests, wrapping, are
+    digests."""
     return digests(samples, np.zeros(1, dtype=np.int64))[0] if len(samples) else 0
 
 
 def digests(samples: NDArray[np.int64], starts: NDArray[np.int64]) -> list[int]:
-    """The digest (`digest_samples`) of each part of ``samples``: one begins at each of ``starts``; none is empty."""
+    """Return the digest (`digest_samples`) of each part of ``samples``. Parts begin at ``starts``; none is empty."""
     values = np.asarray(samples, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)  # the finaliser of SplitMix64
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -31,12 +32,12 @@ def digests(samples: NDArray[np.int64], starts: NDArray[np.int64]) -> list[int]:
 
 
 def add(one: int, other: int) -> int:
-    """The sum of two digests."""
+    """Return the sum of two digests."""
     return (one + other + 2**63) % 2**64 - 2**63
 
 
 def digest_of_all(count: int) -> int:
-    """The digest of 0 … count - 1, each once."""
+    """Return the digest of 0 … count - 1, each once."""
     total = 0
     for first in range(0, count, _BLOCK):
         total = add(total, digest_samples(np.arange(first, min(first + _BLOCK, count), dtype=np.int64)))
@@ -45,7 +46,7 @@ def digest_of_all(count: int) -> int:
 
 @dataclass(slots=True)
 class Consumed:
-    """The samples of one epoch that committed steps have used."""
+    """The number and the digest of the samples that committed steps used in one epoch."""
 
     epoch: int
     samples: int = 0
@@ -53,8 +54,8 @@ class Consumed:
 
 
 def unproven(epochs: list[dict[str, Any]], count: int, whole_epochs: int) -> list[str]:
-    """Return what is wrong with the records of a training over ``count`` samples that finished ``whole_epochs`` epochs:
-    one sentence each, none if every sample was used exactly once per epoch. An epoch that was cut short (by
+    """Return what is wrong with the records of a training over ``count`` samples that finished ``whole_epochs`` epochs,
+    one sentence for each fault, none if every sample was used exactly once per epoch. An epoch that was cut short (by
     ``max_steps`` or early stopping) is judged by its number of samples only, which must not exceed ``count``. Pure."""
     expected = digest_of_all(count)
     found = {item["epoch"]: item for item in epochs}

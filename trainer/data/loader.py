@@ -1,4 +1,4 @@
-"""`BatchLoader`: what a step trains on, gathered in whole batches, without Python per sample.
+"""`BatchLoader` gathers the batches of training steps as a whole, without Python per sample.
 
 Which samples belong to the next few steps is worked out for all of them together. Then there are three ways:
 
@@ -51,12 +51,13 @@ class Batch:
 
     @property
     def local_samples(self) -> int:
+        """Return the number of this rank's samples."""
         return sum(len(target) for _, _, target in self.micro_batches)
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The samples that make up a batch."""
+    """The samples of a batch, before they are gathered."""
 
     samples: int
     numbers: tuple[int, ...]
@@ -68,9 +69,8 @@ class Planned:
 
 
 def batches_ahead(given: int | None, device: torch.device, resident: bool, larger_than_memory: bool) -> int:
-    """Return how many batches a thread gathers ahead (``training.prefetch_batches``, where it is given). None are
-    needed where the device holds the data, nor on a CPU, where it costs more than it saves, unless the disk has to be
-    waited for."""
+    """Return how many batches a thread gathers ahead (``training.prefetch_batches``, if given). It is 0 if the device
+    holds the data, and on a CPU, where it costs more than it saves, unless the data is larger than memory."""
     if resident:
         return 0
     if given is not None:
@@ -79,7 +79,7 @@ def batches_ahead(given: int | None, device: torch.device, resident: bool, large
 
 
 def fits_on_device(data_bytes: int, free_bytes: int) -> bool:
-    """Do features and targets fit well into a device's free memory?"""
+    """Return whether features and targets fit into `RESIDENT_SHARE` of a device's free memory, in bytes."""
     return data_bytes <= RESIDENT_SHARE * free_bytes
 
 
@@ -111,7 +111,7 @@ class Staging:
             self.release(slot)
 
     def fill(self, slot: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather a batch, and have it copied; by one thread at a time."""
+        """Gather a batch, start its copy, and return its windows and targets on the device. One thread at a time."""
         count = len(rows)
         self._copied[slot].synchronize()
         host = self._host[slot]
@@ -126,21 +126,21 @@ class Staging:
         return windows, target
 
     def take(self, slot: int) -> None:
-        """The stream that computes goes on when the copy is done."""
+        """Make the computing stream wait for the copy of this slot."""
         self._module.current_stream().wait_event(self._copied[slot])
 
     def release(self, slot: int) -> None:
-        """What was asked of the stream that computes so far is the last that needs this batch."""
+        """Mark the slot as free once the computing stream has done its work so far."""
         self._used[slot].record(self._module.current_stream())
 
     def close(self) -> None:
-        """Copies are done: their memory may be given away."""
+        """Wait for all copies, so that their memory may be freed."""
         for event in self._copied:
             event.synchronize()
 
 
 class BatchLoader:
-    """Gives the batches of this rank, one after the other."""
+    """An iterator over the batches of this rank."""
 
     def __init__(
         self, shards: DataShardManager, sampler: Sampler, world: World, faults: Faults, timer: StepTimer,
@@ -161,7 +161,7 @@ class BatchLoader:
         self._epoch = -1
 
     def stage(self) -> None:
-        """Copy batches to the device from staging memory."""
+        """Allocate staging memory, from which batches are copied to the device."""
         sampler = self.sampler
         first, last = sampler.batch_range(sampler.steps_per_epoch - 1)  # which may be the largest
         samples, parts = max(last - first, sampler.global_batch_size), sampler.micro_batches
@@ -169,7 +169,7 @@ class BatchLoader:
         self._staging = Staging(self.shards, self.world.device, self._slots, largest)
 
     def batches(self, epoch: int, first_step: int) -> Iterator[Batch]:
-        """The batches of an epoch from ``first_step`` (within the epoch) on."""
+        """Yield the batches of an epoch from ``first_step`` (within the epoch) on."""
         steps = range(first_step, self.sampler.steps_per_epoch)
         coming: deque[Future[tuple[Batch, int]]] = deque()
         asked = first_step
@@ -191,6 +191,7 @@ class BatchLoader:
             self._staging.release(slot)
 
     def close(self) -> None:
+        """End the gathering thread and wait for all copies."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)  # what is being gathered right now ends first
         if self._staging is not None:

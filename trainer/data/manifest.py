@@ -35,21 +35,22 @@ MOST_BYTES = 256 << 20
 
 
 class DatasetError(ValueError):
-    """The dataset cannot be used. The message names the folder, what is wrong with it, and the remedy."""
+    """An error for a dataset that cannot be used. The message names the folder, what is wrong with it, and the
+    remedy."""
 
 
 class NoDatasetError(DatasetError):
-    """There is no dataset in the folder."""
+    """An error for a folder without a dataset."""
 
 
 def read_dataset_manifest(storage: Storage, expected_id: str | None = None) -> dict[str, Any]:
-    """The manifest of the dataset in this folder, checked. `DatasetError` where there is none that can be used, or one
+    """Return the checked manifest of the dataset in this folder. Raise `DatasetError` if none can be used, or if it is
     of another dataset than expected."""
     return checked_manifest(load_manifest(storage), storage, expected_id)
 
 
 def checked_manifest(manifest: dict[str, Any], storage: Storage, expected_id: str | None = None) -> dict[str, Any]:
-    """Return a manifest that was loaded from this folder, checked."""
+    """Return a loaded manifest after the checks of `read_dataset_manifest`, which raise `DatasetError`."""
     if "dataset_id" not in manifest:
         raise DatasetError(f"{storage.uri}/manifest.json does not describe a dataset: build it anew")
     if manifest.get("schema_version") != SCHEMA_VERSION:
@@ -65,13 +66,13 @@ def checked_manifest(manifest: dict[str, Any], storage: Storage, expected_id: st
 
 
 def load_manifest(storage: Storage) -> dict[str, Any]:
-    """The manifest in this folder as it is written, see `parse_manifest`. `NoDatasetError` where there is none."""
+    """Return the unchecked manifest in this folder, see `parse_manifest`. Raise `NoDatasetError` if there is none."""
     return parse_manifest(manifest_bytes(storage), storage)
 
 
 def manifest_bytes(storage: Storage) -> bytes:
-    """The bytes of the manifest in this folder. `NoDatasetError` where there is none, `DatasetError` where something
-    else is in its place, which is neither waited for nor read for ever. A link counts as the file that it leads to."""
+    """Return the bytes of the manifest in this folder. Raise `NoDatasetError` if there is none, and `DatasetError` if
+    it is too large or no regular file, such as a pipe. A link counts as its target."""
     where = f"{storage.uri}/manifest.json"
     try:
         if storage.is_local and not stat.S_ISREG(os.stat(storage.path("manifest.json")).st_mode):
@@ -87,8 +88,8 @@ def manifest_bytes(storage: Storage) -> bytes:
 
 
 def parse_manifest(data: bytes, storage: Storage) -> dict[str, Any]:
-    """The manifest that these bytes of a folder are; a key that it lacks is a `DamagedError`, which names the file.
-    `DatasetError` where they are none."""
+    """Return the manifest in these bytes; a missing key in it raises `DamagedError`, which names the file. Raise
+    `DatasetError` if they are no manifest."""
     where = f"{storage.uri}/manifest.json"
     try:
         manifest = parse_document(data, where, None)
@@ -102,7 +103,7 @@ def parse_manifest(data: bytes, storage: Storage) -> dict[str, Any]:
 
 
 def check_manifest(manifest: dict[str, Any], uri: str) -> None:
-    """`DatasetError` for a manifest that names what it may not, or whose figures do not go together."""
+    """Raise `DatasetError` if a manifest has a forbidden name, or its figures do not fit together."""
     try:
         checked_id(manifest["dataset_id"], "dataset_id")
         window = _whole(manifest["window"], "window", least=1, most=_LONGEST_WINDOW)
@@ -118,7 +119,7 @@ def check_manifest(manifest: dict[str, Any], uri: str) -> None:
 
 
 def content_digest(manifest: dict[str, Any]) -> str:
-    """Return a digest of what the arrays made of a dataset depend on: the digests of its shards, their order, rows and
+    """Return the sha256 of what a dataset's arrays depend on: the digests, order and rows of its shards, its
     columns."""
     shards = [[shard.get("sha256"), shard["rows"], shard["tickers"]] for shard in manifest["shards"]]
     columns = [[column["name"], column["role"]] for column in manifest["columns"]]

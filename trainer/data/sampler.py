@@ -196,9 +196,9 @@ class Sampler:
         return [(last - first, [MicroBatch(number, next(parts)) for number in numbers]) for first, last in batches]
 
     def ahead(self, epoch: int, step_in_epoch: int, is_first: bool = False) -> list[tuple[int, int]]:
-        """Ranges of samples [start, stop) to be read into memory while this step is gathered: its share of the blocks
-        of the next group; for the first step of a stretch, what is left of its own group as well. None to name without
-        blocks, as any sample may be next."""
+        """Return ranges of samples [start, stop) to be read into memory while this step is gathered: its share of the
+        blocks of the next group, and for the first step of an interval the rest of its own group as well. The list is
+        empty without blocks, as any sample may be next."""
         if self.shuffle_block is None:
             return []
         order = BlockOrder(self.samples, self.shuffle_block, self.seed, epoch)
@@ -213,7 +213,8 @@ class Sampler:
 
 
 def micro_batch_seed(seed: int, step: int, number: int, part: int = 0) -> int:
-    """Seed of the random state (dropout) of one micro-batch, or of a part of one, whichever rank computes it."""
+    """Return the seed of the random state (dropout) of one micro-batch, or of a part of one, whichever rank computes
+    it."""
     name = f"{seed}/{step}/{number}" + (f"/{part}" if part else "")
     digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")

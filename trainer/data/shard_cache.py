@@ -1,4 +1,4 @@
-"""Arrays that were made of a dataset, kept on this machine: whose they are, and whether they are still what was made.
+"""The local cache of a dataset's arrays, with the checks of their owner and content.
 
 The folder is this user's alone. An entry counts where every file is as it was left (size, times of change, which only
 the system sets), or holds the same bytes (sha256); then it is read without another look at the dataset.
@@ -24,7 +24,8 @@ _REMEDY = "point DTRAIN_CACHE (or DTRAIN_HOME, whose cache it is) to a folder of
 
 
 def default_cache_dir() -> Path:
-    """``DTRAIN_CACHE``, else ``dtrain`` in ``XDG_CACHE_HOME``, else a folder of this user under the temporary one."""
+    """Return ``DTRAIN_CACHE``, else ``dtrain`` in ``XDG_CACHE_HOME``, else a folder of this user under the temporary
+    one."""
     if configured := os.environ.get("DTRAIN_CACHE"):
         return Path(configured)
     if caches := os.environ.get("XDG_CACHE_HOME"):
@@ -33,7 +34,7 @@ def default_cache_dir() -> Path:
 
 
 def open_cache(folder: Path) -> Path:
-    """The folder of all entries, made where it is missing. `DatasetError` where others may write it."""
+    """Return the folder of all entries; make it if it is missing. Raise `DatasetError` if others may write to it."""
     try:
         return own_folder(folder, _REMEDY)
     except PlaceError as error:
@@ -41,30 +42,31 @@ def open_cache(folder: Path) -> Path:
 
 
 def own_file(path: Path, buffering: int = -1) -> IO[bytes]:
-    """A new file to write that only this user can open, whatever the umask."""
+    """Open a new file for writing that only this user can open, whatever the umask."""
     return open(path, "xb", buffering, opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 class HashedFile:
-    """A file that is written from its beginning to its end, and its sha256 on the way."""
+    """A file that is written in order, and computes its sha256 on the way."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._digest = hashlib.sha256()
 
     def write(self, data: Any) -> int:
+        """Append data and return the number of bytes written."""
         self._digest.update(data)
         return self._file.write(data)
 
     def finish(self) -> str:
-        """Have it on the disk; the sha256 of all of it."""
+        """Flush the file to the disk and return the sha256 of its content."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._digest.hexdigest()
 
 
 def write_record(folder: Path, content: str, digests: Mapping[str, str]) -> None:
-    """Say that the entry is whole. ``content``: of what it was made (`trainer.data.manifest.content_digest`);
+    """Record that the entry is whole. ``content``: the digest of its source (`trainer.data.manifest.content_digest`);
     ``digests``: file name → sha256."""
     files = {name: {**_state(folder / name), "sha256": digest} for name, digest in digests.items()}
     scratch = folder / f"{RECORD}.{os.getpid()}.tmp"
@@ -75,9 +77,9 @@ def write_record(folder: Path, content: str, digests: Mapping[str, str]) -> None
 
 
 def is_whole(folder: Path, content: str) -> bool:
-    """Return whether the entry is there, made of this content, this user's alone, and as it was left? A file that was
-    copied or touched is read once more, and counts where its digest is right. What was changed would be read as prices
-    without a word."""
+    """Return whether the entry exists, was made of this content, belongs to this user alone, and is unchanged. A file
+    that was copied or touched is read again, and counts if its digest is right. A changed file would otherwise be read
+    as prices without an error."""
     try:
         record = json.loads((folder / RECORD).read_text())
         if record["content"] != content or not _is_ours(folder, stat.S_ISDIR):

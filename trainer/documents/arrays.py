@@ -1,4 +1,4 @@
-"""Arrays that somebody else has written, read as data: an ``.npz`` file, checked before anything is made of it."""
+"""Reading of ``.npz`` files that others have written: they are data, and are checked before an array is made."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _MOST_MEMBERS = 64
 
 
 class ArraysError(ValueError):
-    """A file of arrays cannot be used. The message goes on after the file's name."""
+    """An error for a file of arrays that cannot be used. The message continues after the file's name."""
 
 
 def read_arrays(
     source: bytes | str | os.PathLike[str], names: Iterable[str] | None = None, most_values: int = MOST_VALUES
 ) -> dict[str, NDArray[Any]]:
-    """The arrays of an ``.npz`` file by name, all or ``names``; numbers or truth values only.
+    """Return the arrays of an ``.npz`` file by name, all or ``names``; numbers or truth values only.
 
-    `ArraysError` for what is no such file, lacks a name, holds objects or texts, promises more than is in it, or more
-    than ``most_values`` in all. Nothing is unpickled, and nothing is taken from memory for what is only promised.
+    Raise `ArraysError` if the file is no ``.npz``, lacks a name, holds objects or texts, is shorter than its headers
+    say, or has more than ``most_values`` in all. Nothing is unpickled, and no memory is allocated by a header alone.
     """
     found: dict[str, NDArray[Any]] = {}
     left = most_values

@@ -1,4 +1,4 @@
-"""What the arguments of a factory may be: data as JSON has it, bounded, so that no name in it is ever looked up."""
+"""The check of a factory's arguments: bounded JSON data, in which no name is ever looked up."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ DEPTH, VALUES, TEXT = 8, 10_000, 100_000
 
 
 def check_arguments(arguments: Any) -> None:
-    """ValueError, which says where, for anything but null, truth values, finite numbers, texts, lists, and maps with
-    texts as keys; and for more of it than the limits above allow."""
+    """Raise ValueError, which says where, for anything but null, truth values, finite numbers, texts, lists, and maps
+    with texts as keys, and for data beyond the limits above."""
     values, characters = 0, 0
     waiting: list[tuple[str, Any, int]] = [("args", arguments, 0)]
     while waiting:

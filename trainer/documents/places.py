@@ -18,11 +18,11 @@ _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]{0,199}")
 
 
 class PlaceError(ValueError):
-    """A name or a folder cannot be used. The message names it and the remedy."""
+    """An error for a name or a folder that cannot be used. The message names it and the remedy."""
 
 
 def checked_id(name: object, what: str) -> str:
-    """The name, where it is one; `PlaceError`, which begins with ``what``, for anything else."""
+    """Return the name if it is a valid id. Raise `PlaceError`, which begins with ``what``, for anything else."""
     if not isinstance(name, str) or not ID.fullmatch(name):
         raise PlaceError(
             f"{what} is {str(name)[:80]!r}: letters, digits, dots, dashes and underscores, a letter or digit first, at "
@@ -32,16 +32,17 @@ def checked_id(name: object, what: str) -> str:
 
 
 def checked_name(name: object, what: str) -> str:
-    """A relative path such as ``data/shard-00000.parquet``: components of letters, digits, ``._=-``, parted by single
-    slashes. `PlaceError`, which begins with ``what``, for anything else. For storage of any kind."""
+    """Return the name if it is a relative path such as ``data/shard-00000.parquet``: components of letters, digits and
+    ``._=-``, separated by single slashes. Raise `PlaceError`, which begins with ``what``, for anything else. It holds
+    for storage of any kind."""
     if not isinstance(name, str) or not all(_COMPONENT.fullmatch(part) for part in name.split("/")):
         raise PlaceError(f"{what} is {str(name)[:80]!r}, which is no relative path of plain names: build it anew")
     return name
 
 
 def inside(folder: str | os.PathLike[str], name: object, what: str) -> Path:
-    """The path of `checked_name` in a folder of this machine. `PlaceError` where a link leads out of the folder; what
-    does not exist yet is not looked at any further."""
+    """Return the path of `checked_name` in a folder of this machine. Raise `PlaceError` if a link leads out of the
+    folder. The path need not exist."""
     root = Path(folder)
     path = root / checked_name(name, what)
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
@@ -50,11 +51,11 @@ def inside(folder: str | os.PathLike[str], name: object, what: str) -> Path:
 
 
 def own_folder(folder: str | os.PathLike[str], remedy: str) -> Path:
-    """A folder that this user alone can write, made (0700) where it is missing. One of ours that others could write is
-    closed to them. `PlaceError`, with the remedy, where it belongs to somebody else, or is shared by all as a temporary
-    folder is; a link counts as what it leads to, if it is ours.
+    """Return a folder that this user alone can write; make it (0700) if it is missing.
 
-    Whoever may write into the folder above it cannot put another in its place unseen: its owner is looked at.
+    A folder of this user that others could write is closed to them. Raise `PlaceError`, with the remedy, if it belongs
+    to another user or is shared by all as a temporary folder is. A link of this user counts as its target. The owner is
+    checked, so a user who can write to the parent folder cannot replace it unnoticed.
     """
     path = Path(folder)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,7 @@ def parse_document(data: bytes, where: str, check: schemas.Check | None) -> Any:
 
 
 def parse_events(data: bytes, where: str = "events") -> tuple[list[dict[str, Any]], int]:
-    """The events of a file, and how many of its lines are none. Pure."""
+    """Return the events of a file, and the number of lines that are no events. Pure."""
     events: list[dict[str, Any]] = []
     left_out = 0
     for line in io.BytesIO(data):
@@ -72,7 +72,7 @@ def parse_events(data: bytes, where: str = "events") -> tuple[list[dict[str, Any
 
 
 def is_event(item: Any) -> bool:
-    """Return whether a row has a kind and a time, and no field of its kind has a wrong type."""
+    """Return whether an item has a kind and a time, and no field of its kind has a wrong type."""
     if not isinstance(item, dict) or schemas.text(item.get("kind")) or schemas.moment(item.get("time")):
         return False
     check = schemas.EVENTS.get(item["kind"])
@@ -80,7 +80,7 @@ def is_event(item: Any) -> bool:
 
 
 def known_names(storage: Storage, folder: str, names: Iterable[str], form: re.Pattern[str]) -> list[str]:
-    """Return those names of a folder that are of this form; others are a stranger's, and are told of once."""
+    """Return the names of a folder that match ``form``; warn once about each other name."""
     found = []
     for name in names:
         if form.fullmatch(name):
@@ -94,7 +94,7 @@ _warned: set[str] = set()
 
 
 def warn_once(message: str) -> None:
-    """Say it in the log, unless this process has: what is looked at every few seconds is told once."""
+    """Log a warning once per process: folders are looked at every few seconds."""
     from trainer.printable import visible
 
     if message not in _warned and len(_warned) < 1000:

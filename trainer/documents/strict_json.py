@@ -1,5 +1,5 @@
-"""JSON as every reader can bear it: what Python would read as something that no other program can write, or that a
-browser, a database or a float cannot hold, is refused here."""
+"""A strict JSON parser. It refuses what Python alone would read, and what a browser, a database or a float cannot
+hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DIGITS, _LONG = bytes.maketrans(b"123456789", b"000000000"), b"0" * 19
 
 
 class Document(dict[str, Any]):
-    """A JSON object that was read. A key that it lacks is a `DamagedError` with the name of the file, no KeyError."""
+    """A JSON object that was read. A missing key raises `DamagedError` with the name of the file, not KeyError."""
 
     __slots__ = ("where",)
     where: str
@@ -29,8 +29,8 @@ class Document(dict[str, Any]):
 
 
 def parse_strict_json(data: bytes, where: str) -> Any:
-    """The value of a JSON text; objects are `Document`. ``where``: the file, for messages. `DamagedError` for what is
-    no JSON, and for NaN, infinities, numbers out of range, lone surrogates, keys that come twice, and deep nesting."""
+    """Return the value of a JSON text; objects are `Document`. ``where``: the file, for messages. Raise `DamagedError`
+    for invalid JSON, NaN, infinities, numbers out of range, lone surrogates, duplicate keys and deep nesting."""
     try:
         value = _DECODER.decode(data.decode())
         if _is_suspicious(data):
@@ -43,7 +43,7 @@ def parse_strict_json(data: bytes, where: str) -> Any:
 
 
 def name(value: Any, where: str) -> None:
-    """Have all objects in a value know the file that they are of."""
+    """Set ``where``, the file, on all objects in a value."""
     waiting = [value]
     while waiting:
         item = waiting.pop()

@@ -1,4 +1,4 @@
-"""What a model has to beat, judged on the same windows: forecasts of volatility that need no training to speak of.
+"""Baselines that a model has to beat on the same windows: forecasts of volatility that need little training.
 
 All are fitted on the training split alone; the ridge penalty is chosen on the validation split. Each volatility
 forecast becomes a Student-t distribution with mean zero, whose scale factor and degrees of freedom are fitted by
@@ -43,8 +43,8 @@ class BaselineForecast:
 def baseline_forecasts(
     shards: DataShardManager, split: str, only: Collection[str] | None = None
 ) -> dict[str, BaselineForecast]:
-    """Forecasts for the windows of ``split`` in order of position. Those whose columns are no features are left out.
-    ``only``: just these, of the first five, and no ridge, which takes longest.
+    """Return forecasts for the windows of ``split`` in order of position, without those whose columns are no features.
+    ``only``: names among the first five to compute; it leaves out ridge, which takes longest.
 
     - ``constant``: zero mean and one scale per ticker;
     - ``last_value``: the realised volatility of the last five days;
@@ -82,7 +82,9 @@ def baseline_forecasts(
 
 
 def fit_student_t(z: Array) -> tuple[float, float]:
-    """Scale and degrees of freedom (2.1 to 200) of a zero-mean Student-t by maximum likelihood.
+    """Return scale and degrees of freedom (2.1 to 200) of a zero-mean Student-t by maximum likelihood.
+
+    Raise ValueError if all ``z`` are zero.
 
     For each nu the scale solves a fixed point (the EM step of a scale mixture); nu is found by golden section over
     log nu, along which the profile likelihood has one optimum.

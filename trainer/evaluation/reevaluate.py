@@ -1,9 +1,9 @@
-"""How good is a trained model on days that came after it? ``python -m trainer.evaluation.reevaluate --model FOLDER
---dataset URI --after DAY``.
+"""Judge a trained model on later days: ``python -m trainer.evaluation.reevaluate --model FOLDER --dataset URI --after
+DAY``.
 
 Judges a model on the windows of a newer dataset's test split that end after a day, beside the baselines on the same
-windows: markets are calmer and stormier, so a likelihood says little by itself. The model itself, whose code may be
-anybody's, is asked in a process of its own (`trainer.isolation.runner`).
+windows: markets are calmer and stormier, so a likelihood says little by itself. The model itself, whose code is not
+trusted, runs in a process of its own (`trainer.isolation.runner`).
 
 Prints one JSON line. Exit code 2 where the model cannot be judged on this dataset.
 """
@@ -59,8 +59,8 @@ class FolderModel:
 
 
 def open_folder(folder: Path, code: Path | None) -> FolderModel:
-    """A model as the orchestrator has laid it out: its files, which modules its factories may be of
-    (``factories.json``), and the folder of these."""
+    """Return the model of a folder that the orchestrator wrote: its files and the modules that its factories may use
+    (``factories.json``). ``code``: the folder of these modules."""
     description = json.loads((folder / DESCRIPTION).read_text())
     spec = TypeAdapter(DataSpec).validate_python(description["spec"])
     modules = tuple(json.loads((folder / "factories.json").read_text())["modules"])
@@ -68,9 +68,11 @@ def open_folder(folder: Path, code: Path | None) -> FolderModel:
 
 
 def reassess(saved: Forecaster, shards: DataShardManager, after: np.datetime64) -> dict[str, Any]:
-    """The model's NLL on the windows that end after this day, and by how much it is lower than each baseline's;
-    ``nll`` is None where there is no such window, or the model forecasts no distribution. ValueError where the model
-    takes other windows than these."""
+    """Return the model's NLL on the windows that end after this day, and by how much it is lower than each baseline's.
+
+    ``nll`` is None if there is no such window, or the model forecasts no distribution. Raise ValueError if the model
+    takes other windows than these.
+    """
     for name in ALIKE:
         own, its = getattr(saved.spec, name), getattr(shards.spec, name)
         if own != its:
@@ -108,6 +110,7 @@ def _part(forecast: BaselineForecast, positions: Any) -> BaselineForecast:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0, or 2 if the model cannot be judged."""
     parser = argparse.ArgumentParser(
         prog="python -m trainer.evaluation.reevaluate", description=__doc__.split("\n\n")[0]
     )

@@ -1,4 +1,4 @@
-"""From forecasts to ``evaluation.json``: proper scores, baselines, calibration, years, and what they say."""
+"""The content of ``evaluation.json``, computed from forecasts: proper scores, baselines, calibration, years, notes."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ class Predictions:
 
     @property
     def predictive(self) -> Predictive | None:
+        """Return the predicted distribution, None if the loss predicts none."""
         if not len(self.sigma) or np.isnan(self.sigma).any():
             return None
         return Predictive(*(torch.from_numpy(array) for array in (self.mu, self.sigma, self.nu)))
 
 
 def score_forecast(predictive: Predictive | None, target: Array) -> dict[str, Array]:
-    """Proper scores per sample (n,): ``nll``, ``pinball`` (mean over `QUANTILES`, in the target's unit) and
+    """Return proper scores per sample (n,): ``nll``, ``pinball`` (mean over `QUANTILES`, in the target's unit) and
     ``coverage_90`` (1 inside the central 90 % interval, 0 outside). Empty where there is no distribution."""
     if predictive is None:
         return {}
@@ -62,8 +63,8 @@ def build_report(
     horizon: int,
     split: str = "test",
 ) -> dict[str, Any]:
-    """The content of ``evaluation.json``. ``days`` (n,) are the dates of the windows' ends, datetime64[D]; ``horizon``
-    is in days and sets the lag of the t-statistics."""
+    """Return the content of ``evaluation.json``. ``days`` (n,) are the dates of the windows' ends, datetime64[D];
+    ``horizon`` is in days and sets the lag of the t-statistics."""
     target = predictions.target
     own = score_forecast(predictions.predictive, target)
     has_mean = not np.isnan(predictions.mu).any()
@@ -97,7 +98,7 @@ def build_report(
 
 
 def predictive_of(forecast: BaselineForecast) -> Predictive | None:
-    """The distribution of a baseline, None for one of the mean alone."""
+    """Return the distribution of a baseline, None for a baseline of the mean alone."""
     if forecast.sigma is None:
         return None
     mu, sigma = torch.from_numpy(forecast.mu), torch.from_numpy(forecast.sigma)
@@ -109,7 +110,7 @@ def _means(judged: Mapping[str, Array], part: Any = slice(None)) -> dict[str, fl
 
 
 def gain(own: Mapping[str, Array], other: Mapping[str, Array], days: NDArray, horizon: int) -> dict[str, float | None]:
-    """Return how much lower the model's NLL is, and the paired t-statistic over days."""
+    """Return by how much the model's NLL is lower, and the paired t-statistic over days."""
     if not own or not other:
         return {}
     daily = scores.daily_means(other["nll"] - own["nll"], days)
@@ -147,7 +148,7 @@ def _by_year(
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:
-    """Return what the figures say, in sentences for a model card; each computed, none assumed."""
+    """Return sentences about the figures for a model card; each is computed, none assumed."""
     model, baselines = report["model"], report["baselines"]
     said = []
     if "nll" not in model:

@@ -1,4 +1,4 @@
-"""Scores of a forecast as pure functions of arrays: which sample, what came, what was predicted. Numpy only."""
+"""Scores of a forecast as pure functions of arrays (days, targets, forecasts). Numpy only."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ Array = NDArray[np.float64]
 
 
 def daily_means(values: Array, days: NDArray) -> Array:
-    """Mean of ``values`` (n,) over each distinct day, in order of days."""
+    """Return the mean of ``values`` (n,) over each distinct day, in order of days."""
     _, index = np.unique(days, return_inverse=True)
     return np.bincount(index, weights=values) / np.bincount(index)
 
 
 def newey_west_t(series: Array, lag: int) -> float | None:
-    """t-statistic of the mean of an autocorrelated series (Newey and West 1987, Bartlett weights up to ``lag``).
+    """Return the t-statistic of the mean of an autocorrelated series (Newey and West 1987, Bartlett weights up to
+    ``lag``).
 
     Samples that share a day are one observation (take `daily_means` before), and labels that look ``horizon`` days
     ahead overlap, so ``lag`` must be at least the horizon. None where there are too few days or no variance.
@@ -33,12 +34,12 @@ def newey_west_t(series: Array, lag: int) -> float | None:
 
 
 def newey_west_lag(days: int, horizon: int) -> int:
-    """The usual 4 (n / 100)^(2/9), and never below twice the overlap of the labels."""
+    """Return the usual lag in days, 4 (n / 100)^(2/9), and never below twice the overlap of the labels."""
     return max(2 * horizon, math.floor(4 * (days / 100) ** (2 / 9)))
 
 
 def ranks_within_days(values: Array, days: NDArray) -> Array:
-    """Rank of each value among those of its day, ties sharing their mean rank; zero-based, shape (n,)."""
+    """Return the rank of each value among those of its day, ties sharing their mean rank; zero-based, shape (n,)."""
     order = np.lexsort((values, days))
     v, d = values[order], days[order]
     new_day = np.r_[True, d[1:] != d[:-1]]
@@ -53,7 +54,8 @@ def ranks_within_days(values: Array, days: NDArray) -> Array:
 
 
 def rank_ic_by_day(mu: Array, target: Array, days: NDArray) -> Array:
-    """Spearman correlation over the tickers of each day; days with fewer than three, or no spread, are left out."""
+    """Return the Spearman correlation over the tickers of each day; days with fewer than three, or no spread, are left
+    out."""
     _, index, counts = np.unique(days, return_inverse=True, return_counts=True)
     a, b = ranks_within_days(mu, days), ranks_within_days(target, days)
     mean = (counts - 1) / 2  # of the ranks 0 .. count - 1
@@ -64,7 +66,7 @@ def rank_ic_by_day(mu: Array, target: Array, days: NDArray) -> Array:
 
 
 def direction_scores(mu: Array, target: Array) -> Array | None:
-    """Per sample, a score whose mean is the balanced accuracy of the direction: both classes weigh one half.
+    """Return a score per sample whose mean is the balanced accuracy of the direction: both classes weigh one half.
 
     ``mu`` and ``target`` are demeaned first, so «always up» and a drifting market score 0.5. None where one class is
     empty or the forecast is constant.
@@ -97,20 +99,20 @@ def mean_skill(mu: Array, target: Array, days: NDArray, horizon: int) -> dict[st
 
 
 def mse_to_zero(mu: Array, target: Array) -> float | None:
-    """Mean squared error of ``mu`` as a fraction of that of forecasting zero."""
+    """Return the mean squared error of ``mu`` as a fraction of that of forecasting zero."""
     zero = float(np.mean(target**2))
     return float(np.mean((target - mu) ** 2)) / zero if zero > 0 else None
 
 
 def halves(days: NDArray) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Masks of the earlier and the later half of the distinct days."""
+    """Return masks of the earlier and the later half of the distinct days."""
     distinct = np.unique(days)
     middle = distinct[len(distinct) // 2]
     return days < middle, days >= middle
 
 
 def quintiles(values: Array) -> NDArray[np.int64]:
-    """Fifth, 0 to 4, to which each value belongs, by rank."""
+    """Return the fifth, 0 to 4, to which each value belongs, by rank."""
     ranks = np.empty(len(values), dtype=np.int64)
     ranks[np.argsort(values, kind="stable")] = np.arange(len(values))
     return ranks * 5 // max(1, len(values))

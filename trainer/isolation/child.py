@@ -15,6 +15,7 @@ from typing import Any
 
 
 def main(order_file: str) -> None:
+    """Confine this process, load the model of the order, and write its answers."""
     order = json.loads(Path(order_file).read_text())
     # By its file: the packages that lie beside it need not be those of the parent.
     spec = importlib.util.spec_from_file_location("_dtrain_sandbox", order["sandbox"])
@@ -46,7 +47,7 @@ def main(order_file: str) -> None:
 
 
 def _job(order: dict[str, Any], windows: Any) -> dict[str, Any]:
-    """Of the two files that a job leaves behind."""
+    """Return the answers of a model saved by a job (``model.json`` and ``weights.pt``)."""
     from trainer.model.saved_model import load_saved_model
 
     folder = Path(order["model"])
@@ -55,7 +56,7 @@ def _job(order: dict[str, Any], windows: Any) -> dict[str, Any]:
 
 
 def _mlflow(order: dict[str, Any], windows: Any) -> dict[str, Any]:
-    """Of a folder that MLflow has packed, with the code that lies in it."""
+    """Return the answers of a model that MLflow has packed, with the code in its folder."""
     import mlflow.pyfunc
     import numpy as np
 

@@ -42,7 +42,7 @@ _told: set[str] = set()
 
 
 class IsolationError(RuntimeError):
-    """The model gave no usable answer. The message says why, in words that begin with «the model …»."""
+    """An error for a model that gave no usable answer. The message says why, in words that begin with «the model …»."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +62,10 @@ class Isolated:
     threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
 
     def predict(self, windows: NDArray[np.float32]) -> dict[str, NDArray[np.float64]]:
-        """Windows (n, window, features) → named columns (n,). `IsolationError` where the model does not answer, takes
-        too long or too much, or answers with anything but that."""
+        """Return named columns (n,) for windows (n, window, features).
+
+        Raise `IsolationError` if the model does not answer, takes too much time or memory, or gives anything else.
+        """
         with scratch_folder("isolated") as scratch:
             given, answers, held = (scratch / each for each in ("windows.npy", "answers.npz", "held.json"))
             np.save(given, np.asarray(windows, dtype=np.float32))
@@ -126,7 +128,7 @@ class Isolated:
 
 
 def note_what_is_missing(held: Path) -> None:
-    """Warn, once, of what a child wrote down that its kernel does not give."""
+    """Warn once about protections that are missing from the list that a child wrote."""
     try:
         names = json.loads(read_regular(str(held.parent), held.name, 1000))
     except (ValueError, OSError, RecursionError):
@@ -144,7 +146,7 @@ def note_what_is_missing(held: Path) -> None:
 
 
 def clean_environment(home: Path, threads: int) -> dict[str, str]:
-    """All that a child finds in its environment: nothing of this process's own."""
+    """Return the whole environment of a child, which has nothing of this process's own."""
     return {
         "PATH": "/usr/bin:/bin",
         "HOME": str(home),
@@ -159,7 +161,7 @@ def clean_environment(home: Path, threads: int) -> dict[str, str]:
 
 
 def last_words(said: Path) -> str:
-    """The end of what a child printed, as one line of printable text."""
+    """Return the last line that a child printed, as printable text."""
     size = said.stat().st_size
     with open(said, "rb") as file:
         file.seek(max(0, size - 4 * _SAID))

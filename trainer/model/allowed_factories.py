@@ -22,8 +22,8 @@ _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
 
 def parse_modules(text: str) -> tuple[str, ...]:
-    """The modules that a value of `VARIABLE` names, in order. ValueError for what is no module's name, and for a module
-    of Python itself, which makes no models."""
+    """Return the modules that a value of `VARIABLE` names, in order. Raise ValueError for an invalid module name, and
+    for a module of Python itself, which makes no models."""
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     for name in names:
         if not _MODULE.fullmatch(name):
@@ -34,8 +34,7 @@ def parse_modules(text: str) -> tuple[str, ...]:
 
 
 def modules_of_settings(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Return the modules that the environment allows, none where it does not say. `ConfigError` for a value that cannot
-    be used."""
+    """Return the modules that the environment allows, none if it is unset. Raise `ConfigError` for an invalid value."""
     text = (os.environ if environment is None else environment).get(VARIABLE, "")
     try:
         return parse_modules(text)
@@ -49,12 +48,12 @@ def is_module_allowed(module: str, modules: tuple[str, ...]) -> bool:
 
 
 def remedy(module: str) -> str:
-    """The setting that allows a module, in words."""
+    """Return a sentence part that names the setting that allows a module."""
     return f"to allow it, set {VARIABLE}={module} (several: separated by commas) where dtrain is started"
 
 
 def refuse_foreign(kind: str, factory: str, modules: tuple[str, ...]) -> None:
-    """`ConfigError` for a factory that is neither stock nor of an allowed module. Nothing is imported."""
+    """Raise `ConfigError` for a factory that is neither stock nor of an allowed module. Nothing is imported."""
     if factory in STOCK[kind]:
         return
     module, separator, attribute = factory.partition(":")
@@ -74,7 +73,8 @@ def refuse_foreign(kind: str, factory: str, modules: tuple[str, ...]) -> None:
 
 
 def refuse_foreign_factories(job: JobConfig, modules: tuple[str, ...] | None = None) -> None:
-    """`ConfigError` for a job whose model or loss is not allowed here. ``modules``: None for those of the settings."""
+    """Raise `ConfigError` for a job whose model or loss is not allowed here. ``modules``: None for those of the
+    settings."""
     allowed = modules_of_settings() if modules is None else modules
     refuse_foreign("model", job.model.factory, allowed)
     refuse_foreign("loss", job.loss.factory, allowed)

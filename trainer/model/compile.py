@@ -21,8 +21,8 @@ _COMPILER = "g++"
 
 
 def obstacle(mode: str, device: str, has: Callable[[str], bool]) -> str | None:
-    """Return why a model cannot be compiled so on this kind of device. ``has`` says whether there is a C++ compiler of
-    this name, or «triton»."""
+    """Return why a model cannot be compiled in this mode on this kind of device, or None. ``has`` says whether there is
+    a C++ compiler of this name, or «triton»."""
     where = f"training.compile = {mode!r}"
     if device == "cpu" and mode == "reduce-overhead":
         return f"{where} means CUDA graphs, which need a GPU; use 'default' or 'off' on the CPU"
@@ -37,7 +37,8 @@ def obstacle(mode: str, device: str, has: Callable[[str], bool]) -> str | None:
 
 
 def compiled(module: nn.Module, mode: str, device: torch.device) -> nn.Module:
-    """Return what training steps call; the module itself where nothing is to be compiled. Raises `ConfigError`."""
+    """Return the module that training steps call, compiled unless ``mode`` is ``off``. Raise `ConfigError` if the
+    machine cannot compile it."""
     if mode == "off":
         return module
     why = obstacle(mode, device.type, _has)

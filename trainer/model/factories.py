@@ -24,7 +24,7 @@ def build_from_factory(
     *positional: Any,
     modules: tuple[str, ...] | None = None,
 ) -> Any:
-    """``factory(*positional, **config.args)``, where the factory is one of ``stock`` or a user's own.
+    """Return ``factory(*positional, **config.args)``, where the factory is one of ``stock`` or a user's own.
 
     ``kind`` (``model`` or ``loss``) is the section of ``job.json``, for messages. ``modules``: those that may be
     imported; None: those of the settings. Raises `ConfigError` if the factory is not allowed, cannot be found, does not
@@ -108,7 +108,7 @@ def _check_arguments(
 
 
 def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
-    """Parameter → annotation; empty where the annotations cannot be resolved."""
+    """Return annotations by parameter; empty where the annotations cannot be resolved."""
     target = vars(factory).get("__init__", factory) if inspect.isclass(factory) else factory
     try:
         return typing.get_type_hints(target)

@@ -1,4 +1,4 @@
-"""A trained model, loaded from the two files that a job leaves behind, by the scoring server and by whoever checks it.
+"""A trained model, loaded from the two files that a job writes, for the scoring server and for checks.
 
     model/weights.pt   the weights (tensors only), standardisation included
     model/model.json   model and loss factories, `DataSpec`, and the sha256 of the file above; written last
@@ -35,11 +35,11 @@ BATCH = 4096
 
 
 class SavedModelError(ValueError):
-    """The saved model cannot be used. The message says which file, what is wrong, and the remedy."""
+    """An error for a saved model that cannot be used. The message says which file, what is wrong, and the remedy."""
 
 
 class SavedModel:
-    """Forecasts from raw feature windows, on the CPU."""
+    """A trained model that forecasts from raw feature windows, on the CPU."""
 
     def __init__(self, model: nn.Module, criterion: nn.Module, spec: DataSpec, description: dict[str, Any]) -> None:
         self.model, self.criterion = model.eval(), criterion
@@ -49,12 +49,13 @@ class SavedModel:
         """Names of what `predict` gives, in order."""
 
     def predict(self, windows: NDArray[Any]) -> dict[str, NDArray[np.float64]]:
-        """Windows (n, window, features) → named columns (n,).
+        """Return named columns (n,) for windows (n, window, features).
 
         A loss that predicts a distribution gives ``mu``, ``sigma`` (the scale), ``nu`` (degrees of freedom; left out
         for a normal distribution, where it is infinite) and the quantiles ``q05`` … ``q95``; one with a point forecast
         gives ``prediction``; any other the model's raw outputs, ``prediction`` or ``prediction_1`` …. All but ``nu``
-        and raw outputs are in the unit of the target. ValueError for a wrong shape, and for a value that is not finite.
+        and raw outputs are in the unit of the target. Raise ValueError for a wrong shape, and for a value that is not
+        finite.
         """
         spec = self.spec
         array = np.asarray(windows, dtype=np.float32)

@@ -19,7 +19,8 @@ from trainer.spec import DataSpec
 
 
 class Standardize(nn.Module):
-    """(x - mean) / std, then the model. Mean and deviation are buffers: they travel with the weights."""
+    """A model behind standardisation, (x - mean) / std. Mean and deviation are buffers, so they are saved with the
+    weights."""
 
     mean: Tensor
     std: Tensor
@@ -32,7 +33,7 @@ class Standardize(nn.Module):
         self.model = model
 
     def forward(self, windows: Tensor) -> Tensor:
-        """Raw windows (B, W, F) -> (B, outputs)."""
+        """Return outputs (B, outputs) for raw windows (B, W, F)."""
         return self.model((windows - self.mean).div_(self.std))
 
 
@@ -57,6 +58,7 @@ class LinearSkip(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return outputs (B, outputs) for standardised windows (B, W, F)."""
         x = x.clamp(-8, 8)  # a crash beyond eight deviations says no more, and must not swing the linear part
         return self.head(self.body(x)) + self.skip(x.flatten(1)) * self.skip_scale
 
@@ -132,19 +134,19 @@ class LastToken(nn.Module):
 
 
 def tcn(spec: DataSpec, outputs: int, channels: int = 32, dropout: float = 0.1) -> nn.Module:
-    """Temporal convolutional network with a linear skip; about 12,000 parameters by default."""
+    """Return a temporal convolutional network with a linear skip; about 12,000 parameters by default."""
     return LinearSkip(DilatedTree(spec.window, len(spec.features), channels, dropout), channels, spec, outputs)
 
 
 def lstm(spec: DataSpec, outputs: int, hidden: int = 48, layers: int = 1, dropout: float = 0.1) -> nn.Module:
-    """Long short-term memory with a linear skip."""
+    """Return a long short-term memory with a linear skip."""
     return LinearSkip(LastState(len(spec.features), hidden, layers, dropout), hidden, spec, outputs)
 
 
 def transformer(
     spec: DataSpec, outputs: int, width: int = 32, heads: int = 4, layers: int = 2, dropout: float = 0.0
 ) -> nn.Module:
-    """Transformer encoder with a linear skip."""
+    """Return a transformer encoder with a linear skip."""
     if width % heads:
         raise ValueError(f"width = {width} must be a multiple of heads = {heads}")
     body = LastToken(spec.window, len(spec.features), width, heads, layers, dropout)
@@ -157,7 +159,7 @@ STOCK: dict[str, Callable[..., nn.Module]] = {"tcn": tcn, "lstm": lstm, "transfo
 def build_model(
     config: FactoryConfig, spec: DataSpec, outputs: int, modules: tuple[str, ...] | None = None
 ) -> Standardize:
-    """The model by name (``tcn``, ``lstm``, ``transformer``) or ``package.module:factory``, called with
+    """Return the model by name (``tcn``, ``lstm``, ``transformer``) or ``package.module:factory``, called with
     ``(spec, outputs, **args)``, wrapped in `Standardize` and tried on two samples. Raises `ConfigError`.
     ``modules``: those that a factory may be of; None: those of the settings (`trainer.model.allowed_factories`).
 

@@ -1,8 +1,9 @@
-"""Does an address carry a secret? What is stored is public, so addresses with one are refused where they come in.
+"""Detection of secrets in addresses. Stored settings are public, so an address with a secret is refused on entry.
 
-`secret_in` is pure and asks nobody. It finds what is known to authorise: a password before the host, a signature, a key
-or token in the query, a connection string, a web hook of a service whose whole path is its secret. A word that only its
-owner knows to be secret cannot be found; `trainer.secrets.redaction.redact` is the second line, for what was resolved.
+`secret_in` is pure and asks no service. It finds what is known to authorise: a password before the host, a signature, a
+key or token in the query, a connection string, a web hook of a service whose whole path is its secret. A word that only
+its owner knows to be secret cannot be found; `trainer.secrets.redaction.redact` is the second line, for what was
+resolved.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _HOOKS = re.compile(
 
 
 def secret_in(text: str) -> str | None:
-    """Return what kind of secret an address carries, in words that do not repeat it; None where none is known. A
-    reference (``env:NAME``, ``keyvault://…``) carries none."""
+    """Return the kind of secret that an address carries, in words that do not repeat it, or None. A reference
+    (``env:NAME``, ``keyvault://…``) carries none."""
     if is_reference(text):
         return None
     for form in _decoded(text):
@@ -58,7 +59,7 @@ def secret_in(text: str) -> str | None:
 
 
 def refuse_secret(setting: str, text: str, remedy: str = "") -> None:
-    """`SecretError` for an address that carries a secret, or that begins as a reference and is none. The message names
+    """Raise `SecretError` if an address carries a secret, or begins as a reference and is none. The message names
     the setting and what to write instead, and repeats nothing of the value.
 
     ``remedy``: instead of the usual one, which is to write ``env:NAME`` or ``keyvault://VAULT/SECRET``.

@@ -28,7 +28,7 @@ _lock = threading.Lock()
 
 
 def tracking_address(uri: str) -> str:
-    """The address to give to MLflow: of Azure ML's ``azureml://…`` the REST address, of any other the same.
+    """Return the address to give to MLflow: the REST address for Azure ML's ``azureml://…``, any other unchanged.
 
     For Azure ML, in either form, MLflow's requests to that host carry a token from now on, in this process.
     """
@@ -41,8 +41,8 @@ def tracking_address(uri: str) -> str:
 
 @functools.cache
 def credential() -> TokenCredential:
-    """The identity of this process. On a node of Azure ML that is the identity of its cluster, whose client id Azure ML
-    leaves in DEFAULT_IDENTITY_CLIENT_ID."""
+    """Return the identity of this process. On a node of Azure ML that is the identity of its cluster, whose client id
+    Azure ML leaves in DEFAULT_IDENTITY_CLIENT_ID."""
     from azure.identity import DefaultAzureCredential
 
     client_id = os.environ.get("AZURE_CLIENT_ID") or os.environ.get("DEFAULT_IDENTITY_CLIENT_ID")

@@ -1,4 +1,4 @@
-"""Secrets are struck out of whatever is written: those that this process has resolved, and what looks like one.
+"""Redaction of secrets in text and documents: those that this process has resolved, and what looks like one.
 
 This is the second line of defence. The first is that no setting holds a secret (`trainer.secrets.addresses`).
 """
@@ -26,7 +26,7 @@ _lock = threading.Lock()
 
 
 def remember(value: str) -> None:
-    """Have `redact` strike this out from now on, also as it looks in an address (percent-encoded)."""
+    """Register a secret for `redact`, in plain and percent-encoded form."""
     with _lock:
         _known.update(form for form in _forms(value) if len(form) >= _SHORTEST)
 
@@ -58,9 +58,9 @@ def redact(value: Any) -> Any: ...
 
 
 def redact(value: Any) -> Any:
-    """Return the value with all that is secret struck out: secrets that this process has resolved, and credentials by
-    their looks in texts (passwords in addresses, signatures of SAS addresses, account keys, bearer tokens), by their
-    names in mappings. Documents of mappings and lists are gone through to their ends."""
+    """Return a copy with secrets struck out: those that this process has resolved, and credentials by their looks
+    in texts (passwords in addresses, signatures of SAS addresses, account keys, bearer tokens), by their names in
+    mappings. Mappings and lists are searched recursively."""
     if isinstance(value, str):
         return _redact_text(value)
     if isinstance(value, Mapping):

@@ -22,7 +22,7 @@ _VARIABLE = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*")
 
 
 class SecretError(ValueError):
-    """A secret cannot be had. The message names the reference and the remedy, never a value."""
+    """An error for a secret that cannot be resolved. The message names the reference and the remedy, never a value."""
 
 
 def is_reference(text: str) -> bool:
@@ -31,7 +31,7 @@ def is_reference(text: str) -> bool:
 
 
 def check_reference(text: str) -> None:
-    """`SecretError` for something that begins as a reference and is none; asks nobody."""
+    """Raise `SecretError` if a text begins as a reference and is none. No vault is asked."""
     if is_reference(text) and not (REFERENCE.fullmatch(text) or _VARIABLE.fullmatch(text)):
         raise SecretError(
             f"{text!r} is not a reference to a secret; write keyvault://<vault-name>/<secret> or env:<VARIABLE>"
@@ -39,7 +39,7 @@ def check_reference(text: str) -> None:
 
 
 def check_token(text: str) -> None:
-    """`SecretError` for a token itself, where a setting has to say where it is. The message does not repeat it."""
+    """Raise `SecretError` if a setting holds a token instead of a reference to it. The message does not repeat it."""
     if text != IDENTITY and not is_reference(text):
         raise SecretError("say where the token is (env:NAME, keyvault://VAULT/SECRET, or identity), not what it is")
     check_reference(text)

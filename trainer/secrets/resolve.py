@@ -15,7 +15,8 @@ VAULT_SUFFIX_VARIABLE = "AZURE_KEY_VAULT_SUFFIX"
 
 
 def resolve(text: str) -> str:
-    """The secret behind a reference; any other text as it is. `SecretError` where it cannot be had."""
+    """Return the secret behind a reference, or any other text unchanged. Raise `SecretError` if it cannot be
+    resolved."""
     if not is_reference(text):
         return text
     check_reference(text)

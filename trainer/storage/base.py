@@ -29,12 +29,12 @@ _memory_lock = threading.Lock()
 
 
 class StorageError(OSError):
-    """Remote storage does not do what it is asked for, though it was asked several times. Starting again may help."""
+    """An error of remote storage that stayed after several attempts. Starting again may help."""
 
 
 class StorageAccessError(ConfigError, OSError):
-    """Storage does not let us in. The message names the setting and the remedy. An OSError too: a right may be taken
-    away, and come back, at any time, and who can outlast storage that fails can outlast this."""
+    """An error of storage that denies access. The message names the setting and the remedy. It is an OSError too: a
+    right may be revoked and granted again at any time, so code that outlasts failing storage outlasts this."""
 
 
 class Storage:
@@ -60,23 +60,25 @@ class Storage:
         self.is_local = isinstance(self.fs, LocalFileSystem)
 
     def path(self, name: str = "") -> str:
-        """The address of ``name`` as the file system knows it (without the protocol)."""
+        """Return the address of ``name`` as the file system knows it (without the protocol)."""
         return f"{self.root}/{name}" if name else self.root or "/"
 
     def local_path(self, name: str = "") -> Path:
-        """The path of ``name`` on this machine. ValueError for a remote folder."""
+        """Return the path of ``name`` on this machine. Raise ValueError for a remote folder."""
         if not self.is_local:
             raise ValueError(f"{self.uri} is not a folder of this machine")
         return Path(self.path(name))
 
     def read(self, name: str) -> bytes:
-        """The content of a file. FileNotFoundError where there is none."""
+        """Return the content of a file. Raise FileNotFoundError if it is missing."""
         return self.fs.cat_file(self.path(name))
 
     def read_bounded(self, name: str, most_bytes: int) -> bytes:
-        """The content of a file that others may have put there. FileNotFoundError where there is none; `DamagedError`,
-        and nothing is held in memory, for one of more bytes, and for what is no regular file of this folder: a link is
-        not followed, a pipe not waited for."""
+        """Return the content of a file that others may have written.
+
+        Raise FileNotFoundError if it is missing. Raise `DamagedError`, without holding anything in memory, if it has
+        more than ``most_bytes`` or is no regular file of this folder: a link is not followed, a pipe not waited for.
+        """
         if self.is_local:
             return read_regular(self.path(), name, most_bytes)
         if (size := self.size(name)) > most_bytes:
@@ -84,7 +86,7 @@ class Storage:
         return self.read(name)
 
     def read_each(self, names: Sequence[str], most_bytes: int) -> Sequence[bytes | DamagedError]:
-        """The contents of several files, in this order, or what is wrong with them, see `read_bounded`."""
+        """Return, in this order, the content of each file or the `DamagedError` of `read_bounded`."""
         read = partial(self._read_or_damage, most_bytes=most_bytes)
         if self.is_local or len(names) < 2:
             return [read(name) for name in names]
@@ -98,19 +100,20 @@ class Storage:
             return error
 
     def open(self, name: str) -> IO[bytes]:
-        """A file to read in pieces. FileNotFoundError where there is none, `DamagedError` for what is none."""
+        """Open a file to read in pieces. Raise FileNotFoundError if it is missing, `DamagedError` if it is no regular
+        file."""
         if self.is_local:
             file: Any = open_regular(self.path(), name)
             return io.BufferedReader(file)
         return self.fs.open(self.path(name), "rb")
 
     def fetch(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Copy a file to this path of this machine. FileNotFoundError where there is none; what a failure has left
-        there is of no use."""
+        """Copy a file to a path of this machine. Raise FileNotFoundError if it is missing. After a failure the content
+        at ``path`` is undefined."""
         self.fs.get_file(self.path(name), str(path))
 
     def size(self, name: str) -> int:
-        """Bytes of a file. FileNotFoundError where there is none."""
+        """Return the size of a file in bytes. Raise FileNotFoundError if it is missing."""
         path = self.path(name)
         self.fs.invalidate_cache(path)
         return int(self.fs.size(path))
@@ -125,7 +128,7 @@ class Storage:
 
     @contextmanager
     def stream(self, name: str) -> Iterator[IO[bytes]]:
-        """A file to write in pieces. On this machine all or nothing; elsewhere a failure may leave a part of it."""
+        """Open a file to write in pieces. A local write is all or nothing; a failed remote one may leave a part."""
         path = self.path(name)
         if not self.is_local:
             with self.fs.open(path, "wb") as file:
@@ -144,8 +147,10 @@ class Storage:
             raise
 
     def create(self, name: str, data: bytes) -> str | None:
-        """Write a file that must not exist yet. FileExistsError where it does; one of two racing writers wins. The
-        version id that storage gave it, None where it names none."""
+        """Write a file that must not exist yet, and return the version id that storage gave it, or None.
+
+        Raise FileExistsError if the file exists; one of two racing writers wins.
+        """
         path = self.path(name)
         if not self.is_local:
             self.fs.pipe_file(path, data, mode="create")
@@ -160,10 +165,10 @@ class Storage:
         return None
 
     def swap(self, name: str, expected: bytes | None, data: bytes) -> bool:
-        """Replace a file only if its content is ``expected`` (None: only if it is missing); was it replaced?
+        """Replace a file only if its content is ``expected`` (None: if it is missing); return whether it was replaced.
 
         Of several writers, in any process, that expect the same content one succeeds, and none waits for a frozen one.
-        `ConfigError` for a file system that cannot do this.
+        Raise `ConfigError` for a file system that cannot do this.
         """
         self.require_swap()
         path = self.path(name)
@@ -176,7 +181,7 @@ class Storage:
             return True
 
     def require_swap(self) -> None:
-        """`ConfigError`, with the name of the file system, where `swap` does not work."""
+        """Raise `ConfigError`, which names the file system, if `swap` does not work on it."""
         from fsspec.implementations.memory import MemoryFileSystem
 
         if not self.is_local and not isinstance(self.fs, MemoryFileSystem):
@@ -186,10 +191,11 @@ class Storage:
             )
 
     def exists(self, name: str) -> bool:
+        """Return whether there is a file or a folder of this name."""
         return bool(self.fs.exists(self.path(name)))
 
     def list(self, folder: str = "") -> list[str]:
-        """Sorted names of what is directly in ``folder``, without half-written files and locks; empty if missing."""
+        """Return the sorted names directly in ``folder``, without half-written files and locks; empty if missing."""
         path = self.path(folder)
         self.fs.invalidate_cache(path)
         try:
@@ -200,14 +206,14 @@ class Storage:
         return sorted(name for name in names if not is_litter(name))
 
     def delete(self, name: str) -> None:
-        """Remove a file or a folder with all that is in it; nothing happens where there is none."""
+        """Remove a file, or a folder with its content; do nothing if it is missing."""
         try:
             self.fs.rm(self.path(name), recursive=True)
         except FileNotFoundError:
             return
 
     def sweep(self, folder: str, older_than_seconds: float) -> None:
-        """Remove what killed writers left half-written in ``folder`` so long ago; nothing to do on a remote one."""
+        """Remove half-written files in ``folder`` that are older than this; do nothing on remote storage."""
         if not self.is_local:
             return
         for path in Path(self.path(folder)).glob("*.tmp"):
@@ -216,5 +222,5 @@ class Storage:
 
 
 def is_litter(name: str) -> bool:
-    """Return whether this is a half-written file or a lock, which no listing shows."""
+    """Return whether a name is that of a half-written file or a lock, which no listing shows."""
     return name.endswith((".tmp", ".lock"))

@@ -23,10 +23,11 @@ _FREE = "free"
 
 
 def swap_file(path: str, expected: bytes | None, data: bytes) -> bool:
-    """Replace a file by ``data`` if its content is ``expected`` (None: if it is missing); was it replaced?
+    """Replace a file by ``data`` if its content is ``expected`` (None: if it is missing); return whether it was
+    replaced.
 
-    Of several that expect the same content, one succeeds. OSError where the file system refuses; TimeoutError where the
-    lock could not be had within 30 s.
+    Of several writers that expect the same content, one succeeds. Raise OSError if the file system refuses, and
+    TimeoutError if the lock could not be taken within 30 s.
     """
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while True:
@@ -44,7 +45,7 @@ def swap_file(path: str, expected: bytes | None, data: bytes) -> bool:
                 return True
             finally:
                 _give_back(holding)
-        except FileNotFoundError:  # somebody took the lock from us, or deleted all: once more from the start
+        except FileNotFoundError:  # another process took the lock or deleted the folder: start again
             if time.monotonic() > deadline:
                 raise
         finally:
@@ -67,7 +68,7 @@ def _read(path: str) -> bytes | None:
 
 
 def _take(lock: str, deadline: float) -> str:
-    """Own the folder in ``lock``; its path."""
+    """Take the folder in ``lock`` and return its new path."""
     mine = f"{lock}/{uuid.uuid4().hex}"
     seen, since = "", time.monotonic()
     while True:
@@ -94,7 +95,7 @@ def _give_back(holding: str) -> None:
 
 
 def _owner(lock: str) -> str | None:
-    """The name of the folder in ``lock``, which is made where it is missing. None: look again."""
+    """Return the name of the folder in ``lock``, or None to look again. A missing lock is made."""
     try:
         names = os.listdir(lock)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Files of a folder of this machine that others may write to: what is no regular file inside it is not opened."""
+"""Reading of files in a local folder that others may write to: only regular files inside the folder are opened."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _KINDS = {
 
 
 def open_regular(root: str, name: str) -> IO[bytes]:
-    """A file of a folder, to be read. ``root`` may be, or lead through, a symbolic link; nothing below it may.
+    """Open a file of a folder for reading. ``root`` may be, or lead through, a symbolic link; nothing below it may.
 
-    Raises FileNotFoundError where there is none, and `DamagedError` for a link, a pipe, a device, a socket or a folder
+    Raise FileNotFoundError if it is missing, and `DamagedError` for a link, a pipe, a device, a socket or a folder
     in its place: none of them is followed or waited for.
     """
     *folders, file = name.split("/")
@@ -52,7 +52,7 @@ def open_regular(root: str, name: str) -> IO[bytes]:
 
 
 def read_regular(root: str, name: str, most_bytes: int) -> bytes:
-    """The content of a file, see `open_regular`. `DamagedError` for one that is larger, of which no more is read."""
+    """Return the content of a file, see `open_regular`. Raise `DamagedError` if it has more than ``most_bytes``."""
     with open_regular(root, name) as file:
         size = os.fstat(file.fileno()).st_size
         data = b"" if size > most_bytes else _read(file, most_bytes + 1, size)
@@ -62,7 +62,7 @@ def read_regular(root: str, name: str, most_bytes: int) -> bytes:
 
 
 def require_folder(root: str, name: str) -> bool:
-    """Return whether there is such a folder. Raise `DamagedError` for anything else in its place."""
+    """Return whether the folder exists. Raise `DamagedError` if anything else is in its place."""
     try:
         mode = os.lstat(f"{root}/{name}").st_mode
     except FileNotFoundError:
@@ -73,7 +73,7 @@ def require_folder(root: str, name: str) -> bool:
 
 
 def too_large(where: str, size: int, most_bytes: int) -> DamagedError:
-    """Return the error for a file of this many bytes."""
+    """Return the error for a file of ``size`` bytes where at most ``most_bytes`` are allowed."""
     return DamagedError(where, f"it has {size:,} bytes, and such a file has at most {most_bytes:,}")
 
 

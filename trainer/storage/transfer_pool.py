@@ -1,4 +1,4 @@
-"""A few threads that carry the parts of one transfer, side by side."""
+"""The transfer pool: a few threads that transfer the parts of one file in parallel."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ TRANSFER = "transfer"
 
 
 class Lanes:
-    """Threads, up to ``count``, that carry out jobs; a context manager, at whose end all are done, or the first error
-    is raised.
+    """A transfer pool of up to ``count`` threads. Leaving its context waits for all jobs, or raises the first error.
 
-    The threads are made by whoever puts the jobs and inherit its priority. They are no obstacle to the end of the
-    process, unlike those of `concurrent.futures`: storage that hangs must not keep a node that was asked to go.
+    The thread that puts the jobs starts the threads, and they inherit its priority. They do not delay the end of the
+    process, unlike those of `concurrent.futures`: storage that hangs must not keep a node that was asked to stop.
     """
 
     def __init__(self, count: int) -> None:
@@ -27,8 +26,8 @@ class Lanes:
         self._cancelled = False
 
     def put(self, job: Callable[[], object]) -> None:
-        """Have this done too; waits while every lane is busy and another job waits already. Raises what one that was
-        put earlier has raised."""
+        """Queue a job; wait while every thread is busy and another job waits already. Raise the error of an earlier
+        job, if there was one."""
         if self._error is not None:
             raise self._error
         if len(self._threads) < self._count:
