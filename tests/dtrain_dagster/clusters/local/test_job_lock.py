@@ -21,8 +21,9 @@ from trainer.errors import DamagedError
 def test_a_link_in_the_place_of_the_lock_is_damage_in_words(tmp_path: Path):
     (tmp_path / "elsewhere").write_text("")
     (tmp_path / LOCK).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DamagedError, match=r"it is a link.*remove it once nothing"):
-        is_held(tmp_path)
+    for ask in (is_held, acquire):
+        with pytest.raises(DamagedError, match=r"it is a link.*remove it once nothing"):
+            ask(tmp_path)
 
 
 def test_a_command_line_alone_makes_no_supervisor(tmp_path: Path):
