@@ -9,6 +9,10 @@ from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from trainer.rundir import LIMIT, RunDir
 
+LEAST_RAISE_SECONDS = 1.0
+"""Node-seconds by which a spent budget must be raised to continue. Dollars become seconds again with an error of about
+a microsecond, and no checkpoint and step fit into a second."""
+
 
 def node_seconds_of(stop_at_usd: float, usage: Iterable[NodeUsage], sku: str, tier: Tier) -> float:
     """Return how many node-seconds a job may be paid in all until its dollars are spent: those paid so far, on any
@@ -18,6 +22,13 @@ def node_seconds_of(stop_at_usd: float, usage: Iterable[NodeUsage], sku: str, ti
     seconds = sum(max(0.0, stay.ended_at - stay.started_at) for stay in stays)  # as the nodes count them
     left_usd = max(0.0, stop_at_usd - CostTracker("", stays, tier).total_usd)
     return seconds + left_usd / price_of(sku).usd_per_hour(tier) * 3600
+
+
+def is_spent(limit: float, paid: float, stopped_at: float | None) -> bool:
+    """Return whether a job has no budget left to continue with. Pure. ``limit``, ``paid``: the node-seconds that it may
+    be paid in all and that it was paid. ``stopped_at``: the budget at which its last launch stopped, if it did. Such a
+    job has kept back what a checkpoint takes, so it was paid less than that budget, and yet no step fits into it."""
+    return paid >= limit or (stopped_at is not None and limit < stopped_at + LEAST_RAISE_SECONDS)
 
 
 def write_limit(rundir: RunDir, max_node_seconds: float | None, stop_at_usd: float | None = None) -> None:

@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any, Literal
 
 from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager, JobSpec, JobState, JobStatus
-from dtrain_dagster.costs.budget import write_limit
+from dtrain_dagster.costs.budget import is_spent, write_limit
 from dtrain_dagster.jobs.orders import keep_order
 from dtrain_dagster.support.user_code import (
     StagingError,
@@ -187,16 +187,17 @@ def start_job(
     refuse_foreign_factories(job)
     rundir = RunDir(job.run_dir)
     known, limit = rundir.read_json(JOB), job.training.max_node_seconds
-    stopped_at = ((rundir.read_json(LIMIT) or {}).get("max_node_seconds") if ran_out(rundir) else None) or 0.0
+    stopped_at = (rundir.read_json(LIMIT) or {}).get("max_node_seconds") if ran_out(rundir) else None
     keep_order(manager.home, job, rundir.read_job() if known is not None else None)
     if known is None:
         rundir.write_job(job)
     elif known["training"].get(BUDGET) != limit:  # the only change allowed when a job continues
         rundir.write_json(JOB, known | {"training": known["training"] | {BUDGET: limit}})
-    write_limit(rundir, limit, stop_at_usd)
     spent = sum(node.seconds(node.last_seen_at or node.started_at) for node in rundir.nodes()) if limit else 0.0
-    # One that has stopped at its budget has kept what a checkpoint would take, and no step fits into that.
-    if limit and (spent >= limit or limit <= stopped_at):
+    refused = limit is not None and is_spent(limit, spent, stopped_at)
+    if not (refused and stopped_at):  # a job that stays stopped keeps on record where it stopped
+        write_limit(rundir, limit, stop_at_usd)
+    if limit is not None and refused:
         raise BudgetSpentError(
             f"job {job.job_id} was paid {spent / 3600:.4g} node-hours, its budget is {limit / 3600:.4g} "
             f"(training.{BUDGET} = {limit:g}): raise it to go on"
