@@ -22,6 +22,7 @@ from trainer.tuning.tuner import run_tuning
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m trainer.tuning",
         description="Measure which settings train a job.json fastest (tuned.json).",

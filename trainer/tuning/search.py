@@ -1,13 +1,12 @@
-"""In which order auto-tuning tries candidates, and what it makes of the figures: decisions only, without a clock, a
-process or a model.
+"""The order in which auto-tuning tries candidates, and what it decides from the figures, without a clock, a process or
+a model.
 
 One group of settings after the other is searched, each with the best found so far for all others. The settings hardly
-depend on each other, so that this costs the sum of their numbers where all combinations cost the product, and what it
-may miss is a combination of two that pay only together. Within a group all candidates are measured in turn, for short
-times. Where none can be refused later for what it learns, the slower half of those that challenge the present settings
-leaves after every second round from the third one on. In the end all that was chosen on the way is compared with the
-baseline once more. What a candidate's figures mean is `trainer.tuning.verdict`; `trainer.tuning.tuner` does what is
-decided here.
+depend on each other, so the cost is the sum of their numbers instead of the product for all combinations. A combination
+of two settings that pay only together may be missed. Within a group all candidates are measured in turn, for short
+times. Where none can be refused later for what it learns, the slower half of the challengers leaves after every second
+round from the third one on. In the end all that was chosen on the way is compared with the baseline once more.
+`trainer.tuning.verdict` says what a candidate's figures mean; `trainer.tuning.tuner` does what is decided here.
 """
 
 from __future__ import annotations
@@ -33,16 +32,17 @@ from trainer.tuning.verdict import (
 )
 
 LEAST_SECONDS = 10.0
-"""The smallest budget with which anything can be told."""
+"""The smallest budget, in seconds, with which candidates can be compared."""
 SEARCHING, JUDGING = 0.6, 0.2
-"""Of the budget, to compare and to look at what is learned; the rest confirms the result against the baseline."""
+"""The shares of the budget for comparing and for checking what is learned; the rest confirms the result against the
+baseline."""
 MOST_AT_ONCE = 4
-"""Candidates that challenge the present settings at once: all are in memory."""
+"""The most candidates that challenge the present settings at once: all are in memory."""
 MOST_ROUNDS, MOST_FINAL_ROUNDS, HALVED_FROM = 9, 25, 3
 MOST_JUDGED, LEAST_JUDGED = 300, 20
-"""Steps after which validation losses are compared."""
+"""The most and the fewest steps after which validation losses are compared."""
 RUNS = 4
-"""Trainings that judging has to last for, one of them the baseline's."""
+"""The number of trainings that the time for judging must suffice for, one of them the baseline's."""
 OUT_OF_MEMORY = "out of memory"
 NO_TIME = "not tried: no time left"
 
@@ -52,31 +52,32 @@ class NotFinite(ConfigError):
 
 
 class TrialRunner(Protocol):
-    """Where candidates are tried; every method is a collective of all ranks, and gives all of them the same."""
+    """The interface through which candidates are tried. Every method is a collective of all ranks and returns the same
+    on all of them."""
 
     @property
     def elapsed(self) -> float:
-        """Seconds of the budget that are gone."""
+        """The seconds of the budget that are spent."""
 
     def prepare(self, candidate: TrialSettings) -> str:
-        """Make it ready to run; "" or why it cannot be. One that is ready stays as it is."""
+        """Make a candidate ready to run; return "" or why it cannot run. A candidate that is ready stays as it is."""
 
     def measure(self, candidate: TrialSettings) -> float:
-        """Some steps of real training; samples per second, 0 where its numbers are no longer finite."""
+        """Run some steps of real training; return samples per second, 0 if the loss is no longer finite."""
 
     def release(self, candidate: TrialSettings) -> None:
-        """Give back what it takes."""
+        """Free what the candidate holds."""
 
     def learn(self, candidate: TrialSettings, steps: int) -> LearningResult:
-        """Train it from its first weights on as many samples as the configuration has in so many steps, with the whole
-        schedule of the learning rate in them."""
+        """Train the candidate from its first weights, with the whole schedule of the learning rate, on the samples that
+        the configuration has in ``steps`` steps."""
 
     def step_seconds(self, candidate: TrialSettings) -> float:
-        """Of the last measurement."""
+        """Return the seconds per step in the candidate's last measurement."""
 
 
 def better_half(challengers: Sequence[TrialSettings], rates: dict[TrialSettings, list[float]]) -> list[TrialSettings]:
-    """Those with the higher medians, in their order; one at least."""
+    """Return the challengers with the higher medians, in their order; at least one."""
     ranked = sorted(challengers, key=lambda item: statistics.median(rates[item]), reverse=True)
     kept = set(ranked[: -(-len(ranked) // 2)])
     return [item for item in challengers if item in kept]
@@ -86,9 +87,12 @@ def compare_throughput(
     runner: TrialRunner, incumbent: TrialSettings, challengers: Sequence[TrialSettings], until: float, limit: float,
     rounds: int = MOST_ROUNDS, halves: bool = False,
 ) -> dict[TrialSettings, list[float]]:  # fmt: skip
-    """Samples per second of each, round by round; the incumbent runs in all of them. It ends when the rounds are over,
-    at ``until`` where there were enough of them to tell, and at ``limit`` in any case, but for the first round.
-    ``halves``: the slower challengers leave early."""
+    """Return the samples per second of each candidate, round by round; the incumbent runs in all rounds.
+
+    The comparison ends after ``rounds`` rounds; at ``until`` seconds of the budget, if there were enough rounds to
+    decide; and at ``limit`` in any case, except for the first round. ``halves``: whether the slower challengers leave
+    early. Raise `NotFinite` if the loss of the incumbent is not finite.
+    """
     racing = list(challengers)
     rates: dict[TrialSettings, list[float]] = {item: [] for item in (incumbent, *racing)}
     for number in range(rounds):
@@ -116,7 +120,7 @@ def compare_throughput(
 
 @dataclass(kw_only=True)
 class Search:
-    """Searches all groups. What it has found so far is in its fields at any time."""
+    """A search of all groups. Its fields hold what it has found so far, at any time."""
 
     config: DistributedTrainingConfig
     facts: TuningContext
@@ -124,29 +128,30 @@ class Search:
     seconds: float
     vary_batch: bool = False
     say: Callable[..., None] = lambda **_: None
-    """Told of each thing that is done, in keywords."""
+    """Called with keywords that describe each action."""
     keep: Callable[[], None] = lambda: None
     """Called when something better may have been found."""
     baseline: TrialSettings = field(default_factory=TrialSettings)
     best: TrialSettings = field(default_factory=TrialSettings)
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """A line for each candidate: group, settings, verdict, and figures where there are any."""
+    """One row for each candidate: group, settings, verdict, and figures if there are any."""
     baseline_rate: Spread | None = None
     best_rate: Spread | None = None
     gain: Spread | None = None
-    """Of the best over the baseline, when these two were last compared."""
+    """The gain of the best settings over the baseline, when these two were last compared."""
     is_complete: bool = False
     _chosen: list[TrialSettings] = field(default_factory=list)
-    """In each group that had something to choose."""
+    """The chosen settings of each group that had something to choose."""
     _judging_seconds: float = 0.0
     _judged_steps: int = 0
     _learned: LearningResult | None = None
     _measurement_seconds: float = 0.0
     _entry_seconds: float = 0.0
-    """The longest that was seen of each, with all that is done around it."""
+    """The longest measurement and the longest preparation so far, with all that is done around them."""
 
     def run(self) -> None:
-        """Raises `ConfigError` where the configuration cannot be trained at all."""
+        """Search all groups and confirm the result. Raise `ConfigError` if the configuration cannot be trained at
+        all."""
         self._begin()
         parts = [group for group in groups(self.vary_batch, self.facts) if self._options(group)]
         for number, group in enumerate(parts):
@@ -157,8 +162,8 @@ class Search:
 
     @property
     def _limit(self) -> float:
-        """When searching has to be over. What was found has to be compared with the baseline, once more, in so many
-        rounds that they tell, come what may."""
+        """The seconds of the budget at which searching must end, so that enough rounds are left to compare the result
+        with the baseline once more."""
         confirming = LEAST_ROUNDS * 2 * self._measurement_seconds + self._entry_seconds
         return min(SEARCHING * self.seconds + self._judging_seconds, self.seconds - confirming)
 
@@ -167,7 +172,7 @@ class Search:
         return [self.best.but(changes) for changes in group.options(now, self.facts)]
 
     def _has_time(self, count: int) -> bool:
-        """One candidate more, and a comparison of so many that can tell anything?"""
+        """Return whether there is time for one more candidate and a conclusive comparison of ``count``."""
         needed = self._entry_seconds + LEAST_ROUNDS * count * self._measurement_seconds
         return self.runner.elapsed + needed <= self._limit
 
@@ -189,7 +194,7 @@ class Search:
         return rates
 
     def _begin(self) -> None:
-        """The configuration itself, or, where that does not fit into memory, its largest micro-batch that does."""
+        """Prepare the configuration itself, or, if that does not fit into memory, its largest micro-batch that does."""
         why = self.runner.prepare(self.baseline)
         for changes in layouts(self.config, self.facts):
             if why != OUT_OF_MEMORY:
@@ -246,7 +251,7 @@ class Search:
             self._chosen.append(chosen)
 
     def _fall_back(self, group: SettingsGroup, challengers: Sequence[TrialSettings]) -> None:
-        """To what was chosen before, for the last choice does not train for long."""
+        """Return to the settings that were chosen before, because the last choice does not train for long."""
         for candidate in (self.best, *challengers):
             self.runner.release(candidate)
         self._chosen.remove(self.best)
@@ -267,7 +272,8 @@ class Search:
         return why or "chosen", learned
 
     def _judge(self, candidate: TrialSettings) -> tuple[str, LearningResult | None]:
-        """Why it does not learn as the configuration does, "" if it does. All runs have the same samples."""
+        """Return why a candidate does not learn as the configuration does, "" if it does. All runs have the same
+        samples."""
         allowed = JUDGING * self.seconds
         if self._learned is None:
             step = self.runner.step_seconds(self.best)
@@ -287,9 +293,9 @@ class Search:
         return why, learned
 
     def _confirm(self) -> bool:
-        """The baseline and what was chosen on the way once more, side by side in the time that is left: these are the
-        figures that count. What does not pay then is not recommended, and if a later choice does not, an earlier one
-        may. True where that could be told."""
+        """Compare the baseline and what was chosen on the way once more, side by side in the time that is left; return
+        whether the comparison was conclusive. These are the figures that count. What does not pay then is not
+        recommended, and if a later choice does not, an earlier one may."""
         last, self.best, self.gain = self.best, self.baseline, Spread(1.0, 1.0, 1.0)
         why = self._enter(self.baseline)
         if why:  # there may be no room beside the last choice
@@ -318,7 +324,8 @@ class Search:
         return bool(rivals) and len(rates[self.baseline]) >= LEAST_ROUNDS
 
     def _rivals(self) -> list[TrialSettings]:
-        """What was chosen, the last first, as far as there is room, and time for enough rounds; one in any case."""
+        """Return what was chosen, the last first, as far as there is memory, and time for enough rounds; at least
+        one."""
         rivals: list[TrialSettings] = []
         for candidate in reversed(self._chosen[-MOST_AT_ONCE:]):
             needed = LEAST_ROUNDS * (2 + len(rivals)) * self._measurement_seconds + self._entry_seconds

@@ -1,6 +1,6 @@
-"""What auto-tuning can set, and what it tries: which values of which settings, in groups, and how long for each group.
+"""The settings that auto-tuning can set: which values of them it tries, in which groups, and the time for each group.
 
-`trainer.tuning.search` makes of the figures what can be made of them.
+What the measured figures mean does not belong here: see `trainer.tuning.search`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from trainer.config import DistributedTrainingConfig
 Settings = dict[str, Any]
 FIELDS = {item.name for item in fields(DistributedTrainingConfig)}
 LAYOUT = ("batch_size_per_gpu", "gradient_accumulation_steps")
-"""They go together: their product is what a rank gives to a step."""
+"""The two settings of a layout: their product is the number of samples of a rank in a step."""
 KNOBS = (
     *LAYOUT, "precision", "threads_per_rank", "prefetch_batches", "data_on_device", "communication", "topk_fraction",
     "compile",
 )  # fmt: skip
-"""What tuning may set: how fast a training is, and nothing of what is trained."""
+"""The settings that tuning may change: they decide how fast a training is, and not what is trained."""
 COMPILE_SECONDS, LEAST_EACH = 30.0, 10.0
-"""With less time left in its group, compiling is not begun. So much is held for it, where each group has as much as the
-second besides."""
+"""Seconds. Compiling is not started with less than the first left in its group. That much is reserved for it if each
+group has at least the second besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,46 +32,48 @@ class TrialSettings:
     settings: tuple[tuple[str, Any], ...] = ()
 
     def but(self, changes: Settings) -> TrialSettings:
+        """Return these settings with some changed."""
         return TrialSettings(tuple({**dict(self.settings), **changes}.items()))
 
     @property
     def label(self) -> str:
+        """The settings in words."""
         return ", ".join(f"{name} = {value}" for name, value in self.settings) or "as configured"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningContext:
-    """What the choice of candidates depends on besides the configuration."""
+    """The facts on which the choice of candidates depends besides the configuration."""
 
     world_size: int
     local_world_size: int
     cores: int
     ranks_per_host: int
-    """Ranks that share these cores, of one node or of several."""
+    """The number of ranks that share these cores, of one node or of several."""
     batch_matters: bool = False
-    """The model has layers that look at a whole micro-batch, so that its size decides what they compute."""
+    """Whether the model has layers that look at a whole micro-batch, so that its size decides what they compute."""
     has_gpu: bool = False
     fits_gpu: bool = False
-    """The data can be kept on the GPU."""
+    """Whether the data can be kept on the GPU."""
     batches_ahead: int = 0
-    """What the trainer makes of ``prefetch_batches`` where it is not given."""
+    """The value that the trainer takes for ``prefetch_batches`` if it is not given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingsGroup:
-    """Settings that are searched together."""
+    """A group of settings that are searched together."""
 
     name: str
     options: Callable[[DistributedTrainingConfig, TuningContext], list[Settings]]
-    """From the present configuration to what else can be tried, in this order."""
+    """Given the present configuration, the changes that can be tried, in this order."""
     changes_numbers: bool = False
-    """More than by rounding: what was learned is compared with the baseline."""
+    """Whether results change by more than rounding: then what was learned is compared with the baseline."""
     least_seconds: float = 0.0
 
 
 def layouts(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
-    """The same samples of each rank and step in other micro-batches: the largest first, each half of the one before, so
-    that the first ones that do not run out of memory are the largest that fit."""
+    """Return layouts with the same samples of each rank and step in other micro-batches: the largest first, each half
+    of the one before. So the first ones that do not run out of memory are the largest that fit."""
     per_rank = config.batch_size_per_gpu * config.gradient_accumulation_steps
     least = min(config.micro_batch_floor, config.batch_size_per_gpu)
     found, parts = [], 1
@@ -83,6 +85,7 @@ def layouts(config: DistributedTrainingConfig, facts: TuningContext) -> list[Set
 
 
 def larger_batches(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
+    """Return global batches of four times and twice the size."""
     parts = config.gradient_accumulation_steps
     return [
         {"batch_size_per_gpu": factor * config.batch_size_per_gpu, "gradient_accumulation_steps": parts}
@@ -91,14 +94,15 @@ def larger_batches(config: DistributedTrainingConfig, facts: TuningContext) -> l
 
 
 def thread_counts(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
-    """Half and twice as many, and a fair share of the cores: threads that have none to run on wait for each other."""
+    """Return half and twice the threads, and a fair share of the cores: threads without a core of their own wait for
+    each other."""
     now, share = config.threads_per_rank or 1, facts.cores // facts.ranks_per_host
     counts = {now // 2, 2 * now, share} - {now}
     return [{"threads_per_rank": count} for count in sorted(counts) if 1 <= count <= share]
 
 
 def communications(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
-    """Ways to sum gradients that differ in this world; ``auto`` is not among them, for here they are measured."""
+    """Return the ways to sum gradients that differ in this world, without ``auto``: here they are measured."""
     if facts.world_size == 1:
         return []
     is_two_level = 1 < facts.local_world_size < facts.world_size
@@ -108,12 +112,13 @@ def communications(config: DistributedTrainingConfig, facts: TuningContext) -> l
 
 
 def places(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
-    """Where the data are kept, if there is a choice."""
+    """Return where the data can be kept, if there is a choice."""
     return _other("data_on_device", True, False)(config, facts) if facts.fits_gpu else []
 
 
 def depths(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
-    """Other numbers of batches that are gathered ahead; none are, whatever is set, of data that are on the GPU."""
+    """Return other numbers of batches that are gathered ahead; none if the data are on the GPU, where the setting has
+    no effect."""
     if facts.fits_gpu and config.data_on_device:
         return []
     now = facts.batches_ahead if config.prefetch_batches is None else config.prefetch_batches
@@ -121,12 +126,14 @@ def depths(config: DistributedTrainingConfig, facts: TuningContext) -> list[Sett
 
 
 def compilations(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
-    """CUDA graphs only where there is a GPU: that they were not tried for want of time would be no reason."""
+    """Return the modes of compiling. CUDA graphs are among them only if there is a GPU: otherwise the report would say
+    that they were not tried for want of time."""
     return _other("compile", "off", "default", *(["reduce-overhead"] if facts.has_gpu else []))(config, facts)
 
 
 def _other(name: str, *values: Any) -> Callable[[DistributedTrainingConfig, TuningContext], list[Settings]]:
-    """Each value that a field does not have now; nothing for a field that the trainer does not have."""
+    """Return a function for the values of a field that it does not have now; none for a field that the trainer does not
+    have."""
 
     def options(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
         return [{name: value} for value in values if name in FIELDS and value != getattr(config, name)]
@@ -135,8 +142,8 @@ def _other(name: str, *values: Any) -> Callable[[DistributedTrainingConfig, Tuni
 
 
 def groups(vary_batch: bool, facts: TuningContext) -> list[SettingsGroup]:
-    """In the order of what they decide: the layout and the precision decide how long a step computes, and with that
-    what all others are worth. Compiling comes last, for nothing else can take up so much of the budget."""
+    """Return the groups in the order of their influence: the layout and the precision decide how long a step computes,
+    and so what all others are worth. Compiling comes last, because nothing else can take so much of the budget."""
     batch = SettingsGroup(name="global batch", options=larger_batches, changes_numbers=True)
     return [
         SettingsGroup(name="layout", options=layouts, changes_numbers=facts.batch_matters),
@@ -151,8 +158,8 @@ def groups(vary_batch: bool, facts: TuningContext) -> list[SettingsGroup]:
 
 
 def share(parts: Sequence[SettingsGroup], left: float) -> float:
-    """Of the seconds that are left for these groups, those for the first one: as many as for each other, beside what is
-    held for those that cannot begin without."""
+    """Return the seconds for the first of these groups: an equal share of the ``left`` seconds, beside what is reserved
+    for the groups that cannot begin without."""
     held = sum(group.least_seconds for group in parts)
     each = (left - held) / len(parts)
     return parts[0].least_seconds + each if each >= LEAST_EACH else left / len(parts)

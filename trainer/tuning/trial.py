@@ -1,7 +1,7 @@
 """`TuningTrial`: the training of one candidate, some steps at a time, beside others in the same processes.
 
-How a candidate's steps and its validation loss are computed belongs here; which candidates there are, and when each of
-them goes on, is `trainer.tuning.tuner`'s.
+How a candidate's steps and its validation loss are computed belongs here. `trainer.tuning.tuner` decides which
+candidates there are and when each of them goes on.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from trainer.runtime.fault_injection import Faults
 from trainer.tuning.search_space import TrialSettings
 
 JUDGED_SAMPLES, JUDGED_AT_ONCE = 8192, 1024
-"""Of the validation split, evenly spread over it; two trainings are compared on the same ones."""
+"""The number of samples of the validation split, evenly spread over it, and of these in one batch. Two trainings are
+compared on the same ones."""
 
 
 class TuningTrial:
     """A candidate's training, which has its own data, model and optimizer."""
 
     def __init__(self, job: JobConfig, candidate: TrialSettings, world: World, faults: Faults) -> None:
-        """``world``: that of all ranks, which `enter_world` joins."""
+        """Build the candidate's data, model and optimizer. ``world``: that of all ranks, which `enter_world` joins."""
         job = replace(job, training=replace(job.training, **dict(candidate.settings)))
         self.config, self.device = job.training, world.device
-        # Its own: where they are kept is a setting too. They are the same memory of the node.
+        # Each trial has its own shards, because their place is a setting too; nodes map the same memory.
         shards = open_shards(job, self.device)
         sampler = make_sampler(job, shards, world.rank, world.world_size)
         self.workload = Workload(job, shards, sampler, self.device, faults)
         self.state = self.workload.state
         self.total_steps = self.workload.total_steps
-        """That the schedule of the learning rate is for."""
+        """The steps that the schedule of the learning rate is for."""
         self._batches: Iterator[Batch] = iter(())
 
     def enter_world(self, world: World) -> None:
@@ -49,7 +50,7 @@ class TuningTrial:
         self._batches = self._batches_forever()
 
     def train_steps(self, steps: int) -> int:
-        """Do so many steps more; the number of samples in them, over all ranks."""
+        """Do ``steps`` more steps; return the number of samples in them, over all ranks."""
         torch.set_num_threads(self.config.threads_per_rank or 1)
         workload, state = self.workload, self.state
         before = state.progress.samples_seen
@@ -65,7 +66,7 @@ class TuningTrial:
         return state.progress.samples_seen - before
 
     def validation_loss(self) -> float:
-        """On a part of the validation split; a collective."""
+        """Return the mean loss on a part of the validation split. A collective."""
         workload, world = self.workload, self.workload.step.world
         workload.settle_buffers()
         module, shards = self.state.module, workload.shards
@@ -83,7 +84,7 @@ class TuningTrial:
         return float(world.all_reduce(total)) / len(positions)
 
     def close(self) -> None:
-        """Give back what it takes."""
+        """Free the data, the model and the optimizer."""
         self._batches = iter(())
         self.workload.close()
 

@@ -1,10 +1,10 @@
 """`Tuner`: one rank of a tuning job, which measures settings. Its command is `trainer.tuning.__main__`.
 
 All ranks try candidates one after the other in the same processes, each as a training of its own: model, step, sampler,
-loader and group as `trainer.engine.workload` makes them, so that whole real steps are timed, with their input and
-their commit. What to try next is decided by `trainer.tuning.search` on every rank, from figures that all of them have
-gathered; since these are the same everywhere, so are the decisions. What was found is in ``tuned.json`` of the run
-directory, from the first group of settings on.
+loader and group as `trainer.engine.workload` makes them, so that whole real steps are timed, with their input and their
+commit. `trainer.tuning.search` decides what to try next on every rank, from figures that all of them have gathered;
+since these are the same everywhere, so are the decisions. ``tuned.json`` of the run directory holds the result, from
+the first group of settings on.
 """
 
 from __future__ import annotations
@@ -50,37 +50,39 @@ from trainer.tuning.search_space import LAYOUT, TrialSettings, TuningContext
 from trainer.tuning.trial import TuningTrial
 
 WARM_UP = 2
-"""Steps before a candidate is measured for the first time, and in that first measurement."""
+"""The steps before a candidate is measured for the first time, and those of that first measurement."""
 FIRST_STEP_BY, LEAST_FOR_IT = 0.85, 5.0
-"""Of the budget: when the first step of a candidate, for which it may have to be compiled, has to be done; and seconds
-that it has in any case."""
+"""The share of the budget by which the first step of a candidate, which may include compiling, must be done; and the
+seconds that it has in any case."""
 MEASUREMENTS = 300
-"""That a budget is divided into, roughly…"""
+"""The approximate number of measurements that a budget is divided into."""
 SHORTEST, LONGEST = 0.1, 3.0
-"""…in seconds."""
+"""The shortest and the longest measurement, in seconds."""
 LISTENING_STEPS = 20
-"""After so many, ranks that are judged ask each other whether somebody wants to end."""
+"""The number of steps after which ranks that are judged ask each other whether one was told to end."""
 
 
 class Interrupted(Exception):
-    """Somebody was asked to end (SIGTERM); all ranks know."""
+    """A rank was told to end (SIGTERM); all ranks know."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alone(World):
-    """A rank that counts as itself and hears of nobody: what fails here cannot leave others waiting."""
+    """A world in which a rank computes alone but keeps its number: a failure here cannot leave others waiting."""
 
     @property
     def rank(self) -> int:
+        """The rank in the world of all ranks."""
         return self.facts.rank
 
     @property
     def world_size(self) -> int:
+        """The number of all ranks."""
         return self.facts.world_size
 
 
 class Tuner:
-    """The runner of `trainer.tuning.search` on real ranks, and how its result is reported and written."""
+    """The `trainer.tuning.search.TrialRunner` on real ranks, which also reports and writes the result."""
 
     def __init__(self, job: JobConfig, seconds: float, vary_batch: bool) -> None:
         self.rundir, self.facts = RunDir(job.run_dir), rank_facts(os.environ, job.training)
@@ -104,7 +106,7 @@ class Tuner:
         signal.signal(signal.SIGTERM, self._on_sigterm)
         hosts = self.world.all_gather_object(platform.node())
         self._began: float | None = None
-        """When the budget began: when the configuration had been set up, which any job has to pay for, and had run."""
+        """When the budget began: after the configuration was set up, which any job has to pay for, and had run."""
         self.reporter = Reporter(self.rundir, 0, 1, []) if self.world.rank == 0 else None
         gc.freeze()  # what is loaded once need not be looked through at each clean-up
         self._is_untidy = False
@@ -124,7 +126,8 @@ class Tuner:
         )  # fmt: skip
 
     def prepare(self, candidate: TrialSettings) -> str:
-        """First one step alone, which may fail on any rank by itself; then with the others."""
+        """Do one step alone, which may fail on any rank by itself, and then steps with the others; return "" or the
+        error in words."""
         if candidate in self._running:
             return ""
         if self._is_untidy:
@@ -154,8 +157,8 @@ class Tuner:
         return ""
 
     def _first_step(self, candidate: TrialSettings, stays: bool = True) -> tuple[TuningTrial | None, str]:
-        """A trial that has done one step alone, or why there is none, on all ranks. Unless the step ``stays``, it
-        has its first weights again."""
+        """Return a trial that has done one step alone, or why there is none, on all ranks. Unless the step ``stays``,
+        the trial has its first weights again."""
         trial, why = None, ""
         try:
             trial = TuningTrial(self.job, candidate, self.world, self.faults)
@@ -230,7 +233,7 @@ class Tuner:
         return self._step_seconds[candidate]
 
     def document(self) -> dict[str, Any]:
-        """What ``tuned.json`` holds."""
+        """Return the content of ``tuned.json``."""
         search, training = self.search, self.job.training
         return {
             "training": with_layout(search.best.settings, training),
@@ -262,11 +265,12 @@ class Tuner:
         }
 
     def write(self) -> None:
-        """The best so far, by rank 0."""
+        """Write the best settings so far, on rank 0."""
         if self.world.rank == 0:
             self.rundir.write_json(TUNED, _strict(self.document()))
 
     def close(self) -> None:
+        """Release all candidates and leave the world."""
         for candidate in list(self._running):
             self.release(candidate)
         if self.reporter:
@@ -274,7 +278,8 @@ class Tuner:
         self.world.close()
 
     def _gather(self, value: Any) -> list[Any]:
-        """One value of each rank. The same message says what time it is, by rank 0's clock, and who wants to end."""
+        """Return one value of each rank. The same message carries the time, by rank 0's clock, and whether a rank was
+        told to end, which raises `Interrupted`."""
         elapsed = 0.0 if self._began is None else time.monotonic() - self._began
         found = self.world.all_gather_object((value, elapsed, self.asked_to_stop))
         self.elapsed = found[0][1]
@@ -284,7 +289,7 @@ class Tuner:
 
     @contextlib.contextmanager
     def _in_time(self) -> Iterator[None]:
-        """TimeoutError where the first step of a candidate would take what the rest of the search needs."""
+        """Raise TimeoutError if the first step of a candidate would take the time that the rest of the search needs."""
         left = max(LEAST_FOR_IT, FIRST_STEP_BY * self.seconds - self.elapsed)
 
         def ring(*_: object) -> None:
@@ -302,7 +307,7 @@ class Tuner:
             signal.signal(signal.SIGALRM, before)
 
     def _agree(self, why: str) -> str:
-        """The first rank's reason that has one."""
+        """Return the first reason that any rank has, or ""."""
         return next(filter(None, self._gather(why)), "")
 
     def _clean_up(self) -> None:
@@ -312,13 +317,13 @@ class Tuner:
             torch.cuda.empty_cache()
 
     def _batch_matters(self) -> bool:
-        """Does the model look at a whole micro-batch at once?"""
+        """Return whether the model looks at a whole micro-batch at once."""
         spec = self.shards.spec
         module = build_model(self.job.model, spec, int(build_loss(self.job.loss, spec).outputs))  # type: ignore[arg-type]
         return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
 
     def _fits_gpu(self) -> bool:
-        """On every rank, so that all try the same."""
+        """Return whether the data fit on the GPU of every rank, so that all try the same."""
         here = self.device.type == "cuda" and fits_on_device(
             self.shards.sample_bytes, torch.cuda.mem_get_info(self.device)[0]
         )
@@ -333,7 +338,8 @@ class Tuner:
 
 
 def with_layout(settings: Sequence[tuple[str, Any]], training: DistributedTrainingConfig) -> dict[str, Any]:
-    """What was found, with both parts of a layout where there is one of them: a job may be cut otherwise."""
+    """Return the settings with both parts of a layout if they have one of them: another job may divide its batch
+    otherwise."""
     found = dict(settings)
     both = {name: found.get(name, getattr(training, name)) for name in LAYOUT}
     return {**found, **both} if any(name in found for name in LAYOUT) else found
@@ -353,7 +359,7 @@ def _figures(spread: Any) -> dict[str, float] | None:
 
 
 def _strict(value: Any) -> Any:
-    """A number that is not finite as None, which JSON knows."""
+    """Return the value with None for numbers that are not finite, which JSON does not know."""
     if isinstance(value, dict):
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -370,7 +376,7 @@ def _cpu() -> str:
 
 
 def run_tuning(job: JobConfig, seconds: float, vary_batch: bool) -> int:
-    """Tune in this process, together with its peers; the exit code."""
+    """Tune in this process, together with its peers; return the exit code."""
     tuner = None
     try:
         tuner = Tuner(job, seconds, vary_batch)

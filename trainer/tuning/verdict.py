@@ -1,7 +1,7 @@
-"""What the figures of a candidate mean: whether it is faster than chance explains, and whether it learns as much.
+"""The meaning of a candidate's figures: whether it is faster than chance explains, and whether it learns as much.
 
-Pure functions of measured numbers belong here. In which order candidates are tried, and when, is
-`trainer.tuning.search`; how they are measured is `trainer.tuning.tuner`.
+Pure functions of measured numbers belong here. The order in which candidates are tried is decided in
+`trainer.tuning.search`; `trainer.tuning.tuner` measures them.
 """
 
 from __future__ import annotations
@@ -12,29 +12,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEAST_ROUNDS = 6
-"""Rounds with which a gain can be told from chance."""
+"""The rounds with which a gain can be told from chance."""
 LEAST_GAIN = 0.02
-"""What is not faster by so much is not worth another setting…"""
+"""The smallest relative gain that is worth another setting."""
 MOST_CHANCE = 0.02
-"""…nor what is faster in so few rounds that a candidate which is not would do as well this often, by chance."""
+"""The largest probability with which a candidate that is not faster would win as many rounds by chance."""
 TOLERANCE = 0.005
 LEAST_LEARNED = 10
-"""Times what is tolerated, that the baseline has to learn in these steps: else what learns nothing is not worse."""
+"""The baseline must learn this many times the tolerance in these steps: otherwise a candidate that learns nothing would
+not count as worse."""
 UNTOLD = "too few rounds to tell"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearningResult:
-    """What some steps of training came to."""
+    """The result of some steps of training."""
 
     first: float
-    """Validation loss before them."""
+    """Validation loss before the steps."""
     loss: float
-    """Validation loss after them."""
+    """Validation loss after the steps."""
     is_likelihood: bool
-    """The loss is a negative log likelihood, in nats."""
+    """Whether the loss is a negative log likelihood, in nats."""
     why: str = ""
-    """It could not be trained."""
+    """The reason if it could not be trained, else ""."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Spread:
 
 
 def measure_spread(values: Sequence[float]) -> Spread:
+    """Return the quartiles of one or more figures."""
     if len(values) < 2:
         return Spread(*(3 * [values[0]]))
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -54,19 +56,22 @@ def measure_spread(values: Sequence[float]) -> Spread:
 
 
 def gains(rates: Sequence[float], incumbent: Sequence[float]) -> list[float]:
-    """By how much a candidate was faster, round by round: what disturbs the machine disturbs both of a round."""
+    """Return by which factor a candidate was faster, round by round: a disturbance of the machine affects both rates of
+    a round."""
     return [mine / other for mine, other in zip(rates, incumbent, strict=False)]
 
 
 def pays(found: Sequence[float]) -> bool:
-    """Faster by enough in the median, and in more rounds than chance has it (a sign test)."""
+    """Return whether the median gain is large enough, and the candidate won more rounds than chance explains (a sign
+    test)."""
     rounds, won = len(found), sum(gain > 1 for gain in found)
     chance = sum(math.comb(rounds, count) for count in range(won, rounds + 1)) / 2**rounds
     return statistics.median(found) >= 1 + LEAST_GAIN and chance <= MOST_CHANCE
 
 
 def no_gain(found: Sequence[float], enough: int) -> str:
-    """What is said of a candidate that does not pay. So many rounds are ``enough`` where it is no faster in them."""
+    """Return the verdict on a candidate that does not pay. ``enough``: the number of rounds that suffice for one that
+    is no faster."""
     is_faster = statistics.median(found) >= 1 + LEAST_GAIN
     if len(found) < (LEAST_ROUNDS if is_faster else enough):
         return UNTOLD
@@ -74,11 +79,11 @@ def no_gain(found: Sequence[float], enough: int) -> str:
 
 
 def tolerated(baseline: LearningResult) -> float:
-    """By how much a validation loss may be higher: 0.5 % of what the loss is measured in.
+    """Return by how much a validation loss may be higher: 0.5 % of what the loss is measured in.
 
-    A negative log likelihood has a sign and a size that hang on the unit of the target, so a share of it says nothing;
-    a difference of 0.005 nats means that a sample is 0.5 % less likely, in any unit. Any other loss is held against its
-    own size, or against what the steps have taken off it where that is more, for it may end near zero.
+    The sign and size of a negative log likelihood depend on the unit of the target, so a share of it has no meaning; a
+    difference of 0.005 nats means that a sample is 0.5 % less likely, in any unit. Any other loss is compared with its
+    own size, or with its decrease over the steps if that is more, because it may end near zero.
     """
     if baseline.is_likelihood:
         return TOLERANCE
@@ -86,7 +91,7 @@ def tolerated(baseline: LearningResult) -> float:
 
 
 def untold(baseline: LearningResult, steps: int) -> str:
-    """Why nothing can be compared with what the baseline has learned; "" where it can."""
+    """Return why nothing can be compared with what the baseline has learned, or ""."""
     if baseline.why:
         return f"not compared: the baseline could not be trained beside it: {baseline.why}"
     if baseline.first - baseline.loss >= LEAST_LEARNED * tolerated(baseline):  # not so for NaN
@@ -98,7 +103,7 @@ def untold(baseline: LearningResult, steps: int) -> str:
 
 
 def explain_worse_learning(found: LearningResult, baseline: LearningResult, steps: int) -> str:
-    """Why a candidate does not learn as the baseline does; "" where it does, or learns more."""
+    """Return why a candidate does not learn as the baseline does, or "" if it learns as much or more."""
     if why := untold(baseline, steps):
         return why
     if found.why:
