@@ -33,7 +33,7 @@ from trainer.runtime.step_timer import traced
 # never comes, and a thread that drops the last reference to such a gloo group waits for it as well.
 _ABANDONED: list[tuple[InterruptibleGroup, float]] = []
 REMEMBERED = 1024
-"""Collectives whose times a group keeps."""
+"""The number of collectives whose times a group keeps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,15 +41,15 @@ class Collective:
     """One collective of this rank. Times are seconds of `time.monotonic`; None until that point is reached."""
 
     sequence: int
-    """1 for the group's first; on all ranks, the same number is the same collective."""
+    """The number of the collective, from 1 on; the same on all ranks."""
     what: str
     bytes: int
-    """Of a tensor whose all-reduce would load each rank's link as much."""
+    """The bytes of a tensor whose all-reduce would load each rank's link as much."""
     submitted: float
     began: float | None = None
     ended: float | None = None
     computing: float = 0.0
-    """Seconds in between that are this rank's own work, and not the network's: compressing."""
+    """Seconds of this rank's own work in between, such as compression, which are not the network's."""
 
 
 class GroupError(RuntimeError):

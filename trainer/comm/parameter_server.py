@@ -37,12 +37,13 @@ from trainer.comm.handshake import authenticate_caller, authenticate_to_listener
 from trainer.comm.listener import SPEAK_SECONDS, Door
 
 PART_BYTES = 1 << 20
-"""The server adds up, and passes on, this much at a time."""
+"""The bytes that the server adds up, and passes on, at a time."""
 RETRY_SECONDS = 0.05
 DROPPED_OFTEN = 20
-"""A worker whose connection was closed without a word so often is not wanted; a few times, others were at the door."""
+"""A worker whose connection was closed without an answer this often is not wanted; fewer times, the server was busy
+with others."""
 TLS_SECONDS = 4.0
-"""More for a guest at the server, where TLS comes first."""
+"""Additional seconds for a new connection at the server if TLS comes first."""
 TELL_SECONDS = 1.0
 """How long the server tries to tell the workers why it fails."""
 
@@ -221,14 +222,14 @@ class ParameterServerGroup:
         run_flows(going, self.timeout)
 
     def _heads(self, mine: bytes, seconds: float) -> dict[int, int]:
-        """Bytes that each rank is about to send, once all have said that they do what this one does; for that they have
-        so many seconds. Only a gather's sizes may differ."""
+        """Return the bytes that each rank is about to send, once all have announced the same operation as this one, for
+        which they have ``seconds``. Only a gather's sizes may differ."""
         raw = {rank: bytearray(_HEAD.size) for rank in self._links}
         self._with_all(lambda link: _receive_head(link, raw[link.rank], mine), time.monotonic() + seconds)
         return {rank: _HEAD.unpack(head)[2] for rank, head in raw.items()}
 
     def _with_all(self, make: Callable[[FramedSocket], Flow], until: float | None = None) -> None:
-        """The same with each worker, all at once."""
+        """Run a flow with each worker, all at once."""
         run_flows([(link, make(link)) for link in self._links.values()], self.timeout, until)
 
     # A worker's side.

@@ -27,18 +27,18 @@ from trainer.comm.listener import BACKLOG, Door
 from trainer.runtime.affinity import AVAILABLE
 
 MOST_RANKS = 8
-"""In larger worlds too little is small enough for it to pay."""
+"""The most ranks with direct links: in larger worlds too few sums are small enough."""
 NEAR_BYTES, FAR_BYTES = 1 << 20, 16 << 10
-"""What a rank sends for a sum at most: within one host and between two ranks, where no ring would send less; and
-else."""
+"""The most bytes that a rank sends for a sum: the first within one host and between two ranks, where a ring would not
+send less; the second otherwise."""
 UNSHARED = 32768
-"""Numbers that torch adds up on one thread however many it has: on the communication thread, more would start a second
-pool of threads, which takes cores from the step."""
+"""The numbers that torch adds up on one thread, however many threads it has: on the communication thread, more would
+start a second pool of threads, which takes cores from the step."""
 AWAKE_SECONDS = 2e-4
-"""So long, who waits looks again and again, where it takes no core from another rank: to be woken up from sleep takes
-longer than all the rest of a sum."""
+"""The seconds for which a waiting rank polls, if it takes no core from another rank: waking up from sleep takes longer
+than all the rest of a sum."""
 FORMING_SECONDS, RETRY_SECONDS = 5.0, 0.02
-"""To be connected to all others, at most; and before a connection is tried again that was dropped."""
+"""The most seconds to connect to all others; and those before a dropped connection is tried again."""
 _LONGEST = (1 << 31) - 1
 """Milliseconds that poll(2) can wait."""
 _HEAD = struct.Struct("!QQ")

@@ -27,13 +27,14 @@ from trainer.errors import ConfigError
 
 NAME = "store"
 MOST_BYTES = 1 << 26
-"""Of one message: addresses are small, and nobody is let to fill our memory by mistake."""
+"""The largest message, in bytes: addresses are small, and a faulty peer must not fill the memory of rank 0."""
 WAIT_SECONDS = 0.5
-"""The server answers a wait by then, so that other threads of the same rank get their turn."""
+"""The server answers a wait after at most this time, so that other threads of the same rank get their turn."""
 YIELD_SECONDS = 0.001
 RETRY_SECONDS = 0.02
 LOOK_SECONDS = 5.0
-"""How often the thread that lets ranks in looks whether the store was closed, where the system does not wake it."""
+"""The seconds after which the thread that admits ranks checks whether the store was closed, if the system does not wake
+it."""
 _SIZE = struct.Struct("!I")
 _KEPT: list[AuthenticatedStore] = []
 """Stores stay for as long as the process: threads of gloo and NCCL may be left behind in one (`trainer.comm.group`),
@@ -58,7 +59,8 @@ def place_said(said: bytes, agents: tuple[str, int]) -> tuple[str, int]:
 
 
 class AuthenticatedStore(dist.Store):
-    """One rank's end of the store. A failure or timeout raises RuntimeError or its subclass `dist.DistStoreError`."""
+    """One rank's end of the store, with the methods of `torch.distributed.Store`. A failure or timeout raises
+    RuntimeError or its subclass `dist.DistStoreError`."""
 
     def __init__(
         self, address: tuple[str, int], rank: int, size: int, key: bytes, seconds: float,

@@ -27,12 +27,23 @@ class Transport(Protocol):
     stated otherwise."""
 
     linger_seconds: float
-    """How long something may go on waiting in it after a failure."""
+    """The seconds for which an operation may go on waiting in it after a failure."""
 
-    def all_reduce(self, tensor: torch.Tensor) -> None: ...
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None: ...
-    def all_gather_object(self, value: Any) -> list[Any]: ...
-    def barrier(self, seconds: float) -> None: ...
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum over ranks, in place."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Copy the tensor of rank ``source`` to all ranks, in place."""
+        ...
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return one JSON value from every rank, in order of rank."""
+        ...
+
+    def barrier(self, seconds: float) -> None:
+        """Wait up to ``seconds`` for all ranks."""
+        ...
 
     def takes_at_once(self, tensor: torch.Tensor) -> bool:
         """Return whether any thread may call `all_reduce` for such a tensor, because `interrupt` ends it. The answer is
@@ -43,8 +54,13 @@ class Transport(Protocol):
         """Make an `all_reduce` that `takes_at_once` allowed fail at once. Any thread may call it."""
         ...
 
-    def abort(self) -> None: ...
-    def close(self) -> None: ...
+    def abort(self) -> None:
+        """Release a device that waits for a peer, after a failure."""
+        ...
+
+    def close(self) -> None:
+        """Close the connections of this rank."""
+        ...
 
 
 class TorchTransport:
@@ -133,9 +149,11 @@ class TorchTransport:
         return [json.loads(bytes(row[:size].tolist())) for row, size in zip(table, sizes.tolist(), strict=True)]
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
+        """Send a tensor to rank ``target``."""
         self.group.send([tensor], target, 0).wait()
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """Receive into a tensor what rank ``source`` sends."""
         self.group.recv([tensor], source, 0).wait()
 
     def barrier(self, seconds: float) -> None:

@@ -169,6 +169,7 @@ class Sampler:
 
     @property
     def steps_per_epoch(self) -> int:
+        """The number of steps in an epoch."""
         return steps_per_epoch(self.samples, self.global_batch_size, self.micro_batches)
 
     def batch_range(self, step_in_epoch: int) -> tuple[int, int]:

@@ -99,12 +99,12 @@ class DataShardManager:
 
     @property
     def device(self) -> torch.device:
-        """Where windows are gathered."""
+        """The device on which windows are gathered."""
         return self._targets.device
 
     @property
     def sample_bytes(self) -> int:
-        """Of all features and targets."""
+        """The bytes of all features and targets."""
         return self._flat.nbytes + self._targets.nbytes
 
     def keep_on(self, device: torch.device) -> None:
@@ -116,8 +116,8 @@ class DataShardManager:
     def gather(
         self, rows: NDArray[np.int64] | Tensor, out: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Windows that end in ``rows`` (B,): raw features (B, W, F) float32, and targets (B,) float32; on `device`,
-        in the tensors ``out`` where they are given."""
+        """Return the windows that end in ``rows`` (B,): raw features (B, W, F) float32, and targets (B,) float32; on
+        `device`, in the tensors ``out`` if they are given."""
         spec = self.spec
         index = (rows if isinstance(rows, Tensor) else torch.from_numpy(np.asarray(rows, dtype=np.int64))).to(
             self.device

@@ -1,9 +1,8 @@
-"""What the documents of a run directory, and the marks beside them, hold: the types of the fields that are read.
+"""The types of the fields that are read from the documents of a run directory and from the marks beside them.
 
 A field that is not listed may hold anything. One that is listed may be missing, as in documents of older versions,
-unless it is `needed`; whoever reads a key that is missing gets a `DamagedError`
-(`trainer.documents.strict_json.Document`). Plain functions instead of pydantic: supervisors and sensors read thousands
-of these, and a supervisor has to be up in a moment.
+unless it is `needed`; reading a missing key raises `DamagedError` (`trainer.documents.strict_json.Document`). Plain
+functions instead of pydantic: supervisors and sensors read thousands of these, and a supervisor must start in a moment.
 """
 
 from __future__ import annotations
@@ -13,23 +12,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Check = Callable[[Any], str]
-"""What is wrong with a value, in words; "" where nothing is."""
+"""A function that returns the error of a value in words, or ""."""
 LATEST = 253402300800.0
 """The year 10000, in Unix seconds: no time is later."""
 STATES = ("queued", "running", "succeeded", "failed", "cancelled")
-"""Of a job (`dtrain_dagster.clusters.base.JobState`)."""
+"""The states of a job (`dtrain_dagster.clusters.base.JobState`)."""
 
 
 def text(value: Any) -> str:
+    """Check for text."""
     return "" if isinstance(value, str) else "no text"
 
 
 def flag(value: Any) -> str:
+    """Check for true or false."""
     return "" if isinstance(value, bool) else "neither true nor false"
 
 
 def number_between(low: float = -1e150, high: float = 1e150) -> Check:
-    """A number of that range, whole or not."""
+    """Return a check for a number of that range, whole or not."""
 
     def check(value: Any) -> str:
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -40,7 +41,7 @@ def number_between(low: float = -1e150, high: float = 1e150) -> Check:
 
 
 def whole(low: int = 0, high: int = 1 << 53) -> Check:
-    """A whole number of that range."""
+    """Return a check for a whole number of that range."""
 
     def check(value: Any) -> str:
         if isinstance(value, bool) or not isinstance(value, int):
@@ -51,16 +52,17 @@ def whole(low: int = 0, high: int = 1 << 53) -> Check:
 
 
 def optional(check: Check) -> Check:
-    """Null, or what another check lets pass."""
+    """Return a check for null, or what another check accepts."""
     return lambda value: "" if value is None else check(value)
 
 
 def one_of(*values: str) -> Check:
+    """Return a check for one of these texts."""
     return lambda value: "" if isinstance(value, str) and value in values else f"not one of {', '.join(values)}"
 
 
 def many(check: Check) -> Check:
-    """A list."""
+    """Return a check for a list whose parts pass another check."""
 
     def each(value: Any) -> str:
         if not isinstance(value, list):
@@ -71,7 +73,7 @@ def many(check: Check) -> Check:
 
 
 def mapping(check: Check) -> Check:
-    """An object with any keys."""
+    """Return a check for an object with any keys whose values pass another check."""
 
     def each(value: Any) -> str:
         if not isinstance(value, dict):
@@ -87,13 +89,13 @@ def every(*checks: Check) -> Check:
 
 
 def matching(pattern: str) -> Check:
-    """Text of that form."""
+    """Return a check for text that the whole pattern matches."""
     form = re.compile(pattern)
     return lambda value: "" if isinstance(value, str) and form.fullmatch(value) else "not of its form"
 
 
 def record(needed: Mapping[str, Check] | None = None, /, **fields: Check) -> Check:
-    """An object with these fields; those of ``needed`` must be there."""
+    """Return a check for an object with these fields; those of ``needed`` must be there."""
     tests = {**(needed or {}), **fields}
 
     def check(value: Any) -> str:
@@ -136,7 +138,7 @@ _code = whole(-(1 << 31), 1 << 32)
 NODES_OF_GENERATION = record(
     {"number": whole(1), "launch": count, "formed_at": moment, "members": many(record({"node": count}))}
 )
-"""What whoever watches needs of it."""
+"""The fields of a generation that an observer needs."""
 PRESENCE = record(
     {"node_id": count, "started_at": moment, "ended_at": optional(moment), "exit_codes": many(_code)},
     launch=count, generation=count, stay=count, last_seen_at=optional(moment),

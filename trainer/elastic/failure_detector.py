@@ -28,10 +28,10 @@ Address = tuple[str, int]
 CONNECT_SECONDS = 3.0
 RETRY_SECONDS = 0.1
 TLS_SECONDS = 4.0
-"""More for an unproven connection to show who it is, where TLS comes first."""
+"""Additional seconds for a connection to authenticate if TLS comes first."""
 DROPPED_OFTEN = 5
-"""So many connections in a row that were closed without a word: the port has another owner now. One or two may have
-been closed because others were at the door."""
+"""After this many connections in a row that were closed without an answer, another process owns the port. One or two
+may have been closed because the listener was busy with others."""
 _log = logging.getLogger(__name__)
 
 
@@ -114,6 +114,7 @@ class FailureDetector:
         return taken
 
     def close(self) -> None:
+        """Stop the thread; its connections end with it."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(5)

@@ -57,11 +57,11 @@ class Generation:
     number: int
     launch: int
     members: tuple[Candidate, ...]
-    """In order of rank."""
+    """The members, in order of rank."""
     topology: Topology = "mesh"
-    """``star``: parameter-server mode, rank 0 is the server."""
+    """The key on disk: ``mesh`` for all-reduce, ``star`` for parameter-server mode, in which rank 0 is the server."""
     attempt: int = 0
-    """How often in a row communication has failed without a step in between."""
+    """The number of communication failures in a row without a step in between."""
     step: int = 0
     """Steps done when it begins. What an older generation reports beyond this does not count."""
     reason: str = ""
@@ -90,7 +90,7 @@ class Generation:
 
     @property
     def chunk(self) -> int | None:
-        """Most samples that fit through the model at once on every member; None where a whole micro-batch fits."""
+        """The most samples that fit through the model at once on every member; None if a whole micro-batch fits."""
         return min((seat.chunk for seat in self.members if seat.chunk is not None), default=None)
 
     @property

@@ -38,13 +38,13 @@ from trainer.storage.base import Storage
 HURRY_SECONDS = 20.0
 RECORD = re.compile(r"g\d{6,12}\.json")
 CANDIDACY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.json")
-"""Named after the member (`trainer.elastic.dynamic_rendezvous`). What has another name in these folders is a
-stranger's."""
+"""A candidacy's file name, from the name of the member (`trainer.elastic.dynamic_rendezvous`). Files with other names
+in these folders are ignored."""
 _BESIDE = re.compile(RECORD.pattern + r"|g\d{6,12}(\.working)?")
 
 
 class NoGenerationError(RuntimeError):
-    """No generation was agreed on in time."""
+    """The members did not agree on a generation in time."""
 
 
 @dataclass(slots=True)

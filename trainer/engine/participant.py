@@ -80,7 +80,7 @@ class Participant:
             self._undo = undo.pop_all()
 
     def announce(self) -> None:
-        """On a cluster, announce this process before it has its data and its model."""
+        """Announce this process to a cluster before it has its data and its model."""
         if self.elastic is not None:
             self.elastic.announce()
 

@@ -2,7 +2,7 @@
 
 Every sample counts exactly once: rank r takes a contiguous part of the positions, nothing is padded or repeated, and
 sums are reduced in float64, so the result does not depend on the world size. Memory does not grow with the split: sums
-are taken chunk by chunk, and of a split with more than `MOST_JUDGED` windows so many are kept, at even distances.
+are taken chunk by chunk, and of a split with more than `MOST_JUDGED` windows that many are kept, at even distances.
 """
 
 from __future__ import annotations

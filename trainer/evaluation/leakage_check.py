@@ -1,4 +1,4 @@
-"""Canaries: does the judging notice when something is wrong? ``python -m trainer.evaluation.leakage_check --dataset
+"""Test with known answers whether evaluation notices a leak: ``python -m trainer.evaluation.leakage_check --dataset
 URI``.
 
 Three short trainings of the default model in one process, each judged on the validation split:
@@ -6,9 +6,10 @@ Three short trainings of the default model in one process, each judged on the va
 - *shuffled*: the training labels belong to other windows. What is learned must not beat the unconditional
   distribution; if it does, labels reach the model by another way than through the data.
 - *planted*: the last day of one feature is replaced by the label. `trainer.evaluation.gate.suspect_leak` must notice.
-- *control*: the data as they are. It must not raise the alarm.
+- *control*: the data as they are. They must not raise the alarm.
 
-Prints one JSON line. Exit code 0 whenever the verdict could be computed, whatever it is; 2 for unusable data.
+The command prints one JSON line. Its exit code is 0 if the verdict could be computed, whatever it is, and 2 for
+unusable data.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 STEPS = 150
 BATCH = 512
 MAX_PASSES = 4
-"""Over the training split: a small one would be learned by heart, and that is not what is asked."""
+"""The most passes over the training split: the model would memorise a small one, which is not what is tested."""
 LEARNING_RATE = 4e-3
 MARGIN_NLL = 0.02
 """By how much shuffled labels may beat the best constant distribution, in nats per sample. On the 20-stock panel they
@@ -62,17 +63,19 @@ class LeakageTrial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeakageVerdict:
-    """Per check, why it failed; empty where it passed."""
+    """The reasons for which each check failed; empty if it passed."""
 
     shuffled_labels_teach_nothing: tuple[str, ...]
     planted_leak_is_caught: tuple[str, ...]
 
     @property
     def passed(self) -> bool:
+        """Whether both checks passed."""
         return not self.reasons
 
     @property
     def reasons(self) -> tuple[str, ...]:
+        """The reasons of both checks."""
         return self.shuffled_labels_teach_nothing + self.planted_leak_is_caught
 
 
@@ -110,6 +113,7 @@ class ShuffledLabels:
         return getattr(self._shards, name)
 
     def gather(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Return the windows and, for training windows, the labels of others."""
         windows, target = self._shards.gather(rows)
         places = np.searchsorted(self._rows, rows).clip(max=len(self._rows) - 1)
         shuffled = torch.from_numpy(self._labels[places]).to(target.dtype)
@@ -126,6 +130,7 @@ class PlantedLeak:
         return getattr(self._shards, name)
 
     def gather(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Return the windows, with the label in the first feature of the last day, and the labels."""
         spec = self._shards.spec
         windows, target = self._shards.gather(rows)
         windows = windows.clone()
@@ -198,6 +203,7 @@ def run_canaries(shards: DataShardManager, steps: int = STEPS, seed: int = 0) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m trainer.evaluation.leakage_check", description=__doc__.split("\n\n")[0]
     )

@@ -1,11 +1,11 @@
-"""Judge a trained model on later days: ``python -m trainer.evaluation.reevaluate --model FOLDER --dataset URI --after
-DAY``.
+"""Evaluate a trained model on later days: ``python -m trainer.evaluation.reevaluate --model FOLDER --dataset URI
+--after DAY``.
 
-Judges a model on the windows of a newer dataset's test split that end after a day, beside the baselines on the same
-windows: markets are calmer and stormier, so a likelihood says little by itself. The model itself, whose code is not
-trusted, runs in a process of its own (`trainer.isolation.runner`).
+The windows are those of a newer dataset's test split that end after a day. The baselines are evaluated on the same
+windows, because a likelihood alone says little: some times are more volatile than others. The model itself, whose code
+is not trusted, runs in a process of its own (`trainer.isolation.runner`).
 
-Prints one JSON line. Exit code 2 where the model cannot be judged on this dataset.
+The command prints one JSON line. Its exit code is 2 if the model cannot be evaluated on this dataset.
 """
 
 from __future__ import annotations
@@ -42,9 +42,13 @@ class Forecaster(Protocol):
     """A trained model, wherever its code runs."""
 
     @property
-    def spec(self) -> DataSpec: ...
+    def spec(self) -> DataSpec:
+        """The data that the model takes."""
+        ...
 
-    def predict(self, windows: NDArray[Any]) -> dict[str, NDArray[np.float64]]: ...
+    def predict(self, windows: NDArray[Any]) -> dict[str, NDArray[np.float64]]:
+        """Return named columns (n,) for raw feature windows (n, W, F)."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class FolderModel:
     isolated: Isolated
 
     def predict(self, windows: NDArray[Any]) -> dict[str, NDArray[np.float64]]:
+        """Return named columns (n,) for raw feature windows (n, W, F), computed in the other process."""
         return self.isolated.predict(windows)
 
 

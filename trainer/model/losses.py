@@ -129,7 +129,7 @@ class StudentTLoss(nn.Module):
         self.log_scale = math.log(spec.target_std) + 0.5 * math.log((nu_start - 2) / nu_start)
 
     def predictive(self, outputs: Tensor) -> Predictive:
-        """(B, 3) -> `Predictive`, float32 also under autocast."""
+        """Return the distribution that raw outputs (B, 3) mean, as float32 also under autocast."""
         mu, log_sigma, shape = outputs.float().unbind(-1)
         return Predictive(
             mu=mu * self.mean_unit,
@@ -139,7 +139,8 @@ class StudentTLoss(nn.Module):
         )
 
     def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
-        if type(self).predictive is not StudentTLoss.predictive:  # somebody's own: what it means is what is judged
+        """Return the loss of each sample (B,) in nats, for raw outputs (B, 3) and targets (B,)."""
+        if type(self).predictive is not StudentTLoss.predictive:  # a subclass with its own distribution
             return self.predictive(outputs).nll(target)
         return _StudentTNLL.apply(outputs.float(), target.float(), self)
 
@@ -194,11 +195,13 @@ class GaussianLoss(nn.Module):
         self.mean_unit = mean_unit * spec.target_std
 
     def predictive(self, outputs: Tensor) -> Predictive:
+        """Return the distribution that raw outputs (B, 2) mean, as float32 also under autocast."""
         mu, log_sigma = outputs.float().unbind(-1)
         sigma = self.unit * torch.exp(log_sigma.clamp(-8, 8))
         return Predictive(mu=mu * self.mean_unit, sigma=sigma, nu=torch.full_like(sigma, math.inf))
 
     def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of each sample (B,) in nats, for raw outputs (B, 2) and targets (B,)."""
         return self.predictive(outputs).nll(target)
 
 
@@ -212,10 +215,11 @@ class MeanSquaredError(nn.Module):
         self.unit = spec.target_std
 
     def point(self, outputs: Tensor) -> Tensor:
-        """(B, 1) -> (B,), in the unit of the target."""
+        """Return the forecasts (B,) for raw outputs (B, 1), in the unit of the target."""
         return outputs.float()[:, 0] * self.unit
 
     def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of each sample (B,), for raw outputs (B, 1) and targets (B,)."""
         return ((self.point(outputs) - target) / self.unit) ** 2
 
 
@@ -223,8 +227,9 @@ STOCK: dict[str, type[nn.Module]] = {"student_t": StudentTLoss, "gaussian": Gaus
 
 
 def build_loss(config: FactoryConfig, spec: DataSpec, modules: tuple[str, ...] | None = None) -> nn.Module:
-    """The loss by name (``student_t``, ``gaussian``, ``mse``) or ``package.module:factory``, called with
-    ``(spec, **args)`` and tried on two samples. Raises `ConfigError`. ``modules``: as for `build_model`."""
+    """Return the loss by name (``student_t``, ``gaussian``, ``mse``) or ``package.module:factory``, called with
+    ``(spec, **args)`` and tried on two samples. ``modules``: as for `build_model`. Raise `ConfigError` if it cannot be
+    used."""
     loss = factories.build_from_factory("loss", config, STOCK, spec, modules=modules)
     where = f"loss.factory = {config.factory!r}"
     if not isinstance(loss, nn.Module):

@@ -80,6 +80,7 @@ class DilatedTree(nn.Module):
         self.dropout = nn.Dropout(dropout)  # once, at the end: a mask for every layer took half of a step's time
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return features (B, channels) for windows (B, W, F)."""
         x = nn.functional.pad(x, (0, 0, self.padding, 0))  # days before the window: zero, the mean
         for index, layer in enumerate(self.layers):
             y = nn.functional.relu(layer(x.reshape(x.shape[0], x.shape[1] // 2, 2 * x.shape[2])))
@@ -88,7 +89,7 @@ class DilatedTree(nn.Module):
 
 
 class LastState(nn.Module):
-    """An LSTM's state after the last day. (B, W, F) -> (B, hidden)."""
+    """An LSTM of which the state after the last day is returned. (B, W, F) -> (B, hidden)."""
 
     def __init__(self, features: int, hidden: int, layers: int, dropout: float) -> None:
         super().__init__()
@@ -96,6 +97,7 @@ class LastState(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the state (B, hidden) for windows (B, W, F)."""
         return self.dropout(self.lstm(x)[0][:, -1])
 
 
@@ -107,6 +109,7 @@ class LastOfLayer(nn.TransformerEncoderLayer):
     """
 
     def forward(self, src: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return the last position (B, 1, width) for all positions (B, W, width)."""
         around = self.norm1(src)
         seen, _ = self.self_attn(around[:, -1:], around, around, need_weights=False)
         x = src[:, -1:] + self.dropout1(seen)
@@ -130,6 +133,7 @@ class LastToken(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return features (B, width) for windows (B, W, F)."""
         return self.norm(self.encoder(self.embed(x) + self.position)[:, -1])
 
 

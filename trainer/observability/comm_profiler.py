@@ -35,14 +35,14 @@ from trainer.runtime.step_timer import SEGMENTS, Mark, StepTimer, computed_at, d
 
 FIELDS = (*SEGMENTS, "samples")
 MOST_STEPS = 1000
-"""In a window: of a longer one, the last so many steps are looked at."""
+"""The most steps in a window: of a longer one, only the last are measured."""
 EAGER_WINDOWS, WINDOW_SECONDS = 20, 1.0
-"""So many windows of a world end with the next report; those after them last this long at least, since what a window
-costs does not grow with its steps."""
+"""The first windows of a world, this many, end with the next report; later ones last at least the second, in seconds,
+because the cost of a window does not grow with its steps."""
 PROBE_SHARE = 0.1
-"""Exposed wire time, as a share of a step's, above which links are looked at one by one."""
+"""The exposed communication time, as a share of a step's, above which links are probed one by one."""
 PROBE_EVERY, PROBE_REST, PROBE_WINDOWS = 200, 1000, 3
-"""Steps between two probes at least, and how many times as long as the probe they last at least; and the windows whose
+"""The least steps between two probes; how many times as long as the probe they last at least; and the windows whose
 mean decides."""
 PROBE_LEAST, PROBE_BYTES, PROBE_GROWTH, PROBE_SECONDS = 1 << 12, 1 << 20, 4, 2.0
 """A probe sends the least first, and more as long as that is expected to take no longer than this."""
@@ -267,22 +267,22 @@ def is_probe_due(shares: Sequence[float], step: int, probe_at: int) -> bool:
 
 
 def next_probe(step: int, took: float, step_seconds: float) -> int:
-    """The step before which there is no other probe, after one that took so many seconds."""
+    """Return the step before which there is no other probe, after one that took ``took`` seconds."""
     return step + max(PROBE_EVERY, math.ceil(PROBE_REST * took / step_seconds))
 
 
 def links(size: int) -> list[tuple[int, int]]:
-    """(from, to) of the links to probe: around the ring, and between every other rank."""
+    """Return the (from, to) of the links to probe: around the ring, and between every other rank."""
     return [(rank, (rank + offset) % size) for offset in (1, 2)[: size - 1] for rank in range(size)]
 
 
 def time_links(transport: Transport, rank: int, size: int) -> tuple[int, list[float], float]:
-    """Bytes; the seconds that so many and a short answer take over each of the `links`, one after the other; and the
-    seconds that all of it took. The same on all ranks.
+    """Return the bytes of a probe; the seconds that these and a short answer take over each of the `links`, one after
+    the other; and the seconds of the whole. The same on all ranks.
 
-    How fast a link is is not known before, and no all-reduce says so of those that are not in its ring. So it begins
-    with few bytes, and goes on with more only where that is expected to fit in `PROBE_SECONDS`, by what those before
-    took.
+    The speed of a link is not known before, and all-reduces say nothing of links outside their ring. So probing begins
+    with few bytes and goes on with more only if, by the times so far, that is expected to fit in `PROBE_SECONDS`. Raise
+    `GroupError` on another transport than torch's.
     """
     if not isinstance(transport, TorchTransport):
         raise GroupError("links can be probed in a group of torch's only")

@@ -1,7 +1,7 @@
-"""An MLflow that is a SQLite file: where an experiment keeps its files, and who makes its tables.
+"""MLflow's store in a SQLite file: where an experiment keeps its files, and which process creates its tables.
 
-MLflow makes them in dozens of steps, and a file that is left in between never works again. So they are made in another
-file, which takes its place when it is complete.
+MLflow creates them in dozens of steps, and a file that is left in between never works again. So they are created in
+another file, which takes its place when it is complete.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ ARTIFACTS = "mlartifacts"
 PATIENCE_SECONDS = 120.0
 """MLflow makes its tables within seconds; on a machine that is used up, within a minute."""
 QUIET_SECONDS = 10.0
-"""Whoever makes tables writes more often."""
+"""A process that creates tables writes more often than this."""
 _HOLDING = ("experiments", "runs", "registered_models", "model_versions")
 """Tables of which one row is reason enough to leave a database alone."""
 
 
 def authorised(tracking_uri: str) -> str:
-    """The address behind ``tracking.mlflow_tracking_uri``, which may be a reference, without the user and password of a
-    server: they go into MLflow's own variables, since MLflow prints its address and puts it into errors. `SecretError`
-    where what is referred to cannot be had."""
+    """Return the address behind ``tracking.mlflow_tracking_uri``, which may be a reference, without the user and
+    password of a server: they go into MLflow's own variables, since MLflow prints its address and puts it into errors.
+    Raise `SecretError` if the reference cannot be resolved."""
     address = resolve(tracking_uri)
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or parts.password is None:
@@ -44,10 +44,10 @@ def authorised(tracking_uri: str) -> str:
 
 
 def artifact_location(tracking_uri: str) -> str | None:
-    """The artifact folder of an experiment that is made anew: ``mlartifacts`` beside a SQLite file; None leaves the
-    choice to the tracking server.
+    """Return the artifact folder for a new experiment: ``mlartifacts`` beside a SQLite file; None leaves the choice to
+    the tracking server.
 
-    Without it MLflow takes ``./mlruns`` of whatever process happens to create the experiment.
+    Without it MLflow takes ``./mlruns`` of the process that happens to create the experiment.
     """
     if not tracking_uri.startswith(_SQLITE):
         return None
@@ -56,9 +56,11 @@ def artifact_location(tracking_uri: str) -> str | None:
 
 @contextmanager
 def opening(tracking_uri: str) -> Iterator[None]:
-    """Within, no other process opens this SQLite file, and it has MLflow's tables. Who opens it first makes them, and
-    two at once would leave a file that nobody can open any more. A tracking server sees to that by itself. Whoever
-    holds it for too long is frozen, and not waited for."""
+    """Create MLflow's tables in this SQLite file if it has none, and let no other process open it within the context.
+
+    Two processes that open a new file at once would leave it broken. A tracking server sees to that by itself. A
+    process that holds the lock for too long is frozen, and is not waited for.
+    """
     if not tracking_uri.startswith(_SQLITE):
         yield
         return
@@ -104,7 +106,8 @@ def _make(path: Path) -> None:
 
 
 def _is_settled(path: Path) -> bool:
-    """Is the database complete, or not ours to touch? The first experiment is written after the last table."""
+    """Return whether the database is complete or not ours to touch. The first experiment is written after the last
+    table."""
     if not path.exists():
         return False
     if not path.stat().st_size:
@@ -121,8 +124,8 @@ def _is_settled(path: Path) -> bool:
 
 
 def _wait_for_others(path: Path) -> None:
-    """Somebody may be making the tables who does not know of the lock, such as ``mlflow ui``: as long as the file
-    changes, wait."""
+    """Wait as long as the file changes: a process that does not know of the lock, such as ``mlflow ui``, may be
+    creating the tables."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while path.exists() and path.stat().st_size and time.monotonic() < deadline:
         if abs(time.time() - path.stat().st_mtime) > QUIET_SECONDS or _is_settled(path):

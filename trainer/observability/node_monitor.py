@@ -1,4 +1,7 @@
-"""What a node is doing: GPU by NVML, processor, memory and network by psutil, sampled in a thread."""
+"""The use of a node while it trains: GPU by NVML; processor, memory, network and disk by psutil, sampled in a thread.
+
+The figures of one process's own steps do not belong here: see `trainer.observability.comm_profiler`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingMetrics:
-    """The training's figures on one node at one moment. What cannot be measured here is None."""
+    """The training's figures on one node at one moment. A figure that cannot be measured is None."""
 
     node_id: int
     epoch: int
@@ -35,15 +38,16 @@ class TrainingMetrics:
     gpu_memory_used: float | None
     """Bytes, over the node's GPUs."""
     throughput_samples_per_sec: float | None
-    """Of this node."""
+    """Samples per second of this node."""
     communication_time_ms: float | None
-    """Of a step, exposed, without waiting for slower ranks: see `trainer.observability.comm_profiler`."""
+    """Milliseconds per step of exposed communication, without waiting for slower ranks: see
+    `trainer.observability.comm_profiler`."""
     timestamp: datetime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPUMetrics:
-    """Over the node's GPUs; all None where there is none."""
+    """Figures over the node's GPUs; all None if there is none."""
 
     gpu_utilization: float | None = None
     gpu_memory_used_bytes: float | None = None
@@ -54,7 +58,8 @@ class GPUMetrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkMetrics:
-    """Bytes per second since the sample before, over all interfaces of the machine; None where it does not tell."""
+    """Bytes per second since the previous sample, over all interfaces of the machine; None if the system does not
+    tell."""
 
     bytes_sent_per_second: float | None = None
     bytes_received_per_second: float | None = None
@@ -62,8 +67,8 @@ class NetworkMetrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiskMetrics:
-    """How full the disk is that holds the dataset's cache; bytes per second since the sample before, over all
-    disks of the machine. None where the system does not tell."""
+    """The used share of the disk that holds the dataset's cache; bytes per second since the previous sample, over all
+    disks of the machine. None if the system does not tell."""
 
     disk_used_percent: float | None = None
     disk_read_bytes_per_second: float | None = None
@@ -71,10 +76,10 @@ class DiskMetrics:
 
 
 class NodeMonitor:
-    """Samples one node every few seconds while training runs. On local rank 0 only: one monitor per node.
+    """A thread that samples one node every few seconds while training runs. On local rank 0 only: one monitor per node.
 
-    Processor and memory are those of the node's ranks (``pids``), in percent of the machine: a machine may play several
-    nodes.
+    Processor and memory are those of the node's ranks (``pids``), in percent of the machine, because one machine may
+    play several nodes.
     """
 
     def __init__(self, node_id: int, reporter: Reporter, interval_seconds: float, pids: Sequence[int]) -> None:
@@ -86,7 +91,7 @@ class NodeMonitor:
         self._learning_rate: float | None = None
         self._grad_norm: float | None = None
         self.communication_time_ms: float | None = None
-        """Mean of the latest window of steps; who measures it sets it."""
+        """Mean of the latest window of steps, in milliseconds, set by the training, which measures it."""
         self._rate: float | None = None
         self._counted = (time.monotonic(), 0)
         self._network = (time.monotonic(), _counters(psutil.net_io_counters))
@@ -99,6 +104,7 @@ class NodeMonitor:
         self._thread = threading.Thread(target=self._work, name="node-monitor", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -118,7 +124,7 @@ class NodeMonitor:
             self._samples += samples
 
     def collect_gpu_metrics(self) -> GPUMetrics:
-        """Utilisation, memory, temperature and power by NVML."""
+        """Return utilisation, memory, temperature and power by NVML."""
         return over_gpus(self.collect_each_gpu())
 
     def collect_each_gpu(self) -> list[dict[str, Any]]:

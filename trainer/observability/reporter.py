@@ -1,7 +1,7 @@
-"""What a rank reports and who writes it: threads of their own, fed by queues, so that training never waits.
+"""The reports of a rank and the threads that write them, fed by queues, so that training never waits.
 
-Every rank writes events; rank 0 writes TensorBoard and MLflow besides. A tracking server that fails is
-reported once and left alone: training goes on.
+Every rank writes events; rank 0 also writes TensorBoard and MLflow. A tracking server that fails is reported once and
+left alone: training goes on. How events become curves belongs in `trainer.observability.scalars`.
 """
 
 from __future__ import annotations
@@ -31,35 +31,40 @@ from trainer.storage.base import Storage
 METRICS_PER_REQUEST, AZURE_NAMES = 200, 40
 """Azure ML takes 250 values at once, and 50 names of metrics in a run, of which registration needs some."""
 AZURE_NODE_NAMES, AZURE_NODE_FIELDS = 10, ("gpu_utilization", "gpu_memory_percent", "samples_per_second")
-"""…and nodes get no more than so many of these, since every curve over all nodes comes first."""
+"""The most nodes, and the fields of a node, that get metrics on Azure ML, since every curve over all nodes comes
+first."""
 TRACKING = "tracking.json"
-"""In the run directory: the MLflow run, so that a resumed job goes on in the same one."""
+"""In the run directory: the MLflow run, so that a resumed job continues it."""
 TENSORBOARD = "tensorboard"
 OPENING_SECONDS = 10.0
-"""So long at most, training waits at its start for the sinks to be open: what that imports takes the interpreter away
+"""The most seconds that training waits at its start for the sinks to be open: their imports take the interpreter away
 from steps, and all ranks would wait for this one in each of them."""
 UPLOAD_SECONDS = 60.0
 FLUSH_SECONDS, REMOTE_FLUSH_SECONDS = 1.0, 5.0
-"""How much time the events of one file span; every file on remote storage is paid for."""
+"""The seconds whose events share a file; on remote storage every file costs money."""
 OTHERS_SECONDS, REMOTE_OTHERS_SECONDS = 5.0, 60.0
-"""Between two looks at what other nodes have reported, for the curves that rank 0 draws of them…"""
+"""The seconds between two looks at the reports of other nodes, for the curves that rank 0 draws of them."""
 LOOKS_SHARE = 0.02
-"""…and what looks may take of the time: each lists all files of events, of which an old run has many."""
+"""The most time that these looks may take, as a share: each lists all files of events, of which an old run has many."""
 URGENT = "hang"
-"""Written at once: the timeout that ends this process may be near."""
+"""The kind of event that is written at once: the timeout that ends this process may be near."""
 _log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Somewhere events go besides the run directory."""
+    """A destination of events besides the run directory."""
 
-    def write(self, events: list[dict[str, Any]]) -> None: ...
+    def write(self, events: list[dict[str, Any]]) -> None:
+        """Write events. A sink that raises an exception is not used again."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write what is left and release the sink."""
+        ...
 
 
 class Reporter:
-    """Takes events from any thread and writes them in the background, in numbered files.
+    """A queue that takes events from any thread and writes them in the background, in numbered files.
 
     The sinks have a thread of their own: a slow tracking server delays neither training nor the events.
     """
@@ -69,9 +74,9 @@ class Reporter:
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._numbers: dict[tuple[int, int], int] = {}
         self._known = SeenFiles()
-        """Files of events that need not be looked at for what others report; kept where there are sinks."""
+        """Files of events that need not be read for the reports of others; kept if there are sinks."""
         self.has_other_nodes = True
-        """Is there anybody else whose samples are to be drawn? Whoever knows that there is not says so."""
+        """Whether there may be other nodes whose samples are to be drawn."""
         self._tracking: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
         self._opened = threading.Event()
         self._threads = [threading.Thread(target=self._work, name="reporter", daemon=True)]
@@ -79,7 +84,8 @@ class Reporter:
         self._open(sinks)
 
     def move(self, rank: int, generation: int, sinks: list[Callable[[], Sink]]) -> None:
-        """Report as this rank of this generation from now on, to these sinks besides, unless it has some already."""
+        """Report as this rank of this generation from now on, and to these sinks as well, unless there are sinks
+        already."""
         self.rank, self.generation = rank, generation
         self._open(sinks)
 
@@ -89,15 +95,15 @@ class Reporter:
             self._threads[1].start()
 
     def wait_until_open(self, seconds: float) -> bool:
-        """Until the sinks are open, or gave up; False if that takes longer."""
+        """Wait until the sinks are open or have failed; return False if that takes longer than ``seconds``."""
         return len(self._threads) == 1 or self._opened.wait(seconds)
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """Report an event; returns at once. A number that is not finite is written as null."""
+        """Queue an event and return at once. A number that is not finite is written as null."""
         self._queue.put(event(kind, self.rank, self.generation, **_finite(fields)))
 
     def close(self, tracking_seconds: float = 60.0) -> None:
-        """Write what is left, and wait for the sinks, though no longer than that."""
+        """Write what is left, and wait at most ``tracking_seconds`` for the sinks."""
         self._queue.put(None)
         for thread in self._threads:
             thread.join(tracking_seconds if thread.name == "tracking" else None)
@@ -177,7 +183,7 @@ class Reporter:
             self._try("close", sink.close)
 
     def _wait_for_batch(self, seconds: float) -> list[dict[str, Any]] | None:
-        """What this rank reports next, nothing after so long, None at the end."""
+        """Return what this rank reports next, an empty list after ``seconds``, None at the end."""
         try:
             return self._tracking.get(timeout=seconds)
         except queue.Empty:
@@ -219,7 +225,7 @@ def _finite(value: Any) -> Any:
 
 @dataclass(slots=True)
 class StepWindow:
-    """This rank's sums over the steps since the last report, and the time they took; pauses do not count."""
+    """The sums of this rank over the steps since the last report, and the time that they took without pauses."""
 
     began: float = field(default_factory=time.monotonic)
     steps: int = 0
@@ -227,17 +233,19 @@ class StepWindow:
     samples: int = 0
 
     def add(self, loss_sum: float, samples: int) -> None:
+        """Count a step."""
         self.steps += 1
         self.loss_sum += loss_sum
         self.samples += samples
 
 
 class TensorBoardSink:
-    """Loss, validation, learning rate, gradient norm, utilisation and times as TensorBoard scalars."""
+    """A sink that writes loss, validation, learning rate, gradient norm, utilisation and times as TensorBoard
+    scalars."""
 
     def __init__(self, storage: Storage) -> None:
-        """Files in the folder ``tensorboard`` of a storage. TensorBoard's writer knows local files only: elsewhere they
-        are made on this machine and copied as a whole, every `UPLOAD_SECONDS` and at the end."""
+        """Write files to the folder ``tensorboard`` of a storage. TensorBoard's writer supports local files only: for
+        other storage they are made on this machine and copied as a whole, every `UPLOAD_SECONDS` and at the end."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._remote = None if storage.is_local else storage
@@ -248,6 +256,7 @@ class TensorBoardSink:
         self._copied_at = time.monotonic()
 
     def write(self, events: list[dict[str, Any]]) -> None:
+        """Write the scalars of these events, and copy the files if that is due."""
         for step, name, value, at in self._scalars.of(events):
             self._writer.add_scalar(name, value, step, walltime=at)
         self._writer.flush()
@@ -255,6 +264,7 @@ class TensorBoardSink:
             self._copy()
 
     def close(self) -> None:
+        """Close the files and copy them."""
         self._writer.close()
         self._copy()
         if self._scratch:
@@ -304,8 +314,8 @@ class MLflowSink:
         if self._most and os.environ.get("MLFLOW_RUN_ID"):  # the run of the Azure ML job that this process is in
             tags["mlflow.parentRunId"] = os.environ["MLFLOW_RUN_ID"]  # a job's end does not end this run: it may go on
         name = job.tracking.mlflow_run_name or job.job_id
-        # One that was made before, by a process that was killed before it could write down which: of this very run
-        # directory, for others may have called a job the same, and with nothing in it yet, for this may be another job.
+        # A process may have been killed after it made a run and before it recorded it. Such a run names this very run
+        # directory, since others may have called a job the same, and is empty, since this may be another job.
         left = [
             run
             for run in self._client.search_runs([experiment_id], f"tags.job_id = '{job.job_id}'", max_results=10)
@@ -319,6 +329,7 @@ class MLflowSink:
         return run.info.run_id
 
     def write(self, events: list[dict[str, Any]]) -> None:
+        """Send the scalars of these events; an ``end`` event ends the run."""
         from mlflow.entities import Metric
 
         metrics = []
@@ -336,12 +347,12 @@ class MLflowSink:
                 self._client.set_terminated(self.run_id, status=finished)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no connection is kept open."""
 
 
 def fits_run(name: str, taken: Collection[str], most: int | None) -> bool:
-    """Does a run of a server that takes so many names (None: all) take this one, besides those it has taken? What does
-    not fit is in the events only."""
+    """Return whether a run of a server that takes ``most`` names (None: any number) takes this one besides those
+    ``taken``. Metrics that do not fit are in the events only."""
     if most is None or name in taken:
         return True
     if name.startswith("node_"):

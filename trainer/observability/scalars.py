@@ -1,4 +1,5 @@
-"""From events to the curves that TensorBoard and MLflow draw: of the training, of each node, and over all nodes."""
+"""The conversion of events to the curves that TensorBoard and MLflow draw: of the training, of each node, and over all
+nodes."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ NODE = (
 
 
 def mean(values: Sequence[float]) -> float:
+    """Return the mean of one or more values."""
     return sum(values) / len(values)
 
 
@@ -30,10 +32,12 @@ CLUSTER: dict[str, Callable[[Sequence[float]], float]] = {
     "bytes_sent_per_second": sum,
     "bytes_received_per_second": sum,
 }
-"""What is drawn as ``cluster/…``, and how the nodes' latest samples become one."""
+"""The fields that are drawn as ``cluster/…``, and how the nodes' latest samples are combined."""
 
 
 class Scalar(NamedTuple):
+    """A point of a curve."""
+
     step: int
     name: str
     value: float
@@ -42,7 +46,7 @@ class Scalar(NamedTuple):
 
 
 class Scalars:
-    """Turns events into scalars; knows the step that others count at, and each node's latest sample."""
+    """A converter from events to scalars, which knows the current step and each node's latest sample."""
 
     def __init__(self) -> None:
         self._step = 0

@@ -56,7 +56,7 @@ _REQUEST = TypeAdapter(TraceRequest)
 
 
 def parse_request(data: bytes) -> TraceRequest:
-    """ValueError, which names the wrong fields, where it is none."""
+    """Return the request. Raise ValueError, which names the wrong fields, if it is invalid."""
     try:
         return _REQUEST.validate_json(data) if data.strip() else TraceRequest()
     except ValidationError as error:
@@ -68,17 +68,17 @@ def parse_request(data: bytes) -> TraceRequest:
 
 
 class TraceRequests:
-    """Looks for requests, now and then, on a thread of its own: storage that hangs must hold up neither the training
-    nor its watchdog."""
+    """A thread that looks for requests now and then: storage that hangs must hold up neither the training nor its
+    watchdog."""
 
     def __init__(self, rundir: RunDir, reporter: Reporter, step: int) -> None:
         self.rundir, self.reporter = rundir, reporter
         self.step = self._step_before = step
-        """Steps done; whoever traces keeps it up to date."""
+        """The steps done, kept up to date by the `StepProfiler`."""
         self._pace = 0
-        """Steps between the last two looks; 0 where that says nothing."""
+        """Steps between the last two looks; 0 if unknown."""
         self.asked: queue.SimpleQueue[TraceRequest] = queue.SimpleQueue()
-        """What this rank has to trace."""
+        """The requests that this rank has to trace."""
         self._answered: set[str] | None = None
         self._complained = ""
         self._stop = threading.Event()
@@ -86,6 +86,7 @@ class TraceRequests:
         self._thread.start()
 
     def close(self) -> None:
+        """Stop the thread; a look at storage that hangs is not waited for."""
         self._stop.set()
         self._thread.join(1.0)  # a look at storage that hangs is not waited for
 
@@ -115,8 +116,9 @@ class TraceRequests:
                 self.asked.put(request)
 
     def _take(self, number: int) -> dict[str, int]:
-        """Give the request a number, as its new name. One that is none is gone: it is not complained about again and
-        again. One to several ranks waits for steps between two looks: only then is it known when all have noticed."""
+        """Give the request a number, as its new name. An invalid one is deleted, so that it is complained about only
+        once. A request to several ranks waits until the steps between two looks are known: only then can a step be
+        chosen before which all have noticed it."""
         name = f"request-{number:06d}.json"
         try:
             request = parse_request(self._read(PROFILE_REQUEST))
@@ -135,7 +137,7 @@ class TraceRequests:
         return self.rundir.storage.read_bounded(name, MOST_BYTES)
 
     def _complain(self, message: str) -> None:
-        """Once of the same."""
+        """Report a message, unless it is the same as the last one."""
         if message != self._complained:
             self._complained = message
             _log.warning(message)
@@ -143,17 +145,16 @@ class TraceRequests:
 
 
 class StepProfiler:
-    """Traces steps of this process: those of the configuration, and those that are asked for.
+    """A profiler that traces steps of this process: those of the configuration, and those of requests.
 
-    Tracing costs time: the step times of these steps are not those of the others. Nor are those of the next few: a
-    thread writes the trace, but within this process, at the cost of whatever else runs Python in it.
-    A profiler that fails costs its trace and nothing else.
+    Tracing costs time: the step times of these steps differ from those of the others, and so do the next few, because a
+    thread of this process writes the trace. A profiler that fails loses its trace and nothing else.
     """
 
     def __init__(
         self, config: DistributedTrainingConfig, rundir: RunDir, reporter: Reporter, device: torch.device, step: int
     ) -> None:
-        """``step``: steps done so far."""
+        """Start with ``step`` steps done."""
         self.rundir, self.reporter, self.device = rundir, reporter, device
         self.requests = TraceRequests(rundir, reporter, step)
         self._asked: list[TraceRequest] = []
@@ -165,7 +166,7 @@ class StepProfiler:
         self._begin_if_due(step)
 
     def step(self, step: int) -> None:
-        """To be called after each step; so many are done."""
+        """Count a step: ``step`` steps are done. To be called after each step."""
         self.requests.step = step
         if self._profile is not None:
             self._left -= 1
@@ -175,7 +176,7 @@ class StepProfiler:
             self._begin_if_due(step)
 
     def close(self, step: int) -> None:
-        """End tracing, if it has not ended, and wait until what was traced is written."""
+        """End tracing, if it has not ended, and wait until the traces are written."""
         self.requests.close()
         if self._profile is not None:
             self._end(step)

@@ -1,7 +1,7 @@
-"""Who sees no progress says where it stands, before the timeout takes the group and the traces with it.
+"""A watchdog for hangs: a rank that sees no progress reports where it stands, before the timeout ends the group.
 
 A rank that never enters a collective makes all others wait for it, and all of them look alike from outside. So every
-rank has a thread that reports its own view, a ``hang`` event; who is missing follows from all of them together
+rank has a thread that reports its own view, a ``hang`` event; all of them together show which rank is missing
 (`dtrain_dagster.monitoring.hangs`).
 """
 
@@ -28,7 +28,8 @@ from trainer.config import DistributedTrainingConfig
 from trainer.observability.reporter import Reporter
 
 LEAST_SECONDS, STEPS = 20.0, 20
-"""By default a step that takes both longer than this and longer than so many usual ones has come to a halt."""
+"""By default a step counts as a hang if it takes longer than the first, in seconds, and longer than the second, in
+usual steps."""
 NOTHING = "no collective"
 PATIENT = "barrier"
 """The collective in which ranks wait while one works alone, for as long as that takes."""
@@ -40,10 +41,10 @@ _log = logging.getLogger(__name__)
 
 def limit_seconds(given: float | None, usual: float | None, timeout: float) -> float:
     """Return how many seconds a step may take. ``given``: as configured; ``usual``: the median step, None before the
-    first, which may compile the model for as long as that takes; ``timeout``: infinite where there is nobody to wait
-    for.
+    first, which may compile the model for as long as that takes; ``timeout``: infinite if there are no other ranks.
 
-    Whoever makes the others wait does so after about a usual step, and half of the timeout is left for the report.
+    A rank that makes the others wait reports after about a usual step plus half of the timeout; the other half is left
+    for the report.
     """
     if usual is None:
         return math.inf if given is None else given
@@ -51,13 +52,13 @@ def limit_seconds(given: float | None, usual: float | None, timeout: float) -> f
 
 
 class Watchdog:
-    """Watches one rank. The training calls `progress` and `rest`, which cost next to nothing."""
+    """A watchdog of one rank. The training calls `progress` and `rest`, which cost next to nothing."""
 
     def __init__(self, config: DistributedTrainingConfig) -> None:
         self._given, self._timeout = config.hang_seconds, config.collective_timeout_seconds
         self._seconds: deque[float] = deque(maxlen=64)
         self._mark: tuple[int, float | None] = (0, None)
-        """Steps done, and when the one at hand began; None while something else is at hand. Replaced as a whole."""
+        """Steps done, and when the current one began; None if something else is under way. Replaced as a whole."""
         self._told: object = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="watchdog", daemon=True)
@@ -70,18 +71,19 @@ class Watchdog:
             self._thread.start()
 
     def progress(self, step: int) -> None:
-        """So many steps are done, and the next one begins."""
+        """Note that ``step`` steps are done and the next one begins."""
         now, (before, began) = time.monotonic(), self._mark
         if began is not None and step > before:
             self._seconds.append(now - began)
         self._mark = (step, now)
 
     def rest(self) -> None:
-        """Something other than a step begins: an evaluation, a checkpoint, a regroup. That takes as long as it takes;
-        only who waits for others in one collective for half of its timeout has something to report."""
+        """Note that something other than a step begins: an evaluation, a checkpoint, a regroup. It has no limit of its
+        own; a rank reports only if it waits in one collective for half of its timeout."""
         self._mark = (self._mark[0], None)
 
     def stop(self) -> None:
+        """Stop the thread."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()

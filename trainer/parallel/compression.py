@@ -27,10 +27,21 @@ wanted number pass it."""
 class CompressionTransport(Protocol):
     """The collectives of a `trainer.comm.torch_transport.TorchTransport` that hooks use."""
 
-    def all_reduce(self, tensor: Tensor) -> None: ...
-    def all_to_all(self, output: Tensor, input_: Tensor) -> None: ...
-    def all_gather(self, output: Tensor, input_: Tensor) -> None: ...
-    def hierarchical_all_reduce(self, tensor: Tensor, nodes: Sequence[int]) -> None: ...
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over ranks, in place."""
+        ...
+
+    def all_to_all(self, output: Tensor, input_: Tensor) -> None:
+        """Exchange rows: row j of ``input_`` goes to rank j, and row i of ``output`` comes from rank i."""
+        ...
+
+    def all_gather(self, output: Tensor, input_: Tensor) -> None:
+        """Gather rows: row i of ``output`` is the ``input_`` of rank i."""
+        ...
+
+    def hierarchical_all_reduce(self, tensor: Tensor, nodes: Sequence[int]) -> None:
+        """Sum over ranks, in place, within nodes and then between them. ``nodes``: the node of each rank."""
+        ...
 
 
 class CommHook(Protocol):
@@ -228,7 +239,9 @@ class LoopbackTransport:
     """A transport that returns this rank's own data at once, as if every rank had sent it: a hook then only
     computes."""
 
-    def all_reduce(self, tensor: Tensor) -> None: ...
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Leave the tensor as it is."""
+        ...
 
     def all_to_all(self, output: Tensor, input_: Tensor) -> None:
         """Copy the input to the output."""
@@ -238,4 +251,6 @@ class LoopbackTransport:
         """Copy the input to the output."""
         output.copy_(input_)
 
-    def hierarchical_all_reduce(self, tensor: Tensor, nodes: Sequence[int]) -> None: ...
+    def hierarchical_all_reduce(self, tensor: Tensor, nodes: Sequence[int]) -> None:
+        """Leave the tensor as it is."""
+        ...

@@ -150,7 +150,7 @@ def _service(connection_string: str | None, url: str | None, pid: int) -> BlobSe
 
 
 def account() -> str:
-    """How the account was named, for messages: the variable, never the key."""
+    """Return how the account was named, for messages: the variable, never the key."""
     return CONNECTION_STRING if os.environ.get(CONNECTION_STRING) else f"{ACCOUNT_URL}={os.environ.get(ACCOUNT_URL)}"
 
 

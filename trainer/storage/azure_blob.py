@@ -1,11 +1,11 @@
-"""Azure Blob Storage behind the verbs of `Storage`: ``az://container/path``.
+"""Azure Blob Storage behind the methods of `Storage`: ``az://container/path``.
 
-Large files go and come in blocks, several at once. Every request is tried again through passing failures. An attempt
-whose answer was lost may have been carried out, and the next one would then meet its own work: so each conditional
-write leaves a mark of its own in the blob's metadata, and «it is there already» is believed where that mark is not.
-The sha256 of what was written whole is kept there as well, and checked by whoever reads it whole.
+Large files are transferred in blocks, several at once. Every request is tried again after transient failures. An
+attempt whose answer was lost may have been carried out, and the next one would meet its result: so each conditional
+write leaves a mark of its own in the blob's metadata, and a conflict counts only if that mark is missing. The metadata
+also hold the sha256 of a blob that was written whole; reading it whole checks this.
 
-What the account keeps of old versions is its own affair; where it names them, `create` and `stream` tell.
+Old versions are kept or not by the account's settings; `create` and `stream` return the version if there is one.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from trainer.storage.regular_files import too_large
 from trainer.storage.transfer_pool import Lanes
 
 BLOCK_BYTES = 8 << 20
-"""Of a transfer's parts. What is smaller goes in one request."""
+"""The bytes of a transfer's part. A smaller file is transferred in one request."""
 PARALLEL = 4
-"""Blocks of one file on their way at once."""
+"""The number of blocks of one file that are transferred at once."""
 _BATCH = 200
 """Blobs deleted in one request; the service takes 256."""
 _MARKS = 20
-"""Marks of conditional writes that a blob carries: a writer finds its own unless so many came in between."""
+"""The number of marks of conditional writes that a blob carries: a writer finds its own unless more came in between."""
 _ADDRESS = re.compile(r"az://([a-z0-9](?:[a-z0-9]|-(?!-)){1,61}[a-z0-9])(?:/(.*))?$")
 _SHA256, _WRITERS = "sha256", "writers"
 
@@ -58,8 +58,8 @@ class _Part:
 
 
 class BlobStorage(Storage):
-    """A folder of a container. `ConfigError` for an address that is none, or where no account is named; no request is
-    made before the first verb."""
+    """A folder of a container, as a `Storage`. No request is made before the first method call. Raise `ConfigError` for
+    an invalid address, or if no account is named."""
 
     def __init__(self, uri: str | os.PathLike[str]) -> None:
         self.uri = str(uri).rstrip("/")
@@ -101,7 +101,7 @@ class BlobStorage(Storage):
             self._fetch(name, file)
 
     def open(self, name: str) -> IO[bytes]:
-        """The blob as it is now, in a temporary file of this machine that is gone once closed."""
+        """Return the blob as it is now, in a temporary file of this machine that is deleted when it is closed."""
         file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
         try:
             self._fetch(name, file)
@@ -119,8 +119,8 @@ class BlobStorage(Storage):
 
     @contextmanager
     def stream(self, name: str) -> Iterator[IO[bytes]]:
-        """A file to write in pieces, which are on their way while the next ones come. All or nothing: where the block
-        fails there is nothing new. Afterwards the file's ``version_id`` is the one that the account gave, or None."""
+        """Open a file to write in pieces, which are sent while the next ones come. All or nothing: if the block fails,
+        nothing is written. Afterwards the file's ``version_id`` is the one that the account gave, or None."""
         with Lanes(self.parallel) as lanes:
             writer = _BlockWriter(self, name, lanes)
             yield writer  # type: ignore[misc]
@@ -164,7 +164,7 @@ class BlobStorage(Storage):
                     raise
 
     def require_swap(self) -> None:
-        """ETags do it."""
+        """Do nothing: ETags provide compare-and-swap."""
 
     def exists(self, name: str) -> bool:
         key = self._key(name)
@@ -193,12 +193,12 @@ class BlobStorage(Storage):
             self._delete(name, names[start : start + _BATCH])
 
     def sweep(self, folder: str, older_than_seconds: float) -> None:
-        """Nothing to do: the account forgets blocks that were never committed."""
+        """Do nothing: the account forgets blocks that were never committed."""
 
     def path(self, name: str = "") -> str:
         return f"{self.root}/{name}" if name else self.root
 
-    # The rest serves the verbs.
+    # The rest serves the methods above.
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}".strip("/")
@@ -210,7 +210,7 @@ class BlobStorage(Storage):
         return self._client.get_blob_client(self._key(name))
 
     def _attempt(self, verb: str, name: str, action: Callable[[], Any]) -> Any:
-        """`attempt`, with FileNotFoundError for what is not there."""
+        """Make a request with `attempt`. Raise FileNotFoundError if the blob is missing."""
         try:
             return attempt(f"{verb} {self._at(name)}", action)
         except BlobError as error:
@@ -222,7 +222,7 @@ class BlobStorage(Storage):
         return self._attempt("look at", name, self._blob(name).get_blob_properties)
 
     def _part(self, name: str, offset: int, length: int, etag: str | None = None) -> _Part:
-        """A part of a blob, whole or not at all; of this version, if ``etag`` says which."""
+        """Return a part of a blob, whole or not at all; of the version ``etag`` if it is given."""
         blob = self._blob(name)
         condition: dict[str, Any] = {}
         if etag:
@@ -265,7 +265,7 @@ class BlobStorage(Storage):
                     raise
 
     def _put(self, name: str, data: bytes, condition: dict[str, Any], marks: Sequence[str]) -> str | None:
-        """Write a blob whole, under a condition; the version that the account gave it."""
+        """Write a blob whole, under a condition; return the version that the account gave it."""
         metadata = {_SHA256: hashlib.sha256(data).hexdigest()}
         if marks:
             metadata[_WRITERS] = ",".join(marks)
@@ -297,7 +297,8 @@ class BlobStorage(Storage):
     def _commit(
         self, name: str, blocks: Sequence[str], condition: dict[str, Any], metadata: dict[str, str]
     ) -> str | None:
-        """Make staged blocks the content of a blob. Doing it twice is the same as once, but under a condition."""
+        """Make staged blocks the content of a blob; return its version. Without a condition, a second call has the same
+        effect."""
         blob, chosen = self._blob(name), [BlobBlock(block) for block in blocks]
         done = self._attempt(
             "write", name, lambda: blob.commit_block_list(chosen, metadata=metadata or None, **condition)
@@ -305,7 +306,7 @@ class BlobStorage(Storage):
         return done.get("version_id")
 
     def _names(self, prefix: str, at_most: int | None = None) -> Sequence[str]:
-        """Full names of all blobs that begin so, at any depth."""
+        """Return the full names of all blobs with this prefix, at any depth."""
         return self._pages(
             "", lambda: self._client.list_blobs(name_starts_with=prefix, results_per_page=at_most),
             lambda item: item.name, at_most,
@@ -314,7 +315,7 @@ class BlobStorage(Storage):
     def _pages(
         self, name: str, listing: Callable[[], Any], pick: Callable[[Any], str], at_most: int | None = None
     ) -> Sequence[str]:
-        """What a listing gives, page by page; a page that fails is asked for again."""
+        """Return the items of a listing, page by page; a page that fails is requested again."""
         found: list[str] = []
         token: str | None = None
         while True:
@@ -332,7 +333,7 @@ class BlobStorage(Storage):
                 return found
 
     def _delete(self, name: str, keys: Sequence[str]) -> None:
-        """Delete these blobs; one that is not there is as good as deleted."""
+        """Delete these blobs; a missing one counts as deleted."""
         if len(keys) == 1:
             [key] = keys
             with suppress(FileNotFoundError):
@@ -349,7 +350,8 @@ class BlobStorage(Storage):
 
 
 class _BlockWriter(io.RawIOBase):
-    """Cuts what is written into blocks and sends them on lanes. The last ones are sent by `send_rest`."""
+    """A file that cuts what is written into blocks and sends them by a transfer pool. `send_rest` sends the last
+    one."""
 
     def __init__(self, storage: BlobStorage, name: str, lanes: Lanes) -> None:
         self._storage, self._name, self._lanes = storage, name, lanes
@@ -392,5 +394,5 @@ def _write_at(descriptor: int, data: bytes, offset: int) -> None:
 
 
 def _marks(metadata: dict[str, str] | None) -> list[str]:
-    """Of the last conditional writes, in order."""
+    """Return the marks of the last conditional writes, in order."""
     return [mark for mark in (metadata or {}).get(_WRITERS, "").split(",") if mark]

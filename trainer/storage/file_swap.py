@@ -1,10 +1,11 @@
 """Compare-and-swap of a file on a local or network file system, by renames alone.
 
 A lock that its holder must give back (flock) would be kept for ever by a process that is frozen while it has it, and
-whoever broke it would be overwritten by the frozen one once that wakes. Here the lock is a folder whose *name* says who
-has it: ``LATEST.json.lock/free``, or ``LATEST.json.lock/<id of its holder>``. Taking it, giving it back and taking it
-from one that is silent are renames of that folder, of which only one can succeed. The new content lies in the folder
-and is moved from there over the old one: who has lost the folder can replace nothing any more, however late it wakes.
+a process that broke it would be overwritten by the frozen one once that wakes. Here the lock is a folder whose *name*
+says which process has it: ``LATEST.json.lock/free``, or ``LATEST.json.lock/<id of its holder>``. Taking it, giving it
+back and taking it from a silent holder are renames of that folder, of which only one can succeed. The new content lies
+in the folder and is moved from there over the old one: a process that has lost the folder can replace nothing any more,
+however late it wakes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PATIENCE_SECONDS = 1.0
-"""A holder that has the lock for so long is dead or frozen: it needs it for a few renames."""
+"""A holder that has the lock for this long is dead or frozen: it needs it for a few renames."""
 TIMEOUT_SECONDS = 30.0
 _FREE = "free"
 
